@@ -78,7 +78,7 @@ def _chunks_kernel(rule_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.co
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads
-    seq, chunk = chunk_of(seq_ptrs, num_seqs, tl.program_id(1), CHUNK, PLAN.pad)
+    seq, chunk = chunk_of(seq_ptrs, num_seqs, tl.program_id(1), CHUNK, PLAN.seqs_pad)
     if seq >= num_seqs:
         return
     begin, end = sequence_of(seq_ptrs, seq, 0, PLAN)[:2]
@@ -90,10 +90,10 @@ def _chunks_kernel(rule_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.co
     decays = _load_gates(rule_ptrs.decay, t, end, first_head, PLAN.tile, HEADS)
     betas = _load_gates(rule_ptrs.beta, t, end, first_head, PLAN.tile, HEADS)
     for head in tl.range(first_head, tl.minimum(first_head + PLAN.tile, HEADS.num_values), num_stages=PLAN.stages):
-        own_key = head // HEADS.group * HEADS.key_dim
-        own_k, of_keys = _of_chunk(rule_ptrs.k, HEADS.keys, first, end, own_key, d, HEADS.key_dim)
+        own_key, own_value = head // HEADS.group * HEADS.key_dim, 2 * HEADS.keys + head * HEADS.value_dim
+        own_k, of_keys = _of_chunk(rule_ptrs.qkv, HEADS.channels, first, end, HEADS.keys + own_key, d, HEADS.key_dim)
         k = tl.load(own_k, of_keys, 0.0)
-        own_v, of_values = _of_chunk(rule_ptrs.v, HEADS.values, first, end, head * HEADS.value_dim, e, HEADS.value_dim)
+        own_v, of_values = _of_chunk(rule_ptrs.qkv, HEADS.channels, first, end, own_value, e, HEADS.value_dim)
         v = tl.load(own_v, of_values, 0.0)
         decay, beta = _of_head(decays, head - first_head), _of_head(betas, head - first_head)
         between = tl.exp(tl.where(is_before, decay[:, None] - decay[None, :], float("-inf")))
@@ -124,11 +124,12 @@ def _states_kernel(x_rows, rule_ptrs, seq_ptrs, state_ptrs, stride, PLAN: tl.con
     of_state = (d < HEADS.key_dim)[:, None] & (e < HEADS.value_dim)[None, :]
     state_at = (head * HEADS.value_dim + e)[None, :] * HEADS.key_dim + d[:, None]
     state = tl.load(state_ptrs.matrices + read * (HEADS.values * HEADS.key_dim) + state_at, of_state, 0.0)  # transposed
-    own_key, w_stride = head // HEADS.group * HEADS.key_dim, HEADS.num_values * HEADS.key_dim
+    own_key, own_value = head // HEADS.group * HEADS.key_dim, 2 * HEADS.keys + head * HEADS.value_dim
+    w_stride = HEADS.num_values * HEADS.key_dim
     for first in tl.range(begin, end, CHUNK, num_stages=PLAN.stages):
         own_w, of_keys = _of_chunk(rule_ptrs.w, w_stride, first, end, head * HEADS.key_dim, d, HEADS.key_dim)
-        own_k = _of_chunk(rule_ptrs.k, HEADS.keys, first, end, own_key, d, HEADS.key_dim)[0]
-        own_v, of_values = _of_chunk(rule_ptrs.v, HEADS.values, first, end, head * HEADS.value_dim, e, HEADS.value_dim)
+        own_k = _of_chunk(rule_ptrs.qkv, HEADS.channels, first, end, HEADS.keys + own_key, d, HEADS.key_dim)[0]
+        own_v, of_values = _of_chunk(rule_ptrs.qkv, HEADS.channels, first, end, own_value, e, HEADS.value_dim)
         w = tl.load(own_w, of_keys, 0.0)
         k = tl.load(own_k, of_keys, 0.0)
         v = tl.load(own_v, of_values, 0.0)
@@ -167,18 +168,20 @@ def _outputs_kernel(
         own_out, is_row = _of_chunk(out_ptr, HEADS.values, index * CHUNK, num_rows, own_value, e, HEADS.value_dim)
         is_padding = is_row & (index * CHUNK + i >= num_tokens)[:, None]
         tl.store(own_out, tl.zeros(own_out.shape, out_ptr.dtype.element_ty), is_padding)
-    seq, chunk = chunk_of(seq_ptrs, num_seqs, index, CHUNK, PLAN.pad)
+    seq, chunk = chunk_of(seq_ptrs, num_seqs, index, CHUNK, PLAN.seqs_pad)
     if seq >= num_seqs:
         return
     begin, end = sequence_of(seq_ptrs, seq, 0, PLAN)[:2]
     first = begin + chunk * CHUNK
-    own_q, of_keys = _of_chunk(rule_ptrs.q, HEADS.keys, first, end, own_key, d, HEADS.key_dim)
+    own_q, of_keys = _of_chunk(rule_ptrs.qkv, HEADS.channels, first, end, own_key, d, HEADS.key_dim)
     q = tl.load(own_q, of_keys, 0.0)
-    own_k = _of_chunk(rule_ptrs.k, HEADS.keys, first, end, own_key, d, HEADS.key_dim)[0]
+    own_k = _of_chunk(rule_ptrs.qkv, HEADS.channels, first, end, HEADS.keys + own_key, d, HEADS.key_dim)[0]
     k = tl.load(own_k, of_keys, 0.0)
     of_state = (d < HEADS.key_dim)[:, None] & (e < HEADS.value_dim)[None, :]
     before = tl.load(_state_at(rule_ptrs.states, seq, first, head, d, e, HEADS), of_state, 0.0)
-    own_errors, of_values = _of_chunk(rule_ptrs.v, HEADS.values, first, end, own_value, e, HEADS.value_dim)
+    own_errors, of_values = _of_chunk(
+        rule_ptrs.qkv, HEADS.channels, first, end, 2 * HEADS.keys + own_value, e, HEADS.value_dim
+    )
     errors = tl.load(own_errors, of_values, 0.0)
     own_z = _of_chunk(x_rows.qkvz, x_rows.stride, first, end, HEADS.channels + own_value, e, HEADS.value_dim)[0]
     z = tl.load(own_z, of_values, 0.0).to(tl.float32)
@@ -198,7 +201,10 @@ def _outputs_kernel(
 def delta_net_chunks(qkvz, ba, layer: Any, states: Any, state_rows, starts, num_seqs: int, out, count=None) -> None:
     """As its definition in layers/gated_delta_net.py."""
     heads, x, state_tensors = operands = operands_of(qkvz, ba, layer, states)
-    seqs, plan = Sequences(state_rows, count, starts), Plan(heads, CHUNK.value, pad=pad_of(num_seqs), is_summed=True)
+    seqs, plan = (
+        Sequences(state_rows, count, starts),
+        Plan(heads, CHUNK.value, seqs_pad=pad_of(num_seqs), is_summed=True),
+    )
     num_tokens, num_chunks = len(qkvz), triton.cdiv(len(qkvz), CHUNK.value) + num_seqs  # at most
     inputs = rule_inputs(operands, layer, seqs, num_seqs, plan, qkvz.dtype)._replace(
         w=qkvz.new_empty(num_tokens, heads.num_values * heads.key_dim),
@@ -207,7 +213,7 @@ def delta_net_chunks(qkvz, ba, layer: Any, states: Any, state_rows, starts, num_
     fits = has_tma(qkvz.device) and qkvz.dtype != torch.float32  # into shared memory, what is loaded ahead
     each = min(HEADS_EACH, heads.num_values)
     launch(_chunks_kernel, (triton.cdiv(heads.num_values, each), num_chunks), qkvz.device)(
-        inputs, seqs, num_seqs, PLAN=Plan(heads, each, pad=plan.pad, stages=2 if fits else 1)
+        inputs, seqs, num_seqs, PLAN=Plan(heads, each, seqs_pad=plan.seqs_pad, stages=2 if fits else 1)
     )
     # a state is divided over more programs where they are few
     is_few = heads.num_values * num_seqs * triton.cdiv(heads.value_dim, 32) <= num_sms(qkvz.device)

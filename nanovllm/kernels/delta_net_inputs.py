@@ -11,18 +11,13 @@ from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_w
 
 
 class RuleInputs(NamedTuple):
-    """Of each token and head, as in layers/gated_delta_net.py; a key head once for all of its value heads.
+    """Of each token. For chunks also what their kernels leave for each other."""
 
-    Of chunks also what their kernels leave for each other.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    decay: torch.Tensor  # with `is_summed`, the sum of the logarithms since the tile began
-    beta: torch.Tensor
-    num_right: torch.Tensor | None  # of each sequence, drafts of the step before, if there are any
-    w: torch.Tensor | None = None
+    qkv: torch.Tensor  # [T, channels]: q and k of each key head, v of each value head
+    decay: torch.Tensor  # [T, value heads] float32; with `is_summed`, the sum of the logarithms since the tile began
+    beta: torch.Tensor  # [T, value heads] float32
+    num_right: torch.Tensor | None  # of each sequence, how many drafts of the step before were right
+    w: torch.Tensor | None = None  # [T, value heads * key_dim]
     states: torch.Tensor | None = None  # of each chunk and value head, the one before it
 
 
@@ -62,7 +57,7 @@ def _inputs_kernel(
     conv_ptr, a_log_ptr, dt_bias_ptr, l2_eps = weight_ptrs
     head, tile, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PLAN.rows == 0:
-        seq, tile = chunk_of(seq_ptrs, num_seqs, tile, PLAN.tile, PLAN.pad)
+        seq, tile = chunk_of(seq_ptrs, num_seqs, tile, PLAN.tile, PLAN.seqs_pad)
     elif seq_ptrs.count is not None:
         num_seqs = tl.load(seq_ptrs.count) // PLAN.rows
     if seq >= num_seqs:
@@ -79,16 +74,16 @@ def _inputs_kernel(
         shift = seq * (PLAN.kept + PLAN.rows) - begin
     source = x_rows, state_ptrs, row, begin, own
     is_key = head < 2 * HEADS.num_keys
-    own_head = tl.where(is_key, head % HEADS.num_keys, head - 2 * HEADS.num_keys)
-    dim = tl.where(is_key, HEADS.key_dim, HEADS.value_dim)
-    out_ptr = (out_ptrs.q if head < HEADS.num_keys else out_ptrs.k) if is_key else out_ptrs.v
-    d, i = tl.arange(0, max(HEADS.key_pad, HEADS.value_pad)), tl.arange(0, next_power_of_2(SIZE))[None, :]
-    inside, channel = d < dim, tl.where(is_key, head * dim, 2 * HEADS.keys + own_head * dim) + d
+    own_head = head - 2 * HEADS.num_keys
+    d, i = tl.arange(0, HEADS.pad), tl.arange(0, next_power_of_2(SIZE))[None, :]
+    inside = d < tl.where(is_key, HEADS.key_dim, HEADS.value_dim)
+    channel = tl.where(is_key, head * HEADS.key_dim, 2 * HEADS.keys + own_head * HEADS.value_dim) + d
     weight = tl.load(conv_ptr + channel[:, None] * SIZE + i, (i < SIZE) & inside[:, None], 0.0).to(tl.float32)
     # parts of the tokens, whose inputs fit into registers
     PART: tl.constexpr = min(PLAN.tile, 16)
     first = begin + tile * PLAN.tile
-    for part in range(first, tl.minimum(first + PLAN.tile, end), PART):
+    stop = tl.minimum(first + PLAN.tile, end)
+    for part in range(first, stop, PART):
         t = (part + tl.arange(0, PART))[:, None]
         is_there = (t < end) & inside[None, :]
         y = tl.zeros([PART, d.shape[0]], tl.float32)
@@ -99,8 +94,8 @@ def _inputs_kernel(
         y = silu(y)
         if is_key:
             y *= tl.rsqrt((tl.sum(y * y, 1) + l2_eps) * tl.where(head < HEADS.num_keys, HEADS.key_dim, 1))[:, None]
-        out_at = (shift + t).to(tl.int64) * tl.where(is_key, HEADS.keys, HEADS.values) + own_head * dim + d[None, :]
-        tl.store(out_ptr + out_at, y, is_there)
+        qkv_ptr = out_ptrs.qkv + tl.cast(shift + part, tl.int64) * HEADS.channels
+        tl.store(qkv_ptr + (tl.arange(0, PART)[:, None] * HEADS.channels + channel[None, :]), y, is_there)
     if is_key:
         return
     t = first + tl.arange(0, PLAN.tile)
@@ -128,9 +123,9 @@ def keep_inputs(source, written, head, certain, end, PLAN: tl.constexpr):
     """
     HEADS: tl.constexpr = PLAN.heads
     SIZE: tl.constexpr = HEADS.conv_size
-    PAD: tl.constexpr = max(HEADS.key_pad, HEADS.value_pad)
     x_rows, state_ptrs, read, begin, _ = source
-    kind, d = tl.arange(0, 4 * PAD)[None, :] // PAD, tl.arange(0, 4 * PAD)[None, :] % PAD  # queries, keys, values
+    column = tl.arange(0, 4 * HEADS.pad)[None, :]
+    kind, d = column // HEADS.pad, column % HEADS.pad  # 0 is a query, 1 a key, 2 a value
     key_channel = kind * HEADS.keys + head // HEADS.group * HEADS.key_dim + d
     channel = tl.where(kind < 2, key_channel, 2 * HEADS.keys + head * HEADS.value_dim + d)
     is_key = (d < HEADS.key_dim) & (head % HEADS.group + 0 * d == 0)  # the interpreter takes no scalar in a mask
@@ -164,12 +159,12 @@ def rule_inputs(operands: tuple, layer: Any, seqs: Sequences, num_seqs: int, pla
         num_tokens = num_seqs * (plan.kept + plan.rows)
         tiles = triton.cdiv(plan.kept + plan.rows, plan.tile), num_seqs
     else:
-        num_tokens, plan = len(x.qkvz), plan._replace(pad=pad_of(num_seqs))
+        num_tokens, plan = len(x.qkvz), plan._replace(seqs_pad=pad_of(num_seqs))
         tiles = num_tokens // plan.tile + num_seqs, 1
-    make = lambda size, dtype: torch.empty((num_tokens, size), dtype=dtype, device=x.qkvz.device)
-    gates = (make(heads.num_values, torch.float32) for _ in range(2))
-    num_right = torch.empty(num_seqs, dtype=torch.int32, device=x.qkvz.device) if plan.kept else None
-    inputs = RuleInputs(*(make(size, dtype) for size in layer.heads.sizes), *gates, num_right)
+    make = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=x.qkvz.device)
+    gates = make(num_tokens, heads.num_values), make(num_tokens, heads.num_values)
+    num_right = make(num_seqs, dtype=torch.int32) if plan.kept else None
+    inputs = RuleInputs(make(num_tokens, heads.channels, dtype=dtype), *gates, num_right)
     weights = layer.conv1d.weight, layer.A_log, layer.dt_bias, layer.l2_eps
     launch(_inputs_kernel, (2 * heads.num_keys + heads.num_values, *tiles), x.qkvz.device)(
         *(x, weights, seqs, states, inputs, num_seqs, seqs.rows.stride(0)), PLAN=plan, num_warps=num_warps

@@ -27,6 +27,7 @@ class Heads(NamedTuple):
     draft: int  # numbers that are kept of a draft: channels and gates
     key_pad: int  # powers of two
     value_pad: int
+    pad: int  # the larger one
 
 
 class Plan(NamedTuple):
@@ -36,7 +37,7 @@ class Plan(NamedTuple):
     tile: int  # tokens, value heads or values of a program
     rows: int = 0  # of a sequence that decodes; 0 for chunks
     kept: int = 0  # of the drafts of the step before, at most
-    pad: int = 0  # a power of two: so many sequences may have chunks
+    seqs_pad: int = 0  # a power of two: so many sequences may have chunks
     stages: int = 1  # of what is loaded ahead
     is_summed: bool = False  # of decays, the logarithms are summed within a tile
 
@@ -73,7 +74,7 @@ def heads_of(heads: Any) -> Heads:
     keys, _, values = heads.sizes
     sizes = keys, values, 2 * keys + values, 2 * keys + values + 2 * heads.num_values
     pads = triton.next_power_of_2(heads.key_dim), triton.next_power_of_2(heads.value_dim)
-    return Heads(*heads, heads.num_values // heads.num_keys, *sizes, *pads)
+    return Heads(*heads, heads.num_values // heads.num_keys, *sizes, *pads, max(pads))
 
 
 def operands_of(qkvz: torch.Tensor, ba: torch.Tensor, layer: Any, states: Any) -> tuple[Heads, Inputs, States]:
