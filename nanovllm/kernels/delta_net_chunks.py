@@ -45,9 +45,21 @@ def _inverse(system, IS_FLOAT32: tl.constexpr):
 
 @triton.jit
 def _of_chunk(ptr, stride, first, end, column, d, DIM: tl.constexpr):
-    """Where the DIM numbers from `column` on are in the rows of a chunk's tokens [CHUNK, d], and which there are."""
+    """Where DIM numbers of each token lie, from a column of its row on [CHUNK, d], and which of them are there."""
     i, d = tl.arange(0, CHUNK)[:, None], d[None, :]
     return ptr + tl.cast(first, tl.int64) * stride + column + (i * stride + d), (first + i < end) & (d < DIM)
+
+
+@triton.jit
+def _load(ptr, stride, first, end, column, d, DIM: tl.constexpr):
+    own, is_there = _of_chunk(ptr, stride, first, end, column, d, DIM)
+    return tl.load(own, is_there, 0.0)
+
+
+@triton.jit
+def _store(ptr, stride, first, end, column, d, DIM: tl.constexpr, x):
+    own, is_there = _of_chunk(ptr, stride, first, end, column, d, DIM)
+    tl.store(own, x, is_there)
 
 
 @triton.jit
@@ -91,20 +103,18 @@ def _chunks_kernel(rule_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.co
     betas = _load_gates(rule_ptrs.beta, t, end, first_head, PLAN.tile, HEADS)
     for head in tl.range(first_head, tl.minimum(first_head + PLAN.tile, HEADS.num_values), num_stages=PLAN.stages):
         own_key, own_value = head // HEADS.group * HEADS.key_dim, 2 * HEADS.keys + head * HEADS.value_dim
-        own_k, of_keys = _of_chunk(rule_ptrs.qkv, HEADS.channels, first, end, HEADS.keys + own_key, d, HEADS.key_dim)
-        k = tl.load(own_k, of_keys, 0.0)
-        own_v, of_values = _of_chunk(rule_ptrs.qkv, HEADS.channels, first, end, own_value, e, HEADS.value_dim)
-        v = tl.load(own_v, of_values, 0.0)
+        k = _load(rule_ptrs.qkv, HEADS.channels, first, end, HEADS.keys + own_key, d, HEADS.key_dim)
+        v = _load(rule_ptrs.qkv, HEADS.channels, first, end, own_value, e, HEADS.value_dim)
         decay, beta = _of_head(decays, head - first_head), _of_head(betas, head - first_head)
         between = tl.exp(tl.where(is_before, decay[:, None] - decay[None, :], float("-inf")))
         system = tl.dot(k, tl.trans(k), input_precision="ieee") * between * beta[:, None]
         inverse = _inverse(system, k.dtype == tl.float32)
         of_decay = (inverse * (beta * tl.exp(decay))[None, :]).to(k.dtype)
-        w_stride = HEADS.num_values * HEADS.key_dim
-        own_w = _of_chunk(rule_ptrs.w, w_stride, first, end, head * HEADS.key_dim, d, HEADS.key_dim)[0]
-        tl.store(own_w, tl.dot(of_decay, k, input_precision="ieee"), of_keys)
+        w = tl.dot(of_decay, k, input_precision="ieee")
+        _store(rule_ptrs.w, HEADS.num_values * HEADS.key_dim, first, end, head * HEADS.key_dim, d, HEADS.key_dim, w)
         of_beta = (inverse * beta[None, :]).to(k.dtype)
-        tl.store(own_v, tl.dot(of_beta, v, input_precision="ieee"), of_values)
+        v = tl.dot(of_beta, v, input_precision="ieee")
+        _store(rule_ptrs.qkv, HEADS.channels, first, end, own_value, e, HEADS.value_dim, v)
 
 
 @dependent_kernel()
@@ -125,21 +135,17 @@ def _states_kernel(x_rows, rule_ptrs, seq_ptrs, state_ptrs, stride, PLAN: tl.con
     state_at = (head * HEADS.value_dim + e)[None, :] * HEADS.key_dim + d[:, None]
     state = tl.load(state_ptrs.matrices + read * (HEADS.values * HEADS.key_dim) + state_at, of_state, 0.0)  # transposed
     own_key, own_value = head // HEADS.group * HEADS.key_dim, 2 * HEADS.keys + head * HEADS.value_dim
-    w_stride = HEADS.num_values * HEADS.key_dim
     for first in tl.range(begin, end, CHUNK, num_stages=PLAN.stages):
-        own_w, of_keys = _of_chunk(rule_ptrs.w, w_stride, first, end, head * HEADS.key_dim, d, HEADS.key_dim)
-        own_k = _of_chunk(rule_ptrs.qkv, HEADS.channels, first, end, HEADS.keys + own_key, d, HEADS.key_dim)[0]
-        own_v, of_values = _of_chunk(rule_ptrs.qkv, HEADS.channels, first, end, own_value, e, HEADS.value_dim)
-        w = tl.load(own_w, of_keys, 0.0)
-        k = tl.load(own_k, of_keys, 0.0)
-        v = tl.load(own_v, of_values, 0.0)
+        w = _load(rule_ptrs.w, HEADS.num_values * HEADS.key_dim, first, end, head * HEADS.key_dim, d, HEADS.key_dim)
+        k = _load(rule_ptrs.qkv, HEADS.channels, first, end, HEADS.keys + own_key, d, HEADS.key_dim)
+        v = _load(rule_ptrs.qkv, HEADS.channels, first, end, own_value, e, HEADS.value_dim)
         last = tl.load(rule_ptrs.decay + (tl.minimum(first + CHUNK, end) - 1) * HEADS.num_values + head)
         t = first + tl.arange(0, CHUNK)
         decay = tl.load(rule_ptrs.decay + t * HEADS.num_values + head, t < end, 0.0)
         before = state.to(k.dtype)
         tl.store(_state_at(rule_ptrs.states, seq, first, head, d, e, HEADS), before, of_state)
         errors = v - tl.dot(w, before, input_precision="ieee")
-        tl.store(own_v, errors, of_values)
+        _store(rule_ptrs.qkv, HEADS.channels, first, end, own_value, e, HEADS.value_dim, errors)
         kept = (errors * tl.exp(last - decay)[:, None]).to(k.dtype)  # zeros after the last token
         state = tl.dot(tl.trans(k), kept, state * tl.exp(last), input_precision="ieee")
     tl.store(state_ptrs.matrices + written * (HEADS.values * HEADS.key_dim) + state_at, state, of_state)
@@ -173,18 +179,12 @@ def _outputs_kernel(
         return
     begin, end = sequence_of(seq_ptrs, seq, 0, PLAN)[:2]
     first = begin + chunk * CHUNK
-    own_q, of_keys = _of_chunk(rule_ptrs.qkv, HEADS.channels, first, end, own_key, d, HEADS.key_dim)
-    q = tl.load(own_q, of_keys, 0.0)
-    own_k = _of_chunk(rule_ptrs.qkv, HEADS.channels, first, end, HEADS.keys + own_key, d, HEADS.key_dim)[0]
-    k = tl.load(own_k, of_keys, 0.0)
+    q = _load(rule_ptrs.qkv, HEADS.channels, first, end, own_key, d, HEADS.key_dim)
+    k = _load(rule_ptrs.qkv, HEADS.channels, first, end, HEADS.keys + own_key, d, HEADS.key_dim)
+    errors = _load(rule_ptrs.qkv, HEADS.channels, first, end, 2 * HEADS.keys + own_value, e, HEADS.value_dim)
+    z = _load(x_rows.qkvz, x_rows.stride, first, end, HEADS.channels + own_value, e, HEADS.value_dim).to(tl.float32)
     of_state = (d < HEADS.key_dim)[:, None] & (e < HEADS.value_dim)[None, :]
     before = tl.load(_state_at(rule_ptrs.states, seq, first, head, d, e, HEADS), of_state, 0.0)
-    own_errors, of_values = _of_chunk(
-        rule_ptrs.qkv, HEADS.channels, first, end, 2 * HEADS.keys + own_value, e, HEADS.value_dim
-    )
-    errors = tl.load(own_errors, of_values, 0.0)
-    own_z = _of_chunk(x_rows.qkvz, x_rows.stride, first, end, HEADS.channels + own_value, e, HEADS.value_dim)[0]
-    z = tl.load(own_z, of_values, 0.0).to(tl.float32)
     t = first + i
     decay = tl.load(rule_ptrs.decay + t * HEADS.num_values + head, t < end, 0.0)
     is_before = (i[:, None] >= i[None, :]) & (t < end)[:, None]
@@ -194,17 +194,14 @@ def _outputs_kernel(
     y = tl.dot(overlap, errors, y, input_precision="ieee")
     weight = tl.load(norm_ptr + e, e < HEADS.value_dim, 0.0)[None, :]
     y *= tl.rsqrt(tl.sum(y * y, 1) / HEADS.value_dim + eps)[:, None] * weight
-    own_out = _of_chunk(out_ptr, HEADS.values, first, end, own_value, e, HEADS.value_dim)[0]
-    tl.store(own_out, y * silu(z), of_values)
+    _store(out_ptr, HEADS.values, first, end, own_value, e, HEADS.value_dim, y * silu(z))
 
 
 def delta_net_chunks(qkvz, ba, layer: Any, states: Any, state_rows, starts, num_seqs: int, out, count=None) -> None:
     """As its definition in layers/gated_delta_net.py."""
     heads, x, state_tensors = operands = operands_of(qkvz, ba, layer, states)
-    seqs, plan = (
-        Sequences(state_rows, count, starts),
-        Plan(heads, CHUNK.value, seqs_pad=pad_of(num_seqs), is_summed=True),
-    )
+    seqs, pad = Sequences(state_rows, count, starts), pad_of(num_seqs)
+    plan = Plan(heads, CHUNK.value, seqs_pad=pad, is_summed=True)
     num_tokens, num_chunks = len(qkvz), triton.cdiv(len(qkvz), CHUNK.value) + num_seqs  # at most
     inputs = rule_inputs(operands, layer, seqs, num_seqs, plan, qkvz.dtype)._replace(
         w=qkvz.new_empty(num_tokens, heads.num_values * heads.key_dim),
@@ -213,7 +210,7 @@ def delta_net_chunks(qkvz, ba, layer: Any, states: Any, state_rows, starts, num_
     fits = has_tma(qkvz.device) and qkvz.dtype != torch.float32  # into shared memory, what is loaded ahead
     each = min(HEADS_EACH, heads.num_values)
     launch(_chunks_kernel, (triton.cdiv(heads.num_values, each), num_chunks), qkvz.device)(
-        inputs, seqs, num_seqs, PLAN=Plan(heads, each, seqs_pad=plan.seqs_pad, stages=2 if fits else 1)
+        inputs, seqs, num_seqs, PLAN=Plan(heads, each, seqs_pad=pad, stages=2 if fits else 1)
     )
     # a state is divided over more programs where they are few
     is_few = heads.num_values * num_seqs * triton.cdiv(heads.value_dim, 32) <= num_sms(qkvz.device)
