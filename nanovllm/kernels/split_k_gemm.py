@@ -13,6 +13,7 @@ FEW_WEIGHTS = 5 * 2**20
 MAX_ROWS = 256  # with few weights; half of it with more, but for hopper_gemm.py, whose tiles are twice as high
 TILE_N = 64
 TILE_K = 128
+LONE_BYTES = 2**17  # that a program has in flight if its multiprocessor has no other; the next kernel's fits beside it
 
 
 @dependent_kernel()
@@ -82,6 +83,17 @@ def scaled_tiles(num_rows: int) -> Tiles:
     return Tiles(TILE_N, TILE_K, 6 if tile_m <= 32 else 4, 4, tile_m)
 
 
+def _tiles_in_one_wave(tiles: Tiles, m: int, n: int, split_k: int, sms: int) -> Tiles:
+    """Such tiles if there is one for each multiprocessor, or fewer: twice as wide, as x is read half as often, if there
+    is one for each still; and with more loads in flight, as no other program has some.
+    """
+    if 16 < m <= 64 and 0.9 * sms < split_k * -(-n // (2 * TILE_N)) <= sms:
+        tiles = tiles._replace(tile_n=2 * TILE_N)
+    if split_k * -(-n // tiles.tile_n) * -(-m // tiles.tile_m) <= sms:
+        tiles = tiles._replace(stages=LONE_BYTES // (tiles.tile_k * (tiles.tile_n + tiles.tile_m)))
+    return tiles
+
+
 def _tiles(num_rows: int, weight: torch.Tensor) -> Tiles:
     tile_m = _tile_m(num_rows, weight)
     if tile_m == 16 and weight.numel() > FEW_WEIGHTS:
@@ -106,18 +118,21 @@ def split_k_gemm(
     rows, values, scales, shape = operands_of(x, weight)
     m, (n, k), device = len(x), values.shape, values.device
     out = torch.empty((split_k, m, n), dtype=x.dtype, device=device) if out is None else out
-    tiles = scaled_tiles(m) if is_scaled else _tiles(m, values)
+    if not is_scaled:
+        tiles = _tiles(m, values)
+    elif has_tma(device) and k % 16 == 0 and x.dtype != torch.float32:
+        tiles = _tiles_in_one_wave(scaled_tiles(m), m, n, split_k, num_sms(device))
+    else:
+        tiles = scaled_tiles(m)._replace(stages=3, tma=False)
     if shape.block_k < k:  # a tile lies in one block
         tiles = tiles._replace(tile_k=min(tiles.tile_k, shape.block_k & -shape.block_k))
-    if is_scaled and not (has_tma(device) and k % 16 == 0 and x.dtype != torch.float32):
-        tiles = tiles._replace(stages=min(3, tiles.stages), tma=False)
     shape = shape._replace(k_per_split=-(-k // (split_k * tiles.tile_k)) * tiles.tile_k)
     if tiles.tma:
         rows = TensorDescriptor.from_tensor(rows, [tiles.tile_m, tiles.tile_k])
         values = TensorDescriptor.from_tensor(values, [tiles.tile_n, tiles.tile_k])
-    # the smallest tiles leave half of the memory as cache, like the kernels around them: see dependent_launch.py
+    # in 16 bits, the smallest tiles leave half of the memory as cache, like the kernels around: see dependent_launch.py
     grid = -(-m // tiles.tile_m), -(-n // tiles.tile_n), split_k
-    launch(_split_k_kernel, grid, device, shared=50 if tiles.tile_m == 16 else 100)(
+    launch(_split_k_kernel, grid, device, shared=50 if tiles.tile_m == 16 and not is_scaled else 100)(
         rows, values, scales, out, m, n, SHAPE=shape, TILES=tiles, num_warps=tiles.warps
     )
     return out
