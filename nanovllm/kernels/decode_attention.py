@@ -41,7 +41,7 @@ def _softmax(scores, visible, m_i, ROWS: tl.constexpr):
     return p, tl.exp2(m_i - m_new), m_new
 
 
-# EARLY, it reads keys and values that earlier steps have written: the new token's are in qkv
+# early it reads the keys and values of earlier forwards alone: those of the new token are in qkv
 @dependent_kernel(early=("seq_ptrs", "norm_rope_ptrs", "cache_ptrs"))
 @triton.jit(do_not_specialize=["table_stride", "splits"])
 def _decode_kernel(
