@@ -102,9 +102,9 @@ def _chunks_kernel(rule_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.co
     decays = _load_gates(rule_ptrs.decay, t, end, first_head, PLAN.tile, HEADS)
     betas = _load_gates(rule_ptrs.beta, t, end, first_head, PLAN.tile, HEADS)
     for head in tl.range(first_head, tl.minimum(first_head + PLAN.tile, HEADS.num_values), num_stages=PLAN.stages):
-        own_key, own_value = head // HEADS.group * HEADS.key_dim, 2 * HEADS.keys + head * HEADS.value_dim
-        k = _load(rule_ptrs.qkv, HEADS.channels, first, end, HEADS.keys + own_key, d, HEADS.key_dim)
-        v = _load(rule_ptrs.qkv, HEADS.channels, first, end, own_value, e, HEADS.value_dim)
+        own_key, own_value = head // HEADS.group * HEADS.key_dim, head * HEADS.value_dim
+        k = _load(rule_ptrs.k, HEADS.keys, first, end, own_key, d, HEADS.key_dim)
+        v = _load(rule_ptrs.v, HEADS.values, first, end, own_value, e, HEADS.value_dim)
         decay, beta = _of_head(decays, head - first_head), _of_head(betas, head - first_head)
         between = tl.exp(tl.where(is_before, decay[:, None] - decay[None, :], float("-inf")))
         system = tl.dot(k, tl.trans(k), input_precision="ieee") * between * beta[:, None]
@@ -114,7 +114,7 @@ def _chunks_kernel(rule_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.co
         _store(rule_ptrs.w, HEADS.num_values * HEADS.key_dim, first, end, head * HEADS.key_dim, d, HEADS.key_dim, w)
         of_beta = (inverse * beta[None, :]).to(k.dtype)
         v = tl.dot(of_beta, v, input_precision="ieee")
-        _store(rule_ptrs.qkv, HEADS.channels, first, end, own_value, e, HEADS.value_dim, v)
+        _store(rule_ptrs.v, HEADS.values, first, end, own_value, e, HEADS.value_dim, v)
 
 
 @dependent_kernel()
@@ -134,18 +134,18 @@ def _states_kernel(x_rows, rule_ptrs, seq_ptrs, state_ptrs, stride, PLAN: tl.con
     of_state = (d < HEADS.key_dim)[:, None] & (e < HEADS.value_dim)[None, :]
     state_at = (head * HEADS.value_dim + e)[None, :] * HEADS.key_dim + d[:, None]
     state = tl.load(state_ptrs.matrices + read * (HEADS.values * HEADS.key_dim) + state_at, of_state, 0.0)  # transposed
-    own_key, own_value = head // HEADS.group * HEADS.key_dim, 2 * HEADS.keys + head * HEADS.value_dim
+    own_key, own_value = head // HEADS.group * HEADS.key_dim, head * HEADS.value_dim
     for first in tl.range(begin, end, CHUNK, num_stages=PLAN.stages):
         w = _load(rule_ptrs.w, HEADS.num_values * HEADS.key_dim, first, end, head * HEADS.key_dim, d, HEADS.key_dim)
-        k = _load(rule_ptrs.qkv, HEADS.channels, first, end, HEADS.keys + own_key, d, HEADS.key_dim)
-        v = _load(rule_ptrs.qkv, HEADS.channels, first, end, own_value, e, HEADS.value_dim)
+        k = _load(rule_ptrs.k, HEADS.keys, first, end, own_key, d, HEADS.key_dim)
+        v = _load(rule_ptrs.v, HEADS.values, first, end, own_value, e, HEADS.value_dim)
         last = tl.load(rule_ptrs.decay + (tl.minimum(first + CHUNK, end) - 1) * HEADS.num_values + head)
         t = first + tl.arange(0, CHUNK)
         decay = tl.load(rule_ptrs.decay + t * HEADS.num_values + head, t < end, 0.0)
         before = state.to(k.dtype)
         tl.store(_state_at(rule_ptrs.states, seq, first, head, d, e, HEADS), before, of_state)
         errors = v - tl.dot(w, before, input_precision="ieee")
-        _store(rule_ptrs.qkv, HEADS.channels, first, end, own_value, e, HEADS.value_dim, errors)
+        _store(rule_ptrs.v, HEADS.values, first, end, own_value, e, HEADS.value_dim, errors)
         kept = (errors * tl.exp(last - decay)[:, None]).to(k.dtype)  # zeros after the last token
         state = tl.dot(tl.trans(k), kept, state * tl.exp(last), input_precision="ieee")
     tl.store(state_ptrs.matrices + written * (HEADS.values * HEADS.key_dim) + state_at, state, of_state)
@@ -179,9 +179,9 @@ def _outputs_kernel(
         return
     begin, end = sequence_of(seq_ptrs, seq, 0, PLAN)[:2]
     first = begin + chunk * CHUNK
-    q = _load(rule_ptrs.qkv, HEADS.channels, first, end, own_key, d, HEADS.key_dim)
-    k = _load(rule_ptrs.qkv, HEADS.channels, first, end, HEADS.keys + own_key, d, HEADS.key_dim)
-    errors = _load(rule_ptrs.qkv, HEADS.channels, first, end, 2 * HEADS.keys + own_value, e, HEADS.value_dim)
+    q = _load(rule_ptrs.q, HEADS.keys, first, end, own_key, d, HEADS.key_dim)
+    k = _load(rule_ptrs.k, HEADS.keys, first, end, own_key, d, HEADS.key_dim)
+    errors = _load(rule_ptrs.v, HEADS.values, first, end, own_value, e, HEADS.value_dim)
     z = _load(x_rows.qkvz, x_rows.stride, first, end, HEADS.channels + own_value, e, HEADS.value_dim).to(tl.float32)
     of_state = (d < HEADS.key_dim)[:, None] & (e < HEADS.value_dim)[None, :]
     before = tl.load(_state_at(rule_ptrs.states, seq, first, head, d, e, HEADS), of_state, 0.0)

@@ -13,7 +13,9 @@ from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_w
 class RuleInputs(NamedTuple):
     """Of each token. For chunks also what their kernels leave for each other."""
 
-    qkv: torch.Tensor  # [T, channels]: q and k of each key head, v of each value head
+    q: torch.Tensor  # [T, key heads * key_dim], as k
+    k: torch.Tensor
+    v: torch.Tensor  # [T, value heads * value_dim]
     decay: torch.Tensor  # [T, value heads] float32; with `is_summed`, the sum of the logarithms since the tile began
     beta: torch.Tensor  # [T, value heads] float32
     num_right: torch.Tensor | None  # of each sequence, how many drafts of the step before were right
@@ -73,11 +75,12 @@ def _inputs_kernel(
     if PLAN.rows:
         shift = seq * (PLAN.kept + PLAN.rows) - begin
     source = x_rows, state_ptrs, row, begin, own
-    is_key = head < 2 * HEADS.num_keys
-    own_head = head - 2 * HEADS.num_keys
+    kind = tl.minimum(head // HEADS.num_keys, 2)  # 0 is a query, 1 a key, 2 a value
+    own_head, dim = head - kind * HEADS.num_keys, tl.where(kind < 2, HEADS.key_dim, HEADS.value_dim)
+    out_ptr = out_ptrs.q if kind == 0 else (out_ptrs.k if kind == 1 else out_ptrs.v)
     d, i = tl.arange(0, HEADS.pad), tl.arange(0, next_power_of_2(SIZE))[None, :]
-    inside = d < tl.where(is_key, HEADS.key_dim, HEADS.value_dim)
-    channel = tl.where(is_key, head * HEADS.key_dim, 2 * HEADS.keys + own_head * HEADS.value_dim) + d
+    inside, column, width = d < dim, own_head * dim + d, tl.where(kind < 2, HEADS.keys, HEADS.values)
+    channel = kind * HEADS.keys + column
     weight = tl.load(conv_ptr + channel[:, None] * SIZE + i, (i < SIZE) & inside[:, None], 0.0).to(tl.float32)
     # parts of the tokens, whose inputs fit into registers
     PART: tl.constexpr = min(PLAN.tile, 16)
@@ -92,11 +95,11 @@ def _inputs_kernel(
             x = _load_inputs(source, part - (SIZE - 1), before, channel[None, :], is_there, PLAN)
             y += x.to(tl.float32) * tl.sum(tl.where(i == tap, weight, 0.0), 1)[None, :]
         y = silu(y)
-        if is_key:
-            y *= tl.rsqrt((tl.sum(y * y, 1) + l2_eps) * tl.where(head < HEADS.num_keys, HEADS.key_dim, 1))[:, None]
-        qkv_ptr = out_ptrs.qkv + tl.cast(shift + part, tl.int64) * HEADS.channels
-        tl.store(qkv_ptr + (tl.arange(0, PART)[:, None] * HEADS.channels + channel[None, :]), y, is_there)
-    if is_key:
+        if kind < 2:
+            y *= tl.rsqrt((tl.sum(y * y, 1) + l2_eps) * tl.where(kind == 0, HEADS.key_dim, 1))[:, None]
+        own_out = out_ptr + tl.cast(shift + part, tl.int64) * width
+        tl.store(own_out + (tl.arange(0, PART)[:, None] * width + column[None, :]), y, is_there)
+    if kind < 2:
         return
     t = first + tl.arange(0, PLAN.tile)
     b_ptr, is_own = x_rows.ba + t.to(tl.int64) * x_rows.ba_stride + own_head, (t >= own) & (t < end)
@@ -150,10 +153,10 @@ def keep_inputs(source, written, head, certain, end, PLAN: tl.constexpr):
             tl.store(kept_row + HEADS.channels + gate, gates, t < end)
 
 
-def rule_inputs(operands: tuple, layer: Any, seqs: Sequences, num_seqs: int, plan: Plan, dtype, num_warps: int = 4):
-    """RuleInputs, whose q, k and v have this dtype. A sequence that decodes has room for all drafts of the step before,
-    and for its rows.
-    """
+def rule_inputs(
+    operands: tuple, layer: Any, seqs: Sequences, num_seqs: int, plan: Plan, dtype, num_warps: int = 4
+) -> RuleInputs:
+    """q, k and v have this dtype. A sequence that decodes has room for all drafts of the step before, and its rows."""
     heads, x, states = operands
     if plan.rows:
         num_tokens = num_seqs * (plan.kept + plan.rows)
@@ -162,9 +165,9 @@ def rule_inputs(operands: tuple, layer: Any, seqs: Sequences, num_seqs: int, pla
         num_tokens, plan = len(x.qkvz), plan._replace(seqs_pad=pad_of(num_seqs))
         tiles = num_tokens // plan.tile + num_seqs, 1
     make = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=x.qkvz.device)
+    qkv = (make(num_tokens, size, dtype=dtype) for size in layer.heads.sizes)
     gates = make(num_tokens, heads.num_values), make(num_tokens, heads.num_values)
-    num_right = make(num_seqs, dtype=torch.int32) if plan.kept else None
-    inputs = RuleInputs(make(num_tokens, heads.channels, dtype=dtype), *gates, num_right)
+    inputs = RuleInputs(*qkv, *gates, make(num_seqs, dtype=torch.int32) if plan.kept else None)
     weights = layer.conv1d.weight, layer.A_log, layer.dt_bias, layer.l2_eps
     launch(_inputs_kernel, (2 * heads.num_keys + heads.num_values, *tiles), x.qkvz.device)(
         *(x, weights, seqs, states, inputs, num_seqs, seqs.rows.stride(0)), PLAN=plan, num_warps=num_warps

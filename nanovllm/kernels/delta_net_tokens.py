@@ -27,19 +27,19 @@ def _through_tokens(state, rule_ptrs, head, key_at, begin, end, shift, HEADS: tl
     """The state after the tokens from begin to end; what each reads takes the place of v."""
     e, in_key = tl.arange(0, state.shape[0]), key_at < HEADS.key_dim
     key_at += head // HEADS.group * HEADS.key_dim
-    value_at = 2 * HEADS.keys + head * HEADS.value_dim + e
+    value_at = head * HEADS.value_dim + e
     for t in tl.range(begin, end, num_stages=3):
         token = tl.cast(shift + t, tl.int64)
-        qkv_ptr, gate_at = rule_ptrs.qkv + token * HEADS.channels, token * HEADS.num_values + head
-        q = tl.load(qkv_ptr + key_at, in_key, 0.0)
-        k = tl.load(qkv_ptr + HEADS.keys + key_at, in_key, 0.0)
-        v = tl.load(qkv_ptr + value_at, e < HEADS.value_dim, 0.0)
+        v_ptr, gate_at = rule_ptrs.v + token * HEADS.values, token * HEADS.num_values + head
+        q = tl.load(rule_ptrs.q + token * HEADS.keys + key_at, in_key, 0.0)
+        k = tl.load(rule_ptrs.k + token * HEADS.keys + key_at, in_key, 0.0)
+        v = tl.load(v_ptr + value_at, e < HEADS.value_dim, 0.0)
         decay, beta = tl.load(rule_ptrs.decay + gate_at), tl.load(rule_ptrs.beta + gate_at)
         # both sums are of the state before, so that neither waits for the other
         error = fma(tl.sum(tl.sum(state * k, 1), 1), -decay, v) * beta
         read = fma(error, tl.sum(tl.sum(q * k, 1), 1), decay * tl.sum(tl.sum(state * q, 1), 1))
         state = fma(tl.broadcast_to(k, state.shape), error[:, None, None], state * decay)
-        tl.store(qkv_ptr + value_at, read, e < HEADS.value_dim)
+        tl.store(v_ptr + value_at, read, e < HEADS.value_dim)
     return state
 
 
@@ -99,7 +99,7 @@ def _tokens_kernel(
         t = (first + tl.arange(0, PLAN.tile))[:, None]
         is_there, row = (t < end) & in_value, t.to(tl.int64)
         token = (shift + tl.minimum(t, end_own - 1)).to(tl.int64)
-        y = tl.load(rule_ptrs.qkv + token * HEADS.channels + 2 * HEADS.keys + own_value, is_there, 0.0)
+        y = tl.load(rule_ptrs.v + token * HEADS.values + own_value, is_there, 0.0)
         y *= tl.rsqrt(tl.sum(y * y, 1) / HEADS.value_dim + eps)[:, None] * weight
         z = tl.load(x_rows.qkvz + row * x_rows.stride + HEADS.channels + own_value, is_there, 0.0).to(tl.float32)
         tl.store(out_ptr + row * HEADS.values + own_value, y * silu(z), (t < stop) & in_value)
