@@ -846,7 +846,7 @@ def test_drafts_change_no_bit(make_hybrid):
 @pytest.mark.gpu
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
-def test_drafts_change_no_bit_on_a_gpu(make_hybrid, name, enforce_eager):
+def test_drafts_change_no_bit_on_a_gpu(make_hybrid, free_drafts, name, enforce_eager):
     settings = dict(device="cuda", dtype="bfloat16", enforce_eager=enforce_eager)
     assert_drafts_change_no_bit(partial(make_hybrid, name, **settings), 500, on_gpu=True)
 

@@ -168,7 +168,7 @@ def test_drafts_change_no_bit(make_llm, tmp_path):
 
 
 @pytest.mark.gpu
-def test_drafts_change_no_bit_on_a_gpu(make_llm, tmp_path):
+def test_drafts_change_no_bit_on_a_gpu(make_llm, free_drafts, tmp_path):
     folder = make_checkpoint(tmp_path, "mistral-window")
     assert_drafts_change_no_bit(partial(make_llm, folder, device="cuda", dtype="bfloat16"), VOCAB_SIZE, on_gpu=True)
 
