@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cache
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -283,6 +284,19 @@ class ForkedRank(ForkProcess):
 
     def wait(self, seconds: float) -> None:
         self.join(seconds)
+
+
+@pytest.fixture
+def free_drafts(monkeypatch):
+    """On CUDA, as if another row of a step took no time: whether drafts pay for a small model is another question."""
+    from nanovllm.spec_decode.config import StepCost
+    from nanovllm.startup import cuda
+
+    def measure(runner):
+        settings = replace(runner.config.speculative_config, step_cost=StepCost((1, 2), (1.0, 1.0)))
+        runner.config.resolve(speculative_config=settings)
+
+    monkeypatch.setattr(cuda, "measure_drafts", measure)
 
 
 @pytest.fixture

@@ -1,13 +1,13 @@
 """Makes Triton's interpreter faster: most of its time goes to what is the same in each operation of each program."""
 
 import inspect
+import operator
 from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import triton
 import triton.language as tl
-from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -25,7 +25,9 @@ def replace_builtins_once() -> None:
 
     @cache
     def in_interpreter(function):
-        return lambda *args, _semantic=None, **kwargs: function(*args, _semantic=semantic, **kwargs)
+        run = lambda *args, _semantic=None, **kwargs: function(*args, _semantic=semantic, **kwargs)
+        name = function.__qualname__.removeprefix("tensor.")
+        return on_tape(run, name) if name in OF_TYPES else run
 
     def patch_lang_once(fn):
         if any(lang.load is originals[lang] for lang in modules_of(fn)):
@@ -71,35 +73,146 @@ def make_types_once() -> None:
     interpreter._get_np_dtype = np_dtype
 
 
-def convert_operands_once() -> None:
-    """For each operator, types of its operands are compared, and numbers become blocks.
+# what these do follows from the types of their tensors
+OF_TYPES = {
+    "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__floordiv__",
+    "__rfloordiv__", "__mod__", "__rmod__", "__neg__", "__invert__", "__and__", "__rand__", "__or__", "__ror__",
+    "__xor__", "__rxor__", "__lshift__", "__rshift__", "__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__",
+    "logical_and", "logical_or", "minimum", "maximum", "where", "fma", "clamp", "abs", "exp", "exp2", "log", "log2",
+    "rsqrt", "sqrt", "ceil", "floor", "cast", "to", "__getitem__", "expand_dims", "broadcast_to", "reshape", "trans",
+    "permute", "full", "arange", "load", "store", "dot",
+}  # fmt: skip
+REPEATED = {"create_splat": 1, "create_broadcast": 0, "create_expand_dims": 0}  # by these calls: which argument
 
-    Integers overflow as they do elsewhere: only debug mode reports that.
+
+class Tape:
+    """What an operation asks of the builder, recorded in its place: the same for all operands of these types.
+
+    Each handle and constant has a slot, first the handles of the operands.
     """
-    check, types, constants = TritonSemantic.binary_op_type_checking_impl, {}, {}
 
-    def check_once(self, lhs, rhs, *flags, **options):
-        is_tensor = type(lhs) is tl.tensor, type(rhs) is tl.tensor
-        of_lhs = lhs.type.name if is_tensor[0] else (type(lhs), repr(lhs))
-        of_rhs = rhs.type.name if is_tensor[1] else (type(rhs), repr(rhs))
-        key = of_lhs, of_rhs, flags, *options.items()
-        if found := types.get(key):  # NumPy broadcasts the arrays
-            return self.tensor(lhs.handle, found[0]), self.tensor(rhs.handle, found[1])
-        if key in constants:
-            return (lhs, constants[key]) if is_tensor[0] else (constants[key], rhs)
-        operands = check(self, lhs, rhs, *flags, **options)
-        is_same = [x.dtype.name == y.dtype.name for x, y, known in zip((lhs, rhs), operands, is_tensor) if known]
-        if all(is_same):  # without a conversion
-            if len(is_same) == 2:
-                types[key] = [x.type for x in operands]
-            elif len(is_same) == 1:
-                constants[key] = operands[is_tensor[0]]
-        return operands
+    def __init__(self, builder, operands: list):
+        self.builder, self.num_operands = builder, len(operands)
+        self.slots, self.calls, self.sources = [*operands], [], {}
+        self.indices = {id(handle): i for i, handle in enumerate(operands)}
+        self.binary_op = None  # the arguments of the last
 
-    builder = interpreter.interpreter_builder
+    def __getattr__(self, name):
+        method = getattr(self.builder, name)
+
+        def call(*args):
+            self.binary_op = None
+            result = method(*args)
+            function = of_arrays(name, method, args, self.binary_op, result)
+            if name in REPEATED:
+                source = args[REPEATED[name]]
+                self.sources[id(result)] = self.sources.get(id(source), source)
+            if self.binary_op or name in ("create_addptr", "create_select"):  # NumPy repeats arrays
+                args = [self.sources.get(id(x), x) for x in args]
+            self.calls.append((function, [*map(self.index, args)], self.index(result)))
+            return result
+
+        return call if name.startswith("create_") else method
+
+    def index(self, x) -> int:
+        if id(x) not in self.indices:
+            self.indices[id(x)] = len(self.slots)
+            self.slots.append(x)
+        return self.indices[id(x)]
+
+    def end(self, result: tl.tensor) -> "Tape":
+        self.type, self.result = result.type, self.index(result.handle)
+        calls, self.calls, needed = self.calls, [], {self.result}
+        for call in reversed(calls):
+            if call[2] in needed:
+                needed.update(call[1])
+                self.calls.insert(0, call)
+            self.slots[call[2]] = None
+        if [arguments for _, arguments, _ in self.calls] == [[*range(self.num_operands)]]:
+            self.play = lambda operands, call=self.calls[0][0], kind=self.type: tl.tensor(call(*operands), kind)
+        return self
+
+    def play(self, operands: list) -> tl.tensor:
+        slots = [*operands, *self.slots[self.num_operands :]]
+        for function, arguments, result in self.calls:
+            slots[result] = function(*[slots[i] for i in arguments])
+        return tl.tensor(slots[self.result], self.type)
+
+
+def of_arrays(name, method, args, binary_op, result):
+    """A method of the builder without what it finds out of the types of its arguments."""
+    handle, load = interpreter.TensorHandle, interpreter._interpreter.load
+    if binary_op and all(map(operator.is_, binary_op, args)):
+        function, kind = binary_op[2], result.data.dtype
+        if not args[0].data.dtype == args[1].data.dtype == bool or function.__name__.startswith("bitwise"):
+
+            def compute(lhs, rhs):
+                array = function(lhs.data, rhs.data)
+                return handle(array if array.dtype is kind else array.astype(kind), lhs.dtype.scalar)
+
+            return compute
+    if name == "create_addptr":
+        size = max(1, args[0].get_element_ty().primitive_bitwidth // 8)
+        return lambda pointers, x: handle(pointers.data + size * x.data.astype(np.uint64), pointers.dtype)
+    if name in ("create_load", "create_masked_load"):
+        dtype, kind, shape = result.dtype, result.data.dtype, result.data.shape
+        zeros, everywhere = np.zeros(shape, kind), np.ones(shape, bool)
+        if name == "create_load":
+            return lambda pointers, *_: handle(load(pointers.data, everywhere, zeros, kind), dtype)
+        if args[2] is None:
+            return lambda pointers, mask, *_: handle(load(pointers.data, mask.data, zeros, kind), dtype)
+        return lambda pointers, mask, other, *_: handle(load(pointers.data, mask.data, other.data, kind), dtype)
+    return method
+
+
+def on_tape(operation, name: str):
+    """A function of the language that compares types, converts and repeats operands, and makes numbers blocks once."""
+    builder, semantic, tapes = interpreter.interpreter_builder, interpreter.interpreter_semantic, {}
+
+    def described(x):
+        x = x.value if type(x) is tl.constexpr else x
+        return x.name if isinstance(x, tl.dtype) else (type(x), repr(x))
+
+    def copy(x):
+        """So that no two operands are the same."""
+        return tl.tensor(interpreter.TensorHandle(x.handle.data, x.handle.dtype), x.type) if type(x) is tl.tensor else x
+
+    def play(*args, _semantic=None, **options):
+        if semantic.builder is not builder:  # a part of another operation
+            return operation(*args, **options)
+        values = (*args, *options.values()) if options else args
+        key = (*[x.type.name if type(x) is tl.tensor else described(x) for x in values], *options)
+        if tape := tapes.get(key):
+            return tape.play([x.handle for x in values if type(x) is tl.tensor])
+        of_masked = options.get("other", (*args, None, None)[2]) if name == "load" else None
+        if type(of_masked) is tl.tensor and args[0].handle.data.size == 1:  # a scalar, which is looked at
+            return operation(*args, **options)
+        args, options = [*map(copy, args)], {option: copy(x) for option, x in options.items()}
+        operands = [x.handle for x in (*args, *options.values()) if type(x) is tl.tensor]
+        semantic.builder = tape = Tape(builder, operands)
+        try:
+            result = operation(*args, **options)
+        finally:
+            semantic.builder = builder
+        tapes[key] = tape.end(result)
+        return result
+
+    return play
+
+
+def record_operations() -> None:
+    """Integers overflow as they do elsewhere: only debug mode reports that."""
+    builder, semantic = interpreter.interpreter_builder, interpreter.interpreter_semantic
+    binary_op = type(builder).binary_op
+
+    def noted_binary_op(self, lhs, rhs, op):
+        if semantic.builder is not self:
+            semantic.builder.binary_op = lhs, rhs, op
+        return binary_op(self, lhs, rhs, op)
+
+    type(builder).binary_op = noted_binary_op
     if not builder.options.debug:
         builder.options = replace(builder.options, sanitize_overflow=False)
-    TritonSemantic.binary_op_type_checking_impl = check_once
 
 
 def trust_handles_and_shapes() -> None:
@@ -119,6 +232,6 @@ def speed_up() -> None:
     replace_builtins_once()
     make_types_once()
     trust_handles_and_shapes()
-    convert_operands_once()
+    record_operations()
     if triton.__version__.startswith("3.4."):  # takes strides of elements for bytes when it checks their alignment
         interpreter.TensorDescHandle.validate = lambda descriptor: None

@@ -23,13 +23,13 @@ from transformers import AutoConfig, AutoTokenizer
 
 import bench
 from nanovllm import LLM, SamplingParams
-from nanovllm.benchmarks import clients, command, engines, http, servers, sweeps
+from nanovllm.benchmarks import clients, command, engines, http, profiling, servers, sweeps, throughput
 from nanovllm.benchmarks.arguments import engine_settings, make_parser, parse
 from nanovllm.benchmarks.engines import ENGINES, STEPPED_ENGINES, loops, versions
 from nanovllm.benchmarks.engines.loops import measure, serve
 from nanovllm.benchmarks.engines.vllm import step_vllm, vllm_settings
 from nanovllm.benchmarks.host import host_calls, host_requests
-from nanovllm.benchmarks.limits import Rates, limits
+from nanovllm.benchmarks.limits import Rates, least_steps, limits
 from nanovllm.benchmarks.pictures import LINE_COLORS
 from nanovllm.benchmarks.processes import seconds_since_start
 from nanovllm.benchmarks.requests import Request, headline, in_rounds, online, other_ids
@@ -37,6 +37,7 @@ from nanovllm.benchmarks.results import Result, decode_rate, drafts_since, faste
 from nanovllm.benchmarks.servers import as_flags, cpu_times, running_server
 from nanovllm.benchmarks.shapes import SHAPE_ENTRIES, SHAPES, write_shape
 from nanovllm.benchmarks.sweeps import latency_sweep
+from nanovllm.benchmarks.throughput import WORKLOADS
 from nanovllm.config import Config
 from nanovllm.layers.attention import SDPABackend
 from nanovllm.models import ModelConfig, model_class
@@ -196,6 +197,8 @@ def main(monkeypatch, *arguments: str) -> None:
         (("--kv-cache-dtype", "int8"), ("kv_cache_dtype", "int8", "fp8")),
         (("--profile", __file__), ("--profile", __file__, "folder")),
         (("--profile", f"{__file__}/traces"), ("--profile", __file__, "folder")),
+        (("--profile", ".", "--workload", "online"), ("--profile", "online", "headline, single, prefill, batches")),
+        (("--profile", ".", "--device", "cpu"), ("--profile", "GPU", "CPU")),
         (("--save", __file__), ("--save", __file__, "results file")),
         (("--figure", "no_such_file.svg"), ("--figure", "no_such_file.svg", ".json")),
         (("--figure", __file__), ("--figure", __file__, ".svg")),
@@ -448,11 +451,76 @@ def test_beams_beside_transformers(monkeypatch, capsys):
     assert [line.split()[0] for line in out] == ["2", "nanovllm", "transformers"] and "20 tokens in, 4 out" in out[0]
 
 
-def test_profile_writes_traces(monkeypatch, capsys, tmp_path):
-    main(monkeypatch, *SHORT, "--profile", str(tmp_path))
-    out = capsys.readouterr().out
-    assert {file.name for file in tmp_path.iterdir()} == {"decode-1.json", "decode-3.json"}
-    assert out.count("us in all") == 2
+# what a GPU did in a run: name, begin and end of each kernel
+PROMPTS = [
+    *[("nvjet_sm90_tst_192x128", 0, 4), ("_norm_rope_store_kernel", 3, 5), ("_prefill_kernel", 5, 10)],
+    *[("nvjet_sm90_tst_192x128", 8, 12), ("_penalize_kernel", 13, 14), ("_sample_reduce_kernel", 14, 15)],
+]
+DECODES = [
+    *[("Memcpy DtoH", 16, 17), ("_gemv_kernel", 17, 20), ("_decode_kernel", 20, 24), ("_combine_kernel", 20, 25)],
+    *[("_gemv_kernel", 25, 28), ("_cutoff_kernel", 26, 29), ("an unknown kernel", 31, 32)],
+]
+
+
+def test_kinds_of_kernels():
+    """Of kernels that overlap, each counts from the end of the one before it; the last product is the head."""
+    prompts, decodes = ([profiling.Event(end, begin, name) for name, begin, end in part] for part in (PROMPTS, DECODES))
+    assert profiling.split(prompts + decodes) == (prompts, decodes)
+    expected = {"attention": 5, "RoPE & store": 1, "products": 4, "head & sampler": 2 + 1 + 1, "idle": 1}
+    assert profiling.times_by_kind(prompts) == expected
+    expected = {"attention": 5, "products": 3, "head & sampler": 3 + 1, "the rest": 1 + 1, "idle": 2}
+    assert profiling.times_by_kind(decodes) == expected
+
+
+def test_every_kernel_has_a_kind():
+    sources = [path.read_text() for path in (ROOT / "nanovllm/kernels").glob("*.py")]
+    names = {name for source in sources for name in re.findall(r"\.jit.*\ndef (_\w+_kernel)\(", source)}
+    assert len(names) > 30
+    assert {name for name in names if profiling.kind_of(name) == profiling.REST} == {
+        *("_copy_from_host_kernel", "_copy_to_host_kernel", "_place_decodes_kernel", "_place_chains_kernel"),
+        *("_accept_kernel", "_embed_shard_kernel", "_max_kernel", "_gather_kernel"),
+    }
+
+
+def test_profile(monkeypatch, capsys, tmp_path):
+    """A table of mean steps, from traces of a GPU that there is not."""
+
+    class Trace:
+        def __init__(self, activities):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def export_chrome_trace(self, file):
+            kernels = [dict(cat="kernel", name=name, ts=40 * a, dur=40 * (b - a)) for name, a, b in PROMPTS + DECODES]
+            Path(file).write_text(json.dumps({"traceEvents": [{"cat": "cuda_runtime", "name": "x"}, *kernels]}))
+
+    monkeypatch.setattr(profiling, "profile", Trace)
+    monkeypatch.setattr(profiling, "run_in_process", lambda function, device: Rates(1e12, 1e9))
+    args = make_parser().parse_args([*SHORT, "--prefill-len", "20", "--rounds", "1"])
+    config = Config.create("tiny-qwen3", settings := engine_settings(args))
+    again = [Request([1, 2, 3], 5)]  # its prompt is cached when it is traced
+    workloads = throughput.workloads(args, config) | {"a context": [again, again]}
+    profiling.profile_workloads("tiny-qwen3", settings, config, workloads, tmp_path)
+    assert {file.stem for file in tmp_path.iterdir()} == {*WORKLOADS, "a-context"}
+    header, *rows = table(
+        capsys.readouterr().out, f"microseconds of a mean step; traces for https://ui.perfetto.dev in {tmp_path}"
+    )
+    columns = "steps", "attention", "RoPE & store", "products", "head & sampler", "the rest", "idle", "total", "limit"
+    assert " ".join(header) == " ".join(columns)
+    found = {" ".join(row[:-10]): row[-10:] for row in rows}
+    assert [*found] == [
+        *("headline: prompts", "headline: decodes", "single: prompts", "single: decodes", "prefill: prompts"),
+        "a context: decodes",
+    ]
+    assert found["single: prompts"][:8] == ["1", "200", "40", "160", "160", "0", "40", "600"]
+    assert found["a context: decodes"][:8] == ["4", "50", "0", "30", "40", "20", "20", "160"]
+    microseconds = sum(map(max, least_steps(again, config, Rates(1e12, 1e9))[1])) * 1e6 / 4
+    assert found["a context: decodes"][8:] == [f"{microseconds:.0f}", "multiplying"]
 
 
 def test_save_merges_results(monkeypatch, tmp_path):

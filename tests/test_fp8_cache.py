@@ -247,12 +247,12 @@ def test_decode_of_qkv(heads, splits, dtype, native):
     qkv = randn(len(lengths) + 1, (group + 2) * kv_heads, head_dim, dtype=dtype)
     qkv[:, -kv_heads:] *= 100  # the new values count for more than those in the cache
     weights = [randn(head_dim, dtype=dtype) for _ in "qk"]
-    new = qkv, (*weights, 1e-6, rope(last.clamp(min=0), head_dim)), int32(slots)
+    norm_rope, slots = (*weights, 1e-6, rope(last.clamp(min=0), head_dim)), int32(slots)
     other = on_device([torch.stack((cache.k, cache.v)).view(torch.uint8), cache.scales[None]], native)
-    q = ops.norm_rope_and_store(*new, other)
+    q = ops.norm_rope_and_store(qkv, norm_rope, slots, other)
     args = context_lens, tables, 100, splits
     expected = ops.decode_attention(q, other, *args)
-    out = ops.decode_attention_of_qkv(*new, cache, *args)
+    out = ops.decode_attention(qkv, cache, *args, norm_rope_inputs=(*norm_rope, slots))
     assert out.isfinite().all()
     size = expected[:-1].abs().amax(-1, keepdim=True)
     assert_close(out[:-1] / size, (expected[:-1] / size).double())

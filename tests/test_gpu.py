@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -20,12 +21,11 @@ from test_models import SMALL, assert_same_as_transformers, make_checkpoint
 from test_models import requests as requests_of_models
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.benchmarks import command
 from nanovllm.benchmarks.shapes import write_shape
 from nanovllm.features.logit_edits import bad_word_token_ids
 from nanovllm.features.logprobs import unpack
-from nanovllm.spec_decode.config import StepCost
 from nanovllm.spec_decode.proposer import PROPOSERS, Proposer
-from nanovllm.startup import cuda
 
 pytestmark = pytest.mark.gpu
 
@@ -89,18 +89,8 @@ class Bigrams(Proposer):
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-def test_drafts(make_llm, chat, tokenizer, monkeypatch, async_scheduling, enforce_eager):
-    """The same answers in fewer steps, with chunks of other prompts beside rows of several tokens, and without.
-
-    As if another row took no time: whether drafts pay for so small a model is another question.
-    """
-    free = StepCost((1, 2), (1.0, 1.0))
-
-    def measure(runner):
-        settings = replace(runner.config.speculative_config, step_cost=free)
-        runner.config.resolve(speculative_config=settings)
-
-    monkeypatch.setattr(cuda, "measure_drafts", measure)
+def test_drafts(make_llm, chat, tokenizer, monkeypatch, free_drafts, async_scheduling, enforce_eager):
+    """The same answers in fewer steps, with chunks of other prompts beside rows of several tokens, and without."""
     expected = tasks()
     pairs = (pair for answer in expected.values() for pair in pairwise(tokenizer.encode(answer)))
     monkeypatch.setattr(Bigrams, "next_token_ids", dict(pairs))
@@ -619,3 +609,17 @@ def test_bad_words_and_allowed_ids(make_llm, chat):
     ids = [i for i in range(2048) if i % 3]
     for answer in llm.generate(prompts, replace(GREEDY, max_tokens=60, allowed_token_ids=ids), use_tqdm=False):
         assert set(answer.token_ids) <= set(ids)
+
+
+def test_profile(capsys, tmp_path):
+    """In each step something attends, multiplies and samples; what kinds of kernels take adds up to the total."""
+    settings = ["--prefill-len", "300", "--gpu-memory-utilization", "0.3", "--num-seqs", "16"]
+    command.main(["single,prefill", *settings, "--profile", str(tmp_path)])
+    lines = capsys.readouterr().out.split("microseconds of a mean step")[1].split("\n\n")[0].splitlines()[1:]
+    (*columns,), *rows = (re.split(" {2,}", line.strip().replace(",", "")) for line in lines)
+    assert [name for name, *_ in rows] == ["single: prompts", "single: decodes", "prefill: prompts"]
+    for _, *cells, _ in rows:
+        found = dict(zip(columns, map(int, cells), strict=True))
+        assert found["attention"] and found["products"] and found["head & sampler"]
+        _, *kinds, total, limit = found.values()
+        assert abs(sum(kinds) - total) <= len(kinds) and limit <= total

@@ -587,7 +587,7 @@ def test_drafters_on_cuda(make_llm, tmp_path, mtp_folder, monkeypatch, method, k
 
 
 @pytest.mark.gpu
-def test_sleep_on_cuda(make_llm, tmp_path):
+def test_sleep_on_cuda(make_llm, free_drafts, tmp_path):
     """What drafts stays on the device; its memory of tokens is computed again."""
     model, head = make_bigrams(TINY, tmp_path / "bigrams", num_heads=4)
     llm = make_llm(model, **SETTINGS, device="cuda", enable_sleep_mode=True, **eagle(head))

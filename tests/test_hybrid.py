@@ -421,7 +421,7 @@ def test_hits_of_conversations(make_hybrid):
     histories = [[rng.randrange(5, 500) for _ in range(20)] for _ in range(num_conversations)]
     found = findable = 0
     for turn in range(6):
-        params = SamplingParams(temperature=0.0, max_tokens=5 + 9 * turn, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=5 + 4 * turn, ignore_eos=True)
         for some in (histories[:4], histories[4:]):
             for history in some:
                 findable += (len(history) - 1) // 16 * 16 if turn else 0  # the last token was not computed
@@ -578,7 +578,7 @@ def test_drafts(make_hybrid, checkpoints, monkeypatch, drafts, margins, name, sc
 
 def test_methods_of_drafting(make_hybrid, margins, tmp_path):
     """But for heads, which test_heads.py has. A draft model has no states of its own. Few tokens are likely."""
-    prompts, params = (x[:5] for x in random_requests(500, random.Random(3)))
+    prompts, params = (x[:4] for x in random_requests(500, random.Random(3)))
     params = few_likely(params)
     outputs = margins(make_hybrid("qwen3_5")).generate(prompts, params, use_tqdm=False)
     draft_model = make_dense_checkpoint(tmp_path / "draft", "llama")

@@ -232,13 +232,14 @@ def check_decode_of_qkv(lengths, heads, splits, has_norm, window, dtype):
     inv_freq = 10000.0 ** (-torch.arange(0, rotary, 2) / rotary)
     cos_sin = RotaryEmbedding(tuple(inv_freq.tolist()), 1.25, 500).to(DEVICE)(last.clamp(min=0))
     weights = [randn(head_dim, dtype=dtype) if has_norm else None for _ in "qk"]
-    new = qkv, (*weights, 1e-6, cos_sin), int32(slots)
-    q = ops.norm_rope_and_store(*new, other)
+    norm_rope, slots = (*weights, 1e-6, cos_sin), int32(slots)
+    q = ops.norm_rope_and_store(qkv, norm_rope, slots, other)
     contents = [
         [x[table.long()].flatten(0, 1)[:length] for x in (other.k, other.v)] for table, length in zip(tables, lengths)
     ]
     expected = [attention_reference(part, k, v, window) for part, (k, v) in zip(q.split(1), contents)]
-    out = ops.decode_attention_of_qkv(*new, cache, context_lens, tables, max(lengths), splits)
+    args = qkv, cache, context_lens, tables, max(lengths), splits
+    out = ops.decode_attention(*args, norm_rope_inputs=(*norm_rope, slots))
     assert out.isfinite().all()
     assert_close(out[: len(lengths)], torch.cat(expected))
     for ours, theirs in zip((cache.k, cache.v), (other.k, other.v)):

@@ -118,7 +118,7 @@ def test_own_backend(capsys, monkeypatch, make_llm, window):
     texts = []
     for backend in ("one by one", "sdpa"):
         llm = make_llm(attention_backend=backend, max_num_batched_tokens=16)
-        requests = [(prompt, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)) for prompt in prompts]
+        requests = [(prompt, SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)) for prompt in prompts]
         texts.append([output.outputs[0].text for output in generate_by_steps(llm, requests)])
         assert llm.stats()["steps"]["mixed"] > 0
     assert texts[0] == texts[1]

@@ -39,7 +39,7 @@ SETTINGS = dict(
 MODEL = TINY  # or what a fixture sets
 PROMPTS = [f"{'To be, or not to be' if i % 2 else 'Whether it is nobler'}, said number {i}:" for i in range(10)]
 PARAMS = SamplingParams(temperature=0.8, max_tokens=20)
-LONG = replace(PARAMS, max_tokens=70, ignore_eos=True)
+LONG = replace(PARAMS, max_tokens=45, ignore_eos=True)
 
 
 class LocalHandle:
@@ -189,7 +189,7 @@ def test_same_tokens_as_one_engine(one_engine):
         LONG,
         replace(LONG, n=2, stop=("king", "love"), presence_penalty=0.7, repetition_penalty=1.1),
         replace(LONG, logprobs=2, prompt_logprobs=1),
-        replace(LONG, structured_outputs={"regex": "[a-z ]{140,160}"}, ignore_eos=False),
+        replace(LONG, structured_outputs={"regex": "[a-z ]{90,100}"}, ignore_eos=False),
         replace(LONG, temperature=0.0, min_tokens=15, bad_words=("thou",)),
     ],
     ids=["plain", "several answers", "logprobs", "structured", "greedy"],
@@ -230,7 +230,7 @@ def test_stop_strings_do_not_count_before_min_tokens_after_a_loss(one_engine):
 
     (plain,) = one_engine(PROMPTS[:1], LONG)
     early = plain.text[1:4]  # completed by the first tokens
-    got, expected = asyncio.run(run((early,), min_tokens=60))
+    got, expected = asyncio.run(run((early,), min_tokens=40))
     assert got == expected and got[0][3] == "length"
     late = plain.text[2:-20]  # begins before the loss, and ends after it
     got, expected = asyncio.run(run((late,)))
@@ -263,7 +263,7 @@ def test_grammars_are_compiled_beside_other_requests(monkeypatch):
         return make_request(self, new)
 
     monkeypatch.setattr(Replica, "_make_request", make_slowly)
-    structured = replace(LONG, structured_outputs={"regex": "[a-z ]{140,160}"}, ignore_eos=False)
+    structured = replace(LONG, structured_outputs={"regex": "[a-z ]{90,100}"}, ignore_eos=False)
 
     async def run():
         async with started(1) as (driver, handles):
@@ -294,7 +294,7 @@ def test_requests_without_a_seed_are_repeatable_too():
                 *[streamed(request, handles[0].lose if request is first else None) for request in requests]
             )
 
-    assert [len(output.token_ids) for output in asyncio.run(run())] == [70] * len(PROMPTS)
+    assert [len(output.token_ids) for output in asyncio.run(run())] == [LONG.max_tokens] * len(PROMPTS)
 
 
 def test_error_of_one_request():

@@ -48,11 +48,13 @@ def bits(llm) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().view(torch.uint8).clone() for name, tensor in found.items()}
 
 
-def assert_loaded(llm, fresh) -> None:
-    """`llm` computes as `fresh` does, which was started from the same weights."""
+def assert_loaded(llm, fresh) -> list[list[int]]:
+    """`llm` computes as `fresh` does, which was started from the same weights: their answers."""
     ours, theirs = bits(llm), bits(fresh)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert answers(llm) == answers(fresh)
+    found = answers(llm)
+    assert found == answers(fresh)
+    return found
 
 
 # -- new weights -------------------------------------------------------------------------------------------------------
@@ -76,8 +78,7 @@ def test_as_if_started_from_them(make_llm, tmp_path, name, settings):
     before = answers(llm)
     pointers = {name: p.data_ptr() for name, p in llm.model_runner.model.named_parameters()}
     llm.load_weights(weights.items())
-    assert_loaded(llm, fresh)
-    assert answers(llm) != before
+    assert assert_loaded(llm, fresh) != before
     assert pointers == {name: p.data_ptr() for name, p in llm.model_runner.model.named_parameters()}
     # tensors of any floating dtype, in parts, each in a call of its own
     llm.load_weights(weights_of(folder))

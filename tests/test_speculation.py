@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import TINY, generate_by_steps, noise_of_rows
+from common import TINY, generate_by_steps, noise_of_rows, pairs
 from simulation import SimulatedEngine
 from test_drafts import SCHEDULES, answers, params_of
 from test_models import VOCAB_SIZE, make_checkpoint
@@ -138,12 +138,13 @@ def test_another_family(make_llm, margins, tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_ranks(make_llm, chat, margins):
+def test_ranks(make_llm, small_model, chat, margins):
     """Each rank has the same drafts: those of the host in its batch, those of a model as all ranks agree."""
     prompts, params = requests(chat, random.Random(5), 4)
-    expected = answers(margins(make_llm(**SETTINGS)).generate(prompts, params, use_tqdm=False))
-    for method in ("suffix", "draft_model"):
-        llm = make_llm(tensor_parallel_size=2, **SETTINGS, **drafting(method))
+    params = few_likely(params)
+    expected = answers(margins(make_llm(small_model, **SETTINGS)).generate(prompts, params, use_tqdm=False))
+    for method, own in (("suffix", {}), ("draft_model", {"model": small_model})):
+        llm = make_llm(small_model, tensor_parallel_size=2, **SETTINGS, **drafting(method, **own))
         assert answers(llm.generate(prompts, params, use_tqdm=False)) == expected
         assert accepted(llm)[0] > 0
 
@@ -236,13 +237,14 @@ needs_llguidance = pytest.mark.skipif(not find_spec("llguidance"), reason="llgui
 
 
 @needs_llguidance
-def test_structured_outputs(make_llm, margins):
+def test_structured_outputs(make_llm, small_model, margins):
     """What the grammar forbids is cut from the drafts, and what it forces is drafted."""
     requests = structured_requests(28)
     settings = SETTINGS | dict(num_kvcache_blocks=20)
-    expected = answers(margins(make_llm(**settings)).generate(*requests, use_tqdm=False))
+    expected = answers(margins(make_llm(small_model, **settings)).generate(*requests, use_tqdm=False))
     for method, async_scheduling in zip(METHODS, (False, True, True)):
-        llm = make_llm(**settings, **drafting(method), async_scheduling=async_scheduling)
+        own = {"model": small_model} if method == "draft_model" else {}
+        llm = make_llm(small_model, **settings, **drafting(method, **own), async_scheduling=async_scheduling)
         numbers = num_masked_drafts(llm)
         assert answers(llm.generate(*requests, use_tqdm=False)) == expected, method
         assert any(numbers) == (method != "draft_model"), method
@@ -266,13 +268,20 @@ def test_structured_outputs_on_cuda(make_llm, eager):
 # -- adaptation --------------------------------------------------------------------------------------------------------
 
 
-class Wrong(Proposer):
-    """But for the tokens from some number on, which are known."""
+class Silent(Proposer):
+    """Drafts what is known: the tokens from some number on."""
 
     known: tuple[int, ...] = ()
 
     def draft(self, seq, num_drafts):
-        return [*self.known[len(seq.token_ids) :], *[7] * num_drafts][:num_drafts]
+        return [*self.known[len(seq.token_ids) :][:num_drafts]]
+
+
+class Wrong(Silent):
+    """Always drafts."""
+
+    def draft(self, seq, num_drafts):
+        return [*super().draft(seq, num_drafts), *[7] * num_drafts][:num_drafts]
 
 
 @pytest.mark.parametrize("num_seqs, num_tokens", [(1, 110), (8, 30)])
@@ -295,7 +304,7 @@ def test_wrong_drafts_of_a_model_cost_little(make_llm, small_model, monkeypatch,
 
     llm.core.on_step.append(lambda step, result: steps.append((step.num_decodes, step.tokens_per_row - 1)))
     generate(120 // num_tokens)  # which uses up what drafts may cost at first
-    assert 1 < generate(330 // num_tokens) < 1.03
+    assert 1 < generate(220 // num_tokens) < 1.03
     is_wrong = 0
     generate(120 // num_tokens)
     before = accepted(llm)
@@ -307,6 +316,8 @@ def test_wrong_drafts_of_a_model_cost_little(make_llm, small_model, monkeypatch,
 # ms of steps of Qwen3-8B, without and with four drafts of a head of EAGLE-3, on an H200
 BF16 = StepCost((1, 8, 32, 64), (4.1, 4.34, 4.7, 4.9), (5.24, 6.22, 7.19, 10.0))
 FP8 = StepCost((1, 8, 32, 64), (2.7, 3.15, 3.8, 4.5), (3.98, 5.12, 7.07, 8.8))
+COSTS = {"bf16": BF16, "fp8": FP8}
+RATES_AND_COSTS = [(0.0, "bf16"), (0.0, "fp8"), (0.2, "fp8"), (0.2, "bf16")]  # every other one has both rates and costs
 
 
 class TimedEngine(SimulatedEngine):
@@ -344,11 +355,10 @@ class TimedEngine(SimulatedEngine):
         return self.time / (self.cost.of(num_seqs) * num_tokens)
 
 
-@pytest.mark.parametrize("cost", [BF16, FP8], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("rate", [0.0, 0.2])
-@pytest.mark.parametrize("num_seqs, num_engines", [(1, 6), (8, 3), (32, 1), (256, 1)])
-def test_wrong_drafts_cost_three_percent(num_seqs, num_engines, rate, cost):
+@pytest.mark.parametrize("size, drafts", pairs([(1, 6), (8, 3), (32, 1), (256, 1)], RATES_AND_COSTS), ids=str)
+def test_wrong_drafts_cost_three_percent(size, drafts):
     """At most, from the first token on, and less later."""
+    (num_seqs, num_engines), (rate, cost) = size, (drafts[0], COSTS[drafts[1]])
     engines = [TimedEngine(seed, cost) for seed in range(num_engines)]
     first, second, others = ([engine.generate(rate, num_seqs, n) for engine in engines] for n in (256, 256, 900))
     assert 1.0 < mean(first) < 1.03 and mean(second) < 1.025 and mean(others) < 1.02
@@ -366,7 +376,7 @@ def test_wrong_drafts_are_tried_less_and_less(num_seqs):
 )
 def test_right_drafts_are_used(num_seqs, rate, bound):
     """Chance hardly stops those that pay."""
-    assert mean(TimedEngine(seed).generate(rate, num_seqs, 400) for seed in range(20 // num_seqs + 2)) < bound
+    assert mean(TimedEngine(seed).generate(rate, num_seqs, 400) for seed in range(12 // num_seqs + 2)) < bound
 
 
 @pytest.mark.parametrize("num_seqs", [1, 8, 32])
@@ -401,7 +411,27 @@ def test_a_sequence_whose_drafts_are_wrong_pauses(make_llm, small_model, monkeyp
     assert len(steps) < 160 and all(steps[-8:-2])
 
 
+def test_a_sequence_without_drafts_waits_for_few_tokens(make_llm, small_model, monkeypatch):
+    monkeypatch.setitem(PROPOSERS, "ngram", Silent)
+    params = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
+    llm = make_llm(small_model, **(SETTINGS | dict(max_model_len=256)), **drafting("ngram"))
+    waits = []
+    llm.core.on_step.append(lambda step, result: waits.extend(seq.waits_for_token for seq in step.sampled_seqs))
+    output = llm.generate("HAMLET", params, use_tqdm=False)[0]
+    assert len(waits) == 150 and 10 < sum(waits) < 30 and not any(waits[8:18])
+    text = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+    monkeypatch.setattr(Silent, "known", tuple(text))
+    del waits[:]
+    again = llm.generate("HAMLET", params, use_tqdm=False)[0]  # each of its tokens is drafted
+    assert again.outputs[0].token_ids == output.outputs[0].token_ids and len(waits) < 60
+
+
 def test_pace():
+    pace = Pace()
+    for _ in range(4):
+        assert not pace.pause
+        pace.missed()
+    assert pace.pause == 16
     pace = Pace()
     lengths = []
     for _ in range(8):
@@ -532,7 +562,7 @@ REFUSED = [
         "method='n-gram': must be one of 'ngram', 'suffix', 'draft_model', 'eagle3', 'mtp'",
     ),
     ({"method": "eagle3", "num_speculative_tokens": 2}, "model=None: must be given for method 'eagle3'"),
-    ({"method": "medusa", "num_speculative_tokens": 2}, "method='medusa': is not there yet"),
+    ({"method": "medusa", "num_speculative_tokens": 2}, "method='medusa': must be one of 'ngram', 'suffix'"),
     ({"method": "mtp", "num_speculative_tokens": 2, "model": "x"}, "is of method 'draft_model', 'eagle3' alone"),
     ({"num_speculative_tokens": 2}, "method=None: must be one of"),
     ({"method": "ngram", "num_speculative_tokens": 16}, "less than kvcache_block_size=16,=16: must be at most 15"),

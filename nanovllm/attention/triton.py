@@ -56,7 +56,7 @@ class TritonBackend(AttentionBackend):
         if not is_decode or not self.ops.fuses_qk_norm_rope(len(qkv), cache.k.shape[2], qkv.device):
             return super().attend_qkv(qkv, qk_norm_rope, cache, context)
         seqs = context.context_lens, context.block_tables, context.max_context_len
-        return self.ops.decode_attention_of_qkv(qkv, qk_norm_rope, context.slot_mapping, cache, *seqs)
+        return self.ops.decode_attention(qkv, cache, *seqs, norm_rope_inputs=(*qk_norm_rope, context.slot_mapping))
 
 
 def query_tiles(chunks: list[tuple[int, int]], first_row: int, size: int) -> np.ndarray:

@@ -9,7 +9,7 @@
     nanovllm bench all,batches --model MODEL --compare vllm         both in one run
     nanovllm bench http --model MODEL --compare vllm  clients of a server that ask again when they are answered
     nanovllm bench host                               what a step costs the host, on any machine
-    nanovllm bench --model MODEL --profile FOLDER     traces of decode steps, and the time of each kernel in them
+    nanovllm bench --model MODEL --profile FOLDER     where a step's time goes, and traces
     nanovllm bench --streaming                        the headline workload by generate() and by stream()
     nanovllm bench --beams 4                          beam search, compared with that of transformers
     nanovllm bench --figure FILE.svg                  a bar chart of the numbers that --save FILE.json has collected
@@ -55,6 +55,12 @@ divided by the number of tokens after the first. ITL are all gaps between two to
 them is reported as well. Decode speed counts the tokens that arrive while all sequences of a batch decode. Percentiles
 are interpolated between the two nearest values, so that p50 is the median. For online and latency, one loop steps both
 engines, and vLLM has the defaults of its server. Http runs the servers, and the other workloads call `LLM.generate`.
+
+With --profile, a run of headline, single, prefill, batches or latency is traced on a GPU, with up to 65 tokens of each
+request. A table says how many microseconds of a mean step each kind of kernels takes: in the steps until the last that
+computes prompts, and in the decodes after it. Kernels overlap, so the time of a kernel counts from the end of the one
+before it. "products" are those of the layers, with what a kernel computes beside them. "limit" is what such a step
+takes at least, see below.
 
 On CUDA the table says which part of the measured time the hardware needs at least. A step reads weights, keys and
 values, and multiplies; "of limit" is the sum over the steps of what takes longer, where a step computes prompts or
@@ -120,7 +126,9 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--plot", type=svg_file, metavar="FILE.svg", help=f"draw {', '.join(SWEEPS)}; needs matplotlib")
 
     other = parser.add_argument_group("instead of the workloads")
-    other.add_argument("--profile", type=writable_folder, metavar="FOLDER", help="write traces of decode steps there")
+    other.add_argument(
+        "--profile", type=writable_folder, metavar="FOLDER", help="write traces there, and print where the time goes"
+    )
     other.add_argument("--streaming", action="store_true", help="compare generate() with stream()")
     other.add_argument("--beams", type=size, metavar="WIDTH", help="compare beam search with that of transformers")
     other.add_argument("--figure", type=figure_file, metavar="FILE.svg", help="draw FILE.json (needs matplotlib)")
@@ -154,6 +162,10 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
         parser.error(f"--plot: --workload {names} must be one of {', '.join(SWEEPS)}")
     if args.save and not WORKLOADS.keys() & args.workload:
         parser.error(f"--save: --workload {names} must be one of all, {', '.join(WORKLOADS)}")
+    if args.profile and first in ("online", *OTHERS):
+        parser.error(
+            f"--profile: --workload {names} must be one of all, {', '.join([*WORKLOADS, 'batches', 'latency'])}"
+        )
     if args.shape and (args.beams or "transformers" in args.compare):
         option = "--beams" if args.beams else "--compare transformers"
         parser.error(f"{option}: transformers reads weights from files, and --shape has none; use --model instead")

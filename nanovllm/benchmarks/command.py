@@ -37,6 +37,8 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
             config = Config.create(args.model, settings)
         except (ValueError, TypeError, OSError) as error:
             parser.error(str(error))
+        if args.profile and config.device == "cpu":
+            parser.error(f"--profile {args.profile}: traces kernels of a GPU, and the device is a CPU")
         args.rounds = args.rounds or (1 if config.device == "cpu" else 2)
         run(args, settings, config)
 
@@ -46,9 +48,8 @@ def run(args: argparse.Namespace, settings: dict[str, Any], config: Config) -> N
     from nanovllm.benchmarks import calls, host, profiling  # with PyTorch, which the command's help does without
 
     if args.profile:
-        num_seqs, lengths = throughput.sizes(args, config)
-        batch_sizes = sorted({1, min(num_seqs, config.max_num_seqs)})
-        profiling.profile_nanovllm(args.model, settings, batch_sizes, sum(lengths) // 4, args.profile)
+        workloads, swept, _ = requested(args, config)
+        profiling.profile_workloads(args.model, settings, config, workloads | swept, args.profile)
     elif args.workload == ["host"]:
         host.measure_host(args.model, settings)
     elif args.workload == ["http"]:
@@ -68,16 +69,9 @@ def run(args: argparse.Namespace, settings: dict[str, Any], config: Config) -> N
 
 def compare_engines(args: argparse.Namespace, settings: dict[str, Any], config: Config) -> None:
     """Run the workloads on every engine; print, draw and save the results."""
-    workloads = throughput.workloads(args, config)
     if args.workload == ["online"] and config.device == "cpu" and not args.request_rate:
         args.request_rate = sweeps.rates_of_cpu(args, settings, config)
-    swept: Workloads = {}
-    panels: list[Panel] = []
-    for name in args.workload:
-        if name in sweeps.SWEEPS:
-            swept, panels = sweeps.SWEEPS[name](args, config)
-    for request in (request for runs in [*workloads.values(), *swept.values()] for run in runs for request in run):
-        request.top_k, request.top_p = args.top_k, args.top_p
+    workloads, swept, panels = requested(args, config)
     functions = engines.STEPPED_ENGINES if args.workload[0] in sweeps.STEPPED else engines.ENGINES
     results = engines.run_engines(["nanovllm", *args.compare], functions, args.model, settings, workloads | swept)
 
@@ -109,6 +103,19 @@ def compare_engines(args: argparse.Namespace, settings: dict[str, Any], config: 
             if name in results["nanovllm"]
         }
         save_results(args.save, notes, setup, rates)
+
+
+def requested(args: argparse.Namespace, config: Config) -> tuple[Workloads, Workloads, list[Panel]]:
+    """The workloads that have a table each, and those over a range of a variable, with their tables."""
+    workloads = throughput.workloads(args, config)
+    swept: Workloads = {}
+    panels: list[Panel] = []
+    for name in args.workload:
+        if name in sweeps.SWEEPS:
+            swept, panels = sweeps.SWEEPS[name](args, config)
+    for request in (request for runs in [*workloads.values(), *swept.values()] for run in runs for request in run):
+        request.top_k, request.top_p = args.top_k, args.top_p
+    return workloads, swept, panels
 
 
 def print_setup(args: argparse.Namespace, config: Config, results: Results) -> str:

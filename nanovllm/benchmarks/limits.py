@@ -10,6 +10,9 @@ from nanovllm.config import Config
 SECONDS = 2.0  # of load before a rate is measured: the clocks of a chip that draws much power fall within a second
 
 
+Steps = list[tuple[float, float]]  # the seconds to read and to multiply
+
+
 class Rates(NamedTuple):
     """What a chip sustains; several ranks have several times as much."""
 
@@ -54,20 +57,29 @@ def measured_rates(device: str) -> Rates:
 
 
 def limits(requests: list[Request], config: Config, rates: Rates) -> Limits:
-    """Of requests that are given at once, and begin in their order as soon as fewer than `max_num_seqs` run."""
+    steps = [step for part in least_steps(requests, config, rates) for step in part]
+    return Limits(sum(map(max, steps)), max(map(sum, zip(*steps))))
+
+
+def least_steps(requests: list[Request], config: Config, rates: Rates) -> tuple[Steps, Steps]:
+    """The steps of prompts, and those of decodes.
+
+    The requests are given at once, and begin in their order as soon as fewer than `max_num_seqs` run.
+    """
     costs, waiting = StepCosts(config, rates), iter(requests)
     running: list[list[int]] = []  # tokens of each sequence, and how many more it gets
-    steps = []  # seconds to read and to multiply
+    prompts: Steps = []
+    decodes: Steps = []
     while True:
         if new := [*islice(waiting, config.max_num_seqs - len(running))]:
-            steps.append(costs.of_prompts([len(request.prompt) for request in new]))
+            prompts.append(costs.of_prompts([len(request.prompt) for request in new]))
             running += [[len(request.prompt) + 1, request.max_tokens - 1] for request in new]
         running = [sequence for sequence in running if sequence[1]]
         if running:
-            steps.append(costs.of_decodes(len(running), sum(length for length, _ in running)))
+            decodes.append(costs.of_decodes(len(running), sum(length for length, _ in running)))
             running = [[length + 1, num_left - 1] for length, num_left in running]
         elif not new:
-            return Limits(sum(map(max, steps)), max(map(sum, zip(*steps))))
+            return prompts, decodes
 
 
 class StepCosts:

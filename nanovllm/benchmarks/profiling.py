@@ -1,47 +1,129 @@
-"""Traces of decode steps, and the time of each kernel in them."""
+"""Where a step's time goes: a trace of a run of each workload, and the time of each kind of kernel in a mean step."""
 
-from itertools import pairwise
+import json
+import re
+from collections import Counter
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
-from nanovllm import LLM
-from nanovllm.benchmarks.engines.nanovllm import nanovllm_params
-from nanovllm.benchmarks.requests import Request
+from nanovllm.benchmarks.engines.nanovllm import inputs, started_nanovllm
+from nanovllm.benchmarks.limits import Steps, least_steps, measured_rates
+from nanovllm.benchmarks.processes import run_in_process
+from nanovllm.benchmarks.requests import Request, Workloads
+from nanovllm.benchmarks.tables import number, print_table
+from nanovllm.config import Config
+
+PRODUCTS, SAMPLER, REST, IDLE = "products", "head & sampler", "the rest", "idle"
+OF_PROMPTS = "_prefill_kernel"  # their attention
+KINDS = {  # of kernels, by what their names contain; the first that fits
+    "attention": f"{OF_PROMPTS}|_decode_kernel|_combine_kernel",
+    "RoPE & store": "_norm_rope_store_kernel",
+    "delta rule": "_inputs_kernel|_chunks_kernel|_states_kernel|_outputs_kernel|_tokens_kernel",
+    "experts": "_route_kernel|_count_kernel|_sort_kernel|_grouped_kernel|_sum_parts_kernel|_(gate_up|down)_gemv_kernel",
+    PRODUCTS: "gemm|gemv|nvjet|cutlass|splitK|_split_k_kernel|_swiglu_kernel|_product_kernel|_dequantize_kernel",
+    "norms & SwiGLU": "_norm_kernel|_silu_and_mul_kernel|_groups_kernel|_sigmoid_gate_kernel",
+    SAMPLER: "_penalize_kernel|_cutoff_kernel|_sample_split_kernel|_sample_reduce_kernel|_token_logprobs_kernel",
+    REST: "",
+}
+COLUMNS = [*KINDS, IDLE]
+MAX_TOKENS = (
+    65  # of each request that are traced: fewer than any output of the default headline, so all decode together
+)
 
 
-def profile_nanovllm(model: str, settings: dict, batch_sizes: list[int], length: int, folder: Path) -> None:
-    """Write a trace of ten decode steps for each batch size, and print how much of a step each kernel takes.
+class Event(NamedTuple):
+    """What the GPU did; times in microseconds."""
 
-    Kernels overlap, so the time of a kernel is counted from the end of the previous kernel to its own end.
+    end: float
+    begin: float
+    name: str
+
+
+@cache
+def kind_of(name: str) -> str:
+    return next(kind for kind, names in KINDS.items() if re.search(names, name))
+
+
+def profile_workloads(model: str, settings: dict, config: Config, workloads: Workloads, folder: Path) -> None:
+    """Write a trace of the last run of each workload, and print a table of its mean steps; of outputs the beginning.
+
+    Before it, the first run computes its prompts. If both have the same ones, the traced run finds them in the prefix
+    cache, and is listed without the step that computes the rest of them.
     """
-    num_steps = 10
-    with LLM(model, **settings) as llm:
-        cuda = llm.config.device != "cpu"
-        for batch_size in batch_sizes:
-            for i in range(batch_size):
-                llm.add_request([1 + i, *range(3, length)], nanovllm_params(Request([], 100)))
-            while llm.step().num_decode_tokens < batch_size and not llm.is_finished():
-                pass
-            for _ in range(10):
-                llm.step()
-            with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * cuda]) as trace:
-                for _ in range(num_steps):
-                    llm.step()
-                if cuda:
-                    torch.cuda.synchronize()
-            file = folder / f"decode-{batch_size}.json"
+    found = {}
+    with started_nanovllm(model, settings) as llm:
+        for name, runs in workloads.items():
+            first, requests = (shortened(runs[i]) for i in (0, -1))
+            llm.generate(*inputs(first), use_tqdm=False)
+            before = Counter(llm.stats()["steps"])
+            with profile(activities=[ProfilerActivity.CUDA]) as trace:
+                llm.generate(*inputs(requests), use_tqdm=False)
+            steps = Counter(llm.stats()["steps"]) - before
+            file = folder / f"{name.replace(' ', '-')}.json"
             trace.export_chrome_trace(str(file))
-            print(f"\nbatch of {batch_size}, context {length}: {file} (open it in https://ui.perfetto.dev)")
-            kind = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
-            events = sorted((e for e in trace.events() if e.device_type == kind), key=lambda e: e.time_range.end)
-            total: dict[str, list[float]] = {}
-            for previous, event in pairwise(events):
-                total.setdefault(event.name, []).append(event.time_range.end - previous.time_range.end)
-            for name, times in sorted(total.items(), key=lambda item: -sum(item[1]))[:12]:
-                calls, each = len(times) / num_steps, sum(times) / len(times)
-                print(f"  {sum(times) / num_steps:8.1f} us  {calls:5.0f} x {each:7.2f} us  {name[:70]}")
-            print(f"  {sum(map(sum, total.values())) / num_steps:8.1f} us in all")
-            while not llm.is_finished():
-                llm.step()
+            num_steps = 0 if first == requests else steps["prefill"] + steps["mixed"], steps["decode"]
+            found[name] = requests, num_steps, [times_by_kind(part) for part in split(read_trace(file))]
+    rates = run_in_process(measured_rates, config.device).times(config.tensor_parallel_size)
+    rows = []
+    for name, (requests, *parts) in found.items():
+        for part, num_steps, times, least in zip(("prompts", "decodes"), *parts, least_steps(requests, config, rates)):
+            if num_steps:
+                rows.append([f"{name}: {part}", f"{num_steps:,}", *row(times, num_steps, least)])
+    columns = [i for i in range(len(rows[0])) if any(row[i] != "0" for row in rows)]
+    header = ["", "steps", *COLUMNS, "total", "limit", ""]
+    title = f"microseconds of a mean step; traces for https://ui.perfetto.dev in {folder}"
+    print_table(title, [header[i] for i in columns], [[row[i] for i in columns] for row in rows])
+    print("\nlimit: what reading or multiplying takes at least, and which of them; --help says more")
+
+
+def shortened(requests: list[Request]) -> list[Request]:
+    return [replace(request, max_tokens=min(MAX_TOKENS, request.max_tokens)) for request in requests]
+
+
+def row(times: Counter[str], num_steps: int, least: Steps) -> list[str]:
+    """The cells behind the number of steps; `least`: the seconds that these steps must read, and multiply."""
+    reads, multiplies = map(sum, zip(*least))
+    cells = [*(times[kind] for kind in COLUMNS), sum(times.values()), sum(map(max, least)) * 1e6]
+    return [*(number(us / num_steps, 0) for us in cells), "reading" if reads > multiplies else "multiplying"]
+
+
+def read_trace(file: Path) -> list[Event]:
+    """What the GPU did, by when it ended."""
+    kinds = "kernel", "gpu_memcpy", "gpu_memset"
+    events = [event for event in json.loads(file.read_text())["traceEvents"] if event.get("cat") in kinds]
+    return sorted(Event(event["ts"] + event["dur"], event["ts"], event["name"]) for event in events)
+
+
+def split(events: list[Event]) -> tuple[list[Event], list[Event]]:
+    """Those of the steps until the last that computes prompts, and those of the decodes behind it."""
+    end = max((i for i, event in enumerate(events) if OF_PROMPTS in event.name), default=0)
+    while end < len(events) and kind_of(events[end].name) != SAMPLER:
+        end += 1
+    while end < len(events) and kind_of(events[end].name) == SAMPLER:
+        end += 1
+    return events[:end], events[end:]
+
+
+def times_by_kind(events: list[Event]) -> Counter[str]:
+    """Microseconds of each kind. Kernels overlap, so a kernel's time counts from the end of the one before it.
+
+    The last product before a sampler's kernel is the head. While nothing runs, the GPU is idle.
+    """
+    times: Counter[str] = Counter()
+    now, last_product = events[0].begin if events else 0.0, 0.0
+    for event in events:
+        kind, spent = kind_of(event.name), event.end - max(now, event.begin)
+        times[kind] += spent
+        times[IDLE] += max(0.0, event.begin - now)
+        if kind == PRODUCTS:
+            last_product = spent
+        elif kind == SAMPLER:
+            times[PRODUCTS] -= last_product
+            times[SAMPLER] += last_product
+            last_product = 0.0
+        now = event.end
+    return times

@@ -79,10 +79,8 @@ def _decode_kernel(
     kv_head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
-    if num_seqs_ptr is not None:
-        num_seqs = tl.load(num_seqs_ptr)
-        if seq * ROWS >= num_seqs:
-            return
+    if num_seqs_ptr is not None and seq * ROWS >= tl.load(num_seqs_ptr):
+        return
     table_ptr = block_tables_ptr + seq * ROWS * table_stride
     first, num_cached, per_split, num_splits = split_sequence(context_lens_ptr, seq, splits, IS_QKV, ROWS, CACHE)
     if split >= num_splits:
@@ -215,63 +213,12 @@ def _decode_kernel(
 
 
 def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> bool:
-    """Whether `decode_attention_of_qkv` is faster than `norm_rope_and_store` and `decode_attention`.
+    """Whether `decode_attention` of qkv is faster than `norm_rope_and_store` before that of queries.
 
     It saves a kernel launch. But with more programs than run at once, each would compute norm and rope while its
     multiprocessor could read keys.
     """
     return batch_size * kv_heads <= 2 * num_sms(device)
-
-
-def decode_attention(
-    q: torch.Tensor,
-    cache,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    max_context_len: int,
-    splits: int | None = None,
-    num_seqs: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    tokens_per_row: int = 1,
-) -> torch.Tensor:
-    """q [B, heads, head_dim] attends to the context_lens[b] tokens behind block_tables[b]; zeros where there are none.
-
-    The cache's block_size is a multiple of 16, head_dim a power of two from 16; context_lens [B], block_tables [B, W]
-    int32; all but the tables contiguous. A sequence gets as many splits as it has tiles, up to `splits`, which is
-    chosen by the bound `max_context_len` if it is not given. Programs start in the order of the rows, so the longest
-    should come first.
-
-    So many `tokens_per_row` follow each other which are of one sequence, with the same block table, and no token sees
-    fewer keys than the one before. Their keys are read once.
-
-    `out` takes the result. With num_seqs [1] int32, at least 1, only the first so many rows are computed, and the other
-    rows of the result are left alone.
-    """
-    out = torch.empty_like(q) if out is None else out
-    seqs = num_seqs, context_lens, block_tables
-    _decode(out, q, NO_NORM_ROPE, cache, seqs, max_context_len, splits, tokens_per_row)
-    return out
-
-
-def decode_attention_of_qkv(
-    qkv: torch.Tensor,
-    qk_norm_rope,
-    slot_mapping: torch.Tensor,
-    cache,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    max_context_len: int,
-    splits: int | None = None,
-) -> torch.Tensor:
-    """`norm_rope_and_store` of qkv [B, heads + 2 kv_heads, head_dim], whose tokens may lie apart, and
-    `decode_attention` of its queries in one kernel.
-
-    The result for an empty sequence is any finite values.
-    """
-    out = torch.empty_like(qkv[:, 2 * cache.k.shape[2] :])
-    inputs, seqs = (*qk_norm_rope, slot_mapping), (None, context_lens, block_tables)
-    _decode(out, qkv, inputs, cache, seqs, max_context_len, splits)
-    return out
 
 
 def _choose_programs(batch_size, kv_heads, tokens_per_row, row_bytes, is_qkv, device) -> tuple[int, int, int]:
@@ -288,13 +235,41 @@ def _choose_programs(batch_size, kv_heads, tokens_per_row, row_bytes, is_qkv, de
     return PROGRAMS_PER_SM, 2, 3 if row_bytes <= 256 and not is_qkv else 2
 
 
-def _decode(out, q, norm_rope_inputs, cache, seqs, max_context_len, splits, tokens_per_row=1) -> None:
-    """Fill `out` [B, heads, head_dim]. With inputs of norm and rope, q is qkv. `seqs` are num_seqs, lengths, tables."""
+def decode_attention(
+    q: torch.Tensor,
+    cache,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    max_context_len: int,
+    splits: int | None = None,
+    num_seqs: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    tokens_per_row: int = 1,
+    norm_rope_inputs: tuple = NO_NORM_ROPE,
+) -> torch.Tensor:
+    """q [B, heads, head_dim] attends to the context_lens[b] tokens behind block_tables[b]; zeros where there are none.
+
+    The cache's block_size is a multiple of 16, head_dim a power of two from 16; context_lens [B], block_tables [B, W]
+    int32; all but the tables contiguous. A sequence gets as many splits as it has tiles, up to `splits`, which is
+    chosen by the bound `max_context_len` if it is not given. Programs start in the order of the rows, so the longest
+    should come first.
+
+    So many `tokens_per_row` follow each other which are of one sequence, with the same block table, and no token sees
+    fewer keys than the one before. Their keys are read once.
+
+    `out` takes the result. With num_seqs [1] int32, at least 1, only the first so many rows are computed, and the other
+    rows of the result are left alone.
+
+    With `norm_rope_inputs`, which are those of `norm_rope_and_store` and the slots, this does both in one kernel: q is
+    qkv [B, heads + 2 kv_heads, head_dim], whose tokens may lie apart. The result for an empty sequence is any finite
+    values.
+    """
+    is_qkv, kv_heads = norm_rope_inputs is not NO_NORM_ROPE, cache.k.shape[2]
+    out = torch.empty_like(q[:, 2 * kv_heads :] if is_qkv else q) if out is None else out
     num_rows, heads, head_dim = out.shape
-    group = heads // (kv_heads := cache.k.shape[2])
+    group, row_bytes = heads // kv_heads, head_dim * cache.k.element_size()
     tokens_per_row = tokens_per_row if tokens_per_row * group <= MAX_QUERIES else 1
     batch_size = num_rows // tokens_per_row
-    is_qkv, row_bytes = norm_rope_inputs is not NO_NORM_ROPE, head_dim * cache.k.element_size()
     is_alone = is_qkv and batch_size == 1 and cache.scales is None and row_bytes <= 256
     layout = layout_of(cache, TILE * 2 if is_alone else TILE if is_qkv or row_bytes <= 256 else TILE // 2)
     early = layout.tile > TILE  # the keys of a sequence alone take less time to read than what comes before and after
@@ -306,12 +281,13 @@ def _decode(out, q, norm_rope_inputs, cache, seqs, max_context_len, splits, toke
     if splits > 1:
         shapes = (num_rows, heads, splits, head_dim), (num_rows, heads, splits)
         parts = tuple(torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes)
-    caches, scale = (cache.k, cache.v, cache.scales), head_dim**-0.5 * LOG2_E
+    caches, seqs = (cache.k, cache.v, cache.scales), (num_seqs, context_lens, block_tables)
     constants = dict(ROWS=tokens_per_row, GROUP=group, CACHE=layout, STAGES=stages, EARLY=early, num_warps=num_warps)
     constants["ROTARY"] = norm_rope_inputs[3].shape[2] if is_qkv else head_dim
-    pointers, strides = (q, norm_rope_inputs, caches, seqs, (out, *parts)), (q.stride(0), seqs[2].stride(0))
+    pointers, scale = (q, norm_rope_inputs, caches, seqs, (out, *parts)), head_dim**-0.5 * LOG2_E
     launch(_decode_kernel, (kv_heads, batch_size, splits), q.device, shared=50 if is_qkv else 100)(
-        *pointers, scale, *strides, splits, **constants
+        *pointers, scale, q.stride(0), block_tables.stride(0), splits, **constants
     )
     if splits > 1:
         combine_splits(parts, seqs[:2], out, layout, is_qkv, tokens_per_row)
+    return out

@@ -98,29 +98,21 @@ class _Body:
         arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
         roots_of = [self.address_roots(argument) for argument in arguments]
         name, roots = _called(node), set().union(*roots_of)
-        if name == COPY:
-            self.reads |= roots_of[0]
-            return set()
-        if isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) not in ("tl", "gl"):  # a method
-            owner_roots = self.address_roots(node.func.value)
-            if name == "load":
-                self.reads |= owner_roots
-                return set()
-            if roots or name == "store" or name.startswith("atomic"):
-                self.refuse(node, "writes memory")
-            return owner_roots
-        if name == "load":
-            if not roots_of[0]:
+        is_method = isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) not in ("tl", "gl")
+        owner_roots = self.address_roots(node.func.value) if is_method else set()
+        if name in ("load", COPY):
+            read = owner_roots if is_method and name == "load" else roots_of[0]
+            if not read and not is_method:
                 self.refuse(node, "reads an address that is not derived from a parameter")
-            self.reads |= roots_of[0]
+            self.reads |= read
             return set()
-        if name == "store" or name.startswith("atomic"):
+        if name == "store" or name.startswith("atomic") or (is_method and roots):
             self.refuse(node, "writes memory")
+        if is_method:
+            return owner_roots
         if not roots or name == PREFETCH:
             return set()
-        if name in ADDRESS_FUNCTIONS:
-            return roots
-        return self.function_roots(node, name, roots_of)
+        return roots if name in ADDRESS_FUNCTIONS else self.function_roots(node, name, roots_of)
 
     def function_roots(self, node: ast.Call, name: str, roots_of: list[set[str]]) -> set[str]:
         """A call of another function of ours, whose body is checked with the roots of its arguments."""

@@ -50,9 +50,7 @@ def _compute(logits, token_ids, temperatures) -> tuple[torch.Tensor, ...]:
     return logprobs, log_sums, ranks
 
 
-def token_logprobs(
-    logits: torch.Tensor, token_ids: torch.Tensor, temperatures: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def token_logprobs(logits, token_ids, temperatures=None) -> tuple[torch.Tensor, torch.Tensor]:
     logprobs, _, ranks = _compute(logits, token_ids, temperatures)
     return logprobs, ranks
 

@@ -59,24 +59,27 @@ def _load_logits(ptr, is_inside, part_size, SPLIT_K: tl.constexpr):
     return tl.where(logits == logits, logits, float("-inf"))
 
 
+class RouteSizes(NamedTuple):
+    """What the kernel below is compiled for."""
+
+    num_experts: int  # of which a token chooses `top_k`
+    top_k: int
+    num_shared: int  # experts behind these, which each token has
+    split_k: int
+    renormalize: bool
+
+
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_tokens", "part_size"])
 def _route_kernel(
-    logits_ptr,
-    slot_mapping_ptr,
-    out_ptrs,
-    num_tokens,
-    part_size,
-    E: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SHARED: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    PDL: tl.constexpr,
+    logits_ptr, slot_mapping_ptr, out_ptrs, num_tokens, part_size, SIZES: tl.constexpr, PDL: tl.constexpr
 ):
     """An id without an expert counts as -inf, as NaN does: ids are always valid."""
     gdc_launch_and_wait(PDL)
     weights_ptr, ids_ptr = out_ptrs
+    E: tl.constexpr = SIZES.num_experts
+    TOP_K: tl.constexpr = SIZES.top_k
+    SHARED: tl.constexpr = SIZES.num_shared
     BLOCK_E: tl.constexpr = next_power_of_2(E)
     BLOCK_K: tl.constexpr = next_power_of_2(TOP_K + SHARED)
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -86,7 +89,7 @@ def _route_kernel(
     expert = tl.arange(0, BLOCK_E)[None, :]
     is_token = (token < num_tokens)[:, None]
     row = logits_ptr + source[:, None] * (E + SHARED)
-    logits = _load_logits(row + expert, is_token & (expert < E), part_size, SPLIT_K)
+    logits = _load_logits(row + expert, is_token & (expert < E), part_size, SIZES.split_k)
     logits = tl.where(logits == 0.0, 0.0, logits)  # -0.0 has other bits
 
     # integers in the order of (logit, -id): of a negative number, all bits but the sign are inverted
@@ -105,12 +108,12 @@ def _route_kernel(
 
     highest = tl.max(chosen, 1)[:, None]
     weights = tl.exp(chosen - highest)
-    total = tl.sum(weights, 1) if RENORMALIZE else tl.sum(tl.exp(logits - highest), 1)
+    total = tl.sum(weights, 1) if SIZES.renormalize else tl.sum(tl.exp(logits - highest), 1)
     weights /= total[:, None]
     at, is_inside = token[:, None] * (TOP_K + SHARED) + choice, is_token & (choice < TOP_K + SHARED)
     if SHARED > 0:
         shared = E + choice - TOP_K
-        gates = _load_logits(row + shared, is_inside & (choice >= TOP_K), part_size, SPLIT_K)
+        gates = _load_logits(row + shared, is_inside & (choice >= TOP_K), part_size, SIZES.split_k)
         weights = tl.where(choice < TOP_K, weights, 1.0 / (1.0 + tl.exp(-gates)))
         expert_ids = tl.where(choice < TOP_K, expert_ids, shared)
     tl.store(weights_ptr + at, weights, is_inside)
@@ -132,10 +135,9 @@ def route(
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
     expert_ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
     if num_tokens:
-        constants = dict(E=num_experts, TOP_K=top_k, SHARED=num_shared, SPLIT_K=split_k, RENORMALIZE=renormalize)
-        constants["num_warps"], out = BLOCK_T.value, (weights, expert_ids)
+        sizes, out = RouteSizes(num_experts, top_k, num_shared, split_k, renormalize), (weights, expert_ids)
         launch(_route_kernel, (triton.cdiv(num_tokens, BLOCK_T.value),), logits.device)(
-            logits, slot_mapping, out, num_tokens, num_tokens * num_logits, **constants
+            logits, slot_mapping, out, num_tokens, num_tokens * num_logits, SIZES=sizes, num_warps=BLOCK_T.value
         )
     return Routing(weights, expert_ids, num_experts)
 

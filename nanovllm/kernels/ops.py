@@ -5,7 +5,7 @@ what this is made of, and what rooms call that run on CUDA alone.
 """
 
 from nanovllm.kernels.activation import sigmoid_gate, silu_and_mul, swiglu
-from nanovllm.kernels.decode_attention import decode_attention, decode_attention_of_qkv, fuses_qk_norm_rope
+from nanovllm.kernels.decode_attention import decode_attention, fuses_qk_norm_rope
 from nanovllm.kernels.delta_net_chunks import delta_net_chunks
 from nanovllm.kernels.delta_net_tokens import delta_net_drafts, delta_net_step
 from nanovllm.kernels.dequantize import dequantize

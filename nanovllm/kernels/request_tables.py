@@ -20,10 +20,8 @@ def _place_decodes_kernel(
     last_token_ids_ptr, num_tokens_ptr, tables_ptr = table_ptrs
     input_ids_ptr, positions_ptr, slots_ptr, context_lens_ptr, block_tables_ptr = out_ptrs
     seq = tl.program_id(0)
-    if num_decodes_ptr is not None:
-        num_decodes = tl.load(num_decodes_ptr)
-        if seq * K >= num_decodes:
-            return
+    if num_decodes_ptr is not None and seq * K >= tl.load(num_decodes_ptr):
+        return
     req_index = tl.load(req_indices_ptr + seq).to(tl.int64)
     num_reserved = tl.load(num_reserved_ptr + seq)
     new_column = tl.load(new_blocks_ptr + 2 * seq)

@@ -65,10 +65,8 @@ def _combine_kernel(part_ptrs, seq_ptrs, out_ptr, splits, ROWS: tl.constexpr, CA
     partial_ptr, lse_ptr = part_ptrs
     num_seqs_ptr, context_lens_ptr = seq_ptrs
     row = tl.program_id(0).to(tl.int64)
-    if num_seqs_ptr is not None:
-        num_rows = tl.load(num_seqs_ptr) * ROWS.heads
-        if row >= num_rows:
-            return
+    if num_seqs_ptr is not None and row >= tl.load(num_seqs_ptr) * ROWS.heads:
+        return
     d = tl.arange(0, CACHE.head_dim)
     split = tl.arange(0, ROWS.max_splits)
     seq = row // (ROWS.heads * ROWS.tokens)

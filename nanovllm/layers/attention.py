@@ -278,7 +278,7 @@ def _mask(bounds: torch.Tensor, num_keys: int, window: int | None, dtype: torch.
     visible = positions < bounds
     if window is not None:
         visible &= positions >= bounds - window
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
+    return torch.full(visible.shape, float("-inf"), dtype=dtype, device=visible.device).masked_fill_(visible, 0)
 
 
 def spans_of(block_tables: torch.Tensor, length: int, block_size: int) -> torch.Tensor:

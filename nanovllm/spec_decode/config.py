@@ -12,7 +12,6 @@ from nanovllm.utils.checks import check_choice, check_fields, check_int, check_r
 
 METHODS = ("ngram", "suffix", "draft_model", "eagle3", "mtp")
 WITH_MODEL = ("draft_model", "eagle3")
-LATER = ("eagle", "medusa", "mlp_speculator")  # vLLM has them
 
 
 def check_rates(name: str, value: Any) -> tuple[float, ...]:
@@ -123,8 +122,7 @@ def read_speculative_config(config: Any) -> SpeculativeConfig:
             raise TypeError(f"speculative_config: unknown key {name!r}: must be one of {', '.join(KEYS)}")
     method = values.setdefault("method", "draft_model" if "model" in values else None)
     if method not in METHODS:
-        later = "is not there yet; " if method in LATER else ""
-        raise ValueError(f"speculative_config: method={method!r}: {later}must be one of {_names(METHODS)}")
+        raise ValueError(f"speculative_config: method={method!r}: must be one of {_names(METHODS)}")
     for prefix, owners in OWNERS.items():
         for name in values:
             if method not in owners and name.startswith(prefix):

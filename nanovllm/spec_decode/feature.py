@@ -85,10 +85,8 @@ class Speculation(StepFeature):
 
     def edit_logits(self, logits: torch.Tensor, rows: SamplingRows) -> None:
         """With `synthetic_acceptance_rates`, let drafts be right so often, whatever the model says."""
-        if self.rates is not None:
-            self._impose_rates(logits, rows, self.rates)
-
-    def _impose_rates(self, logits: torch.Tensor, rows: SamplingRows, rates: torch.Tensor) -> None:
+        if (rates := self.rates) is None:
+            return
         req_indices, positions = rows.req_indices.long(), rows.positions.long()
         offsets = (positions + 1 - self.tables.num_tokens[req_indices]).clamp(0, len(rates) - 1)
         next_positions, next_indices = (x.roll(-1) for x in (positions, req_indices))

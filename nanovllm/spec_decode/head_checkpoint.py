@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -68,19 +67,15 @@ def read_eagle3_config(folder: Path, target: ModelConfig, dtype: torch.dtype, wi
 def _layer_ids(file: Path, raw: dict, num_layers: int) -> tuple[int, ...]:
     """The layers of the model before which the head reads hidden states; those of its `eagle_config` are after them."""
     name = "eagle_aux_hidden_state_layer_ids"
-    ids: Any = raw.get(name)
-    offset = 0
-    if ids is None and (ids := (raw.get("eagle_config") or {}).get(name)) is not None:
-        offset = 1
-    if ids is None:
-        ids = [2, num_layers // 2, num_layers - 3]
-    bound = f"must be three layers of the model's {num_layers}, in ascending order"
-    if not isinstance(ids, list) or len(ids) != 3:
+    own, of_authors = raw.get(name), (raw.get("eagle_config") or {}).get(name)
+    offset = int(own is None and of_authors is not None)
+    ids = next((x for x in (own, of_authors) if x is not None), [2, num_layers // 2, num_layers - 3])
+    found = ids if isinstance(ids, list) else []
+    found = [check_int(f"{file}: {name}: a layer", i, 0, num_layers - 1 - offset) + offset for i in found]
+    if len(found) != 3 or found != sorted(found):
+        bound = f"must be three layers of the model's {num_layers}, in ascending order"
         raise ValueError(f"{file}: {name}={ids!r}: {bound}")
-    found = tuple(check_int(f"{file}: {name}: a layer", i, 0, num_layers - 1 - offset) + offset for i in ids)
-    if list(found) != sorted(found):
-        raise ValueError(f"{file}: {name}={ids!r}: {bound}")
-    return found
+    return tuple(found)
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:

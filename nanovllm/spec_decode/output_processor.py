@@ -10,7 +10,7 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.spec_decode.config import StepCost
 from nanovllm.spec_decode.proposer import Drafts, make_proposer
 
-MEMORY = 8  # steps with drafts, about, over which the accepted ones are averaged
+MEMORY = 8  # steps with drafts, about, over which the accepted ones are averaged; half as many without any are enough
 PAUSES = 16, 512  # tokens: the first pause of a sequence, and the longest
 # What models and heads draft is as good in one text as in another, so they pause for all sequences. If they have lost
 # more than a limit, in steps without drafts, nothing is drafted until steps have paid for that and for catching up.
@@ -24,24 +24,34 @@ MANY = 8
 
 @dataclass
 class Pace:
-    """How often a sequence drafts: not for a while, if few of its drafts were right.
+    """How often a sequence drafts: not for a while, if few of its drafts were right, or there were none.
 
     It begins with a mean of two accepted drafts in a step. Below what pays it pauses, if it drafts on the host, for
     twice as many tokens as the last time. Then it begins a little above that.
     """
 
     mean: float = 2.0
+    misses: int = 0
     pause: int = 0  # tokens until it drafts again
     next_pause: int = PAUSES[0]
 
     def accepted(self, number: int, num_paying: float) -> None:
         """Drafts of a step that were right, and as many as pay for such a step."""
-        self.mean += (number - self.mean) / MEMORY
+        self.mean, self.misses = self.mean + (number - self.mean) / MEMORY, 0
         if self.mean < num_paying:
-            self.pause, self.next_pause = self.next_pause, min(2 * self.next_pause, PAUSES[1])
             self.mean = 1.5 * num_paying
+            self._rest()
         elif self.mean > 2 * num_paying:
             self.next_pause = PAUSES[0]
+
+    def missed(self) -> None:
+        """The sequence has waited for its token, and nothing was drafted."""
+        self.misses += 1
+        if self.misses == MEMORY // 2:
+            self._rest()
+
+    def _rest(self) -> None:
+        self.pause, self.next_pause, self.misses = self.next_pause, min(2 * self.next_pause, PAUSES[1]), 0
 
 
 def width_that_pays(drafts: list[tuple[int, float]], num_seqs: int, cost: StepCost) -> int:
@@ -160,7 +170,10 @@ class DraftingOutputProcessor(OutputProcessor):
         self.arrived.clear()
         width = width_that_pays(expected, len(self.scheduler.running), self.settings.step_cost)
         for seq, drafts, may_draft in planned:
-            self._plan(seq, drafts if self.settings.is_synthetic else drafts[:width], may_draft or all_wait)
+            drafts = drafts if self.settings.is_synthetic else drafts[:width]
+            if may_draft and not drafts and "structured_outputs" not in seq.feature_state:  # which wait anyway
+                self.paces[seq].missed()
+            self._plan(seq, drafts, all_wait or (may_draft and not self.paces[seq].pause))
 
     def _hold_for_others(self) -> bool:
         """While sequences that draft on the host are in the step in flight, those whose tokens have arrived wait too.

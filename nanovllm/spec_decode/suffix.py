@@ -87,9 +87,8 @@ class SuffixAutomaton:
         probability = 1.0
         while len(drafts) < num_drafts and (following := self.next[state]):
             token_id = max(following, key=lambda x: self.counts[following[x]])
-            total = sum(self.counts[x] for x in following.values())
             state = following[token_id]
-            probability *= self.counts[state] / max(1, total)
+            probability *= self.counts[state] / max(1, sum(self.counts[x] for x in following.values()))
             if probability < min_probability:
                 break
             drafts.append(token_id)
