@@ -1,6 +1,7 @@
 """Each Triton kernel against plain PyTorch: on the CUDA device, or in Triton's interpreter where there is none."""
 
 import sys
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -31,7 +32,7 @@ from nanovllm.kernels.devices import has_tma, num_sms
 from nanovllm.kernels.peers import PeerBarrier
 from nanovllm.kernels.sampling import _gumbel
 from nanovllm.kernels.sampling_columns import PHILOX_ROUNDS, WIDTH, column
-from nanovllm.kernels.split_k_gemm import FEW_WEIGHTS, MAX_ROWS, TILE_K, TILE_N
+from nanovllm.kernels.split_k_gemm import FEW_WEIGHTS, LONE_BYTES, MAX_ROWS, TILE_K, TILE_N, scaled_tiles
 from nanovllm.kernels.split_sequence import MAX_SPLITS, choose_num_splits
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import KVCache
@@ -613,6 +614,23 @@ def test_choose_split_k(monkeypatch):
     assert [split_k(200, n, 12288) for n in (2560, 4096, 34 * 128)] == [0, 4, 0] and not split_k(200, 4096, 4096)
     assert not split_k(200, 4096, 12288, max_split_k=1) and not split_k(200, 4096, 12288, torch.float32)
     assert split_k(160, 1024, 1024) == 2
+
+
+@pytest.mark.parametrize("sms", [78, 132, 144])
+def test_tiles_of_8_bit_weights(sms):
+    """They have all rows, up to 128; the widest make one wave, and what a program has in flight fits beside others'."""
+    tiles = {}
+    for num_rows, columns in product((2, 16, 17, 32, 64, 65, 160), range(64, 300 * 64, 64)):
+        tile = tiles[num_rows, columns] = scaled_tiles(num_rows, columns, sms)
+        programs = -(-columns // tile.tile_n) * -(-num_rows // tile.tile_m)
+        assert tile.tile_m == scaled_tiles(num_rows).tile_m >= min(num_rows, 128)
+        assert tile.tile_n == TILE_N or 0.9 * sms < programs <= sms
+        assert tile.stages * tile.tile_k * (tile.tile_n + tile.tile_m) <= (1 if programs <= sms else 0.75) * LONE_BYTES
+    # a program for each multiprocessor: as wide as that allows
+    full = 2 * TILE_N * sms
+    assert [tiles[m, full].tile_n for m in (16, 32, 64, 65)] == [TILE_N, 2 * TILE_N, 2 * TILE_N, TILE_N]
+    assert tiles[32, full + TILE_N].tile_n == tiles[32, full // 2].tile_n == TILE_N
+    assert tiles[32, full // 2].stages > tiles[32, full + TILE_N].stages
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 7])

@@ -105,7 +105,7 @@ def few_likely(params: list[SamplingParams]) -> list[SamplingParams]:
 @pytest.mark.parametrize("schedule, async_scheduling", [("at once", False), ("preemptions", True), ("chunks", True)])
 def test_not_one_token_differs(make_llm, small_model, chat, margins, schedule, async_scheduling):
     """Of text in steps of whole prompts, and of a small model's answers in others."""
-    sizes = dict(number=14, max_len=14) if schedule == "preemptions" else {}
+    sizes = dict(number=11, max_len=14) if schedule == "preemptions" else dict(number=6)
     model, (prompts, params) = TINY, requests(chat, random.Random(schedule), **sizes)
     if schedule != "at once":
         model, params = small_model, few_likely(params)

@@ -173,7 +173,7 @@ def test_same_as_transformers(make_stateful, reference, schedule, async_scheduli
     requests = make_requests(6 if schedule == "one at a time" else 10)
     outputs = [llm.generate(*map(list, zip(*requests)), use_tqdm=False) for _ in range(2)]
     assert_same_as_reference(reference, [*outputs[0], *outputs[1]])
-    assert_same_as_reference(reference, generate_by_steps(llm, requests))
+    assert_same_as_reference(reference, generate_by_steps(llm, requests[::2]))
     hits = [output.num_cached_tokens for output in outputs[1]]
     assert all(hit % 16 == 0 for hit in hits)
     assert any(hits) if schedule in ("at once", "chunks") else schedule != "without prefix cache" or not any(hits)

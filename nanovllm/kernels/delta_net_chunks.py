@@ -12,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.delta_net_inputs import Sequences, chunk_of, of_chunks, rows_of, rule_inputs, shift_window, silu
-from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch, next_power_of_2
+from nanovllm.kernels.delta_net_inputs import keep_inputs, rule_inputs, silu
+from nanovllm.kernels.delta_net_operands import Plan, Sequences, chunk_of, num_decodes, operands_of, pad_of, sequence_of
+from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
 from nanovllm.kernels.devices import has_tma, num_sms
 
 CHUNK = tl.constexpr(64)
@@ -21,14 +22,13 @@ HEADS_EACH = 2  # value heads of a chunk that a program takes one after the othe
 
 
 @triton.jit
-def _inverse(system, PRECISION: tl.constexpr):
+def _inverse(system, IS_FLOAT32: tl.constexpr):
     """Of the unit lower triangular matrix whose part below the diagonal is `system` [CHUNK, CHUNK].
 
     By blocks of twice the size each time: the inverse of [[A, 0], [B, C]] is [[A', 0], [-C' B A', C']]. As keys have
     norm 1, and betas and decays are at most 1, so are all numbers here, and 16 bits can hold them well.
     """
-    DTYPE: tl.constexpr = tl.float32 if PRECISION == "ieee" else tl.float16
-    THIS_PRECISION: tl.constexpr = "tf32x3" if PRECISION == "ieee" else PRECISION  # which compiles much faster
+    DTYPE: tl.constexpr = tl.float32 if IS_FLOAT32 else tl.float16
     i = tl.arange(0, CHUNK)
     inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
     for level in tl.static_range(tl.constexpr(6)):
@@ -36,10 +36,37 @@ def _inverse(system, PRECISION: tl.constexpr):
         below = tl.where((block ^ 1)[:, None] == block[None, :], system, 0.0)
         if level > 0:
             around = inverse.to(DTYPE)
-            below = tl.dot(around, below.to(DTYPE), input_precision=THIS_PRECISION).to(DTYPE)
-            below = tl.dot(below, around, input_precision=THIS_PRECISION)
+            # "ieee" takes much longer to compile
+            below = tl.dot(around, below.to(DTYPE), input_precision="tf32x3").to(DTYPE)
+            below = tl.dot(below, around, input_precision="tf32x3")
         inverse -= below
     return inverse
+
+
+@triton.jit
+def _of_chunk(ptr, stride, first, end, column, d, DIM: tl.constexpr):
+    """Where DIM numbers of each token lie, from a column of its row on [CHUNK, d], and which of them are there."""
+    i, d = tl.arange(0, CHUNK)[:, None], d[None, :]
+    return ptr + tl.cast(first, tl.int64) * stride + column + (i * stride + d), (first + i < end) & (d < DIM)
+
+
+@triton.jit
+def _load(ptr, stride, first, end, column, d, DIM: tl.constexpr):
+    own, is_there = _of_chunk(ptr, stride, first, end, column, d, DIM)
+    return tl.load(own, is_there, 0.0)
+
+
+@triton.jit
+def _store(ptr, stride, first, end, column, d, DIM: tl.constexpr, x):
+    own, is_there = _of_chunk(ptr, stride, first, end, column, d, DIM)
+    tl.store(own, x, is_there)
+
+
+@triton.jit
+def _state_at(states_ptr, seq, first, head, d, e, HEADS: tl.constexpr):
+    """Where the state of a head before a chunk lies, transposed. No other chunk has the same place."""
+    place = (seq + first // CHUNK).to(tl.int64) * HEADS.num_values + head
+    return states_ptr + place * (HEADS.key_dim * HEADS.value_dim) + (d[:, None] * HEADS.value_dim + e[None, :])
 
 
 @triton.jit
@@ -57,240 +84,140 @@ def _of_head(gates, n):
 
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_seqs"])
-def _chunks_kernel(
-    k_ptr,
-    v_ptr,
-    w_ptr,
-    gate_ptrs,
-    seq_ptrs,
-    num_seqs,
-    HEADS: tl.constexpr,
-    EACH: tl.constexpr,
-    STAGES: tl.constexpr,
-    SEQS_PAD: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """A program takes a chunk and EACH value heads: with T the inverse of the triangular system, v becomes T (beta v),
+def _chunks_kernel(rule_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.constexpr):
+    """A program takes a chunk and some value heads: with T the inverse of the triangular system, v becomes T (beta v),
     and w is T (beta decay k), by which what the state returns for the keys is corrected.
     """
     gdc_launch_and_wait(PDL)
-    decay_ptr, beta_ptr = gate_ptrs
-    starts_ptr, _ = of_chunks(seq_ptrs)
-    NUM_VALUES: tl.constexpr = HEADS.num_values
-    GROUP: tl.constexpr = NUM_VALUES // HEADS.num_keys
-    KEYS: tl.constexpr = HEADS.num_keys * HEADS.key_dim
-    seq, first, _, end = chunk_of(starts_ptr, num_seqs, tl.program_id(1), CHUNK, SEQS_PAD)
+    HEADS: tl.constexpr = PLAN.heads
+    seq, chunk = chunk_of(seq_ptrs, num_seqs, tl.program_id(1), CHUNK, PLAN.seqs_pad)
     if seq >= num_seqs:
         return
-    i = tl.arange(0, CHUNK)
+    begin, end = sequence_of(seq_ptrs, seq, 0, PLAN)[:2]
+    first = begin + chunk * CHUNK
+    i, d, e = tl.arange(0, CHUNK), tl.arange(0, HEADS.key_pad), tl.arange(0, HEADS.value_pad)
     t = first + i
-    is_there, row = (t < end)[:, None], tl.cast(first, tl.int64)
-    is_before = (i[:, None] > i[None, :]) & is_there
-    d = tl.arange(0, next_power_of_2(HEADS.key_dim))[None, :]
-    e = tl.arange(0, next_power_of_2(HEADS.value_dim))[None, :]
-    of_keys, of_values = is_there & (d < HEADS.key_dim), is_there & (e < HEADS.value_dim)
-    first_head = tl.program_id(0) * EACH
-    decays = _load_gates(decay_ptr, t, end, first_head, EACH, HEADS)
-    betas = _load_gates(beta_ptr, t, end, first_head, EACH, HEADS)
-    for head in tl.range(first_head, tl.minimum(first_head + EACH, NUM_VALUES), num_stages=STAGES):
-        k = tl.load(k_ptr + row * KEYS + head // GROUP * HEADS.key_dim + (i[:, None] * KEYS + d), of_keys, 0.0)
-        own_v = v_ptr + (row * NUM_VALUES + head) * HEADS.value_dim + (i[:, None] * (NUM_VALUES * HEADS.value_dim) + e)
-        v = tl.load(own_v, of_values, 0.0)
+    is_before = (i[:, None] > i[None, :]) & (t < end)[:, None]
+    first_head = tl.program_id(0) * PLAN.tile
+    decays = _load_gates(rule_ptrs.decay, t, end, first_head, PLAN.tile, HEADS)
+    betas = _load_gates(rule_ptrs.beta, t, end, first_head, PLAN.tile, HEADS)
+    for head in tl.range(first_head, tl.minimum(first_head + PLAN.tile, HEADS.num_values), num_stages=PLAN.stages):
+        own_key, own_value = head // HEADS.group * HEADS.key_dim, head * HEADS.value_dim
+        k = _load(rule_ptrs.k, HEADS.keys, first, end, own_key, d, HEADS.key_dim)
+        v = _load(rule_ptrs.v, HEADS.values, first, end, own_value, e, HEADS.value_dim)
         decay, beta = _of_head(decays, head - first_head), _of_head(betas, head - first_head)
         between = tl.exp(tl.where(is_before, decay[:, None] - decay[None, :], float("-inf")))
-        system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * between * beta[:, None]
-        inverse = _inverse(system, PRECISION)
+        system = tl.dot(k, tl.trans(k), input_precision="ieee") * between * beta[:, None]
+        inverse = _inverse(system, k.dtype == tl.float32)
         of_decay = (inverse * (beta * tl.exp(decay))[None, :]).to(k.dtype)
-        w = tl.dot(of_decay, k, input_precision=PRECISION)
-        own_w = w_ptr + (row * NUM_VALUES + head) * HEADS.key_dim + (i[:, None] * (NUM_VALUES * HEADS.key_dim) + d)
-        tl.store(own_w, w, of_keys)
+        w = tl.dot(of_decay, k, input_precision="ieee")
+        _store(rule_ptrs.w, HEADS.num_values * HEADS.key_dim, first, end, head * HEADS.key_dim, d, HEADS.key_dim, w)
         of_beta = (inverse * beta[None, :]).to(k.dtype)
-        tl.store(own_v, tl.dot(of_beta, v, input_precision=PRECISION), of_values)
-
-
-@triton.jit
-def _state_at(states_ptr, seq, first, head, d, e, HEADS: tl.constexpr):
-    """Where the state of a head before a chunk lies, transposed. No other chunk has the same place."""
-    place = (seq + first // CHUNK).to(tl.int64) * HEADS.num_values + head
-    return states_ptr + place * (HEADS.key_dim * HEADS.value_dim) + (d[:, None] * HEADS.value_dim + e[None, :])
+        v = tl.dot(of_beta, v, input_precision="ieee")
+        _store(rule_ptrs.v, HEADS.values, first, end, own_value, e, HEADS.value_dim, v)
 
 
 @dependent_kernel()
-@triton.jit(do_not_specialize=["rows_stride"])
-def _states_kernel(
-    x_rows,
-    input_ptrs,
-    seq_ptrs,
-    state_ptrs,
-    rows_stride,
-    HEADS: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """A program takes a sequence, a value head and TILE of its values, from the first chunk to the last.
+@triton.jit(do_not_specialize=["stride"])
+def _states_kernel(x_rows, rule_ptrs, seq_ptrs, state_ptrs, stride, PLAN: tl.constexpr, PDL: tl.constexpr):
+    """A program takes a sequence, a value head and some of its values, from the first chunk to the last.
 
     The errors take the place of v. Windows are written here, as no program reads them any more.
     """
     gdc_launch_and_wait(PDL)
-    k_ptr, v_ptr, w_ptr, decay_ptr, before_ptr = input_ptrs
-    starts_ptr, rows_ptr = of_chunks(seq_ptrs)
-    window_ptr, matrix_ptr, num_tokens_ptr = state_ptrs
-    NUM_VALUES: tl.constexpr = HEADS.num_values
-    GROUP: tl.constexpr = NUM_VALUES // HEADS.num_keys
-    KEY_DIM: tl.constexpr = HEADS.key_dim
-    VALUE_DIM: tl.constexpr = HEADS.value_dim
-    KEYS: tl.constexpr = HEADS.num_keys * KEY_DIM
-    VALUES: tl.constexpr = NUM_VALUES * VALUE_DIM
-    CHANNELS: tl.constexpr = 2 * KEYS + VALUES
+    HEADS: tl.constexpr = PLAN.heads
     tile, head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    begin, end = tl.load(starts_ptr + seq), tl.load(starts_ptr + seq + 1)
+    begin, end, read, written = sequence_of(seq_ptrs, seq, stride, PLAN)
     if begin >= end:
         return
-    read = tl.load(rows_ptr + seq).to(tl.int64)
-    written = tl.load(rows_ptr + rows_stride + seq).to(tl.int64)
-    i = tl.arange(0, CHUNK)
-    d = tl.arange(0, next_power_of_2(KEY_DIM))
-    e = tile * TILE + tl.arange(0, TILE)
-    in_key, in_value = d < KEY_DIM, e < VALUE_DIM
-    of_state = in_key[:, None] & in_value[None, :]
-    state_at = (head * VALUE_DIM + e)[None, :] * KEY_DIM + d[:, None]
-    state = tl.load(matrix_ptr + read * (VALUES * KEY_DIM) + state_at, of_state, 0.0)  # transposed
-    for first in tl.range(begin, end, CHUNK, num_stages=STAGES):
-        t = first + i
-        of_keys = (t < end)[:, None] & in_key[None, :]
-        of_values = (t < end)[:, None] & in_value[None, :]
-        row = tl.cast(first, tl.int64)
-        own_v = v_ptr + row * VALUES + (i[:, None] * VALUES + (head * VALUE_DIM + e)[None, :])
-        w_at = i[:, None] * (NUM_VALUES * KEY_DIM) + (head * KEY_DIM + d)[None, :]
-        w = tl.load(w_ptr + row * (NUM_VALUES * KEY_DIM) + w_at, of_keys, 0.0)
-        key_at = i[:, None] * KEYS + (head // GROUP * KEY_DIM + d)[None, :]
-        k = tl.load(k_ptr + row * KEYS + key_at, of_keys, 0.0)
-        v = tl.load(own_v, of_values, 0.0)
-        last = tl.load(decay_ptr + (tl.minimum(first + CHUNK, end) - 1) * NUM_VALUES + head)
-        decay = tl.load(decay_ptr + t * NUM_VALUES + head, t < end, 0.0)
+    d, e = tl.arange(0, HEADS.key_pad), tile * PLAN.tile + tl.arange(0, PLAN.tile)
+    of_state = (d < HEADS.key_dim)[:, None] & (e < HEADS.value_dim)[None, :]
+    state_at = (head * HEADS.value_dim + e)[None, :] * HEADS.key_dim + d[:, None]
+    state = tl.load(state_ptrs.matrices + read * (HEADS.values * HEADS.key_dim) + state_at, of_state, 0.0)  # transposed
+    own_key, own_value = head // HEADS.group * HEADS.key_dim, head * HEADS.value_dim
+    for first in tl.range(begin, end, CHUNK, num_stages=PLAN.stages):
+        w = _load(rule_ptrs.w, HEADS.num_values * HEADS.key_dim, first, end, head * HEADS.key_dim, d, HEADS.key_dim)
+        k = _load(rule_ptrs.k, HEADS.keys, first, end, own_key, d, HEADS.key_dim)
+        v = _load(rule_ptrs.v, HEADS.values, first, end, own_value, e, HEADS.value_dim)
+        last = tl.load(rule_ptrs.decay + (tl.minimum(first + CHUNK, end) - 1) * HEADS.num_values + head)
+        t = first + tl.arange(0, CHUNK)
+        decay = tl.load(rule_ptrs.decay + t * HEADS.num_values + head, t < end, 0.0)
         before = state.to(k.dtype)
-        tl.store(_state_at(before_ptr, seq, first, head, d, e, HEADS), before, of_state)
-        errors = v - tl.dot(w, before, input_precision=PRECISION)
-        tl.store(own_v, errors, of_values)
+        tl.store(_state_at(rule_ptrs.states, seq, first, head, d, e, HEADS), before, of_state)
+        errors = v - tl.dot(w, before, input_precision="ieee")
+        _store(rule_ptrs.v, HEADS.values, first, end, own_value, e, HEADS.value_dim, errors)
         kept = (errors * tl.exp(last - decay)[:, None]).to(k.dtype)  # zeros after the last token
-        state = tl.dot(tl.trans(k), kept, state * tl.exp(last), input_precision=PRECISION)
-    tl.store(matrix_ptr + written * (VALUES * KEY_DIM) + state_at, state, of_state)
-    window = (HEADS.conv_size - 1) * CHANNELS
-    inputs = x_rows, None, window_ptr + read * window
-    written_window = window_ptr + written * window
-    # windows: of the own values, and those of the key head by the first program of its group
-    shift_window(inputs, written_window, begin, begin, end, 2 * KEYS + head * VALUE_DIM + e, in_value, HEADS)
-    is_first = in_key & (head % GROUP + tile + 0 * d == 0)  # a vector: the interpreter takes no scalar in a mask
-    channel = head // GROUP * KEY_DIM + d
-    shift_window(inputs, written_window, begin, begin, end, channel, is_first, HEADS)
-    shift_window(inputs, written_window, begin, begin, end, KEYS + channel, is_first, HEADS)
-    if num_tokens_ptr is not None:
-        num_tokens = tl.load(num_tokens_ptr + read) + end - begin
-        if head + tile == 0:
-            tl.store(num_tokens_ptr + written, num_tokens)
+        state = tl.dot(tl.trans(k), kept, state * tl.exp(last), input_precision="ieee")
+    tl.store(state_ptrs.matrices + written * (HEADS.values * HEADS.key_dim) + state_at, state, of_state)
+    if tile == 0:
+        source = x_rows, state_ptrs, read, begin, begin
+        keep_inputs(source, written, head, end, end, PLAN)
 
 
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_seqs", "num_rows"])
 def _outputs_kernel(
-    x_rows,
-    input_ptrs,
-    seq_ptrs,
-    norm_ptr,
-    out_ptr,
-    num_seqs,
-    num_rows,
-    eps,
-    HEADS: tl.constexpr,
-    SEQS_PAD: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    x_rows, rule_ptrs, seq_ptrs, norm_ptrs, out_ptr, num_seqs, num_rows, PLAN: tl.constexpr, PDL: tl.constexpr
 ):
     """A program takes a chunk and a value head: what is read of the state before it and of its own errors, and norm.
 
     The rows after the last token become 0: as many as a chunk has, by each program.
     """
     gdc_launch_and_wait(PDL)
-    x_ptr, x_stride = x_rows
-    q_ptr, k_ptr, errors_ptr, decay_ptr, before_ptr = input_ptrs
-    starts_ptr, _ = of_chunks(seq_ptrs)
-    NUM_VALUES: tl.constexpr = HEADS.num_values
-    GROUP: tl.constexpr = NUM_VALUES // HEADS.num_keys
-    KEY_DIM: tl.constexpr = HEADS.key_dim
-    VALUE_DIM: tl.constexpr = HEADS.value_dim
-    KEYS: tl.constexpr = HEADS.num_keys * KEY_DIM
-    VALUES: tl.constexpr = NUM_VALUES * VALUE_DIM
-    CHANNELS: tl.constexpr = 2 * KEYS + VALUES
-    i = tl.arange(0, CHUNK)
-    d = tl.arange(0, next_power_of_2(KEY_DIM))
-    e = tl.arange(0, next_power_of_2(VALUE_DIM))
-    in_key, in_value = (d < KEY_DIM)[None, :], (e < VALUE_DIM)[None, :]
-    head = tl.program_id(0)
-    num_tokens = tl.load(starts_ptr + num_seqs)
-    if tl.program_id(1) * CHUNK + CHUNK > num_tokens:
-        t = (tl.program_id(1) * CHUNK + i)[:, None]
-        zeros = tl.zeros([CHUNK, e.shape[0]], out_ptr.dtype.element_ty)
-        is_padding = (t >= num_tokens) & (t < num_rows) & in_value
-        tl.store(out_ptr + t.to(tl.int64) * VALUES + head * VALUE_DIM + e[None, :], zeros, is_padding)
-    seq, first, _, end = chunk_of(starts_ptr, num_seqs, tl.program_id(1), CHUNK, SEQS_PAD)
+    HEADS: tl.constexpr = PLAN.heads
+    norm_ptr, eps = norm_ptrs
+    i, d, e = tl.arange(0, CHUNK), tl.arange(0, HEADS.key_pad), tl.arange(0, HEADS.value_pad)
+    head, index = tl.program_id(0), tl.program_id(1)
+    own_key, own_value = head // HEADS.group * HEADS.key_dim, head * HEADS.value_dim
+    num_tokens = tl.load(seq_ptrs.starts + num_decodes(seq_ptrs) + num_seqs)
+    if index * CHUNK + CHUNK > num_tokens:
+        own_out, is_row = _of_chunk(out_ptr, HEADS.values, index * CHUNK, num_rows, own_value, e, HEADS.value_dim)
+        is_padding = is_row & (index * CHUNK + i >= num_tokens)[:, None]
+        tl.store(own_out, tl.zeros(own_out.shape, out_ptr.dtype.element_ty), is_padding)
+    seq, chunk = chunk_of(seq_ptrs, num_seqs, index, CHUNK, PLAN.seqs_pad)
     if seq >= num_seqs:
         return
+    begin, end = sequence_of(seq_ptrs, seq, 0, PLAN)[:2]
+    first = begin + chunk * CHUNK
+    q = _load(rule_ptrs.q, HEADS.keys, first, end, own_key, d, HEADS.key_dim)
+    k = _load(rule_ptrs.k, HEADS.keys, first, end, own_key, d, HEADS.key_dim)
+    errors = _load(rule_ptrs.v, HEADS.values, first, end, own_value, e, HEADS.value_dim)
+    z = _load(x_rows.qkvz, x_rows.stride, first, end, HEADS.channels + own_value, e, HEADS.value_dim).to(tl.float32)
+    of_state = (d < HEADS.key_dim)[:, None] & (e < HEADS.value_dim)[None, :]
+    before = tl.load(_state_at(rule_ptrs.states, seq, first, head, d, e, HEADS), of_state, 0.0)
     t = first + i
-    is_there, row = (t < end)[:, None], tl.cast(first, tl.int64)
-    of_keys, of_values, of_state = is_there & in_key, is_there & in_value, (d < KEY_DIM)[:, None] & in_value
-    key_at = row * KEYS + head // GROUP * KEY_DIM + (i[:, None] * KEYS + d[None, :])
-    value_at = row * VALUES + head * VALUE_DIM + (i[:, None] * VALUES + e[None, :])
-    q = tl.load(q_ptr + key_at, of_keys, 0.0)
-    k = tl.load(k_ptr + key_at, of_keys, 0.0)
-    before = tl.load(_state_at(before_ptr, seq, first, head, d, e, HEADS), of_state, 0.0)
-    errors = tl.load(errors_ptr + value_at, of_values, 0.0)
-    z_at = row * x_stride + CHANNELS + head * VALUE_DIM + (i[:, None] * x_stride + e[None, :])
-    z = tl.load(x_ptr + z_at, of_values, 0.0).to(tl.float32)
-    decay = tl.load(decay_ptr + t * NUM_VALUES + head, t < end, 0.0)
-    is_before = (i[:, None] >= i[None, :]) & is_there
+    decay = tl.load(rule_ptrs.decay + t * HEADS.num_values + head, t < end, 0.0)
+    is_before = (i[:, None] >= i[None, :]) & (t < end)[:, None]
     between = tl.exp(tl.where(is_before, decay[:, None] - decay[None, :], float("-inf")))
-    overlap = (tl.dot(q, tl.trans(k), input_precision=PRECISION) * between).to(k.dtype)
-    y = tl.dot(q, before, input_precision=PRECISION) * tl.exp(decay)[:, None]
-    y = tl.dot(overlap, errors, y, input_precision=PRECISION)
-    weight = tl.load(norm_ptr + e, e < VALUE_DIM, 0.0)[None, :]
-    y *= tl.rsqrt(tl.sum(y * y, 1) / VALUE_DIM + eps)[:, None] * weight
-    tl.store(out_ptr + value_at, y * silu(z), of_values)
+    overlap = (tl.dot(q, tl.trans(k), input_precision="ieee") * between).to(k.dtype)
+    y = tl.dot(q, before, input_precision="ieee") * tl.exp(decay)[:, None]
+    y = tl.dot(overlap, errors, y, input_precision="ieee")
+    weight = tl.load(norm_ptr + e, e < HEADS.value_dim, 0.0)[None, :]
+    y *= tl.rsqrt(tl.sum(y * y, 1) / HEADS.value_dim + eps)[:, None] * weight
+    _store(out_ptr, HEADS.values, first, end, own_value, e, HEADS.value_dim, y * silu(z))
 
 
 def delta_net_chunks(qkvz, ba, layer: Any, states: Any, state_rows, starts, num_seqs: int, out, count=None) -> None:
     """As its definition in layers/gated_delta_net.py."""
-    (windows, matrices), kept, heads, device = states.tensors, states.kept_drafts, layer.heads, qkvz.device
-    num_tokens, of_seqs = len(qkvz), (starts, state_rows, count)
-    sequences, num_chunks = Sequences(of_seqs, num_seqs), triton.cdiv(num_tokens, CHUNK.value) + num_seqs  # at most
-    q, k, v, *gates = rule_inputs(qkvz, ba, layer, states, sequences, qkvz.dtype, CHUNK.value, True)
-    w = qkvz.new_empty(num_tokens, heads.num_values * heads.key_dim)
-    before = qkvz.new_empty(num_chunks, heads.num_values * heads.key_dim * heads.value_dim)  # states
-    is_float32 = qkvz.dtype == torch.float32
-    fits = has_tma(device) and not is_float32  # into shared memory, what is loaded ahead
-    each = min(HEADS_EACH, next_power_of_2(heads.num_values))
-    constants = dict(HEADS=heads, PRECISION="ieee" if is_float32 else "tf32")
-    launch(_chunks_kernel, (triton.cdiv(heads.num_values, each), num_chunks), device)(
-        *(k, v, w, tuple(gates), of_seqs, num_seqs),
-        **constants,
-        EACH=each,
-        STAGES=2 if fits else 1,
-        SEQS_PAD=sequences.pad,
+    heads, x, state_tensors = operands = operands_of(qkvz, ba, layer, states)
+    seqs, pad = Sequences(state_rows, count, starts), pad_of(num_seqs)
+    plan = Plan(heads, CHUNK.value, seqs_pad=pad, is_summed=True)
+    num_tokens, num_chunks = len(qkvz), triton.cdiv(len(qkvz), CHUNK.value) + num_seqs  # at most
+    inputs = rule_inputs(operands, layer, seqs, num_seqs, plan, qkvz.dtype)._replace(
+        w=qkvz.new_empty(num_tokens, heads.num_values * heads.key_dim),
+        states=qkvz.new_empty(num_chunks, heads.values * heads.key_dim),
+    )
+    fits = has_tma(qkvz.device) and qkvz.dtype != torch.float32  # into shared memory, what is loaded ahead
+    each = min(HEADS_EACH, heads.num_values)
+    launch(_chunks_kernel, (triton.cdiv(heads.num_values, each), num_chunks), qkvz.device)(
+        inputs, seqs, num_seqs, PLAN=Plan(heads, each, seqs_pad=pad, stages=2 if fits else 1)
     )
     # a state is divided over more programs where they are few
-    is_few = heads.num_values * num_seqs * triton.cdiv(heads.value_dim, 32) <= num_sms(device)
-    tile = min(32 if is_few else 64, next_power_of_2(heads.value_dim))
-    launch(_states_kernel, (triton.cdiv(heads.value_dim, tile), heads.num_values, num_seqs), device)(
-        *(rows_of(qkvz), (k, v, w, gates[0], before), of_seqs, (windows, matrices, kept and kept.num_tokens)),
-        state_rows.stride(0),
-        **constants,
-        TILE=tile,
-        STAGES=(3 if is_few else 2) if fits else 1,
+    is_few = heads.num_values * num_seqs * triton.cdiv(heads.value_dim, 32) <= num_sms(qkvz.device)
+    tile, stages = min(32 if is_few else 64, heads.value_pad), (3 if is_few else 2) if fits else 1
+    launch(_states_kernel, (triton.cdiv(heads.value_dim, tile), heads.num_values, num_seqs), qkvz.device)(
+        x, inputs, seqs, state_tensors, state_rows.stride(0), PLAN=Plan(heads, tile, stages=stages)
     )
-    launch(_outputs_kernel, (heads.num_values, num_chunks), device)(
-        *(rows_of(qkvz), (q, k, v, gates[0], before), of_seqs, layer.norm.weight, out, num_seqs, num_tokens, layer.eps),
-        **constants,
-        SEQS_PAD=sequences.pad,
+    launch(_outputs_kernel, (heads.num_values, num_chunks), qkvz.device)(
+        x, inputs, seqs, (layer.norm.weight, layer.eps), out, num_seqs, num_tokens, PLAN=plan
     )

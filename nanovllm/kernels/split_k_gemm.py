@@ -13,6 +13,7 @@ FEW_WEIGHTS = 5 * 2**20
 MAX_ROWS = 256  # with few weights; half of it with more, but for hopper_gemm.py, whose tiles are twice as high
 TILE_N = 64
 TILE_K = 128
+LONE_BYTES = 2**17  # that a program has in flight if its multiprocessor has no other
 
 
 @dependent_kernel()
@@ -42,10 +43,9 @@ def _split_k_kernel(
 
 
 def _tile_m(m: int, weight: torch.Tensor) -> int:
-    few = weight.numel() <= FEW_WEIGHTS
     if m <= 64:
         return max(16, 1 << (m - 1).bit_length())
-    return 64 if few and m < MAX_ROWS else 128
+    return 64 if weight.numel() <= FEW_WEIGHTS and m < MAX_ROWS else 128
 
 
 def _is_for_hopper(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -59,13 +59,11 @@ def choose_split_k(x: torch.Tensor, weight: torch.Tensor, max_split_k: int) -> i
     (m, k), n = x.shape, weight.shape[0]
     if not has_tma(x.device) or x.dtype == torch.float32 or not 0 < m <= MAX_ROWS or k % 8:
         return 0
-    sms = num_sms(x.device)
+    sms, few, tile_m = num_sms(x.device), weight.numel() <= FEW_WEIGHTS, _tile_m(m, weight)
     if _is_for_hopper(x, weight):
         num_tiles = -(-n // (2 * TILE_N))
         split_k = min(max_split_k, sms // num_tiles)
         return split_k if split_k > 1 and split_k * num_tiles > 0.95 * sms else 0
-    few = weight.numel() <= FEW_WEIGHTS
-    tile_m = _tile_m(m, weight)
     num_tiles = -(-n // TILE_N) * -(-m // tile_m)
     split_k = min(max_split_k, sms // num_tiles)
     if m <= 64 and num_tiles > 0.9 * -(-num_tiles // sms) * sms:  # they fill the GPU as often as they need
@@ -76,10 +74,17 @@ def choose_split_k(x: torch.Tensor, weight: torch.Tensor, max_split_k: int) -> i
     return split_k if tiles_are_full and is_faster else 0
 
 
-def scaled_tiles(num_rows: int) -> Tiles:
-    """For 8-bit weights: two programs or more fit on a multiprocessor."""
+def scaled_tiles(num_rows: int, columns: int = 0, sms: int = 0) -> Tiles:
+    """For 8-bit weights. `columns` are the outputs of all splits.
+
+    Two programs or more fit on a multiprocessor. Where each has one at most, that has more loads in flight. Tiles are
+    twice as wide, so that x is read half as often, where there is one for each multiprocessor then.
+    """
     tile_m = min(128, max(16, 1 << (num_rows - 1).bit_length()))
-    return Tiles(TILE_N, TILE_K, 6 if tile_m <= 32 else 4, 4, tile_m)
+    tile_n = 2 * TILE_N if 16 < num_rows <= 64 and 0.9 * sms < columns / (2 * TILE_N) <= sms else TILE_N
+    is_lone = columns * -(-num_rows // tile_m) <= sms * tile_n
+    stages = LONE_BYTES // (TILE_K * (tile_n + tile_m)) if is_lone else 6 if tile_m <= 32 else 4
+    return Tiles(tile_n, TILE_K, stages, 4, tile_m)
 
 
 def _tiles(num_rows: int, weight: torch.Tensor) -> Tiles:
@@ -106,18 +111,17 @@ def split_k_gemm(
     rows, values, scales, shape = operands_of(x, weight)
     m, (n, k), device = len(x), values.shape, values.device
     out = torch.empty((split_k, m, n), dtype=x.dtype, device=device) if out is None else out
-    tiles = scaled_tiles(m) if is_scaled else _tiles(m, values)
+    tiles = scaled_tiles(m, n * split_k, num_sms(device)) if is_scaled else _tiles(m, values)
     if shape.block_k < k:  # a tile lies in one block
         tiles = tiles._replace(tile_k=min(tiles.tile_k, shape.block_k & -shape.block_k))
     if is_scaled and not (has_tma(device) and k % 16 == 0 and x.dtype != torch.float32):
-        tiles = tiles._replace(stages=min(3, tiles.stages), tma=False)
+        tiles = tiles._replace(tile_n=TILE_N, stages=3, tma=False)
     shape = shape._replace(k_per_split=-(-k // (split_k * tiles.tile_k)) * tiles.tile_k)
     if tiles.tma:
         rows = TensorDescriptor.from_tensor(rows, [tiles.tile_m, tiles.tile_k])
         values = TensorDescriptor.from_tensor(values, [tiles.tile_n, tiles.tile_k])
-    # the smallest tiles leave half of the memory as cache, like the kernels around them: see dependent_launch.py
+    # in 16 bits, the smallest tiles leave half of the memory as cache, like the kernels around: see dependent_launch.py
     grid = -(-m // tiles.tile_m), -(-n // tiles.tile_n), split_k
-    launch(_split_k_kernel, grid, device, shared=50 if tiles.tile_m == 16 else 100)(
-        rows, values, scales, out, m, n, SHAPE=shape, TILES=tiles, num_warps=tiles.warps
-    )
+    run = launch(_split_k_kernel, grid, device, shared=50 if tiles.tile_m == 16 and not is_scaled else 100)
+    run(rows, values, scales, out, m, n, SHAPE=shape, TILES=tiles, num_warps=tiles.warps)
     return out

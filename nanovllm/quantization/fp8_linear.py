@@ -17,13 +17,13 @@ from nanovllm.quantization.scaled import QuantScheme
 from nanovllm.quantization.scaled_linear import ScaledLinear
 
 BLOCK = (128, 128)  # of weights that the library multiplies, beside those of whole rows
-MAX_GEMM_ROWS = 64  # with more rows, the library multiplies
+MAX_GEMM_ROWS = 32  # with more rows, the library multiplies
 
 
 class FP8Linear(ScaledLinear):
     """Rows come as a tensor, or quantized by the norm or the activation before."""
 
-    max_split_k_rows = 128  # a product with few output tiles is faster split than by the library
+    max_split_k_rows = 160  # a product with few output tiles is faster split than by the library
     min_rows = 2  # that are quantized: one row is bound by reading the weights
 
     def __init__(self, layer: LinearBase, scheme: QuantScheme):
