@@ -327,9 +327,8 @@ BUDGETS = {
     "core": 3527,  # of which checks of settings that few engines have are 13
     "states": 152,  # of which what is kept of drafts is 10, and one pool of rows for sequences and snapshots 32
     "attention": 134,
-    # which programs read keys fastest was measured by their number; 30 choose Hopper's, 82: drafts, 12 load ahead, 21
-    # load the first keys of a sequence alone early
-    "kernels": 2044,  # 11 choose a product with its SwiGLU
+    # which programs read keys fastest was measured by their number; 30 choose Hopper's, 82: drafts, 12 load ahead
+    "kernels": 2023,  # 11 choose a product with its SwiGLU
     # what each warp does, and the barriers between them, is written out; SwiGLU is 225, of which 16 bits are 58,
     # other products 120
     "hopper kernels": 579,

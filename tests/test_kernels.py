@@ -211,10 +211,10 @@ def test_decode_of_qkv(case, window, dtype):
 
 
 @each_dtype_or_half
-@pytest.mark.parametrize("length, splits", [(1, 2), (2, 1), (129, 1), (300, 1), (440, 2), (500, 4)])
+@pytest.mark.parametrize("length, splits", [(1, 2), (129, 1), (440, 3)])
 @pytest.mark.parametrize("heads, window", [((2, 2, 32, 256), None), ((7, 1, 64, 128), 131), ((3, 1, 128, 384), 37)])
 def test_decode_of_a_single_qkv(heads, window, length, splits, dtype):
-    """The first tile of keys is loaded apart from the others."""
+    """A sequence alone gets other programs."""
     check_decode_of_qkv([length], heads, splits, True, window, dtype)
 
 

@@ -19,30 +19,7 @@ MAX_QUERIES = 64  # of a program, which has all those of a key-value head
 NO_NORM_ROPE = None, None, 0.0, None, None  # weights, eps, cos and sin, slots
 
 
-@triton.jit
-def _tile_at(block, tile, kv_head, first, end, SIZE: tl.constexpr, CACHE: tl.constexpr):
-    """Where SIZE keys of a block lie in the cache, and which of them are from `first` on and before `end`."""
-    n = tl.arange(0, SIZE)
-    inside = tile + n < end
-    if CACHE.window:  # some keys of the first tile are before it, never all that a split adds up
-        inside &= tile + n >= first
-    row = (block.to(tl.int64) * CACHE.block_size + tile % CACHE.block_size + n) * CACHE.kv_heads + kv_head
-    return row * CACHE.head_dim, inside
-
-
-@triton.jit
-def _softmax(scores, visible, m_i, ROWS: tl.constexpr):
-    """The exponentials of scores relative to the new running maximum, what scales the sums so far, and the maximum."""
-    scores = tl.where(visible, scores, NO_KEYS)
-    m_new = tl.maximum(m_i, tl.max(scores, 1))
-    p = tl.exp2(scores - m_new[:, None])
-    if ROWS > 1:  # where a row sees no key yet, hidden scores are its greatest
-        p = tl.where(visible, p, 0.0)
-    return p, tl.exp2(m_i - m_new), m_new
-
-
-# early it reads the keys and values of earlier forwards alone: those of the new token are in qkv
-@dependent_kernel(early=("seq_ptrs", "norm_rope_ptrs", "cache_ptrs"))
+@dependent_kernel(early=("seq_ptrs", "norm_rope_ptrs"))
 @triton.jit(do_not_specialize=["table_stride", "splits"])
 def _decode_kernel(
     q_ptr,
@@ -59,7 +36,6 @@ def _decode_kernel(
     CACHE: tl.constexpr,
     ROTARY: tl.constexpr,
     STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     gdc_launch_dependents(PDL)
@@ -74,7 +50,6 @@ def _decode_kernel(
     KV_HEADS: tl.constexpr = CACHE.kv_heads
     HEAD_DIM: tl.constexpr = CACHE.head_dim
     TILE: tl.constexpr = CACHE.tile
-    SIZE: tl.constexpr = TILE // 2 if EARLY else TILE  # keys of a tile but an early one
     GROUP_PAD: tl.constexpr = max(16, next_power_of_2(ROWS * GROUP))
     kv_head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
@@ -89,7 +64,7 @@ def _decode_kernel(
     end = tl.minimum(begin + per_split, num_cached)
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, HEAD_DIM)
-    n = tl.arange(0, SIZE)
+    n = tl.arange(0, TILE)
     in_group = (g < ROWS * GROUP)[:, None]
     if IS_QKV:  # the kernel before writes none of this
         cos, sin, swapped = load_cos_sin(cos_sin_ptr, seq, d, HEAD_DIM, ROTARY)
@@ -98,12 +73,8 @@ def _decode_kernel(
             q_cos, q_sin = cos * tl.load(q_weight_ptr + d), sin * tl.load(q_weight_ptr + swapped)
             k_cos, k_sin = cos * tl.load(k_weight_ptr + d), sin * tl.load(k_weight_ptr + swapped)
         slot = tl.load(slot_mapping_ptr + seq).to(tl.int64)
-    # the first cached keys and values are loaded, or prefetched, while the kernel before still runs
-    if EARLY:
-        key0, inside0 = _tile_at(tl.load(table_ptr + begin // BLOCK_SIZE), begin, kv_head, first, end, TILE, CACHE)
-        k0 = tl.load(k_cache_ptr + key0[None, :] + d[:, None], inside0[None, :], 0.0)
-        v0 = tl.load(v_cache_ptr + key0[:, None] + d[None, :], inside0[:, None], 0.0)
-    elif PDL:
+    if PDL:
+        # the cached keys and values are prefetched while the kernel before still runs
         tokens = tl.maximum(tl.minimum(begin + n, end - 1), 0)
         blocks = tl.load(table_ptr + tokens // BLOCK_SIZE).to(tl.int64)
         rows = ((blocks * BLOCK_SIZE + tokens % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
@@ -160,20 +131,18 @@ def _decode_kernel(
         q = tl.load(q_ptr + row[:, None] * HEAD_DIM + d[None, :], in_group, 0.0)
     if IS_FP8:
         q = as_fp8_partner(q)
-    if EARLY:
-        p0, alpha, m_i = _softmax(tl.dot(q, k0, input_precision="ieee") * scale, inside0[None, :], m_i, ROWS)
-        acc = acc * alpha[:, None] + tl.dot(p0.to(v0.dtype), v0, input_precision="ieee")
-        l_i = l_i * alpha + tl.sum(p0, 1)
-        begin += TILE
 
     b = tl.arange(0, NUM_IDS)
     for first_block in range(begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE), NUM_IDS):
         # many block ids at once: if each tile first had to load its block id, the pipeline of tiles would stall
         block_ids = tl.load(table_ptr + first_block + b, (first_block + b) * BLOCK_SIZE < end, 0)
         known_end = tl.minimum((first_block + NUM_IDS) * BLOCK_SIZE, end)
-        for tile in tl.range(tl.maximum(first_block * BLOCK_SIZE, begin), known_end, SIZE, num_stages=STAGES):
+        for tile in tl.range(tl.maximum(first_block * BLOCK_SIZE, begin), known_end, TILE, num_stages=STAGES):
+            inside = tile + n < end
+            if CACHE.window:  # some keys of the first tile are before it, never all that a split adds up
+                inside &= tile + n >= first
             block = tl.sum(tl.where(b == tile // BLOCK_SIZE - first_block, block_ids, 0), 0).to(tl.int64)
-            key, inside = _tile_at(block, tile, kv_head, first, end, SIZE, CACHE)
+            key = ((block * BLOCK_SIZE + tile % BLOCK_SIZE + n) * KV_HEADS + kv_head) * HEAD_DIM
             k = tl.load(k_cache_ptr + key[None, :] + d[:, None], inside[None, :], 0.0)
             if IS_FP8:
                 k = decode_e4m3(k, q.dtype)
@@ -188,7 +157,12 @@ def _decode_kernel(
                 visible &= (tile + n)[None, :] < lengths
                 if CACHE.window:
                     visible &= (tile + n)[None, :] >= lengths - CACHE.window
-            p, alpha, m_i = _softmax(scores, visible, m_i, ROWS)
+            scores = tl.where(visible, scores, NO_KEYS)
+            m_new = tl.maximum(m_i, tl.max(scores, 1))
+            p = tl.exp2(scores - m_new[:, None])
+            if ROWS > 1:  # where a row sees no key yet, hidden scores are its greatest
+                p = tl.where(visible, p, 0.0)
+            alpha = tl.exp2(m_i - m_new)
             if IS_FP8:
                 v = tl.load(v_pair_ptr + (key // 2)[:, None] + pair[None, :], inside[:, None], 0)
                 v_even, v_odd = decode_e4m3_pairs(v, v_cache_ptr.dtype.element_ty, q.dtype)
@@ -199,6 +173,7 @@ def _decode_kernel(
                 v = tl.load(v_cache_ptr + key[:, None] + d[None, :], inside[:, None], 0.0)
                 acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
             l_i = l_i * alpha + tl.sum(p, 1)
+            m_i = m_new
 
     if IS_FP8:
         acc = tl.interleave(acc_even, acc_odd)
@@ -270,19 +245,16 @@ def decode_attention(
     group, row_bytes = heads // kv_heads, head_dim * cache.k.element_size()
     tokens_per_row = tokens_per_row if tokens_per_row * group <= MAX_QUERIES else 1
     batch_size = num_rows // tokens_per_row
-    is_alone = is_qkv and batch_size == 1 and cache.scales is None and row_bytes <= 256
-    layout = layout_of(cache, TILE * 2 if is_alone else TILE if is_qkv or row_bytes <= 256 else TILE // 2)
-    early = layout.tile > TILE  # the keys of a sequence alone take less time to read than what comes before and after
+    layout = layout_of(cache, TILE if is_qkv or row_bytes <= 256 else TILE // 2)
     max_num_keys = min(max_context_len, cache.window or max_context_len)
     programs, num_warps, stages = _choose_programs(batch_size, kv_heads, tokens_per_row, row_bytes, is_qkv, q.device)
-    num_warps = 8 if early else num_warps
     splits = splits or choose_num_splits(batch_size, kv_heads, max_num_keys, layout.tile, q.device, programs)
     parts = None, None
     if splits > 1:
         shapes = (num_rows, heads, splits, head_dim), (num_rows, heads, splits)
         parts = tuple(torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes)
     caches, seqs = (cache.k, cache.v, cache.scales), (num_seqs, context_lens, block_tables)
-    constants = dict(ROWS=tokens_per_row, GROUP=group, CACHE=layout, STAGES=stages, EARLY=early, num_warps=num_warps)
+    constants = dict(ROWS=tokens_per_row, GROUP=group, CACHE=layout, STAGES=stages, num_warps=num_warps)
     constants["ROTARY"] = norm_rope_inputs[3].shape[2] if is_qkv else head_dim
     pointers, scale = (q, norm_rope_inputs, caches, seqs, (out, *parts)), head_dim**-0.5 * LOG2_E
     launch(_decode_kernel, (kv_heads, batch_size, splits), q.device, shared=50 if is_qkv else 100)(

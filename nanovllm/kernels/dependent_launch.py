@@ -11,9 +11,8 @@ So the launch of a kernel and its first reads overlap with the kernel before it.
   writes it may not see either.
 
 In a forward the last ordinary launch before attention is the embedding, or a later library kernel. What came before it
-may be read early: the rope lookup (cos_sin), slot mapping, block tables and lengths, and the keys and values that
-earlier forwards have stored. `@dependent_kernel(early=...)` declares what a kernel reads early, and refuses a kernel
-that does not keep to this: launch_contract.py.
+may be read early: the rope lookup (cos_sin), slot mapping, block tables and lengths. `@dependent_kernel(early=...)`
+declares what a kernel reads early, and refuses a kernel that does not keep to this: launch_contract.py.
 
 PDL is a constexpr that is off before Hopper, and with Triton 3.4, whose own gdc functions it can't compile.
 """
