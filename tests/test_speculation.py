@@ -130,6 +130,7 @@ def test_another_family(make_llm, margins, tmp_path, monkeypatch):
     monkeypatch.setattr(output_processor, "LIMIT", 100.0)  # its drafts are mostly wrong
     model, other = (make_checkpoint(tmp_path / name, name) for name in ("mistral-window", "llama"))
     prompts, params = (x[:9] for x in random_requests(VOCAB_SIZE, random.Random(3)))
+    params = few_likely(params)
     expected = margins(make_llm(model, **SETTINGS)).generate(prompts, params, use_tqdm=False)
     for method in METHODS:
         llm = make_llm(model, **SETTINGS, **drafting(method, **{"model": other} if method == "draft_model" else {}))
