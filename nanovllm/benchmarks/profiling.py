@@ -30,9 +30,8 @@ KINDS = {  # of kernels, by what their names contain; the first that fits
     REST: "",
 }
 COLUMNS = [*KINDS, IDLE]
-MAX_TOKENS = (
-    65  # of each request that are traced: fewer than any output of the default headline, so all decode together
-)
+# of each request that are traced: fewer than any output of the default headline, so that all decode together
+MAX_TOKENS = 65
 
 
 class Event(NamedTuple):
