@@ -32,7 +32,7 @@ from nanovllm.kernels.devices import has_tma, num_sms
 from nanovllm.kernels.peers import PeerBarrier
 from nanovllm.kernels.sampling import _gumbel
 from nanovllm.kernels.sampling_columns import PHILOX_ROUNDS, WIDTH, column
-from nanovllm.kernels.split_k_gemm import FEW_WEIGHTS, LONE_BYTES, MAX_ROWS, TILE_K, TILE_N, scaled_tiles
+from nanovllm.kernels.split_k_gemm import FEW_WEIGHTS, LONE_BYTES, MAX_ROWS, TILE_K, TILE_N, scaled_tiles, tile_m_of
 from nanovllm.kernels.split_sequence import MAX_SPLITS, choose_num_splits
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import KVCache
@@ -623,7 +623,7 @@ def test_tiles_of_8_bit_weights(sms):
     for num_rows, columns in product((2, 16, 17, 32, 64, 65, 160), range(64, 300 * 64, 64)):
         tile = tiles[num_rows, columns] = scaled_tiles(num_rows, columns, sms)
         programs = -(-columns // tile.tile_n) * -(-num_rows // tile.tile_m)
-        assert tile.tile_m == scaled_tiles(num_rows).tile_m >= min(num_rows, 128)
+        assert tile.tile_m == tile_m_of(num_rows) >= min(num_rows, 128)
         assert tile.tile_n == TILE_N or 0.9 * sms < programs <= sms
         assert tile.stages * tile.tile_k * (tile.tile_n + tile.tile_m) <= (1 if programs <= sms else 0.75) * LONE_BYTES
     # a program for each multiprocessor: as wide as that allows

@@ -8,8 +8,6 @@ from nanovllm.benchmarks.requests import Request
 from nanovllm.config import Config
 
 SECONDS = 2.0  # of load before a rate is measured: the clocks of a chip that draws much power fall within a second
-
-
 Steps = list[tuple[float, float]]  # the seconds to read and to multiply
 
 
@@ -57,6 +55,7 @@ def measured_rates(device: str) -> Rates:
 
 
 def limits(requests: list[Request], config: Config, rates: Rates) -> Limits:
+    """Of the steps of requests that are given at once."""
     steps = [step for part in least_steps(requests, config, rates) for step in part]
     return Limits(sum(map(max, steps)), max(map(sum, zip(*steps))))
 

@@ -4,7 +4,7 @@ import triton
 
 from nanovllm.kernels.devices import has_hopper_kernels, num_sms
 from nanovllm.kernels.scaled_gemv import choose_gemv_split_k, scaled_gemv
-from nanovllm.kernels.split_k_gemm import scaled_tiles, split_k_gemm
+from nanovllm.kernels.split_k_gemm import TILE_N, split_k_gemm, tile_m_of
 from nanovllm.kernels.tiles import SWIGLU_GROUP, QuantizedRows, block_shape
 
 MAX_SCALED_ROWS = 64  # with more rows, weights are converted once, for a product of the library
@@ -36,8 +36,7 @@ def best_scaled_split_k(values, scales, num_rows, max_split_k, max_rows=None):
         return choose_gemv_split_k(values.shape[1], max_split_k)
     if not 1 < num_rows <= (max_rows or MAX_SCALED_ROWS) or not suits_scaled_gemm(values, scales):
         return 1
-    tiles = scaled_tiles(num_rows)
-    num_tiles = triton.cdiv(len(values), tiles.tile_n) * triton.cdiv(num_rows, tiles.tile_m)
+    num_tiles = triton.cdiv(len(values), TILE_N) * triton.cdiv(num_rows, tile_m_of(num_rows))
     return max(1, min(max_split_k, 2 * num_sms(values.device) // num_tiles))
 
 

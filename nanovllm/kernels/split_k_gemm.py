@@ -42,10 +42,13 @@ def _split_k_kernel(
     tl.store(out, acc.T.to(out_ptr.dtype.element_ty), (m < M)[:, None] & (n < N)[None, :])
 
 
+def tile_m_of(num_rows: int) -> int:
+    """A tile has all rows, if these are at most 128."""
+    return min(128, max(16, 1 << (num_rows - 1).bit_length()))
+
+
 def _tile_m(m: int, weight: torch.Tensor) -> int:
-    if m <= 64:
-        return max(16, 1 << (m - 1).bit_length())
-    return 64 if weight.numel() <= FEW_WEIGHTS and m < MAX_ROWS else 128
+    return 64 if 64 < m < MAX_ROWS and weight.numel() <= FEW_WEIGHTS else tile_m_of(m)
 
 
 def _is_for_hopper(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -74,13 +77,13 @@ def choose_split_k(x: torch.Tensor, weight: torch.Tensor, max_split_k: int) -> i
     return split_k if tiles_are_full and is_faster else 0
 
 
-def scaled_tiles(num_rows: int, columns: int = 0, sms: int = 0) -> Tiles:
+def scaled_tiles(num_rows: int, columns: int, sms: int) -> Tiles:
     """For 8-bit weights. `columns` are the outputs of all splits.
 
     Two programs or more fit on a multiprocessor. Where each has one at most, that has more loads in flight. Tiles are
     twice as wide, so that x is read half as often, where there is one for each multiprocessor then.
     """
-    tile_m = min(128, max(16, 1 << (num_rows - 1).bit_length()))
+    tile_m = tile_m_of(num_rows)
     tile_n = 2 * TILE_N if 16 < num_rows <= 64 and 0.9 * sms < columns / (2 * TILE_N) <= sms else TILE_N
     is_lone = columns * -(-num_rows // tile_m) <= sms * tile_n
     stages = LONE_BYTES // (TILE_K * (tile_n + tile_m)) if is_lone else 6 if tile_m <= 32 else 4
