@@ -232,6 +232,8 @@ def test_stop_strings_do_not_count_before_min_tokens_after_a_loss(one_engine):
     early = plain.text[1:4]  # completed by the first tokens
     got, expected = asyncio.run(run((early,), min_tokens=40))
     assert got == expected and got[0][3] == "length"
+    got, expected = asyncio.run(run((early,), min_tokens=3))  # fewer than were generated before the loss
+    assert got == expected
     late = plain.text[2:-20]  # begins before the loss, and ends after it
     got, expected = asyncio.run(run((late,)))
     assert got == expected and got[0][3] == "stop"
