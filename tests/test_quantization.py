@@ -1,8 +1,10 @@
 """Weights of 8 bits: the same answers as transformers with the dequantized weights, and what is refused."""
 
 import json
+import random
 import re
 import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +42,7 @@ from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
 __all__ = ["gelu_family"]  # a fixture
 dequantize = scaled_weights.dequantize.__wrapped__  # as it is defined, on a GPU too
 ops = pytest.importorskip("nanovllm.kernels.ops")
-from nanovllm.kernels import mix_experts, moe_gemm, moe_routing, scaled_linear
+from nanovllm.kernels import hopper_tiles, mix_experts, moe_gemm, moe_routing, scaled_linear, variant
 from nanovllm.kernels.devices import has_hopper_kernels
 from nanovllm.kernels.moe_gemv import moe_gemv
 from nanovllm.kernels.scaled_gemv import choose_gemv_split_k, scaled_gemv
@@ -638,6 +640,70 @@ def test_swiglu_on_hopper(fresh_memory_is_nan, dtype, num_rows, n, k):
     in_steps = ops.silu_and_mul_quantize(product.to(dtype), 128)
     error, error_in_steps = ((as_floats(y) - activated).norm() for y in (rows, in_steps))
     assert error < 1.1 * error_in_steps and error < 0.04 * activated.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_hopper_kernels(), reason="needs a Hopper GPU, and Triton 3.6")
+@pytest.mark.parametrize("tile", [tile for *_, tiles in hopper_tiles.TILES for tile in tiles], ids=str)
+@pytest.mark.parametrize(
+    "num_rows, n, k, split_k, dtype", [(17, 640, 640, 2, torch.float16), (250, 27008, 1152, 1, torch.bfloat16)]
+)
+def test_scaled_gemm_on_hopper(fresh_memory_is_nan, tile, num_rows, n, k, split_k, dtype):
+    """Fewer tiles than programs and more, fewer blocks than buffers and more; tiles and parts that lack something."""
+    from nanovllm.kernels.hopper_scaled_gemm import hopper_scaled_gemm
+
+    values, scales = scaled(n, k, 128, 128)
+    x = ops.quantize_rows(randn(num_rows, k, dtype=dtype), 128)
+    expected = as_floats(x) @ dequantize(values, scales, torch.float64).T
+    parts = hopper_scaled_gemm(x, values, scales, tile._replace(split_k=split_k))
+    assert parts.shape == (split_k, num_rows, n) and parts.dtype == dtype
+    assert (parts.double().sum(0) - expected).norm() < 0.005 * expected.norm()
+
+
+def test_tiles_on_hopper():
+    """They fill the GPU as far as is promised, and those of a split product are found again from its parts."""
+    rng, found = random.Random(0), 0
+    for _ in range(2000):
+        rows, n, k = rng.randrange(1, 300), 128 * rng.randrange(1, 300), 128 * rng.randrange(1, 120)
+        most, sms = rng.choice((1, 2, 4)), rng.choice((78, 114, 132))
+        if (tile := hopper_tiles.choose_tile(rows, n, k, most, sms)) is not None:
+            found += 1
+            programs = -(-rows // tile.rows) * -(-n // tile.outputs) * tile.split_k
+            assert 16 < rows <= 256 and tile.split_k <= most
+            assert programs > hopper_tiles.MIN_BUSY * sms * -(-programs // sms)
+            assert tile == hopper_tiles.choose_tile(rows, n, k, tile.split_k, sms)
+    assert 200 < found < 1800
+
+
+@pytest.mark.parametrize("num_rows, parts", [(16, 2), (17, 2), (17, 1)])
+def test_products_on_hopper(monkeypatch, use_ops, num_rows, parts):
+    """Those that have a tile go to its kernel, whole and in parts; others stay, and all of a batch-invariant engine."""
+    from nanovllm.quantization.fp8_linear import FP8Linear
+
+    calls = []
+
+    def hopper_scaled_gemm(x, values, scales, tile, out):
+        calls.append((len(x), tile.split_k))
+        return ops.split_k_gemm(x, (values, scales), tile.split_k, out)
+
+    use_ops("best_scaled_split_k")
+    name = "nanovllm.kernels.hopper_scaled_gemm"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(hopper_scaled_gemm=hopper_scaled_gemm))
+    monkeypatch.setattr(hopper_tiles, "has_hopper_kernels", lambda: True)
+    monkeypatch.setattr(hopper_tiles, "num_sms", lambda device: parts)
+    layer = RowParallelLinear(2048, 128, False, TensorParallel(), torch.float32)
+    with torch.device(DEVICE):
+        layer.format = FP8Linear(layer, e4m3_scheme(128, 128))
+    layer.weight.weight_loader(randn(128, 2048))
+    x = ops.quantize_rows(randn(num_rows, 2048, dtype=torch.bfloat16), 128)
+    y = layer(x)
+    assert calls == ([(num_rows, parts)] if num_rows > 16 else [])
+    variant.set("-invariant")
+    try:
+        parts_of_invariant = layer.format.linear(layer, x, None, y.split_k)
+    finally:
+        variant.set("")
+    assert torch.equal(y.parts, parts_of_invariant) and len(calls) == (num_rows > 16)
 
 
 def test_activation_in_the_product(monkeypatch):

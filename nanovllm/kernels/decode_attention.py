@@ -257,7 +257,8 @@ def decode_attention(
     constants = dict(ROWS=tokens_per_row, GROUP=group, CACHE=layout, STAGES=stages, num_warps=num_warps)
     constants["ROTARY"] = norm_rope_inputs[3].shape[2] if is_qkv else head_dim
     pointers, scale = (q, norm_rope_inputs, caches, seqs, (out, *parts)), head_dim**-0.5 * LOG2_E
-    launch(_decode_kernel, (kv_heads, batch_size, splits), q.device, shared=50 if is_qkv else 100)(
+    shared = (50 if batch_size <= 16 else 75) if is_qkv else 100  # near that of the products: dependent_launch.py
+    launch(_decode_kernel, (kv_heads, batch_size, splits), q.device, shared=shared)(
         *pointers, scale, q.stride(0), block_tables.stride(0), splits, **constants
     )
     if splits > 1:

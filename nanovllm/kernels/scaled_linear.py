@@ -3,6 +3,7 @@
 import triton
 
 from nanovllm.kernels.devices import has_hopper_kernels, num_sms
+from nanovllm.kernels.hopper_tiles import hopper_tile
 from nanovllm.kernels.scaled_gemv import choose_gemv_split_k, scaled_gemv
 from nanovllm.kernels.split_k_gemm import TILE_N, split_k_gemm, tile_m_of
 from nanovllm.kernels.tiles import SWIGLU_GROUP, QuantizedRows, block_shape
@@ -34,6 +35,8 @@ def min_block_columns(values) -> int:
 def best_scaled_split_k(values, scales, num_rows, max_split_k, max_rows=None):
     if num_rows == 1:
         return choose_gemv_split_k(values.shape[1], max_split_k)
+    if max_rows is not None and (tile := hopper_tile(num_rows, values, scales, max_split_k)) is not None:
+        return tile.split_k
     if not 1 < num_rows <= (max_rows or MAX_SCALED_ROWS) or not suits_scaled_gemm(values, scales):
         return 1
     num_tiles = triton.cdiv(len(values), TILE_N) * triton.cdiv(num_rows, tile_m_of(num_rows))

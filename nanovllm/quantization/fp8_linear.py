@@ -45,10 +45,12 @@ class FP8Linear(ScaledLinear):
             return super().linear(layer, x, bias, split_k, out)
         if not isinstance(x, ops.QuantizedRows):
             x = ops.quantize_rows(x, self.group)
-        is_few = split_k > 1 or len(x) <= MAX_GEMM_ROWS
-        if not is_few and self.library_multiplies and x.dtype == torch.bfloat16:
-            return self._scaled_mm(x, bias, out)
-        y = ops.split_k_gemm(x, (self.values, self.scales), split_k, out)
+        y = NotImplemented if variant.get() else ops.quantized_linear(x, self.values, self.scales, split_k, out)
+        if y is NotImplemented:
+            is_few = split_k > 1 or len(x) <= MAX_GEMM_ROWS
+            if not is_few and self.library_multiplies and x.dtype == torch.bfloat16:
+                return self._scaled_mm(x, bias, out)
+            y = ops.split_k_gemm(x, (self.values, self.scales), split_k, out)
         if bias is not None:
             y += bias
         return y if split_k > 1 else y[0]
