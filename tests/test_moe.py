@@ -32,8 +32,7 @@ def few_programs(monkeypatch):
     """The interpreter takes as long for a program with a large tile as for one with a small tile."""
     if not CUDA:
         monkeypatch.setattr(moe_gemv, "GATE_UP_TILE", (64, 128, 1))
-        for name in ("DOWN_TILE", "DOWN_TILE_OF_ONE"):
-            monkeypatch.setattr(moe_gemv, name, (64, 128, 1))
+        monkeypatch.setattr(moe_gemv, "DOWN_TILE", (64, 128, 1))
 
 
 @pytest.fixture

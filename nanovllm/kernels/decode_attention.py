@@ -36,6 +36,7 @@ def _decode_kernel(
     CACHE: tl.constexpr,
     ROTARY: tl.constexpr,
     STAGES: tl.constexpr,
+    PREFETCHED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     gdc_launch_dependents(PDL)
@@ -75,7 +76,7 @@ def _decode_kernel(
         slot = tl.load(slot_mapping_ptr + seq).to(tl.int64)
     if PDL:
         # the cached keys and values are prefetched while the kernel before still runs
-        tokens = tl.maximum(tl.minimum(begin + n, end - 1), 0)
+        tokens = tl.maximum(tl.minimum(begin + tl.arange(0, PREFETCHED), end - 1), 0)
         blocks = tl.load(table_ptr + tokens // BLOCK_SIZE).to(tl.int64)
         rows = ((blocks * BLOCK_SIZE + tokens % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
         prefetch_rows(k_cache_ptr + rows, HEAD_DIM)
@@ -199,14 +200,15 @@ def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> 
 def _choose_programs(batch_size, kv_heads, tokens_per_row, row_bytes, is_qkv, device) -> tuple[int, int, int]:
     """How many programs a multiprocessor gets, the warps of one, and how many tiles it loads at a time.
 
-    `row_bytes`: of a key. Four warps read fastest, by two programs that run at the same time. But while these leave no
-    room, no program of the next kernel starts. So keys of several rows are always read so; else those of 256 bytes
-    where this takes few splits, those of 512 always, and shorter ones only of a single sequence.
+    `row_bytes`: of a key. A single token is best served by eight warps, which read much ahead. Else four warps read
+    fastest, by two programs that run at the same time. But while these leave no room, no program of the next kernel
+    starts. So keys of several rows are always read so; else those of 256 bytes where this takes few splits, those of
+    512 always.
     """
     has_few_splits = batch_size * kv_heads * 3 > 2 * num_sms(device)  # two at most
     are_fastest = is_qkv and (row_bytes > 256 or (row_bytes == 256 and has_few_splits))
     if batch_size == 1 or tokens_per_row > 1 or are_fastest:
-        return 2, 4, 3 if row_bytes <= 256 else 2
+        return 2, 8 if batch_size == tokens_per_row == 1 else 4, 3 if row_bytes <= 256 else 2
     return PROGRAMS_PER_SM, 2, 3 if row_bytes <= 256 and not is_qkv else 2
 
 
@@ -256,6 +258,7 @@ def decode_attention(
     caches, seqs = (cache.k, cache.v, cache.scales), (num_seqs, context_lens, block_tables)
     constants = dict(ROWS=tokens_per_row, GROUP=group, CACHE=layout, STAGES=stages, num_warps=num_warps)
     constants["ROTARY"] = norm_rope_inputs[3].shape[2] if is_qkv else head_dim
+    constants["PREFETCHED"] = layout.tile * (4 if num_warps == 8 else 1)
     pointers, scale = (q, norm_rope_inputs, caches, seqs, (out, *parts)), head_dim**-0.5 * LOG2_E
     shared = (50 if batch_size <= 16 else 75) if is_qkv else 100  # near that of the products: dependent_launch.py
     launch(_decode_kernel, (kv_heads, batch_size, splits), q.device, shared=shared)(

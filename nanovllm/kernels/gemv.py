@@ -16,24 +16,25 @@ class Inputs(NamedTuple):
     x: torch.Tensor
     residual: torch.Tensor | None
     total: torch.Tensor  # takes x + residual
-    norm_weight: torch.Tensor | None
 
 
 @triton.jit
-def _load_input(x_ptrs, k, inside):
+def _load_if(ptr, at, inside, OTHERWISE: tl.constexpr):
+    """Elements of the norm's weight or of the bias; if there is none, what changes nothing."""
+    return tl.load(ptr + at, inside, 0.0).to(tl.float32) if ptr is not None else OTHERWISE
+
+
+@triton.jit
+def _load_input(x_ptrs, norm_weight, k, inside):
     """A tile of the row that is multiplied, not yet divided by its root mean square, and the squares for that."""
     x = tl.load(x_ptrs.x + k, inside, 0.0).to(tl.float32)
-    squares = x
-    if x_ptrs.norm_weight is not None:
-        if x_ptrs.residual is not None:
-            total = x + tl.load(x_ptrs.residual + k, inside, 0.0).to(tl.float32)
-            total = total.to(x_ptrs.total.dtype.element_ty)
-            if tl.program_id(0) == 0:
-                tl.store(x_ptrs.total + k, total, inside)
-            x = total.to(tl.float32)
-        squares = x * x
-        x = x * tl.load(x_ptrs.norm_weight + k, inside, 0.0).to(tl.float32)
-    return x[None, :], squares
+    if x_ptrs.residual is not None:
+        total = x + tl.load(x_ptrs.residual + k, inside, 0.0).to(tl.float32)
+        total = total.to(x_ptrs.total.dtype.element_ty)
+        if tl.program_id(0) == 0:
+            tl.store(x_ptrs.total + k, total, inside)
+        x = total.to(tl.float32)
+    return (x * norm_weight)[None, :], x * x
 
 
 @dependent_kernel(early=("w_ptrs",))
@@ -42,40 +43,35 @@ def _gemv_kernel(
     x_ptrs, w_ptrs, out_ptr, N, eps, K: tl.constexpr, TILES: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr
 ):
     gdc_launch_dependents(PDL)
-    w_ptr, bias_ptr = w_ptrs
+    w_ptr, bias_ptr, norm_ptr = w_ptrs
     n = tl.program_id(0) * TILES.tile_n + tl.arange(0, TILES.tile_n)
     k = tl.arange(0, TILES.tile_k)
     rows = (n < N)[:, None]
     w = w_ptr + n[:, None].to(tl.int64) * K + k[None, :]
     up = w + N * K
-    # load the first tiles of W while the kernel before still runs
+    # load the first tiles of W, and what else no kernel writes, while the kernel before still runs
     w_tile = tl.load(w, rows & (k < K)[None, :], 0.0).to(tl.float32)
     if GATED:
         up_tile = tl.load(up, rows & (k < K)[None, :], 0.0).to(tl.float32)
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + n, n < N, 0.0).to(tl.float32)
-        if GATED:
-            up_bias = tl.load(bias_ptr + N + n, n < N, 0.0).to(tl.float32)
+        up_bias = _load_if(bias_ptr, N + n, n < N, 0.0)
+    bias = _load_if(bias_ptr, n, n < N, 0.0)
+    norm_weight = _load_if(norm_ptr, k, k < K, 1.0)
     gdc_wait(PDL)
-    x, squares = _load_input(x_ptrs, k, k < K)
+    x, squares = _load_input(x_ptrs, norm_weight, k, k < K)
     acc = w_tile * x
     if GATED:
         up_acc = up_tile * x
     for begin in tl.range(TILES.tile_k, K, TILES.tile_k, num_stages=TILES.stages):
         at = begin + k
-        x, more = _load_input(x_ptrs, at, at < K)
+        x, more = _load_input(x_ptrs, _load_if(norm_ptr, at, at < K, 1.0), at, at < K)
         squares += more
         acc += tl.load(w + begin, rows & (at < K)[None, :], 0.0).to(tl.float32) * x
         if GATED:
             up_acc += tl.load(up + begin, rows & (at < K)[None, :], 0.0).to(tl.float32) * x
-    scale = tl.rsqrt(tl.sum(squares, 0) / K + eps) if x_ptrs.norm_weight is not None else 1.0
-    y = tl.sum(acc, 1) * scale
-    if bias_ptr is not None:
-        y += bias
+    scale = tl.rsqrt(tl.sum(squares, 0) / K + eps) if norm_ptr is not None else 1.0
+    y = tl.sum(acc, 1) * scale + bias
     if GATED:
-        up_y = tl.sum(up_acc, 1) * scale
-        if bias_ptr is not None:
-            up_y += up_bias
+        up_y = tl.sum(up_acc, 1) * scale + up_bias
         y = y / (1.0 + tl.exp(-y)) * up_y
     tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), n < N)
 
@@ -94,7 +90,7 @@ def gemv(
     assert norm_weight is not None or residual is None
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     out = torch.empty((1, n), dtype=x.dtype, device=x.device) if out is None else out
-    inputs = Inputs(x, residual, x if residual is None else torch.empty_like(x), norm_weight)
+    inputs = Inputs(x, residual, x if residual is None else torch.empty_like(x))
     # short products gain from overlapping kernels, long ones from the driver's own division of cache and shared memory
     shared = 50 if weight.numel() <= 2**23 else None
     tile_size = (8192 if gated else 16384) // x.element_size()  # in weights; a gated product loads two tiles
@@ -102,6 +98,6 @@ def gemv(
     tile_k = min(tile_size // (2 if weight.numel() <= 2**22 else 4), 1 << (k - 1).bit_length())
     tiles = Tiles(tile_size // tile_k, tile_k, stages=3, warps=4)
     launch(_gemv_kernel, (-(-n // tiles.tile_n),), x.device, shared)(
-        inputs, (weight, bias), out, n, eps, K=k, TILES=tiles, GATED=gated, num_warps=tiles.warps
+        inputs, (weight, bias, norm_weight), out, n, eps, K=k, TILES=tiles, GATED=gated, num_warps=tiles.warps
     )
     return out, inputs.total

@@ -16,9 +16,8 @@ from nanovllm.kernels.moe_routing import Routing
 from nanovllm.kernels.tiles import NO_NORM, Weight, as_loadable, columns_of_parts, shape_of, values_and_scales
 
 MAX_GEMV_TOKENS = 4  # with more tokens, several choose the same expert, whose weights a grouped product reads once
-GATE_UP_TILE, SCALED_GATE_UP_TILE = (4, 1024, 4), (4, 2048, 4)  # TILE_N, TILE_K and warps
-DOWN_TILE = 2, 256, 1  # a warp alone has no barriers, and all its loads are in flight
-DOWN_TILE_OF_ONE = 1, 256, 1  # of one token, but for 8-bit weights
+# TILE_N, TILE_K and warps; a warp alone has no barriers, and all its loads are in flight
+GATE_UP_TILE, SCALED_GATE_UP_TILE, DOWN_TILE = (1, 1024, 1), (4, 2048, 4), (2, 256, 1)
 LANE = tl.constexpr(8)
 
 
@@ -239,11 +238,11 @@ def moe_gemv(
     takes the result. All contiguous.
     """
     (num_tokens, top_k), kernels = routing.expert_ids.shape, (_gate_up_gemv_kernel, _down_gemv_kernel)
-    tiles = GATE_UP_TILE, DOWN_TILE if num_tokens > 1 else DOWN_TILE_OF_ONE
+    tile = GATE_UP_TILE
     if isinstance(down, tuple):
-        kernels, tiles = (_scaled_gate_up_gemv_kernel, _scaled_down_gemv_kernel), (SCALED_GATE_UP_TILE, DOWN_TILE)
-    weight, constants = _operands(gate_up, tiles[0], top_k)
-    down_weight, down_constants = _operands(down, tiles[1], top_k)
+        kernels, tile = (_scaled_gate_up_gemv_kernel, _scaled_down_gemv_kernel), SCALED_GATE_UP_TILE
+    weight, constants = _operands(gate_up, tile, top_k)
+    down_weight, down_constants = _operands(down, DOWN_TILE, top_k)
     hidden, size = down_weight[0].shape[1:]
     h = torch.empty((num_tokens * top_k, size), dtype=x.dtype, device=x.device)
     out = torch.empty_like(x) if out is None else out

@@ -69,13 +69,12 @@ class RouteSizes(NamedTuple):
     renormalize: bool
 
 
-@dependent_kernel()
+@dependent_kernel(early=("slot_mapping_ptr",))
 @triton.jit(do_not_specialize=["num_tokens", "part_size"])
 def _route_kernel(
     logits_ptr, slot_mapping_ptr, out_ptrs, num_tokens, part_size, SIZES: tl.constexpr, PDL: tl.constexpr
 ):
     """An id without an expert counts as -inf, as NaN does: ids are always valid."""
-    gdc_launch_and_wait(PDL)
     weights_ptr, ids_ptr = out_ptrs
     E: tl.constexpr = SIZES.num_experts
     TOP_K: tl.constexpr = SIZES.top_k
@@ -86,23 +85,26 @@ def _route_kernel(
     source = token
     if slot_mapping_ptr is not None:
         source = tl.where(tl.load(slot_mapping_ptr + token, token < num_tokens, 0) < 0, 0, token)
+    gdc_launch_and_wait(PDL)
     expert = tl.arange(0, BLOCK_E)[None, :]
     is_token = (token < num_tokens)[:, None]
     row = logits_ptr + source[:, None] * (E + SHARED)
     logits = _load_logits(row + expert, is_token & (expert < E), part_size, SIZES.split_k)
     logits = tl.where(logits == 0.0, 0.0, logits)  # -0.0 has other bits
 
-    # integers in the order of (logit, -id): of a negative number, all bits but the sign are inverted
+    # integers in the order of logits, as a warp finds the largest in one instruction: of a negative number, all bits
+    # but the sign are inverted
     bits = logits.to(tl.int32, bitcast=True)
-    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) * 4294967296 + (BLOCK_E - 1 - expert)
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     choice = tl.arange(0, BLOCK_K)[None, :]
-    best = tl.zeros([BLOCK_T, BLOCK_K], tl.int64)
+    bits = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
+    expert_ids = bits
     for i in tl.static_range(TOP_K):
         largest = tl.max(key, 1)[:, None]
-        best = tl.where(choice == i, largest, best)
-        key = tl.where(key == largest, -9223372036854775808, key)
-    expert_ids = BLOCK_E - 1 - (best & 0xFFFFFFFF)
-    bits = (best >> 32).to(tl.int32)
+        first = tl.min(tl.where(key == largest, expert, BLOCK_E), 1)[:, None]
+        bits = tl.where(choice == i, largest, bits)
+        expert_ids = tl.where(choice == i, first, expert_ids)
+        key = tl.where(expert == first, -2147483648, key)
     chosen = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
     chosen = tl.where(choice < TOP_K, chosen, float("-inf"))
 
