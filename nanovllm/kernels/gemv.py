@@ -97,7 +97,9 @@ def gemv(
     # programs of the shortest ones load as much as they can before they wait
     tile_k = min(tile_size // (2 if weight.numel() <= 2**22 else 4), 1 << (k - 1).bit_length())
     tiles = Tiles(tile_size // tile_k, tile_k, stages=3, warps=4)
+    # so few that more programs run at once; other products would spill
+    constants = dict(K=k, TILES=tiles, GATED=gated, maxnreg=64 if k <= tile_k and not gated else None)
     launch(_gemv_kernel, (-(-n // tiles.tile_n),), x.device, shared)(
-        inputs, (weight, bias, norm_weight), out, n, eps, K=k, TILES=tiles, GATED=gated, num_warps=tiles.warps
+        inputs, (weight, bias, norm_weight), out, n, eps, **constants, num_warps=tiles.warps
     )
     return out, inputs.total
