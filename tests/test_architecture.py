@@ -342,7 +342,7 @@ BUDGETS = {
     "invariant kernels": 444,  # attention of decodes and of chunks, and products, beside the fast ones
     # of which what sleeps on a CPU is 41, warming up drafters 10, their time 33, with few layers 13, and threads 16
     "startup": 493,
-    "mixture of experts": 710,  # of which shared experts are 28; its kernels take 8-bit weights too
+    "mixture of experts": 712,  # of which shared experts are 28; its kernels take 8-bit weights too
     "quantization": 492,  # 7 choose the kernel of a product and its activation
     "8-bit kernels": 297,
     "rollout": 400,
