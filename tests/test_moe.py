@@ -1,5 +1,6 @@
 """Mixture of experts: the kernels and the layer against plain PyTorch in float64, and against transformers."""
 
+import sys
 from dataclasses import make_dataclass
 from types import SimpleNamespace
 
@@ -10,8 +11,9 @@ from common import CUDA, DEVICE, DTYPES, NAN, Peers, assert_close, each_dtype, e
 
 triton = pytest.importorskip("triton")
 
+from nanovllm import kernels
 from nanovllm.kernels import moe_gemm, moe_gemv, moe_routing
-from nanovllm.kernels.devices import has_tma
+from nanovllm.kernels.devices import has_hopper_kernels, has_tma
 from nanovllm.kernels.moe_routing import Routing, max_tiles, sort_by_expert
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.models.hybrid import SharedExpertMoE
@@ -169,13 +171,14 @@ def random_ids(num_tokens: int, num_experts: int, top_k: int) -> torch.Tensor:
     [
         (random_ids(1, 7, 3), 0, 7, 16, 8192),
         (random_ids(70, 60, 8), 0, 60, 16, 8192),
+        (random_ids(3, 60, 8), 0, 60, 16, 8192),  # few pairs, but tiles of several programs
         (random_ids(70, 9, 4), 0, 9, 16, 128),  # several shares
         (random_ids(70, 9, 4), 3, 3, 64, 128),  # this rank has the experts 3 to 5
         (random_ids(3, 128, 8), 120, 8, 16, 8192),
         (all_to(2, 65), 0, 3, 16, 8192),
         (all_to(2, 65), 0, 2, 16, 8192),  # nothing for this rank
     ],
-    ids=["few", "many", "shares", "rank", "few of a rank", "all to one", "none"],
+    ids=["few", "many", "tiles", "shares", "rank", "few of a rank", "all to one", "none"],
 )
 def test_sort_by_expert(monkeypatch, expert_ids, first, num_experts, tile_m, share):
     monkeypatch.setattr(moe_routing, "MAX_SHARE", share)
@@ -276,6 +279,47 @@ def test_experts_without_tokens(use_tma, expert_ids, tma, dtype):
     expected = reference(x, weights, expert_ids - 1, gate_up[1:], down[1:])
     parts = moe_gemm.moe_gemm(x, Routing(weights, expert_ids, 4), gate_up, down)
     assert_close(parts.float().sum(0).to(dtype), expected, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_hopper_kernels(), reason="needs a Hopper GPU, and Triton 3.6")
+@pytest.mark.parametrize("shape", [(70, 7, 6, 256, 16), (300, 5, 3, 512, 136), (1100, 12, 8, 1024, 768)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_experts_down_for_hopper(shape, dtype, monkeypatch):
+    """Fewer tiles than programs and more, on one rank and on the second of two. The bits are those of the kernel for
+    any GPU: `batch_invariant` has either, by the number of rows."""
+    x, logits, _, gate_up, down = inputs(*shape, dtype)
+    logits[..., 1] = -100  # an expert without tokens
+    routing, first = moe_routing.route(logits, shape[2], True), shape[1] // 2
+    is_local = (routing.expert_ids >= first).t()
+    expected = reference(x, *routing[:2], gate_up, down)
+    gate_up[1] = down[1] = NAN
+
+    def parts():
+        whole = moe_gemm.moe_gemm(x, routing, gate_up, down)
+        return whole, moe_gemm.moe_gemm(x, routing, gate_up[first:], down[first:], first)[is_local]
+
+    for_hopper = parts()
+    assert_close(for_hopper[0].float().sum(0).to(dtype), expected, 2)
+    monkeypatch.setattr(moe_gemm, "has_hopper_kernels", lambda: False)
+    assert all(map(torch.equal, for_hopper, parts()))
+
+
+def test_choose_experts_down(monkeypatch):
+    """The kernel for Hopper computes what its tiles divide, of 16 bits, with 128 rows."""
+    module, calls = "nanovllm.kernels.hopper_experts", []
+    hopper = SimpleNamespace(experts_down=lambda x, weight, rows, routing, out: calls.append(len(x)) or out)
+    monkeypatch.setitem(sys.modules, module, hopper)
+    monkeypatch.setattr(kernels, "hopper_experts", hopper, raising=False)
+    monkeypatch.setattr(moe_gemm, "has_hopper_kernels", lambda: True)
+    for num_tokens, hidden, dtype in ((43, 256, torch.float16), (42, 256, torch.float16), (43, 128, torch.float16)):
+        x, _, routing, *weights = inputs(num_tokens, 1, 1, hidden, 16, dtype)
+        moe_gemm.moe_gemm(x, routing, *weights)
+    x, _, routing, *weights = inputs(43, 1, 1, 256, 16, torch.float32)
+    moe_gemm.moe_gemm(x, routing, *weights)
+    monkeypatch.setattr(moe_gemm, "has_hopper_kernels", lambda: False)
+    moe_gemm.moe_gemm(x.half(), routing, *(weight.half() for weight in weights))
+    assert calls == [43]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")

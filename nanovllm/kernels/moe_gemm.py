@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
-from nanovllm.kernels.devices import has_tma
+from nanovllm.kernels.devices import has_hopper_kernels, has_tma
 from nanovllm.kernels.moe_routing import TILE_FIELDS, ExpertRows, Routing, sort_by_expert
 from nanovllm.kernels.quantize_rows import quantize_rows
 from nanovllm.kernels.tiles import Tiles, Weight, add_product, block_shape, load_tile, operands_of, times_scales
@@ -127,6 +127,10 @@ def _grouped_product(
 ) -> torch.Tensor:
     """Fill `out`: [rows, size] is what gate and up give, [top_k, T, hidden] what down gives."""
     is_gated, is_scaled, is_float32 = out.dim() == 2, isinstance(weight, tuple), x.dtype == torch.float32
+    if rows.tile_m == 128 and not is_gated and not is_float32 and out.shape[2] % 256 == 0 and has_hopper_kernels():
+        from nanovllm.kernels import hopper_experts  # which imports what few versions of Triton have
+
+        return hopper_experts.experts_down(x, weight, rows, routing, out)
     inputs = quantize_rows(x, block_shape(*weight)[1]) if quantize else x
     elements, values, scales, shape = operands_of(inputs, weight)
     if is_scaled:

@@ -15,7 +15,6 @@ from nanovllm.kernels.devices import has_tma, num_sms
 from nanovllm.kernels.split_k_gemm import TILE_K, TILE_N, split_k_gemm
 
 MAX_SPLIT_K = 8  # of the router's product, whose partial sums are added up by the programs that route
-BLOCK_T = tl.constexpr(4)  # tokens that a program routes, a warp for each
 MIN_SHARE, MAX_SHARE = 128, 4096  # pairs of a sorting program; an element for each thread at least
 TILE_FIELDS = tl.constexpr(3)  # expert or -1, first row, and the row after the last
 
@@ -67,6 +66,7 @@ class RouteSizes(NamedTuple):
     num_shared: int  # experts behind these, which each token has
     split_k: int
     renormalize: bool
+    block_t: int  # tokens of a program, a warp for each
 
 
 @dependent_kernel(early=("slot_mapping_ptr",))
@@ -79,6 +79,7 @@ def _route_kernel(
     E: tl.constexpr = SIZES.num_experts
     TOP_K: tl.constexpr = SIZES.top_k
     SHARED: tl.constexpr = SIZES.num_shared
+    BLOCK_T: tl.constexpr = SIZES.block_t
     BLOCK_E: tl.constexpr = next_power_of_2(E)
     BLOCK_K: tl.constexpr = next_power_of_2(TOP_K + SHARED)
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -137,10 +138,11 @@ def route(
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
     expert_ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
     if num_tokens:
-        sizes, out = RouteSizes(num_experts, top_k, num_shared, split_k, renormalize), (weights, expert_ids)
-        launch(_route_kernel, (triton.cdiv(num_tokens, BLOCK_T.value),), logits.device)(
-            logits, slot_mapping, out, num_tokens, num_tokens * num_logits, SIZES=sizes, num_warps=BLOCK_T.value
-        )
+        block_t = 1 if num_shared else 4  # unaligned rows would be spread over all warps
+        sizes = RouteSizes(num_experts, top_k, num_shared, split_k, renormalize, block_t)
+        operands = logits, slot_mapping, (weights, expert_ids), num_tokens, num_tokens * num_logits
+        grid = (triton.cdiv(num_tokens, block_t),)
+        launch(_route_kernel, grid, logits.device)(*operands, SIZES=sizes, num_warps=block_t)
     return Routing(weights, expert_ids, num_experts)
 
 
