@@ -51,6 +51,7 @@ ssl.create_default_context = cache(ssl.create_default_context)  # each client of
 
 
 if not torch.cuda.is_available():
+    torch.manual_seed = torch.default_generator.manual_seed  # else it notes the stack for each kind of device
     with suppress(ImportError):  # without Triton
         import interpreter
 

@@ -4,6 +4,7 @@ import inspect
 import operator
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import triton
@@ -12,10 +13,9 @@ from triton.runtime import interpreter
 
 
 def replace_builtins_once() -> None:
-    """For each call of a device function, all members of triton.language are replaced, as the kernel did before."""
-    patch_lang, originals = interpreter._patch_lang, {tl: tl.load, tl.core: tl.core.load}
+    """For each kernel and call of a device function, all members of triton.language are replaced, and then restored."""
+    patch_lang = interpreter._patch_lang
     builtins = cache(lambda package: [x for x in inspect.getmembers(package) if tl.core.is_builtin(x[1])])
-    modules_of = cache(lambda fn: [lang for lang in originals if any(x is lang for x in fn.__globals__.values())])
 
     def patch_builtin(package, builder, *scope) -> None:
         set_attr = scope[0].set_attr if scope else setattr
@@ -29,10 +29,10 @@ def replace_builtins_once() -> None:
         name = function.__qualname__.removeprefix("tensor.")
         return on_tape(run, name) if name in OF_TYPES else run
 
+    @cache
     def patch_lang_once(fn):
-        if any(lang.load is originals[lang] for lang in modules_of(fn)):
-            return patch_lang(fn)
-        return None  # nobody asks for the scope of a device function
+        patch_lang(fn)
+        return SimpleNamespace(restore=lambda: None)
 
     semantic = interpreter.interpreter_semantic
     interpreter._patch_builtin = patch_builtin
@@ -121,7 +121,7 @@ class Tape:
         return self.indices[id(x)]
 
     def end(self, result: tl.tensor) -> "Tape":
-        self.type, self.result = result.type, self.index(result.handle)
+        self.make, self.result = maker_of(result), self.index(result.handle)
         calls, self.calls, needed = self.calls, [], {self.result}
         for call in reversed(calls):
             if call[2] in needed:
@@ -129,26 +129,38 @@ class Tape:
                 self.calls.insert(0, call)
             self.slots[call[2]] = None
         if [arguments for _, arguments, _ in self.calls] == [[*range(self.num_operands)]]:
-            self.play = lambda operands, call=self.calls[0][0], kind=self.type: tl.tensor(call(*operands), kind)
+            self.play = lambda operands, call=self.calls[0][0], make=self.make: make(call(*operands))
         return self
 
     def play(self, operands: list) -> tl.tensor:
         slots = [*operands, *self.slots[self.num_operands :]]
         for function, arguments, result in self.calls:
             slots[result] = function(*[slots[i] for i in arguments])
-        return tl.tensor(slots[self.result], self.type)
+        return self.make(slots[self.result])
+
+
+def maker_of(example: tl.tensor):
+    """A function from handles to tensors of the same type."""
+    kind, dtype, shape, numel = example.type, example.dtype, example.shape, example.numel
+
+    def make(handle) -> tl.tensor:
+        x = object.__new__(tl.tensor)
+        x.handle, x.type, x.dtype, x.shape, x.numel = handle, kind, dtype, shape, numel
+        return x
+
+    return make
 
 
 def of_arrays(name, method, args, binary_op, result):
     """A method of the builder without what it finds out of the types of its arguments."""
     handle, load = interpreter.TensorHandle, interpreter._interpreter.load
     if binary_op and all(map(operator.is_, binary_op, args)):
-        function, kind = binary_op[2], result.data.dtype
+        function, kind, dtype = binary_op[2], result.data.dtype, result.dtype
         if not args[0].data.dtype == args[1].data.dtype == bool or function.__name__.startswith("bitwise"):
 
             def compute(lhs, rhs):
                 array = function(lhs.data, rhs.data)
-                return handle(array if array.dtype is kind else array.astype(kind), lhs.dtype.scalar)
+                return handle(array if array.dtype is kind else array.astype(kind), dtype)
 
             return compute
     if name == "create_addptr":
@@ -170,8 +182,13 @@ def on_tape(operation, name: str):
     builder, semantic, tapes = interpreter.interpreter_builder, interpreter.interpreter_semantic, {}
 
     def described(x):
-        x = x.value if type(x) is tl.constexpr else x
-        return x.name if isinstance(x, tl.dtype) else (type(x), repr(x))
+        kind = type(x)
+        if kind is tl.tensor:
+            return x.type.name
+        if kind is tl.constexpr:
+            x = x.value
+            kind = type(x)
+        return (kind, x) if kind is int else x.name if isinstance(x, tl.dtype) else (kind, repr(x))
 
     def copy(x):
         """So that no two operands are the same."""
@@ -181,7 +198,7 @@ def on_tape(operation, name: str):
         if semantic.builder is not builder:  # a part of another operation
             return operation(*args, **options)
         values = (*args, *options.values()) if options else args
-        key = (*[x.type.name if type(x) is tl.tensor else described(x) for x in values], *options)
+        key = (*map(described, values), *options)
         if tape := tapes.get(key):
             return tape.play([x.handle for x in values if type(x) is tl.tensor])
         of_masked = options.get("other", (*args, None, None)[2]) if name == "load" else None
