@@ -163,6 +163,7 @@ def interrupts(pytestconfig) -> int:
 def pytest_collection_finish():
     """So that no garbage collection during a test goes through all modules and tests."""
     gc.enable()
+    gc.set_threshold(5000)  # tests leave hardly anything to it
     gc.freeze()
     atexit.register(gc.unfreeze)  # else libraries report that their objects are left; pytest collects all before
 

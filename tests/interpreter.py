@@ -109,34 +109,33 @@ class Tape:
                 self.sources[id(result)] = self.sources.get(id(source), source)
             if self.binary_op or name in ("create_addptr", "create_select"):  # NumPy repeats arrays
                 args = [self.sources.get(id(x), x) for x in args]
-            self.calls.append((function, [*map(self.index, args)], self.index(result)))
+            self.calls.append((function, [*map(self.index, args)], self.add(result)))
             return result
 
         return call if name.startswith("create_") else method
 
     def index(self, x) -> int:
-        if id(x) not in self.indices:
-            self.indices[id(x)] = len(self.slots)
-            self.slots.append(x)
+        return self.indices[id(x)] if id(x) in self.indices else self.add(x)
+
+    def add(self, x) -> int:
+        self.indices[id(x)] = len(self.slots)
+        self.slots.append(x)
         return self.indices[id(x)]
 
-    def end(self, result: tl.tensor) -> "Tape":
-        self.make, self.result = maker_of(result), self.index(result.handle)
-        calls, self.calls, needed = self.calls, [], {self.result}
-        for call in reversed(calls):
+    def end(self, result: tl.tensor):
+        """A function that makes the calls which the result needs, with other handles of operands."""
+        last, calls, needed = self.index(result.handle), [], {self.index(result.handle)}
+        for call in reversed(self.calls):
             if call[2] in needed:
                 needed.update(call[1])
-                self.calls.insert(0, call)
-            self.slots[call[2]] = None
-        if [arguments for _, arguments, _ in self.calls] == [[*range(self.num_operands)]]:
-            self.play = lambda operands, call=self.calls[0][0], make=self.make: make(call(*operands))
-        return self
-
-    def play(self, operands: list) -> tl.tensor:
-        slots = [*operands, *self.slots[self.num_operands :]]
-        for function, arguments, result in self.calls:
-            slots[result] = function(*[slots[i] for i in arguments])
-        return self.make(slots[self.result])
+                calls.insert(0, call)
+        made = {slot for _, _, slot in self.calls}
+        scope = {f"x{i}": x for i, x in enumerate(self.slots) if i >= self.num_operands and i not in made}
+        scope |= {f"call{i}": function for i, (function, _, _) in enumerate(calls)} | {"make": maker_of(result)}
+        listed = lambda slots: ", ".join(f"x{i}" for i in slots)
+        lines = [f"x{slot} = call{i}({listed(arguments)})" for i, (_, arguments, slot) in enumerate(calls)]
+        exec(f"def play({listed(range(self.num_operands))}): {'; '.join([*lines, f'return make(x{last})'])}", scope)
+        return scope["play"]
 
 
 def maker_of(example: tl.tensor):
@@ -199,8 +198,8 @@ def on_tape(operation, name: str):
             return operation(*args, **options)
         values = (*args, *options.values()) if options else args
         key = (*map(described, values), *options)
-        if tape := tapes.get(key):
-            return tape.play([x.handle for x in values if type(x) is tl.tensor])
+        if played := tapes.get(key):
+            return played(*[x.handle for x in values if type(x) is tl.tensor])
         of_masked = options.get("other", (*args, None, None)[2]) if name == "load" else None
         if type(of_masked) is tl.tensor and args[0].handle.data.size == 1:  # a scalar, which is looked at
             return operation(*args, **options)
