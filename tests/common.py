@@ -51,6 +51,7 @@ ssl.create_default_context = cache(ssl.create_default_context)  # each client of
 
 
 if not torch.cuda.is_available():
+    torch.manual_seed = torch.default_generator.manual_seed  # else it notes the stack for each kind of device
     with suppress(ImportError):  # without Triton
         import interpreter
 
@@ -162,6 +163,7 @@ def interrupts(pytestconfig) -> int:
 def pytest_collection_finish():
     """So that no garbage collection during a test goes through all modules and tests."""
     gc.enable()
+    gc.set_threshold(5000)  # tests leave hardly anything to it
     gc.freeze()
     atexit.register(gc.unfreeze)  # else libraries report that their objects are left; pytest collects all before
 

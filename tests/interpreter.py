@@ -4,6 +4,7 @@ import inspect
 import operator
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import triton
@@ -12,10 +13,9 @@ from triton.runtime import interpreter
 
 
 def replace_builtins_once() -> None:
-    """For each call of a device function, all members of triton.language are replaced, as the kernel did before."""
-    patch_lang, originals = interpreter._patch_lang, {tl: tl.load, tl.core: tl.core.load}
+    """For each kernel and call of a device function, all members of triton.language are replaced, and then restored."""
+    patch_lang = interpreter._patch_lang
     builtins = cache(lambda package: [x for x in inspect.getmembers(package) if tl.core.is_builtin(x[1])])
-    modules_of = cache(lambda fn: [lang for lang in originals if any(x is lang for x in fn.__globals__.values())])
 
     def patch_builtin(package, builder, *scope) -> None:
         set_attr = scope[0].set_attr if scope else setattr
@@ -29,10 +29,10 @@ def replace_builtins_once() -> None:
         name = function.__qualname__.removeprefix("tensor.")
         return on_tape(run, name) if name in OF_TYPES else run
 
+    @cache
     def patch_lang_once(fn):
-        if any(lang.load is originals[lang] for lang in modules_of(fn)):
-            return patch_lang(fn)
-        return None  # nobody asks for the scope of a device function
+        patch_lang(fn)
+        return SimpleNamespace(restore=lambda: None)
 
     semantic = interpreter.interpreter_semantic
     interpreter._patch_builtin = patch_builtin
@@ -109,46 +109,57 @@ class Tape:
                 self.sources[id(result)] = self.sources.get(id(source), source)
             if self.binary_op or name in ("create_addptr", "create_select"):  # NumPy repeats arrays
                 args = [self.sources.get(id(x), x) for x in args]
-            self.calls.append((function, [*map(self.index, args)], self.index(result)))
+            self.calls.append((function, [*map(self.index, args)], self.add(result)))
             return result
 
         return call if name.startswith("create_") else method
 
     def index(self, x) -> int:
-        if id(x) not in self.indices:
-            self.indices[id(x)] = len(self.slots)
-            self.slots.append(x)
+        return self.indices[id(x)] if id(x) in self.indices else self.add(x)
+
+    def add(self, x) -> int:
+        self.indices[id(x)] = len(self.slots)
+        self.slots.append(x)
         return self.indices[id(x)]
 
-    def end(self, result: tl.tensor) -> "Tape":
-        self.type, self.result = result.type, self.index(result.handle)
-        calls, self.calls, needed = self.calls, [], {self.result}
-        for call in reversed(calls):
+    def end(self, result: tl.tensor):
+        """A function that makes the calls which the result needs, with other handles of operands."""
+        last, calls, needed = self.index(result.handle), [], {self.index(result.handle)}
+        for call in reversed(self.calls):
             if call[2] in needed:
                 needed.update(call[1])
-                self.calls.insert(0, call)
-            self.slots[call[2]] = None
-        if [arguments for _, arguments, _ in self.calls] == [[*range(self.num_operands)]]:
-            self.play = lambda operands, call=self.calls[0][0], kind=self.type: tl.tensor(call(*operands), kind)
-        return self
+                calls.insert(0, call)
+        made = {slot for _, _, slot in self.calls}
+        scope = {f"x{i}": x for i, x in enumerate(self.slots) if i >= self.num_operands and i not in made}
+        scope |= {f"call{i}": function for i, (function, _, _) in enumerate(calls)} | {"make": maker_of(result)}
+        listed = lambda slots: ", ".join(f"x{i}" for i in slots)
+        lines = [f"x{slot} = call{i}({listed(arguments)})" for i, (_, arguments, slot) in enumerate(calls)]
+        exec(f"def play({listed(range(self.num_operands))}): {'; '.join([*lines, f'return make(x{last})'])}", scope)
+        return scope["play"]
 
-    def play(self, operands: list) -> tl.tensor:
-        slots = [*operands, *self.slots[self.num_operands :]]
-        for function, arguments, result in self.calls:
-            slots[result] = function(*[slots[i] for i in arguments])
-        return tl.tensor(slots[self.result], self.type)
+
+def maker_of(example: tl.tensor):
+    """A function from handles to tensors of the same type."""
+    kind, dtype, shape, numel = example.type, example.dtype, example.shape, example.numel
+
+    def make(handle) -> tl.tensor:
+        x = object.__new__(tl.tensor)
+        x.handle, x.type, x.dtype, x.shape, x.numel = handle, kind, dtype, shape, numel
+        return x
+
+    return make
 
 
 def of_arrays(name, method, args, binary_op, result):
     """A method of the builder without what it finds out of the types of its arguments."""
     handle, load = interpreter.TensorHandle, interpreter._interpreter.load
     if binary_op and all(map(operator.is_, binary_op, args)):
-        function, kind = binary_op[2], result.data.dtype
+        function, kind, dtype = binary_op[2], result.data.dtype, result.dtype
         if not args[0].data.dtype == args[1].data.dtype == bool or function.__name__.startswith("bitwise"):
 
             def compute(lhs, rhs):
                 array = function(lhs.data, rhs.data)
-                return handle(array if array.dtype is kind else array.astype(kind), lhs.dtype.scalar)
+                return handle(array if array.dtype is kind else array.astype(kind), dtype)
 
             return compute
     if name == "create_addptr":
@@ -170,8 +181,13 @@ def on_tape(operation, name: str):
     builder, semantic, tapes = interpreter.interpreter_builder, interpreter.interpreter_semantic, {}
 
     def described(x):
-        x = x.value if type(x) is tl.constexpr else x
-        return x.name if isinstance(x, tl.dtype) else (type(x), repr(x))
+        kind = type(x)
+        if kind is tl.tensor:
+            return x.type.name
+        if kind is tl.constexpr:
+            x = x.value
+            kind = type(x)
+        return (kind, x) if kind is int else x.name if isinstance(x, tl.dtype) else (kind, repr(x))
 
     def copy(x):
         """So that no two operands are the same."""
@@ -181,9 +197,9 @@ def on_tape(operation, name: str):
         if semantic.builder is not builder:  # a part of another operation
             return operation(*args, **options)
         values = (*args, *options.values()) if options else args
-        key = (*[x.type.name if type(x) is tl.tensor else described(x) for x in values], *options)
-        if tape := tapes.get(key):
-            return tape.play([x.handle for x in values if type(x) is tl.tensor])
+        key = (*map(described, values), *options)
+        if played := tapes.get(key):
+            return played(*[x.handle for x in values if type(x) is tl.tensor])
         of_masked = options.get("other", (*args, None, None)[2]) if name == "load" else None
         if type(of_masked) is tl.tensor and args[0].handle.data.size == 1:  # a scalar, which is looked at
             return operation(*args, **options)

@@ -4,15 +4,18 @@ import gc
 from collections.abc import Callable
 
 
-def growth(seconds: Callable[[int], float], small: int, large: int, rounds: int = 4) -> float:
-    """`seconds(large) / seconds(small)`, each the least of `rounds` that alternate, without garbage collection."""
-    measured: dict[int, list[float]] = {small: [], large: []}
+def assert_grows_less(than: float, seconds: Callable[[int], float], small: int, large: int, rounds: int = 4) -> None:
+    """`seconds(large) / seconds(small)` is less `than` that, without garbage collection.
+
+    Of the small size the least of `rounds` counts, and of the large one the first of as many that is little enough.
+    """
     gc.collect()
     gc.disable()
     try:
-        for _ in range(rounds):
-            for size, times in measured.items():
-                times.append(seconds(size))
+        least = min(seconds(small) for _ in range(rounds))
+        growths = []
+        while len(growths) < rounds and min(growths, default=than) >= than:
+            growths.append(seconds(large) / least)
     finally:
         gc.enable()
-    return min(measured[large]) / min(measured[small])
+    assert min(growths) < than, growths

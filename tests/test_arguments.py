@@ -2,6 +2,7 @@
 
 import json
 import math
+import reprlib
 from functools import partial
 
 import pytest
@@ -749,7 +750,7 @@ TABLE = {f"k{i}": "x" for i in range(50_000)}
         (MessagesBody, dict(messages=QUESTION, tools=[{}] * 50_000)),
         (MessagesBody, dict(messages=QUESTION, stop_sequences=MANY)),
     ],
-    ids=lambda value: str(value)[:60],
+    ids=reprlib.repr,
 )
 def test_checks_end_with_the_first_wrong_item(model, fields):
     """They run in the event loop: with an error for each item, two megabytes would stop it for seconds."""

@@ -1080,14 +1080,15 @@ def test_both_servers_get_the_same_requests(fake_server, monkeypatch, capsys, tm
         ("text", "this is no answer: b'hello'"),
         ("close", "the server closed the connection"),
         ("status", "status 500"),
-        ("hang", "nothing has arrived for 1 seconds"),
+        ("hang", "nothing has arrived for 0.3 seconds"),
     ],
 )
 def test_wrong_answers_end_the_run(mode, words, fake_server, monkeypatch, tmp_path):
     """The error says which answer it was and what is wrong; nothing is left running, which the fixture checks."""
     source = Path(clients.__file__).read_text()
     impatient = tmp_path / "clients.py"
-    impatient.write_text(source.replace("MAX_SILENCE = 300.0", "MAX_SILENCE = 1.0"))
+    silence = 0.3 if mode == "hang" else 10.0
+    impatient.write_text(source.replace("MAX_SILENCE = 300.0", f"MAX_SILENCE = {silence}"))
     monkeypatch.setattr(clients, "__file__", str(impatient))
     fake_server(mode)
     with pytest.raises(SystemExit) as stopped:

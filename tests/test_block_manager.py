@@ -5,7 +5,7 @@ from itertools import count
 from time import process_time
 
 import pytest
-from scaling import growth
+from scaling import assert_grows_less
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
@@ -291,4 +291,4 @@ def test_a_block_takes_no_longer_where_there_are_many():
         assert len(manager.free_block_ids) == num_blocks
         return (process_time() - begin) / num_blocks
 
-    assert growth(seconds_per_block, 500, 16_000, rounds=2) < 8  # a search would take 32 times as long
+    assert_grows_less(8, seconds_per_block, 500, 16_000, rounds=2)  # a search would take 32 times as long

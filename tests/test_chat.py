@@ -11,6 +11,7 @@ import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from programs import Program
@@ -205,8 +206,10 @@ def terminal(*arguments: str, **environment: str):
             if select.select([master], [], [], 0.1)[0]:
                 shown += os.read(master, 65536).decode(errors="replace")
         before, _, shown = shown.partition(text)
-        if text == PROMPT:
-            time.sleep(0.3)  # readline shows it just before it takes keys
+        for _ in range(3 * (text == PROMPT)):  # readline shows it just before it waits for keys
+            time.sleep(0.02)
+            while Path(f"/proc/{process.pid}/stat").read_text().rsplit(")")[-1].split()[0] != "S":
+                time.sleep(0.01)
         return before
 
     try:
@@ -274,14 +277,22 @@ def test_reasoning_is_dimmed(capsys, monkeypatch):
 
 
 def test_waiting_is_said(capsys, monkeypatch):
+    def wait_for(text: str) -> str:
+        shown, end = "", time.monotonic() + 10
+        while text not in shown:
+            assert time.monotonic() < end, shown
+            time.sleep(0.01)
+            shown += capsys.readouterr().err
+        return shown
+
     monkeypatch.setattr("nanovllm.serve.terminal.waiting.DELAY", 0.01)
     with waiting_for("Loading a model"):
-        time.sleep(0.3)
-    assert capsys.readouterr().err == "Loading a model ...\n"
+        shown = wait_for("\n")
+    assert shown + capsys.readouterr().err == "Loading a model ...\n"
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     with waiting_for("Loading a model"):
-        time.sleep(0.3)
-    shown = capsys.readouterr().err  # a line that is erased in the end
+        shown = wait_for("00:00")
+    shown += capsys.readouterr().err  # a line that is erased in the end
     assert "\rLoading a model: 00:00" in shown and shown.endswith("\r") and "\n" not in shown
     monkeypatch.setattr("nanovllm.serve.terminal.waiting.DELAY", 10)
     with waiting_for("Loading a model"):

@@ -177,11 +177,13 @@ def test_drafts_of_graphs(make_llm, one_layer, use_ops, monkeypatch, tmp_path, m
     drafter.run, drafter.run_chunks = graphs.run, graphs.run_chunks
     if method == "eagle3":
         monkeypatch.setattr(cuda, "max_seqs_of", lambda *_: 2)  # of the three sizes two, as the interpreter is slow
+        llm.config.resolve(max_model_len=18)  # and two steps, not four
         cuda.measure_drafts(runner)
+        llm.config.resolve(max_model_len=SMALL["max_model_len"])
         cost, of_decodes = llm.config.speculative_config.step_cost, runner.graphs.graphs
         assert cost.rows == (1, 2) and min(cost.times + cost.drafting) > 0 and cost.of(2, 3) == cost.drafting[1]
         wide = [of_decodes[shape.graph_shape] for shape in runner.graphs.shapes if shape.tokens_per_row == k]
-        assert [sorted(x.num_replays for x in found) for found in (graphs.graphs.values(), wide)] == [[0, 12, 12]] * 2
+        assert [sorted(x.num_replays for x in found) for found in (graphs.graphs.values(), wide)] == [[0, 6, 6]] * 2
         for table in runner.tables:
             table.zero_()
         llm.core.output_processor.settings = plain.core.output_processor.settings  # drafts as often

@@ -5,7 +5,7 @@ from time import process_time
 from types import SimpleNamespace
 
 import pytest
-from scaling import growth
+from scaling import assert_grows_less
 from simulation import SimulatedEngine
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -248,4 +248,4 @@ def test_time_is_linear_in_the_text(stop):
             detokenizer.take_text()
         return process_time() - begin
 
-    assert growth(seconds, 4_000, 40_000, rounds=3) < 30  # and not 100
+    assert_grows_less(30, seconds, 4_000, 40_000, rounds=3)  # and not 100

@@ -496,7 +496,8 @@ def test_not_one_token_differs(make_llm, bigrams, small_model, tmp_path, schedul
         outputs = llm.generate(prompts, params, use_tqdm=False)
         stats = llm.stats()
         assert answers(outputs) == expected
-        assert answers(generate_by_steps(llm, zip(prompts[:4], params[:4]))) == expected[:4]
+        if head is right or schedule == "chunks":
+            assert answers(generate_by_steps(llm, zip(prompts[:4], params[:4]))) == expected[:4]
         assert stats["preemptions"] > 0 or schedule != "preemptions"
         num_drafted, num_accepted = (stats["spec_decode"][name] for name in ("draft_tokens", "accepted_tokens"))
         if head is right:  # but for drafts past the end of an answer

@@ -79,6 +79,9 @@ SCHEDULES = {
 }
 
 
+SAVED: dict[str, torch.nn.Module] = {}  # models of text alone, by their folders
+
+
 def make_checkpoint(folder: Path, name: str, is_whole: bool = False) -> str:
     """Save a model of transformers with random weights, and the bundled tokenizer; whole ones have a vision part."""
     family, layer_types, (heads, kv_heads, head_dim), delta_heads, entries = CASES[name]
@@ -123,6 +126,8 @@ def make_checkpoint(folder: Path, name: str, is_whole: bool = False) -> str:
         else:
             parameter.add_(0.3 * noise)
     model.save_pretrained(folder)
+    if not is_whole:
+        SAVED[str(folder)] = model
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(TINY) / file, folder)
     return str(folder)
@@ -140,7 +145,9 @@ class Checkpoints:
         return make_checkpoint(self.root / name, name.removesuffix("-whole"), name.endswith("-whole"))
 
     def model(self, name: str):
-        model = transformers.AutoModelForCausalLM.from_pretrained(self.folder(name), dtype=torch.float32)
+        folder = self.folder(name)
+        if (model := SAVED.get(folder)) is None:
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         return cache(lambda *token_ids: model.eval()(torch.tensor([token_ids])).logits[0].log_softmax(-1))
 
 

@@ -108,6 +108,9 @@ def make_checkpoint(folder: Path, name: str) -> str:
     return str(folder)
 
 
+REFERENCES: dict[tuple[bytes, ...], nn.Module] = {}  # models of transformers, by the contents of their files
+
+
 @cache
 def checkpoint_files(name: str, case: str) -> dict[str, bytes]:
     """What transformers saves, by the file's name. `case` is that of the name, which tests change."""
@@ -141,7 +144,9 @@ def checkpoint_files(name: str, case: str) -> dict[str, bytes]:
             parameter.copy_(0.3 * noise + (0 if parameter_name.endswith("bias") else 1))
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+        files = {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+    REFERENCES[files["config.json"], files["model.safetensors"]] = model
+    return files
 
 
 def requests() -> list[tuple[list[int], SamplingParams]]:
@@ -158,11 +163,8 @@ def reference_model(folder: str, **options):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32, **options).eval()
 
 
-REFERENCES: dict[tuple[bytes, ...], nn.Module] = {}  # by the contents of the files
-
-
 def shared_reference(folder: str) -> nn.Module:
-    """The `reference_model` of a checkpoint, which is loaded once; not to be changed."""
+    """The model that was saved as a checkpoint, or one that is loaded once; not to be changed."""
     key = tuple((Path(folder) / name).read_bytes() for name in ("config.json", "model.safetensors"))
     if key not in REFERENCES:
         REFERENCES[key] = reference_model(folder)

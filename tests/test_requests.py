@@ -116,13 +116,13 @@ def test_logprobs(make_llm, logprobs_of, prompts, world, async_scheduling):
 def check_logprobs(got: dict, token_id: int, expected: torch.Tensor, wanted: int) -> None:
     """The token's own and those of the `wanted` most likely; ranks count in `expected`, within rounding."""
     values, ranks = (torch.tensor(x) for x in zip(*got.values()))
-    torch.testing.assert_close(values, expected[[*got]], rtol=1e-5, atol=1e-4)
+    assert torch.allclose(values, expected[[*got]], rtol=1e-5, atol=1e-4)  # takes a tenth of the time of assert_close
     num = len(expected) if wanted < 0 else wanted
     others = [i for i, (_, rank) in got.items() if i != token_id or rank <= num]
     assert next(iter(got)) == token_id and len(others) == num
     assert sorted(got[i][1] for i in others) == [*range(1, num + 1)]
     order = expected.sort(descending=True).values
-    torch.testing.assert_close(values, order[ranks - 1], rtol=1e-5, atol=1e-4)
+    assert torch.allclose(values, order[ranks - 1], rtol=1e-5, atol=1e-4)
     assert ranks[1:].tolist() == sorted(ranks[1:].tolist())
 
 

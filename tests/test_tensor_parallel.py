@@ -370,10 +370,10 @@ def check_error_in_a_step(llm: LLM, monkeypatch) -> None:
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_hangs_in_a_step(make_llm, monkeypatch):
     for module in (process_group, worker):
-        monkeypatch.setattr(module, "STEP_TIMEOUT", 1.0)
+        monkeypatch.setattr(module, "STEP_TIMEOUT", 0.5)
     monkeypatch.setattr(worker, "monotonic", lambda: 10 * time.monotonic())  # rank 0 waits shorter for another cause
     llm = make_llm(tensor_parallel_size=2, max_model_len=2048)
-    later(0.3, os.kill, pid_of(llm, 1), signal.SIGSTOP)
+    later(0.1, os.kill, pid_of(llm, 1), signal.SIGSTOP)
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match="[Tt]imed out|no step"):
         llm.generate(PROMPTS, LONG, use_tqdm=False)
