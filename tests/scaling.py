@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 
 def assert_grows_less(than: float, seconds: Callable[[int], float], small: int, large: int, rounds: int = 4) -> None:
-    """`seconds(large) / seconds(small)` is less `than` that, without garbage collection.
+    """Assert that `seconds(large)` is less than `than` times `seconds(small)`, without garbage collection.
 
     Of the small size the least of `rounds` counts, and of the large one the first of as many that is little enough.
     """

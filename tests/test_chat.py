@@ -209,6 +209,7 @@ def terminal(*arguments: str, **environment: str):
         for _ in range(3 * (text == PROMPT)):  # readline shows it just before it waits for keys
             time.sleep(0.02)
             while Path(f"/proc/{process.pid}/stat").read_text().rsplit(")")[-1].split()[0] != "S":
+                assert time.monotonic() < end and process.poll() is None, before
                 time.sleep(0.01)
         return before
 

@@ -19,7 +19,7 @@ from nanovllm.features.logprobs import divided, log_probabilities
 from nanovllm.graphs.cuda_graph import capture_sizes
 from nanovllm.invariant import cuda_ops
 from nanovllm.invariant.cuda import Runner
-from nanovllm.kernels import invariant_decode, invariant_prefill, ops
+from nanovllm.kernels import invariant_decode, invariant_prefill, layernorm, ops
 from nanovllm.kernels.invariant_gemm import WIDE_128, WIDE_256, invariant_product
 from nanovllm.layers.attention import Attention
 from nanovllm.quantization.scaled import dequantize
@@ -37,6 +37,20 @@ def kernels(monkeypatch) -> int:
         for module in (invariant_decode, invariant_prefill):
             monkeypatch.setattr(module, "SEGMENT", tl.constexpr(128))
     return invariant_decode.SEGMENT.value
+
+
+@pytest.mark.parametrize("n", [1024, 4096, 5120])
+def test_norms(monkeypatch, n):
+    """They are compiled alike for one row and several: the number of warps decides in which order squares add up."""
+    calls = []
+
+    def launch(kernel, grid, device):
+        return lambda *args, **constants: calls.append(constants)
+
+    monkeypatch.setattr(layernorm, "launch", launch)
+    for num_rows in (1, 2, 64):
+        ops.rms_norm(randn(num_rows, n), randn(n), 1e-6)
+    assert calls[0] == calls[1] == calls[2] and calls[0]["num_warps"]
 
 
 HEADS = [(1, 2, 128, 256), (2, 1, 64, 64), (3, 2, 32, 48), (7, 1, 64, 32), (16, 1, 32, 256)]

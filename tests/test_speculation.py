@@ -314,7 +314,14 @@ def test_wrong_drafts_of_a_model_cost_little(make_llm, small_model, monkeypatch,
     assert num_accepted == num_drafted > 0.7 * num_seqs * num_tokens
 
 
-StepCost.of = cache(StepCost.of)  # the simulations ask for the same few a hundred thousand times
+OF = cache(StepCost.of)
+
+
+@pytest.fixture(autouse=True)
+def known_costs(monkeypatch):
+    """The simulations ask for the same few a hundred thousand times."""
+    monkeypatch.setattr(StepCost, "of", OF)
+
 
 # ms of steps of Qwen3-8B, without and with four drafts of a head of EAGLE-3, on an H200
 BF16 = StepCost((1, 8, 32, 64), (4.1, 4.34, 4.7, 4.9), (5.24, 6.22, 7.19, 10.0))

@@ -260,7 +260,8 @@ def decode_attention(
     constants["ROTARY"] = norm_rope_inputs[3].shape[2] if is_qkv else head_dim
     constants["PREFETCHED"] = layout.tile * (4 if num_warps == 8 else 1)
     pointers, scale = (q, norm_rope_inputs, caches, seqs, (out, *parts)), head_dim**-0.5 * LOG2_E
-    shared = (50 if batch_size <= 16 else 75) if is_qkv else 100  # near that of the products: dependent_launch.py
+    # near that of the products (dependent_launch.py), and the same for all that a compiled kernel is launched for
+    shared = (75 if splits == 1 else 50) if is_qkv else 100
     launch(_decode_kernel, (kv_heads, batch_size, splits), q.device, shared=shared)(
         *pointers, scale, q.stride(0), block_tables.stride(0), splits, **constants
     )

@@ -1,7 +1,7 @@
 """What the kernels in Gluon share: a warp loads tiles into a ring of buffers, and warpgroups compute with them.
 
-A buffer has two barriers: `full`, which its bytes complete as they arrive, and `empty`, which those complete that have
-used it. Its i-th use is the phase i & 1 of both.
+A buffer has two barriers: `full`, which its bytes complete as they arrive, with what else is stored there, and `empty`,
+which those complete that have used it. Its i-th use is the phase i & 1 of both.
 """
 
 from triton.experimental import gluon

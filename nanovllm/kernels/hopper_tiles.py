@@ -1,11 +1,6 @@
 """Which products in FP8 hopper_scaled_gemm.py computes, and in which tiles. Importing this takes no Gluon.
 
-Microseconds of a layer of Qwen3-8B with a cache in 16 bits on an H100, in a chain of layers in one CUDA graph, behind
-640 tokens; 40 and 160 rows are those of 8 and 32 sequences with four drafts each:
-
-    rows                             24     32     40     64     96    128    160    192    256
-    Triton and the library        119.6  126.4  117.2  169.7  197.4  225.8  165.7  311.0  371.7
-    these tiles                   114.8  118.0  106.5  158.3  191.6  219.6  161.1  301.2  363.4
+[Kernels, one by one](../docs/kernel-timings.md#few-rows-in-fp8) says what they gain.
 """
 
 from typing import NamedTuple
@@ -71,6 +66,7 @@ def quantized_linear(
     tile = hopper_tile(len(x), values, scales, split_k)
     if tile is None or tile.split_k != split_k or x.dtype == torch.float32:
         return NotImplemented
+    assert x.scales.shape[1] == values.shape[1] // BLOCK[1]
     from nanovllm.kernels.hopper_scaled_gemm import hopper_scaled_gemm  # imports what few versions of Triton have
 
     return hopper_scaled_gemm(x, values, scales, tile, out)

@@ -36,10 +36,8 @@ def _store_norm(x, weight, eps, residual, split_k: int, group: int, outputs: tup
     num_rows, n = x.shape[-2:]
     if num_rows:
         width, count = 1 << (group - 1).bit_length(), 1 << (n // group - 1).bit_length()
-        # a row alone is between long products with 8-bit weights, which leave the memory to the driver, too
-        num_warps, shared = (8, 100) if num_rows > 1 else (16, None)
-        constants = dict(GROUPS=Groups(n, group, count, width), num_warps=4 if count * width <= 2048 else num_warps)
-        launch(_rms_norm_kernel, (num_rows,), x.device, shared)(
+        constants = dict(GROUPS=Groups(n, group, count, width), num_warps=4 if count * width <= 2048 else 8)
+        launch(_rms_norm_kernel, (num_rows,), x.device)(
             (x, residual), weight, outputs, num_rows, eps, scale_stride, SPLIT_K=split_k, **constants
         )
 

@@ -35,6 +35,7 @@ def min_block_columns(values) -> int:
 def best_scaled_split_k(values, scales, num_rows, max_split_k, max_rows=None):
     if num_rows == 1:
         return choose_gemv_split_k(values.shape[1], max_split_k)
+    # quantized rows alone come with max_rows
     if max_rows is not None and (tile := hopper_tile(num_rows, values, scales, max_split_k)) is not None:
         return tile.split_k
     if not 1 < num_rows <= (max_rows or MAX_SCALED_ROWS) or not suits_scaled_gemm(values, scales):

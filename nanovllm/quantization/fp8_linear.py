@@ -17,7 +17,7 @@ from nanovllm.quantization.scaled import QuantScheme
 from nanovllm.quantization.scaled_linear import ScaledLinear
 
 BLOCK = (128, 128)  # of weights that the library multiplies, beside those of whole rows
-MAX_GEMM_ROWS = 32  # with more rows, the library multiplies
+MAX_GEMM_ROWS = 32  # with more rows, the library multiplies what `quantized_linear` does not
 
 
 class FP8Linear(ScaledLinear):

@@ -32,7 +32,8 @@ def best_scaled_split_k(
 ) -> int:
     """The best number of partial sums, at most `max_split_k`, for `scaled_linear` to split a product along its inputs.
 
-    A product of more than one row and more than `max_rows` is not split.
+    A product of more than one row and more than `max_rows` is not split, but by a kernel that takes quantized rows:
+    these alone come with `max_rows`.
     """
     return 1
 
