@@ -7,15 +7,20 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 import weakref
 from collections.abc import Collection, Mapping
 from multiprocessing import resource_tracker, util
 from types import ModuleType
 
+from tqdm import tqdm
+
 # what each program imports anew: modules of ours, and what reads the environment when it is imported
 IMPORTED_ANEW = "nanovllm", "prometheus_client"
 SPAWN = util.spawnv_passfds
+# tqdm's own lock is shared with forks, and one that is killed while it draws a bar would keep it for ever
+tqdm.set_lock(threading.RLock())
 
 
 class Program(subprocess.Popen):
@@ -78,6 +83,7 @@ def _run(arguments: list[str]) -> int:
         del sys.modules[name]
     sys.modules["__main__"] = ModuleType("__main__")  # which processes that are spawned import
     util.spawnv_passfds = _spawn
+    tqdm.set_lock(threading.RLock())  # another thread may have had it
     atexit._clear()
     weakref.finalize._registry.clear()
     weakref.finalize._registered_with_atexit = False
