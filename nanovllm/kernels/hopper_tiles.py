@@ -38,17 +38,15 @@ def choose_tile(num_rows: int, n: int, k: int, max_split_k: int, sms: int) -> Ho
 
     Only the largest tiles are better than those of the library where a program has several.
     """
-    if num_rows <= 16:
+    if not 16 < num_rows <= TILES[-1][0]:
         return None
-    for max_rows, min_blocks, tiles in TILES:
-        if num_rows <= max_rows:
-            for tile in tiles:
-                count = -(-num_rows // tile.rows) * -(-n // tile.outputs)
-                split_k = max(1, min(max_split_k, sms // count, k // 128 // min_blocks))
-                rounds = -(-count * split_k // sms)
-                if count * split_k > MIN_BUSY * rounds * sms and (rounds == 1 or tile is tiles[0]):
-                    return tile._replace(split_k=split_k)
-            break
+    _, min_blocks, tiles = next(size for size in TILES if num_rows <= size[0])
+    for tile in tiles:
+        count = -(-num_rows // tile.rows) * -(-n // tile.outputs)
+        split_k = max(1, min(max_split_k, sms // count, k // 128 // min_blocks))
+        rounds = -(-count * split_k // sms)
+        if count * split_k > MIN_BUSY * rounds * sms and (rounds == 1 or tile is tiles[0]):
+            return tile._replace(split_k=split_k)
     return None
 
 
