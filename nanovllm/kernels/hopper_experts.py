@@ -12,11 +12,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, launch
 from nanovllm.kernels.devices import num_sms
-from nanovllm.kernels.hopper_ring import barriers, buffers, gdc_launch_dependents, gdc_wait, sums_of
+from nanovllm.kernels.hopper_ring import barriers, buffers, gdc_launch_dependents, gdc_wait, halves, sums_of, tiles_of
 from nanovllm.kernels.moe_routing import TILE_FIELDS, ExpertRows, Routing
 
 ROWS = gl.constexpr(128)
@@ -24,7 +23,6 @@ COLUMNS = gl.constexpr(256)
 STEP = gl.constexpr(64)  # inputs of a buffer, and outputs of a piece that is stored: their rows have 128 bytes
 GROUP = gl.constexpr(8)  # tiles of rows that take the same weights one after the other, which are then in the L2 cache
 STAGES = gl.constexpr(4)  # steps that are loaded ahead
-SWIZZLED = gl.NVMMASharedLayout(128, 16)
 SUMS = gl.constexpr(sums_of(256))
 PIECE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0]))  # [64, 64], by the warps that store
 
@@ -110,12 +108,6 @@ def _load_pairs(pairs_ptr, tile, rows):
 
 
 @gluon.jit
-def _halves(sums):
-    """The left and the right half of the columns."""
-    return gl.reshape(sums, [64, 2, sums.shape[1] // 2]).permute((0, 2, 1)).split()
-
-
-@gluon.jit
 def _multiply(weights_ptr, pairs_ptr, lookup, rings, out, W: gl.constexpr, PLAN: gl.constexpr):
     """A warpgroup: 64 rows, times their routing weights, whose addresses it loads a tile ahead."""
     x_ring, w_ring, full, empty = rings
@@ -139,8 +131,8 @@ def _multiply(weights_ptr, pairs_ptr, lookup, rings, out, W: gl.constexpr, PLAN:
         mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1)
         tile = _next_tile(lookup, use + 1)
         pair = _load_pairs(pairs_ptr, tile, rows)
-        left, right = _halves(sums * weight[:, None])
-        pieces = _halves(left) + _halves(right)
+        left, right = halves(sums * weight[:, None])
+        pieces = halves(left) + halves(right)
         for p in gl.static_range(4):
             buffer = W * 2 + p % 2
             mbarrier.wait(free.index(buffer), p // 2 ^ 1)  # a tile uses each buffer twice
@@ -208,8 +200,8 @@ def experts_down(
     """
     (num_tokens, top_k), (n, k) = routing.weights.shape, weight.shape[1:]
     num_tiles, num_blocks = len(rows.table), n // COLUMNS.value
-    x_tiles = TensorDescriptor.from_tensor(x, [ROWS.value, STEP.value], SWIZZLED)
-    w_tiles = TensorDescriptor.from_tensor(weight.flatten(0, 1), [COLUMNS.value, STEP.value], SWIZZLED)
+    x_tiles = tiles_of(x, ROWS.value, STEP.value)
+    w_tiles = tiles_of(weight.flatten(0, 1), COLUMNS.value, STEP.value)
     routing_ptrs = routing.weights, rows.pairs, rows.table
     launch(_down_kernel, (min(num_sms(x.device), num_tiles * num_blocks),), x.device)(
         x_tiles, w_tiles, routing_ptrs, out, num_tiles, num_tokens, num_blocks, PLAN=Plan(k, top_k), num_warps=4

@@ -21,15 +21,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, launch
-from nanovllm.kernels.hopper_ring import barriers, buffers, gdc_launch_dependents, gdc_wait, sums_of
+from nanovllm.kernels.hopper_ring import barriers, buffers, gdc_launch_dependents, gdc_wait, sums_of, tiles_of
 
 TILE_N = gl.constexpr(128)  # rows of the weight
 FIRST = gl.constexpr(128)  # tokens of the first part
 TILE_K = gl.constexpr(64)  # inputs of a buffer, whose rows have 128 bytes
-SWIZZLED = gl.NVMMASharedLayout(128, 16)
 SHARED_BYTES = 218 * 2**10  # of all buffers; 4 KiB are for what is stored
 
 
@@ -142,10 +140,7 @@ def hopper_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int, out: torch.
     (m, k), n = x.shape, weight.shape[0]
     out = torch.empty((split_k, m, n), dtype=x.dtype, device=x.device) if out is None else out
     second = max(16, triton.next_power_of_2(m - FIRST.value))
-    tiles = (
-        TensorDescriptor.from_tensor(matrix, [rows, TILE_K.value], SWIZZLED)
-        for matrix, rows in ((weight, 64), (x, FIRST.value), (x, second))
-    )
+    tiles = (tiles_of(*tile, TILE_K.value) for tile in ((weight, 64), (x, FIRST.value), (x, second)))
     tokens = FIRST.value + second
     buffers = SHARED_BYTES // ((TILE_N.value + tokens) * 2 * TILE_K.value)
     steps = triton.cdiv(triton.cdiv(k, TILE_K.value), split_k)

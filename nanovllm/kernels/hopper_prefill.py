@@ -13,11 +13,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, launch
 from nanovllm.kernels.devices import num_sms
-from nanovllm.kernels.hopper_ring import barriers, buffers, gdc_launch_dependents, gdc_wait, sums_of
+from nanovllm.kernels.hopper_ring import barriers, buffers, gdc_launch_dependents, gdc_wait, sums_of, tiles_of
 
 
 class Shape(NamedTuple):
@@ -263,11 +262,8 @@ def attend(tokens: int, tile: int, q: torch.Tensor, caches, plan_ptrs, out: torc
     group = heads // kv_heads
     pack = group & -group
     shape = Shape(heads // pack, pack, group, head_dim, block_size, tokens, tile)
-    q_tiles = TensorDescriptor.from_tensor(q, [64 // pack, pack, head_dim], gl.NVMMASharedLayout(128, 16, 3))
-    tiles = (
-        TensorDescriptor.from_tensor(cache.flatten(0, 1).flatten(1), [tile, head_dim], gl.NVMMASharedLayout(128, 16))
-        for cache in caches
-    )
+    q_tiles = tiles_of(q, 64 // pack, pack, head_dim)
+    tiles = (tiles_of(cache.flatten(0, 1).flatten(1), tile, head_dim) for cache in caches)
     num_tiles, stride = len(plan_ptrs[0]), plan_ptrs[3].stride(0)
     grid = (min(num_sms(q.device), num_tiles * shape.packs),)
     arguments = q_tiles, *tiles, plan_ptrs, out, stride, num_tiles

@@ -4,10 +4,12 @@ A buffer has two barriers: `full`, which its bytes complete as they arrive, with
 which those complete that have used it. Its i-th use is the phase i & 1 of both.
 """
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
 @gluon.jit
@@ -20,6 +22,13 @@ def gdc_launch_dependents(PDL: gl.constexpr):
 def gdc_wait(PDL: gl.constexpr):
     if PDL:
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, False, pack=1)
+
+
+def tiles_of(x: torch.Tensor, *shape: int) -> TensorDescriptor:
+    """Tiles of x, whose rows are swizzled by as much as there is."""
+    size = x.element_size()
+    layout = gl.NVMMASharedLayout(min(128, shape[-1] * size), 8 * size, len(shape))
+    return TensorDescriptor.from_tensor(x, [*shape], layout)
 
 
 @gluon.jit
@@ -43,3 +52,9 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 def sums_of(columns, bits=16):
     """The layout of a warpgroup's sums of products [64, columns] of such factors, as wgmma has them."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 256 // bits])
+
+
+@gluon.jit
+def halves(sums):
+    """The left and the right half of the columns of sums [64, columns]; a thread keeps its numbers."""
+    return gl.reshape(sums, [64, 2, sums.shape[1] // 2]).permute((0, 2, 1)).split()

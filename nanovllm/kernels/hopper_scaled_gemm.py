@@ -14,11 +14,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanovllm.kernels.dependent_launch import dependent_kernel, launch
 from nanovllm.kernels.devices import num_sms
-from nanovllm.kernels.hopper_ring import barriers, buffers, gdc_launch_dependents, gdc_wait, sums_of
+from nanovllm.kernels.hopper_ring import barriers, buffers, gdc_launch_dependents, gdc_wait, sums_of, tiles_of
 from nanovllm.kernels.hopper_tiles import HopperTile
 from nanovllm.kernels.tiles import QuantizedRows
 
@@ -254,9 +253,7 @@ def hopper_scaled_gemm(
     """`split_k_gemm` of quantized rows and weights."""
     m, (n, k) = len(x), values.shape
     out = torch.empty((tile.split_k, m, n), dtype=x.dtype, device=values.device) if out is None else out
-    swizzled, x_rows = gl.NVMMASharedLayout(128, 8), 32 if m <= 32 else 64
-    x_tiles = TensorDescriptor.from_tensor(x.values, [x_rows, 128], swizzled)
-    w_tiles = TensorDescriptor.from_tensor(values, [64, 128], swizzled)
+    x_tiles, w_tiles = tiles_of(x.values, 32 if m <= 32 else 64, 128), tiles_of(values, 64, 128)
     row_tiles = triton.cdiv(m, tile.rows)
     num_tiles = row_tiles * tile.split_k * triton.cdiv(n, tile.outputs)
     launch(_gemm_kernel, (min(num_sms(values.device), num_tiles),), values.device)(
