@@ -263,3 +263,12 @@ def test_the_smallest_graph_that_holds_a_step(make_llm):
     assert found(0, 256, 33, 33) is None and found(0, 257, 1, 1) is None
     assert found(0, 16, 1, 60) is None  # attention of no decode would not wait for what is before it
     assert max(shape.num_tokens for shape in shapes) == 256
+
+
+def test_rows_of_the_largest_graph_with_chunks(make_llm):
+    """Kernels for more may round in their own way: no step is padded to so many, in an engine with graphs alone."""
+    from nanovllm.kernels.hopper_tiles import MAX_CAPTURED_ROWS
+
+    config = make_llm(max_num_batched_tokens=16384, max_num_mixed_tokens=16384).config
+    assert max(shape.num_tokens for shape in graph_shapes(config, AttentionBackend())) == MAX_CAPTURED_ROWS
+    assert max(draft_graphs.ROWS) <= MAX_CAPTURED_ROWS

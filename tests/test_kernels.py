@@ -1,6 +1,7 @@
 """Each Triton kernel against plain PyTorch: on the CUDA device, or in Triton's interpreter where there is none."""
 
 import sys
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 
@@ -26,7 +27,7 @@ import triton.language as tl
 
 from nanovllm import kernels
 from nanovllm.attention.triton import query_tiles
-from nanovllm.kernels import decode_attention, ops, peers, prefill_attention, sampling
+from nanovllm.kernels import decode_attention, hopper_tiles, ops, peers, prefill_attention, sampling
 from nanovllm.kernels.decode_attention import TILE
 from nanovllm.kernels.devices import has_tma, num_sms
 from nanovllm.kernels.peers import PeerBarrier
@@ -37,9 +38,10 @@ from nanovllm.kernels.split_sequence import MAX_SPLITS, choose_num_splits
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import KVCache
 from nanovllm.layers.layernorm import NormInput
+from nanovllm.layers.linear import QKVParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.sampler import philox
-from nanovllm.utils.tensor_parallel import PartialSum
+from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 
@@ -643,13 +645,24 @@ def test_norm_rope_store(has_norm, sizes, num_tokens, dtype):
     heads, kv_heads, head_dim, rotary = sizes
     qkv = randn(num_tokens, heads + 2 * kv_heads + 1, head_dim, dtype=dtype)[:, 1:]  # a gate is in front
     qkv[1:2] *= 1e-3  # where eps counts
+    results = stored(partial(ops.norm_rope_and_store, qkv), qkv, kv_heads, rotary, has_norm, dtype)
+    for found, expected in results:
+        assert_close(found, expected)
+    values, expected = results[-1]
+    assert torch.equal(values.double(), expected)
+
+
+def stored(store, qkv: torch.Tensor, kv_heads: int, rotary: int, has_norm: bool, dtype: torch.dtype):
+    """Queries, keys and values as `store` leaves them, each with what they are of qkv in float64. Some slots are -1."""
+    num_tokens, num_rows, head_dim = qkv.shape
     q_weight, k_weight = (randn(head_dim, dtype=dtype) if has_norm else None for _ in "qk")
     inv_freq = 10000.0 ** (-torch.arange(0, rotary, 2) / rotary)
     positions = torch.randint(300, (num_tokens,))
     cos_sin = RotaryEmbedding(tuple(inv_freq.tolist()), 1.25, 300)(positions).to(DEVICE)
-    caches = [randn(6, 16, kv_heads, head_dim, dtype=dtype) for _ in "kv"]
+    num_blocks = num_tokens // 16 + 5
+    caches = [randn(num_blocks + 1, 16, kv_heads, head_dim, dtype=dtype) for _ in "kv"]
     cache = cache_of(*(x[1:] for x in caches))  # in front is what a slot of -1 would overwrite
-    slots = torch.randperm(80)[:num_tokens].to(DEVICE)
+    slots = torch.randperm(16 * num_blocks)[:num_tokens].to(DEVICE)
     slots[2::3] = -1
 
     angles = torch.outer(positions.float(), inv_freq).double().unsqueeze(1).to(DEVICE)
@@ -660,14 +673,60 @@ def test_norm_rope_store(has_norm, sizes, num_tokens, dtype):
         turned = torch.complex(*normed[..., :rotary].chunk(2, -1)) * turn
         return torch.cat((turned.real, turned.imag, normed[..., rotary:]), -1)
 
-    q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
+    q, k, v = qkv.split((num_rows - 2 * kv_heads, kv_heads, kv_heads), 1)
     expected = [x.double() for x in caches]
     for x, content in zip(expected, (norm_rope(k, k_weight), v.double()), strict=True):
         x[1:].flatten(0, 1)[slots[slots >= 0]] = content[slots >= 0]
-    out = ops.norm_rope_and_store(qkv, (q_weight, k_weight, 1e-6, cos_sin), int32(slots), cache)
-    assert_close(out, norm_rope(q, q_weight))
-    assert_close(caches[0], expected[0])
-    assert torch.equal(caches[1].double(), expected[1])
+    out = store((q_weight, k_weight, 1e-6, cos_sin), int32(slots), cache)
+    return [*zip((out, *caches), (norm_rope(q, q_weight), *expected), strict=True)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not prefill_attention.has_hopper_kernels(), reason="needs a Hopper GPU, and Triton 3.6")
+@pytest.mark.parametrize("has_norm", [True, False], ids=["norm", "no norm"])
+@pytest.mark.parametrize("num_rows, heads, kv_heads, k", [(1, 2, 2, 64), (130, 16, 8, 1024), (2500, 6, 2, 1096)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_qkv_for_hopper(dtype, num_rows, heads, kv_heads, k, has_norm):
+    """Fewer tiles than programs and more, also with rows and inputs beyond the last."""
+    from nanovllm.kernels.hopper_qkv import store_product
+
+    x, weight = randn(num_rows, k, dtype=dtype), randn((heads + 2 * kv_heads) * 128, k, dtype=dtype) / k**0.5
+    qkv = linear_reference(x, weight).unflatten(1, (-1, 128))
+    store = partial(store_product, (x, weight, None))
+    for found, expected in stored(store, qkv, kv_heads, 128, has_norm, dtype):
+        assert_close(found, expected)
+
+
+def test_choose_qkv(monkeypatch):
+    """Product, norm, rope and store are one kernel for more rows than a graph has; then it gets the layer's factors."""
+    module, calls = "nanovllm.kernels.hopper_qkv", []
+    fake = SimpleNamespace(store_product=lambda factors, *args: calls.append((factors, args)) or "queries")
+    monkeypatch.setitem(sys.modules, module, fake)
+    monkeypatch.setattr(kernels, "hopper_qkv", fake, raising=False)
+    monkeypatch.setattr(hopper_tiles, "has_hopper_kernels", lambda: True)
+    monkeypatch.setattr(hopper_tiles, "MAX_CAPTURED_ROWS", 4)
+
+    def fused(rows=5, heads=6, kv_heads=2, head_dim=128, k=64, cache_dtype=torch.bfloat16, rotary=None, bias=False):
+        layer = QKVParallelLinear(k, head_dim, heads, kv_heads, bias, TensorParallel(), torch.bfloat16).to(DEVICE)
+        x, weight = randn(rows, k, dtype=torch.bfloat16), randn(k, dtype=torch.bfloat16)
+        normed = NormInput(PartialSum(x), None, weight, 1e-6)
+        cache = KVCache(torch.empty(2, 1, 16, kv_heads, head_dim, dtype=cache_dtype))
+        args = (None, None, 0.0, torch.ones(rows, 2, rotary or head_dim)), torch.arange(rows), cache
+        if (q := ops.qkv_norm_rope_store(normed, layer, *args)) is NotImplemented:
+            assert not calls and ops.qkv_norm_rope_store(x, layer, *args) is NotImplemented
+            return False
+        (((found, *others), found_args),) = calls
+        assert q == "queries" and torch.equal(found, normed.tensor()) and found_args == args
+        assert others[0] is layer.weight and others[1:] == [None]
+        calls.clear()
+        return True
+
+    assert fused() and fused(heads=2) and fused(rows=300)
+    assert not fused(rows=4) and not fused(rows=1) and not fused(bias=True)
+    assert not fused(heads=5) and not fused(kv_heads=1, heads=4) and not fused(k=60)
+    assert not fused(head_dim=64, heads=12) and not fused(rotary=64) and not fused(cache_dtype=torch.float8_e4m3fn)
+    monkeypatch.setattr(hopper_tiles, "has_hopper_kernels", lambda: False)
+    assert not fused()
 
 
 # --- host memory

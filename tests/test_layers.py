@@ -431,7 +431,7 @@ def test_sdpa_decodes_in_bfloat16(monkeypatch, group, has_amx):
 
 
 @pytest.mark.parametrize("has_norm", [True, False], ids=["norm", "no norm"])
-@pytest.mark.parametrize("path", ["plain", "kernels", "fused kernels"])
+@pytest.mark.parametrize("path", ["plain", "kernels", "fused kernels", "fused product"])
 def test_attention_from_qkv(monkeypatch, use_ops, path, has_norm):
     """The layer norms, rotates, stores and attends; a model without q and k norms, as Llama, has the same paths."""
     if path != "plain" and torch.cuda.is_available():
@@ -443,6 +443,14 @@ def test_attention_from_qkv(monkeypatch, use_ops, path, has_norm):
         layer.backend = TritonBackend()
         layer.backend.set_head_shape(heads // kv_heads, DIM, torch.float32)
         monkeypatch.setattr(layer.backend.ops, "fuses_qk_norm_rope", lambda *_: path == "fused kernels")
+    fused_rows, double = [], lambda x: x * 2  # in place of a projection
+
+    def store_product(x, qkv_proj, *args):
+        fused_rows.append(len(x))
+        return layer.backend.ops.norm_rope_and_store(qkv_proj(x).unflatten(-1, (-1, DIM)), *args)
+
+    if path == "fused product":
+        monkeypatch.setattr(layer.backend.ops, "qkv_norm_rope_store", store_product)
     layer.cache = KVCache(torch.zeros(2, 4, block_size, kv_heads, DIM))
     tables = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32)
     weights = (torch.rand(DIM) + 0.5, torch.rand(DIM) + 0.5) if has_norm else (None, None)
@@ -468,13 +476,14 @@ def test_attention_from_qkv(monkeypatch, use_ops, path, has_norm):
         )
         qkv = torch.cat([qkv[row] for qkv, row in zip(qkvs, rows)]).flatten(1)
         with attention_context(context):
-            return layer(qkv, QKNormRope(*weights, 1e-6, rotary_emb(torch.cat(positions))))
+            return layer(qkv / 2, QKNormRope(*weights, 1e-6, rotary_emb(torch.cat(positions))), double)
 
     first = step(0, [slice(0, -3)] * 2).split([length - 3 for length in lengths])
     decode, chunk = step(1, [slice(-3, -2), slice(-3, -1)]).split([1, 2])  # a step that does both
     second, last = step(2, [slice(-2, -1), slice(-1, None)]).unbind()  # both decode
     (end,) = step(1, [slice(-1, None)])
     outs = [torch.cat((first[0], decode, second[None], end[None])), torch.cat((first[1], chunk, last[None]))]
+    assert fused_rows == ([sum(lengths) - 6, 3] if path == "fused product" else [])  # of steps with chunks
     for i, qkv in enumerate(qkvs):
         q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
         cos_sin = rotary_emb(torch.arange(lengths[i]))

@@ -7,6 +7,7 @@ import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,7 +31,7 @@ from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.layers.attention import SDPABackend
 from nanovllm.layers.layernorm import NormInput
-from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.models import ModelConfig, model_class
 from nanovllm.quantization import scaled as scaled_weights
 from nanovllm.quantization.formats.fp8 import e4m3_scheme
@@ -704,6 +705,47 @@ def test_products_on_hopper(monkeypatch, use_ops, num_rows, parts):
     finally:
         variant.set("")
     assert torch.equal(y.parts, parts_of_invariant) and len(calls) == (num_rows > 16)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_hopper_kernels(), reason="needs a Hopper GPU, and Triton 3.6")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_rows, heads, kv_heads, k", [(1, 2, 2, 128), (130, 16, 8, 640), (2500, 6, 2, 384)])
+def test_qkv_on_hopper(fresh_memory_is_nan, dtype, num_rows, heads, kv_heads, k):
+    """Fewer tiles than programs and more, also with rows beyond the last; up to what FP8 units round."""
+    from test_kernels import stored
+
+    from nanovllm.kernels.hopper_qkv import store_product
+
+    values, scales = scaled((heads + 2 * kv_heads) * 128, k, 128, 128)
+    x = ops.quantize_rows(randn(num_rows, k, dtype=dtype), 128)
+    qkv = (as_floats(x) @ dequantize(values, scales, torch.float64).T).unflatten(1, (-1, 128))
+    for found, expected in stored(partial(store_product, (x, values, scales)), qkv, kv_heads, 128, True, dtype):
+        assert (found.double() - expected).norm() < 0.005 * expected.norm()
+
+
+def test_factors_of_a_product():
+    """What a kernel gets that multiplies on its own: quantized rows, by the norm if it was not computed before."""
+    from nanovllm.quantization.fp8_linear import FP8Linear
+
+    layer = QKVParallelLinear(256, 128, 2, 1, False, TensorParallel())
+    x, weight = randn(3, 256), randn(256)
+    for rows, columns in ((128, 128), (None, 256), (128, 64)):
+        with torch.device(DEVICE):
+            layer.format = FP8Linear(layer, e4m3_scheme(rows, columns))
+        for is_computed in (False, True):
+            normed, other = (NormInput(PartialSum(x.clone()), None, weight, 1e-6) for _ in range(2))
+            if is_computed:
+                normed.tensor()
+            factors = layer.format.factors(layer, normed)
+            if (rows, columns) != (128, 128):
+                assert factors is None
+                continue
+            assert factors[1] is layer.format.values and factors[2] is layer.format.scales
+            assert_near(as_floats(factors[0]), other.tensor().double(), 128)
+            assert torch.equal(normed.residual, x)
+    layer.format = ScaledLinear(layer, e4m3_scheme(128, 128))
+    assert layer.format.factors(layer, normed) is None
 
 
 def test_activation_in_the_product(monkeypatch):

@@ -50,11 +50,15 @@ class TritonBackend(AttentionBackend):
         sizes = {*self.tile_sizes.values()}
         return tuple((f"query_tiles_{size}", (num_tokens // size + num_chunks, 2)) for size in sizes)
 
-    def attend_qkv(self, qkv, qk_norm_rope, cache, context):
-        """Few sequences that decode are one kernel."""
+    def attend_qkv(self, x, qkv_proj, qk_norm_rope, cache, context):
+        """Few sequences that decode are one kernel. For many rows of prompts, the product and the store are one."""
+        args = qk_norm_rope, context.slot_mapping, cache
+        if context.has_chunks and (q := self.ops.qkv_norm_rope_store(x, qkv_proj, *args)) is not NotImplemented:
+            return self.attend(q, cache, context)
         is_decode = not context.has_chunks and context.tokens_per_row == 1  # drafts attend to keys of the same step
-        if not is_decode or not self.ops.fuses_qk_norm_rope(len(qkv), cache.k.shape[2], qkv.device):
-            return super().attend_qkv(qkv, qk_norm_rope, cache, context)
+        if not is_decode or not self.ops.fuses_qk_norm_rope(len(x), cache.k.shape[2], x.device):
+            return super().attend_qkv(x, qkv_proj, qk_norm_rope, cache, context)
+        qkv = qkv_proj(x).unflatten(-1, (-1, cache.k.shape[3]))
         seqs = context.context_lens, context.block_tables, context.max_context_len
         return self.ops.decode_attention(qkv, cache, *seqs, norm_rope_inputs=(*qk_norm_rope, context.slot_mapping))
 

@@ -28,6 +28,10 @@ def fuses_qk_norm_rope(batch_size, kv_heads, device):
     return False
 
 
+def qkv_norm_rope_store(x, layer, qk_norm_rope, slot_mapping, cache):
+    return NotImplemented
+
+
 def linear(x, weight, bias=None, split_k=1, out=None):
     return invariant_product(x, weight, bias, None if out is None else out[0])
 

@@ -1,4 +1,5 @@
-"""Which products in FP8 hopper_scaled_gemm.py computes, and in which tiles. Importing this takes no Gluon.
+"""Which products in FP8 hopper_scaled_gemm.py computes, and in which tiles; and which hopper_qkv.py does. Importing
+this takes no Gluon.
 
 [Kernels, one by one](../docs/kernel-timings.md#few-rows-in-fp8) says what they gain.
 """
@@ -12,6 +13,7 @@ from nanovllm.kernels.tiles import QuantizedRows, block_shape
 
 BLOCK = 128, 128  # of weights that share a scale
 MIN_BUSY = 0.7  # of the multiprocessors
+MAX_CAPTURED_ROWS = 8192  # of any CUDA graph of a step with chunks
 
 
 class HopperTile(NamedTuple):
@@ -68,3 +70,20 @@ def quantized_linear(
     from nanovllm.kernels.hopper_scaled_gemm import hopper_scaled_gemm  # imports what few versions of Triton have
 
     return hopper_scaled_gemm(x, values, scales, tile, out)
+
+
+def qkv_norm_rope_store(x, layer, qk_norm_rope, slot_mapping: torch.Tensor, cache) -> torch.Tensor:
+    """`norm_rope_and_store` of what a linear layer makes of the NormInput x, with the product in one kernel.
+
+    NotImplemented where there is no kernel for it, or CUDA graphs may hold a step of so many rows: they pad steps, and
+    a step shall have the same kernels with graphs and without, as others add up in another order.
+    """
+    if isinstance(x, torch.Tensor) or len(x) <= MAX_CAPTURED_ROWS or not has_hopper_kernels() or layer.bias is not None:
+        return NotImplemented
+    (n, k), (kv_heads, head_dim), rotary = layer.weight.shape, cache.k.shape[2:], qk_norm_rope[3].shape[2]
+    suits = head_dim == rotary == 128 and n % 256 == kv_heads % 2 == k % 8 == 0 and cache.k.element_size() == 2
+    if not suits or (factors := layer.format.factors(layer, x)) is None:
+        return NotImplemented
+    from nanovllm.kernels.hopper_qkv import store_product  # imports what few versions of Triton have
+
+    return store_product(factors, qk_norm_rope, slot_mapping, cache)

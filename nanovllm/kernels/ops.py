@@ -12,7 +12,7 @@ from nanovllm.kernels.dequantize import dequantize
 from nanovllm.kernels.embedding import embed_shard
 from nanovllm.kernels.filters import logit_cutoffs
 from nanovllm.kernels.gemv import gemv
-from nanovllm.kernels.hopper_tiles import quantized_linear
+from nanovllm.kernels.hopper_tiles import qkv_norm_rope_store, quantized_linear
 from nanovllm.kernels.host_memory import copy_from_host, copy_to_host
 from nanovllm.kernels.layernorm import rms_norm, rms_norm_quantize
 from nanovllm.kernels.logprobs import token_logprobs

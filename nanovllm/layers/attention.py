@@ -2,7 +2,7 @@
 that it keeps, what a backend is that computes it, and the one of plain PyTorch, for any device.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -136,11 +136,12 @@ class AttentionBackend:
         """Names and largest dimensions of these arrays in a CUDA graph, where -1 is padding."""
         return ()
 
-    def attend_qkv(self, qkv, qk_norm_rope: QKNormRope, cache: KVCache, context: Context) -> torch.Tensor:
-        """Norm and rope of queries and keys, the store of keys and values, and `attend`, from the qkv product.
+    def attend_qkv(self, x, qkv_proj, qk_norm_rope: QKNormRope, cache: KVCache, context: Context) -> torch.Tensor:
+        """The qkv product, norm and rope of queries and keys, the store of keys and values, and `attend`.
 
-        qkv [T, heads + 2 kv_heads, head_dim] -> [T, heads, head_dim].
+        qkv_proj(x) is [T, (heads + 2 kv_heads) * head_dim] -> [T, heads, head_dim].
         """
+        qkv = qkv_proj(x).unflatten(-1, (-1, cache.k.shape[3]))
         return self.attend(norm_rope_and_store(qkv, qk_norm_rope, context.slot_mapping, cache), cache, context)
 
     def attend(self, q, cache: KVCache, context: Context) -> torch.Tensor:
@@ -160,9 +161,7 @@ class Attention(nn.Module):
     ):
         """The numbers of heads are those of this rank; `window` is how many tokens one attends to, itself included."""
         super().__init__()
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.window = window
         self.backend = backend
         self.cache = KVCache(torch.empty(2, 0))
@@ -170,10 +169,12 @@ class Attention(nn.Module):
     def cache_spec(self) -> PagedKV:
         return PagedKV(self.num_kv_heads, self.head_dim, self.window)
 
-    def forward(self, qkv: torch.Tensor, qk_norm_rope: QKNormRope) -> torch.Tensor:
-        """qkv [T, (heads + 2 kv_heads) * head_dim] -> [T, heads * head_dim]."""
-        qkv = qkv.unflatten(-1, (-1, self.head_dim))  # [T, heads + 2 kv_heads, head_dim]
-        return self.backend.attend_qkv(qkv, qk_norm_rope, self.cache, get_context()).flatten(1)
+    def forward(self, x: Any, qk_norm_rope: QKNormRope, qkv_proj: Callable = lambda qkv: qkv) -> torch.Tensor:
+        """The qkv product [T, (heads + 2 kv_heads) * head_dim] -> [T, heads * head_dim].
+
+        It is x, or what the linear layer `qkv_proj` makes of the NormInput x.
+        """
+        return self.backend.attend_qkv(x, qkv_proj, qk_norm_rope, self.cache, get_context()).flatten(1)
 
 
 def make_backend(name: str) -> AttentionBackend:

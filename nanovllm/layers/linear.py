@@ -72,6 +72,10 @@ class WeightFormat:
         """The function `best_split_k` with this layer's weight."""
         return best_split_k(x, layer.weight, max_split_k)
 
+    def factors(self, layer: "LinearBase", x: NormInput) -> tuple[Any, torch.Tensor, torch.Tensor | None] | None:
+        """What kernels multiply: rows, the weight, and its scales if both are in FP8; None if only `linear` can."""
+        return x.tensor(), layer.weight, None
+
 
 class LinearBase(nn.Module):
     """This rank's weight [outputs, inputs] in some format, and bias [outputs].

@@ -34,7 +34,7 @@ class DecoderAttention(nn.Module):
     def forward(self, x: NormInput, cos_sin: torch.Tensor) -> PartialSum:
         q_norm, k_norm = self.q_norm, self.k_norm
         norms = (None, None, 0.0) if q_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
-        return self.o_proj(self.attn(self.qkv_proj(x), QKNormRope(*norms, cos_sin)))
+        return self.o_proj(self.attn(x, QKNormRope(*norms, cos_sin), self.qkv_proj))
 
 
 class DecoderMLP(nn.Module):

@@ -64,18 +64,20 @@ class FP8Linear(ScaledLinear):
         y = self.linear(layer, rows, layer.bias)
         return y if act is None else act(y)
 
-    def _swiglu(self, layer: LinearBase, rows: Any, act: "FP8SiluAndMul") -> Any:
+    def factors(self, layer: LinearBase, x: NormInput) -> tuple | None:
+        return (self._quantized(x), self.values, self.scales) if self.group == self.block.rows == 128 else None
+
+    def _swiglu(self, layer: LinearBase, rows: ops.QuantizedRows, act: "FP8SiluAndMul") -> Any:
         """Product and activation in one kernel, where there is one."""
-        is_quantized = isinstance(rows, ops.QuantizedRows)  # not by the sum over ranks
-        if variant.get() or layer.bias is not None or act.consumer.group != ops.SWIGLU_GROUP or not is_quantized:
+        if variant.get() or layer.bias is not None or act.consumer.group != ops.SWIGLU_GROUP:
             return NotImplemented
         return ops.swiglu_quantize(rows, self.values, self.scales)
 
-    def _quantized(self, x: NormInput) -> Any:
-        """The norm quantizes the rows, unless it is computed already, or also adds up the parts of several ranks."""
+    def _quantized(self, x: NormInput) -> ops.QuantizedRows:
+        """By the norm, unless it is computed already, or also adds up the parts of several ranks."""
         parts, residual = x.x, x.residual_before
         if x.total is not None or parts.barrier is not None:
-            return x.tensor()
+            return ops.quantize_rows(x.tensor(), self.group)
         if residual is None:
             x.total = parts.reduce()
             return ops.rms_norm_quantize(x.total, x.weight, x.eps, None, 1, self.group)
