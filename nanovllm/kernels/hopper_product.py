@@ -3,7 +3,7 @@ scale for 128 x 128 of them. One warp loads, two warpgroups compute. Written in 
 version.
 
 A tile has 128 rows, 64 for each warpgroup, and two blocks of 128 outputs. The epilogue, a function of its own file,
-gets a warpgroup's sums as four quarters [64, 64]: both halves of the first block, then of the second.
+gets a warpgroup's sums: [64, 256] in 16 bits, and of FP8 four quarters of that, [64, 64].
 
 In FP8 the tensor cores add up the products of 128 inputs, with few digits; these sums times their scales are added up
 in float32. They are computed for 64 outputs at a time, so that the tensor cores begin with the next 64 while a
@@ -125,12 +125,14 @@ def _add_block(sums, stage, use, scales, rings, W: gl.constexpr):
 
 
 @gluon.jit
-def _quarters(sums):
-    """The sums [64, 256] as those of FP8."""
-    a, b = halves(sums)
-    a0, a1 = halves(a)
-    b0, b1 = halves(b)
-    return _as_sums(a0), _as_sums(a1), _as_sums(b0), _as_sums(b1)
+def quarters_of(sums):
+    """What an epilogue gets, as quarters."""
+    if isinstance(sums, gl.tensor):
+        a, b = halves(sums)
+        a0, a1 = halves(a)
+        b0, b1 = halves(b)
+        sums = _as_sums(a0), _as_sums(a1), _as_sums(b0), _as_sums(b1)
+    return sums
 
 
 @gluon.jit
@@ -157,7 +159,7 @@ def _compute(out, rings, sizes, W: gl.constexpr, EPILOGUE: gl.constexpr, PLAN: g
             i += 1
         sums = hopper.warpgroup_mma_wait(0, deps=[sums])
         mbarrier.arrive(empty.index((i + PLAN.stages - 1) % PLAN.stages), count=1)
-        EPILOGUE(_quarters(sums), out, row + W * 64, n, sizes[0], W)
+        EPILOGUE(sums, out, row + W * 64, n, sizes[0], W)
     tma.store_wait(0)
 
 
@@ -225,7 +227,7 @@ def _product_kernel(
     full, empty = barriers(STAGES, 1), barriers(STAGES, 2)
     rings = buffers(x_tiles, 2 * STAGES), buffers(w_tiles, 2 * STAGES), full, empty
     sizes = num_rows, num_pairs, (num_rows + BLOCK - 1) // BLOCK * num_pairs
-    out = out_ptrs if out_tiles is None else (out_tiles, buffers(out_tiles, 4), out_ptrs)
+    out = out_ptrs if out_tiles is None else (out_tiles, buffers(out_tiles, 256 // out_tiles.block_shape[1]), out_ptrs)
     gl.warp_specialize(
         [
             (_compute_either, (out, scale_ptrs, rings, sizes, gl.constexpr(0), EPILOGUE, PLAN)),
@@ -246,6 +248,7 @@ def product(x: torch.Tensor | QuantizedRows, weight, scales: torch.Tensor | None
     rows, scale_ptrs = (x, None) if scales is None else (x.values, (x.scales, scales, x.scales.stride(1)))
     num_pairs = n // 256
     grid = (min(num_sms(weight.device), triton.cdiv(len(x), 128) * num_pairs),)
-    tiles = tiles_of(rows, 64, step), tiles_of(weight, 128, step), None if y is None else tiles_of(y, 64, 64)
+    y_tiles = None if y is None else tiles_of(y, 64, 128 if scales is None else 64)
+    tiles = tiles_of(rows, 64, step), tiles_of(weight, 128, step), y_tiles
     constants = dict(EPILOGUE=epilogue, PLAN=Plan(k, step, y is None), num_warps=4)
     launch(_product_kernel, grid, weight.device)(*tiles, scale_ptrs, out_ptrs, len(x), num_pairs, **constants)

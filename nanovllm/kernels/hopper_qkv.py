@@ -8,15 +8,11 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from nanovllm.kernels.hopper_product import SUMS, product
+from nanovllm.kernels.hopper_product import SUMS, product, quarters_of
 
-# of half a head: vectors of 16 bytes, in the warp that has the row in SUMS
-_COLUMNS, _ROWS = [[0, 8], [0, 16], [0, 32]], [[1, 0], [2, 0]]
-ROWS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [4, 0], [8, 0]], [*_COLUMNS, *_ROWS], [[16, 0], [32, 0]], [], [64, 64]
-    )
-)
+# of half a head: a thread has vectors of 16 bytes, in the warp that has the row in SUMS
+_OF_THREAD, _OF_WARP = [[0, 1], [0, 2], [0, 4], [4, 0], [8, 0]], [[0, 8], [0, 16], [0, 32], [1, 0], [2, 0]]
+ROWS = gl.constexpr(gl.DistributedLinearLayout(_OF_THREAD, _OF_WARP, [[16, 0], [32, 0]], [], [64, 64]))
 
 
 @gluon.jit
@@ -40,8 +36,9 @@ def _store_head(y0, y1, at, is_stored):
 
 
 @gluon.jit
-def _store_heads(quarters, out_ptrs, row, n, num_rows, W: gl.constexpr):
+def _store_heads(sums, out_ptrs, row, n, num_rows, W: gl.constexpr):
     """Of a pair of heads, which are both queries, keys or values."""
+    quarters = quarters_of(sums)
     norm_rope_ptrs, q_ptr, k_ptr, v_ptr, heads, kv_heads = out_ptrs
     q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, slots_ptr = norm_rope_ptrs
     rows = row + gl.arange(0, 64, gl.SliceLayout(1, ROWS))

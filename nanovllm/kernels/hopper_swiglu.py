@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from nanovllm.kernels.hopper_product import BLOCK, SUMS, product, store_tile
+from nanovllm.kernels.hopper_ring import halves
 from nanovllm.kernels.tiles import QuantizedRows
 
 
@@ -53,14 +54,13 @@ def _silu(x):
 
 
 @gluon.jit
-def _store_swiglu(quarters, out, row, n, num_rows, W: gl.constexpr):
+def _store_swiglu(sums, out, row, n, num_rows, W: gl.constexpr):
     """In 16 bits."""
     out_tiles, out_ring, _ = out
+    gate, up = halves(sums)
     asm: gl.constexpr = _swiglu_of(out_tiles.dtype)
-    for half in gl.static_range(2):
-        gate, up = quarters[half], quarters[half + 2]
-        y = gl.inline_asm_elementwise(asm, "=r,f,f,f,f", [gate, up], out_tiles.dtype, is_pure=True, pack=2)
-        store_tile(y, out_ring.index(W * 2 + half), out_tiles, [row, n * BLOCK + half * 64], 1)
+    y = gl.inline_asm_elementwise(asm, "=r,f,f,f,f", [gate, up], out_tiles.dtype, is_pure=True, pack=2)
+    store_tile(y, out_ring.index(W), out_tiles, [row, n * BLOCK], 0)
 
 
 @gluon.jit
