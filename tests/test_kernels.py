@@ -702,7 +702,6 @@ def test_choose_qkv(monkeypatch):
     module, calls = "nanovllm.kernels.hopper_qkv", []
     fake = SimpleNamespace(store_product=lambda factors, *args: calls.append((factors, args)) or "queries")
     monkeypatch.setitem(sys.modules, module, fake)
-    monkeypatch.setattr(kernels, "hopper_qkv", fake, raising=False)
     monkeypatch.setattr(hopper_tiles, "has_hopper_kernels", lambda: True)
     monkeypatch.setattr(hopper_tiles, "MAX_CAPTURED_ROWS", 4)
 
@@ -723,6 +722,7 @@ def test_choose_qkv(monkeypatch):
 
     assert fused() and fused(heads=2) and fused(rows=300)
     assert not fused(rows=4) and not fused(rows=1) and not fused(bias=True)
+    assert fused(k=2560) and not fused(k=2568)  # in 16 bits
     assert not fused(heads=5) and not fused(kv_heads=1, heads=4) and not fused(k=60)
     assert not fused(head_dim=64, heads=12) and not fused(rotary=64) and not fused(cache_dtype=torch.float8_e4m3fn)
     monkeypatch.setattr(hopper_tiles, "has_hopper_kernels", lambda: False)

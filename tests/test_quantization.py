@@ -29,7 +29,7 @@ from test_models import requests as model_requests
 
 from nanovllm import SamplingParams
 from nanovllm.config import Config
-from nanovllm.layers.attention import SDPABackend
+from nanovllm.layers.attention import KVCache, SDPABackend
 from nanovllm.layers.layernorm import NormInput
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.models import ModelConfig, model_class
@@ -724,11 +724,17 @@ def test_qkv_on_hopper(fresh_memory_is_nan, dtype, num_rows, heads, kv_heads, k)
         assert (found.double() - expected).norm() < 0.005 * expected.norm()
 
 
-def test_factors_of_a_product():
+def test_factors_of_a_product(monkeypatch):
     """What a kernel gets that multiplies on its own: quantized rows, by the norm if it was not computed before."""
     from nanovllm.quantization.fp8_linear import FP8Linear
 
-    layer = QKVParallelLinear(256, 128, 2, 1, False, TensorParallel())
+    fake = SimpleNamespace(store_product=lambda factors, *args: factors)
+    monkeypatch.setitem(sys.modules, "nanovllm.kernels.hopper_qkv", fake)
+    monkeypatch.setattr(hopper_tiles, "has_hopper_kernels", lambda: True)
+    monkeypatch.setattr(hopper_tiles, "MAX_CAPTURED_ROWS", 2)
+    layer = QKVParallelLinear(256, 128, 2, 2, False, TensorParallel())
+    cache = KVCache(torch.empty(2, 1, 16, 2, 128, dtype=torch.bfloat16))
+    args = (None, None, 0.0, torch.ones(3, 2, 128)), torch.arange(3), cache
     x, weight = randn(3, 256), randn(256)
     for rows, columns in ((128, 128), (None, 256), (128, 64)):
         with torch.device(DEVICE):
@@ -737,15 +743,15 @@ def test_factors_of_a_product():
             normed, other = (NormInput(PartialSum(x.clone()), None, weight, 1e-6) for _ in range(2))
             if is_computed:
                 normed.tensor()
-            factors = layer.format.factors(layer, normed)
+            factors = ops.qkv_norm_rope_store(normed, layer, *args)
             if (rows, columns) != (128, 128):
-                assert factors is None
+                assert factors is NotImplemented
                 continue
             assert factors[1] is layer.format.values and factors[2] is layer.format.scales
             assert_near(as_floats(factors[0]), other.tensor().double(), 128)
             assert torch.equal(normed.residual, x)
     layer.format = ScaledLinear(layer, e4m3_scheme(128, 128))
-    assert layer.format.factors(layer, normed) is None
+    assert ops.qkv_norm_rope_store(normed, layer, *args) is NotImplemented
 
 
 def test_activation_in_the_product(monkeypatch):

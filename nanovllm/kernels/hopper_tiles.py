@@ -14,6 +14,9 @@ from nanovllm.kernels.tiles import QuantizedRows, block_shape
 BLOCK = 128, 128  # of weights that share a scale
 MIN_BUSY = 0.7  # of the multiprocessors
 MAX_CAPTURED_ROWS = 8192  # of any CUDA graph of a step with chunks
+# of a qkv weight's row, in one kernel with the store: this saves a pass over the outputs, which takes as long whatever
+# the inputs; where the product takes longer (Qwen3-8B in 16 bits), prefill gained nothing
+MAX_ROW_BYTES = 5120
 
 
 class HopperTile(NamedTuple):
@@ -75,14 +78,16 @@ def quantized_linear(
 def qkv_norm_rope_store(x, layer, qk_norm_rope, slot_mapping: torch.Tensor, cache) -> torch.Tensor:
     """`norm_rope_and_store` of what a linear layer makes of the NormInput x, with the product in one kernel.
 
-    NotImplemented where there is no kernel for it, or CUDA graphs may hold a step of so many rows: they pad steps, and
-    a step shall have the same kernels with graphs and without, as others add up in another order.
+    NotImplemented where there is no kernel for it or it gains nothing, or if CUDA graphs may hold a step of so many
+    rows: they pad steps, and a step shall have the same kernels with graphs and without, as others add up in another
+    order.
     """
     if isinstance(x, torch.Tensor) or len(x) <= MAX_CAPTURED_ROWS or not has_hopper_kernels() or layer.bias is not None:
         return NotImplemented
     (n, k), (kv_heads, head_dim), rotary = layer.weight.shape, cache.k.shape[2:], qk_norm_rope[3].shape[2]
     suits = head_dim == rotary == 128 and n % 256 == kv_heads % 2 == k % 8 == 0 and cache.k.element_size() == 2
-    if not suits or (factors := layer.format.factors(layer, x)) is None:
+    pays = k * layer.weight.element_size() <= MAX_ROW_BYTES
+    if not (suits and pays) or (factors := layer.format.factors(layer, x)) is None:
         return NotImplemented
     from nanovllm.kernels.hopper_qkv import store_product  # imports what few versions of Triton have
 
