@@ -174,14 +174,16 @@ def random_ids(num_tokens: int, num_experts: int, top_k: int) -> torch.Tensor:
         (random_ids(3, 60, 8), 0, 60, 16, 8192),  # few pairs, but tiles of several programs
         (random_ids(70, 9, 4), 0, 9, 16, 128),  # several shares
         (random_ids(70, 9, 4), 3, 3, 64, 128),  # this rank has the experts 3 to 5
+        (random_ids(160, 128, 8), 0, 128, 16, 256),
         (random_ids(3, 128, 8), 120, 8, 16, 8192),
         (all_to(2, 65), 0, 3, 16, 8192),
         (all_to(2, 65), 0, 2, 16, 8192),  # nothing for this rank
     ],
-    ids=["few", "many", "tiles", "shares", "rank", "few of a rank", "all to one", "none"],
+    ids=["few", "many", "tiles", "shares", "rank", "more shares", "few of a rank", "all to one", "none"],
 )
 def test_sort_by_expert(monkeypatch, expert_ids, first, num_experts, tile_m, share):
-    monkeypatch.setattr(moe_routing, "MAX_SHARE", share)
+    monkeypatch.setattr(moe_routing, "LONE_SHARE", share)
+    monkeypatch.setattr(moe_routing, "SHARE", share)
     rows = sort_by_expert(expert_ids.to(DEVICE), first, num_experts, tile_m)
     pairs, table = rows.pairs.tolist(), rows.table.tolist()
     expected = [torch.nonzero(expert_ids.flatten() == first + e).flatten().tolist() for e in range(num_experts)]
@@ -194,6 +196,19 @@ def test_sort_by_expert(monkeypatch, expert_ids, first, num_experts, tile_m, sha
         assert set(pairs[first_row:end_row]) <= set(expected[expert])
         row = end_row
     assert row == sum(map(len, expected)) and len(used) == sum(-(-len(x) // tile_m) for x in expected)
+
+
+def test_each_pair_is_in_a_share_and_a_block(monkeypatch):
+    launched = {}
+    launch = lambda kernel, grid, device: lambda *args, SIZES, **options: launched.update({kernel: (grid[0], SIZES)})
+    monkeypatch.setattr(moe_routing, "launch", launch)
+    for num_tokens in (1, 17, 256, 257, 5000, 16384, 100_000, 262_144):
+        launched.clear()
+        sort_by_expert(torch.empty(num_tokens, 8, dtype=torch.int32), 0, 128, 128)
+        num_programs, sizes = launched[moe_routing._sort_kernel]
+        assert 0 <= (num_programs - 1) * sizes.block - 8 * num_tokens < sizes.block and sizes.share % sizes.block == 0
+        num_shares, _ = launched.get(moe_routing._count_kernel, (1, None))
+        assert num_shares == -(-8 * num_tokens // sizes.share) <= moe_routing.MAX_SHARES.value
 
 
 def test_number_of_tiles():

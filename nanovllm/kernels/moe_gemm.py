@@ -40,32 +40,14 @@ def choose_tile_m(num_pairs: int, num_experts: int) -> int:
     return next((size for size in (16, 32, 64) if 2 * size * num_experts >= 3 * num_pairs), 128)
 
 
-@triton.jit
-def tile_of_program(num_tiles, N, TILE_N: tl.constexpr):
-    """This program's tile of rows and first output: GROUP_M tiles of rows take a tile of outputs after each other."""
-    tiles_per_group = GROUP_M * tl.cdiv(N, TILE_N)
-    first_tile = tl.program_id(0) // tiles_per_group * GROUP_M
-    group_size = tl.minimum(num_tiles - first_tile, GROUP_M)
-    index = tl.program_id(0) % tiles_per_group
-    return first_tile + index % group_size, index // group_size * TILE_N
-
-
-@triton.jit
-def load_row_tile(table_ptr, tile):
-    """A tile's expert, or -1; its first row, and the row after its last."""
-    field = table_ptr + tile * TILE_FIELDS
-    return tl.load(field), tl.load(field + 1), tl.load(field + 2)
-
-
 @dependent_kernel()
-@triton.jit(do_not_specialize=["num_tiles", "num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _grouped_kernel(
     x_tiles,
     w_tiles,
     scale_ptrs,
     routing_ptrs,
     out_ptr,
-    num_tiles,
     num_tokens,
     N,
     SHAPE: tl.constexpr,
@@ -77,8 +59,13 @@ def _grouped_kernel(
     """x_tiles is a pointer if IS_GATED: the rows of x are those of tokens, in the order of experts."""
     gdc_launch_and_wait(PDL)
     weights_ptr, pairs_ptr, table_ptr = routing_ptrs
-    tile, first_n = tile_of_program(num_tiles, N, TILES.tile_n)
-    expert, first_row, end_row = load_row_tile(table_ptr, tile)
+    tiles_of_n = tl.cdiv(N, TILES.tile_n)
+    first_tile = tl.program_id(0) // (GROUP_M * tiles_of_n) * GROUP_M
+    group_size = tl.minimum(tl.num_programs(0) // tiles_of_n - first_tile, GROUP_M)
+    index = tl.program_id(0) - first_tile * tiles_of_n
+    first_n = index // group_size * TILES.tile_n
+    field = table_ptr + (first_tile + index % group_size) * TILE_FIELDS
+    expert, first_row, end_row = tl.load(field), tl.load(field + 1), tl.load(field + 2)
     if expert < 0:
         return
     row = first_row + tl.arange(0, TILES.tile_m)
@@ -145,11 +132,11 @@ def _grouped_product(
             elements = TensorDescriptor.from_tensor(elements, [rows.tile_m, tiles.tile_k])
     else:  # other GPUs may have 99 KB of shared memory
         weight_tiles, tiles = values, tiles._replace(stages=2 if is_scaled else 3, tma=False)
-    num_tiles, (num_tokens, top_k), n = len(rows.table), routing.weights.shape, out.shape[-1]
+    (num_tokens, top_k), n = routing.weights.shape, out.shape[-1]
     operands = elements, weight_tiles, scales, (routing.weights, rows.pairs, rows.table), out
     constants = dict(SHAPE=shape, TILES=tiles._replace(tile_m=rows.tile_m), TOP_K=top_k, IS_GATED=is_gated)
-    launch(_grouped_kernel, (num_tiles * triton.cdiv(n, tiles.tile_n),), x.device)(
-        *operands, num_tiles, num_tokens, n, **constants, num_warps=tiles.warps
+    launch(_grouped_kernel, (len(rows.table) * triton.cdiv(n, tiles.tile_n),), x.device)(
+        *operands, num_tokens, n, **constants, num_warps=tiles.warps
     )
     return out
 

@@ -37,7 +37,6 @@ def _gate_up_gemv_kernel(
 ):
     gdc_launch_and_wait(PDL)
     x_ptr, norm_weight_ptr = x_ptrs
-    w_ptr, _ = w_ptrs
     K: tl.constexpr = SHAPE.k
     TILE_K: tl.constexpr = SIZES.tile_k
     pair = tl.program_id(1)
@@ -47,7 +46,7 @@ def _gate_up_gemv_kernel(
         return
     n = tl.program_id(0) * SIZES.tile_n + tl.arange(0, SIZES.tile_n)
     k = tl.arange(0, TILE_K)
-    gate_w = w_ptr + (expert.to(tl.int64) * 2 * N + n)[:, None] * K + k[None, :]
+    gate_w = w_ptrs[0] + (expert.to(tl.int64) * 2 * N + n)[:, None] * K + k[None, :]
     up_w = gate_w + N * K
     gate = tl.zeros([n.shape[0], k.shape[0]], tl.float32)
     up = tl.zeros([n.shape[0], k.shape[0]], tl.float32)
@@ -72,7 +71,6 @@ def _down_gemv_kernel(
     h_ptr, w_ptrs, choice_ptrs, out_ptr, first_expert, N, SHAPE: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr
 ):
     """The sum over a token's experts, all in one program."""
-    w_ptr, _ = w_ptrs
     weights_ptr, ids_ptr = choice_ptrs
     K: tl.constexpr = SHAPE.k
     TILE_K: tl.constexpr = SIZES.tile_k
@@ -87,7 +85,7 @@ def _down_gemv_kernel(
         weight = tl.load(weights_ptr + pair)
         expert = tl.load(ids_ptr + pair) - first_expert
         limit = tl.where((expert >= 0) & (expert < SIZES.num_local), K, 0)  # other ranks have the other experts
-        w = w_ptr + (expert.to(tl.int64) * N + n)[:, None] * K + k[None, :]
+        w = w_ptrs[0] + (expert.to(tl.int64) * N + n)[:, None] * K + k[None, :]
         for begin in tl.static_range(0, K, TILE_K):
             inside = begin + k < limit
             h = tl.load(h_ptr + pair * K + begin + k, inside, 0.0).to(tl.float32) * weight
@@ -139,7 +137,6 @@ def _scaled_gate_up_gemv_kernel(
 ):
     """With 8-bit weights, and without a norm."""
     gdc_launch_and_wait(PDL)
-    x_ptr, _ = x_ptrs
     w_ptr, scale_ptr = w_ptrs
     pair = tl.program_id(1)
     expert = tl.load(ids_ptr + pair) - first_expert
@@ -152,7 +149,7 @@ def _scaled_gate_up_gemv_kernel(
     n = first_n + tl.arange(0, SIZES.tile_n)
     is_row = n < N
     k = columns_of_parts(TILE_K, SHAPE.block_k, LANE)
-    x_row = x_ptr + pair // SIZES.top_k * K
+    x_row = x_ptrs[0] + pair // SIZES.top_k * K
     first_row = expert.to(tl.int64) * 2 * N
     gate_w = w_ptr + (first_row + n)[:, None, None] * K + k[None]
     up_w = gate_w + N * K

@@ -15,7 +15,9 @@ from nanovllm.kernels.devices import has_tma, num_sms
 from nanovllm.kernels.split_k_gemm import TILE_K, TILE_N, split_k_gemm
 
 MAX_SPLIT_K = 8  # of the router's product, whose partial sums are added up by the programs that route
-MIN_SHARE, MAX_SHARE = 128, 4096  # pairs of a sorting program; an element for each thread at least
+# up to LONE_SHARE pairs are one share, in which all are compared with each other; those of a block by one program
+LONE_SHARE, LONE_BLOCK, SHARE, BLOCK = 2048, 16, 256, 64
+MIN_SHARE, MAX_SHARES = 128, tl.constexpr(1024)  # a pair for each thread at least
 TILE_FIELDS = tl.constexpr(3)  # expert or -1, first row, and the row after the last
 
 
@@ -70,10 +72,8 @@ class RouteSizes(NamedTuple):
 
 
 @dependent_kernel(early=("slot_mapping_ptr",))
-@triton.jit(do_not_specialize=["num_tokens", "part_size"])
-def _route_kernel(
-    logits_ptr, slot_mapping_ptr, out_ptrs, num_tokens, part_size, SIZES: tl.constexpr, PDL: tl.constexpr
-):
+@triton.jit(do_not_specialize=["num_tokens"])
+def _route_kernel(logits_ptr, slot_mapping_ptr, out_ptrs, num_tokens, SIZES: tl.constexpr, PDL: tl.constexpr):
     """An id without an expert counts as -inf, as NaN does: ids are always valid."""
     weights_ptr, ids_ptr = out_ptrs
     E: tl.constexpr = SIZES.num_experts
@@ -89,7 +89,7 @@ def _route_kernel(
     gdc_launch_and_wait(PDL)
     expert = tl.arange(0, BLOCK_E)[None, :]
     is_token = (token < num_tokens)[:, None]
-    row = logits_ptr + source[:, None] * (E + SHARED)
+    row, part_size = logits_ptr + source[:, None] * (E + SHARED), num_tokens * (E + SHARED)
     logits = _load_logits(row + expert, is_token & (expert < E), part_size, SIZES.split_k)
     logits = tl.where(logits == 0.0, 0.0, logits)  # -0.0 has other bits
 
@@ -128,97 +128,107 @@ def route(
 ) -> Routing:
     """The `top_k` experts of each token, by the softmax over all experts in float32, and then `num_shared` ones.
 
-    `logits` [split_k, T, experts] are partial sums. With `renormalize`, a token's weights add up to 1. Of equal logits,
-    the lower expert id comes first (torch.topk leaves their order open). Tokens whose slot [T] is negative pad a batch:
-    they go where the first token goes, so that no more weights are read for them. Shared experts are the last ones, and
-    no part of the softmax: each token has them, by the sigmoids of their logits.
+    `logits` [split_k, T, experts] are partial sums; T is not 0. With `renormalize`, a token's weights add up to 1. Of
+    equal logits, the lower expert id comes first (torch.topk leaves their order open). Tokens whose slot [T] is
+    negative pad a batch: they go where the first token goes, so that no more weights are read for them. Shared experts
+    are the last ones, and no part of the softmax: each token has them, by the sigmoids of their logits.
     """
     split_k, num_tokens, num_logits = logits.shape
     num_experts, shape = num_logits - num_shared, (num_tokens, top_k + num_shared)
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
     expert_ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
-    if num_tokens:
-        block_t = 1 if num_shared else 4  # unaligned rows would be spread over all warps
-        sizes = RouteSizes(num_experts, top_k, num_shared, split_k, renormalize, block_t)
-        operands = logits, slot_mapping, (weights, expert_ids), num_tokens, num_tokens * num_logits
-        grid = (triton.cdiv(num_tokens, block_t),)
-        launch(_route_kernel, grid, logits.device)(*operands, SIZES=sizes, num_warps=block_t)
+    block_t = 1 if num_shared else 4  # unaligned rows would be spread over all warps
+    sizes = RouteSizes(num_experts, top_k, num_shared, split_k, renormalize, block_t)
+    operands, grid = (logits, slot_mapping, (weights, expert_ids), num_tokens), (triton.cdiv(num_tokens, block_t),)
+    launch(_route_kernel, grid, logits.device)(*operands, SIZES=sizes, num_warps=block_t)
     return Routing(weights, expert_ids, num_experts)
-
-
-@triton.jit
-def _load_local_ids(ids_ptr, pair, num_pairs, first_expert, E: tl.constexpr):
-    """The pairs' experts by their index on this rank; E for experts of other ranks and beyond the last pair."""
-    expert = tl.load(ids_ptr + pair, pair < num_pairs, -1) - first_expert
-    return tl.where((expert >= 0) & (expert < E) & (pair < num_pairs), expert, E)
 
 
 class SortSizes(NamedTuple):
     """What the kernels that sort are compiled for."""
 
     num_experts: int  # of this rank
-    share: int  # pairs of a program
+    share: int  # pairs that are compared with each other
+    block: int  # those of a program
     bins: int  # a power of two, more than there are experts
-    tile_m: int
+
+
+@triton.jit
+def _load_keys(ids_ptr, pair, num_pairs, first_expert, SIZES: tl.constexpr):
+    """The order of a share's pairs: by this rank's experts, the rest behind the last, and then by pair."""
+    expert = tl.load(ids_ptr + pair, pair < num_pairs, -1) - first_expert
+    is_local = (expert >= 0) & (expert < SIZES.num_experts) & (pair < num_pairs)
+    return tl.where(is_local, expert, SIZES.num_experts) * SIZES.share + pair % SIZES.share
 
 
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_pairs", "first_expert"])
-def _count_kernel(ids_ptr, counts_ptr, num_pairs, first_expert, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """How many pairs of a share each expert has."""
+def _count_kernel(ids_ptr, rows_ptr, num_pairs, first_expert, SIZES: tl.constexpr, PDL: tl.constexpr):
+    """Each expert's first row and number of rows, if there were only the pairs of a share: [2, bins, shares]."""
     gdc_launch_and_wait(PDL)
-    pair = tl.program_id(0) * SIZES.share + tl.arange(0, SIZES.share)
-    counts = tl.histogram(_load_local_ids(ids_ptr, pair, num_pairs, first_expert, SIZES.num_experts), SIZES.bins)
-    tl.store(counts_ptr + tl.program_id(0) * SIZES.bins + tl.arange(0, SIZES.bins), counts)
+    share, num_shares = tl.program_id(0), tl.num_programs(0)
+    pair = share * SIZES.share + tl.arange(0, SIZES.share)
+    key = _load_keys(ids_ptr, pair, num_pairs, first_expert, SIZES)
+    counts = tl.histogram(key // SIZES.share, SIZES.bins)
+    expert = tl.arange(0, SIZES.bins)
+    field = rows_ptr + expert * num_shares + share
+    tl.store(field, tl.cumsum(counts, 0) - counts, expert < SIZES.num_experts)
+    tl.store(field + SIZES.bins * num_shares, counts, expert < SIZES.num_experts)
 
 
 @dependent_kernel()
-@triton.jit(do_not_specialize=["num_pairs", "num_shares", "num_tiles", "first_expert"])
-def _sort_kernel(
-    in_ptrs, out_ptrs, num_pairs, num_shares, num_tiles, first_expert, SIZES: tl.constexpr, PDL: tl.constexpr
-):
-    """A program for each expert and share of pairs writes their rows; that of the first share also writes the tiles.
+@triton.jit(do_not_specialize=["num_shares"])
+def _scan_kernel(rows_ptr, num_shares, SIZES: tl.constexpr, PDL: tl.constexpr):
+    """Replace an expert's first rows by how many pairs of other shares come before, its first count by the sum."""
+    gdc_launch_and_wait(PDL)
+    share = tl.arange(0, MAX_SHARES)
+    field = rows_ptr + tl.program_id(0) * num_shares
+    rows = tl.load(field + share, share < num_shares, 0)
+    counts = tl.load(field + SIZES.bins * num_shares + share, share < num_shares, 0)
+    tl.store(field + share, tl.sum(rows, 0) - rows + tl.cumsum(counts, 0) - counts, share < num_shares)
+    tl.store(field + SIZES.bins * num_shares, tl.sum(counts, 0))
 
-    Without `counts_ptr`, there is a single share, which each program counts itself: that saves a kernel.
+
+@dependent_kernel()
+@triton.jit(do_not_specialize=["num_pairs", "first_expert", "num_tiles"])
+def _sort_kernel(in_ptrs, out_ptrs, num_pairs, first_expert, num_tiles, tile_m, SIZES: tl.constexpr, PDL: tl.constexpr):
+    """The first program writes the tiles, and each other one the rows of a block of pairs.
+
+    A row is the number of pairs that come before. Those of the same share are compared. Without `rows_ptr` there are no
+    others, which saves two kernels.
     """
     gdc_launch_and_wait(PDL)
-    ids_ptr, counts_ptr = in_ptrs
+    ids_ptr, rows_ptr = in_ptrs
     pairs_ptr, table_ptr = out_ptrs
-    TILE_M: tl.constexpr = SIZES.tile_m
-    E: tl.constexpr = SIZES.num_experts
-    BINS: tl.constexpr = SIZES.bins
-    expert, share = tl.program_id(0), tl.program_id(1)
-    pair = share * SIZES.share + tl.arange(0, SIZES.share)
-    ids = _load_local_ids(ids_ptr, pair, num_pairs, first_expert, E)
-    other = tl.arange(0, BINS)
-    before = tl.zeros([BINS], tl.int32)  # pairs of earlier shares
-    if counts_ptr is None:
-        counts = tl.histogram(ids, BINS)
+    first_pair = tl.maximum(tl.program_id(0) - 1, 0) * SIZES.block
+    share, num_shares = first_pair // SIZES.share, tl.cdiv(num_pairs, SIZES.share)
+    other = share * SIZES.share + tl.arange(0, SIZES.share)
+    other_key = _load_keys(ids_ptr, other, num_pairs, first_expert, SIZES)
+    if tl.program_id(0) == 0:
+        expert = tl.arange(0, SIZES.bins)
+        counts = tl.histogram(other_key // SIZES.share, SIZES.bins)
+        if rows_ptr is not None:
+            counts = tl.load(rows_ptr + (SIZES.bins + expert) * num_shares, expert < SIZES.num_experts, 0)
+        end_row = tl.cumsum(counts, 0)
+        row = end_row - counts
+        tiles = tl.where(expert < SIZES.num_experts, tl.cdiv(counts, tile_m), 0)
+        field = table_ptr + (tl.cumsum(tiles, 0) - tiles) * TILE_FIELDS
+        for tile in range(tl.max(tiles, 0)):
+            tl.store(field, expert, tile < tiles)
+            tl.store(field + 1, row, tile < tiles)
+            row += tile_m
+            tl.store(field + 2, tl.minimum(row, end_row), tile < tiles)
+            field += TILE_FIELDS
+        for begin in range(tl.sum(tiles, 0), num_tiles, SIZES.bins):
+            tl.store(table_ptr + (begin + expert) * TILE_FIELDS, -1, begin + expert < num_tiles)
     else:
-        counts = tl.zeros([BINS], tl.int32)
-        for begin in range(0, num_shares, 16):
-            some = begin + tl.arange(0, 16)[:, None]
-            counts_of_shares = tl.load(counts_ptr + some * BINS + other[None, :], some < num_shares, 0)
-            counts += tl.sum(counts_of_shares, 0)
-            before += tl.sum(tl.where(some < share, counts_of_shares, 0), 0)
-    counts = tl.where(other < E, counts, 0)
-    tiles = (counts + TILE_M - 1) // TILE_M
-    first_row = tl.sum(tl.where(other < expert, counts, 0), 0)
-
-    if share == 0:
-        end_row = first_row + tl.sum(tl.where(other == expert, counts, 0), 0)
-        tile_row = table_ptr + tl.sum(tl.where(other < expert, tiles, 0), 0) * TILE_FIELDS
-        for begin in range(first_row, end_row, TILE_M):
-            tl.store(tile_row, expert)
-            tl.store(tile_row + 1, begin)
-            tl.store(tile_row + 2, tl.minimum(begin + TILE_M, end_row))
-            tile_row += TILE_FIELDS
-        for unused in range(tl.sum(tiles, 0) + expert, num_tiles, E):
-            tl.store(table_ptr + unused * TILE_FIELDS, -1)
-
-    is_mine = (ids == expert).to(tl.int32)
-    row = first_row + tl.sum(tl.where(other == expert, before, 0), 0)
-    tl.store(pairs_ptr + row + tl.cumsum(is_mine, 0) - 1, pair, is_mine == 1)
+        pair = first_pair + tl.arange(0, SIZES.block)
+        key = _load_keys(ids_ptr, pair, num_pairs, first_expert, SIZES)
+        place = tl.sum((other_key[:, None] < key[None, :]).to(tl.int32), 0)
+        is_local = key < SIZES.num_experts * SIZES.share
+        if rows_ptr is not None:
+            place += tl.load(rows_ptr + key // SIZES.share * num_shares + share, is_local, 0)
+        tl.store(pairs_ptr + place, pair, is_local)
 
 
 def max_tiles(num_pairs: int, num_experts: int, tile_m: int) -> int:
@@ -229,20 +239,21 @@ def max_tiles(num_pairs: int, num_experts: int, tile_m: int) -> int:
 def sort_by_expert(expert_ids: torch.Tensor, first_expert: int, num_experts: int, tile_m: int) -> ExpertRows:
     """The rows and tiles of this rank's experts, `num_experts` from `first_expert` on; rows of an expert by pair.
 
-    `expert_ids` is [T, top_k] int32. Sizes depend on shapes only. What is left of `pairs` is not written.
+    `expert_ids` is [T, top_k] int32; T is not 0. Sizes depend on shapes only. What is left of `pairs` is not written.
     """
     num_pairs, device = expert_ids.numel(), expert_ids.device
     num_tiles = max_tiles(num_pairs, num_experts, tile_m)
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=device)
     table = torch.empty((num_tiles, TILE_FIELDS.value), dtype=torch.int32, device=device)
-    if num_pairs:
-        share = min(MAX_SHARE, max(MIN_SHARE, triton.next_power_of_2(num_pairs)))
-        num_shares, counts = triton.cdiv(num_pairs, share), None
-        sizes = SortSizes(num_experts, share, max(MIN_SHARE, triton.next_power_of_2(num_experts + 1)), tile_m)
-        if num_shares > 1:
-            counts = torch.empty((num_shares, sizes.bins), dtype=torch.int32, device=device)
-            launch(_count_kernel, (num_shares,), device)(expert_ids, counts, num_pairs, first_expert, SIZES=sizes)
-        launch(_sort_kernel, (num_experts, num_shares), device)(
-            (expert_ids, counts), (pairs, table), num_pairs, num_shares, num_tiles, first_expert, SIZES=sizes
-        )
+    share, bins = (max(MIN_SHARE, triton.next_power_of_2(size)) for size in (num_pairs, num_experts + 1))
+    block, num_warps, rows = LONE_BLOCK, 4, None
+    if is_divided := share > LONE_SHARE:
+        share, block, num_warps = max(SHARE, share // MAX_SHARES.value), BLOCK, 8
+    sizes, num_shares = SortSizes(num_experts, share, block, bins), triton.cdiv(num_pairs, share)
+    if is_divided:
+        rows = torch.empty((2, bins, num_shares), dtype=torch.int32, device=device)
+        launch(_count_kernel, (num_shares,), device)(expert_ids, rows, num_pairs, first_expert, SIZES=sizes)
+        launch(_scan_kernel, (num_experts,), device)(rows, num_shares, SIZES=sizes)
+    operands = (expert_ids, rows), (pairs, table), num_pairs, first_expert, num_tiles, tile_m
+    launch(_sort_kernel, (1 + triton.cdiv(num_pairs, block),), device)(*operands, SIZES=sizes, num_warps=num_warps)
     return ExpertRows(pairs, table, tile_m)

@@ -22,8 +22,8 @@ def _split_k_kernel(
     x_tiles, w_tiles, scale_ptrs, out_ptr, M, N, SHAPE: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr
 ):
     gdc_launch_and_wait(PDL)
-    first_m = tl.program_id(0) * TILES.tile_m
-    first_n = tl.program_id(1) * TILES.tile_n
+    first_n = tl.program_id(0) * TILES.tile_n  # the tiles of some rows, of which a prompt has many, run together
+    first_m = tl.program_id(1) * TILES.tile_m
     split = tl.program_id(2)
     m = first_m + tl.arange(0, TILES.tile_m)
     n = first_n + tl.arange(0, TILES.tile_n)
@@ -124,7 +124,7 @@ def split_k_gemm(
         rows = TensorDescriptor.from_tensor(rows, [tiles.tile_m, tiles.tile_k])
         values = TensorDescriptor.from_tensor(values, [tiles.tile_n, tiles.tile_k])
     # in 16 bits, the smallest tiles leave half of the memory as cache, like the kernels around: see dependent_launch.py
-    grid = -(-m // tiles.tile_m), -(-n // tiles.tile_n), split_k
+    grid = -(-n // tiles.tile_n), -(-m // tiles.tile_m), split_k
     run = launch(_split_k_kernel, grid, device, shared=50 if tiles.tile_m == 16 and not is_scaled else 100)
     run(rows, values, scales, out, m, n, SHAPE=shape, TILES=tiles, num_warps=tiles.warps)
     return out
