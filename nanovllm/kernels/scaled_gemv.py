@@ -14,7 +14,7 @@ from nanovllm.kernels.tiles import Tiles, Weight, as_loadable, columns_of_parts,
 
 TILE_SIZE = 4096  # weights of a tile, or pairs of them if gated
 NUM_TILES = 2  # of a program, which loads both before it waits; with more, the compiler loads the others too late
-MAX_TILE_K = 8192  # inputs of a tile; products that may not be split, or not so often, have more
+MAX_TILE_K = 8192  # inputs of a tile; twice as many if that is as full; products that may not be split have more
 MIN_FILL = 0.75  # of a tile that inputs should fill; its width is a power of two, and their number need not be
 K_MULTIPLE = 128  # inputs of a split: loads are aligned, and no border of blocks cuts what a thread loads at once
 SHORT = 2**24  # products with at most so many weights are short
@@ -88,9 +88,9 @@ def choose_gemv_split_k(k: int, max_split_k: int) -> int:
         k_per_split = _k_per_split(k, split_k)
         return k_per_split / triton.next_power_of_2(k_per_split)
 
-    min_split_k = min(max_split_k, triton.cdiv(k, MAX_TILE_K))
-    if min_split_k == 1:
+    if k <= MAX_TILE_K:
         return 1
+    min_split_k = min(max_split_k, triton.cdiv(k, MAX_TILE_K)) if k > 2 * MAX_TILE_K else 1
     # of splits that are as good, max returns the first
     return max(range(min_split_k, max_split_k + 1), key=lambda split_k: min(fill(split_k), MIN_FILL))
 
