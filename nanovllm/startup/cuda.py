@@ -157,7 +157,7 @@ def milliseconds_per_token(runner: Any) -> float:
 
 @torch.inference_mode()
 def compile_kernels(runner: Any) -> None:
-    """Compile the kernels of the steps that graphs will contain, all at the same time. No kernel runs.
+    """Compile the kernels of steps that graphs will contain, and of the longest, all at the same time. No kernel runs.
 
     Otherwise each would be compiled when it is first launched, one after the other. They change with powers of two of
     the number of tokens, or of those beyond 128; a kernel that these steps lack is compiled at its first launch.
@@ -168,10 +168,14 @@ def compile_kernels(runner: Any) -> None:
     decodes, chunks = decode_shapes(config), []
     if captures_chunks(runner):
         chunks = graph_shapes(config, runner.backend)
+        most, num_chunks = config.max_num_batched_tokens, chunks[0].num_seqs
+        arrays = runner.backend.array_shapes(most, num_chunks)
+        chunks.append(chunks[0]._replace(num_tokens=most, max_seqlen_q=most, backend_shapes=arrays))
     rows = [
         (shape, shape.num_tokens // (1 if shape.has_chunks else shape.tokens_per_row)) for shape in decodes + chunks
     ]
-    shapes = [shape for shape, n in rows if n.bit_count() == 1 or n in (144, 160, 192, config.max_num_seqs)]
+    others = 144, 160, 192, config.max_num_seqs, config.max_num_batched_tokens
+    shapes = [shape for shape, n in rows if n.bit_count() == 1 or n in others]
     buffer, drafter = runner.buffers.device, runner.features["spec_decode"].drafter
 
     def run_steps() -> None:
