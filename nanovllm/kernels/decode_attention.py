@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch, next_power_of_2
-from nanovllm.kernels.devices import num_sms
+from nanovllm.kernels.dependent_launch import IS_TRITON_3_4, dependent_kernel, gdc_launch_dependents, gdc_wait, launch
+from nanovllm.kernels.devices import has_tma, num_sms
 from nanovllm.kernels.fp8 import ONES, as_fp8_partner, decode_e4m3, decode_e4m3_pairs, store_row, unpack_scales
 from nanovllm.kernels.norm_rope_store import load_cos_sin, norm_rope
 from nanovllm.kernels.paged_cache import LOG2_E, layout_of, prefetch_rows
@@ -33,10 +33,10 @@ def _decode_kernel(
     splits,
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
     CACHE: tl.constexpr,
     ROTARY: tl.constexpr,
     STAGES: tl.constexpr,
-    PREFETCHED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     gdc_launch_dependents(PDL)
@@ -51,7 +51,6 @@ def _decode_kernel(
     KV_HEADS: tl.constexpr = CACHE.kv_heads
     HEAD_DIM: tl.constexpr = CACHE.head_dim
     TILE: tl.constexpr = CACHE.tile
-    GROUP_PAD: tl.constexpr = max(16, next_power_of_2(ROWS * GROUP))
     kv_head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -76,7 +75,7 @@ def _decode_kernel(
         slot = tl.load(slot_mapping_ptr + seq).to(tl.int64)
     if PDL:
         # the cached keys and values are prefetched while the kernel before still runs
-        tokens = tl.maximum(tl.minimum(begin + tl.arange(0, PREFETCHED), end - 1), 0)
+        tokens = tl.maximum(tl.minimum(begin + n, end - 1), 0)
         blocks = tl.load(table_ptr + tokens // BLOCK_SIZE).to(tl.int64)
         rows = ((blocks * BLOCK_SIZE + tokens % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
         prefetch_rows(k_cache_ptr + rows, HEAD_DIM)
@@ -90,13 +89,13 @@ def _decode_kernel(
         row = seq * (KV_HEADS * GROUP) + kv_head * GROUP + g
     else:  # the queries of all its rows, of which each sees other keys
         row = (seq * ROWS + g // GROUP) * (KV_HEADS * GROUP) + kv_head * GROUP + g % GROUP
-        lengths = tl.load(context_lens_ptr + seq * ROWS + g // GROUP, g < ROWS * GROUP, 0)[:, None]
+        lengths = tl.load(context_lens_ptr + seq * ROWS + g // GROUP, g < ROWS * GROUP, 0)[None, :]
     m_i = tl.full([GROUP_PAD], NO_KEYS, tl.float32)  # the running maximum of the scores, and
     l_i = tl.zeros([GROUP_PAD], tl.float32)  # the sum of their exponentials relative to it
-    acc = tl.zeros([GROUP_PAD, HEAD_DIM], tl.float32)
+    acc = tl.zeros([HEAD_DIM, GROUP_PAD], tl.float32)
     if IS_FP8:  # values are read in pairs of adjacent numbers, the even ones and the odd ones of a row
-        acc_even = tl.zeros([GROUP_PAD, HEAD_DIM // 2], tl.float32)
-        acc_odd = tl.zeros([GROUP_PAD, HEAD_DIM // 2], tl.float32)
+        acc_even = tl.zeros([HEAD_DIM // 2, GROUP_PAD], tl.float32)
+        acc_odd = tl.zeros([HEAD_DIM // 2, GROUP_PAD], tl.float32)
         pair = tl.arange(0, HEAD_DIM // 2)
         v_pair_ptr = v_cache_ptr.to(tl.pointer_type(tl.uint16))
     if IS_QKV:
@@ -120,20 +119,21 @@ def _decode_kernel(
                 m_i = tl.sum(q.to(tl.float32) * k_fp8, 1) * (scale * k_scale) + tl.log2(v_scale)
                 l_i += 1 / v_scale
                 v_even, v_odd = tl.split(v_fp8.reshape(1, HEAD_DIM // 2, 2))
-                acc_even += v_even
-                acc_odd += v_odd
+                acc_even += tl.trans(v_even)
+                acc_odd += tl.trans(v_odd)
             else:
                 tl.store(k_cache_ptr + at, k_new, at >= 0)  # negative for a slot of -1
                 tl.store(v_cache_ptr + at, v_new, at >= 0)
                 m_i = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale
                 l_i += 1.0
-                acc += v_new.to(tl.float32)
+                acc += tl.trans(v_new.to(tl.float32))
     else:
         q = tl.load(q_ptr + row[:, None] * HEAD_DIM + d[None, :], in_group, 0.0)
     if IS_FP8:
         q = as_fp8_partner(q)
 
     b = tl.arange(0, NUM_IDS)
+    key = n * (KV_HEADS * HEAD_DIM)  # those of a tile, from the first on
     for first_block in range(begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE), NUM_IDS):
         # many block ids at once: if each tile first had to load its block id, the pipeline of tiles would stall
         block_ids = tl.load(table_ptr + first_block + b, (first_block + b) * BLOCK_SIZE < end, 0)
@@ -143,41 +143,40 @@ def _decode_kernel(
             if CACHE.window:  # some keys of the first tile are before it, never all that a split adds up
                 inside &= tile + n >= first
             block = tl.sum(tl.where(b == tile // BLOCK_SIZE - first_block, block_ids, 0), 0).to(tl.int64)
-            key = ((block * BLOCK_SIZE + tile % BLOCK_SIZE + n) * KV_HEADS + kv_head) * HEAD_DIM
-            k = tl.load(k_cache_ptr + key[None, :] + d[:, None], inside[None, :], 0.0)
+            first_key = ((block * BLOCK_SIZE + tile % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
+            k = tl.load(k_cache_ptr + first_key + (key[:, None] + d[None, :]), inside[:, None], 0.0)
             if IS_FP8:
                 k = decode_e4m3(k, q.dtype)
-            scores = tl.dot(q, k, input_precision="ieee") * scale
+            scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
             if IS_FP8:
-                scale_at = (block * KV_HEADS + kv_head) * BLOCK_SIZE + tile % BLOCK_SIZE + n
-                pairs = tl.load(scales_ptr + scale_at, inside, ONES)
+                scale_at = (block * KV_HEADS + kv_head) * BLOCK_SIZE + tile % BLOCK_SIZE
+                pairs = tl.load(scales_ptr + scale_at + n, inside, ONES)
                 k_scale, v_log2_scale = unpack_scales(pairs, k_cache_ptr.dtype.element_ty)
-                scores = scores * k_scale[None, :] + v_log2_scale[None, :]
-            visible = inside[None, :]
+                scores = scores * k_scale[:, None] + v_log2_scale[:, None]
+            visible = inside[:, None]
             if ROWS > 1:
-                visible &= (tile + n)[None, :] < lengths
+                visible &= (tile + n)[:, None] < lengths
                 if CACHE.window:
-                    visible &= (tile + n)[None, :] >= lengths - CACHE.window
+                    visible &= (tile + n)[:, None] >= lengths - CACHE.window
             scores = tl.where(visible, scores, NO_KEYS)
-            m_new = tl.maximum(m_i, tl.max(scores, 1))
-            p = tl.exp2(scores - m_new[:, None])
+            m_new = tl.maximum(m_i, tl.max(scores, 0))
+            p = tl.exp2(scores - m_new[None, :])
             if ROWS > 1:  # where a row sees no key yet, hidden scores are its greatest
                 p = tl.where(visible, p, 0.0)
             alpha = tl.exp2(m_i - m_new)
             if IS_FP8:
-                v = tl.load(v_pair_ptr + (key // 2)[:, None] + pair[None, :], inside[:, None], 0)
+                v = tl.load(v_pair_ptr + first_key // 2 + ((key // 2)[None, :] + pair[:, None]), inside[None, :], 0)
                 v_even, v_odd = decode_e4m3_pairs(v, v_cache_ptr.dtype.element_ty, q.dtype)
-                acc_even = acc_even * alpha[:, None] + tl.dot(p.to(q.dtype), v_even, input_precision="ieee")
-                acc_odd = acc_odd * alpha[:, None] + tl.dot(p.to(q.dtype), v_odd, input_precision="ieee")
-                p = p * tl.exp2(-v_log2_scale)[None, :]
+                acc_even = acc_even * alpha[None, :] + tl.dot(v_even, p.to(q.dtype), input_precision="ieee")
+                acc_odd = acc_odd * alpha[None, :] + tl.dot(v_odd, p.to(q.dtype), input_precision="ieee")
+                p = p * tl.exp2(-v_log2_scale)[:, None]
             else:
-                v = tl.load(v_cache_ptr + key[:, None] + d[None, :], inside[:, None], 0.0)
-                acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-            l_i = l_i * alpha + tl.sum(p, 1)
+                v = tl.load(v_cache_ptr + first_key + (key[None, :] + d[:, None]), inside[None, :], 0.0)
+                acc = acc * alpha[None, :] + tl.dot(v, p.to(v.dtype), input_precision="ieee")
+            l_i = l_i * alpha + tl.sum(p, 0)
             m_i = m_new
 
-    if IS_FP8:
-        acc = tl.interleave(acc_even, acc_odd)
+    acc = tl.interleave(tl.trans(acc_even), tl.trans(acc_odd)) if IS_FP8 else tl.trans(acc)
     acc = acc / tl.maximum(l_i, 1e-30)[:, None]
     if partial_ptr is not None:
         part = row * splits + split
@@ -197,19 +196,18 @@ def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> 
     return batch_size * kv_heads <= 2 * num_sms(device)
 
 
-def _choose_programs(batch_size, kv_heads, tokens_per_row, row_bytes, is_qkv, device) -> tuple[int, int, int]:
+def _choose_programs(batch_size, tokens_per_row, cache, row_bytes, is_qkv) -> tuple[int, int, int]:
     """How many programs a multiprocessor gets, the warps of one, and how many tiles it loads at a time.
 
-    `row_bytes`: of a key. A single token is best served by eight warps, which read much ahead. Else four warps read
-    fastest, by two programs that run at the same time. But while these leave no room, no program of the next kernel
-    starts. So keys of several rows are always read so; else those of 256 bytes where this takes few splits, those of
-    512 always.
+    `row_bytes`: of a key. Four warps read fastest, by two programs that run at the same time. But while these leave no
+    room, no program of the next kernel starts. So keys of a single sequence or of several rows are always read so; else
+    those of 256 bytes where this takes few splits, those of 512 always. In FP8, two warps convert too slowly.
     """
-    has_few_splits = batch_size * kv_heads * 3 > 2 * num_sms(device)  # two at most
+    has_few_splits = batch_size * cache.k.shape[2] * 3 > 2 * num_sms(cache.k.device)  # two at most
     are_fastest = is_qkv and (row_bytes > 256 or (row_bytes == 256 and has_few_splits))
     if batch_size == 1 or tokens_per_row > 1 or are_fastest:
-        return 2, 8 if batch_size == tokens_per_row == 1 else 4, 3 if row_bytes <= 256 else 2
-    return PROGRAMS_PER_SM, 2, 3 if row_bytes <= 256 and not is_qkv else 2
+        return 2, 4, 2 if row_bytes > 256 else 4 if batch_size == tokens_per_row == 1 and has_tma(cache.k.device) else 3
+    return PROGRAMS_PER_SM, 4 if cache.scales is not None and not is_qkv else 2, 2 if is_qkv or row_bytes > 256 else 3
 
 
 def decode_attention(
@@ -249,7 +247,7 @@ def decode_attention(
     batch_size = num_rows // tokens_per_row
     layout = layout_of(cache, TILE if is_qkv or row_bytes <= 256 else TILE // 2)
     max_num_keys = min(max_context_len, cache.window or max_context_len)
-    programs, num_warps, stages = _choose_programs(batch_size, kv_heads, tokens_per_row, row_bytes, is_qkv, q.device)
+    programs, num_warps, stages = _choose_programs(batch_size, tokens_per_row, cache, row_bytes, is_qkv)
     splits = splits or choose_num_splits(batch_size, kv_heads, max_num_keys, layout.tile, q.device, programs)
     parts = None, None
     if splits > 1:
@@ -257,8 +255,9 @@ def decode_attention(
         parts = tuple(torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes)
     caches, seqs = (cache.k, cache.v, cache.scales), (num_seqs, context_lens, block_tables)
     constants = dict(ROWS=tokens_per_row, GROUP=group, CACHE=layout, STAGES=stages, num_warps=num_warps)
+    # queries are columns of products, and keys their rows: tensor cores take 8 columns at a time, but 16 rows
+    constants["GROUP_PAD"] = max(16 if IS_TRITON_3_4 else 8, triton.next_power_of_2(tokens_per_row * group))
     constants["ROTARY"] = norm_rope_inputs[3].shape[2] if is_qkv else head_dim
-    constants["PREFETCHED"] = layout.tile * (4 if num_warps == 8 else 1)
     pointers, scale = (q, norm_rope_inputs, caches, seqs, (out, *parts)), head_dim**-0.5 * LOG2_E
     # near that of the products (dependent_launch.py), and the same for all that a compiled kernel is launched for
     shared = (75 if splits == 1 else 50) if is_qkv else 100

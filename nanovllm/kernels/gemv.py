@@ -50,9 +50,9 @@ def _gemv_kernel(
     w = w_ptr + n[:, None].to(tl.int64) * K + k[None, :]
     up = w + N * K
     # load the first tiles of W, and what else no kernel writes, while the kernel before still runs
-    w_tile = tl.load(w, rows & (k < K)[None, :], 0.0).to(tl.float32)
+    w_tile = tl.load(w, rows & (k < K)[None, :], 0.0, eviction_policy="evict_first").to(tl.float32)
     if GATED:
-        up_tile = tl.load(up, rows & (k < K)[None, :], 0.0).to(tl.float32)
+        up_tile = tl.load(up, rows & (k < K)[None, :], 0.0, eviction_policy="evict_first").to(tl.float32)
         up_bias = _load_if(bias_ptr, N + n, n < N, 0.0)
     bias = _load_if(bias_ptr, n, n < N, 0.0)
     norm_weight = _load_if(norm_ptr, k, k < K, 1.0)
@@ -63,11 +63,12 @@ def _gemv_kernel(
         up_acc = up_tile * x
     for begin in tl.range(TILES.tile_k, K, TILES.tile_k, num_stages=TILES.stages):
         at = begin + k
+        inside = rows & (at < K)[None, :]
         x, more = _load_input(x_ptrs, _load_if(norm_ptr, at, at < K, 1.0), at, at < K)
         squares += more
-        acc += tl.load(w + begin, rows & (at < K)[None, :], 0.0).to(tl.float32) * x
+        acc += tl.load(w + begin, inside, 0.0, eviction_policy="evict_first").to(tl.float32) * x
         if GATED:
-            up_acc += tl.load(up + begin, rows & (at < K)[None, :], 0.0).to(tl.float32) * x
+            up_acc += tl.load(up + begin, inside, 0.0, eviction_policy="evict_first").to(tl.float32) * x
     scale = tl.rsqrt(tl.sum(squares, 0) / K + eps) if norm_ptr is not None else 1.0
     y = tl.sum(acc, 1) * scale + bias
     if GATED:
@@ -91,8 +92,9 @@ def gemv(
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     out = torch.empty((1, n), dtype=x.dtype, device=x.device) if out is None else out
     inputs = Inputs(x, residual, x if residual is None else torch.empty_like(x))
-    # short products gain from overlapping kernels, long ones from the driver's own division of cache and shared memory
-    shared = 50 if weight.numel() <= 2**23 else None
+    # short products gain from overlapping kernels; 75 has room for four programs of long ones, which keep 40 KB each,
+    # and the driver's own division would differ from one to the next
+    shared = 50 if weight.numel() <= 2**23 else 75
     tile_size = (8192 if gated else 16384) // x.element_size()  # in weights; a gated product loads two tiles
     # programs of the shortest ones load as much as they can before they wait
     tile_k = min(tile_size // (2 if weight.numel() <= 2**22 else 4), 1 << (k - 1).bit_length())
