@@ -83,7 +83,7 @@ def _inputs_kernel(
     channel = kind * HEADS.keys + column
     weight = tl.load(conv_ptr + channel[:, None] * SIZE + i, (i < SIZE) & inside[:, None], 0.0).to(tl.float32)
     # parts of the tokens, whose inputs fit into registers
-    PART: tl.constexpr = min(PLAN.tile, 16)
+    PART: tl.constexpr = PLAN.tile if PLAN.tile < 16 else 16
     first = begin + tile * PLAN.tile
     stop = tl.minimum(first + PLAN.tile, end)
     for part in range(first, stop, PART):

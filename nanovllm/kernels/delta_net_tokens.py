@@ -67,7 +67,7 @@ def _tokens_kernel(
     if not has_work:
         return
     # [value_dim, key_dim / P, P], so that a thread has many keys of a few values: it adds up most of a sum
-    PART: tl.constexpr = min(32, HEADS.key_pad)
+    PART: tl.constexpr = HEADS.key_pad if HEADS.key_pad < 32 else 32
     d = (tl.arange(0, HEADS.key_pad // PART)[:, None] * PART + tl.arange(0, PART)[None, :])[None, :, :]
     e = tl.arange(0, HEADS.value_pad)[:, None, None]
     of_state = (e < HEADS.value_dim) & (d < HEADS.key_dim)

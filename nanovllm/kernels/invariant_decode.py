@@ -75,7 +75,7 @@ def _decode_kernel(
     KV_HEADS: tl.constexpr = CACHE.kv_heads
     HEAD_DIM: tl.constexpr = CACHE.head_dim
     TILE: tl.constexpr = CACHE.tile
-    GROUP_PAD: tl.constexpr = max(16, next_power_of_2(GROUP))
+    GROUP_PAD: tl.constexpr = 16 if GROUP <= 16 else next_power_of_2(GROUP)
     kv_head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
     if num_seqs_ptr is not None:
