@@ -15,6 +15,7 @@ from nanovllm.benchmarks.results import Results, save_results
 from nanovllm.benchmarks.tables import Panel
 from nanovllm.config import Config
 from nanovllm.spec_decode.config import given_values
+from nanovllm.utils.libraries import import_libraries
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
@@ -24,12 +25,13 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     if args.figure:
         pictures.draw_figure(args.figure)
         return
+    settings = engine_settings(args)
+    import_libraries(settings)
     with tempfile.TemporaryDirectory() as folder:
         if args.shape:
             args.model = str(Path(folder) / args.shape)
             shapes.write_shape(args.shape, Path(args.model), with_text=args.workload == ["http"])
         processes.show_engine_log()
-        settings = engine_settings(args)
         try:  # before any engine is started
             if args.shape and (drafting := settings.get("speculative_config")) is not None:
                 settings["speculative_config"] = shapes.with_drafter(given_values(drafting), Path(args.model))

@@ -158,7 +158,7 @@ def launch_ordinary(jit, grid: tuple[int, ...]):
     """jit[grid] for a kernel that is not dependent: it starts when everything before it is complete."""
     if (launched := _launched.get()) is not None:
         launched.append(jit)
-    # Triton would compile checks of each sum of integers, for which the parser takes a third longer, and drop them
+    # Triton would parse checks of each sum of integers, for which its parser takes a quarter longer, and drop them
     return partial(jit.run, grid=grid, warmup=launched is not None, sanitize_overflow=False)
 
 

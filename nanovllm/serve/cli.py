@@ -16,6 +16,7 @@ from nanovllm.serve.process import set_up_process
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.terminal.waiting import waiting_for
 from nanovllm.utils.flags import Parser, add_flags, given
+from nanovllm.utils.libraries import import_libraries
 
 if TYPE_CHECKING:
     from nanovllm.serve.engine_client import EngineClient
@@ -115,7 +116,8 @@ def add_serve_flags(command: Parser) -> None:
 def serve(options: argparse.Namespace) -> int:
     try:
         with waiting_for("Starting"):
-            from nanovllm.serve import server  # with PyTorch, which takes seconds
+            import_libraries(given(options, Config))
+            from nanovllm.serve import server
     except ImportError as error:
         raise ImportError(f"{error.name} is not installed; pip install 'nano-vllm[serve]'") from error
 

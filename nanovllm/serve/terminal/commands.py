@@ -10,6 +10,7 @@ from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.terminal.waiting import waiting_for
 from nanovllm.utils.flags import add_flags, given
+from nanovllm.utils.libraries import import_libraries
 
 CHAT_SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos", "stop"),
@@ -45,10 +46,12 @@ def add_flags_of(name: str, parser: argparse.ArgumentParser) -> None:
 def _load(options: argparse.Namespace) -> Any:
     """The LLM."""
     SamplingParams(**given(options, SamplingParams))  # errors before the model is loaded
+    settings = given(options, Config, skip=NO_ENGINE_FLAGS)
     with waiting_for(f"Loading {options.model}"):
-        from nanovllm.llm import LLM  # PyTorch, which takes seconds
+        import_libraries(settings)
+        from nanovllm.llm import LLM
 
-        return LLM(options.model, **given(options, Config, skip=NO_ENGINE_FLAGS))
+        return LLM(options.model, **settings)
 
 
 def generate(options: argparse.Namespace) -> int:
