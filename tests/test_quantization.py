@@ -31,7 +31,7 @@ from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.layers.attention import KVCache, SDPABackend
 from nanovllm.layers.layernorm import NormInput
-from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear, WeightFormat
 from nanovllm.models import ModelConfig, model_class
 from nanovllm.quantization import scaled as scaled_weights
 from nanovllm.quantization.formats.fp8 import e4m3_scheme
@@ -753,6 +753,10 @@ def test_factors_of_a_product(monkeypatch):
             assert_near(as_floats(factors[0]), other.tensor().double(), 128)
             assert torch.equal(normed.residual, x)
     layer.format = ScaledLinear(layer, e4m3_scheme(128, 128))
+    assert ops.qkv_norm_rope_store(normed, layer, *args) is NotImplemented
+    layer.format = type("OwnFormat", (WeightFormat,), {})()  # whose weight others can't multiply, or do not find
+    assert ops.qkv_norm_rope_store(normed, layer, *args) is NotImplemented
+    del layer.weight
     assert ops.qkv_norm_rope_store(normed, layer, *args) is NotImplemented
 
 

@@ -1,7 +1,8 @@
 """Which products in FP8 hopper_scaled_gemm.py computes, and in which tiles; and which hopper_qkv.py does. Importing
 this takes no Gluon.
 
-[Kernels, one by one](../docs/kernel-timings.md#few-rows-in-fp8) says what they gain.
+Kernels, one by one, says what they gain: [in FP8](../docs/kernel-timings.md#few-rows-in-fp8), [with the
+store](../docs/kernel-timings.md#norm-rope-and-store-in-the-product).
 """
 
 from typing import NamedTuple
@@ -14,8 +15,8 @@ from nanovllm.kernels.tiles import QuantizedRows, block_shape
 BLOCK = 128, 128  # of weights that share a scale
 MIN_BUSY = 0.7  # of the multiprocessors
 MAX_CAPTURED_ROWS = 8192  # of any CUDA graph of a step with chunks
-# of a qkv weight's row, in one kernel with the store: this saves a pass over the outputs, which takes as long whatever
-# the inputs; where the product takes longer (Qwen3-8B in 16 bits), prefill gained nothing
+# of a row of the qkv weight, up to which product and store are one kernel: what this saves, a pass over the outputs,
+# does not grow with the inputs; with longer rows (Qwen3-8B in 16 bits) prefill gained nothing
 MAX_ROW_BYTES = 5120
 
 
@@ -82,7 +83,9 @@ def qkv_norm_rope_store(x, layer, qk_norm_rope, slot_mapping: torch.Tensor, cach
     rows: they pad steps, and a step shall have the same kernels with graphs and without, as others add up in another
     order.
     """
-    if isinstance(x, torch.Tensor) or len(x) <= MAX_CAPTURED_ROWS or not has_hopper_kernels() or layer.bias is not None:
+    if isinstance(x, torch.Tensor) or len(x) <= MAX_CAPTURED_ROWS or not has_hopper_kernels():
+        return NotImplemented
+    if layer.bias is not None or not hasattr(layer, "weight"):  # other formats may have other names
         return NotImplemented
     (n, k), (kv_heads, head_dim), rotary = layer.weight.shape, cache.k.shape[2:], qk_norm_rope[3].shape[2]
     suits = head_dim == rotary == 128 and n % 256 == kv_heads % 2 == k % 8 == 0 and cache.k.element_size() == 2

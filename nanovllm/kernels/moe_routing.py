@@ -15,7 +15,7 @@ from nanovllm.kernels.devices import has_tma, num_sms
 from nanovllm.kernels.split_k_gemm import TILE_K, TILE_N, split_k_gemm
 
 MAX_SPLIT_K = 8  # of the router's product, whose partial sums are added up by the programs that route
-# up to LONE_SHARE pairs are one share, in which all are compared with each other; those of a block by one program
+# up to LONE_SHARE pairs are one share; all pairs of a share are compared, those of a block by one program
 LONE_SHARE, LONE_BLOCK, SHARE, BLOCK = 2048, 16, 256, 64
 MIN_SHARE, MAX_SHARES = 128, tl.constexpr(1024)  # a pair for each thread at least
 TILE_FIELDS = tl.constexpr(3)  # expert or -1, first row, and the row after the last

@@ -139,7 +139,7 @@ class AttentionBackend:
     def attend_qkv(self, x, qkv_proj, qk_norm_rope: QKNormRope, cache: KVCache, context: Context) -> torch.Tensor:
         """The qkv product, norm and rope of queries and keys, the store of keys and values, and `attend`.
 
-        qkv_proj(x) is [T, (heads + 2 kv_heads) * head_dim] -> [T, heads, head_dim].
+        `qkv_proj(x)` is [T, (heads + 2 kv_heads) * head_dim]; the result is [T, heads, head_dim].
         """
         qkv = qkv_proj(x).unflatten(-1, (-1, cache.k.shape[3]))
         return self.attend(norm_rope_and_store(qkv, qk_norm_rope, context.slot_mapping, cache), cache, context)
@@ -170,9 +170,9 @@ class Attention(nn.Module):
         return PagedKV(self.num_kv_heads, self.head_dim, self.window)
 
     def forward(self, x: Any, qk_norm_rope: QKNormRope, qkv_proj: Callable = lambda qkv: qkv) -> torch.Tensor:
-        """The qkv product [T, (heads + 2 kv_heads) * head_dim] -> [T, heads * head_dim].
+        """Attention of the qkv product [T, (heads + 2 kv_heads) * head_dim] -> [T, heads * head_dim].
 
-        It is x, or what the linear layer `qkv_proj` makes of the NormInput x.
+        The product is x itself, or what the linear layer `qkv_proj` makes of the NormInput x.
         """
         return self.backend.attend_qkv(x, qkv_proj, qk_norm_rope, self.cache, get_context()).flatten(1)
 

@@ -74,7 +74,7 @@ class WeightFormat:
 
     def factors(self, layer: "LinearBase", x: NormInput) -> tuple[Any, torch.Tensor, torch.Tensor | None] | None:
         """What kernels multiply: rows, the weight, and its scales if both are in FP8; None if only `linear` can."""
-        return x.tensor(), layer.weight, None
+        return (x.tensor(), layer.weight, None) if type(self) is WeightFormat else None
 
 
 class LinearBase(nn.Module):

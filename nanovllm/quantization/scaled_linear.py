@@ -58,8 +58,5 @@ class ScaledLinear(WeightFormat):
     def norm_linear(self, layer: LinearBase, x: NormInput, act: SiluAndMul | None) -> Any:
         return scaled_linear(x.tensor(), self.values, self.scales, layer.bias, act)
 
-    def factors(self, layer: LinearBase, x: NormInput) -> tuple | None:
-        return None
-
     def best_split_k(self, layer: LinearBase, x: Any, max_split_k: int) -> int:
         return best_scaled_split_k(self.values, self.scales, len(x), max_split_k, self.max_split_k_rows)

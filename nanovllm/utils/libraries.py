@@ -20,8 +20,8 @@ def import_libraries(settings: Mapping[str, Any]) -> None:
     """Import transformers and PyTorch, whose libraries are loaded meanwhile, as that takes no lock of Python.
 
     CUDA is initialized, too, unless the engine's `settings` say that it runs on a CPU; a fork of this process can't use
-    CUDA then. What is imported stays, and no search for garbage goes through it. What fails here fails again where it
-    is needed. Ctrl-C interrupts a wait, and no import.
+    CUDA then. What is imported stays, and no search for garbage goes through it. What is missing is an error where it
+    is needed. Ctrl-C interrupts a wait, and no import; the process ends when the import has.
     """
     if "torch" in sys.modules:
         return
@@ -29,17 +29,24 @@ def import_libraries(settings: Mapping[str, Any]) -> None:
     try:
         with ThreadPoolExecutor(2) as pool:
             native = pool.submit(_load_native_libraries, str(settings.get("device")))
-            pool.submit(_import_modules, native)
+            imported = pool.submit(_import_modules, native)
     finally:
         gc.freeze()
         gc.enable()
+    if (error := imported.exception()) is not None and not isinstance(error, ImportError):
+        raise error  # an import of what is there, and broken, may fail in another way the next time
 
 
 def _load_native_libraries(device: str) -> None:
-    """By functions of C, which are called without Python's lock; imports load libraries with it."""
+    """By functions of C, which are called without Python's lock; imports load libraries with it.
+
+    PyTorch's libraries take no lock of Python while they are loaded: otherwise this and an import could wait for each
+    other.
+    """
     folder = Path(find_spec("torch").origin).parent  # type: ignore[union-attr, arg-type]
     ctypes.CDLL(None).dlopen(str(folder / "lib" / "libtorch_python.so").encode(), os.RTLD_NOW)
     if not device.startswith("cpu"):
+        os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as PyTorch does before it initializes CUDA
         ctypes.CDLL("libcuda.so.1").cuInit(0)
 
 
