@@ -251,3 +251,10 @@ def speed_up() -> None:
     record_operations()
     if triton.__version__.startswith("3.4."):  # takes strides of elements for bytes when it checks their alignment
         interpreter.TensorDescHandle.validate = lambda descriptor: None
+        count = interpreter.InterpreterBuilder.create_histogram  # of int32, but it has int64
+
+        def create_histogram(self, data, bins, mask):
+            counts = count(self, data, bins, mask)
+            return interpreter.TensorHandle(counts.data.astype(np.int32), tl.int32)
+
+        interpreter.InterpreterBuilder.create_histogram = create_histogram

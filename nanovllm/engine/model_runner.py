@@ -250,7 +250,7 @@ class ModelRunner:
         with torch.device(self.device):
             model = model_class(config.model_type)(config, self.config.max_model_len, self.backend, self.tp)
         # safetensors reads into tensors on the default device, whichever the caller has set
-        with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
+        with nullcontext() if torch.empty(0).device.type == "cpu" else torch.device("cpu"):
             load_model(model, Path(self.config.model), self.device, self.config.load_format, self.tp.rank == 0)
         return model.eval()
 
