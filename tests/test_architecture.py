@@ -343,8 +343,8 @@ BUDGETS = {
     "graphs": 282,  # of which drafts of models and heads are 75, and compiling by few layers 2
     "invariant": 305,  # of which the gated delta rule and gates are 57
     "invariant kernels": 444,  # attention of decodes and of chunks, and products, beside the fast ones
-    # what sleeps on a CPU is 41, warming up drafters 10, their time 33, few layers 13, threads 16, long steps 4
-    "startup": 497,
+    # what sleeps on a CPU is 41, warming up drafters 10, their time 33, few layers 13, threads 16, long steps 3
+    "startup": 496,
     "mixture of experts": 714,  # of which shared experts are 28; its kernels take 8-bit weights too; 3 choose Hopper's
     "quantization": 495,  # 9 choose the kernel of a product and its activation, 2 say what kernels multiply
     "8-bit kernels": 299,

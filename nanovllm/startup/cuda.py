@@ -168,14 +168,13 @@ def compile_kernels(runner: Any) -> None:
     decodes, chunks = decode_shapes(config), []
     if captures_chunks(runner):
         chunks = graph_shapes(config, runner.backend)
-        if (most := config.max_num_batched_tokens) > chunks[-1].num_tokens:
-            arrays = runner.backend.array_shapes(most, chunks[0].num_seqs)
-            chunks.append(chunks[0]._replace(num_tokens=most, max_seqlen_q=most, backend_shapes=arrays))
     rows = [
         (shape, shape.num_tokens // (1 if shape.has_chunks else shape.tokens_per_row)) for shape in decodes + chunks
     ]
-    others = 144, 160, 192, config.max_num_seqs, chunks[-1].num_tokens if chunks else 0
-    shapes = [shape for shape, n in rows if n.bit_count() == 1 or n in others]
+    shapes = [shape for shape, n in rows if n.bit_count() == 1 or n in (144, 160, 192, config.max_num_seqs)]
+    if chunks and (most := config.max_num_batched_tokens) > chunks[-1].num_tokens:
+        arrays = runner.backend.array_shapes(most, chunks[0].num_seqs)
+        shapes.append(chunks[0]._replace(num_tokens=most, max_seqlen_q=most, backend_shapes=arrays))
     buffer, drafter = runner.buffers.device, runner.features["spec_decode"].drafter
 
     def run_steps() -> None:
