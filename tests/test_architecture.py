@@ -324,41 +324,35 @@ def code_lines(source: str) -> int:
     return len(lines)
 
 
-# lines of code: what a room may grow to before it is looked at again
-BUDGETS = {
-    "core": 3527,  # of which checks of settings that few engines have are 13
-    "states": 152,  # of which what is kept of drafts is 10, and one pool of rows for sequences and snapshots 32
-    "attention": 138,  # of which the qkv product of many rows in one kernel with the store is 3
-    # which programs read keys fastest was measured by their number; 30 choose Hopper's, 82: drafts, 12 load ahead
-    "kernels": 2021,  # 11 choose a product with its SwiGLU
-    # what each warp does, and the barriers between them, is written out; products of many rows are 188, SwiGLU behind
-    # them 69, norm, rope and store 74, of which 16 choose it, products of fewer rows 113, those in FP8 254, experts
-    # 165: five kinds of warps, one of them so that the others do not wait for tiles
-    "hopper kernels": 1104,
-    "delta rule kernels": 495,  # of which chunks of prompts are 168, and decode steps, token by token, 105
-    "distributed": 545,
-    "models": 607,  # of which hybrids are 197, 7 of these a shared expert that is stacked, and heads 95
-    "gated delta rule": 260,  # of which drafts are 51, and one product for all inputs 9
-    "features": 735,
-    "graphs": 282,  # of which drafts of models and heads are 75, and compiling by few layers 2
-    "invariant": 305,  # of which the gated delta rule and gates are 57
-    "invariant kernels": 444,  # attention of decodes and of chunks, and products, beside the fast ones
-    # what sleeps on a CPU is 41, warming up drafters 10, their time 33, few layers 13, threads 16, long steps 3
-    "startup": 496,
-    "mixture of experts": 714,  # of which shared experts are 28; its kernels take 8-bit weights too; 3 choose Hopper's
-    "quantization": 495,  # 9 choose the kernel of a product and its activation, 2 say what kernels multiply
-    "8-bit kernels": 299,
-    "rollout": 400,
-    "spec_decode": 900,  # of which heads are 185
-    "structured_outputs": 375,
-    "compat": 535,
-    "serve": 2917,  # of which libraries that are imported ahead are 51
-    "fronts": 290,
-    "replicas": 1190,
-    "page": 400,
-    "terminal": 458,
-    "benchmarks": 1665,  # of which vLLM with the same drafts is 50, and where a step's time goes 90
-}
+ROOMS = (
+    "core",
+    "states",
+    "attention",
+    "kernels",
+    "hopper kernels",
+    "delta rule kernels",
+    "distributed",
+    "models",
+    "gated delta rule",
+    "features",
+    "graphs",
+    "invariant",
+    "invariant kernels",
+    "startup",
+    "mixture of experts",
+    "quantization",
+    "8-bit kernels",
+    "rollout",
+    "spec_decode",
+    "structured_outputs",
+    "compat",
+    "serve",
+    "fronts",
+    "replicas",
+    "page",
+    "terminal",
+    "benchmarks",
+)
 ROOM_FILES = {
     "__main__.py": "serve",
     "engine/state_blocks.py": "states",
@@ -407,28 +401,22 @@ ROOM_FILES = {
 def room_of(file: str) -> str:
     folder = file.split("/")[1 if file.startswith(("serve/replicas/", "serve/fronts/", "serve/terminal/")) else 0]
     folder = "mixture of experts" if folder == "moe" else folder
-    return ROOM_FILES.get(file) or (folder if folder in BUDGETS else "core")
+    return ROOM_FILES.get(file) or (folder if folder in ROOMS else "core")
 
 
-def test_rooms_stay_within_their_budgets(record_property, capsys):
-    """The core is an evening's reading; a room is read on its own."""
-    sources = {file: (ROOT / file).read_text() for file in FILES}
-    sizes = {file: len(source.splitlines()) for file, source in sources.items()}
-    code = dict.fromkeys(BUDGETS, 0)
-    for file, source in sources.items():
-        code[room_of(file)] += code_lines(source)
+def test_sizes_are_printed(record_property, capsys):
+    """How much there is to read, room by room: a figure to look at, not a bound."""
+    code = dict.fromkeys(ROOMS, 0)
+    for file in FILES:
+        code[room_of(file)] += code_lines((ROOT / file).read_text())
     record_property("lines", code)
     with capsys.disabled():
-        rooms = ", ".join(f"{room} {lines:,} of {BUDGETS[room]:,}" for room, lines in code.items())
-        print(f"\nnanovllm, lines of code: {rooms}; {sum(sizes.values()):,} lines in all, in {len(sizes)} files")
-    above = {room: lines for room, lines in code.items() if lines > BUDGETS[room]}
-    assert not above, f"{above}: simplify, or raise BUDGETS in the same commit, and say why"
-    assert max(sizes.values()) <= 320, {file: size for file, size in sizes.items() if size > 320}
+        rooms = ", ".join(f"{room} {lines:,}" for room, lines in code.items())
+        print(f"\nnanovllm, lines of code: {rooms}; {sum(code.values()):,} in all, in {len(FILES)} files")
+    assert all(code.values()), "a room without files"
 
 
-# what a plain generate imports: it only ever gets less
-CORE_LINES, CORE_FILES = 3298, 40
-ROOMS = (
+FOLDERS_OF_ROOMS = (
     "attention",
     "benchmarks",
     "compat",
@@ -456,14 +444,11 @@ print(json.dumps(files))
 
 
 def test_generate_needs_no_room(tmp_path):
-    """Not one of the rooms; and what it imports is no more than it was."""
+    """Not one of them: it runs in a copy without their folders."""
     copy = tmp_path / "nanovllm"
-    shutil.copytree(ROOT, copy, ignore=lambda folder, names: ROOMS if Path(folder) == ROOT else ())
+    shutil.copytree(ROOT, copy, ignore=lambda folder, names: FOLDERS_OF_ROOMS if Path(folder) == ROOT else ())
     files = [Path(file) for file in json.loads(run_with_copy(PLAIN_GENERATE, tmp_path))]
     assert len(files) > 30 and all(file.is_relative_to(copy) for file in files)
-    sizes = [code_lines(file.read_text()) for file in files]
-    found = f"{sum(sizes)} lines in {len(files)} files: simplify, or raise CORE_LINES in the same commit, and say why"
-    assert sum(sizes) <= CORE_LINES and len(files) <= CORE_FILES, found
 
 
 def test_code_lines():
