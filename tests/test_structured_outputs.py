@@ -29,6 +29,7 @@ from nanovllm.graphs.buffers import make_buffers
 from nanovllm.graphs.cuda_graph import decode_shape
 from nanovllm.structured_outputs import constraint as constraints
 from nanovllm.structured_outputs import grammars, sandbox
+from nanovllm.structured_outputs.json_schema import for_llguidance
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -487,6 +488,174 @@ def test_limits_of_the_library_end_an_answer(make_llm, monkeypatch, async_schedu
     assert [reason for reason, _ in reasons] == ["error", "stop"]
     assert reasons[0][1].startswith("structured_outputs: Parser Error") and "\n" not in reasons[0][1]
     assert llm.stats()["blocks"]["used"] == 0
+
+
+# -- schemas as generators write them --------------------------------------------------------------------------------
+
+INTEGER = {"type": "integer"}
+
+
+def record(**keywords) -> dict:
+    return {"type": "object", "additionalProperties": INTEGER, **keywords}
+
+
+# each has a note at that place, where `format` is not the keyword but a name, or data, it stays
+NOTES = {"format": "path", "writeOnly": True, "x-order": 1, "nullable": True, "examples": [{"format": "path"}]}
+PLACES = {
+    "the root": lambda note: {"type": "string", **note},
+    "a property": lambda note: {"type": "object", "properties": {"p": {"type": "string", **note}}},
+    "a pattern": lambda note: {"type": "object", "patternProperties": {"^p": {"type": "string", **note}}},
+    "other properties": lambda note: {"type": "object", "additionalProperties": {"type": "string", **note}},
+    "items": lambda note: {"type": "array", "items": {"type": "string", **note}},
+    "first items": lambda note: {"type": "array", "prefixItems": [{"type": "string", **note}]},
+    "alternatives": lambda note: {"anyOf": [{"type": "null"}, {"allOf": [{"type": ["string", "null"], **note}]}]},
+    "a definition": lambda note: {"$defs": {"s": {"type": "string", **note}}, "$ref": "#/$defs/s"},
+    "a reference": lambda note: {"properties": {"p": {"$ref": "#/x-a/b~1c/0"}}, "x-a": {"b/c": [{**note}]}},
+    "a resource": lambda note: {
+        "properties": {"p": {"$id": "p", "$ref": "#/x-a", "x-a": {"type": "string", **note}}, "x-a": {}}
+    },
+    "a loop": lambda note: {"$ref": "#/$defs/s", "$defs": {"s": {"items": {"$ref": "#/$defs/s"}, **note}}},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_annotations_do_not_constrain(llm, place):
+    """Wherever a schema has them, and for any type."""
+    schema = PLACES[place](NOTES)
+    llm.input_processor.requests("Hello", params("json", schema), OutputKind.FINAL_ONLY)
+    rewritten = json.loads(for_llguidance(json.dumps(schema)))
+    expected = PLACES[place]({name: note for name, note in NOTES.items() if name != "format"})
+    assert rewritten == json.loads(json.dumps(expected))
+    assert for_llguidance(json.dumps(PLACES[place]({"format": "uuid"}))) == json.dumps(
+        PLACES[place]({"format": "uuid"})
+    )
+
+
+def test_names_and_data_are_no_keywords():
+    data = {"format": "path", "uniqueItems": False, "propertyNames": {"enum": []}}
+    schema = {"properties": {key: {"type": "string"} for key in data}, "required": [*data]}
+    schema["properties"] |= {"e": {"enum": [data]}, "c": {"const": data}, "d": {"default": data, "examples": [data]}}
+    assert json.loads(for_llguidance(json.dumps(schema))) == schema
+    assert list(json.loads(for_llguidance(json.dumps(schema)))["properties"]) == [*schema["properties"]], "their order"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "uniqueItems": False, "unevaluatedItems": True, "minContains": 1},
+        record(unevaluatedProperties={}, dependentRequired={}, dependentSchemas={}),
+        {"type": "integer", "if": {"minimum": 3}, "not": False},
+        {"type": "integer", "then": {"minimum": 3}, "else": {"minimum": 4}},
+        {"$dynamicAnchor": "n", "anyOf": [INTEGER, {"type": "array", "items": {"$ref": "#n"}}]},
+        *(
+            {"$schema": dialect, "type": "string"}
+            for dialect in (
+                "https://spec.openapis.org/oas/3.1/dialect/base",
+                "http://json-schema.org/schema#",
+                "https://json-schema.org/draft-07/schema",
+                "http://json-schema.org/draft/2020-12/schema#",
+                "mine",
+            )
+        ),
+    ],
+)
+def test_keywords_that_constrain_nothing(llm, schema):
+    llm.input_processor.requests("Hello", params("json", schema), OutputKind.FINAL_ONLY)
+
+
+RULES_FOR_NAMES = [
+    {"type": "string"},
+    {"type": ["string", "null"], "title": "Key", "format": "path"},
+    True,
+    False,
+    INTEGER,
+    {"enum": ["b", "a", "b", 3]},
+    {"const": "a"},
+    {"anyOf": [{"const": "c"}, {"type": "string", "enum": ["a", "d"]}]},
+    {"$ref": "#/$defs/key"},
+    {"pattern": "^[ab]"},
+    {"minLength": 1, "maxLength": 2},
+    {"type": "string", "minLength": 2},
+]
+
+
+@pytest.mark.parametrize("names", RULES_FOR_NAMES, ids=str)
+@pytest.mark.parametrize("properties", [{}, {"c": {"type": "boolean"}, "a": {"type": "null"}}], ids=["any", "c, a"])
+@pytest.mark.parametrize("more", [True, False, {"type": "string", "format": "int32"}], ids=str)
+def test_names_of_properties(names, properties, more):
+    """The rewritten schema is valid for the same objects, and has no `propertyNames`."""
+    schema = {"propertyNames": names, "properties": properties, "additionalProperties": more}
+    schema |= {"$defs": {"key": {"$ref": "#/$defs/other"}, "other": {"enum": ["a", "e"]}}}
+    if properties and isinstance(names, dict) and names.keys() & {"pattern", "minLength"}:
+        with pytest.raises(ValueError, match="propertyNames: with 'properties', only"):
+            for_llguidance(json.dumps(schema))
+        return
+    before = jsonschema.Draft202012Validator(schema)
+    after = jsonschema.Draft202012Validator(rewritten := json.loads(for_llguidance(json.dumps(schema))))
+    assert "propertyNames" not in rewritten
+    found = {False: 0, True: 0}
+    for name in ("", "a", "b", "c", "d", "e", "ab", "xyz"):
+        for value in (None, "s", 1, True):
+            for instance in ({name: value}, {name: value, "a": None}, [name]):
+                assert after.is_valid(instance) == before.is_valid(instance), (instance, rewritten)
+                found[before.is_valid(instance)] += 1
+    assert found[True]
+
+
+def test_many_names_share_a_schema():
+    """A copy for each would be more text than a schema may have, and in nested ones too much for any machine."""
+    schema = record(additionalProperties={"type": "string", "maxLength": 5})
+    for depth in range(12):
+        schema = record(propertyNames={"enum": [f"{depth}_{i}" for i in range(50)]}, additionalProperties=schema)
+    assert len(for_llguidance(json.dumps(schema))) < 100_000
+
+
+def test_records_are_answered(llm):
+    for seed in range(6):
+        schema = record(propertyNames={"type": "string", "enum": ["one", "two"]}, required=["two"])
+        output = answer(llm, params("json", schema, seed=seed, temperature=1.5))
+        found = json.loads(output.text) if output.finish_reason == "stop" else {"two": 2}
+        assert found.keys() <= {"one", "two"} and "two" in found
+
+
+@pytest.mark.parametrize(
+    "schema, words",
+    [
+        (record(propertyNames={"format": "email"}), r"propertyNames: \['format'\] is not supported there"),
+        (record(propertyNames={"pattern": "a", "minLength": 2}), r"\['minLength', 'pattern'\] is not supported"),
+        (record(propertyNames={"not": {"const": "a"}}), r"propertyNames: \['not'\]"),
+        (record(propertyNames={"$ref": "#/propertyNames"}), r"propertyNames: \['.ref'\]"),
+        (record(propertyNames={"const": "a"}, patternProperties={"b": {}}), "with 'patternProperties'"),
+        ({"type": "string", "format": "idn-email"}, "Unknown format: idn-email"),
+        ({"type": "array", "items": {"not": {"type": "null"}}}, 'Unimplemented keys: ."not"'),
+        ({"$dynamicRef": "#a", "$defs": {"a": {"$dynamicAnchor": "a"}}}, "Unimplemented keys: .*dynamicRef"),
+        (json.loads('{"items":' * 300 + "true" + "}" * 300), "nested too deeply|recursion limit"),
+    ],
+)
+def test_constraints_that_are_not_supported_are_named(llm, schema, words):
+    with pytest.raises(ValueError, match=words):
+        llm.add_request("Hello", params("json", schema))
+
+
+def test_tools_with_such_schemas(llm):
+    """One of many has them, and a call is required."""
+    from nanovllm.serve.protocol import ChatBody
+    from nanovllm.serve.structured import structured_outputs
+
+    schema = {"type": "object", "properties": {"p": {"$ref": "#/$defs/P"}}, "$schema": "mine"}
+    schema["$defs"] = {"P": {"type": "string", "format": "path"}}
+    functions = [
+        {"name": "f", "parameters": schema},
+        {"name": "g", "parameters": record(propertyNames={"minLength": 1})},
+    ]
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [{"type": "function", "function": f} for f in functions],
+    }
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        found = structured_outputs(ChatBody.model_validate(body | {"tool_choice": choice}))
+        output = answer(llm, SamplingParams(structured_outputs=found, max_tokens=60, temperature=1.5, seed=3))
+        assert output.finish_reason in ("stop", "length")
 
 
 # -- errors at the door ----------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.structured_outputs.constraint import Constraint, Matcher, update
+from nanovllm.structured_outputs.json_schema import for_llguidance
 from nanovllm.structured_outputs.sandbox import CompileSandbox
 
 MAX_CACHED_GRAMMARS = 128
@@ -79,7 +80,7 @@ def _grammar_of(kind: str, content: Any) -> str:
     if kind == "choice":
         # a terminal, which is one expression: of rules, llguidance takes at most 2,000 at a time
         return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, content)))
-    schema = '{"type": "object"}' if kind == "json_object" else content
+    schema = '{"type": "object"}' if kind == "json_object" else for_llguidance(content)
     return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
 
 
