@@ -71,9 +71,8 @@ HOUSE = """
   <- invariant/cpu.py invariant/cuda.py
 5 | distributed/__init__.py distributed/ranks.py <- distributed/peer_memory.py
   <- distributed/process_group.py distributed/step_channel.py <- distributed/worker.py
-5 | structured_outputs/constraint.py structured_outputs/json_schema.py structured_outputs/sandbox.py
-  <- structured_outputs/grammars.py
-  <- structured_outputs/feature.py
+5 | structured_outputs/grammar.py structured_outputs/json_schema.py structured_outputs/sandbox.py
+  <- structured_outputs/constraint.py <- structured_outputs/grammars.py <- structured_outputs/feature.py
 6 | engine/detokenizer.py
   engine/sentencepiece.py engine/recommended_params.py features/stop_strings.py <- engine/request.py
   <- engine/prompts.py

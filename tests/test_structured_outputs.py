@@ -2,8 +2,10 @@
 
 import gc
 import json
+import os
 import random
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -11,12 +13,13 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from time import perf_counter, sleep
 
 import numpy as np
 import pytest
 import torch
-from common import generate_by_steps, runs_as_on_cuda
+from common import TINY, generate_by_steps, runs_as_on_cuda
 from simulation import SETTINGS, Simulation, random_requests
 from test_callers import Interrupt
 
@@ -28,6 +31,7 @@ from nanovllm.features.logit_edits import mask_of
 from nanovllm.graphs.buffers import make_buffers
 from nanovllm.graphs.cuda_graph import decode_shape
 from nanovllm.structured_outputs import constraint as constraints
+from nanovllm.structured_outputs import grammar as compiled_grammar
 from nanovllm.structured_outputs import grammars, sandbox
 from nanovllm.structured_outputs.json_schema import for_llguidance
 
@@ -267,11 +271,11 @@ def test_mask_follows_the_tokens(llm):
     first = allowed()
     assert {single("a"), single("b")} <= {*first} and single("c") not in first
     seq.token_ids.append(single("a"))
-    constraints.update([constraint])
+    constraint.update()
     after_one = allowed()
     assert single("a") in after_one and single("c") not in after_one
     seq.token_ids += [single("b"), single("b")]
-    constraints.update([constraint])
+    constraint.update()
     assert {single("c"), EOS, ALSO_EOS} <= {*allowed()} and single("a") not in allowed()
     constraint, own = weakref.ref(constraint), weakref.ref(seq)
     gc.disable()
@@ -470,13 +474,13 @@ def test_a_length_ends_an_answer(llm):
 
 @BOTH_WAYS
 def test_limits_of_the_library_end_an_answer(make_llm, monkeypatch, async_scheduling):
-    """An error in the middle ends this answer, and no other."""
+    """An error in the middle, which larger automata do not mend, ends this answer, and no other."""
     llm = make_llm(async_scheduling=async_scheduling)
     consume, count = constraints.Constraint.consume, []
 
     def fails_later(self):
-        count.append(1)
-        if len(count) == 5:
+        count.append(self)
+        if self in count[4:5]:
             self._matcher.consume_tokens([3])  # not allowed
         return consume(self)
 
@@ -488,6 +492,174 @@ def test_limits_of_the_library_end_an_answer(make_llm, monkeypatch, async_schedu
     assert [reason for reason, _ in reasons] == ["error", "stop"]
     assert reasons[0][1].startswith("structured_outputs: Parser Error") and "\n" not in reasons[0][1]
     assert llm.stats()["blocks"]["used"] == 0
+
+
+# -- texts that spell tokens -----------------------------------------------------------------------------------------
+
+# of a tokenizer that has these in place of its last tokens: content, whether it is special, what it strips
+ADDED_TOKENS = [
+    ("<think>", False, ""),
+    ("</think>", False, ""),
+    ("<tool_call>", True, ""),
+    ("[INST]", True, ""),
+    ("<mask>", True, "lstrip rstrip"),
+    ("<pad", False, ""),
+    ("hello", False, ""),
+    ("yes", True, ""),
+]
+SPELLED = [
+    *("<think>", "</think>", "<tool_call>", "[INST]", "<|im_end|>", "<|im_start|>", "<|endoftext|>", "hello", "yes"),
+    *(
+        "a<think>b",
+        "<think><tool_call>",
+        "x  <mask>  y",
+        "<|im_end|>\n",
+        "<|im_end|>yes",
+        "hello<|im_end|>",
+        "yes, yes",
+    ),
+    *("<thin", "think>", "<<think>", "<think>>", "<pad", "<pad>", "\n\n<think>\n", "say hello", '"<think>"'),
+    *("e\u0301", "\u212b", "\u1100\u1161<think>", "no\u0308"),  # which the tokenizer normalizes
+]
+
+
+@pytest.fixture(scope="module")
+def model_with_added_tokens(tmp_path_factory) -> str:
+    """A copy of the bundled model whose tokenizer has ADDED_TOKENS, and normalizes texts as Qwen's does."""
+    shutil.copytree(TINY, folder := tmp_path_factory.mktemp("added") / "model")
+    data = json.loads((folder / "tokenizer.json").read_text())
+    data["normalizer"] = {"type": "NFC"}
+    vocabulary, merges = data["model"]["vocab"], data["model"]["merges"]
+    del merges[-len(ADDED_TOKENS) :]
+    for (content, is_special, strips), token in zip(ADDED_TOKENS, [*vocabulary][-len(ADDED_TOKENS) :]):
+        flags = {name: name in strips.split() for name in ("single_word", "normalized", "lstrip", "rstrip")}
+        token_id = vocabulary.pop(token)
+        data["added_tokens"].append({"id": token_id, "content": content, "special": is_special} | flags)
+    data["added_tokens"].sort(key=lambda token: token["id"])
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    return str(folder)
+
+
+def forms_of(text: str) -> list[tuple[dict, Callable[[str], bool]]]:
+    """Each form in which a text can be asked for, with a check of the answer."""
+    choices, pattern = [text, "zq", f"{text}z", f"z{text}", text[:-1]], re.sub(r"([\[\]|])", r"\\\1", text)
+    named = {"type": "object", "properties": {text: {"const": 1}}, "required": [text], "additionalProperties": False}
+    is_text = lambda answer: answer == text
+    is_json = lambda value: lambda answer: json.loads(answer) == value
+    return [
+        ({"choice": [text]}, is_text),
+        ({"choice": choices}, lambda answer: answer in choices),
+        ({"regex": pattern}, is_text),
+        ({"regex": f"{pattern}[ab]{{3}}"}, lambda answer: answer[:-3] == text),
+        ({"grammar": f"start: WORD {json.dumps(text)}\nWORD: /[a-z]{{2}}/"}, lambda answer: answer[2:] == text),
+        ({"json": {"const": text}}, is_json(text)),
+        ({"json": {"enum": [text]}}, is_json(text)),
+        ({"json": {"type": "string", "pattern": f"^{pattern}$"}}, is_json(text)),
+        ({"json": named}, is_json({text: 1})),
+        ({"json": {"const": {"k": [text]}}}, is_json({"k": [text]})),
+    ]
+
+
+@pytest.mark.parametrize("way", ["greedy", "sampled", "asynchronous", "with drafts"])
+def test_texts_that_spell_tokens(make_llm, model_with_added_tokens, way):
+    """The grammar has text there, so other tokens spell it, and the answer is exactly this text."""
+    settings: dict = {"async_scheduling": way in ("asynchronous", "with drafts")}
+    if way == "with drafts":
+        settings["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    llm = make_llm(model_with_added_tokens, **settings)
+    asks = [(text, *form) for text in SPELLED for form in forms_of(text)]
+    own = [
+        params(*next(iter(form.items())), seed=i, temperature=1.5 * (way != "greedy"), skip_special_tokens=i % 2 == 0)
+        for i, (_, form, _) in enumerate(asks)
+    ]
+    outputs = llm.generate([f"yes<think>hello{text}" for text, *_ in asks], own, use_tqdm=False)
+    for (_, form, check), output in zip(asks, outputs):
+        assert output.finish_reason == "stop" and check(output.text), (form, output.text, output.stop_reason)
+        assert output.token_ids[-1] in (EOS, ALSO_EOS) and not {EOS, ALSO_EOS}.intersection(output.token_ids[:-1])
+
+
+def test_tokens_that_a_grammar_names(make_llm, model_with_added_tokens):
+    """Without quotes, they are the tokens themselves, special or not."""
+    llm = make_llm(model_with_added_tokens)
+    output = answer(llm, params("grammar", 'start: <think> "<think>" <tool_call>', skip_special_tokens=False))
+    think, call = llm.tokenizer.convert_tokens_to_ids(["<think>", "<tool_call>"])
+    assert output.text == "<think><think><tool_call>" and output.finish_reason == "stop"
+    assert [output.token_ids[0], output.token_ids[-2]] == [think, call]
+    assert not {think, call}.intersection(output.token_ids[1:-2])
+
+
+# -- the memory that grammars take -----------------------------------------------------------------------------------
+
+
+def with_many_states(number: int, num_terminals: int = 100) -> str:
+    """A grammar whose masks build automata of many states; another one for each number."""
+    terminals = [f"/[a-z]*{chr(97 + (i + number) % 26)}[a-z]{{{i % 40}}}/" for i in range(num_terminals)]
+    return "\n".join([f"start: ({' | '.join(f'T{i}' for i in range(num_terminals))})+"] + [
+        f"T{i}: {terminal}" for i, terminal in enumerate(terminals)
+    ])  # fmt: skip
+
+
+def grammar_of(llm: LLM, own: SamplingParams) -> compiled_grammar.Grammar:
+    return llm.input_processor.grammars.grammar(own.structured_outputs)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_automata_are_exchanged_where_they_are_too_small(make_llm, llm, monkeypatch, drafts):
+    """No token differs; the larger ones are shared, and go with the last sequence that uses them."""
+    asks = [params("grammar", with_many_states(0, 30), n=3, temperature=1.5, max_tokens=12), params("regex", "a{3,9}b")]
+    asks.append(params("json", {"type": "array", "items": {"type": "string", "maxLength": 9}}, max_tokens=30))
+    expected = [[x.token_ids for x in output.outputs] for output in llm.generate(["Hi"] * 3, asks, use_tqdm=False)]
+    monkeypatch.setattr(compiled_grammar, "MAX_KEPT_STATES", 40)
+    compiled, compile_as_ever = [], compiled_grammar.Grammar._compile
+
+    def recorded(self, *limit: int):
+        compiled.append((self, *limit))
+        return compile_as_ever(self, *limit)
+
+    monkeypatch.setattr(compiled_grammar.Grammar, "_compile", recorded)
+    config = {"method": "ngram", "num_speculative_tokens": drafts}
+    llm = make_llm(**(dict(speculative_config=config) if drafts else {}))
+    outputs = llm.generate(["Hi"] * 3, asks, use_tqdm=False)
+    assert [[x.token_ids for x in output.outputs] for output in outputs] == expected
+    answer(llm, SamplingParams(max_tokens=5))  # until then, the last step is in flight, with sequences that have ended
+    gc.collect()
+    first = grammar_of(llm, asks[0])
+    assert compiled.count((first,)) == 1, "its three sequences share them"
+    assert first._large() is None and first._small is None, "nothing is kept"
+    llm.generate("Hi", asks[0], use_tqdm=False)
+    assert compiled.count((first,)) == 2 and compiled.count((first, 40)) == 1
+
+
+def test_an_error_stays_with_the_sequences_that_it_ends(llm, monkeypatch):
+    """llguidance's automata can't be used after an error, so later requests get others, even while these are in use."""
+    monkeypatch.setattr(compiled_grammar, "MAX_KEPT_STATES", 1)
+    own = params("regex", "[ab]{9}c{9}")
+    (request,) = llm.input_processor.requests("Hello", own, OutputKind.FINAL_ONLY)
+    constraint = request.group[0].feature_state["structured_outputs"]
+    first = constraint._automata
+    assert first.is_largest and grammar_of(llm, own).automata() is first
+    request.group[0].token_ids.append(3)  # which is not allowed
+    constraint.update()
+    assert "Parser Error" in constraint.error and constraint._automata is first
+    assert grammar_of(llm, own).automata() is not first
+    assert answer(llm, own).finish_reason == "stop"
+
+
+def test_kept_grammars_take_little_memory(llm):
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        pytest.skip("no /proc")
+
+    def size() -> float:
+        gc.collect()
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    own = dict(max_tokens=16, temperature=1.5, n=3)
+    sizes = []
+    for i in range(6):
+        llm.generate("Hi", params("grammar", with_many_states(i), **own), use_tqdm=False)
+        sizes.append(size())
+    assert sizes[-1] - sizes[1] < 50, f"{sizes} MiB: what all masks of a grammar build is about 30 MiB"
 
 
 # -- schemas as generators write them --------------------------------------------------------------------------------
@@ -776,8 +948,8 @@ def test_results_are_bounded_and_interrupts_leave_nothing(monkeypatch):
 
     monkeypatch.setattr(sandbox, "_ask", ask)
     box = sandbox.CompileSandbox(300, {})
-    for grammar in ("a", "b", "a", "c", "a"):
-        assert len(box.error_of(grammar)) == (sandbox.MAX_ERROR_CHARACTERS if grammar == "a" else 0)
+    for name in ("a", "b", "a", "c", "a"):
+        assert len(box.error_of(name)) == (sandbox.MAX_ERROR_CHARACTERS if name == "a" else 0)
     with pytest.raises(KeyboardInterrupt):
         box.error_of("b")
     assert box.error_of("b") == "" and not box._in_trial

@@ -1,17 +1,14 @@
 """Which tokens may come next in an answer of a given form: a mask for each token, and an end if there are none."""
 
-import os
-from collections.abc import Collection
-from functools import cache
-from typing import Any
 from weakref import proxy
 
 import numpy as np
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.logit_edits import MAX_BAD_WORD_TOKENS, mask_of
+from nanovllm.structured_outputs.grammar import Grammar, Matcher
 
-Matcher = Any  # llguidance.LLMatcher, which is imported only where it is used
+TOKEN_MARKER = 0xFF  # begins what stands in the text of llguidance for a token that a grammar names
 
 
 class Constraint:
@@ -23,9 +20,10 @@ class Constraint:
     All of this is a function of the sequence's token ids, so nothing is lost with a preemption.
     """
 
-    def __init__(self, seq: Sequence, matcher: Matcher, vocab_size: int, eos_token_ids: frozenset[int]):
-        """`matcher` is at its start, and belongs to this constraint alone."""
-        self._seq, self._matcher = proxy(seq), matcher  # a cycle would keep both until the garbage collector runs
+    def __init__(self, seq: Sequence, grammar: Grammar, vocab_size: int, eos_token_ids: frozenset[int]):
+        self._seq, self._grammar = proxy(seq), grammar  # a cycle would keep both until the garbage collector runs
+        self._automata = grammar.automata()
+        self._matcher: Matcher = self._automata.start.deep_copy()
         self._num_consumed = 0  # generated tokens that the matcher has
         self.next_mask = mask_of((), vocab_size)  # [ceil(vocabulary / 32)] int32: bits of the ids that may come next
         self.draft_masks: list[np.ndarray] = []  # those after the drafts of the next step
@@ -35,6 +33,22 @@ class Constraint:
         self._ends = np.array([*{*eos_token_ids, *self._stops.tolist()}], np.int64)
         edits = seq.feature_state["logit_edits"]
         self._allowed, self._bad_words = edits.allowed_mask, edits.bad_words
+
+    def update(self) -> None:
+        """Bring the mask up to date with the tokens of the sequence."""
+        if self.consume():
+            self.set_mask(self._grammar_mask())
+        if self._matcher.is_error() and self._restart():
+            self.update()
+
+    def _restart(self) -> bool:
+        """After an error, start again with larger automata, unless there are none: too small ones may be the cause."""
+        self._automata.has_failed = True
+        if self._automata.is_largest:
+            return False
+        self._automata = self._grammar.automata()
+        self._matcher, self._num_consumed = self._automata.start.deep_copy(), 0
+        return True
 
     def consume(self) -> bool:
         """Give the grammar the tokens that it does not have yet; False if it does not allow them."""
@@ -48,7 +62,7 @@ class Constraint:
     def set_mask(self, mask: np.ndarray | None) -> None:
         """`mask` is the grammar's own, without the bans of other parameters; None if its state is an error."""
         if mask is None or self._matcher.is_error():
-            self.next_mask[:] = 0
+            self.next_mask = np.zeros_like(self.next_mask)
             reason = _first_line(self._matcher.get_error())
             says_nothing = reason in ("", "NoExtensionBias")  # the second is what llguidance calls it
             self.error = f"structured_outputs: {'no token is allowed' if says_nothing else reason}"
@@ -70,11 +84,32 @@ class Constraint:
                 break
             self._matcher.consume_token(token_id)
             completion.append(token_id)
-            raw = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: len(mask)].copy()
-            mask = self._with_bans(raw, completion)
+            mask = self._with_bans(self._grammar_mask(), completion)
             self.draft_masks.append(mask)
+        if self._matcher.is_error():  # its masks are none
+            self.draft_masks = []
+            return self._allowed_of(drafts) if self._restart() and self.consume() else []
         self._matcher.rollback(len(self.draft_masks))
         return completion[num_before:]
+
+    def _grammar_mask(self) -> np.ndarray:
+        """What the grammar allows in its state, which may be an error.
+
+        Where it allows one text alone, llguidance gives the first token that the tokenizer makes of this text. That may
+        be an added token, which is no text to the grammar, or one of another text, if the tokenizer normalizes texts.
+        The grammar does not allow such a token: the first byte is allowed instead.
+        """
+        mask = np.empty_like(self.next_mask)
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if (
+            np.count_nonzero(mask) == 1
+            and len(token_ids := _ids_of(mask)) == 1
+            and (text := self._matcher.compute_ff_bytes())
+            and text[0] != TOKEN_MARKER
+            and not self._matcher.validate_tokens(token_ids)
+        ):
+            return mask_of(self._grammar.token_ids_of_byte(text[0]), 32 * len(mask))
+        return mask
 
     def _with_bans(self, mask: np.ndarray, completion: list[int]) -> np.ndarray:
         seq = self._seq
@@ -99,25 +134,9 @@ def _set_bits(mask: np.ndarray, token_ids: np.ndarray, value: bool) -> None:
         np.bitwise_and.at(words, token_ids // 32, ~bits)
 
 
+def _ids_of(mask: np.ndarray) -> list[int]:
+    return np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0].tolist()
+
+
 def _first_line(text: str) -> str:
     return text.strip().partition("\n")[0][:200]
-
-
-@cache
-def _executor(pid: int) -> Any:
-    """A pool of threads, which a forked process does not inherit."""
-    from llguidance import LLExecutor
-
-    return LLExecutor()
-
-
-def update(constraints: Collection[Constraint]) -> None:
-    """Bring masks up to date with the tokens of their sequences, in parallel."""
-    ready = [constraint for constraint in constraints if constraint.consume()]
-    if not ready:
-        return
-    masks = np.empty((len(ready), len(ready[0].next_mask)), np.int32)
-    matchers = [(constraint._matcher, i) for i, constraint in enumerate(ready)]
-    _executor(os.getpid()).unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
-    for constraint, mask in zip(ready, masks):
-        constraint.set_mask(mask)

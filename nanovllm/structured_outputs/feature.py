@@ -6,7 +6,6 @@ from typing import Any
 from nanovllm.engine.features import Ends, StepFeature
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
-from nanovllm.structured_outputs.constraint import update
 from nanovllm.structured_outputs.grammars import constrain
 
 
@@ -23,7 +22,7 @@ class StructuredOutputs(StepFeature):
     def after_step(cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: Any) -> None:
         """Make the masks of sequences that have got a token. Those whose mask is empty end with an "error"."""
         seqs = [seq for seq in arrived.values() if "structured_outputs" in seq.feature_state and seq not in ends]
-        update([seq.feature_state["structured_outputs"] for seq in seqs])
         for seq in seqs:
+            seq.feature_state["structured_outputs"].update()
             if (error := seq.feature_state["structured_outputs"].error) is not None:
                 ends[seq] = "error", error

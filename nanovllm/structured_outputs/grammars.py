@@ -7,7 +7,8 @@ from copy import copy
 from typing import Any
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.structured_outputs.constraint import Constraint, Matcher, update
+from nanovllm.structured_outputs.constraint import Constraint
+from nanovllm.structured_outputs.grammar import Grammar
 from nanovllm.structured_outputs.json_schema import for_llguidance
 from nanovllm.structured_outputs.sandbox import CompileSandbox
 
@@ -37,36 +38,33 @@ class Grammars:
         added, is_special = tokenizer.get_added_tokens_decoder(), self._tokenizer.is_special_token
         special_tokens = {i: added[i].content for i in added if i < vocab_size and is_special(i)}
         self._sandbox = CompileSandbox(vocab_size, special_tokens)
-        self._matchers: OrderedDict[str, Matcher] = OrderedDict()  # at their start; the last used comes last
+        self._grammars: OrderedDict[str, Grammar] = OrderedDict()  # by text; the last used comes last
         self._lock = threading.Lock()
 
     def close(self) -> None:
         """Compile no further grammar."""
         self._sandbox.close()
 
-    def matcher(self, spec: dict[str, Any]) -> Matcher:
-        """A matcher at its start, for copies. ValueError for what is no schema, expression or grammar of llguidance."""
-        from llguidance import LLMatcher
-
+    def grammar(self, spec: dict[str, Any]) -> Grammar:
+        """ValueError for what is no schema, expression or grammar of llguidance."""
         ((kind, content),) = spec.items()
         try:
-            grammar = _grammar_of(kind, content)
+            text = _grammar_of(kind, content)
+            with self._lock:
+                if (found := self._grammars.get(text)) is not None:
+                    self._grammars.move_to_end(text)
+                    return found
+            if error := self._sandbox.error_of(text):
+                raise ValueError(error)
+            grammar = Grammar(self._tokenizer, text)
         except ValueError as refusal:
-            raise ValueError(f"structured_outputs[{kind!r}]={content!r:.80}: {refusal}") from None
+            reason = " ".join(str(refusal).partition("<backtrace>")[0].split())[:400]
+            raise ValueError(f"structured_outputs[{kind!r}]={content!r:.80}: {reason}") from None
         with self._lock:
-            if (found := self._matchers.get(grammar)) is not None:
-                self._matchers.move_to_end(grammar)
-                return found
-        error = self._sandbox.error_of(grammar)
-        matcher = None if error else LLMatcher(self._tokenizer, grammar, log_level=0)
-        if matcher is None or (error := matcher.get_error()):
-            reason = " ".join(error.partition("<backtrace>")[0].split())[:400]
-            raise ValueError(f"structured_outputs[{kind!r}]={content!r:.80}: {reason}")
-        with self._lock:
-            self._matchers[grammar] = matcher
-            while len(self._matchers) > MAX_CACHED_GRAMMARS:
-                self._matchers.popitem(last=False)
-        return matcher
+            self._grammars[text] = grammar
+            while len(self._grammars) > MAX_CACHED_GRAMMARS:
+                self._grammars.popitem(last=False)
+        return grammar
 
 
 def _grammar_of(kind: str, content: Any) -> str:
@@ -99,10 +97,13 @@ def constrain(group: list[Sequence], processor: Any) -> None:
             with processor.tokenizer_lock:
                 tokenizer = copy(processor.tokenizer.backend_tokenizer)
             processor.grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids)
-    matcher = processor.grammars.matcher(params.structured_outputs)
-    for seq in group:
-        constraint = Constraint(seq, matcher.deep_copy(), model.vocab_size, model.eos_token_ids)
+    grammar = processor.grammars.grammar(params.structured_outputs)
+    constraints = [Constraint(seq, grammar, model.vocab_size, model.eos_token_ids) for seq in group]
+    for seq, constraint in zip(group, constraints):
         seq.feature_state["structured_outputs"] = constraint
-    update([seq.feature_state["structured_outputs"] for seq in group])
-    if (error := group[0].feature_state["structured_outputs"].error) is not None:
-        raise ValueError(f"{error}, not even a first one")
+    first, *others = constraints
+    first.update()
+    if first.error is not None:
+        raise ValueError(f"{first.error}, not even a first one")
+    for constraint in others:
+        constraint.next_mask = first.next_mask  # they are in the same state

@@ -1,0 +1,59 @@
+"""A compiled grammar: what its sequences share, and how much of that is kept."""
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+# Most grammars have fewer than 1,000. With 400 terminals, 2,000 states take 8 MB, so 128 grammars take 1 GiB at most;
+# the largest automata, of 250,000 states, take as much for one.
+MAX_KEPT_STATES = 2000
+Matcher = Any  # llguidance.LLMatcher, which is imported only where it is used
+
+
+class Automata:
+    """A matcher at its start. Its copies share the automata that their masks build, and the errors of these."""
+
+    def __init__(self, start: Matcher, is_largest: bool):
+        self.start, self.is_largest, self.has_failed = start, is_largest, False
+
+
+class Grammar:
+    """A grammar that compiles, with automata of at most `MAX_KEPT_STATES` states, which most grammars need not exceed.
+
+    Where more are needed, the sequences that need them share automata that are as large as llguidance makes them, and
+    that go with the last of these sequences.
+    """
+
+    def __init__(self, tokenizer: Any, text: str):
+        """tokenizer: of llguidance. ValueError if it refuses the text."""
+        self._tokenizer, self._text, self._lock = tokenizer, text, threading.Lock()
+        self._small: Automata | None = self._compile(MAX_KEPT_STATES)
+        self._large: Callable[[], Automata | None] = lambda: None
+        if (error := self.automata().start.get_error()) != "":
+            raise ValueError(error)
+
+    def automata(self) -> Automata:
+        """The small ones, unless they have failed."""
+        with self._lock:
+            if self._small is not None and not self._small.has_failed:
+                return self._small
+            self._small = None
+            if (large := self._large()) is None or large.has_failed:
+                large = self._compile()
+                self._large = weakref.ref(large)
+            return large
+
+    def token_ids_of_byte(self, byte: int) -> list[int]:
+        """The token that is this byte alone, if there is one."""
+        tokenizer = self._tokenizer
+        ids = tokenizer.greedy_tokenize(chr(byte)) if byte < 128 else tokenizer.tokenize_bytes(bytes([byte]))
+        return ids if tokenizer.decode_bytes(ids) == bytes([byte]) else []
+
+    def _compile(self, max_states: int | None = None) -> Automata:
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(max_lexer_states=max_states)
+        automata = Automata(LLMatcher(self._tokenizer, self._text, log_level=0, limits=limits), max_states is None)
+        automata.has_failed = automata.start.is_error()
+        return automata
