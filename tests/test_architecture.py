@@ -52,7 +52,7 @@ HOUSE = """
   spec_decode/proposer.py spec_decode/ngram.py spec_decode/suffix.py
   engine/block_manager.py engine/scheduling_policy.py engine/policies.py
   <- engine/state_blocks.py
-  <- engine/scheduler.py features/forks.py <- engine/stats.py
+  <- engine/scheduler.py features/awaiting.py features/forks.py <- engine/stats.py
 1 | engine/outputs.py <- engine/stream_event.py
 1 | kernels/
 2 | engine/features.py
@@ -72,7 +72,8 @@ HOUSE = """
 5 | distributed/__init__.py distributed/ranks.py <- distributed/peer_memory.py
   <- distributed/process_group.py distributed/step_channel.py <- distributed/worker.py
 5 | structured_outputs/grammar.py structured_outputs/json_schema.py structured_outputs/sandbox.py
-  <- structured_outputs/constraint.py <- structured_outputs/grammars.py <- structured_outputs/feature.py
+  <- structured_outputs/masks.py <- structured_outputs/constraint.py <- structured_outputs/grammars.py
+  <- structured_outputs/feature.py
 6 | engine/detokenizer.py
   engine/sentencepiece.py engine/recommended_params.py features/stop_strings.py <- engine/request.py
   <- engine/prompts.py

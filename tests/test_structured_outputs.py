@@ -11,7 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter, sleep
@@ -19,20 +19,23 @@ from time import perf_counter, sleep
 import numpy as np
 import pytest
 import torch
-from common import TINY, generate_by_steps, runs_as_on_cuda
+from common import TINY, generate_by_steps, runs_as_on_cuda, step_error
 from simulation import SETTINGS, Simulation, random_requests
 from test_callers import Interrupt
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine import output_processor
 from nanovllm.engine.batch import Batch, BatchShape
+from nanovllm.engine.features import FEATURES, Feature, StepFeature
 from nanovllm.engine.outputs import OutputKind
 from nanovllm.engine.sequence import Sequence
+from nanovllm.features import awaiting
 from nanovllm.features.logit_edits import mask_of
 from nanovllm.graphs.buffers import make_buffers
 from nanovllm.graphs.cuda_graph import decode_shape
 from nanovllm.structured_outputs import constraint as constraints
+from nanovllm.structured_outputs import feature, grammars, masks, sandbox
 from nanovllm.structured_outputs import grammar as compiled_grammar
-from nanovllm.structured_outputs import grammars, sandbox
 from nanovllm.structured_outputs.json_schema import for_llguidance
 
 pytest.importorskip("llguidance")
@@ -57,6 +60,13 @@ def params(kind: str, content, **others) -> SamplingParams:
 def answer(llm: LLM, own: SamplingParams, prompt: str = "Hello"):
     (output,) = llm.generate([prompt], own, use_tqdm=False)
     return output
+
+
+@pytest.fixture(autouse=True)
+def masks_are_made_in_steps(monkeypatch):
+    """However busy the machine is, unless a test is about this."""
+    monkeypatch.setattr(feature, "MAX_SECONDS", 600)
+    monkeypatch.setattr(compiled_grammar, "SLOW_SECONDS", 600)
 
 
 # -- random schemas --------------------------------------------------------------------------------------------------
@@ -271,11 +281,11 @@ def test_mask_follows_the_tokens(llm):
     first = allowed()
     assert {single("a"), single("b")} <= {*first} and single("c") not in first
     seq.token_ids.append(single("a"))
-    constraint.update()
+    constraint.update(seq.completion_token_ids)
     after_one = allowed()
     assert single("a") in after_one and single("c") not in after_one
     seq.token_ids += [single("b"), single("b")]
-    constraint.update()
+    constraint.update(seq.completion_token_ids)
     assert {single("c"), EOS, ALSO_EOS} <= {*allowed()} and single("a") not in allowed()
     constraint, own = weakref.ref(constraint), weakref.ref(seq)
     gc.disable()
@@ -343,6 +353,267 @@ def test_on_a_gpu(make_llm):
         found.append([[x.token_ids for x in output.outputs] for output in outputs])
         assert all(re.fullmatch("[a-d ]{30}", output.text) for output in outputs[:9])
     assert found == [found[0]] * 3
+
+
+# -- masks that take long --------------------------------------------------------------------------------------------
+
+
+class Gate:
+    """In place of the threads that make masks: they are made when the test says so."""
+
+    def __init__(self, monkeypatch):
+        self.turns = []
+        monkeypatch.setattr(masks.MaskThreads, "submit", lambda threads, turn, is_slow: self.turns.append(turn))
+        monkeypatch.setattr(feature, "MAX_SECONDS", 0)
+        monkeypatch.setattr(output_processor, "MAX_WAIT_SECONDS", 0)
+
+    def make(self, number: int | None = None) -> None:
+        turns = [self.turns.pop(0) for _ in range(len(self.turns) if number is None else number)]
+        for turn in turns:
+            turn()
+
+
+def requests_of(llm: LLM, *asks: SamplingParams) -> list[int]:
+    return [llm.add_request("Hello", own) for own in asks]
+
+
+@BOTH_WAYS
+def test_masks_that_are_not_made_hold_up_no_other_sequence(make_llm, monkeypatch, async_scheduling):
+    """The others get a token in every step; and no token differs, whenever the masks are made."""
+    free = SamplingParams(max_tokens=25, ignore_eos=True, seed=4)
+    asks = [params("regex", "[a-d]{9}", n=3), free, params("json_object", True, max_tokens=20), free]
+    expected = [[x.token_ids for x in o.outputs] for o in generate_by_steps(make_llm(), [("Hello", x) for x in asks])]
+    gate = Gate(monkeypatch)
+    llm = make_llm(async_scheduling=async_scheduling, **SMALL_CACHE)
+    ids, outputs, num_steps = requests_of(llm, *asks), {}, 0
+    while len(outputs) < 2:
+        outputs |= {output.request_id: output for output in llm.step().finished}
+        num_steps += 1
+    assert outputs.keys() == {ids[1], ids[3]} and num_steps <= 25 + 2
+    assert len(gate.turns) == 2, "one of each request"
+    rng = random.Random(1)
+    while not llm.is_finished():
+        gate.make(rng.randint(0, len(gate.turns)))
+        if rng.random() < 0.2 and llm.scheduler.running:
+            llm.engine_thread.call(lambda: llm.scheduler.preempt(rng.choice([*llm.scheduler.running.values()])))
+        outputs |= {output.request_id: output for output in llm.step().finished}
+    assert [[x.token_ids for x in outputs[i].outputs] for i in ids] == expected
+    assert llm.stats()["blocks"]["used"] == 0 and not llm.core.output_processor.awaiting
+    assert llm.stats()["preemptions"] > 3
+
+
+def test_drafts_of_sequences_whose_masks_are_not_made(make_llm, monkeypatch):
+    asks = [params("regex", "(abc){2,9}d", n=2), params("choice", ["abcabcabcabc"]), params("json_object", True)]
+    expected = [[x.token_ids for x in o.outputs] for o in generate_by_steps(make_llm(), [("abc", x) for x in asks])]
+    gate = Gate(monkeypatch)
+    llm = make_llm(speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1})
+    ids, outputs, rng = [llm.add_request("abc", own) for own in asks], {}, random.Random(2)
+    while not llm.is_finished():
+        outputs |= {output.request_id: output for output in llm.step().finished}
+        gate.make(rng.randint(0, len(gate.turns)))
+    assert [[x.token_ids for x in outputs[i].outputs] for i in ids] == expected
+
+
+def test_the_engine_waits_for_masks(make_llm, monkeypatch):
+    """When nothing else is left, it neither stops nor turns idly: it waits, but looks for commands."""
+    gate, waits, wait = Gate(monkeypatch), [], awaiting.wait
+
+    def recorded(futures, seconds, until):
+        waits.append((len(futures), seconds))
+        return wait(futures, seconds, until)
+
+    monkeypatch.setattr(awaiting, "wait", recorded)
+    monkeypatch.setattr(output_processor, "MAX_WAIT_SECONDS", 0.001)
+    llm = make_llm(async_scheduling=True)
+    rows = scheduled_rows(llm, monkeypatch)
+    with ThreadPoolExecutor() as pool:
+        output = pool.submit(llm.generate, ["Hello"], params("regex", "[ab]{4}"), use_tqdm=False)
+        wait_for(lambda: len(waits) > 5)
+        assert {*waits[1:]} == {(1, 0.001)} and [*filter(None, rows)] == [[0]]
+        others = pool.submit(llm.generate, ["Hello"], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+        assert len(others.result(20)[0].token_ids) == 3
+        while not output.done():
+            gate.make()
+            sleep(0.001)
+        assert re.fullmatch("[ab]{4}", output.result()[0].text)
+
+
+@BOTH_WAYS
+def test_held_sequences_are_aborted_and_dropped(make_llm, monkeypatch, async_scheduling):
+    """In the middle of the others; what they wait for is not made."""
+    gate = Gate(monkeypatch)
+    llm = make_llm(async_scheduling=async_scheduling, max_num_seqs=4)
+    first, second = requests_of(llm, params("regex", "[ab]{5}", n=3), params("regex", "c{5}"))
+    for _ in range(4):
+        llm.step()
+    awaited = [seq.awaited for seq in llm.core.output_processor.awaiting]
+    llm.engine_thread.call(lambda: llm.scheduler.preempt(next(iter(llm.core.output_processor.awaiting))))
+    llm.abort(first)
+    outputs = [*llm.step().finished]
+    while not llm.is_finished():
+        gate.make()
+        outputs += llm.step().finished
+    assert {output.request_id: [*{x.finish_reason for x in output.outputs}] for output in outputs} == {
+        first: ["abort"],
+        second: ["stop"],
+    }
+    assert [future.cancelled() for future in awaited] == [True] * 3 + [False]
+    assert llm.stats()["blocks"]["used"] == 0
+    requests_of(llm, params("regex", "[ab]{5}", n=2))
+    for _ in range(4):
+        llm.step()
+    awaited = [seq.awaited for seq in llm.core.output_processor.awaiting]
+    assert len(awaited) == 2
+    llm.exit()
+    assert all(future.cancelled() for future in awaited)
+
+
+def test_errors_in_threads(make_llm, monkeypatch):
+    """Of a grammar: the answer ends, with the tokens it has. Of the program: the step fails, and the engine goes on."""
+    gate = Gate(monkeypatch)
+    llm = make_llm()
+    bad = params("regex", "[ab]b[cd]", allowed_token_ids=[llm.tokenizer.encode(text)[0] for text in "ab"])
+    (stream,) = [llm.stream("Hello", bad)]
+    with ThreadPoolExecutor() as pool:
+        events = pool.submit(list, stream)
+        while not events.done():
+            gate.make()
+            sleep(0.001)
+    last = events.result()[-1]
+    assert (last.finish_reason, last.stop_reason) == ("error", "structured_outputs: the parameters allow no token")
+    monkeypatch.setattr(constraints.Constraint, "_grammar_mask", lambda self: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        llm.add_request("Hello", params("regex", "a"))
+    monkeypatch.undo()
+    requests_of(llm, params("regex", "a{9}"))
+    monkeypatch.setattr(constraints.Constraint, "_grammar_mask", lambda self: 1 // 0)
+    with step_error(ZeroDivisionError):
+        while True:
+            llm.step()
+    monkeypatch.undo()
+    assert answer(llm, params("regex", "a{9}")).text == "a" * 9
+
+
+class HeldSimulation(ConstrainedSimulation):
+    """After most tokens, every other request awaits something, for random times."""
+
+    def __init__(self, *arguments, **settings):
+        super().__init__(*arguments, **settings)
+        for group in self.groups[1::2]:
+            for seq in group:
+                seq.feature_state["later"] = None
+
+    def step(self, token_id=7, prompts_first=False):
+        awaited = [seq.awaited for seq in self.outputs.awaiting]
+        for future in awaited:
+            if self.random.random() < 0.3 and future.set_running_or_notify_cancel():
+                future.set_result(None)
+        self.seen["held"] += len(awaited)
+        self.seen["held without blocks"] += sum(not seq.block_table for seq in self.outputs.awaiting)
+        if awaited:
+            self.outputs.wait()
+            self.check_move()
+        if self.in_flight or len(self.outputs.awaiting) < sum(map(len, self.scheduler.live.values())):
+            return super().step(token_id, prompts_first)
+        return None
+
+    def postprocess(self, step, result):
+        assert not any(seq.awaited and not seq.awaited.done() for seq in step.sampled_seqs if not seq.is_finished)
+        return super().postprocess(step, result)
+
+
+class Later(StepFeature):
+    random = random.Random(3)
+
+    @classmethod
+    def after_step(cls, step, arrived, ends, result):
+        for seq in arrived.values():
+            if "later" in seq.feature_state and seq not in ends and cls.random.random() < 0.7:
+                seq.awaited = Future()
+
+
+@pytest.mark.parametrize("name", [name for name in SETTINGS if "draft" not in name])
+@BOTH_WAYS
+def test_random_schedules_with_held_sequences(monkeypatch, name, async_scheduling):
+    monkeypatch.setitem(FEATURES, "later", Feature(Later, {}))
+    monkeypatch.setattr(output_processor, "MAX_WAIT_SECONDS", 0)
+    requests = random_requests(11, 24, max_n=3)
+    simulation = HeldSimulation(requests, async_scheduling, **SETTINGS[name]).run()
+    assert simulation.seen["held"] > 100 and not simulation.outputs.awaiting
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The processor time of threads, which jobs let pass."""
+    now = [0.0]
+    monkeypatch.setattr(masks, "thread_time", lambda: now[0])
+    return now
+
+
+class Pace:
+    """Of a grammar."""
+
+    is_slow = False
+
+
+def test_requests_take_turns(clock):
+    """One with many masks that take long does not hold up one with few; fast ones are made together."""
+    threads, made, order = masks.MaskThreads(), [], threading.Event()
+    threads._fast = ThreadPoolExecutor(1)
+    queues = {name: masks.MaskQueue(threads, Pace()) for name in "ABC"}
+
+    def job(name: str, seconds: float):
+        assert order.wait(20)
+        made.append(name)
+        clock[0] += seconds
+        return name
+
+    futures = [queues[name].submit(lambda name=name: job(name, 0.02)) for name in "AAAABB"]
+    futures += [queues["C"].submit(lambda: job("C", 0.001)) for _ in range(4)]
+    futures[3].cancel()
+    order.set()
+    assert [future.result(20) for future in futures if not future.cancelled()] == [*"AAABBCCCC"]
+    assert "".join(made) == "ABCCCCABA"
+    assert queues["B"].submit(lambda: job("B", 0)).result(20) == "B"
+    with pytest.raises(ZeroDivisionError):
+        queues["B"].submit(lambda: 1 // 0).result(20)
+    assert queues["B"].submit(lambda: 3).result(20) == 3, "a thread survives errors"
+    threads.close()
+
+
+def test_slow_grammars_have_threads_of_their_own():
+    threads, slow, fast, order = masks.MaskThreads(), Pace(), Pace(), threading.Event()
+    slow.is_slow = True
+    blocked = [masks.MaskQueue(threads, slow).submit(lambda: order.wait(20)) for _ in range(100)]
+    assert masks.MaskQueue(threads, fast).submit(lambda: 3).result(20) == 3
+    assert not any(future.done() for future in blocked)
+    order.set()
+    assert all(future.result(20) for future in blocked)
+    threads.close()
+
+
+def test_a_grammar_is_slow_by_its_last_masks(llm, monkeypatch):
+    monkeypatch.setattr(compiled_grammar, "SLOW_SECONDS", 0.005)
+    constraint = new_request(llm, params("regex", "[xy]{4}")).group[0].feature_state["structured_outputs"]
+    own = grammar_of(llm, params("regex", "[xy]{4}"))
+    assert not own.is_slow
+    own.add_mask(0.05)
+    assert own.is_slow, "one mask tells"
+    for _ in range(30):
+        own.add_mask(0.00002)
+    assert not own.is_slow
+    assert constraint.draft([llm.tokenizer.encode("x")[0]], 3) and constraint.draft_masks
+    own.add_mask(0.05)
+    assert constraint.draft([llm.tokenizer.encode("x")[0]], 3) == [] == constraint.draft_masks
+
+
+def test_answers_share_the_first_mask(llm, monkeypatch):
+    made, make = [], constraints.Constraint._grammar_mask
+    monkeypatch.setattr(constraints.Constraint, "_grammar_mask", lambda self: made.append(self) or make(self))
+    group = new_request(llm, params("regex", "[ab]{4}", n=50)).group
+    assert len(made) == 1
+    first, *others = [seq.feature_state["structured_outputs"].next_mask for seq in group]
+    assert first.any() and all(mask is first for mask in others)
 
 
 # -- other parameters ------------------------------------------------------------------------------------------------
@@ -478,11 +749,11 @@ def test_limits_of_the_library_end_an_answer(make_llm, monkeypatch, async_schedu
     llm = make_llm(async_scheduling=async_scheduling)
     consume, count = constraints.Constraint.consume, []
 
-    def fails_later(self):
+    def fails_later(self, completion):
         count.append(self)
         if self in count[4:5]:
             self._matcher.consume_tokens([3])  # not allowed
-        return consume(self)
+        return consume(self, completion)
 
     monkeypatch.setattr(constraints.Constraint, "consume", fails_later)
     outputs = generate_by_steps(
@@ -599,6 +870,11 @@ def with_many_states(number: int, num_terminals: int = 100) -> str:
     ])  # fmt: skip
 
 
+def new_request(llm: LLM, own: SamplingParams):
+    (request,) = llm.input_processor.requests("Hello", own, OutputKind.FINAL_ONLY)
+    return request
+
+
 def grammar_of(llm: LLM, own: SamplingParams) -> compiled_grammar.Grammar:
     return llm.input_processor.grammars.grammar(own.structured_outputs)
 
@@ -638,8 +914,7 @@ def test_an_error_stays_with_the_sequences_that_it_ends(llm, monkeypatch):
     constraint = request.group[0].feature_state["structured_outputs"]
     first = constraint._automata
     assert first.is_largest and grammar_of(llm, own).automata() is first
-    request.group[0].token_ids.append(3)  # which is not allowed
-    constraint.update()
+    assert constraint.update([3])[0] == "error", "it is not allowed"
     assert "Parser Error" in constraint.error and constraint._automata is first
     assert grammar_of(llm, own).automata() is not first
     assert answer(llm, own).finish_reason == "stop"

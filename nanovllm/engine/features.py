@@ -77,6 +77,9 @@ class StepFeature:
 
         `arrived` are the watched sequences that still live, by the index of the token in StepResult.token_ids. `result`
         is what `result(step)` of `after_forward` has returned, or None.
+
+        What takes long is done by other threads, with `seq.awaited` as its Future. The sequence is held until it is
+        done; its result is a value of `Ends`, or None. The sequence must wait for its tokens (`waits_for_token`).
         """
 
 

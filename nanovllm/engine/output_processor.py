@@ -9,6 +9,8 @@ from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 
+MAX_WAIT_SECONDS = 0.02
+
 
 class OutputProcessor:
     """Appends the tokens of steps to sequences, and ends sequences: nothing else does. Hands outputs to collectors."""
@@ -19,6 +21,7 @@ class OutputProcessor:
         self.eos_token_id: int | None = None  # the tokenizer's own, which is not reported as a stop reason
         self.requests: dict[int, Request] = {}  # by id, those that have not ended
         self.collectors: set[OutputCollector] = set()  # of those requests
+        self.awaiting: dict[Sequence, None] = {}  # those that are held until what they await is done
 
     @property
     def is_offline(self) -> bool:
@@ -37,6 +40,8 @@ class OutputProcessor:
     def process(self, step: ScheduledStep, result: StepResult) -> None:
         """Give sequences the tokens of a step, and their callers what is new."""
         self._deliver(self.postprocess(step, result))
+        if self.awaiting:
+            self._release_awaiting(0)
         num_prefilled = sum(step.chunk_lens)
         num_decoded = step.num_decodes if result.counts is None else sum(result.counts[: step.num_decodes])
         for collector in [*self.collectors]:
@@ -90,8 +95,27 @@ class OutputProcessor:
         for seq, reasons in ends.items():
             self.end(seq, *reasons)
         for seq in arrived.values():
+            if seq.awaited is not None and seq.finish_reason is None:
+                from nanovllm.features.awaiting import hold  # few features need time
+
+                hold(self.scheduler, seq)
+                self.awaiting[seq] = None
             seq.limit_tokens()
         return dict.fromkeys([*arrived.values(), *ends]) if ends else arrived.values()
+
+    def wait(self) -> None:
+        """Wait for a sequence that is held, as nothing else is left, but not for long: callers may want something."""
+        self._release_awaiting(MAX_WAIT_SECONDS)
+        for collector in [*self.collectors]:
+            self._hand_over(collector)
+
+    def _release_awaiting(self, seconds: float) -> None:
+        from nanovllm.features.awaiting import release
+
+        ends = release(self.scheduler, self.awaiting, seconds)
+        for seq, reasons in ends.items():
+            self.end(seq, *reasons)
+        self._deliver(ends)
 
     def _deliver(self, seqs: Collection[Sequence]) -> None:
         """Tell the requests of these sequences, which have got a token, have paused or have ended."""
@@ -111,6 +135,8 @@ class OutputProcessor:
         """End a sequence in any state."""
         seq.finish_reason, seq.stop_reason = reason, stop_reason
         self.scheduler.finish(seq)
+        if seq.awaited is not None:
+            seq.awaited.cancel()
 
     def end_all(self, request_id: int) -> list[Sequence]:
         """End what is left of a request, and return it."""
@@ -139,6 +165,9 @@ class OutputProcessor:
         """Forget all requests and sequences, without an output. The EngineThread tells their collectors."""
         self.requests.clear()
         self.scheduler.reset()
+        for seq in self.awaiting:
+            seq.awaited.cancel()
+        self.awaiting.clear()
 
     def _finish(self, request: Request) -> None:
         """Hand over the output of a request whose last sequence has ended, and forget the request."""

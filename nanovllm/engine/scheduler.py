@@ -75,10 +75,12 @@ class Scheduler:
                 self._schedule_decodes(step)
         else:
             self._schedule_decodes(step)
-            decodes_soon = bool(step.num_decodes) or any(seq.waits_for_token for seq in self.running.values())
+            decodes_soon = bool(step.num_decodes) or any(
+                seq.waits_for_token and not seq.is_paused for seq in self.running.values()
+            )
             self.schedule_chunks(step, is_mixed=decodes_soon)
         if not (step.num_decodes or step.chunks) and any(seq.is_paused for seq in self.running.values()):
-            from nanovllm.features.forks import preempt_paused  # beams alone pause
+            from nanovllm.features.forks import preempt_paused  # few sequences pause
 
             preempt_paused(self, step)
         if not (step.num_decodes or step.chunks):

@@ -63,6 +63,8 @@ class Sequence:
         self.skips_prefix_hits = False  # all of the prompt is computed
         self.pauses = False  # after each token, until it is resumed; the token is not appended
         self.is_paused = False  # it may hold blocks, and no step computes it
+        # a feature's Future: no step computes the sequence until it is done; its result may be why the sequence ends
+        self.awaited: Any = None
         self.noise_seed = noise_seed  # 64 bits, from which every random number of this sequence is made
         self.token_ids = token_ids
         self.num_prompt_tokens = len(token_ids)
@@ -124,9 +126,13 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     def limit_tokens(self, num_drafts: int = 0) -> None:
-        """Set the number of drafts. If the sequence waits for its tokens, let it decode these and one more."""
+        """Set the number of drafts. If the sequence waits for its tokens, let it decode these and one more, or nothing
+        while it awaits something else, too.
+        """
         self.num_drafts = num_drafts
-        if self.waits_for_token:
+        if self.awaited is not None:
+            self.token_limit = self.num_tokens
+        elif self.waits_for_token:
             self.token_limit = min(len(self.token_ids) + 1 + num_drafts, self.max_num_tokens)
 
     def finish_reasons(self, eos_token_ids: Collection[int], eos_token_id: int | None) -> tuple[str, int | None] | None:

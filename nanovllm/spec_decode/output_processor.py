@@ -198,8 +198,8 @@ class DraftingOutputProcessor(OutputProcessor):
             return [], False
         if not self.proposer.on_host:  # so many for sure: a step in flight may leave room for fewer
             return [-1] * min(k, seq.max_num_tokens - seq.num_tokens - 1), True
-        if seq.num_tokens > len(seq.token_ids) or seq.status is not SequenceStatus.RUNNING:
-            return [], True  # a token is in flight, or it was preempted
+        if seq.num_tokens > len(seq.token_ids) or seq.is_paused or seq.status is not SequenceStatus.RUNNING:
+            return [], True  # a token is in flight, its mask is being made, or it was preempted
         drafts = self.proposer.draft(seq, k)
         if self.settings.is_synthetic:
             drafts += [0] * (k - len(drafts))

@@ -1,5 +1,13 @@
 """Which tokens may come next in an answer of a given form: a mask for each token, and an end if there are none."""
 
+import os
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future
+from functools import cache, partial
+from itertools import islice
+from time import perf_counter, thread_time
+from typing import Any
 from weakref import proxy
 
 import numpy as np
@@ -7,6 +15,7 @@ import numpy as np
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.logit_edits import MAX_BAD_WORD_TOKENS, mask_of
 from nanovllm.structured_outputs.grammar import Grammar, Matcher
+from nanovllm.structured_outputs.masks import MaskQueue, num_cores
 
 TOKEN_MARKER = 0xFF  # begins what stands in the text of llguidance for a token that a grammar names
 
@@ -20,26 +29,35 @@ class Constraint:
     All of this is a function of the sequence's token ids, so nothing is lost with a preemption.
     """
 
-    def __init__(self, seq: Sequence, grammar: Grammar, vocab_size: int, eos_token_ids: frozenset[int]):
+    def __init__(
+        self, seq: Sequence, grammar: Grammar, queue: MaskQueue, vocab_size: int, eos_token_ids: frozenset[int]
+    ):
+        """queue: of its request, for masks that a step does not make."""
         self._seq, self._grammar = proxy(seq), grammar  # a cycle would keep both until the garbage collector runs
+        self._queue = queue
         self._automata = grammar.automata()
         self._matcher: Matcher = self._automata.start.deep_copy()
         self._num_consumed = 0  # generated tokens that the matcher has
         self.next_mask = mask_of((), vocab_size)  # [ceil(vocabulary / 32)] int32: bits of the ids that may come next
         self.draft_masks: list[np.ndarray] = []  # those after the drafts of the next step
         self.error: str | None = None  # why there is no next token
-        params = seq.params
-        self._stops = np.array(params.stop_token_ids or (), np.int64)
+        self._min_tokens = seq.params.min_tokens
+        self._stops = np.array(seq.params.stop_token_ids or (), np.int64)
         self._ends = np.array([*{*eos_token_ids, *self._stops.tolist()}], np.int64)
         edits = seq.feature_state["logit_edits"]
         self._allowed, self._bad_words = edits.allowed_mask, edits.bad_words
 
-    def update(self) -> None:
-        """Bring the mask up to date with the tokens of the sequence."""
-        if self.consume():
-            self.set_mask(self._grammar_mask())
+    def start_update(self) -> Future:
+        """`update`, in another thread, after the earlier ones. Until it is done, nothing here may be read."""
+        return self._queue.submit(partial(self.update, self._seq.completion_token_ids))
+
+    def update(self, completion: list[int]) -> tuple[str, str] | None:
+        """Bring the mask up to date with the generated tokens. Returns why the answer ends, if no token can follow."""
+        if self.consume(completion):
+            self.set_mask(self._grammar_mask(), completion)
         if self._matcher.is_error() and self._restart():
-            self.update()
+            return self.update(completion)
+        return None if self.error is None else ("error", self.error)
 
     def _restart(self) -> bool:
         """After an error, start again with larger automata, unless there are none: too small ones may be the cause."""
@@ -50,16 +68,15 @@ class Constraint:
         self._matcher, self._num_consumed = self._automata.start.deep_copy(), 0
         return True
 
-    def consume(self) -> bool:
+    def consume(self, completion: list[int]) -> bool:
         """Give the grammar the tokens that it does not have yet; False if it does not allow them."""
-        new = self._seq.token_ids[self._seq.num_prompt_tokens + self._num_consumed :]
-        is_allowed = self._matcher.consume_tokens(new)
-        self._num_consumed = self._seq.num_completion_tokens
+        is_allowed = self._matcher.consume_tokens(completion[self._num_consumed :])
+        self._num_consumed = len(completion)
         if not is_allowed:
-            self.set_mask(None)
+            self.set_mask(None, completion)
         return is_allowed
 
-    def set_mask(self, mask: np.ndarray | None) -> None:
+    def set_mask(self, mask: np.ndarray | None, completion: list[int]) -> None:
         """`mask` is the grammar's own, without the bans of other parameters; None if its state is an error."""
         if mask is None or self._matcher.is_error():
             self.next_mask = np.zeros_like(self.next_mask)
@@ -67,55 +84,59 @@ class Constraint:
             says_nothing = reason in ("", "NoExtensionBias")  # the second is what llguidance calls it
             self.error = f"structured_outputs: {'no token is allowed' if says_nothing else reason}"
         else:
-            self.next_mask = self._with_bans(mask, self._seq.completion_token_ids)
+            self.next_mask = self._with_bans(mask, completion)
             self.error = None if self.next_mask.any() else "structured_outputs: the parameters allow no token"
 
     def draft(self, drafts: list[int], num_drafts: int) -> list[int]:
         """As many of the drafts as are allowed and do not end the answer; if none, what the grammar forces, at most so
-        many. Sets `draft_masks`.
+        many. Sets `draft_masks`. If masks are slow, there are no drafts.
         """
+        if self._grammar.is_slow:
+            self.draft_masks = []
+            return []
         return self._allowed_of(drafts) or self._allowed_of(self._matcher.compute_ff_tokens()[:num_drafts])
 
     def _allowed_of(self, drafts: list[int]) -> list[int]:
         completion, mask = self._seq.completion_token_ids, self.next_mask
         self.draft_masks, num_before = [], len(completion)
         for token_id in drafts:
-            if token_id < 0 or token_id in self._ends or not mask[token_id // 32] >> token_id % 32 & 1:
+            is_allowed = token_id >= 0 and mask[token_id // 32] >> token_id % 32 & 1
+            if not is_allowed or token_id in self._ends or self._grammar.is_slow:
                 break
             self._matcher.consume_token(token_id)
             completion.append(token_id)
             mask = self._with_bans(self._grammar_mask(), completion)
             self.draft_masks.append(mask)
-        if self._matcher.is_error():  # its masks are none
+        if self._matcher.is_error():  # the next update will see it
             self.draft_masks = []
-            return self._allowed_of(drafts) if self._restart() and self.consume() else []
+            return []
         self._matcher.rollback(len(self.draft_masks))
         return completion[num_before:]
 
     def _grammar_mask(self) -> np.ndarray:
-        """What the grammar allows in its state, which may be an error.
-
-        Where it allows one text alone, llguidance gives the first token that the tokenizer makes of this text. That may
-        be an added token, which is no text to the grammar, or one of another text, if the tokenizer normalizes texts.
-        The grammar does not allow such a token: the first byte is allowed instead.
-        """
+        """What the grammar allows in its state, which may be an error."""
         mask = np.empty_like(self.next_mask)
+        begin = thread_time()
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if (
-            np.count_nonzero(mask) == 1
-            and len(token_ids := _ids_of(mask)) == 1
-            and (text := self._matcher.compute_ff_bytes())
-            and text[0] != TOKEN_MARKER
-            and not self._matcher.validate_tokens(token_ids)
-        ):
+        self._grammar.add_mask(thread_time() - begin)
+        return self._with_text(mask)
+
+    def _with_text(self, mask: np.ndarray) -> np.ndarray:
+        """What the grammar allows where llguidance gives `mask`.
+
+        If only one text can follow, that is the first token that the tokenizer makes of this text. It may be an added
+        token, which is no text to the grammar, or a token of another text, if the tokenizer normalizes texts. Then it
+        is not allowed, and the first byte of the text is instead.
+        """
+        text = self._matcher.compute_ff_bytes()
+        if text and text[0] != TOKEN_MARKER and not self._matcher.validate_tokens([_first_id(mask)]):
             return mask_of(self._grammar.token_ids_of_byte(text[0]), 32 * len(mask))
         return mask
 
     def _with_bans(self, mask: np.ndarray, completion: list[int]) -> np.ndarray:
-        seq = self._seq
         if len(self._stops):
             _set_bits(mask, self._stops, self._matcher.is_accepting())
-        if len(completion) < seq.params.min_tokens:
+        if len(completion) < self._min_tokens:
             _set_bits(mask, self._ends, False)
         if self._allowed is not None:
             mask &= self._allowed
@@ -126,6 +147,55 @@ class Constraint:
         return mask
 
 
+def update_fast(constraints: Iterable[Constraint], seconds: float) -> list[Constraint]:
+    """Update those whose masks are fast, in parallel, until the time is over. Returns those that were updated.
+
+    llguidance makes the masks of one grammar one after the other. Any of them may be the first one that is slow, so a
+    call makes at most one of each grammar, and one for each core.
+    """
+    end, updated = perf_counter() + seconds, []
+    left: dict[Grammar, deque[Constraint]] = {}
+    for constraint in constraints:
+        if not constraint._grammar.is_slow:
+            left.setdefault(constraint._grammar, deque()).append(constraint)
+    while left and perf_counter() < end:
+        chunk = [queue.popleft() for queue in islice(left.values(), num_cores())]
+        _update_together(chunk)
+        updated += [
+            constraint for constraint in chunk if not constraint._matcher.is_error()
+        ]  # which takes time to mend
+        for grammar in (constraint._grammar for constraint in chunk):
+            if grammar.is_slow or not left[grammar]:
+                del left[grammar]
+    return updated
+
+
+def _update_together(constraints: list[Constraint]) -> None:
+    """They are of different grammars."""
+    completions = [constraint._seq.completion_token_ids for constraint in constraints]
+    ready = [pair for pair in zip(constraints, completions) if pair[0].consume(pair[1])]
+    if len(ready) == 1:
+        ((constraint, completion),) = ready
+        constraint.set_mask(constraint._grammar_mask(), completion)
+    elif ready:
+        begin = perf_counter()
+        masks = np.empty((len(ready), len(ready[0][0].next_mask)), np.int32)
+        matchers = [(constraint._matcher, i) for i, (constraint, _) in enumerate(ready)]
+        _executor(os.getpid()).unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
+        seconds = perf_counter() - begin  # which one has taken them is not known
+        for (constraint, completion), mask in zip(ready, masks):
+            constraint.set_mask(constraint._with_text(mask), completion)
+            constraint._grammar.add_mask(seconds)
+
+
+@cache
+def _executor(pid: int) -> Any:
+    """A pool of threads, which a forked process does not inherit."""
+    from llguidance import LLExecutor
+
+    return LLExecutor(num_cores())
+
+
 def _set_bits(mask: np.ndarray, token_ids: np.ndarray, value: bool) -> None:
     words, bits = mask.view(np.uint32), np.uint32(1) << (token_ids % 32).astype(np.uint32)
     if value:
@@ -134,8 +204,11 @@ def _set_bits(mask: np.ndarray, token_ids: np.ndarray, value: bool) -> None:
         np.bitwise_and.at(words, token_ids // 32, ~bits)
 
 
-def _ids_of(mask: np.ndarray) -> list[int]:
-    return np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0].tolist()
+def _first_id(mask: np.ndarray) -> int:
+    """Of those that a mask allows; 0 if it allows none."""
+    word = int((mask != 0).argmax())
+    bits = int(mask[word])
+    return 32 * word + (bits & -bits).bit_length() - 1 if bits else 0
 
 
 def _first_line(text: str) -> str:

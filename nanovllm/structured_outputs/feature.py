@@ -6,7 +6,10 @@ from typing import Any
 from nanovllm.engine.features import Ends, StepFeature
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
+from nanovllm.structured_outputs.constraint import update_fast
 from nanovllm.structured_outputs.grammars import constrain
+
+MAX_SECONDS = 0.02  # that a step makes masks; other threads make the rest
 
 
 class StructuredOutputs(StepFeature):
@@ -20,9 +23,17 @@ class StructuredOutputs(StepFeature):
 
     @classmethod
     def after_step(cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: Any) -> None:
-        """Make the masks of sequences that have got a token. Those whose mask is empty end with an "error"."""
+        """Make the masks of sequences that have got a token. Those whose mask is empty end with an "error".
+
+        A sequence whose mask is not made here awaits it, and sits out the steps until then.
+        """
         seqs = [seq for seq in arrived.values() if "structured_outputs" in seq.feature_state and seq not in ends]
-        for seq in seqs:
-            seq.feature_state["structured_outputs"].update()
-            if (error := seq.feature_state["structured_outputs"].error) is not None:
-                ends[seq] = "error", error
+        constraints = [seq.feature_state["structured_outputs"] for seq in seqs]
+        # one that awaits its mask has got several tokens in this step
+        idle = [constraint for seq, constraint in zip(seqs, constraints) if seq.awaited is None]
+        updated = {*update_fast(idle, MAX_SECONDS)}
+        for seq, constraint in zip(seqs, constraints):
+            if constraint not in updated:
+                seq.awaited = constraint.start_update()
+            elif constraint.error is not None:
+                ends[seq] = "error", constraint.error

@@ -8,6 +8,7 @@ from typing import Any
 # Most grammars have fewer than 1,000. With 400 terminals, 2,000 states take 8 MB, so 128 grammars take 1 GiB at most;
 # the largest automata, of 250,000 states, take as much for one.
 MAX_KEPT_STATES = 2000
+SLOW_SECONDS = 0.005  # of processor time for a mask; most take less than a hundredth of that
 Matcher = Any  # llguidance.LLMatcher, which is imported only where it is used
 
 
@@ -28,6 +29,9 @@ class Grammar:
     def __init__(self, tokenizer: Any, text: str):
         """tokenizer: of llguidance. ValueError if it refuses the text."""
         self._tokenizer, self._text, self._lock = tokenizer, text, threading.Lock()
+        self._mask_seconds: float | None = (
+            None  # of processor time for a mask, a mean in which the last ones count most
+        )
         self._small: Automata | None = self._compile(MAX_KEPT_STATES)
         self._large: Callable[[], Automata | None] = lambda: None
         if (error := self.automata().start.get_error()) != "":
@@ -43,6 +47,15 @@ class Grammar:
                 large = self._compile()
                 self._large = weakref.ref(large)
             return large
+
+    @property
+    def is_slow(self) -> bool:
+        return (self._mask_seconds or 0) > SLOW_SECONDS
+
+    def add_mask(self, seconds: float) -> None:
+        """Note how much processor time a mask has taken."""
+        mean = seconds if self._mask_seconds is None else self._mask_seconds
+        self._mask_seconds = mean + (seconds - mean) / 8
 
     def token_ids_of_byte(self, byte: int) -> list[int]:
         """The token that is this byte alone, if there is one."""

@@ -10,6 +10,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.structured_outputs.constraint import Constraint
 from nanovllm.structured_outputs.grammar import Grammar
 from nanovllm.structured_outputs.json_schema import for_llguidance
+from nanovllm.structured_outputs.masks import MaskQueue, MaskThreads
 from nanovllm.structured_outputs.sandbox import CompileSandbox
 
 MAX_CACHED_GRAMMARS = 128
@@ -40,10 +41,12 @@ class Grammars:
         self._sandbox = CompileSandbox(vocab_size, special_tokens)
         self._grammars: OrderedDict[str, Grammar] = OrderedDict()  # by text; the last used comes last
         self._lock = threading.Lock()
+        self.threads = MaskThreads()
 
     def close(self) -> None:
-        """Compile no further grammar."""
+        """Compile no further grammar, and make no further mask."""
         self._sandbox.close()
+        self.threads.close()
 
     def grammar(self, spec: dict[str, Any]) -> Grammar:
         """ValueError for what is no schema, expression or grammar of llguidance."""
@@ -98,12 +101,12 @@ def constrain(group: list[Sequence], processor: Any) -> None:
                 tokenizer = copy(processor.tokenizer.backend_tokenizer)
             processor.grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids)
     grammar = processor.grammars.grammar(params.structured_outputs)
-    constraints = [Constraint(seq, grammar, model.vocab_size, model.eos_token_ids) for seq in group]
+    queue = MaskQueue(processor.grammars.threads, grammar)
+    constraints = [Constraint(seq, grammar, queue, model.vocab_size, model.eos_token_ids) for seq in group]
     for seq, constraint in zip(group, constraints):
         seq.feature_state["structured_outputs"] = constraint
     first, *others = constraints
-    first.update()
-    if first.error is not None:
+    if first.update([]) is not None:
         raise ValueError(f"{first.error}, not even a first one")
     for constraint in others:
         constraint.next_mask = first.next_mask  # they are in the same state
