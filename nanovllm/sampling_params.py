@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from nanovllm.utils.checks import check_bool, check_fields, check_int, check_real, checked
+from nanovllm.reasoning.formats import FORMATS
+from nanovllm.utils.checks import check_bool, check_choice, check_fields, check_int, check_real, checked
 
 # parameters with several values, of which most requests have none
 COLLECTIONS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias", "structured_outputs")
@@ -39,6 +40,10 @@ class SamplingParams:
         "json_object" (True), "regex" (of the whole answer, in the syntax of Rust's regex crate), "choice" (a list of
         strings) or "grammar" (llguidance's variant of Lark). An answer that ends by itself has this form. Needs
         llguidance: `pip install 'nano-vllm[serve]'`. docs/structured-outputs.md has the rest.
+    reasoning_parser: how the model marks what it thinks before it answers, by the name of vLLM's parser: "qwen3",
+        "deepseek_r1", "mistral" and others. `structured_outputs` and `stop` then hold for the answer alone.
+    thinking_token_budget: maximum number of tokens that it thinks; then the end of the reasoning is forced. None or -1:
+        no bound. Needs `reasoning_parser`.
     logprobs: return the log-probability of each generated token and of this many of the most likely ones (-1 is all).
         They are the model's own, before penalties, temperature and filters, unless `logprobs_mode` says otherwise.
     prompt_logprobs: the same for the tokens of the prompt, always the model's own; such a request does not read the
@@ -69,6 +74,8 @@ class SamplingParams:
     repetition_penalty: float = checked(1.0, check_real, low=0.01, high=100)
     logit_bias: dict[int, float] | None = None
     structured_outputs: dict[str, object] | None = None
+    reasoning_parser: str | None = checked(None, check_choice, choices=(*FORMATS,))
+    thinking_token_budget: int | None = checked(None, check_int, low=-1, high=2**30)
     logprobs: int | None = checked(None, check_int, low=-1)
     prompt_logprobs: int | None = checked(None, check_int, low=-1)
 
@@ -79,6 +86,10 @@ class SamplingParams:
         _set(self, "seed", None if self.seed == -1 else self.seed)
         # prompt length + min_tokens must fit into an int32
         check_int("min_tokens", self.min_tokens, 0, min(self.max_tokens or 2**30, 2**30))
+        if self.thinking_token_budget == -1:
+            _set(self, "thinking_token_budget", None)
+        if self.thinking_token_budget is not None and self.reasoning_parser is None:
+            raise ValueError(f"thinking_token_budget={self.thinking_token_budget}: needs reasoning_parser")
         defaults = self.__dataclass_fields__
         if given := [name for name in COLLECTIONS if getattr(self, name) is not defaults[name].default]:
             from nanovllm.utils.collection_checks import check_collections  # imported lazily, as few requests have any

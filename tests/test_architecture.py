@@ -42,6 +42,7 @@ HOUSE = """
 0 | utils/checks.py utils/context.py utils/cuda_driver.py utils/double_buffer.py utils/download.py utils/flags.py
   utils/interrupts.py utils/libraries.py utils/progress.py utils/refusals.py utils/rope_scaling.py
   utils/setting_checks.py utils/tensor_parallel.py utils/__init__.py moe/__init__.py moe/config.py moe/weights.py
+  reasoning/__init__.py reasoning/formats.py reasoning/state.py
   <- utils/loader.py utils/sharded_checkpoint.py utils/dummy_weights.py quantization/__init__.py
   <- models/__init__.py models/architectures.py attention/__init__.py structured_outputs/__init__.py compat/__init__.py
   <- structured_outputs/spec.py compat/settings.py compat/flags.py distributed/division.py startup/devices.py
@@ -71,6 +72,7 @@ HOUSE = """
   <- invariant/cpu.py invariant/cuda.py
 5 | distributed/__init__.py distributed/ranks.py <- distributed/peer_memory.py
   <- distributed/process_group.py distributed/step_channel.py <- distributed/worker.py
+3 | reasoning/feature.py
 5 | structured_outputs/constraint.py structured_outputs/sandbox.py <- structured_outputs/grammars.py
   <- structured_outputs/feature.py
 6 | engine/detokenizer.py
@@ -345,6 +347,7 @@ ROOMS = (
     "rollout",
     "spec_decode",
     "structured_outputs",
+    "reasoning",
     "compat",
     "serve",
     "fronts",

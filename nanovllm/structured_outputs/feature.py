@@ -1,4 +1,4 @@
-"""Structured outputs as a feature of a step."""
+"""Structured outputs, and budgets of reasoning, as a feature of a step."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,9 @@ class StructuredOutputs(StepFeature):
     def attach(cls, request: Any, processor: Any) -> None:
         constrain(request.group, processor)
         for seq in request.group:
-            seq.is_watched = seq.waits_for_token = True
+            # a grammar needs each token before the next one
+            seq.is_watched, seq.waits_for_token = True, seq.params.structured_outputs is not None
+            seq.token_limit = seq.feature_state["structured_outputs"].token_limit()
 
     @classmethod
     def after_step(cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: Any) -> None:
@@ -25,5 +27,8 @@ class StructuredOutputs(StepFeature):
         seqs = [seq for seq in arrived.values() if "structured_outputs" in seq.feature_state and seq not in ends]
         update([seq.feature_state["structured_outputs"] for seq in seqs])
         for seq in seqs:
-            if (error := seq.feature_state["structured_outputs"].error) is not None:
-                ends[seq] = "error", error
+            constraint = seq.feature_state["structured_outputs"]
+            if constraint.error is not None:
+                ends[seq] = "error", constraint.error
+            elif not seq.waits_for_token:
+                seq.token_limit = constraint.token_limit()

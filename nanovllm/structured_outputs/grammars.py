@@ -92,15 +92,17 @@ def constrain(group: list[Sequence], processor: Any) -> None:
     ValueError if llguidance is missing or refuses the grammar, or if the other parameters leave no first token.
     """
     params, model = group[0].params, processor.config.model_config
-    assert params.structured_outputs is not None
-    with _lock:
-        if processor.grammars is None:
-            with processor.tokenizer_lock:
-                tokenizer = copy(processor.tokenizer.backend_tokenizer)
-            processor.grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids)
-    matcher = processor.grammars.matcher(params.structured_outputs)
+    matcher = None
+    if params.structured_outputs is not None:
+        with _lock:
+            if processor.grammars is None:
+                with processor.tokenizer_lock:
+                    tokenizer = copy(processor.tokenizer.backend_tokenizer)
+                processor.grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids)
+        matcher = processor.grammars.matcher(params.structured_outputs)
     for seq in group:
-        constraint = Constraint(seq, matcher.deep_copy(), model.vocab_size, model.eos_token_ids)
+        own = None if matcher is None else matcher.deep_copy()
+        constraint = Constraint(seq, own, model.vocab_size, model.eos_token_ids)
         seq.feature_state["structured_outputs"] = constraint
     update([seq.feature_state["structured_outputs"] for seq in group])
     if (error := group[0].feature_state["structured_outputs"].error) is not None:
