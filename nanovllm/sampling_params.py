@@ -88,8 +88,6 @@ class SamplingParams:
         check_int("min_tokens", self.min_tokens, 0, min(self.max_tokens or 2**30, 2**30))
         if self.thinking_token_budget == -1:
             _set(self, "thinking_token_budget", None)
-        if self.thinking_token_budget is not None and self.reasoning_parser is None:
-            raise ValueError(f"thinking_token_budget={self.thinking_token_budget}: needs reasoning_parser")
         defaults = self.__dataclass_fields__
         if given := [name for name in COLLECTIONS if getattr(self, name) is not defaults[name].default]:
             from nanovllm.utils.collection_checks import check_collections  # imported lazily, as few requests have any

@@ -4,6 +4,7 @@ import atexit
 import gc
 import json
 import os
+import re
 import shutil
 import signal
 import ssl
@@ -43,6 +44,8 @@ from nanovllm.engine.features import FEATURES
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.kernels.sampling_columns import COLUMNS
 from nanovllm.layers.sampler import gumbel_noise
+from nanovllm.reasoning.formats import FORMATS
+from nanovllm.reasoning.stage import Markers
 from nanovllm.utils.loader import BUNDLED
 from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
 
@@ -100,6 +103,32 @@ class Peers(TensorParallel):
 
     def max_split_k(self, num_rows):
         return 2
+
+
+class CharacterTokenizer:
+    """Each character is a token, whose id is its code point; `special` texts are tokens of their own as well."""
+
+    def __init__(self, *special: str):
+        self.special = {text: 0x110000 + i for i, text in enumerate(special)}
+        self.added_tokens_decoder = {i: SimpleNamespace(content=text) for text, i in self.special.items()}
+        self.bytes = {i: text.encode() for text, i in self.special.items()}
+
+    def __getitem__(self, token_id: int) -> bytes:
+        return self.bytes.get(token_id) or chr(token_id).encode()
+
+    def convert_tokens_to_ids(self, text: str) -> int | None:
+        return self.special.get(text)
+
+    def convert_ids_to_tokens(self, token_id: int) -> str:
+        return self[token_id].decode()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        pieces = re.split("(" + "|".join(map(re.escape, self.special)) + ")", text) if self.special else [text]
+        return [i for piece in pieces for i in ([self.special[piece]] if piece in self.special else map(ord, piece))]
+
+    def markers(self, name: str = "think") -> Markers:
+        """Of a format of reasoning."""
+        return Markers(FORMATS[name], self, self)
 
 
 def noise_of_rows(seeds: torch.Tensor, positions: torch.Tensor, num_ids: int, first_id: int = 0) -> torch.Tensor:

@@ -8,12 +8,14 @@ from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
+from common import CharacterTokenizer
 from test_server import GREEDY, MODEL, PROMPT, QUESTION, TOOL, expected, offline, running, use_small_model
 
 from nanovllm import BeamSearchParams, SamplingParams
 from nanovllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.engine.stream_event import StreamEvent
-from nanovllm.serve.chat import ChatAnswer, Formats
+from nanovllm.serve.answer_formats import Formats
+from nanovllm.serve.chat import ChatAnswer
 from nanovllm.serve.prompt_lanes import tokenized
 from nanovllm.serve.protocol import IGNORED, ChatBody, CompletionBody, GenerationBody, IgnoredFields
 
@@ -29,7 +31,7 @@ TEMPLATE = "{{ reasoning_effort }} {{ enable_thinking }} {{ documents[0].title }
 
 @pytest.fixture(scope="module")
 def server():
-    with running(trust_request_chat_template=True) as server:
+    with running(trust_request_chat_template=True, tool_call_parser="hermes") as server:
         yield server
 
 
@@ -96,8 +98,11 @@ def test_values_that_mean_nothing(post, offline, path, index):
 
 
 def test_every_sampling_parameter_is_a_field():
-    """Else a body with it would be answered as if it were not there. What `detokenize` leaves out is the answer."""
-    names = {field.name for field in fields(SamplingParams)} - {"detokenize"}
+    """Else a body with it would be answered as if it were not there.
+
+    What `detokenize` leaves out is the answer, and the `reasoning_parser` is the server's.
+    """
+    names = {field.name for field in fields(SamplingParams)} - {"detokenize", "reasoning_parser"}
     missing = names - GenerationBody.model_fields.keys()
     assert not missing, f"add {missing} to GenerationBody of serve/protocol.py"
 
@@ -345,14 +350,15 @@ def test_functions(post):
 
 def answers_to(body: ChatBody, text: str) -> tuple[dict, list[dict]]:
     """The choice of a complete answer with this text, and the deltas of a streamed one."""
-    request = SimpleNamespace(prompt_token_ids=[1], num_cached_tokens=0, request=SimpleNamespace(prompt=""))
+    request = SimpleNamespace(prompt_token_ids=[1], num_cached_tokens=0)
+    tokenizer = CharacterTokenizer()
 
     def make():
-        return ChatAnswer(body, "m", [request], Formats("hermes", finds_reasoning=True))
+        return ChatAnswer(body, "m", [request], Formats("hermes", reasoning=tokenizer.markers()))
 
-    output = CompletionOutput(0, text, [5], None, None, "stop", None)
+    output = CompletionOutput(0, text, tokenizer.encode(text), None, None, "stop", None)
     whole = RequestOutput(7, "", [1], [output], True, 0, None, RequestMetrics(0, 0, 0, 0))
-    streamed = make().chunk_choices(0, StreamEvent(0, 0, 7, text, [5], "stop", None, None))
+    streamed = make().chunk_choices(0, StreamEvent(0, 0, 7, text, output.token_ids, "stop", None, None))
     return make().choice(0, whole, output), streamed
 
 
@@ -361,7 +367,7 @@ def test_reasoning_has_both_names():
     body = ChatBody(messages=QUESTION, return_token_ids=True)
     whole, streamed = answers_to(body, text)
     assert whole["message"] == {"role": "assistant", "content": "Hi", **both}
-    assert streamed[1]["delta"] == {"content": "Hi", **both} and streamed[1]["token_ids"] == [5]
+    assert streamed[1]["delta"] == {"content": "Hi", **both} and streamed[1]["token_ids"] == [*map(ord, text)]
     whole, streamed = answers_to(body.model_copy(update={"include_reasoning": False}), text)
     assert whole["message"] == {"role": "assistant", "content": "Hi"} and whole["token_ids"] is None
     assert streamed[1]["delta"] == {"content": "Hi"} and streamed[1]["token_ids"] is None

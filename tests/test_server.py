@@ -36,8 +36,9 @@ from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.outputs import OutputKind
 from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.serve import AsyncLLM, answers, http_responses, request_limits
+from nanovllm.serve.answer_formats import Formats
 from nanovllm.serve.async_request import AsyncRequest
-from nanovllm.serve.chat import ChatAnswer, Formats
+from nanovllm.serve.chat import ChatAnswer
 from nanovllm.serve.completions import CompletionAnswer, Echo
 from nanovllm.serve.prompt_lanes import PromptLane, longest_token
 from nanovllm.serve.protocol import ChatBody, CompletionBody
@@ -129,7 +130,7 @@ def use_small_model(small_model):
 
 @pytest.fixture(scope="module")
 def server():
-    with running(max_body_bytes=100_000, max_answers=8, body_timeout=0.5) as server:
+    with running(max_body_bytes=100_000, max_answers=8, body_timeout=0.5, tool_call_parser="hermes") as server:
         yield server
 
 

@@ -7,7 +7,7 @@ from nanovllm.engine.features import Ends, StepFeature
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.reasoning.formats import FORMATS
-from nanovllm.reasoning.state import Markers, Reasoning
+from nanovllm.reasoning.stage import Markers, Reasoning
 
 
 class ReasoningStage(StepFeature):

@@ -1,5 +1,6 @@
 """How models mark their reasoning. The names are those of vLLM's reasoning parsers; several name the same format."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -27,6 +28,11 @@ FORMATS = {
 DEEPSEEK_TURN = "<\uff5cAssistant\uff5c>"
 # words of a template that can switch reasoning on
 HINTS = "reasoning_content", "enable_thinking", "thinking", "reasoning_effort"
+
+
+def template_text(chat_template: str | Mapping[str, str] | None) -> str:
+    """The text of a chat template, or of several that have names."""
+    return "\n".join(chat_template.values()) if isinstance(chat_template, Mapping) else chat_template or ""
 
 
 def format_of(chat_template: str) -> str | None:

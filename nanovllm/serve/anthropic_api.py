@@ -111,7 +111,10 @@ class MessagesBody(CountTokensBody):
 
 
 class TranslatedMessages(ChatBody):
-    own_names: ClassVar = dict.fromkeys(("reasoning_effort", "response_format"), "output_config")
+    own_names: ClassVar = {
+        **dict.fromkeys(("reasoning_effort", "response_format"), "output_config"),
+        "thinking_token_budget": "thinking",
+    }
 
 
 def chat_body(body: CountTokensBody) -> ChatBody:
@@ -134,6 +137,7 @@ def chat_body(body: CountTokensBody) -> ChatBody:
     if isinstance(body, MessagesBody):
         config = body.output_config or {}
         fields |= {"stop": body.stop_sequences, "reasoning_effort": config.get("effort")}
+        fields["thinking_token_budget"] = (body.thinking or {}).get("budget_tokens")
         if wanted := config.get("format"):
             fields["response_format"] = {"type": "json_schema", "json_schema": wanted}
     return translated(TranslatedMessages, fields)
@@ -261,6 +265,8 @@ def _stop(choice: dict[str, Any]) -> dict[str, Any]:
 def add_routes(app: FastAPI, api: Api) -> None:
     @app.post(MESSAGES_PATH)
     async def messages(body: MessagesBody, request: Request) -> Response:
+        if api.formats.reasoning is None and body.thinking:
+            body.thinking.pop("budget_tokens", None)  # a model that does not reason keeps to any
         return await api.converse(await asyncio.to_thread(chat_body, body), request, MessagesAnswer)
 
     @app.post(f"{MESSAGES_PATH}/count_tokens")

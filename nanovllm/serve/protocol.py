@@ -161,8 +161,8 @@ class GenerationBody(TextBody):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     spaces_between_special_tokens: bool | None = None  # text has none, whatever this says
-    # these would have to change something
-    thinking_token_budget: Annotated[Any, only(-1)] = None
+    thinking_token_budget: int | None = Field(None, ge=-1)
+    # this would have to change something
     logprob_token_ids: Annotated[Any, only([])] = None
 
 

@@ -3,13 +3,18 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from nanovllm.reasoning.formats import FORMATS
 from nanovllm.serve.tool_parsers import PARSERS
 from nanovllm.utils.checks import check_choice, check_fields, check_int, check_real, checked
 
 # names of vLLM's parsers for the same formats
 ALIASES = {
-    "reasoning_parser": dict.fromkeys(("qwen3", "deepseek_r1", "deepseek_v3", "glm45"), "think"),
-    "tool_call_parser": dict.fromkeys(("qwen", "qwen25", "qwen3"), "hermes") | {"llama4_json": "llama3_json"},
+    "tool_call_parser": {
+        **dict.fromkeys(("qwen", "qwen25", "qwen3"), "hermes"),
+        "qwen3_xml": "qwen3_coder",
+        "llama4_json": "llama3_json",
+        "deepseek_v31": "deepseek_v3",
+    },
 }
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
@@ -29,10 +34,12 @@ class ServerSettings:
     served_model_name: the names of the model in the API; None is MODEL, without the path
         if it is a folder.
     chat_template: the chat template, or the file that has it; None is the model's own.
-    tool_call_parser: the format of tool calls: "hermes" ("qwen", "qwen25", "qwen3"), "llama3_json" ("llama4_json"),
-        "none", or "auto", which looks at the chat template.
-    reasoning_parser: "think" ("qwen3", "deepseek_r1", "deepseek_v3", "glm45") puts the text between <think> and
-        </think> into `reasoning` and `reasoning_content`; with "none" it stays in the content.
+    tool_call_parser: the format of tool calls: "hermes" ("qwen", "qwen25", "qwen3"), "qwen3_coder" ("qwen3_xml"),
+        "llama3_json" ("llama4_json"), "mistral", "deepseek_v3" ("deepseek_v31"), "none", which leaves them in the
+        content, or "auto", which looks at the chat template. If that shows none, requests with tools are refused.
+    reasoning_parser: the format of reasoning, which is put into `reasoning` and `reasoning_content`: "think" ("qwen3",
+        "deepseek_v3", "glm45"), "deepseek_r1", whose answers may have only the end marker, "mistral", "none", which
+        leaves it in the content, or "auto", which looks at the chat template.
     trust_request_chat_template: a request may have a chat template of its own. Templates are programs: they run in
         jinja2's sandbox, which bounds neither their time nor their memory.
     max_body_bytes: maximum size of a request's body.
@@ -63,7 +70,7 @@ class ServerSettings:
     served_model_name: tuple[str, ...] | None = None
     chat_template: str | None = None
     tool_call_parser: str = checked("auto", check_choice, choices=("auto", *PARSERS))
-    reasoning_parser: str = checked("none", check_choice, choices=("none", "think"))
+    reasoning_parser: str = checked("auto", check_choice, choices=("auto", "none", *FORMATS))
     trust_request_chat_template: bool = False
     max_body_bytes: int = checked(2 * 2**20, check_int, low=1)
     max_answers: int = checked(128, check_int, low=1)

@@ -12,7 +12,7 @@ import numpy as np
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.logit_edits import MAX_BAD_WORD_TOKENS, mask_of
-from nanovllm.reasoning.state import Reasoning, Stage
+from nanovllm.reasoning.stage import Reasoning, Stage
 
 Matcher = Any  # llguidance.LLMatcher, which is imported only where it is used
 
@@ -30,9 +30,13 @@ class Constraint:
 
     def __init__(self, seq: Sequence, matcher: Matcher | None, vocab_size: int, eos_token_ids: frozenset[int]):
         """`matcher` is at its start, and belongs to this constraint alone; None if there is no grammar."""
-        self._seq, self._matcher = proxy(seq), cast(Any, matcher)  # a cycle would keep both until the garbage collector runs
+        # a cycle would keep both until the garbage collector runs
+        self._seq, self._matcher = proxy(seq), cast(Any, matcher)
         self._num_consumed = 0  # generated tokens that the matcher has
-        self._reasoning: Reasoning | None = seq.feature_state.get("reasoning")
+        reasoning: Reasoning | None = seq.feature_state.get("reasoning")
+        if reasoning is not None and reasoning.stage is Stage.BEFORE and reasoning.markers.begin_id is None:
+            reasoning = None if matcher is not None else reasoning  # a grammar may spell the marker, and goes on
+        self._reasoning = reasoning
         self._vocab_size, params = vocab_size, seq.params
         self._budget = params.thinking_token_budget
         self._stops = np.array(params.stop_token_ids or (), np.int64)
@@ -134,8 +138,7 @@ class Constraint:
         """Where an answer may begin with reasoning, its marker is allowed too."""
         reasoning = self._reasoning
         if reasoning is not None and reasoning.stage is Stage.BEFORE and not completion:
-            begin_id = reasoning.markers.begin_id
-            _set_bits(mask, np.array([] if begin_id is None else [begin_id], np.int64), True)
+            _set_bits(mask, np.array([reasoning.markers.begin_id]), True)
         return mask
 
     def _with_bans(self, mask: np.ndarray, completion: list[int]) -> np.ndarray:

@@ -92,6 +92,8 @@ def constrain(group: list[Sequence], processor: Any) -> None:
     ValueError if llguidance is missing or refuses the grammar, or if the other parameters leave no first token.
     """
     params, model = group[0].params, processor.config.model_config
+    if params.thinking_token_budget is not None and params.reasoning_parser is None:
+        raise ValueError(f"thinking_token_budget={params.thinking_token_budget}: needs a reasoning_parser")
     matcher = None
     if params.structured_outputs is not None:
         with _lock:
