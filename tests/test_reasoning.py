@@ -181,7 +181,7 @@ TOOL = {
     "name": "add",
     "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]},
 }
-CALLED = ['[{"name": "add", ', '"parameters": {"n": 7}}]']
+CALLED = ['[{"name": "add"', ', "parameters": {"n": 7}}]']
 
 
 @pytest.fixture(scope="module")
