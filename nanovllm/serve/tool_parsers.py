@@ -48,6 +48,7 @@ class MarkedParser(ToolParser):
     White space is no content where it has nothing but calls, the beginning or the end around it.
     """
 
+    blank: ClassVar[str | None] = None  # what may stand between calls; None is white space
     _has_call = False
     _space: str | None = ""  # white space since the last call or the beginning; None: there is other text
 
@@ -56,7 +57,7 @@ class MarkedParser(ToolParser):
         content, calls = "", []
         while self._held:
             content += self._content(self._take(self._length_before_call(is_last)))
-            if not self._held.startswith(self.markers):
+            if not self._is_at_call():
                 break
             if (found := self._read_call(text, is_last)) is None:
                 break
@@ -78,13 +79,16 @@ class MarkedParser(ToolParser):
         """
         raise NotImplementedError
 
+    def _is_at_call(self) -> bool:
+        return self._held.startswith(self.markers)
+
     def _length_before_call(self, is_last: bool) -> int:
         return min(length_before(marker, self._held, is_last) for marker in self.markers)
 
     def _content(self, text: str) -> str:
         if self._space is not None:
             self._space += text
-            if not self._space.strip():
+            if not self._space.strip(self.blank):
                 return ""
             text, self._space = self._space, None
         return text
@@ -222,41 +226,32 @@ class DeepSeekParser(MarkedParser):
         return calls, length
 
 
-class Llama3Parser(ToolParser):
-    """`{"name": ..., "parameters": {...}}` as the whole answer, or several with `;` between them: Llama 3.1 and later.
+class Llama3Parser(MarkedParser):
+    """`{"name": ..., "parameters": {...}}`, or several with `;` between them: Llama 3.1 and later.
 
-    The special token `<|python_tag|>` may come first; it is usually not part of the text.
+    They are the whole answer, or stand behind the special token `<|python_tag|>`.
     """
 
-    TAG = "<|python_tag|>"
-    _has_call = False
-    _is_content = False  # the answer has begun with something else, or continues with it
+    markers = ("<|python_tag|>",)
+    blank = " \t\r\n;"
 
-    def feed(self, text: str, is_last: bool = False) -> Found:
-        if self._is_content:
-            return text, []
-        self._held += text
-        calls: list[ToolCall] = []
-        if "{" in self._held and "}" not in text and not is_last:
-            return "", []  # no object ends here: do not parse what is there again for each token
-        while rest := self._held.removeprefix(self.TAG).lstrip(" \n;" if self._has_call else " \n"):
-            may_be_tag = self.TAG.startswith(rest)
-            if not rest.startswith("{") and not (may_be_tag and not is_last):
-                return self._give_up(), calls
-            if (found := _json_at(rest)) is None:
-                return (self._give_up() if is_last else ""), calls  # it is incomplete, or no JSON
-            value, end = found
-            call = _call_of(value, "parameters") or _call_of(value, "arguments")
-            if call is None:
-                return self._give_up(), calls
-            calls.append(call)
-            self._has_call, self._held = True, rest[end:]
-        return "", calls
+    def _length_before_call(self, is_last: bool) -> int:
+        return 0 if self._is_at_call() else super()._length_before_call(is_last)
 
-    def _give_up(self) -> str:
-        self._is_content = True
-        held, self._held = self._held, ""
-        return held
+    def _is_at_call(self) -> bool:
+        is_alone = self._space is not None and self._held.lstrip(self.blank).startswith("{")
+        return is_alone or super()._is_at_call()
+
+    def _read_call(self, new: str, is_last: bool) -> tuple[list[ToolCall], int] | None:
+        if not is_last and "}" not in new:
+            return None  # no object ends here: do not parse what is there again for each token
+        rest = self._held.removeprefix(self.markers[0]).lstrip(self.blank)
+        if (found := _json_at(rest)) is None:
+            return ([], len(self._held)) if is_last else None  # it is incomplete, or no JSON
+        value, end = found
+        call = _call_of(value, "parameters") or _call_of(value, "arguments")
+        length = len(self._held) - len(rest) + end
+        return [call] if call else [], length
 
 
 class WholeParser(ToolParser):
