@@ -393,7 +393,7 @@ def test_frames_of_chunks(monkeypatch, kind, includes_usage):
     assert "".join(texts) == "".join(TEXTS).replace("\ud83d", "?")
     if includes_usage:
         assert events.pop()["usage"]["completion_tokens"] == len(TEXTS) + 1
-    monkeypatch.setattr(kind, "has_plain_chunks", False)
+    monkeypatch.setattr(kind, "goes_on_plainly", lambda self, event: False)
     whole = stream_answer(kind, body, TEXTS)[1][: len(events)]
     same = {"id": "", "created": 0}
     assert [event | same for event in events] == [event | same for event in whole]

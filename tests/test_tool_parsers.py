@@ -395,3 +395,19 @@ def test_parameters_that_formats_add():
     assert formats.chat_params(body(thinking_token_budget=-1), False) == shown
     with pytest.raises(ApiError, match="thinking_token_budget=7"):
         Formats("hermes").budget_params(body(thinking_token_budget=7))
+
+
+def test_chunks_behind_the_reasoning_are_plain():
+    """They are made of a frame and the text, as most of a stream."""
+    tokenizer = CharacterTokenizer()
+    request = SimpleNamespace(prompt_token_ids=[1], num_cached_tokens=0)
+    body = ChatBody(messages=[{"role": "user", "content": "x"}])
+    answer = ChatAnswer(body, "m", [request], Formats(None, reasoning=tokenizer.markers()))
+    made = []
+    for piece in ("<think>", "Hm", "</think>", "\n", "Yes", " or", " no"):
+        answer._events(0, [StreamEvent(0, 0, 7, piece, [*map(ord, piece)], None, None, None)])
+        made.append(bool(answer._frames))
+    assert made == [False] * 4 + [True] * 3
+    chunk = answer._events(0, [StreamEvent(0, 0, 7, "<think>", [*map(ord, "<think>")], None, None, None)])
+    (choice,) = json.loads(chunk.decode().removeprefix("data: "))["choices"]
+    assert choice["delta"] == {"content": "<think>"}

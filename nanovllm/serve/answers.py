@@ -121,13 +121,12 @@ class Answer:
                 everywhere = self._has_usage_everywhere
                 usage = self._usage(num_tokens[choice is choices[-1]], prompt_index) if everywhere else None
                 chunks.append(server_sent_event(self._chunk([choice], usage)))
-            if self.has_plain_chunks and event.finish_reason is None:
+            if event.finish_reason is None and self.goes_on_plainly(event):
                 self._frames[key] = self._frame(prompt_index, event)
         return b"".join(chunks)
 
-    @property
-    def has_plain_chunks(self) -> bool:
-        """Whether the chunks of a choice, but for its first and last one, differ in their text alone."""
+    def goes_on_plainly(self, event: StreamEvent) -> bool:
+        """Whether the chunks of a choice after this event's, except the last one, differ in their text alone."""
         return not (self._has_logprobs or self._has_usage_everywhere or self.body.return_token_ids)
 
     def _frame(self, prompt_index: int, event: StreamEvent) -> tuple[bytes, bytes]:

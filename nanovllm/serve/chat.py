@@ -70,6 +70,11 @@ class AnswerParser:
         self.num_calls = 0
 
     @property
+    def passes_text(self) -> bool:
+        """Whether all text that follows is content."""
+        return type(self._tools) is ToolParser and (self._reasoning is None or self._reasoning.is_over)
+
+    @property
     def num_reasoning_tokens(self) -> int:
         return 0 if self._reasoning is None else self._reasoning.reasoning.num_tokens
 
@@ -140,9 +145,8 @@ class ChatAnswer(Answer):
             chunks.append({"index": index, "delta": delta, **rest, **stop})
         return chunks
 
-    @property
-    def has_plain_chunks(self) -> bool:
-        return super().has_plain_chunks and self._markers is None and self._make_tool_parser is ToolParser
+    def goes_on_plainly(self, event: StreamEvent) -> bool:
+        return super().goes_on_plainly(event) and self._streams[event.output_index].passes_text
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
         chunk = super()._chunk(choices, usage)

@@ -16,6 +16,11 @@ class ReasoningParser:
         # and "space" between the last two
         self._place = {Stage.BEFORE: "before", Stage.INSIDE: "inside", Stage.ENDED: "after"}[reasoning.stage]
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all text that follows is that of the answer."""
+        return self._place == "after"
+
     def feed(self, text: str, is_last: bool = False, token_ids: list[int] | None = None) -> tuple[str, str]:
         """Reasoning and other text that are complete; what may be part of a marker is held back until the end.
 
