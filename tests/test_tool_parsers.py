@@ -81,6 +81,13 @@ CASES = [
     (HermesParser, '<tool_call>{"name": "f"', None, []),
     (
         HermesParser,
+        '<tool_call>{"name": "g"}</tool_call><tool_call>{"name": "g", "arguments": null}</tool_call>',
+        "",
+        2 * CALLS[1:],
+    ),
+    (Llama3Parser, '{"name": "g"}', None, []),  # an answer in JSON, more likely
+    (
+        HermesParser,
         f"<tool_call>{{bad}}</tool_call><tool_call>{G}</tool_call>",
         "<tool_call>{bad}</tool_call>",
         CALLS[1:],

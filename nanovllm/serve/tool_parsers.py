@@ -354,15 +354,17 @@ def _calls_in(text: str, key: str) -> list[ToolCall]:
 
 def _calls_of(value: Any, key: str) -> list[ToolCall]:
     """The calls of a value or a list of them; none if any is no call."""
-    calls = [_call_of(item, key) for item in (value if isinstance(value, list) else [value])]
+    calls = [_call_of(item, key, may_lack=True) for item in (value if isinstance(value, list) else [value])]
     return [] if None in calls else [call for call in calls if call is not None]
 
 
-def _call_of(value: Any, key: str) -> ToolCall | None:
-    """The call that a JSON value describes, or None if it is none."""
+def _call_of(value: Any, key: str, may_lack: bool = False) -> ToolCall | None:
+    """The call that a JSON value describes, or None if it is none. may_lack: it is one without arguments as well."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get(key)
+    if arguments is None and may_lack:
+        arguments = {}
     if isinstance(arguments, str):  # some models write it as OpenAI's clients do
         arguments = parsed(arguments)
     return _call(value["name"], arguments) if isinstance(arguments, dict) else None
