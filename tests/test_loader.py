@@ -12,7 +12,6 @@ import pytest
 import torch
 from common import TINY
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
 
 from nanovllm import SamplingParams
 from nanovllm.config import Config
@@ -20,7 +19,7 @@ from nanovllm.engine import model_runner
 from nanovllm.layers.attention import SDPABackend
 from nanovllm.models import MODELS
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.utils.loader import find_model, load_model, load_tokenizer
+from nanovllm.utils.loader import find_model, load_model
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 PROMPT = [5, 1999, 300, 42, 7, 7, 1024, 11]
@@ -476,23 +475,6 @@ def test_broken_json(checkpoint, make_llm, tensors, name, content, message):
     (Path(folder) / name).write_text(content)
     with pytest.raises(ValueError, match=f"{folder}/{name}: .*{message}"):
         make_llm(folder)
-
-
-@pytest.mark.parametrize(
-    "model_type", ["qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen2", "llama", "mistral"]
-)
-@pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "Qwen2Tokenizer", "Qwen2TokenizerFast", None])
-def test_tokenizer_is_the_one_of_transformers(tmp_path, model_type, kind):
-    """Although AutoTokenizer, whose import is slow, does not always load it."""
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((Path(TINY) / name).read_bytes())
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"tokenizer_class": kind}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    ours, expected = load_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
-    assert type(ours) is type(expected)
-    assert ours.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
-    assert ours.chat_template == expected.chat_template and ours.special_tokens_map == expected.special_tokens_map
 
 
 def test_broken_tokenizer(checkpoint, make_llm, tensors):
