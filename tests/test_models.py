@@ -293,7 +293,8 @@ def test_old_llama_checkpoint(make_llm, tmp_path):
     before = generate_by_steps(make_llm(folder, **SMALL), requests())
     tensors = load_file(tmp_path / "model.safetensors")
     tensors |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(16) for i in range(2)}
-    save_file(tensors | {"lm_head.weight": torch.ones(VOCAB_SIZE, 64)}, tmp_path / "model.safetensors")
+    head = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    save_file(tensors | head, tmp_path / "model.safetensors")
     scaling = {"type": LLAMA3["rope_type"]} | {name: value for name, value in LLAMA3.items() if name != "rope_type"}
     new = ("rope_parameters", "attention_bias", "mlp_bias", "pretraining_tp", "dtype")
     edit(folder, new, rope_theta=5000.0, rope_scaling=scaling, torch_dtype="float32")

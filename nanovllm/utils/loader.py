@@ -18,6 +18,7 @@ JSON_FILES = ("tokenizer", "tokenizer_config", "vocab", "added_tokens", "special
 # AutoTokenizer takes up to two seconds more. For other families it may load another class than the one that is named.
 NAMED_FAMILIES = ("qwen3", "qwen3_moe", "qwen3_next")
 NAMED_TOKENIZERS = {"Qwen2Tokenizer": "Qwen2TokenizerFast", "PreTrainedTokenizerFast": "PreTrainedTokenizerFast"}
+HEAD = "lm_head.weight"
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 BAR_DELAY = 1  # seconds until the progress bar is shown
 
@@ -142,6 +143,10 @@ def load_model(
         load_dummy(model, weight_loaders(model))
         return
     files = find_tensors(folder, FLOAT_DTYPES + (quantization.dtypes if quantization else ()))
+    if model.config.tie_word_embeddings and HEAD in files:
+        from nanovllm.utils.tied_head import untie_other_head
+
+        untie_other_head(model, files)
     loaders = weight_loaders(model)
     if model.config.moe:
         from nanovllm.moe.weights import split_experts
@@ -177,8 +182,7 @@ def load_model(
 
 def is_unused(model: nn.Module, name: str) -> bool:
     """Whether a checkpoint may have a tensor of this name, and `model` does not take it."""
-    # a tied checkpoint may carry the embedding twice
-    tied = ("lm_head.weight",) if model.config.tie_word_embeddings else ()
+    tied = (HEAD,) if model.config.tie_word_embeddings else ()  # which the embedding is, too
     scales = model.config.quantization.unused_tensors if model.config.quantization else ()
     # old checkpoints of Llama store the frequencies of the rotary embedding, which config.json defines
     prefixes = getattr(model, "unused_prefixes", ())
