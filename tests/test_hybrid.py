@@ -59,7 +59,7 @@ KINDS = ["linear_attention", "linear_attention", "full_attention"]
 EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, shared_expert_intermediate_size=40)
 STACKED = EXPERTS | {"shared_expert_intermediate_size": 24}  # a shared expert like the others
 ROPE = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.25}
-YARN = ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+YARN = ROPE | {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 64}
 # family, layers, attention heads, key-value heads, head_dim; heads of the delta rule; other entries
 CASES = {
     "qwen3_next": ("Qwen3Next", KINDS, (4, 2, 32), (4, 8, 16, 24), EXPERTS | {"norm_topk_prob": True}),
