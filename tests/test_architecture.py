@@ -43,7 +43,8 @@ HOUSE = """
   utils/interrupts.py utils/libraries.py utils/progress.py utils/refusals.py utils/rope_scaling.py
   utils/setting_checks.py utils/tensor_parallel.py utils/__init__.py moe/__init__.py moe/config.py moe/weights.py
   reasoning/__init__.py reasoning/formats.py reasoning/stage.py
-  <- utils/loader.py utils/sharded_checkpoint.py utils/dummy_weights.py quantization/__init__.py
+  <- utils/loader.py utils/sharded_checkpoint.py utils/dummy_weights.py utils/tied_head.py
+  quantization/__init__.py
   <- models/__init__.py models/architectures.py attention/__init__.py structured_outputs/__init__.py compat/__init__.py
   <- structured_outputs/spec.py compat/settings.py compat/flags.py distributed/division.py startup/devices.py
   <- utils/collection_checks.py spec_decode/__init__.py spec_decode/config.py spec_decode/head_checkpoint.py
