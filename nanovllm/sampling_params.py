@@ -7,6 +7,7 @@ from nanovllm.utils.checks import check_bool, check_fields, check_int, check_rea
 
 # parameters with several values, of which most requests have none
 COLLECTIONS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias", "structured_outputs")
+MAX_INT = 2**63 - 1  # of a number whose bound is the model's: it must fit into a message to another process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +70,13 @@ class SamplingParams:
     repetition_penalty: float = checked(1.0, check_real, low=0.01, high=100)
     logit_bias: dict[int, float] | None = None
     structured_outputs: dict[str, object] | None = None
-    logprobs: int | None = checked(None, check_int, low=-1)
-    prompt_logprobs: int | None = checked(None, check_int, low=-1)
+    logprobs: int | None = checked(None, check_int, low=-1, high=MAX_INT)
+    prompt_logprobs: int | None = checked(None, check_int, low=-1, high=MAX_INT)
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.max_tokens is not None:
-            _set(self, "max_tokens", check_int("max_tokens", self.max_tokens, low=1))
+            _set(self, "max_tokens", check_int("max_tokens", self.max_tokens, 1, MAX_INT))
         _set(self, "seed", None if self.seed == -1 else self.seed)
         # prompt length + min_tokens must fit into an int32
         check_int("min_tokens", self.min_tokens, 0, min(self.max_tokens or 2**30, 2**30))

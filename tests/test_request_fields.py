@@ -180,6 +180,45 @@ def test_prompt_logprobs(post, offline):
     assert len(choice["logprobs"]["tokens"]) == 2  # without `echo`, those of the answer alone
 
 
+def fields_of_logprobs(num_top: int) -> list[tuple[str, str, dict]]:
+    """(path, field, body) for each field that says how many log-probabilities a token has."""
+    common, included = {"max_tokens": 1}, {"include": ["message.output_text.logprobs"], "max_output_tokens": 1}
+    return [
+        (TEXT, "logprobs", common | {"prompt": PROMPT, "logprobs": num_top}),
+        (TEXT, "prompt_logprobs", common | {"prompt": PROMPT, "prompt_logprobs": num_top}),
+        (TEXT, "logprobs", common | {"prompt": PROMPT, "logprobs": num_top, "echo": True}),
+        (CHAT, "top_logprobs", common | {"messages": QUESTION, "logprobs": True, "top_logprobs": num_top}),
+        (CHAT, "prompt_logprobs", common | {"messages": QUESTION, "prompt_logprobs": num_top}),
+        ("/v1/responses", "top_logprobs", included | {"input": "x", "top_logprobs": num_top}),
+    ]
+
+
+@pytest.mark.parametrize("most", [3, 30, -1])
+def test_the_bound_of_log_probabilities_is_the_engines(most):
+    """Everywhere; -1 is no bound, and as a request's number all tokens."""
+    with running(dict(max_logprobs=most)) as server, httpx.Client(base_url=server.url, timeout=20) as http:
+        for path, _, body in fields_of_logprobs(200 if most < 0 else most):
+            answer = http.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+        for path, field, body in fields_of_logprobs(-1 if most < 0 else most + 1):
+            answer = http.post(path, json=body)
+            if most < 0:
+                assert answer.status_code == 200, answer.text
+                continue
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, field)
+            assert error["message"].startswith(f"{field}={most + 1}: must be at most max_logprobs={most}")
+        if most == -1:
+            body = {"messages": QUESTION, "logprobs": True, "top_logprobs": -1, "max_tokens": 2}
+            entries = http.post(CHAT, json=body).json()["choices"][0]["logprobs"]["content"]
+            assert [len(entry["top_logprobs"]) for entry in entries] == [2048] * 2
+            choices = [x for chunk in chunks(http.post(CHAT, json=body | {"stream": True})) for x in chunk["choices"]]
+            found = [entry for choice in choices if choice.get("logprobs") for entry in choice["logprobs"]["content"]]
+            assert [len(entry["top_logprobs"]) for entry in found] == [2048] * 2
+        error = http.post("/v1/responses", json={"input": "x", "top_logprobs": 10**9}).json()["error"]
+        assert error["param"] == "top_logprobs"  # though no log-probabilities are included
+
+
 def test_tokens_as_token_ids(post, offline):
     names = [f"token_id:{i}" for i in expected(offline, PROMPT).token_ids]
     options = {"return_tokens_as_token_ids": True, "logprobs": 1}
