@@ -37,7 +37,7 @@ class ServerSettings:
     reasoning_parser: "think" ("qwen3", "deepseek_r1", "deepseek_v3", "glm45") puts the text between <think> and
         </think> into `reasoning` and `reasoning_content`; with "none" it stays in the content.
     trust_request_chat_template: a request may have a chat template of its own. Templates are programs: they run in
-        jinja2's sandbox, which bounds neither their time nor their memory.
+        jinja2's sandbox, in a process that has 2 seconds and 512 MiB for each.
     max_body_bytes: maximum size of a request's body.
     max_answers: maximum number of answers of one request: prompts times `n`.
     request_timeout: seconds after which a request that is still running is ended.
