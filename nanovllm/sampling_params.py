@@ -8,6 +8,7 @@ from nanovllm.utils.checks import check_bool, check_choice, check_fields, check_
 
 # parameters with several values, of which most requests have none
 COLLECTIONS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias", "structured_outputs")
+MAX_INT = 2**63 - 1  # of a number whose bound is the model's: it must fit into a message to another process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +77,13 @@ class SamplingParams:
     structured_outputs: dict[str, object] | None = None
     reasoning_parser: str | None = checked(None, check_choice, choices=(*FORMATS,))
     thinking_token_budget: int | None = checked(None, check_int, low=-1, high=2**30)
-    logprobs: int | None = checked(None, check_int, low=-1)
-    prompt_logprobs: int | None = checked(None, check_int, low=-1)
+    logprobs: int | None = checked(None, check_int, low=-1, high=MAX_INT)
+    prompt_logprobs: int | None = checked(None, check_int, low=-1, high=MAX_INT)
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.max_tokens is not None:
-            _set(self, "max_tokens", check_int("max_tokens", self.max_tokens, low=1))
+            _set(self, "max_tokens", check_int("max_tokens", self.max_tokens, 1, MAX_INT))
         _set(self, "seed", None if self.seed == -1 else self.seed)
         # prompt length + min_tokens must fit into an int32
         check_int("min_tokens", self.min_tokens, 0, min(self.max_tokens or 2**30, 2**30))

@@ -168,11 +168,11 @@ def test_a_replica_goes_on_where_another_was(folders, params):
 
 def test_messages_of_fronts_have_the_parameters():
     pytest.importorskip("msgspec")
-    from nanovllm.serve.fronts.channel import FromFront, _encode, decode_from_front
+    from nanovllm.serve.fronts.channel import decode_request, encode_request
 
     params = SamplingParams(reasoning_parser="mistral", thinking_token_budget=7, stop="x")
     new = NewRequest(1, 0, [1], params, 0, OutputKind.DELTA, [0], [[]])
-    assert decode_from_front(_encode(FromFront([new]))).requests[0].params == params
+    assert decode_request(encode_request(new)[1]).params == params
 
 
 # -- the server --------------------------------------------------------------------------------------------------------

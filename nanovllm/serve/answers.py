@@ -18,7 +18,7 @@ from nanovllm.serve.errors import ApiError
 from nanovllm.serve.protocol import GenerationBody, StreamOptions
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity
-MANY_LOGPROBS = 32  # tokens of an event: those of several steps, for a client that reads slowly
+MANY_LOGPROBS = 640  # of the tokens of several steps, for a client that reads slowly
 MARK = uuid4().hex  # takes the place of a text; no client can know it
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -84,12 +84,16 @@ class Answer:
     def take(self) -> bytes:
         """Server-sent events of what has arrived since the last call. The error of a request that has failed."""
         data = []
-        # more than a few log-probabilities wait for the next turn of the event loop
-        bound = MANY_LOGPROBS if self._has_logprobs else inf
         for i, request in enumerate(self.requests):
-            if events := request.take_events(bound):
+            if events := request.take_events(self._max_events(request)):
                 data.append(self._events(i, events))
         return b"".join(data)
+
+    def _max_events(self, request: AsyncRequest) -> float:
+        """More than a few log-probabilities wait for the next turn of the event loop."""
+        if not self._has_logprobs or (num_top := request.request.params.logprobs) is None:
+            return inf
+        return max(1, MANY_LOGPROBS // (num_top + 1)) if num_top >= 0 else 1
 
     async def end(self) -> bytes:
         """The server-sent events of the end."""

@@ -177,7 +177,7 @@ class ChatAnswer(Answer):
         num_top, content = self.body.top_logprobs or 0, []
         for token_id, found in zip(token_ids, logprobs):
             entries = {i: self._logprob_entry(i, x) for i, x in found.items()}
-            most_likely = sorted(found, key=lambda i: found[i].rank)[:num_top]
+            most_likely = sorted(found, key=lambda i: found[i].rank)[: num_top if num_top >= 0 else None]
             content.append(encoded(entries[token_id] | {"top_logprobs": [entries[i] for i in most_likely]}))
         return {"content": content, "refusal": None}
 

@@ -17,6 +17,8 @@ from nanovllm.serve.errors import ApiError, api_error, body_error
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 CONNECTION = "connection"  # in the state of a request: its BoundedProtocol (request_limits.py)
+# no cache keeps a stream, and nginx does not buffer it
+EVENT_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 WRITE_SECONDS = 30.0  # in addition to the time of the request: for a client that reads slowly
 
 
@@ -62,7 +64,7 @@ class EventStream(Response):
     def __init__(self, answer: Answer, end: Callable[[], None], until: float):
         """end: called when no more events are needed. until: a time of the event loop's clock, when they end anyway."""
         self.status_code, self.background = 200, None
-        self.init_headers({"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
+        self.init_headers({"content-type": "text/event-stream; charset=utf-8"} | EVENT_STREAM_HEADERS)
         self._answer, self._end, self._until = answer, end, until
 
     async def __call__(self, scope, receive, send) -> None:

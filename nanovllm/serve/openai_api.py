@@ -18,9 +18,10 @@ from nanovllm.serve.completions import CompletionAnswer, Echo
 from nanovllm.serve.engine_client import EngineClient
 from nanovllm.serve.errors import ApiError, about, api_error, require, too_deep
 from nanovllm.serve.http_responses import EventStream, json_response
-from nanovllm.serve.prompt_lanes import tokenized
+from nanovllm.serve.prompt_lanes import RenderedChat, tokenized
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.structured import structured_outputs, with_own_field
+from nanovllm.serve.template_sandbox import may_take_long
 
 # what is longer is prepared by a thread, so that no other client waits
 MAX_BODY_IN_LOOP = 2**16  # bytes
@@ -135,7 +136,9 @@ class Api:
             require(self.llm.engine, "use_beam_search: is not supported with several replicas or fronts")
             own_params = protocol.beam_search_params(body, params, self.llm.input_processor.max_model_len)
         for prompt in prompts:
-            if body.add_special_tokens is not None or body.truncate_prompt_tokens is not None:
+            prompt = await self._rendered(body, prompt, template_arguments)
+            is_rendered = isinstance(prompt, RenderedChat)
+            if is_rendered or body.add_special_tokens is not None or body.truncate_prompt_tokens is not None:
                 prompt = partial(tokenized, body, prompt, template_arguments, params.max_tokens)
             arguments = prompt, own_params, None, body.priority, template_arguments, bool(body.stream), body.cache_salt
             requests.append(await self.llm.submit(*arguments))
@@ -151,6 +154,12 @@ class Api:
 
     def _template_arguments(self, body: protocol.ChatFields) -> dict[str, Any]:
         return chat.template_arguments(body, self.chat_template, self.settings.trust_request_chat_template)
+
+    async def _rendered(self, body: protocol.TextBody, prompt: Any, template_arguments: dict[str, Any] | None) -> Any:
+        """A conversation as its text, if it takes unknown time to render; any other prompt as it is."""
+        if isinstance(body, protocol.ChatFields) and may_take_long(body, self.chat_template):
+            return await self.llm.render(prompt, template_arguments or {})
+        return prompt
 
     def model_name(self, name: str | None) -> str:
         """The name that an answer states. ApiError for a model that is not served here."""
@@ -173,6 +182,7 @@ class Api:
             prompt, arguments = getattr(body, "prompt", None), None
             if isinstance(body, protocol.ChatFields):
                 prompt, arguments = await asyncio.to_thread(chat.conversation, body), self._template_arguments(body)
+                prompt = await self._rendered(body, prompt, arguments)
             return await self.llm.tokenize(partial(tokenized, body, prompt, arguments, None))
 
     async def detokenize(self, body: protocol.DetokenizeBody, request: Request) -> Response:

@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from nanovllm.features.beam_params import BeamSearchParams
 from nanovllm.features.logit_edits import MAX_BAD_WORDS
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import MAX_INT, SamplingParams
 from nanovllm.serve.errors import body_error, require
 
 logger = logging.getLogger("nanovllm")
@@ -26,7 +26,6 @@ MAX_STOP_CHARACTERS = 1024
 MAX_TOOLS = 128  # OpenAI's bound
 MAX_MESSAGES = 10_000  # of a conversation; also parts of a message
 MAX_LOGIT_BIASES = 300  # OpenAI's bound, and SamplingParams'
-MAX_LOGPROBS = 20  # of a token, as OpenAI has it; the engine's own bound applies as well
 MAX_LOGGED_NAMES = 100  # of unknown fields
 
 String = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
@@ -74,7 +73,7 @@ class Item(BaseModel):
 class Body(Item):
     """A null is the default of its field."""
 
-    # names of fields at another endpoint, whose requests are translated into such a body
+    # what the client calls the engine's parameters, and fields that another endpoint's request was translated into
     own_names: ClassVar[Mapping[str, str]] = {}
 
     model: str | None = None
@@ -145,7 +144,7 @@ class GenerationBody(TextBody):
     guided_regex: str | None = None
     guided_choice: Strings | None = None
     guided_grammar: str | None = None
-    prompt_logprobs: int | None = Field(None, ge=-1, le=MAX_LOGPROBS)
+    prompt_logprobs: int | None = Field(None, ge=-1)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     use_beam_search: bool | None = None
@@ -168,7 +167,7 @@ class GenerationBody(TextBody):
 
 class CompletionBody(GenerationBody):
     prompt: str | Strings | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: int | None = Field(None, ge=-1)
     echo: bool | None = None
     best_of: int | None = None
     suffix: Annotated[Any, only("")] = None
@@ -228,9 +227,11 @@ class ChatFields(BaseModel):
 
 
 class ChatBody(ChatFields, GenerationBody):
-    max_completion_tokens: int | None = Field(None, ge=1)
+    own_names = {"logprobs": "top_logprobs"}
+
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT)
     logprobs: bool | Literal[0, 1] | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=-1)
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     functions: Annotated[list[Function], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)] | None = None

@@ -7,11 +7,13 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 from fastapi import FastAPI, Request, Response
 from pydantic import Field
 
+from nanovllm.features.logprobs import check_num_logprobs
+from nanovllm.sampling_params import MAX_INT
 from nanovllm.serve.answers import dump_json
-from nanovllm.serve.errors import ApiError, require
+from nanovllm.serve.errors import ApiError, about, require
 from nanovllm.serve.http_responses import json_response
 from nanovllm.serve.openai_api import Api
-from nanovllm.serve.protocol import MAX_LOGPROBS, ChatBody, Dicts, GenerationBody, Strings, ToolDicts, only, translated
+from nanovllm.serve.protocol import ChatBody, Dicts, GenerationBody, Strings, ToolDicts, only, translated
 from nanovllm.serve.responses_answer import ResponsesAnswer
 
 MAX_STORED = 1000  # responses
@@ -25,7 +27,7 @@ class ResponsesBody(GenerationBody):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool = True
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: int | None = Field(None, ge=1, le=MAX_INT)
     max_tool_calls: int | None = None  # of tools that a server runs; here is none
     tools: ToolDicts = Field([])
     tool_choice: str | dict[str, Any] = "auto"
@@ -34,7 +36,7 @@ class ResponsesBody(GenerationBody):
     reasoning: dict[str, Any] = Field({})
     include_reasoning: bool = True
     include: Strings = Field([])
-    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: int = Field(0, ge=-1)
     truncation: Literal["auto", "disabled"] = "disabled"
     chat_template_kwargs: dict[str, Any] | None = None
     # without these, an answer would be another one
@@ -47,7 +49,7 @@ class ResponsesBody(GenerationBody):
 class Conversation(ChatBody):
     """What a request to /v1/responses is translated into."""
 
-    own_names: ClassVar = {
+    own_names: ClassVar = ChatBody.own_names | {
         "messages": "input",
         "max_completion_tokens": "max_output_tokens",
         "response_format": "text",
@@ -88,6 +90,8 @@ def add_routes(app: FastAPI, api: Api) -> None:
 
     @app.post("/v1/responses")
     async def create(body: ResponsesBody, request: Request) -> Response:
+        with about(ResponsesBody.model_fields):  # also where no log-probabilities are included
+            check_num_logprobs("top_logprobs", body.top_logprobs, api.llm.input_processor.config)
         previous = None if body.previous_response_id is None else store.get(body.previous_response_id)
         conversation, items = await asyncio.to_thread(_translate, body, previous)
         loop = asyncio.get_running_loop()

@@ -6,8 +6,8 @@ import logging
 import resource
 import signal
 import socket
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from math import inf
 from pathlib import Path
 from typing import Any, cast
@@ -46,6 +46,17 @@ def listening_socket(settings: ServerSettings) -> socket.socket:
     except OSError as error:
         name = f"uds={settings.uds!r}" if is_unix else f"host={settings.host!r}, port={settings.port}"
         raise OSError(f"{name}: {error.strerror or error}") from error
+
+
+@contextmanager
+def reserved_address(settings: ServerSettings) -> Iterator[socket.socket]:
+    """`listening_socket` for as long as any process serves; a Unix domain socket's file is removed in the end."""
+    with listening_socket(settings) as listener:
+        try:
+            yield listener
+        finally:
+            if settings.uds:
+                Path(settings.uds).unlink(missing_ok=True)
 
 
 def allow_connections(number: int) -> None:
@@ -90,6 +101,7 @@ def make_server(llm: EngineClient, settings: ServerSettings, model: str) -> Serv
         access_log=settings.access_log,
         server_header=False,
         backlog=BACKLOG,
+        timeout_keep_alive=cast(Any, settings.timeout_keep_alive),  # uvicorn says int, and adds it to a time
         limit_concurrency=settings.max_connections,
         timeout_graceful_shutdown=settings.drain_seconds,
     )
@@ -126,8 +138,6 @@ def run_server(
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        if settings.uds:
-            Path(settings.uds).unlink(missing_ok=True)
     return 1 if llm.error is not None else 0
 
 

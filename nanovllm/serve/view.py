@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import HTMLResponse, StreamingResponse
 
+from nanovllm.serve.http_responses import EVENT_STREAM_HEADERS
 from nanovllm.serve.page import content_security_policy, render_page
 from nanovllm.serve.trace import StepRecorder
 
@@ -39,7 +40,7 @@ def view_router(
     @router.get("/view/events", include_in_schema=False, dependencies=[Depends(authorize)] if authorize else [])
     async def events(request: Request) -> StreamingResponse:
         stream = watchers.events(request.is_disconnected, is_closing)
-        return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        return StreamingResponse(stream, media_type="text/event-stream", headers=EVENT_STREAM_HEADERS)
 
     return router
 
