@@ -847,6 +847,24 @@ def test_no_proxy_keeps_a_part_of_a_stream(server, method, path, body):
         assert next(answer.iter_lines())
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_silent_streams_have_comments(server, monkeypatch, path):
+    """While a request waits for its first token, proxies are to keep its connection; clients ignore the comments."""
+    go_on, step = threading.Event(), server.llm.engine.core.step
+    monkeypatch.setattr(http_responses, "HEARTBEAT", 0.02)
+    monkeypatch.setattr(server.llm.engine.core, "step", lambda: go_on.wait(20) and step())
+    body = {"messages": QUESTION, "max_tokens": 3, "stream": True}
+    with httpx.stream("POST", server.url + path, json=body) as answer:
+        lines = answer.iter_lines()
+        before = [next(lines) for _ in range(8)]
+        go_on.set()
+        rest = [*lines]
+    assert [line for line in before if line][-2:] == [":", ":"]
+    events = [line for line in rest if line.startswith("data: ")]
+    assert len(events) >= 3 and all(line.startswith(("data: ", "event: ")) or line in ("", ":") for line in rest)
+    server.wait_until_free()
+
+
 def test_methods_of_all_routes(server, caplog):
     """A wrong one is answered with those that there are, without a line in the log."""
     paths = {"/": "GET, HEAD", "/view/events": "GET, HEAD", "/v1/models/x": "GET, HEAD", "/metrics": "GET, HEAD"}

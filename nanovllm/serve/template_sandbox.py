@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from nanovllm.engine.prompts import render_chat
 from nanovllm.engine.request import Message
 
-MAX_PROCESSES = 2
+MAX_PROCESSES = 4
 MAX_SECONDS = (
     2.0  # of processor time for a conversation, so that a busy machine refuses no more; of the clock, twice that
 )
@@ -84,6 +84,7 @@ class TemplateSandbox:
         self._is_closed = True  # before `_processes` is read: `_start` uses them in the other order
         for process in [*self._processes]:
             process.kill()
+            process.wait()
 
     def render(self, messages: list[Message], template_arguments: Mapping[str, Any]) -> str:
         """As `render_chat`, with its errors, also if it takes too long or too much memory. RuntimeError if closed."""
