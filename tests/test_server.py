@@ -1277,6 +1277,21 @@ def test_idle_connections_stay_open(seconds):
         assert b" 200 OK" in client.recv(65536)
 
 
+def test_how_long_idle_connections_stay_open(monkeypatch):
+    """The setting, else vLLM's variable, else longer than the 90 seconds of common clients."""
+    name = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
+    monkeypatch.delenv(name, raising=False)
+    assert ServerSettings().timeout_keep_alive > 90
+    monkeypatch.setenv(name, "7.5")
+    assert ServerSettings().timeout_keep_alive == 7.5 and ServerSettings(timeout_keep_alive=3).timeout_keep_alive == 3
+    for wrong in ("soon", "-1", "nan", "1e9"):
+        monkeypatch.setenv(name, wrong)
+        with pytest.raises(ValueError, match=f"{name}='?{wrong}'?: must be "):
+            ServerSettings()
+    with pytest.raises(ValueError, match="timeout_keep_alive=-1.0: must be at least 0"):
+        ServerSettings(timeout_keep_alive=-1.0)
+
+
 def test_idle_connections_make_place_for_others():
     """The one that was idle for longest is closed, and one that waits for an answer is not."""
     body = json.dumps(dict(prompt=PROMPT, max_tokens=1500, ignore_eos=True, stream=True)).encode()
@@ -1288,6 +1303,7 @@ def test_idle_connections_make_place_for_others():
         for connection in connections[1:]:
             connection.sendall(request)
             assert b" 200 OK" in connection.recv(65536)
+            time.sleep(0.02)  # the event loop counts milliseconds
         connections.append(socket.create_connection(("127.0.0.1", server.port), timeout=10))
         connections[-1].sendall(request)
         assert b" 200 OK" in connections[-1].recv(65536)
