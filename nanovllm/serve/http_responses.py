@@ -73,7 +73,7 @@ class EventStream(Response):
         connection = self._connection = scope["state"][CONNECTION]
         loop = asyncio.get_running_loop()
         self._is_over: asyncio.Future[None] = loop.create_future()
-        self._is_silent, self._heart = False, loop.call_later(HEARTBEAT, self._beat)
+        self._is_silent, self._timer = False, loop.call_later(HEARTBEAT, self._send_heartbeat)
         try:
             # once the client is gone, or late, nothing reads the rest
             with suppress(ApiError, TimeoutError), while_connected(connection, self._until + WRITE_SECONDS):
@@ -91,7 +91,7 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": end})
         finally:
             self._listen(None)
-            self._heart.cancel()
+            self._timer.cancel()
             self._end()
 
     def _listen(self, write: Callable[[], None] | None) -> None:
@@ -114,12 +114,12 @@ class EventStream(Response):
         except Exception as error:
             self._is_over.set_exception(error)
 
-    def _beat(self) -> None:
+    def _send_heartbeat(self) -> None:
         """Write a comment, which clients ignore, unless an event was written since the last call."""
         if self._is_silent and self._connection.is_writable and not self._is_over.done():
             self._connection.write_chunk(COMMENT)
         self._is_silent = True
-        self._heart = self._is_over.get_loop().call_later(HEARTBEAT, self._beat)
+        self._timer = self._is_over.get_loop().call_later(HEARTBEAT, self._send_heartbeat)
 
 
 @contextmanager
