@@ -36,6 +36,7 @@ from nanovllm.serve.fronts.channel import (
 )
 from nanovllm.serve.fronts.engine_process import Fronts, Session
 from nanovllm.serve.fronts.front import FrontClient, FrontPlan, run_front
+from nanovllm.serve.server import listening_socket, reserved_address
 from nanovllm.serve.settings import ServerSettings
 
 MODEL = "tiny-qwen3"
@@ -442,6 +443,41 @@ def test_a_front_that_hangs_at_its_start_is_ended(monkeypatch):
         monkeypatch.setattr(engine_process, "START_SECONDS", 0.1)
         with pytest.raises(RuntimeError, match=r"front-0 has ended \(exit status -9\) before it was ready"):
             fronts.start()
+
+
+@pytest.mark.skipif(not hasattr(socket, "SO_REUSEPORT"), reason="the fronts share an address by this option")
+def test_two_servers_do_not_share_an_address():
+    """Else each would get a part of the other's clients."""
+    settings = ServerSettings(port=free_port(), api_server_count=2)
+    with listening_socket(settings), listening_socket(settings, is_of_front=True) as front:
+        front.listen()
+        with listening_socket(settings, is_of_front=True) as another_front:
+            another_front.listen()
+        for other in (settings, replace(settings, api_server_count=1)):
+            with pytest.raises(OSError, match=f"port={settings.port}: .*in use"):
+                listening_socket(other)
+    listening_socket(settings).close()
+
+
+@pytest.mark.skipif(not hasattr(socket, "SO_REUSEPORT"), reason="the fronts share an address by this option")
+def test_a_unix_socket_stays_until_the_last_front_has_ended(tmp_path):
+    settings = ServerSettings(uds=str(tmp_path / "socket"), api_server_count=2)
+    with reserved_address(settings) as listener:
+        with pytest.raises(OSError, match="in use"):
+            listening_socket(settings)
+        plan = FrontPlan(MODEL, settings, ENGINE, RawArray("q", 1), listener)
+        own, other = socket.socketpair()
+        process = ForkProcess(target=lambda: own.close() or run_front(plan, 0, other))
+        process.start()
+        other.close()
+        try:
+            Channel(own).receive(60)  # it is ready
+            own.shutdown(socket.SHUT_RDWR)
+            process.join(20)
+            assert process.exitcode == 1 and (tmp_path / "socket").exists()
+        finally:
+            process.kill()
+    assert not (tmp_path / "socket").exists()
 
 
 def free_port() -> int:

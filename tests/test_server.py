@@ -848,6 +848,24 @@ def test_no_proxy_keeps_a_part_of_a_stream(server, method, path, body):
         assert next(answer.iter_lines())
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_silent_streams_have_comments(server, monkeypatch, path):
+    """While a request waits for its first token, proxies are to keep its connection; clients ignore the comments."""
+    go_on, step = threading.Event(), server.llm.engine.core.step
+    monkeypatch.setattr(http_responses, "HEARTBEAT", 0.02)
+    monkeypatch.setattr(server.llm.engine.core, "step", lambda: go_on.wait(20) and step())
+    body = {"messages": QUESTION, "max_tokens": 3, "stream": True}
+    with httpx.stream("POST", server.url + path, json=body) as answer:
+        lines = answer.iter_lines()
+        before = [next(lines) for _ in range(8)]
+        go_on.set()
+        rest = [*lines]
+    assert [line for line in before if line][-2:] == [":", ":"]
+    events = [line for line in rest if line.startswith("data: ")]
+    assert len(events) >= 3 and all(line.startswith(("data: ", "event: ")) or line in ("", ":") for line in rest)
+    server.wait_until_free()
+
+
 def test_methods_of_all_routes(server, caplog):
     """A wrong one is answered with those that there are, without a line in the log."""
     paths = {"/": "GET, HEAD", "/view/events": "GET, HEAD", "/v1/models/x": "GET, HEAD", "/metrics": "GET, HEAD"}
@@ -1260,6 +1278,21 @@ def test_idle_connections_stay_open(seconds):
         assert b" 200 OK" in client.recv(65536)
 
 
+def test_how_long_idle_connections_stay_open(monkeypatch):
+    """The setting, else vLLM's variable, else longer than the 90 seconds of common clients."""
+    name = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
+    monkeypatch.delenv(name, raising=False)
+    assert ServerSettings().timeout_keep_alive > 90
+    monkeypatch.setenv(name, "7.5")
+    assert ServerSettings().timeout_keep_alive == 7.5 and ServerSettings(timeout_keep_alive=3).timeout_keep_alive == 3
+    for wrong in ("soon", "-1", "nan", "1e9"):
+        monkeypatch.setenv(name, wrong)
+        with pytest.raises(ValueError, match=f"{name}='?{wrong}'?: must be "):
+            ServerSettings()
+    with pytest.raises(ValueError, match="timeout_keep_alive=-1.0: must be at least 0"):
+        ServerSettings(timeout_keep_alive=-1.0)
+
+
 def test_idle_connections_make_place_for_others():
     """The one that was idle for longest is closed, and one that waits for an answer is not."""
     body = json.dumps(dict(prompt=PROMPT, max_tokens=1500, ignore_eos=True, stream=True)).encode()
@@ -1271,6 +1304,7 @@ def test_idle_connections_make_place_for_others():
         for connection in connections[1:]:
             connection.sendall(request)
             assert b" 200 OK" in connection.recv(65536)
+            time.sleep(0.02)  # the event loop counts milliseconds
         connections.append(socket.create_connection(("127.0.0.1", server.port), timeout=10))
         connections[-1].sendall(request)
         assert b" 200 OK" in connections[-1].recv(65536)

@@ -66,7 +66,7 @@ class EngineClient(ABC):
         self._grammar_turns = ClientTurns(2)  # half of the processes that compile
         self._template_sandbox = TemplateSandbox(processor.tokenizer)
         self._template_pool = ThreadPoolExecutor(MAX_PROCESSES, thread_name_prefix="nanovllm-templates")
-        self._template_turns = ClientTurns(MAX_PROCESSES // 2)
+        self._template_turns = ClientTurns(MAX_PROCESSES // 2)  # likewise
         self._is_closing = False
 
     # -- what computes the requests ------------------------------------------------------------------------------------

@@ -52,7 +52,8 @@ class ServerSettings:
     timeout_keep_alive: seconds after which a connection without a request is closed; None is the environment variable
         VLLM_HTTP_TIMEOUT_KEEP_ALIVE, or 120. Clients keep idle connections for up to 90 seconds, and a request that
         they send just when one is closed fails.
-    max_connections: maximum number of open connections; further ones are answered with 503.
+    max_connections: maximum number of open connections; for a further one, the one that has been idle for longest is
+        closed, and if none is idle, it is answered with 503.
     drain_seconds: after SIGTERM or Ctrl-C, how long requests that are running may go on.
     access_log: print a line for each request.
     enable_openapi: describe the API at `/openapi.json`.

@@ -168,7 +168,7 @@ def run_front(plan: FrontPlan, index: int, channel: socket.socket) -> None:
     os.setpgid(0, 0)  # Ctrl-C reaches the engine's process alone, which lets the fronts drain
     set_up_process()
     llm = FrontClient(plan, index, Channel(channel))
-    with plan.listener or listening_socket(plan.settings) as listener:
+    with plan.listener or listening_socket(plan.settings, is_of_front=True) as listener:
         try:
             status = run_server(llm, plan.settings, plan.model, listener, llm.next_message)
         finally:
