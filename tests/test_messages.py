@@ -106,7 +106,7 @@ def built(events: list[dict]) -> dict:
 
 def converted(messages, **fields):
     body = chat_body(MessagesBody.model_validate({"messages": messages, "max_tokens": 5, **fields}))
-    return body, [message.model_dump(exclude_unset=True) for message in body.messages]
+    return body, body.as_sent("messages")
 
 
 CHAT_CALL = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": {"n": 1}}}

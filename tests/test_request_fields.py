@@ -308,9 +308,9 @@ def test_special_tokens(offline):
     def encode(text, add_special_tokens=True):
         return [7] * add_special_tokens + offline.tokenizer.encode(text)
 
-    fake = SimpleNamespace(
-        encode=encode, decode=offline.tokenizer.decode, apply_chat_template=offline.tokenizer.apply_chat_template
-    )
+    own = offline.tokenizer
+    templates = dict(apply_chat_template=own.apply_chat_template, get_chat_template=own.get_chat_template)
+    fake = SimpleNamespace(encode=encode, decode=own.decode, **templates)
     lane = SimpleNamespace(tokenizer=fake, tokenizer_lock=threading.RLock(), max_model_len=100)
     lane.encode = lambda text, adds_special, is_cut: encode(text, adds_special)
     plain = offline.tokenizer.encode(PROMPT)

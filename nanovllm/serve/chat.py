@@ -17,27 +17,30 @@ from nanovllm.serve.reasoning_parser import ReasoningParser
 from nanovllm.serve.tool_parsers import PARSERS, ToolParser, WholeParser, parsed
 
 TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "documents", "chat_template")
-TEMPLATE_ROLES = {"developer": "system", "function": "tool"}  # OpenAI's newer and older names
 
 
 def conversation(body: ChatFields) -> list[prompts.Message]:
-    """The messages, as chat templates read them."""
-    return [_message(message, i) for i, message in enumerate(body.messages)]
+    """The messages, as the client has sent them."""
+    sent = body.as_sent("messages")
+    return [_message(message, sent[i], i) for i, message in enumerate(body.messages)]
 
 
-def template_arguments(body: ChatFields, template: str | None = None, is_trusting: bool = False) -> dict[str, Any]:
+def template_arguments(
+    body: ChatFields, template: str | Mapping[str, str] | None = None, is_trusting: bool = False
+) -> dict[str, Any]:
     """Arguments of the chat template, apart from the messages. ApiError for those that are none of the client's.
 
-    template: the server's own. is_trusting: it renders those of its clients too, which are programs.
+    template: the server's own, or several by name. is_trusting: it renders those of clients too, which are programs.
     """
     own = body.chat_template_kwargs or {}
     problem = "chat_template: is a program, which this server accepts only with --trust-request-chat-template"
-    require(is_trusting or body.chat_template in (None, template), problem)
+    servers = (None, *template, *template.values()) if isinstance(template, Mapping) else (None, template)
+    require(is_trusting or body.chat_template in servers, problem)
     if reserved := own.keys() & {"chat_template", "tokenize", "tools", "messages", "conversation", "return_dict"}:
         raise ApiError(400, f"chat_template_kwargs: {min(reserved)!r} is not allowed here", "chat_template_kwargs")
     offers_tools = body.tools and getattr(body, "tool_choice", None) != "none"
-    tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()] if offers_tools else None
-    arguments: dict[str, Any] = {"tools": tools} | {name: getattr(body, name) for name in TEMPLATE_FIELDS}
+    arguments: dict[str, Any] = {name: getattr(body, name) for name in TEMPLATE_FIELDS}
+    arguments["tools"] = _tools(body) if offers_tools else None
     if (effort := body.reasoning_effort) is not None:
         arguments |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     return arguments | own
@@ -187,17 +190,14 @@ class ChatAnswer(Answer):
         return {"token": token, "logprob": logprob_value(found), "bytes": [*data]}
 
 
-def _message(message: Message, index: int) -> dict[str, Any]:
-    """Arguments of calls as objects, which every template can write, and all under the names that templates know."""
-    plain = message.model_dump(exclude_unset=True) | {"content": message.content or ""}
-    plain["role"] = TEMPLATE_ROLES.get(message.role, message.role)
-    if reasoning := message.reasoning or message.reasoning_content:
-        plain |= {"reasoning": reasoning, "reasoning_content": reasoning}
-    calls, name = message.tool_calls, "tool_calls"
-    if calls is None and message.function_call is not None:
-        calls, name = [{"type": "function", "function": plain.pop("function_call")}], "function_call"
-    if calls is not None:
-        plain["tool_calls"] = [_plain_call(call, f"messages[{index}].{name}") for call in calls]
+def _message(message: Message, sent: dict[str, Any], index: int) -> dict[str, Any]:
+    """A call in OpenAI's older form is one in the newer."""
+    plain = dict(sent)
+    old, calls, name = plain.pop("function_call", None), message.tool_calls, "tool_calls"
+    if old is not None and not calls:
+        calls, name = [{"type": "function", "function": old}], "function_call"
+    if calls:
+        plain["tool_calls"] = [_checked_call(call, f"messages[{index}].{name}") for call in calls]
     return plain
 
 
@@ -206,12 +206,17 @@ def _text(content: str | list[dict[str, Any]] | None) -> str:
     return "\n".join([part["text"] for part in content]) if isinstance(content, list) else content or ""
 
 
-def _plain_call(call: dict[str, Any], path: str) -> dict[str, Any]:
+def _checked_call(call: dict[str, Any], path: str) -> dict[str, Any]:
     function: Any = call.get("function")
     has_name = isinstance(function, dict) and isinstance(function.get("name"), str)
     require(has_name, f"{path}: a call must have a function with a name")
-    arguments = function.get("arguments", "{}")
-    if isinstance(arguments, str):
-        arguments = parsed(arguments or "{}")
-    require(isinstance(arguments, dict), f"{path}: the arguments must be a JSON object")
+    arguments = function.get("arguments")
+    arguments = "{}" if arguments in (None, "") else arguments
+    value = parsed(arguments) if isinstance(arguments, str) else arguments
+    require(isinstance(value, dict), f"{path}: the arguments must be a JSON object")
     return call | {"function": function | {"arguments": arguments}}
+
+
+def _tools(body: ChatFields) -> list[dict[str, Any]]:
+    functions = (body.as_sent("functions") or ()) if isinstance(body, ChatBody) else ()
+    return [*(body.as_sent("tools") or ()), *({"type": "function", "function": function} for function in functions)]

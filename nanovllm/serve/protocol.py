@@ -11,7 +11,17 @@ from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal
 
 from prometheus_client import Counter
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from nanovllm.features.beam_params import BeamSearchParams
@@ -76,7 +86,16 @@ class Body(Item):
     # what the client calls the engine's parameters, and fields that another endpoint's request was translated into
     own_names: ClassVar[Mapping[str, str]] = {}
 
+    # fields whose values are kept as the client has sent them: with keys that are unknown here, and in their order
+    kept_fields: ClassVar[tuple[str, ...]] = ()
+
     model: str | None = None
+    _kept: Mapping[str, Any] = PrivateAttr(default_factory=dict)
+
+    def as_sent(self, name: str) -> Any:
+        """The value of one of `kept_fields`, which a chat template is to read; None if the client has sent none."""
+        assert name in self.kept_fields, name
+        return self._kept.get(name)
 
     @model_validator(mode="wrap")
     @classmethod
@@ -85,6 +104,7 @@ class Body(Item):
             return check(body)
         fields = cls.model_fields
         checked = check({name: value for name, value in body.items() if value is not None and name in fields})
+        checked._kept = {name: body.get(name) for name in cls.kept_fields}
         if unknown := body.keys() - fields.keys():
             IGNORED.add(unknown)
         return checked
@@ -178,10 +198,6 @@ class CompletionBody(GenerationBody):
 
 
 class Function(Item):
-    """A chat template may read further entries."""
-
-    model_config = ConfigDict(extra="allow")
-
     name: str = Field(pattern=r"^[\w.-]{1,64}$")
     parameters: dict[str, Any] | None = None
 
@@ -201,10 +217,6 @@ class NamedToolChoice(Item):
 
 
 class Message(Item):
-    """A chat template may read further entries."""
-
-    model_config = ConfigDict(extra="allow")
-
     role: str
     content: str | Dicts | None = None
     tool_calls: ToolDicts | None = None
@@ -213,8 +225,10 @@ class Message(Item):
     reasoning_content: str | None = None  # its older name
 
 
-class ChatFields(BaseModel):
+class ChatFields(TextBody):
     """The fields that make the prompt of a conversation."""
+
+    kept_fields: ClassVar[tuple[str, ...]] = ("messages", "tools")
 
     messages: list[Message] = Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)
     tools: Annotated[list[Tool], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)] | None = None
@@ -228,6 +242,7 @@ class ChatFields(BaseModel):
 
 class ChatBody(ChatFields, GenerationBody):
     own_names = {"logprobs": "top_logprobs"}
+    kept_fields: ClassVar = (*ChatFields.kept_fields, "functions")
 
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT)
     logprobs: bool | Literal[0, 1] | None = None
@@ -268,7 +283,7 @@ class TokenizeBody(TextBody):
     return_token_strs: bool | None = None
 
 
-class TokenizeChatBody(ChatFields, TextBody):
+class TokenizeChatBody(ChatFields):
     return_token_strs: bool | None = None
 
 

@@ -160,15 +160,16 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for i, item in enumerate(items):
         kind, last = item.get("type") or "message", messages[-1] if messages else {}
         if kind == "message" and item.get("role") in ("user", "assistant", "system", "developer"):
-            message = {"role": item["role"], "content": _text(item.get("content"), i)}
+            message = {"role": item["role"], "content": _content(item.get("content"), i)}
         elif kind == "reasoning":
-            message = {"role": "assistant", "reasoning": _text(item.get("content") or item.get("summary"), i)}
+            texts = _texts(item.get("content") or item.get("summary"), i)
+            message = {"role": "assistant", "reasoning": "".join(texts)}
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             message = {"role": "assistant", "tool_calls": [*last.get("tool_calls", ()), call]}
         elif kind == "function_call_output":
-            message = {"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(item.get("output"), i)}
+            message = {"role": "tool", "tool_call_id": item.get("call_id"), "content": _content(item.get("output"), i)}
         else:
             problem = f"input[{i}]: neither a message with a role nor a supported type: {kind!r:.80}"
             raise ApiError(400, problem, "input")
@@ -180,13 +181,19 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages
 
 
-def _text(content: Any, index: int) -> str:
-    """The text of a string, or of parts that have text."""
+def _content(content: Any, index: int) -> str | list[dict[str, Any]]:
+    """A chat's content: a text, or a part for each of several texts."""
+    texts = _texts(content, index)
+    return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
+
+
+def _texts(content: Any, index: int) -> list[str]:
+    """A string, or what parts have as text."""
     parts = content if isinstance(content, list) else [] if content is None else [{"text": content}]
     texts: list[Any] = [part.get("text", part.get("refusal")) if isinstance(part, dict) else None for part in parts]
     is_text = all(isinstance(text, str) for text in texts)
     require(is_text, f"input[{index}]: the content must be text, or parts that are text")
-    return "".join(texts)
+    return texts
 
 
 def _tools(body: ResponsesBody) -> dict[str, Any]:

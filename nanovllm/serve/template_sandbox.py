@@ -132,8 +132,11 @@ class _Renderer(NamedTuple):
     process: Process
     tokenizer: Any
 
+    def get_chat_template(self, chat_template: str | None, tools: Any) -> str:
+        return self.tokenizer.get_chat_template(chat_template, tools)
+
     def apply_chat_template(self, messages: list[Message], **arguments: Any) -> str:
-        template = self.tokenizer.get_chat_template(arguments.pop("chat_template", None), arguments.get("tools"))
+        template = self.get_chat_template(arguments.pop("chat_template", None), arguments.get("tools"))
         question = [template, self.tokenizer.special_tokens_map, messages, arguments]
         answer = _ask(self.process, json.dumps(question, default=str))
         if not answer:

@@ -53,17 +53,15 @@ def load_tokenizer(folder: str):
     found = {name: read_json(file) for name in JSON_FILES if (file := Path(folder, f"{name}.json")).exists()}
     import transformers  # only here: importing it takes seconds
 
-    config, options = found.get("tokenizer_config", {}), {}
-    name = config.get("tokenizer_class")
-    is_named = found.get("config", {}).get("model_type") in NAMED_FAMILIES
-    if transformers.__version__.startswith("4."):  # what transformers 5 has written, in the terms of 4
-        if name == "TokenizersBackend":
-            name, is_named = "PreTrainedTokenizerFast", True
-        if isinstance(special := config.get("extra_special_tokens"), list):
-            options = {"extra_special_tokens": {}, "additional_special_tokens": special}
-    name = NAMED_TOKENIZERS.get(name, "AutoTokenizer") if is_named else "AutoTokenizer"
+    config, name = found.get("tokenizer_config", {}), "AutoTokenizer"
+    if found.get("config", {}).get("model_type") in NAMED_FAMILIES:
+        name = NAMED_TOKENIZERS.get(config.get("tokenizer_class"), name)
     try:
-        return getattr(transformers, name).from_pretrained(folder, **options)
+        if transformers.__version__.startswith("4."):
+            from nanovllm.utils.transformers_4 import load_with_version_4
+
+            return load_with_version_4(name, folder, config)
+        return getattr(transformers, name).from_pretrained(folder)
     except Exception as error:  # a broken file can raise anything
         raise ValueError(f"{folder}: can't load the tokenizer ({type(error).__name__}: {error})") from error
 
