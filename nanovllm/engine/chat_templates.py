@@ -57,9 +57,9 @@ class TemplateForms(NamedTuple):
         return found
 
     def with_contents(self, messages: list[Message]) -> list[Message]:
-        """For a template that can't do without a content: it is empty where there is none."""
-        empty = "" if self.content_text else []
-        return [message if "content" in message else {**message, "content": empty} for message in messages]
+        """For a template that can't do without a content: it is empty in answers and results that have none."""
+        empty = {"content": "" if self.content_text else []}
+        return [{**empty, **message} if message["role"] in ("assistant", "tool") else message for message in messages]
 
     def _content(self, content: Any) -> Any:
         if isinstance(content, (list, tuple)):
