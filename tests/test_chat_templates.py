@@ -122,7 +122,9 @@ def test_forms(name):
     assert ("developer" in found.roles) == ("developer" in forms.roles) and "user" not in found.roles
 
 
-@pytest.mark.parametrize("template", ["{% for", "{{ 1 + }}", "{% unknown %}", "", "plain"])
+@pytest.mark.parametrize(
+    "template", ["{% for", "{{ 1 + }}", "{% unknown %}", "", "plain", "{{ x" + " + x" * 5000 + " }}"]
+)
 def test_forms_of_what_is_no_template(template):
     assert forms_of(template) == TemplateForms()
 

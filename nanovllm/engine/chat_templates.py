@@ -95,9 +95,12 @@ def _text_part(part: Any) -> dict[str, Any]:
 def forms_of(template: str) -> TemplateForms:
     """The forms that a chat template takes; the plainest if it is no program, which its use will say."""
     try:
-        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION.sub("", template))
+        return _forms_in(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION.sub("", template)))
     except (TemplateError, RecursionError):
         return TemplateForms()
+
+
+def _forms_in(tree: nodes.Template) -> TemplateForms:
     content, arguments, role = (_Entry(name, tree) for name in ("content", "arguments", "role"))
     has_parts = content.is_split()
     read = {node.attr for node in tree.find_all(nodes.Getattr)} | {node.value for node in tree.find_all(nodes.Const)}
