@@ -122,7 +122,9 @@ def test_forms(name):
     assert ("developer" in found.roles) == ("developer" in forms.roles) and "user" not in found.roles
 
 
-@pytest.mark.parametrize("template", ["{% for", "{{ 1 + }}", "{% unknown %}", "", "plain"])
+@pytest.mark.parametrize(
+    "template", ["{% for", "{{ 1 + }}", "{% unknown %}", "", "plain", "{{ x" + " + x" * 5000 + " }}"]
+)
 def test_forms_of_what_is_no_template(template):
     assert forms_of(template) == TemplateForms()
 
@@ -379,7 +381,7 @@ def test_older_calls_and_functions(tokenizer):
 @pytest.mark.parametrize("content", [{}, {"content": None}])
 def test_no_content(tokenizer, content):
     """Nothing is printed for it, and where a template can't do without one, it is empty."""
-    messages = [{"role": "assistant", "tool_calls": [CALL]} | content, {"role": "user", "content": "Hi"}]
+    messages = [{"role": "assistant", "tool_calls": [CALL]} | content, {"role": "tool", "content": "Hi"}]
     for template, prompt in (
         ("{% for message in messages %}[{{ message.content }}]{% endfor %}", "[][Hi]"),
         ("{% for message in messages %}{{ '[' + message.content + ']' }}{% endfor %}", "[][Hi]"),
@@ -387,6 +389,8 @@ def test_no_content(tokenizer, content):
     ):
         assert rendered(tokenizer, messages, template) == prompt
         assert render_chat(tokenizer, messages, {"chat_template": template}) == prompt
+    with pytest.raises(ValueError, match="the chat template fails .*content"):
+        rendered(tokenizer, [{"role": "user"} | content], "{{ 'Hi ' + messages[0].content }}")
     with pytest.raises(ValueError, match="the chat template fails .too short"):
         rendered(
             tokenizer, messages, "{% if messages[0].content|length < 3 %}{{ raise_exception('too short') }}{% endif %}"

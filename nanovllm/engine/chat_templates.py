@@ -59,9 +59,9 @@ class TemplateForms(NamedTuple):
         return found
 
     def with_contents(self, messages: list[Message]) -> list[Message]:
-        """For a template that can't do without a content: it is empty where there is none."""
-        empty = "" if self.content_text else []
-        return [message if "content" in message else {**message, "content": empty} for message in messages]
+        """For a template that can't do without a content: it is empty in answers and results that have none."""
+        empty = {"content": "" if self.content_text else []}
+        return [{**empty, **message} if message["role"] in ("assistant", "tool") else message for message in messages]
 
     def _content(self, content: Any) -> Any:
         if isinstance(content, (list, tuple)):
@@ -99,9 +99,12 @@ def forms_of(template: str) -> TemplateForms:
     if len(template) > MAX_CHARACTERS:
         return TemplateForms()
     try:
-        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION.sub("", template))
+        return _forms_in(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION.sub("", template)))
     except (TemplateError, RecursionError):
         return TemplateForms()
+
+
+def _forms_in(tree: nodes.Template) -> TemplateForms:
     content, arguments, role = (_Entry(name, tree) for name in ("content", "arguments", "role"))
     has_parts = content.is_split()
     read = {node.attr for node in tree.find_all(nodes.Getattr)} | {node.value for node in tree.find_all(nodes.Const)}

@@ -95,10 +95,10 @@ def render_chat(tokenizer, messages: list[Message], template_arguments: Mapping)
     try:
         return tokenizer.apply_chat_template(plain, **arguments)
     except Exception as error:  # a template may raise anything
-        if all("content" in message for message in plain):
+        if (filled := forms.with_contents(plain)) == plain:
             raise _template_fails(messages, error) from error
     try:
-        return tokenizer.apply_chat_template(forms.with_contents(plain), **arguments)
+        return tokenizer.apply_chat_template(filled, **arguments)
     except Exception as error:
         raise _template_fails(messages, error) from error
 
