@@ -555,12 +555,12 @@ def test_processes():
             assert not sockets(pid) & sockets(other)  # so that the end of a process closes its channels
         assert [ask(url) for _ in range(8)] == [text] * 8  # each in a connection of its own
         for _ in range(16):  # any front
-            answer = httpx.post(f"{url}/v1/completions", json={"prompt": [], "unknown": 1})
+            answer = httpx.post(f"{url}/v1/completions", json={"prompt": [], "unknown": 1}, timeout=60)
             assert answer.status_code == 400
-        answer = httpx.get(f"{url}/v1/responses/resp_1")
+        answer = httpx.get(f"{url}/v1/responses/resp_1", timeout=60)
         assert answer.status_code == 404 and "another process of this server" in answer.json()["error"]["message"]
         for _ in range(4):
-            lines = httpx.get(f"{url}/metrics").text.splitlines()
+            lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
             assert "nanovllm:ignored_request_fields_total 16.0" in lines
             assert 'vllm:request_success_total{finished_reason="length",model_name="tiny-qwen3"} 8.0' in lines
             assert 'vllm:generation_tokens_total{model_name="tiny-qwen3"} 96.0' in lines
@@ -581,7 +581,7 @@ def test_processes():
         wait_for(lambda: again not in children(process.pid) and len(children(process.pid)) == 2)
         wait_for(lambda: can_connect(url))
         assert ask(url) == text
-        lines = httpx.get(f"{url}/metrics").text.splitlines()
+        lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
         assert 'vllm:num_requests_running{model_name="tiny-qwen3"} 0.0' in lines
 
         with (
