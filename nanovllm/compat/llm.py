@@ -18,7 +18,7 @@ from nanovllm.utils.checks import check_bool, check_choice, check_int
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
 UNUSED: dict[str, tuple] = {  # what only vLLM's methods and prompts have, and the values that mean nothing here
     "cache_salt": (None,),
-    "chat_template_content_format": ("auto", "string"),
+    "chat_template_content_format": ("auto",),
     "lora_request": (None, [], [None]),
     "mm_processor_kwargs": (None, {}),
     "multi_modal_data": (None, {}),

@@ -42,7 +42,7 @@ def _are_equal(files: dict[str, Path], name: str, other: str, dtype: torch.dtype
         slices = file.get_slice(name), other_file.get_slice(other)
         shape, other_shape = (x.get_shape() for x in slices)
         has_same_dtype = slices[0].get_dtype() == slices[1].get_dtype()
-        if shape != other_shape:
+        if shape != other_shape or len(shape) != 2:
             return False
         for i in range(0, shape[0], NUM_ROWS):
             rows = [x[i : i + NUM_ROWS] for x in slices]
