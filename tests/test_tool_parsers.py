@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from time import process_time
 from types import SimpleNamespace
 
 import pytest
@@ -61,11 +62,9 @@ def xml_parser() -> XmlParser:
     return XmlParser(SCHEMAS)
 
 
-DEEP = "<\uff5ctool\u2581calls\u2581begin\uff5c><\uff5ctool\u2581call\u2581begin\uff5c>"
-DEEP_SEP, DEEP_END = (
-    "<\uff5ctool\u2581sep\uff5c>",
-    "<\uff5ctool\u2581call\u2581end\uff5c><\uff5ctool\u2581calls\u2581end\uff5c>",
-)
+DEEP_CALL, DEEP_CALL_END = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"
+DEEP, DEEP_SEP = f"<\uff5ctool\u2581calls\u2581begin\uff5c>{DEEP_CALL}", "<\uff5ctool\u2581sep\uff5c>"
+DEEP_END = f"{DEEP_CALL_END}<\uff5ctool\u2581calls\u2581end\uff5c>"
 CASES = [
     (HermesParser, "No call <b> here, a < b", "No call <b> here, a < b", []),
     (HermesParser, f"Hi. <tool_call>\n{F}\n</tool_call>\n<tool_call>{G}</tool_call>", "Hi. ", CALLS),
@@ -111,7 +110,28 @@ CASES = [
         (HermesParser, f'<tool_call>{{"name": "f", "arguments": {{"a": {x}}}}}</tool_call>', None, [])
         for x in ("NaN", "-Infinity", "1e999", "-1e999")
     ),
+    # another name of the arguments, or what OpenAI's clients write around a function
+    (HermesParser, f"<tool_call>{LLAMA_F}</tool_call>", "", CALLS[:1]),
+    (HermesParser, f'<tool_call>{{"type": "function", "function": {F}}}</tool_call>', "", CALLS[:1]),
+    # an end is missing, or there is one too many
+    (HermesParser, f"<tool_call>{F}\n<tool_call>{G}</tool_call>", "", CALLS),
+    (HermesParser, f"<tool_call>{F} and more", " and more", CALLS[:1]),
+    (HermesParser, f"<tool_call>{F}}}</tool_call> ok", " ok", CALLS[:1]),
+    (HermesParser, f"<tool_call><tool_call>{G}</tool_call>", "<tool_call>", CALLS[1:]),
+    # a string that does not end takes no other call with it
+    (
+        HermesParser,
+        f'<tool_call>{{"name": "f", "arguments": {{"a": "x}}}}</tool_call><tool_call>{G}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": "x}}</tool_call>',
+        CALLS[1:],
+    ),
+    # nor is there a call within a string that was cut
+    (HermesParser, '<tool_call>{"name": "f", "arguments": {"a": "<tool_call>{} </tool_call>', None, []),
+    (MistralParser, '[TOOL_CALLS][{"name": "f", "arguments": {"a": "[TOOL_CALLS]g[ARGS]{}', None, []),
     (Llama3Parser, f"{LLAMA_F}; {LLAMA_G}", "", CALLS),
+    (Llama3Parser, f"{LLAMA_F}, {LLAMA_G}", "", CALLS),
+    (Llama3Parser, f"<|python_tag|>[{LLAMA_F}, {LLAMA_G}]", "", CALLS),
+    (Llama3Parser, '{"name": "g", "parameters": null}', "", CALLS[1:]),
     (Llama3Parser, f"<|python_tag|>{LLAMA_F}\n{LLAMA_G}", "", CALLS),
     (Llama3Parser, f"{G}", "", CALLS[1:]),
     (Llama3Parser, f"I look.\n<|python_tag|>{LLAMA_F}; {LLAMA_G}", "I look.\n", CALLS),
@@ -136,9 +156,25 @@ CASES = [
     (MistralParser, "[TOOL_CALLS]f{bad}", None, []),
     (MistralParser, "[TOOL_CALLS][1, 2]", None, []),
     (MistralParser, "a [TOOL] b", None, []),
+    (MistralParser, "[TOOL_CALLS]f[ARGS]{bad} [TOOL_CALLS]g[ARGS]{}", "[TOOL_CALLS]f[ARGS]{bad} ", CALLS[1:]),
+    (MistralParser, "[TOOL_CALLS] is a marker. [TOOL_CALLS]g[ARGS]{}", "[TOOL_CALLS] is a marker. ", CALLS[1:]),
     (DeepSeekParser, f"Ok{DEEP}function{DEEP_SEP}g\n```json\n{{}}\n```{DEEP_END}", "Ok", CALLS[1:]),
     (DeepSeekParser, f'{DEEP}f{DEEP_SEP}{{"a": "</x> é"}}{DEEP_END}', "", CALLS[:1]),
     (DeepSeekParser, f"{DEEP}f{DEEP_SEP}{{bad{DEEP_END}", None, []),
+    # the ends within a string, and a string with a fence
+    (
+        DeepSeekParser,
+        f'{DEEP}f{DEEP_SEP}{{"a": "{DEEP_END} ```json"}}{DEEP_END} ok',
+        " ok",
+        [ToolCall("f", f'{{"a": "{DEEP_END} ```json"}}')],
+    ),
+    (DeepSeekParser, f"{DEEP}g{DEEP_SEP}{{}}", "", CALLS[1:]),  # the end was the stop string
+    (
+        DeepSeekParser,
+        f"{DEEP}g{DEEP_SEP}{{}}{DEEP_CALL_END}{DEEP_CALL}f{DEEP_SEP}{{bad{DEEP_END}",
+        f"{DEEP_CALL}f{DEEP_SEP}{{bad{DEEP_END}",
+        CALLS[1:],
+    ),
     (xml_parser, xml("f", s="</x> é") + "\n" + xml("g"), "", [ToolCall("f", '{"s": "</x> é"}'), CALLS[1]]),
     (xml_parser, f"I look.\n{xml('g')}", "I look.\n", CALLS[1:]),
     (xml_parser, xml("g").removeprefix("<tool_call>\n") + " Done", " Done", CALLS[1:]),
@@ -157,6 +193,26 @@ CASES = [
         "<tool_call>\n<function=f>\n<parameter=n>\n3\n<parameter=s>\nx\n</function>\n</tool_call>",
         "",
         [ToolCall("f", '{"n": 3, "s": "x"}')],  # the ends of parameters are missing
+    ),
+    # the end of a function, or of a call, is missing
+    (
+        xml_parser,
+        xml("f", n="3").replace("</function>\n", "") + " And " + xml("g"),
+        " And ",
+        [ToolCall("f", '{"n": 3}'), CALLS[1]],
+    ),
+    (xml_parser, xml("g").removesuffix("</tool_call>") + xml("g"), "", CALLS[1:] * 2),
+    (
+        xml_parser,
+        xml("f", s="a <parameter=n> b </tool_call> c"),
+        "",
+        [ToolCall("f", '{"s": "a <parameter=n> b </tool_call> c"}')],
+    ),
+    (
+        xml_parser,
+        f"Write <function=NAME> in a <tool_call>. {xml('g')}",
+        "Write <function=NAME> in a <tool_call>. ",
+        CALLS[1:],
     ),
 ]
 
@@ -182,8 +238,9 @@ def test_random_texts_in_pieces():
     rng = random.Random(1)
     words = [F, G, "<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=n>", "</parameter>"]
     words += ["[TOOL_CALLS]", "[ARGS]", "[", "]", "{", "}", '"', "\n", " ", "f", "3", ":", ",", "NaN", "1e999", "\\"]
-    for i in range(400):
-        make = (HermesParser, xml_parser, MistralParser, Llama3Parser)[i % 4]
+    words += [DEEP, DEEP_CALL, DEEP_SEP, DEEP_CALL_END, DEEP_END, "```json", "<|python_tag|>", "x" * 300]
+    for i in range(500):
+        make = (HermesParser, xml_parser, MistralParser, Llama3Parser, DeepSeekParser)[i % 5]
         text = "".join(rng.choices(words, k=rng.randrange(1, 12)))
         content, calls = make().feed(text, is_last=True)
         assert calls or content == text
@@ -195,6 +252,33 @@ def test_random_texts_in_pieces():
             contents, found = contents + piece, found + new
         piece, new = parser.feed("", is_last=True)
         assert (contents + piece, found + new) == (content, calls), text
+
+
+MANY = 10_000  # of which each took hundreds of microseconds when all before it was read again
+
+
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (HermesParser, f'<tool_call>{{"name": "f", "arguments": {{"a": "{"</tool_call> " * MANY}"}}}}</tool_call>'),
+        (HermesParser, f'<tool_call>{{"a" b}} {"<tool_call>" * MANY}'),
+        (Llama3Parser, LLAMA_F.replace('"</x>', "[" + '{"k": 1}, ' * MANY + '"</x>').replace('e9"', 'e9"]')),
+        (Llama3Parser, " \n" * 5 * MANY),
+        (MistralParser, f"[TOOL_CALLS][{', '.join([G] * MANY)}]"),
+        (MistralParser, "[TOOL_CALLS]g[ARGS]{} " * MANY),
+        (DeepSeekParser, f'{DEEP}f{DEEP_SEP}{{"a": "{"> " * 5 * MANY}"}}{DEEP_END}'),
+        (xml_parser, xml("f", s="<b> </b> </function>" * MANY).removeprefix("<tool_call>\n")),
+        (xml_parser, xml("f", s="</tool_call> " * MANY)),
+    ],
+    ids=map(str, range(9)),
+)
+def test_time_is_linear(make, text):
+    """It was 10 to 30 seconds for each."""
+    expected, start = make().feed(text, is_last=True), process_time()
+    parser = make()
+    found = [parser.feed(text[i : i + 4]) for i in range(0, len(text), 4)] + [parser.feed("", is_last=True)]
+    assert ("".join([content for content, _ in found]), [call for _, calls in found for call in calls]) == expected
+    assert process_time() - start < 5
 
 
 @pytest.mark.parametrize(
@@ -240,6 +324,11 @@ TEXTS_WITH_REASONING = [
     ("<think>\nHm, a < b </thin\n</think>\n\nYes. </think>", Stage.BEFORE, "\nHm, a < b </thin\n", "Yes. </think>"),
     ("Hm</think>Yes", Stage.INSIDE, "Hm", "Yes"),
     ("Hm, no end </thi", Stage.INSIDE, "Hm, no end </thi", ""),
+    # a begin marker that the prompt has already, or that a template leaves to the model
+    ("\n<think>\nHm <think></think>Yes", Stage.INSIDE, "\nHm <think>", "Yes"),
+    (" <thing></think>Yes", Stage.INSIDE, " <thing>", "Yes"),
+    ("\n <th", Stage.INSIDE, "\n <th", ""),
+    ("<think>", Stage.INSIDE, "", ""),
     ("\n<think></think>\n\nYes", Stage.BEFORE, "", "Yes"),
     ("Yes <think>", Stage.BEFORE, "", "Yes <think>"),
     ("<thing>", Stage.BEFORE, "", "<thing>"),

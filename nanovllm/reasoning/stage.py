@@ -91,8 +91,7 @@ class Reasoning:
     def _begin_with(self, piece: bytes) -> None:
         begin = self.markers.begin
         self._num_before += 1
-        self._text += piece
-        text = self._text.lstrip()
+        self._text = text = (self._text + piece).lstrip()
         if text.startswith(begin):
             self.stage, self.num_tokens, self._text = Stage.INSIDE, self._num_before, text[len(begin) :]
             self._find_end(self._text)

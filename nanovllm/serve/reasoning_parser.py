@@ -13,8 +13,8 @@ class ReasoningParser:
         self._begin, self._end = (marker.decode() for marker in (reasoning.markers.begin, reasoning.markers.end))
         self._held = ""  # text that may be part of a marker, or stands between the reasoning and the answer
         self._num_ends = 0  # texts of the end marker that were passed
-        # and "space" between the last two
-        self._place = {Stage.BEFORE: "before", Stage.INSIDE: "inside", Stage.ENDED: "after"}[reasoning.stage]
+        # "opened" is the beginning of "inside", and "space" is behind it
+        self._place = {Stage.BEFORE: "before", Stage.INSIDE: "opened", Stage.ENDED: "after"}[reasoning.stage]
 
     @property
     def is_over(self) -> bool:
@@ -31,8 +31,11 @@ class ReasoningParser:
         else:
             self.reasoning.take(token_ids)
         self._held += text
-        if self._place == "before" and not self._passes_begin(is_last):
-            return "", ""
+        if self._place in ("before", "opened"):
+            if text.isspace() and not is_last:
+                return "", ""
+            if not (self._passes_begin(is_last) if self._place == "before" else self._passes_repetition(is_last)):
+                return "", ""
         reasoning = self._take_reasoning(is_last)
         if self._place == "space":
             self._held = self._held.lstrip("\n")
@@ -50,6 +53,14 @@ class ReasoningParser:
         elif is_last or (self.reasoning.stage is Stage.ENDED and not self.reasoning.has_begun):
             self._place = "after"
         return self._place != "before"
+
+    def _passes_repetition(self, is_last: bool) -> bool:
+        """Models write the begin marker also where the prompt has it, or where their template leaves it to them."""
+        begun = self._held.lstrip()
+        if not is_last and self._begin.startswith(begun):
+            return False
+        self._place, self._held = "inside", begun[len(self._begin) :] if begun.startswith(self._begin) else self._held
+        return True
 
     def _take_reasoning(self, is_last: bool) -> str:
         taken = ""

@@ -45,77 +45,154 @@ class ToolParser:
 class MarkedParser(ToolParser):
     """Any number of calls, each behind a marker, and text between them.
 
-    White space is no content where it has nothing but calls, the beginning or the end around it.
+    A call has a head, which says where its arguments begin, and a body. White space is no content where it has nothing
+    but calls, the beginning or the end around it. The time is linear in the length of the text, in pieces of any size.
     """
 
-    blank: ClassVar[str | None] = None  # what may stand between calls; None is white space
-    _has_call = False
-    _space: str | None = ""  # white space since the last call or the beginning; None: there is other text
+    HEAD: ClassVar[re.Pattern[str]]  # from the marker on, at most MAX_HEAD characters
+    closers: ClassVar[tuple[str, ...]] = ()  # what may stand behind a call, and is no content
+    BLANK: ClassVar[re.Pattern[str]] = re.compile(r"\s*")  # what may stand between calls
+    _marker: ClassVar[re.Pattern[str]]
+
+    def __init_subclass__(cls) -> None:
+        cls._marker = re.compile("|".join(map(re.escape, cls.markers)))
+
+    def __init__(self, schemas: Mapping[str, Any] = MappingProxyType({})):
+        super().__init__(schemas)
+        self._start = 0  # of what is held: all before has been returned
+        self._head: re.Match[str] | None = None  # of the call that begins there
+        self._has_call = self._is_after_call = False
+        self._space: list[str] | None = []  # white space since the last call or the beginning; None: there is a text
 
     def feed(self, text: str, is_last: bool = False) -> Found:
-        self._held += text
-        content, calls = "", []
-        while self._held:
-            content += self._content(self._take(self._length_before_call(is_last)))
+        held, self._held = self._held, ""  # Python adds in place what has a single reference
+        held += text
+        self._held = held
+        content: list[str] = []
+        calls: list[ToolCall] = []
+        while self._start < len(held):
+            if self._is_after_call and not self._passes_closers(is_last):
+                break
+            content.append(self._content(self._call_start(is_last)))
             if not self._is_at_call():
                 break
-            if (found := self._read_call(text, is_last)) is None:
+            if (found := self._read_call(is_last)) is None:
                 break
-            new, length = found
+            self._head, (new, end) = None, found
             if new:
                 calls += new
-                self._has_call, self._space = True, ""
-                self._take(length)
+                self._has_call, self._is_after_call, self._space, self._start = True, True, [], end
             else:
-                content += self._content(self._take(length))
+                content.append(self._content(end))
+        if self._start:
+            self._held, self._start, self._head = held[self._start :], 0, None
         if is_last and not self._has_call:
-            content, self._space = content + (self._space or ""), None
-        return content, calls
+            content, self._space = content + (self._space or []), None
+        return "".join(content), calls
 
-    def _read_call(self, new: str, is_last: bool) -> tuple[list[ToolCall], int] | None:
-        """The calls that what is held begins with, and their length. Without calls, so much is content.
+    def _read_call(self, is_last: bool) -> tuple[list[ToolCall], int] | None:
+        """The calls that begin at the start, and where they end. Without calls, the text up to there is content.
 
-        None if more is needed to know. new: the end of what is held, which was not there the last time.
+        None if more text is needed to know.
         """
+        start, held = self._start, self._held
+        if self._head is None:
+            if (head := self.HEAD.match(held, start, start + MAX_HEAD)) is None:
+                return ([], start + 1) if is_last or len(held) >= start + MAX_HEAD else None
+            self._head = head
+            self._begin_body(head)
+        if (found := self._read_body(self._head, is_last)) is None and is_last:
+            return [], len(held)  # it was cut
+        return found
+
+    def _begin_body(self, head: re.Match[str]) -> None:
+        """Get ready to look for the end of the call."""
         raise NotImplementedError
 
+    def _read_body(self, head: re.Match[str], is_last: bool) -> tuple[list[ToolCall], int] | None:
+        """As `_read_call`, behind this head. It looks at new text only."""
+        raise NotImplementedError
+
+    def _takes_bare_call(self) -> bool:
+        """Whether a JSON object is a call here without a marker."""
+        return False
+
     def _is_at_call(self) -> bool:
-        return self._held.startswith(self.markers)
+        is_bare = self._takes_bare_call() and self._held.startswith("{", self._start)
+        return is_bare or self._held.startswith(self.markers, self._start)
 
-    def _length_before_call(self, is_last: bool) -> int:
-        return min(length_before(marker, self._held, is_last) for marker in self.markers)
+    def _call_start(self, is_last: bool) -> int:
+        """Where the next call begins, or may begin if more text follows."""
+        held = self._held
+        begin = _end_of(self.BLANK, held, self._start)
+        if self._takes_bare_call() and held.startswith("{", begin):
+            return begin
+        if (found := self._marker.search(held, self._start)) is not None:
+            return found.start()
+        tail = held[max(self._start, len(held) - max(map(len, self.markers))) :]
+        return len(held) - len(tail) + min(length_before(marker, tail, is_last) for marker in self.markers)
 
-    def _content(self, text: str) -> str:
+    def _passes_closers(self, is_last: bool) -> bool:
+        """Go behind what ends a call. False if more text is needed to know."""
+        while True:
+            self._content(_end_of(self.BLANK, self._held, self._start))
+            rest = self._held[self._start : self._start + max(map(len, self.closers), default=0)]
+            closer = next((x for x in self.closers if rest.startswith(x)), None)
+            if closer is None:
+                break
+            self._start, self._space = self._start + len(closer), []
+        if not is_last and any(x.startswith(rest) for x in self.closers):
+            return False
+        self._is_after_call = self._held.startswith("{", self._start)
+        return True
+
+    def _content(self, end: int) -> str:
+        """Go to `end`. The content is returned up to there, as far as it is known to be content."""
+        text, self._start = self._held[self._start : end], end
         if self._space is not None:
-            self._space += text
-            if not self._space.strip(self.blank):
+            self._space.append(text)
+            if self.BLANK.fullmatch(text):
                 return ""
-            text, self._space = self._space, None
+            text, self._space = "".join(self._space), None
+            self._is_after_call = False
         return text
 
-    def _take(self, num_characters: int) -> str:
-        taken, self._held = self._held[:num_characters], self._held[num_characters:]
-        return taken
+
+class JsonParser(MarkedParser):
+    """Calls whose arguments are JSON. The group "name" of a head is the name, if that is none of the JSON."""
+
+    def _begin_body(self, head: re.Match[str]) -> None:
+        self._json = JsonScanner(head.end())
+
+    def _read_body(self, head: re.Match[str], is_last: bool) -> tuple[list[ToolCall], int] | None:
+        try:
+            end = self._json.end(self._held)
+        except ValueError:
+            return [], self._start + 1
+        if end is None:
+            return None
+        value = parsed(self._held[head.end() : end])
+        if not (name := head.groupdict().get("name")):
+            return _calls_of(value, self._may_lack_arguments(head)), end
+        return ([_call(name.strip(), value)] if isinstance(value, dict) else []), end
+
+    def _may_lack_arguments(self, head: re.Match[str]) -> bool:
+        """Whether an object with nothing but a name is a call."""
+        return True
 
 
-class HermesParser(MarkedParser):
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen2.5, Qwen3."""
+class HermesParser(JsonParser):
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen2.5, Qwen3.
+
+    The models sometimes leave out the end, write an end of the object too many, or several objects.
+    """
 
     markers: ClassVar[tuple[str, ...]] = ("<tool_call>",)
-    BEGIN, END = "<tool_call>", "</tool_call>"
+    HEAD = re.compile(r"(?:<tool_call>)?\s*(?=[{\[])")
+    closers = ("</tool_call>", "}")
 
-    def _read_call(self, new: str, is_last: bool) -> tuple[list[ToolCall], int] | None:
-        start = len(self.BEGIN)
-        # a marker that is new begins there at the earliest
-        end = self._held.find(self.END, max(start, len(self._held) - len(new) - len(self.END)))
-        while end >= 0 and _is_in_string(self._held[start:end]):
-            end = self._held.find(self.END, end + 1)
-        if end < 0:
-            if not is_last:
-                return None
-            end = self._held.find(self.END)  # a string that does not end, or none
-        inner, length = (self._held[start:end], end + len(self.END)) if end >= 0 else (self._held[start:], None)
-        return _calls_in(inner, "arguments"), len(self._held) if length is None else length
+    def _takes_bare_call(self) -> bool:
+        return self._is_after_call
 
 
 class XmlParser(HermesParser):
@@ -129,43 +206,44 @@ class XmlParser(HermesParser):
         </function>
         </tool_call>
 
-    The models sometimes leave out the first line, or write JSON instead.
+    The models sometimes leave out the first line or the last but one, or write JSON instead.
     """
 
     markers = ("<tool_call>", "<function=")
-    # the text of a value may have any of these tags within it
-    FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>(?=\s*(?:<function=|</tool_call>|\Z))", re.DOTALL)
-    PARAMETER = re.compile(
-        r"<parameter=([^>\n]+)>(.*?)(?:</parameter>(?=\s*(?:<parameter=|\Z))|(?=<parameter=)|\Z)", re.DOTALL
+    HEAD = re.compile(
+        r"(?:<tool_call>)?\s*(?:<function=(?P<function>[^>\n]+)>\s*(?=<parameter=|</function>|</tool_call>)|(?=[{\[]))"
     )
-    CALL_END = re.compile(r"</function>\s*</tool_call>")
-    BARE_END = re.compile(r"(?:</parameter>|<function=[^>\n]+>)\s*</function>(?=(\s*)(.*))", re.DOTALL)
+    CALL_END, FUNCTION_END, PARAMETER_END = "</tool_call>", "</function>", "</parameter>"
+    # the text of a value may have any of these tags within it
+    FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>(?=\s*(?:(?:<tool_call>\s*)?<function=|\Z))", re.DOTALL)
+    PARAMETER = re.compile(
+        r"<parameter=([^>\n]+)>(.*?)(?:</parameter>(?=\s*(?:<parameter=|\Z))|(?=\n<parameter=)|\Z)", re.DOTALL
+    )
 
-    def _read_call(self, new: str, is_last: bool) -> tuple[list[ToolCall], int] | None:
-        is_bare = not self._held.startswith(self.BEGIN)
-        inner = self._held.removeprefix(self.BEGIN).lstrip()
-        if not is_bare and not "<function=".startswith(inner[: len("<function=")]):
-            return super()._read_call(new, is_last)
-        if not (is_last or is_bare or ">" in new):
-            return None
-        length = self._bare_length(is_last) if is_bare else self._marked_length()
-        if length is None and not is_last:
-            return None
-        text = self._held if length is None else self._held[:length]
-        functions = self.FUNCTION.findall(text.removeprefix(self.BEGIN).removesuffix(self.END))
-        return [self._call(name.strip(), body) for name, body in functions], len(text)
+    def _begin_body(self, head: re.Match[str]) -> None:
+        super()._begin_body(head)
+        self._searched = head.end()
 
-    def _marked_length(self) -> int | None:
-        end = self.CALL_END.search(self._held)
-        return None if end is None else end.end()
+    def _read_body(self, head: re.Match[str], is_last: bool) -> tuple[list[ToolCall], int] | None:
+        if head["function"] is None:
+            return super()._read_body(head, is_last)
+        is_marked = self._held.startswith("<tool_call>", self._start)
+        tag = self.CALL_END if is_marked else self.FUNCTION_END
+        before = (self.PARAMETER_END, self.FUNCTION_END) if is_marked else (self.PARAMETER_END,)
+        while (place := self._held.find(tag, self._searched)) >= 0:
+            self._searched, last = place + len(tag), place
+            while last > head.end() and self._held[last - 1].isspace():
+                last -= 1
+            if last == head.end() or self._held.endswith(before, head.end(), last):
+                return self._calls(self._held[self._start : self._searched]), self._searched
+        self._searched = max(self._searched, len(self._held) - len(tag) + 1)
+        calls = self._calls(self._held[self._start :]) if is_last and is_marked else []  # the end was the stop string
+        return (calls, len(self._held)) if calls else None
 
-    def _bare_length(self, is_last: bool) -> int | None:
-        if (end := self.BARE_END.search(self._held)) is None:
-            return None
-        space, rest = end.groups()
-        if rest.startswith(self.END):
-            return end.end() + len(space) + len(self.END)
-        return end.end() if is_last or not self.END.startswith(rest) else None
+    def _calls(self, text: str) -> list[ToolCall]:
+        if text.endswith(self.CALL_END):
+            text = text.removesuffix(self.CALL_END).rstrip().removesuffix(self.FUNCTION_END) + self.FUNCTION_END
+        return [self._call(name.strip(), body) for name, body in self.FUNCTION.findall(text)]
 
     def _call(self, name: str, body: str) -> ToolCall:
         schema = self._schemas.get(name) or {}
@@ -173,28 +251,16 @@ class XmlParser(HermesParser):
         return _call(name, {key: _typed(text, schema, key) for key, text in values.items()})
 
 
-class MistralParser(MarkedParser):
+class MistralParser(JsonParser):
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}` for each call.
 
     An id that a call has, behind `[CALL_ID]`, is not used.
     """
 
     markers = ("[TOOL_CALLS]",)
-    HEAD = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)")
-
-    def _read_call(self, new: str, is_last: bool) -> tuple[list[ToolCall], int] | None:
-        if not is_last and "]" not in new and "}" not in new:
-            return None  # no value ends here: do not parse what is there again for each token
-        body = self._held[len(self.markers[0]) :].lstrip()
-        head = self.HEAD.match(body)
-        start = head.end() if head else 0
-        if (found := _json_at(body, start)) is None:
-            return ([], len(self._held)) if is_last else None
-        value, end = found
-        length = len(self._held) - len(body) + end
-        if head:
-            return ([_call(head[1], value)] if isinstance(value, dict) else []), length
-        return _calls_of(value, "arguments"), length
+    HEAD = re.compile(
+        r"\[TOOL_CALLS\]\s*(?:(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)|(?=[{\[]))"
+    )
 
     @staticmethod
     def new_id() -> str:
@@ -202,56 +268,34 @@ class MistralParser(MarkedParser):
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
-class DeepSeekParser(MarkedParser):
+class DeepSeekParser(JsonParser):
     """A list of calls between special tokens: DeepSeek-R1 and its distillations, V3, and V3.1, which has no fence."""
 
     BAR, LOW = "\uff5c", "\u2581"  # of the tokens' names
-    markers = (f"<{BAR}tool{LOW}calls{LOW}begin{BAR}>",)
-    END = f"<{BAR}tool{LOW}calls{LOW}end{BAR}>"
-    BEGIN_CALL, END_CALL = f"<{BAR}tool{LOW}call{LOW}begin{BAR}>", f"<{BAR}tool{LOW}call{LOW}end{BAR}>"
-    CALL = re.compile(f"{BEGIN_CALL}(.*?)<{BAR}tool{LOW}sep{BAR}>(.*?){END_CALL}", re.DOTALL)
-
-    def _read_call(self, new: str, is_last: bool) -> tuple[list[ToolCall], int] | None:
-        end = self._held.find(self.END)
-        if end < 0 and not is_last:
-            return None
-        length = len(self._held) if end < 0 else end + len(self.END)
-        calls = []
-        for head, body in self.CALL.findall(self._held[:length]):
-            name, fence, arguments = body.partition("```json")
-            name, text = (name, arguments.rpartition("```")[0]) if fence else (head, body)
-            if not isinstance(value := parsed(text), dict):
-                return [], length
-            calls.append(_call(name.strip(), value))
-        return calls, length
+    markers = (f"<{BAR}tool{LOW}calls{LOW}begin{BAR}>", f"<{BAR}tool{LOW}call{LOW}begin{BAR}>")
+    closers = ("```", f"<{BAR}tool{LOW}call{LOW}end{BAR}>", f"<{BAR}tool{LOW}calls{LOW}end{BAR}>")
+    SEP = f"<{BAR}tool{LOW}sep{BAR}>"
+    HEAD = re.compile(
+        rf"(?:{markers[0]}\s*)?{markers[1]}"
+        rf"(?:[^<{{]*{SEP}(?=[^<{{`]+```))?(?P<name>[^<{{`]+)(?:{SEP}|```(?:json)?)\s*(?=\{{)"
+    )
 
 
-class Llama3Parser(MarkedParser):
+class Llama3Parser(JsonParser):
     """`{"name": ..., "parameters": {...}}`, or several with `;` between them: Llama 3.1 and later.
 
     They are the whole answer, or stand behind the special token `<|python_tag|>`.
     """
 
     markers = ("<|python_tag|>",)
-    blank = " \t\r\n;"
+    HEAD = re.compile(r"(?P<tag><\|python_tag\|>)?[\s;,]*(?=[{\[])")
+    BLANK = re.compile(r"[\s;,]*")
 
-    def _length_before_call(self, is_last: bool) -> int:
-        return 0 if self._is_at_call() else super()._length_before_call(is_last)
+    def _takes_bare_call(self) -> bool:
+        return self._space is not None
 
-    def _is_at_call(self) -> bool:
-        is_alone = self._space is not None and self._held.lstrip(self.blank).startswith("{")
-        return is_alone or super()._is_at_call()
-
-    def _read_call(self, new: str, is_last: bool) -> tuple[list[ToolCall], int] | None:
-        if not is_last and "}" not in new:
-            return None  # no object ends here: do not parse what is there again for each token
-        rest = self._held.removeprefix(self.markers[0]).lstrip(self.blank)
-        if (found := _json_at(rest)) is None:
-            return ([], len(self._held)) if is_last else None  # it is incomplete, or no JSON
-        value, end = found
-        call = _call_of(value, "parameters") or _call_of(value, "arguments")
-        length = len(self._held) - len(rest) + end
-        return [call] if call else [], length
+    def _may_lack_arguments(self, head: re.Match[str]) -> bool:
+        return head["tag"] is not None  # else it is an answer in JSON, more likely
 
 
 class WholeParser(ToolParser):
@@ -264,16 +308,18 @@ class WholeParser(ToolParser):
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
         self._name = name
+        self._pieces: list[str] = []
 
     def feed(self, text: str, is_last: bool = False) -> Found:
-        self._held += text
+        self._pieces.append(text)
         if not is_last:
             return "", []
-        value = parsed(self._held)
+        text = "".join(self._pieces)
+        value = parsed(text)
         if self._name is not None:
-            return ("", [ToolCall(self._name, self._held)]) if isinstance(value, dict) else (self._held, [])
-        calls = _calls_of(value, "parameters") if isinstance(value, list) else []
-        return ("", calls) if calls else (self._held, [])
+            return ("", [ToolCall(self._name, text)]) if isinstance(value, dict) else (text, [])
+        calls = _calls_of(value) if isinstance(value, list) else []
+        return ("", calls) if calls else (text, [])
 
 
 PARSERS: dict[str, type[ToolParser]] = {
@@ -284,6 +330,7 @@ PARSERS: dict[str, type[ToolParser]] = {
     "deepseek_v3": DeepSeekParser,
     "none": ToolParser,
 }
+MAX_HEAD = 512  # characters from a marker to the arguments of its call
 # what the template of a model that calls tools has, by the name of its parser: the first that is found
 SIGNS = {
     "mistral": "[TOOL_CALLS]",
@@ -317,57 +364,93 @@ def _finite(text: str) -> float:
 
 # strings may have line ends and tabs as they are; what has no JSON form, and so can't be handed on, is refused
 _DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse_constant, parse_float=_finite)
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_BETWEEN = " \t\r\n,;"  # what may stand between two calls
 
 
 def parsed(text: str) -> Any:
     """The value of JSON; None if it is no JSON."""
-    found = _json_at(text.strip())
-    return found[0] if found is not None and found[1] == len(text.strip()) else None
-
-
-def _json_at(text: str, start: int = 0) -> tuple[Any, int] | None:
-    """The value that begins there, and its end; None if there is none, or not all of it."""
     try:
-        return _DECODER.raw_decode(text, start)
+        return _DECODER.decode(text)
     except (ValueError, RecursionError):
         return None
 
 
-def _is_in_string(text: str) -> bool:
-    """Whether JSON that begins like this is within a string at the end."""
-    return '"' in _STRING.sub("", text)
+class JsonScanner:
+    """Finds where an object or a list ends whose text is still arriving. It looks at each character once.
+
+    What can't go on to be JSON is found early, such as a word behind a string; not all of it is: see `parsed`.
+    """
+
+    _NEXT = re.compile(r"[ \t\r\n]*([\w.+-]+|[^ \t\r\n]?)")  # a word is a number, or one of true, false and null
+    _IN_STRING = re.compile(r'["\\]')
+
+    def __init__(self, start: int):
+        self._place = start
+        self._depth = 0
+        self._is_in_string = False
+        self._last = "open"  # or "value" or "word": what may come next
+
+    def end(self, text: str) -> int | None:
+        """The end; None if it is not in this text, which begins with that of the last call. ValueError for no JSON."""
+        while not self._is_in_string or self._passes_string(text):
+            found: Any = self._NEXT.match(text, self._place)
+            token, self._place = found[1], found.end()
+            if not token:
+                return None
+            if token in ("}", "]"):
+                self._depth, self._last = self._depth - 1, "value"
+                if not self._depth:
+                    return self._place
+            elif token in (",", ":") and self._last != "open":
+                self._last = "open"
+            elif token in ("{", "[") and self._last == "open":
+                self._depth += 1
+            elif token == '"' and self._last == "open":
+                self._is_in_string, self._last = True, "value"
+            elif (token[0].isalnum() or token[0] in "+-._") and self._last != "value":
+                self._last = "word"
+            else:
+                raise ValueError(f"no JSON: {token!r} behind a {self._last}")
+        return None
+
+    def _passes_string(self, text: str) -> bool:
+        """Go behind the string that has begun. False if its end is not there."""
+        while (found := self._IN_STRING.search(text, self._place)) is not None:
+            if found[0] == "\\" and found.end() == len(text):
+                self._place = found.start()
+                return False
+            self._place = found.end() + (found[0] == "\\")
+            if found[0] == '"':
+                self._is_in_string = False
+                return True
+        self._place = len(text)
+        return False
 
 
-def _calls_in(text: str, key: str) -> list[ToolCall]:
-    """The calls that JSON values describe, one behind the other; none if anything else is there."""
-    calls: list[ToolCall] = []
-    start = len(text) - len(text.lstrip(_BETWEEN))
-    while start < len(text):
-        if (found := _json_at(text, start)) is None or not (new := _calls_of(found[0], key)):
-            return []
-        calls, rest = calls + new, text[found[1] :]
-        start = len(text) - len(rest.lstrip(_BETWEEN))
-    return calls
-
-
-def _calls_of(value: Any, key: str) -> list[ToolCall]:
-    """The calls of a value or a list of them; none if any is no call."""
-    calls = [_call_of(item, key, may_lack=True) for item in (value if isinstance(value, list) else [value])]
+def _calls_of(value: Any, may_lack: bool = True) -> list[ToolCall]:
+    """The calls of a value or a list of them; none if any is no call. may_lack: it is one without arguments as well."""
+    calls = [_call_of(item, may_lack) for item in (value if isinstance(value, list) else [value])]
     return [] if None in calls else [call for call in calls if call is not None]
 
 
-def _call_of(value: Any, key: str, may_lack: bool = False) -> ToolCall | None:
-    """The call that a JSON value describes, or None if it is none. may_lack: it is one without arguments as well."""
+def _call_of(value: Any, may_lack: bool) -> ToolCall | None:
+    """The call that a JSON value describes, or None if it is none."""
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):  # as OpenAI's clients write it
+        value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    arguments = value.get(key)
-    if arguments is None and may_lack:
-        arguments = {}
+    key = next((key for key in ("arguments", "parameters") if key in value), None)
+    arguments = value.get(key) if key or may_lack else False
     if isinstance(arguments, str):  # some models write it as OpenAI's clients do
-        arguments = parsed(arguments)
+        arguments = parsed(arguments) if arguments.strip() else {}
+    elif arguments is None:
+        arguments = {}
     return _call(value["name"], arguments) if isinstance(arguments, dict) else None
+
+
+def _end_of(pattern: re.Pattern[str], text: str, start: int) -> int:
+    """Where the longest match of a pattern that may be empty ends."""
+    found = pattern.match(text, start)
+    return start if found is None else found.end()
 
 
 def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
