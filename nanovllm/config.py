@@ -61,7 +61,8 @@ class Config:
     enable_sleep_mode: `sleep` gives memory back until `wake_up`; see docs/training.md.
     batch_invariant: the tokens and log-probabilities of a request are the same bits in any batch; see
         docs/batch-invariance.md.
-    max_logprobs: the bound of a request's `logprobs` and `prompt_logprobs`; -1 is the size of the vocabulary.
+    max_logprobs: the bound of a request's `logprobs` and `prompt_logprobs`, also over HTTP; -1 is the size of the
+        vocabulary.
     speculative_config: how tokens are drafted, a dict with the keys of `SpeculativeConfig` in `spec_decode/config.py`,
         or JSON of one; None: not at all.
 

@@ -3,10 +3,12 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from nanovllm.utils.checks import check_bool, check_fields, check_int, check_real, checked
+from nanovllm.reasoning.formats import FORMATS
+from nanovllm.utils.checks import check_bool, check_choice, check_fields, check_int, check_real, checked
 
 # parameters with several values, of which most requests have none
 COLLECTIONS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias", "structured_outputs")
+MAX_INT = 2**63 - 1  # of a number whose bound is the model's: it must fit into a message to another process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,10 @@ class SamplingParams:
         "json_object" (True), "regex" (of the whole answer, in the syntax of Rust's regex crate), "choice" (a list of
         strings) or "grammar" (llguidance's variant of Lark). An answer that ends by itself has this form. Needs
         llguidance: `pip install 'nano-vllm[serve]'`. docs/structured-outputs.md has the rest.
+    reasoning_parser: how the model marks what it thinks before it answers, by the name of vLLM's parser: "qwen3",
+        "deepseek_r1", "mistral" and others. `structured_outputs` and `stop` then hold for the answer alone.
+    thinking_token_budget: maximum number of tokens that it thinks; then the end of the reasoning is forced. None or -1:
+        no bound. Needs `reasoning_parser`.
     logprobs: return the log-probability of each generated token and of this many of the most likely ones (-1 is all).
         They are the model's own, before penalties, temperature and filters, unless `logprobs_mode` says otherwise.
     prompt_logprobs: the same for the tokens of the prompt, always the model's own; such a request does not read the
@@ -69,16 +75,20 @@ class SamplingParams:
     repetition_penalty: float = checked(1.0, check_real, low=0.01, high=100)
     logit_bias: dict[int, float] | None = None
     structured_outputs: dict[str, object] | None = None
-    logprobs: int | None = checked(None, check_int, low=-1)
-    prompt_logprobs: int | None = checked(None, check_int, low=-1)
+    reasoning_parser: str | None = checked(None, check_choice, choices=(*FORMATS,))
+    thinking_token_budget: int | None = checked(None, check_int, low=-1, high=2**30)
+    logprobs: int | None = checked(None, check_int, low=-1, high=MAX_INT)
+    prompt_logprobs: int | None = checked(None, check_int, low=-1, high=MAX_INT)
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.max_tokens is not None:
-            _set(self, "max_tokens", check_int("max_tokens", self.max_tokens, low=1))
+            _set(self, "max_tokens", check_int("max_tokens", self.max_tokens, 1, MAX_INT))
         _set(self, "seed", None if self.seed == -1 else self.seed)
         # prompt length + min_tokens must fit into an int32
         check_int("min_tokens", self.min_tokens, 0, min(self.max_tokens or 2**30, 2**30))
+        if self.thinking_token_budget == -1:
+            _set(self, "thinking_token_budget", None)
         defaults = self.__dataclass_fields__
         if given := [name for name in COLLECTIONS if getattr(self, name) is not defaults[name].default]:
             from nanovllm.utils.collection_checks import check_collections  # imported lazily, as few requests have any

@@ -4,15 +4,17 @@ import atexit
 import gc
 import json
 import os
+import re
 import shutil
 import signal
 import ssl
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,7 +45,9 @@ from nanovllm.engine.features import FEATURES
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.kernels.sampling_columns import COLUMNS
 from nanovllm.layers.sampler import gumbel_noise
-from nanovllm.utils.loader import BUNDLED
+from nanovllm.reasoning.formats import FORMATS
+from nanovllm.reasoning.stage import Markers
+from nanovllm.utils.loader import BUNDLED, load_tokenizer
 from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
 
 torch.set_grad_enabled(False)
@@ -100,6 +104,32 @@ class Peers(TensorParallel):
 
     def max_split_k(self, num_rows):
         return 2
+
+
+class CharacterTokenizer:
+    """Each character is a token, whose id is its code point; `special` texts are tokens of their own as well."""
+
+    def __init__(self, *special: str):
+        self.special = {text: 0x110000 + i for i, text in enumerate(special)}
+        self.added_tokens_decoder = {i: SimpleNamespace(content=text) for text, i in self.special.items()}
+        self.bytes = {i: text.encode() for text, i in self.special.items()}
+
+    def __getitem__(self, token_id: int) -> bytes:
+        return self.bytes.get(token_id) or chr(token_id).encode()
+
+    def convert_tokens_to_ids(self, text: str) -> int | None:
+        return self.special.get(text)
+
+    def convert_ids_to_tokens(self, token_id: int) -> str:
+        return self[token_id].decode()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        pieces = re.split("(" + "|".join(map(re.escape, self.special)) + ")", text) if self.special else [text]
+        return [i for piece in pieces for i in ([self.special[piece]] if piece in self.special else map(ord, piece))]
+
+    def markers(self, name: str = "think") -> Markers:
+        """Of a format of reasoning."""
+        return Markers(FORMATS[name], self, self)
 
 
 def noise_of_rows(seeds: torch.Tensor, positions: torch.Tensor, num_ids: int, first_id: int = 0) -> torch.Tensor:
@@ -233,6 +263,38 @@ def with_end_ids(model: str, folder: Path, step: int, first: int = 0) -> str:
     """A copy of a model in `folder`, whose answers end with ids first, first + step, ...: a random one's seldom end."""
     shutil.copytree(model, folder, dirs_exist_ok=True)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(first, 2048, step)]}))
+    return str(folder)
+
+
+def scripted_model(folder: Path, pieces: list[str], template: str, special: Collection[str] = ()) -> str:
+    """A model that answers with these pieces, each a new token and all different, and then ends.
+
+    Its only layer does nothing, and its head has the token that follows each token. Prompts end with a line end.
+    `special`: those of the pieces, and further tokens, that are special ones.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tokens, end, size = [*pieces, *(x for x in special if x not in pieces)], 2047, 64
+    tokenizer = json.loads(Path(TINY, "tokenizer.json").read_text())
+    plain = dict(single_word=False, lstrip=False, rstrip=False, normalized=False)
+    added = [plain | {"id": 2048 + i, "content": text, "special": text in special} for i, text in enumerate(tokens)]
+    tokenizer["added_tokens"] += added
+    settings = json.loads(Path(TINY, "tokenizer_config.json").read_text()) | {"chat_template": template}
+    config = dict(model_type="llama", vocab_size=2048 + len(tokens), hidden_size=size, intermediate_size=8)
+    config |= dict(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=32, rms_norm_eps=1e-6)
+    config |= dict(max_position_embeddings=2048, eos_token_id=end, tie_word_embeddings=False, dtype="float32")
+    for name, content in (("tokenizer", tokenizer), ("tokenizer_config", settings), ("config", config)):
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    last = load_tokenizer(TINY).encode("\n")[-1]
+    chain = [last, *range(2048, 2048 + len(pieces)), end]
+    embeddings, head = torch.zeros(2, config["vocab_size"], size)
+    for i, (token, following) in enumerate(pairwise(chain)):
+        embeddings[token, i], head[following, i] = 1, 10
+    weights = {"model.embed_tokens.weight": embeddings, "lm_head.weight": head, "model.norm.weight": torch.ones(size)}
+    shapes = {"self_attn.q_proj": (64, size), "self_attn.k_proj": (32, size), "self_attn.v_proj": (32, size)}
+    shapes |= {"self_attn.o_proj": (size, 64), "mlp.gate_proj": (8, size), "mlp.up_proj": (8, size)}
+    shapes |= {"mlp.down_proj": (size, 8), "input_layernorm": (size,), "post_attention_layernorm": (size,)}
+    layer = {name: torch.zeros(shape) if len(shape) > 1 else torch.ones(shape) for name, shape in shapes.items()}
+    save_file(weights | {f"model.layers.0.{x}.weight": w for x, w in layer.items()}, folder / "model.safetensors")
     return str(folder)
 
 

@@ -74,14 +74,13 @@ def make_types_once() -> None:
 
 
 # what these do follows from the types of their tensors
-OF_TYPES = {
-    "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__floordiv__",
-    "__rfloordiv__", "__mod__", "__rmod__", "__neg__", "__invert__", "__and__", "__rand__", "__or__", "__ror__",
-    "__xor__", "__rxor__", "__lshift__", "__rshift__", "__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__",
-    "logical_and", "logical_or", "minimum", "maximum", "where", "fma", "clamp", "abs", "exp", "exp2", "log", "log2",
-    "rsqrt", "sqrt", "ceil", "floor", "cast", "to", "__getitem__", "expand_dims", "broadcast_to", "reshape", "trans",
-    "permute", "full", "arange", "load", "store", "dot",
-}  # fmt: skip
+REVERSIBLE = "add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor"
+OPERATORS = *REVERSIBLE, *(f"r{name}" for name in REVERSIBLE), "neg", "invert", "lshift", "rshift"
+COMPARISONS = "lt", "le", "gt", "ge", "eq", "ne"
+OF_TYPES = {f"__{name}__" for name in (*OPERATORS, *COMPARISONS, "getitem")}
+OF_TYPES |= {"logical_and", "logical_or", "minimum", "maximum", "where", "fma", "clamp", "abs", "exp", "exp2", "log"}
+OF_TYPES |= {"log2", "rsqrt", "sqrt", "ceil", "floor", "cast", "to", "expand_dims", "broadcast_to", "reshape", "trans"}
+OF_TYPES |= {"permute", "full", "arange", "load", "store", "dot"}
 REPEATED = {"create_splat": 1, "create_broadcast": 0, "create_expand_dims": 0}  # by these calls: which argument
 
 

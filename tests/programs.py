@@ -11,8 +11,9 @@ import threading
 import traceback
 import weakref
 from collections.abc import Collection, Mapping
+from inspect import signature
 from multiprocessing import resource_tracker, util
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 from tqdm import tqdm
 
@@ -26,15 +27,13 @@ tqdm.set_lock(threading.RLock())
 class Program(subprocess.Popen):
     """`subprocess.Popen([sys.executable, ...])` as a fork; what it starts by `multiprocessing`'s spawn is one, too."""
 
-    def _execute_child(
-        self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
-        p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid, umask,
-        start_new_session, process_group=-1,
-    ):  # fmt: skip
-        streams = {number: fd for number, fd in enumerate((p2cread, c2pwrite, errwrite)) if fd != -1}
-        self.pid = fork_python(args[1:], streams, pass_fds, env, start_new_session, cwd)
+    def _execute_child(self, *arguments):
+        given = SimpleNamespace(**signature(super()._execute_child).bind(*arguments).arguments)
+        streams = {i: fd for i, fd in enumerate((given.p2cread, given.c2pwrite, given.errwrite)) if fd != -1}
+        self.pid = fork_python(given.args[1:], streams, given.pass_fds, given.env, given.start_new_session, given.cwd)
         self._child_created = True
-        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+        names = "p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"
+        self._close_pipe_fds(*(getattr(given, name) for name in names))
 
 
 def fork_python(

@@ -41,8 +41,10 @@ SCHEDULING = [
 HOUSE = """
 0 | utils/checks.py utils/context.py utils/cuda_driver.py utils/double_buffer.py utils/download.py utils/flags.py
   utils/interrupts.py utils/libraries.py utils/progress.py utils/refusals.py utils/rope_scaling.py
-  utils/setting_checks.py utils/tensor_parallel.py utils/__init__.py moe/__init__.py moe/config.py moe/weights.py
-  <- utils/loader.py utils/sharded_checkpoint.py utils/dummy_weights.py quantization/__init__.py
+  utils/setting_checks.py utils/tensor_parallel.py utils/transformers_4.py utils/__init__.py moe/__init__.py
+  moe/config.py moe/weights.py reasoning/__init__.py reasoning/formats.py reasoning/stage.py
+  <- utils/loader.py utils/sharded_checkpoint.py utils/dummy_weights.py utils/tied_head.py
+  quantization/__init__.py
   <- models/__init__.py models/architectures.py attention/__init__.py structured_outputs/__init__.py compat/__init__.py
   <- structured_outputs/spec.py compat/settings.py compat/flags.py distributed/division.py startup/devices.py
   <- utils/collection_checks.py spec_decode/__init__.py spec_decode/config.py spec_decode/head_checkpoint.py
@@ -71,12 +73,13 @@ HOUSE = """
   <- invariant/cpu.py invariant/cuda.py
 5 | distributed/__init__.py distributed/ranks.py <- distributed/peer_memory.py
   <- distributed/process_group.py distributed/step_channel.py <- distributed/worker.py
+3 | reasoning/feature.py
 5 | structured_outputs/grammar.py structured_outputs/json_schema.py structured_outputs/sandbox.py
   <- structured_outputs/masks.py <- structured_outputs/constraint.py <- structured_outputs/grammars.py
   <- structured_outputs/feature.py
 6 | engine/detokenizer.py
   engine/sentencepiece.py engine/recommended_params.py features/stop_strings.py <- engine/request.py
-  <- engine/prompts.py
+  <- engine/chat_templates.py <- engine/prompts.py
   engine/streamed_request.py <- engine/input_processor.py engine/output_processor.py
   <- spec_decode/output_processor.py
   <- engine/engine.py features/beam_search.py <- engine/engine_thread.py <- engine/step_callers.py engine/streams.py
@@ -346,6 +349,7 @@ ROOMS = (
     "rollout",
     "spec_decode",
     "structured_outputs",
+    "reasoning",
     "compat",
     "serve",
     "fronts",

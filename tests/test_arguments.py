@@ -295,7 +295,6 @@ PARAMS = [
         ValueError,
         ("seed", [-(2**63) - 1], ": must be at least"),
         ("logprob_token_ids", [[1]], ": is not supported"),
-        ("thinking_token_budget", [5], ": is not supported"),
     ),
     *rows(vllm.SamplingParams, vllm.VLLMValidationError, ("temperature", [math.nan], ": must be finite")),
     *rows(
@@ -543,6 +542,9 @@ FUNCTION = TOOL["function"] | {"type": "function"}  # of the Responses API
 TOO_LONG = "max_model_len=2048: this model's maximum context length is"
 
 
+REALS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
 def user(content) -> list[dict]:
     return [{"role": "user", "content": content}]
 
@@ -568,7 +570,7 @@ BODIES = [
         path,
         ("prompt_logprobs", [-2, 21, "x"]),
         ("cache_salt", [5, ""]),
-        ("thinking_token_budget", [0, 5, "x"]),
+        ("thinking_token_budget", [0, 5, -2, "x"]),
         ("logprob_token_ids", [[1], 1]),
         ("use_beam_search", ["x"]),
         ("truncate_prompt_tokens", [-2, 2048, "x"]),
@@ -576,6 +578,18 @@ BODIES = [
         ("truncation_side", ["middle"]),
         ("request_id", ["", "x" * 257, 5]),
         ("seed", [-(2**63) - 1, 2**63, 1.5]),
+        ("max_tokens", [2**63, 2**65, 10**400], "must be at most 9223372036854775807"),
+        ("n", [2**65], "must be at most 16384"),
+        ("top_k", [2**31, -(2**65)], "must be at "),
+        ("min_tokens", [2**65], "must be at most"),
+        ("priority", [2**63, -(2**65)], "must be at "),
+        ("prompt_logprobs", [2**65], "must be at most"),
+        ("truncate_prompt_tokens", [2**65], "must be at most"),
+        ("stop_token_ids", [[2**65], [-1]]),
+        ("allowed_token_ids", [[2**65], [-(2**65)]]),
+        ("logit_bias", [{str(2**63): 1}], "out of vocabulary"),
+        ("logit_bias", [{str(2**65): 1}], "must be token ids"),
+        *((name, [10**400, -(10**400), math.inf]) for name in REALS),
         ("guided_json", ["{", {"type": "no"}]),
         ("guided_regex", ["("]),
         ("guided_choice", [[], "x", [1]]),
@@ -620,6 +634,7 @@ BODIES += bodies(
     ("documents", ["d", [1]]),
     ("messages", [[], "hello", [{"content": "x"}], user([IMAGE_URL]), user("x " * 4000)]),
     ("top_logprobs", [2]),
+    ("max_completion_tokens", [2**63, 10**400], "less than or equal to 9223372036854775807"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ("logprobs", [2]),
     ("max_completion_tokens", [0]),
@@ -653,6 +668,7 @@ BODIES += [
                 {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "["}]},
                 {"input": "word " * 5000},
                 {"max_output_tokens": 0},
+                {"max_output_tokens": 2**63},
                 {"temperature": -1},
                 {"top_logprobs": 21, "include": ["message.output_text.logprobs"]},
                 {"tools": [{"type": "web_search"}]},
@@ -680,6 +696,9 @@ RESULT = {"type": "tool_result", "tool_use_id": "call_1", "content": [IMAGE]}
 BODIES += bodies(
     MESSAGES,
     ("max_tokens", [None, 0]),
+    ("max_tokens", [2**63], "max_tokens=9223372036854775808: must be at most"),
+    ("top_k", [2**65], "top_k=36893488147419103232: must be at most"),
+    ("temperature", [math.inf], "must be finite"),
     ("temperature", [-3.0], "temperature=-3"),
     ("top_p", ["much"]),
     ("messages", [[]]),
@@ -701,7 +720,7 @@ BODIES += bodies(
 
 @pytest.fixture(scope="module")
 def post():
-    with running(max_answers=8) as server, httpx.Client(base_url=server.url, timeout=20) as http:
+    with running(dict(max_logprobs=20), max_answers=8) as server, httpx.Client(base_url=server.url, timeout=20) as http:
         headers = {"content-type": "application/json"}
         yield lambda path, body: http.post(path, content=json.dumps(body), headers=headers)
 
@@ -781,8 +800,8 @@ def test_checks_end_with_the_first_wrong_item(model, fields):
         ("serve tiny-qwen3 --ssl-keyfile x", "unrecognized arguments: --ssl-keyfile"),
         ("serve tiny-qwen3 --middleware x", "unrecognized arguments: --middleware"),
         ("serve tiny-qwen3 --allow-credentials", "allow_credentials=True: is not supported"),
-        ("serve tiny-qwen3 --tool-call-parser qwen3_xml", "tool_call_parser='qwen3_xml': must be one of"),
-        ("serve tiny-qwen3 --reasoning-parser mistral", "reasoning_parser='mistral': must be one of"),
+        ("serve tiny-qwen3 --tool-call-parser xlam", "tool_call_parser='xlam': must be one of"),
+        ("serve tiny-qwen3 --reasoning-parser granite", "reasoning_parser='granite': must be one of"),
         ("serve tiny-qwen3 --block-size 16 --kvcache-block-size 16", "block_size=16: is vLLM's name of"),
         ("serve tiny-qwen3 --chat-template /no/such/file", "/no/such/file"),
         ("serve tiny-qwen3 --uds /no/such/folder/socket", "uds='/no/such/folder/socket': No such file"),

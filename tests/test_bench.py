@@ -682,10 +682,15 @@ def test_open_loop(monkeypatch):
 
 
 def test_vllm_steps(monkeypatch):
-    """The loop with the names and types that vLLM's engine has; ids are unique, and may come back with a suffix."""
-    seen = []
+    """The loop with the names and types that vLLM's engine has; ids are unique, and may come back with a suffix.
+
+    In the end the engine's process is ended.
+    """
+    seen, ends = [], []
 
     class LLMEngine:
+        engine_core = SimpleNamespace(shutdown=lambda: ends.append(len(seen)))
+
         @classmethod
         def from_engine_args(cls, arguments, usage_context):
             assert usage_context == "server"
@@ -727,7 +732,7 @@ def test_vllm_steps(monkeypatch):
     results = step_vllm("tiny-qwen3", {"device": "cpu", "max_num_seqs": 7}, {"a workload": [run, run, run]})
     arguments, *ids = seen
     assert arguments["max_num_seqs"] == 7 and arguments["max_model_len"] == 2048 and arguments["dtype"] == "bfloat16"
-    assert ids == ["0", "1", "2", "3", "4", "5"]
+    assert ids == ["0", "1", "2", "3", "4", "5"] and ends == [7]
     own = vllm_settings("tiny-qwen3", {"device": "cpu"})
     assert own.keys() == arguments.keys() - {"max_num_seqs", "disable_log_stats"}  # vLLM has its own defaults
     times = results["a workload"].token_times  # of the second and the third run

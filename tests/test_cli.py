@@ -81,7 +81,7 @@ VLLM_LINES = [
         {},
         dict(
             tool_call_parser="hermes",
-            reasoning_parser="think",
+            reasoning_parser="deepseek_r1",
             served_model_name=("a", "b"),
             enable_force_include_usage=True,
         ),
@@ -95,7 +95,7 @@ VLLM_LINES = [
     (
         "--model=Qwen/Qwen3-8B --reasoning-parser qwen3 --tool-call-parser llama4_json --uds /tmp/x --no-enable-eplb",
         {},
-        dict(reasoning_parser="think", tool_call_parser="llama3_json", uds="/tmp/x"),
+        dict(reasoning_parser="qwen3", tool_call_parser="llama3_json", uds="/tmp/x"),
     ),
 ]
 

@@ -140,6 +140,17 @@ def test_max_model_len_up_to_the_models(model_of_length):
         Config(model, device="cpu", max_model_len=40961)
 
 
+def test_yarn_makes_the_longest_sequence_longer(model_of_length):
+    """As model cards of Qwen turn it on, `max_position_embeddings` stays. The default length stays too."""
+    file = Path(model := model_of_length(40960)) / "config.json"
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_scaling": yarn}))
+    assert Config(model, device="cpu", max_model_len=131072).max_model_len == 131072
+    assert Config(model, device="cpu").max_model_len == 4096
+    with pytest.raises(ValueError, match="max_model_len=131073: must be at most 131072"):
+        Config(model, device="cpu", max_model_len=131073)
+
+
 @pytest.mark.parametrize(
     "blocks, max_model_len, expected", [(3, None, 48), (3, 40, 40), (3, 1000, 48), (1000, None, MODEL_LEN)]
 )

@@ -10,7 +10,8 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from multiprocessing.context import ForkProcess
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
@@ -24,9 +25,18 @@ httpx = pytest.importorskip("httpx")
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.serve import EngineDeadError, QueueFullError
-from nanovllm.serve.fronts.channel import Channel, FromEngine, FromFront, decode_from_engine, decode_from_front
-from nanovllm.serve.fronts.engine_process import Session
+from nanovllm.serve.fronts import engine_process, front
+from nanovllm.serve.fronts.channel import (
+    Channel,
+    FromEngine,
+    FromFront,
+    decode_from_engine,
+    decode_from_front,
+    encode_request,
+)
+from nanovllm.serve.fronts.engine_process import Fronts, Session
 from nanovllm.serve.fronts.front import FrontClient, FrontPlan, run_front
+from nanovllm.serve.server import listening_socket, reserved_address
 from nanovllm.serve.settings import ServerSettings
 
 MODEL = "tiny-qwen3"
@@ -253,6 +263,89 @@ def test_a_step_that_fails_ends_the_engine(setup, monkeypatch):
     asyncio.run(main())
 
 
+HUGE = 2**70  # which no message can have
+
+
+def with_max_tokens(value) -> SamplingParams:
+    """Parameters that were not checked."""
+    params = SamplingParams(**GREEDY, logprobs=0)
+    object.__setattr__(params, "max_tokens", value)
+    return params
+
+
+@pytest.mark.parametrize("how", ["not encoded", "not read"])
+def test_a_request_that_can_not_be_sent_fails_alone(setup, monkeypatch, how):
+    """Others go on that are in the same message, or in later ones."""
+
+    def encode(new):
+        request_id, data = encode_request(new)
+        return request_id, (b"\xc1" if new.params.max_tokens == 7 else data)
+
+    async def main():
+        async with setup.front() as client:
+            monkeypatch.setattr(front, "encode_request", encode if how == "not read" else encode_request)
+            values = [12, HUGE if how == "not encoded" else 7, 12, 12]
+            requests = [client.submit(PROMPTS[1], with_max_tokens(value)) for value in values]
+
+            async def answer(request):
+                return (await (await request).result()).outputs[0].token_ids
+
+            first, failed, *others = await asyncio.gather(*map(answer, requests), return_exceptions=True)
+            assert isinstance(failed, OverflowError if how == "not encoded" else RuntimeError), failed
+            assert len(first) == 12 and others == [first, first]
+            await setup.wait_until_free()
+            assert client.num_unfinished == 0 and client.error is None
+            assert (await client.stats())[0]["requests"] == {"waiting": 0, "running": 0}
+
+    asyncio.run(main())
+    assert setup.failures == []
+
+
+def test_an_answer_that_can_not_be_sent_fails_alone(setup, monkeypatch, caplog):
+    async def main():
+        async with setup.front() as client:
+            refused = []
+
+            def read(outputs):
+                deltas, finals = Session._read(client.session, outputs)
+                bad_text = lambda delta: "\ud800" if delta.request_id in refused else delta.text
+                return [replace(delta, text=bad_text(delta)) for delta in deltas], finals
+
+            monkeypatch.setattr(client.session, "_read", read)
+            bad, good = [await client.submit(PROMPTS[1], ENDLESS) for _ in range(2)]
+            assert await bad.next_events() and await good.next_events()
+            refused.append(bad.request_id)
+            with pytest.raises(RuntimeError, match="surrogates"):
+                while await bad.next_events():
+                    pass
+            for _ in range(3):
+                assert await good.next_events()
+            client.discard(good)
+            await setup.wait_until_free()
+
+    asyncio.run(main())
+    assert setup.failures == [] and "an answer can't be sent to its front" in caplog.messages
+
+
+def test_a_front_whose_messages_can_not_be_read_ends(setup, caplog):
+    """It is started again, instead of having requests that wait for ever; the other one goes on."""
+
+    async def main():
+        async with setup.front(0) as first, setup.front(1) as second:
+            lost, other = await first.submit(PROMPTS[1], ENDLESS), await second.submit(PROMPTS[1], ENDLESS)
+            assert await lost.next_events() and await other.next_events()
+            first._channel._socket.sendall(bytes([0, 0, 0, 1, 0xC1]))
+            with pytest.raises(EngineDeadError):
+                while await lost.next_events():
+                    pass
+            assert await other.next_events()
+            second.discard(other)
+            await setup.wait_until_free()
+
+    asyncio.run(main())
+    assert setup.failures == [] and "a message of a front can't be carried out" in caplog.text
+
+
 def test_channel():
     one, other = map(Channel, socket.socketpair())
     for message, decode in ((FromFront(discarded=[5]), decode_from_front), (FromEngine(), decode_from_engine)):
@@ -270,6 +363,121 @@ def test_channel():
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
+
+
+class FakeFronts(Fronts):
+    """Fronts that are forks of this process, and do no more than to be ready."""
+
+    def __init__(self, monkeypatch, num_fronts: int, lives: list[int]):
+        """lives: of each start, how many starts of that front end before it is ready from then on."""
+        self.ready, self.deaths = [], RawArray("q", lives)
+        super().__init__(None, FrontPlan(MODEL, ServerSettings(), ENGINE, RawArray("q", num_fronts), None))
+
+        def run(plan, index, end):
+            self.deaths[index] -= 1
+            if self.deaths[index] >= 0:
+                os._exit(3)
+            Channel(end).send(FromFront())
+            time.sleep(60)
+
+        monkeypatch.setattr(engine_process, "SpawnProcess", ForkProcess)
+        monkeypatch.setattr(engine_process, "run_front", run)
+        monkeypatch.setattr(engine_process, "Session", lambda engine, channel, fail: self.ready.append(channel))
+
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes.values()]
+
+    def turn_until(self, condition) -> None:
+        end = time.perf_counter() + 30
+        while not condition():
+            assert time.perf_counter() < end
+            self._turn(engine_process.MAX_FAILED_STARTS)
+
+    def close(self) -> None:
+        self.end()
+        self.join(10)
+        assert not any(os.path.exists(f"/proc/{pid}") for pid in self.pids())
+
+
+def test_a_front_is_started_again_each_time_it_ends(monkeypatch, caplog):
+    """Also if that is just after it was started; the other one does not notice."""
+    with closing(FakeFronts(monkeypatch, 2, [0, 0])) as fronts:
+        fronts.start()
+        first, other = fronts.pids()
+        assert len(fronts.ready) == 2
+        for i in range(12):
+            before, num_ready = fronts.pids()[0], len(fronts.ready)
+            os.kill(before, signal.SIGKILL)
+            fronts.turn_until(lambda before=before: fronts.pids()[0] != before)
+            if i % 3 < 2:  # else it is killed before it is ready
+                fronts.turn_until(lambda num_ready=num_ready: len(fronts.ready) > num_ready)
+        fronts.turn_until(lambda: not fronts._starting)
+        assert fronts.pids()[1] == other and fronts.pids()[0] != first and fronts._processes[1].is_alive()
+        assert caplog.text.count("nanovllm-front-0 has ended (exit status -9), and starts again") >= 9
+        assert fronts._num_failures == [0, 0]
+
+
+@pytest.mark.parametrize("num_deaths, is_fatal", [(3, False), (100, True)])
+def test_a_front_that_never_gets_ready_ends_the_server(monkeypatch, num_deaths, is_fatal):
+    with closing(FakeFronts(monkeypatch, 2, [0, 0])) as fronts:
+        fronts.start()
+        fronts.deaths[1] = num_deaths
+        os.kill(fronts.pids()[1], signal.SIGKILL)
+        if is_fatal:
+            with pytest.raises(RuntimeError, match=r"front-1 has ended \(exit status 3\) .* 10 times in a row"):
+                fronts.watch()
+        else:
+            fronts.turn_until(lambda: len(fronts.ready) == 3)
+        assert fronts._processes[0].is_alive()
+
+
+def test_a_front_that_does_not_start_at_first_is_an_error(monkeypatch):
+    failed = pytest.raises(RuntimeError, match=r"front-1 has ended \(exit status 3\) before it was ready$")
+    with closing(FakeFronts(monkeypatch, 2, [0, 1])) as fronts, failed:
+        fronts.start()
+
+
+def test_a_front_that_hangs_at_its_start_is_ended(monkeypatch):
+    with closing(FakeFronts(monkeypatch, 1, [0])) as fronts:
+        monkeypatch.setattr(engine_process, "run_front", lambda plan, index, end: time.sleep(60))
+        monkeypatch.setattr(engine_process, "START_SECONDS", 0.1)
+        with pytest.raises(RuntimeError, match=r"front-0 has ended \(exit status -9\) before it was ready"):
+            fronts.start()
+
+
+@pytest.mark.skipif(not hasattr(socket, "SO_REUSEPORT"), reason="the fronts share an address by this option")
+def test_two_servers_do_not_share_an_address():
+    """Else each would get a part of the other's clients."""
+    settings = ServerSettings(port=free_port(), api_server_count=2)
+    with listening_socket(settings), listening_socket(settings, is_of_front=True) as front:
+        front.listen()
+        with listening_socket(settings, is_of_front=True) as another_front:
+            another_front.listen()
+        for other in (settings, replace(settings, api_server_count=1)):
+            with pytest.raises(OSError, match=f"port={settings.port}: .*in use"):
+                listening_socket(other)
+    listening_socket(settings).close()
+
+
+@pytest.mark.skipif(not hasattr(socket, "SO_REUSEPORT"), reason="the fronts share an address by this option")
+def test_a_unix_socket_stays_until_the_last_front_has_ended(tmp_path):
+    settings = ServerSettings(uds=str(tmp_path / "socket"), api_server_count=2)
+    with reserved_address(settings) as listener:
+        with pytest.raises(OSError, match="in use"):
+            listening_socket(settings)
+        plan = FrontPlan(MODEL, settings, ENGINE, RawArray("q", 1), listener)
+        own, other = socket.socketpair()
+        process = ForkProcess(target=lambda: own.close() or run_front(plan, 0, other))
+        process.start()
+        other.close()
+        try:
+            Channel(own).receive(60)  # it is ready
+            own.shutdown(socket.SHUT_RDWR)
+            process.join(20)
+            assert process.exitcode == 1 and (tmp_path / "socket").exists()
+        finally:
+            process.kill()
+    assert not (tmp_path / "socket").exists()
 
 
 def free_port() -> int:
@@ -347,12 +555,12 @@ def test_processes():
             assert not sockets(pid) & sockets(other)  # so that the end of a process closes its channels
         assert [ask(url) for _ in range(8)] == [text] * 8  # each in a connection of its own
         for _ in range(16):  # any front
-            answer = httpx.post(f"{url}/v1/completions", json={"prompt": [], "unknown": 1})
+            answer = httpx.post(f"{url}/v1/completions", json={"prompt": [], "unknown": 1}, timeout=60)
             assert answer.status_code == 400
-        answer = httpx.get(f"{url}/v1/responses/resp_1")
+        answer = httpx.get(f"{url}/v1/responses/resp_1", timeout=60)
         assert answer.status_code == 404 and "another process of this server" in answer.json()["error"]["message"]
         for _ in range(4):
-            lines = httpx.get(f"{url}/metrics").text.splitlines()
+            lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
             assert "nanovllm:ignored_request_fields_total 16.0" in lines
             assert 'vllm:request_success_total{finished_reason="length",model_name="tiny-qwen3"} 8.0' in lines
             assert 'vllm:generation_tokens_total{model_name="tiny-qwen3"} 96.0' in lines
@@ -368,9 +576,12 @@ def test_processes():
                 assert not [*chunks]
         wait_for(lambda: lost not in children(process.pid) and len(children(process.pid)) == 2)
         assert {*fronts} - {*children(process.pid)} == {lost}
+        (again,) = {*children(process.pid)} - {*fronts}
+        os.kill(again, signal.SIGKILL)  # while it starts
+        wait_for(lambda: again not in children(process.pid) and len(children(process.pid)) == 2)
         wait_for(lambda: can_connect(url))
         assert ask(url) == text
-        lines = httpx.get(f"{url}/metrics").text.splitlines()
+        lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
         assert 'vllm:num_requests_running{model_name="tiny-qwen3"} 0.0' in lines
 
         with (

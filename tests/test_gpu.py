@@ -193,7 +193,7 @@ def random_model(request, tmp_path_factory) -> str:
     (folder / "config.json").write_text(json.dumps(entries))
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), torch_dtype=torch.bfloat16)
     model.to(torch.bfloat16).save_pretrained(folder)
     yield str(folder)
     shutil.rmtree(folder)

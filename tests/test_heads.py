@@ -127,7 +127,7 @@ class Reference:
     """A definition, on hidden states of transformers; each draft computes all rows from the first on."""
 
     def __init__(self, folder: Path):
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32).eval()
         self.embeddings = self.model.get_input_embeddings().weight
         self.hidden: dict[tuple, torch.Tensor] = {}
 

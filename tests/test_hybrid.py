@@ -1,5 +1,6 @@
 """Hybrid models: the gated delta rule, and families with it in small random models that transformers has made."""
 
+import json
 import random
 import shutil
 from collections import Counter
@@ -58,7 +59,7 @@ KINDS = ["linear_attention", "linear_attention", "full_attention"]
 EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, shared_expert_intermediate_size=40)
 STACKED = EXPERTS | {"shared_expert_intermediate_size": 24}  # a shared expert like the others
 ROPE = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.25}
-YARN = ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+YARN = ROPE | {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 64}
 # family, layers, attention heads, key-value heads, head_dim; heads of the delta rule; other entries
 CASES = {
     "qwen3_next": ("Qwen3Next", KINDS, (4, 2, 32), (4, 8, 16, 24), EXPERTS | {"norm_topk_prob": True}),
@@ -305,6 +306,29 @@ def test_parity(make_hybrid, checkpoints, name):
     outputs = generate_by_steps(llm, requests)
     assert_same_as_reference(checkpoints.model(name), outputs)
     assert len({token_id for output in outputs for token_id in output.outputs[0].token_ids}) > 12
+
+
+@pytest.mark.parametrize("name", ["qwen3_5-tied", "qwen3_5-tied-whole"])
+@pytest.mark.parametrize("is_other", [False, True])
+def test_tied_checkpoint_that_has_a_head(tmp_path, caplog, name, is_other):
+    """One that is not the embedding is used, in checkpoints of several parts too; the text alone may say it is tied."""
+    folder = make_checkpoint(tmp_path, name.removesuffix("-whole"), name.endswith("-whole"))
+    raw = json.loads((tmp_path / "config.json").read_text())
+    if "text_config" in raw:
+        raw.pop("tie_word_embeddings", None)
+        raw["text_config"]["tie_word_embeddings"] = True
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+    tensors = load_file(tmp_path / "model.safetensors")
+    embedding = next(tensor for name, tensor in tensors.items() if name.endswith("embed_tokens.weight"))
+    head = embedding.roll(1, 0) if is_other else embedding.clone()
+    save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = Config(folder, dtype="float32", device="cpu")
+    model = model_class(config.model_config.model_type)(config.model_config, 64, SDPABackend(), TensorParallel())
+    load_model(model, tmp_path, torch.device("cpu"))
+    assert torch.equal(model.lm_head.weight, head) and len(caplog.records) == is_other
+    decoder = getattr(model.model, "language_model", model.model)
+    assert (decoder.embed_tokens.weight is model.lm_head.weight) == (not is_other)
+    assert torch.equal(decoder.embed_tokens.weight, embedding)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter")
@@ -590,6 +614,8 @@ def test_methods_of_drafting(make_hybrid, margins, tmp_path):
     params = few_likely(params)
     outputs = margins(make_hybrid("qwen3_5")).generate(prompts, params, use_tqdm=False)
     draft_model = make_dense_checkpoint(tmp_path / "draft", "llama")
+    raw = json.loads((file := tmp_path / "draft/config.json").read_text())
+    file.write_text(json.dumps(raw | {"max_position_embeddings": 512}))  # as long as the hybrid's sequences
     for method in METHODS:
         others = {"model": draft_model} if method == "draft_model" else {}
         llm = make_hybrid("qwen3_5", **drafting(method, **others))

@@ -229,6 +229,14 @@ ROPES = {
         "beta_fast": 16.0,
         "beta_slow": 2.0,
     },
+    "yarn by ratio": {"factor": 3.7, "original_max_position_embeddings": MAX_LEN / 3.7, "beta_fast": 20.0},
+    "yarn with mscale": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 1024,
+        "mscale": 0.8,
+        "mscale_all_dim": 1.2,
+    },
+    "dynamic": {"factor": 2.0},
     "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512},
 }
 WRITERS = {
@@ -254,10 +262,10 @@ def read_config(folder, **entries) -> ModelConfig:
     return ModelConfig.read(folder)
 
 
-def theirs_rope(rope: dict) -> Qwen3RotaryEmbedding:
+def theirs_rope(rope: dict, **entries) -> Qwen3RotaryEmbedding:
     """transformers' module, by the names that its version knows."""
     writer = WRITERS["v5" if int(transformers.__version__.split(".")[0]) >= 5 else "v4 rope_type"]
-    return Qwen3RotaryEmbedding(Qwen3Config(**SHAPE, **writer(rope)))
+    return Qwen3RotaryEmbedding(Qwen3Config(**SHAPE, **writer(dict(rope)), **entries))
 
 
 @pytest.mark.parametrize(
@@ -266,10 +274,13 @@ def theirs_rope(rope: dict) -> Qwen3RotaryEmbedding:
 def test_rotary(tmp_path, name, writer):
     rope = {"rope_type": name.split()[0], **ROPES[name]}
     config = read_config(tmp_path, **WRITERS[writer](dict(rope)))
-    rotary_emb = RotaryEmbedding(config.rope_inv_freq, config.rope_scale, MAX_LEN)
-    positions = torch.tensor([0, 1, 2, 63, 511, 512, 1023, 1024, 2000, MAX_LEN - 1])
+    assert_same_rope(config, theirs_rope(rope), [0, 1, 2, 63, 511, 512, 1023, 1024, 2000, MAX_LEN - 1])
+
+
+def assert_same_rope(config, theirs, positions) -> None:
+    rotary_emb, positions = RotaryEmbedding(config.rope_inv_freq, config.rope_scale, MAX_LEN), torch.tensor(positions)
     q, k = torch.randn(len(positions), 4, HEAD_DIM), torch.randn(len(positions), 2, HEAD_DIM)
-    cos, sin = theirs_rope(rope)(q, positions[None])
+    cos, sin = theirs(q, positions[None])
     expected = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
     cos_sin = rotary_emb(positions)
     for x, reference in zip((q, k), expected):
@@ -310,9 +321,10 @@ def test_few_sizes_of_products(monkeypatch, dtype, bias):
 
 
 def test_ropes_differ(tmp_path):
-    """None of the kinds is read as another, so that test_rotary compares five different things."""
-    configs = [read_config(tmp_path, **WRITERS["v5"]({"rope_type": n.split()[0], **r})) for n, r in ROPES.items()]
-    assert len({(config.rope_inv_freq, config.rope_scale) for config in configs}) == len(ROPES)
+    """None of the kinds is read as another, so that test_rotary compares different things."""
+    ropes = [(name.split()[0], rope) for name, rope in ROPES.items() if name != "dynamic"]  # which has the default's
+    configs = [read_config(tmp_path, **WRITERS["v5"]({"rope_type": kind, **rope})) for kind, rope in ropes]
+    assert len({(config.rope_inv_freq, config.rope_scale) for config in configs}) == len(ropes)
     assert read_config(tmp_path).rope_inv_freq != configs[0].rope_inv_freq  # theta is 10000 where none is given
 
 
@@ -347,11 +359,67 @@ def test_rope_that_is_no_object(tmp_path):
     assert read_config(tmp_path, **unset).rope_inv_freq == read_config(tmp_path).rope_inv_freq
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su"])
+@pytest.mark.parametrize("kind", ["proportional", "su"])
 @pytest.mark.parametrize("writer", ["v4 type", "v4 rope_type", "v5"])
 def test_unknown_ropes_are_refused(tmp_path, kind, writer):
     with pytest.raises(ValueError, match=f"rope type='{kind}'.*'yarn'"):
         read_config(tmp_path, **WRITERS[writer]({"rope_type": kind, "factor": 2.0}))
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1 + i / 8 for i in range(HEAD_DIM // 2)],
+    "long_factor": [2.0 + i for i in range(HEAD_DIM // 2)],
+}
+
+
+@pytest.mark.parametrize("writer", ["v4 type", "v4 rope_type", "v5"])
+@pytest.mark.parametrize("extra", [{}, {"attention_factor": 1.5}])
+def test_longrope(tmp_path, writer, extra):
+    """Up to the length of the training, where transformers changes all frequencies. Phi writes it beside the others."""
+    rope, length = LONGROPE | extra, {"original_max_position_embeddings": 512}
+    config = read_config(tmp_path, **WRITERS[writer](dict(rope)), **length)
+    assert config.max_position_embeddings == 512 and config.rope_inv_freq != read_config(tmp_path).rope_inv_freq
+    assert_same_rope(config, theirs_rope(rope, **length), [0, 1, 2, 63, 200, 511])
+    for wrong in ([1.0] * 3, 2.0, [1.0] * 15 + ["2"]):
+        with pytest.raises((ValueError, TypeError), match="config.json: short_factor"):
+            read_config(tmp_path, **WRITERS[writer](rope | {"short_factor": wrong}), **length)
+
+
+@pytest.mark.parametrize("writer", ["v4 type", "v4 rope_type", "v5"])
+@pytest.mark.parametrize(
+    "rope, max_len",
+    [
+        ({"rope_type": "default"}, MAX_LEN),
+        ({"rope_type": "linear", "factor": 2.5}, 10240),
+        ({"rope_type": "dynamic", "factor": 2.5}, MAX_LEN),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 3000}, 12000),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1000}, 2000),
+        ({"rope_type": "yarn", "factor": 4.0}, 4 * MAX_LEN),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 512}, MAX_LEN),
+        (ROPES["llama3"] | {"rope_type": "llama3"}, MAX_LEN),
+    ],
+)
+def test_longest_sequence(tmp_path, rope, max_len, writer):
+    assert read_config(tmp_path, **WRITERS[writer](dict(rope))).max_position_embeddings == max_len
+
+
+def test_several_places_of_rope_entries(tmp_path):
+    """YaRN in `rope_scaling`, which users add to a file of transformers 5, and parameters by kind of layer."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    expected = read_config(tmp_path, rope_theta=THETA, rope_scaling=yarn)
+    plain = {"rope_theta": THETA, "rope_type": "default"}
+    renamed = {"type": "yarn"} | {name: value for name, value in yarn.items() if name != "rope_type"}
+    for entries in (
+        {"rope_parameters": plain, "rope_scaling": yarn},
+        {"rope_parameters": plain, "rope_scaling": renamed},
+        {"rope_parameters": plain | yarn, "rope_scaling": None},
+        {"rope_parameters": {"full_attention": plain | yarn, "sliding_attention": plain}},
+        {"rope_theta": THETA, "rope_parameters": {"full_attention": yarn}},
+    ):
+        found = read_config(tmp_path, **entries)
+        assert found.rope_inv_freq == expected.rope_inv_freq and found.rope_scale == expected.rope_scale
+        assert found.max_position_embeddings == expected.max_position_embeddings == 4096
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from common import TINY
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
 
 from nanovllm import SamplingParams
 from nanovllm.config import Config
@@ -20,12 +20,13 @@ from nanovllm.engine import model_runner
 from nanovllm.layers.attention import SDPABackend
 from nanovllm.models import MODELS
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.utils.loader import find_model, load_model, load_tokenizer
+from nanovllm.utils.loader import find_model, load_model
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 PROMPT = [5, 1999, 300, 42, 7, 7, 1024, 11]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LAYER = "model.layers.1."
+V5 = int(transformers.__version__.split(".")[0]) >= 5
 
 
 def cache_of(llm) -> torch.Tensor:
@@ -110,10 +111,62 @@ def test_untied_head(checkpoint, make_llm, tensors, tiny_logits):
     assert not torch.allclose(logits[0], tiny_logits[0], atol=1e-2)
 
 
-def test_tied_checkpoint_that_stores_its_head(checkpoint, make_llm, tensors, tiny_logits):
-    """The embedding is what counts, wherever the other tensor lies in the files."""
-    folder = checkpoint({"lm_head.weight": tensors["model.embed_tokens.weight"] * 2}, tensors)
-    assert torch.equal(ours(make_llm(folder))[1], tiny_logits)
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def is_tied(llm) -> bool:
+    model = llm.model_runner.model
+    return model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("num_files", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tied_checkpoint_that_stores_its_head_too(checkpoint, make_llm, tensors, tiny_logits, caplog, num_files, dtype):
+    """It is the embedding, in another dtype perhaps, so one tensor in memory is enough."""
+    head = {"lm_head.weight": tensors[EMBEDDING].to(dtype, copy=True)}
+    llm = make_llm(checkpoint(*([head, tensors] if num_files == 2 else [tensors | head])))
+    assert torch.equal(ours(llm)[1], tiny_logits) and is_tied(llm) and not caplog.records
+
+
+@pytest.mark.parametrize("num_files", [1, 2])
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_tied_checkpoint_with_another_head(checkpoint, make_llm, tensors, tiny_logits, caplog, num_files, quantization):
+    """As in transformers 5, the head that is there is used, with a warning; one number may be all that differs."""
+    head = tensors[EMBEDDING].clone()
+    head[-1, -1] += 64
+    files = [{"lm_head.weight": head}, tensors] if num_files == 2 else [tensors | {"lm_head.weight": head}]
+    llm = make_llm(folder := checkpoint(*files), quantization=quantization)
+    (record,) = caplog.records
+    assert f"lm_head.weight differs from {EMBEDDING}, so it is used" in record.getMessage()
+    assert record.levelname == "WARNING" and folder in record.getMessage()
+    found = ours(llm)
+    if not quantization and V5:
+        assert_same_as_transformers(llm, folder)
+    checkpoint(tie_word_embeddings=False)  # as it should have been
+    caplog.clear()
+    token_ids, logits = ours(make_llm(folder, quantization=quantization))
+    assert found[0] == token_ids and torch.equal(found[1], logits) and not is_tied(llm) and not caplog.records
+    assert not torch.allclose(logits[0], tiny_logits[0], atol=1e-2)
+
+
+def test_tied_checkpoint_with_another_head_on_ranks(checkpoint, tensors, caplog):
+    """Each has its part of it, also the ranks whose part does not differ. One of them warns."""
+    head = tensors[EMBEDDING].clone()
+    head[-1, -1] += 64
+    folder = Path(checkpoint(tensors | {"lm_head.weight": head}))
+    config = Config(str(folder), dtype="float32", device="cpu").model_config
+    for rank in range(2):
+        part = Qwen3ForCausalLM(config, 64, SDPABackend(), TensorParallel(rank, 2))
+        load_model(part, folder, torch.device("cpu"))
+        assert torch.equal(part.lm_head.weight, head.float().chunk(2)[rank])
+        assert torch.equal(part.model.embed_tokens.weight, tensors[EMBEDDING].float().chunk(2)[rank])
+    assert len(caplog.records) == 1
+
+
+def test_tied_checkpoint_whose_head_has_another_shape(checkpoint, make_llm, tensors):
+    folder = checkpoint(tensors | {"lm_head.weight": torch.zeros(2049, 256)})
+    with pytest.raises(ValueError, match=r"lm_head.weight: the checkpoint has shape \[2049, 256\], the model needs"):
+        make_llm(folder)
 
 
 def test_attention_bias(checkpoint, make_llm, tensors, tiny_logits):
@@ -476,23 +529,6 @@ def test_broken_json(checkpoint, make_llm, tensors, name, content, message):
     (Path(folder) / name).write_text(content)
     with pytest.raises(ValueError, match=f"{folder}/{name}: .*{message}"):
         make_llm(folder)
-
-
-@pytest.mark.parametrize(
-    "model_type", ["qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen2", "llama", "mistral"]
-)
-@pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "Qwen2Tokenizer", "Qwen2TokenizerFast", None])
-def test_tokenizer_is_the_one_of_transformers(tmp_path, model_type, kind):
-    """Although AutoTokenizer, whose import is slow, does not always load it."""
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((Path(TINY) / name).read_bytes())
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"tokenizer_class": kind}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    ours, expected = load_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
-    assert type(ours) is type(expected)
-    assert ours.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
-    assert ours.chat_template == expected.chat_template and ours.special_tokens_map == expected.special_tokens_map
 
 
 def test_broken_tokenizer(checkpoint, make_llm, tensors):

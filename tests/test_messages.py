@@ -11,14 +11,15 @@ pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("openai")  # of test_server
 
+from common import CharacterTokenizer
 from test_server import MODEL, running
 
 from nanovllm.engine.outputs import CompletionOutput, RequestOutput
 from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.serve import anthropic_api
+from nanovllm.serve.answer_formats import Formats
 from nanovllm.serve.anthropic_api import MessagesAnswer, MessagesBody, chat_body
 from nanovllm.serve.async_request import AsyncRequest
-from nanovllm.serve.chat import Formats
 from nanovllm.serve.engine_client import EngineDeadError, QueueFullError
 from nanovllm.serve.errors import ApiError
 
@@ -37,7 +38,7 @@ HEADER = "x-anthropic-billing-header: cc_version=2; cch=d1d48;"
 
 @pytest.fixture(scope="module")
 def server():
-    with running(max_body_bytes=100_000, api_key=(KEY,)) as server:
+    with running(max_body_bytes=100_000, api_key=(KEY,), tool_call_parser="hermes") as server:
         yield server
 
 
@@ -105,7 +106,7 @@ def built(events: list[dict]) -> dict:
 
 def converted(messages, **fields):
     body = chat_body(MessagesBody.model_validate({"messages": messages, "max_tokens": 5, **fields}))
-    return body, [message.model_dump(exclude_unset=True) for message in body.messages]
+    return body, body.as_sent("messages")
 
 
 CHAT_CALL = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": {"n": 1}}}
@@ -301,12 +302,13 @@ def test_calls_that_are_cut(create):
 def answer_to(text: str, finish_reason: str = "stop"):
     """The answer to a request with tools of a model that reasons and has written `text`; whole, and streamed."""
     body, _ = converted([USER], tools=[TOOL], stream=True)
-    request = SimpleNamespace(request=SimpleNamespace(prompt="Hi"), prompt_token_ids=[1, 2, 3], num_cached_tokens=2)
-    one, two = (MessagesAnswer(body, MODEL, [request], Formats("hermes", True)) for _ in range(2))
-    ids = [*range(len(text))]
+    request = SimpleNamespace(prompt_token_ids=[1, 2, 3], num_cached_tokens=2)
+    formats = Formats("hermes", reasoning=CharacterTokenizer().markers())
+    one, two = (MessagesAnswer(body, MODEL, [request], formats) for _ in range(2))
+    ids = [*map(ord, text)]
     output = CompletionOutput(0, text, ids, None, None, finish_reason, None)
     whole = json.loads(one._whole([RequestOutput(0, "Hi", [1, 2, 3], [output], True, 2, None, None)]))
-    pieces = [StreamEvent(0, 0, 0, piece, [5], None, None, None) for piece in text]
+    pieces = [StreamEvent(0, 0, 0, piece, [ord(piece)], None, None, None) for piece in text]
     pieces.append(StreamEvent(0, 0, 0, "", [], finish_reason, None, None))
     events = [data for piece in pieces if (data := two._events(0, [piece]))]
     return whole, built(events_of(b"".join([two.begin(), *events, two._end()]).decode()))

@@ -66,6 +66,8 @@ CASES = {
     "mistral-window": ("Mistral", 6, 2, 16, LINEAR, {"sliding_window": 23}),
     "qwen3": ("Qwen3", 4, 2, 32, {}, {"tie_word_embeddings": True}),
     "qwen3-biases": ("Qwen3", 6, 2, 24, YARN, {"attention_bias": True}),
+    # as model cards of Qwen turn YaRN on: this length stays, so transformers 4 takes another factor from it
+    **({"qwen3-long": ("Qwen3", 4, 2, 16, YARN, {"max_position_embeddings": 60})} if V5 else {}),
     "qwen3-moe": ("Qwen3Moe", 4, 2, 32, {}, EXPERTS | {"norm_topk_prob": True}),
     "qwen3-moe-top-1": ("Qwen3Moe", 4, 4, 16, YARN, EXPERTS | {"num_experts_per_tok": 1}),
     "qwen3-moe-step": ("Qwen3Moe", 4, 2, 16, {}, EXPERTS | {"decoder_sparse_step": 2, "num_experts": 60}),
@@ -126,12 +128,12 @@ def checkpoint_files(name: str, case: str) -> dict[str, bytes]:
         num_hidden_layers=2,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        max_position_embeddings=4 * MAX_LEN,
+        max_position_embeddings=MAX_LEN,
         eos_token_id=None,
         bos_token_id=None,
     )
     shape |= ({"rope_parameters": rope} if V5 else rope) | ({"head_dim": head_dim} if head_dim else {})
-    config = getattr(transformers, f"{family}Config")(**shape, **entries)
+    config = getattr(transformers, f"{family}Config")(**shape | entries)
     model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
     generator = torch.Generator().manual_seed(sum(map(ord, name)))
     for parameter_name, parameter in model.named_parameters():
@@ -293,7 +295,8 @@ def test_old_llama_checkpoint(make_llm, tmp_path):
     before = generate_by_steps(make_llm(folder, **SMALL), requests())
     tensors = load_file(tmp_path / "model.safetensors")
     tensors |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(16) for i in range(2)}
-    save_file(tensors | {"lm_head.weight": torch.ones(VOCAB_SIZE, 64)}, tmp_path / "model.safetensors")
+    head = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    save_file(tensors | head, tmp_path / "model.safetensors")
     scaling = {"type": LLAMA3["rope_type"]} | {name: value for name, value in LLAMA3.items() if name != "rope_type"}
     new = ("rope_parameters", "attention_bias", "mlp_bias", "pretraining_tp", "dtype")
     edit(folder, new, rope_theta=5000.0, rope_scaling=scaling, torch_dtype="float32")

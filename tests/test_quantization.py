@@ -271,7 +271,8 @@ def test_fp8_units(monkeypatch, use_ops, make_llm, tmp_path, name, format_name):
     assert {kernel for kernel, _ in calls} == kernels
     split_ks = [a[4] for kernel, a in calls if kernel == "scaled_gemv" and len(a) > 4]
     assert (max(split_ks) > 1) == (name != "llama-biases")
-    assert_near_transformers(plain, outputs, 0.5)
+    # another expert may be chosen for a token; the random model is another one with transformers 4
+    assert_near_transformers(plain, outputs, 0.5, 0.8 if name == "qwen3-moe" else 1.0)
 
 
 def test_two_products_of_a_norm():

@@ -411,14 +411,15 @@ def test_innocents_of_a_request_that_kills_its_replicas(monkeypatch, one_engine,
 
 def test_replica_that_fails_while_it_is_idle(monkeypatch):
     """A rank that dies then is noticed without a request, and an error of `submit` is a loss."""
-    monkeypatch.setattr(replica_module, "IDLE_CHECK_SECONDS", 0.02)
 
     def dead():
         raise RuntimeError("rank 1 has died")
 
     async def run():
         async with started() as (driver, handles):
-            monkeypatch.setattr(handles[0].replica.engine.core.workers, "check", dead)
+            workers = handles[0].replica.engine.core.workers
+            monkeypatch.setattr(workers, "check", dead)
+            workers.on_failure()
             while driver.group.replicas[0].num_restarts == 0:
                 await asyncio.sleep(0.01)
             monkeypatch.setattr(handles[1].replica, "_submit", lambda messages: dead())

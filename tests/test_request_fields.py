@@ -4,18 +4,26 @@ import json
 import logging
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import fields
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from test_server import GREEDY, MODEL, PROMPT, QUESTION, TOOL, expected, offline, running, use_small_model
+from common import CharacterTokenizer
+from test_server import GREEDY, MODEL, PROMPT, QUESTION, TOOL, expected, offline, running, use_small_model, wait_for
 
 from nanovllm import BeamSearchParams, SamplingParams
 from nanovllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nanovllm.engine.prompts import render_chat
 from nanovllm.engine.stream_event import StreamEvent
-from nanovllm.serve.chat import ChatAnswer, Formats
+from nanovllm.serve import template_sandbox
+from nanovllm.serve.answer_formats import Formats
+from nanovllm.serve.chat import ChatAnswer
 from nanovllm.serve.prompt_lanes import tokenized
 from nanovllm.serve.protocol import IGNORED, ChatBody, CompletionBody, GenerationBody, IgnoredFields
+from nanovllm.serve.template_sandbox import TemplateSandbox
 
 httpx = pytest.importorskip("httpx")
 __all__ = ["offline", "use_small_model"]  # fixtures
@@ -29,7 +37,7 @@ TEMPLATE = "{{ reasoning_effort }} {{ enable_thinking }} {{ documents[0].title }
 
 @pytest.fixture(scope="module")
 def server():
-    with running(trust_request_chat_template=True) as server:
+    with running(trust_request_chat_template=True, tool_call_parser="hermes") as server:
         yield server
 
 
@@ -96,8 +104,11 @@ def test_values_that_mean_nothing(post, offline, path, index):
 
 
 def test_every_sampling_parameter_is_a_field():
-    """Else a body with it would be answered as if it were not there. What `detokenize` leaves out is the answer."""
-    names = {field.name for field in fields(SamplingParams)} - {"detokenize"}
+    """Else a body with it would be answered as if it were not there.
+
+    What `detokenize` leaves out is the answer, and the `reasoning_parser` is the server's.
+    """
+    names = {field.name for field in fields(SamplingParams)} - {"detokenize", "reasoning_parser"}
     missing = names - GenerationBody.model_fields.keys()
     assert not missing, f"add {missing} to GenerationBody of serve/protocol.py"
 
@@ -180,6 +191,45 @@ def test_prompt_logprobs(post, offline):
     assert len(choice["logprobs"]["tokens"]) == 2  # without `echo`, those of the answer alone
 
 
+def fields_of_logprobs(num_top: int) -> list[tuple[str, str, dict]]:
+    """(path, field, body) for each field that says how many log-probabilities a token has."""
+    common, included = {"max_tokens": 1}, {"include": ["message.output_text.logprobs"], "max_output_tokens": 1}
+    return [
+        (TEXT, "logprobs", common | {"prompt": PROMPT, "logprobs": num_top}),
+        (TEXT, "prompt_logprobs", common | {"prompt": PROMPT, "prompt_logprobs": num_top}),
+        (TEXT, "logprobs", common | {"prompt": PROMPT, "logprobs": num_top, "echo": True}),
+        (CHAT, "top_logprobs", common | {"messages": QUESTION, "logprobs": True, "top_logprobs": num_top}),
+        (CHAT, "prompt_logprobs", common | {"messages": QUESTION, "prompt_logprobs": num_top}),
+        ("/v1/responses", "top_logprobs", included | {"input": "x", "top_logprobs": num_top}),
+    ]
+
+
+@pytest.mark.parametrize("most", [3, 30, -1])
+def test_the_bound_of_log_probabilities_is_the_engines(most):
+    """Everywhere; -1 is no bound, and as a request's number all tokens."""
+    with running(dict(max_logprobs=most)) as server, httpx.Client(base_url=server.url, timeout=20) as http:
+        for path, _, body in fields_of_logprobs(200 if most < 0 else most):
+            answer = http.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+        for path, field, body in fields_of_logprobs(-1 if most < 0 else most + 1):
+            answer = http.post(path, json=body)
+            if most < 0:
+                assert answer.status_code == 200, answer.text
+                continue
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, field)
+            assert error["message"].startswith(f"{field}={most + 1}: must be at most max_logprobs={most}")
+        if most == -1:
+            body = {"messages": QUESTION, "logprobs": True, "top_logprobs": -1, "max_tokens": 2}
+            entries = http.post(CHAT, json=body).json()["choices"][0]["logprobs"]["content"]
+            assert [len(entry["top_logprobs"]) for entry in entries] == [2048] * 2
+            choices = [x for chunk in chunks(http.post(CHAT, json=body | {"stream": True})) for x in chunk["choices"]]
+            found = [entry for choice in choices if choice.get("logprobs") for entry in choice["logprobs"]["content"]]
+            assert [len(entry["top_logprobs"]) for entry in found] == [2048] * 2
+        error = http.post("/v1/responses", json={"input": "x", "top_logprobs": 10**9}).json()["error"]
+        assert error["param"] == "top_logprobs"  # though no log-probabilities are included
+
+
 def test_tokens_as_token_ids(post, offline):
     names = [f"token_id:{i}" for i in expected(offline, PROMPT).token_ids]
     options = {"return_tokens_as_token_ids": True, "logprobs": 1}
@@ -258,9 +308,9 @@ def test_special_tokens(offline):
     def encode(text, add_special_tokens=True):
         return [7] * add_special_tokens + offline.tokenizer.encode(text)
 
-    fake = SimpleNamespace(
-        encode=encode, decode=offline.tokenizer.decode, apply_chat_template=offline.tokenizer.apply_chat_template
-    )
+    own = offline.tokenizer
+    templates = dict(apply_chat_template=own.apply_chat_template, get_chat_template=own.get_chat_template)
+    fake = SimpleNamespace(encode=encode, decode=own.decode, **templates)
     lane = SimpleNamespace(tokenizer=fake, tokenizer_lock=threading.RLock(), max_model_len=100)
     lane.encode = lambda text, adds_special, is_cut: encode(text, adds_special)
     plain = offline.tokenizer.encode(PROMPT)
@@ -295,6 +345,128 @@ def test_templates_of_clients_are_programs(offline):
         assert error["param"] == "chat_template" and "--trust-request-chat-template" in error["message"]
         same = httpx.post(url, json=body | {"chat_template": offline.tokenizer.chat_template}).json()
         assert same["choices"][0]["message"]["content"] == expected(offline, QUESTION).text
+
+
+HUGE_TEXTS = [
+    "{{ 'a' * 10**10 }}",
+    "{{ ('a' * 10**5) * 10**5 }}",
+    "{{ '%0999999999d' % 1 }}",
+    "{{ '{:>9999999999}'.format(1) }}",
+    "{{ 'a'.ljust(10**10) }}{{ 'a'.center(10**10) }}{{ '1'.zfill(10**10) }}",
+    "{% set x = 'a' * 10**6 %}{{ x.replace('a', x) }}",
+    "{{ [0] * 10**10 }}",
+    "{{ [1] | tojson(indent=10**10) }}",
+    "{% for i in range(10**9) %}a{% endfor %}",
+    "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+    "{{ 'a' * 10**8 }}",
+]
+# within one call, in which nothing else can interrupt it
+SLOW_TEMPLATE = "{{ (10**(10**6)) ** 1000 }}"
+
+
+@pytest.fixture(scope="module")
+def sandbox(offline):
+    with closing(TemplateSandbox(offline.tokenizer)) as sandbox:
+        yield sandbox
+
+
+@pytest.mark.parametrize("template", HUGE_TEXTS)
+def test_templates_that_make_huge_texts(sandbox, template):
+    """They are refused, and the process goes on."""
+    assert sandbox.render(QUESTION, {"chat_template": "{{ messages[0].role }}"}) == "user"
+    before = [process.pid for process in sandbox._processes]
+    with pytest.raises(ValueError, match="the chat template fails .*(too much memory|must be at most|too big)"):
+        sandbox.render(QUESTION, {"chat_template": template})
+    assert [process.pid for process in sandbox._processes] == before
+
+
+def test_templates_that_take_long(offline, monkeypatch):
+    """Their process is ended, and another one has the next conversation."""
+    monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.2)
+    with closing(TemplateSandbox(offline.tokenizer)) as sandbox:
+        with pytest.raises(ValueError, match=r"the chat template fails \(it takes more than 0.2 s, or too much memory"):
+            sandbox.render(QUESTION, {"chat_template": SLOW_TEMPLATE})
+        assert not sandbox._processes
+        assert sandbox.render(QUESTION, {"chat_template": "{{ messages[0].role }}"}) == "user"
+        (process,) = sandbox._processes
+    assert process.wait(10) < 0
+    with pytest.raises(RuntimeError, match="closed"):
+        sandbox.render(QUESTION, {})
+
+
+RENDERED = [
+    {},
+    {"tools": [TOOL], "x": [1, {"y": None}], "enable_thinking": False},
+    {"chat_template": TEMPLATE, "tools": [TOOL], "documents": [{"title": "\u00e9\U0001f600"}], "reasoning_effort": 5},
+    {"add_generation_prompt": False, "continue_final_message": True},
+    {"chat_template": "{{ bos_token }} {{ eos_token }} {{ messages | tojson }}"},
+    {"chat_template": "{{ raise_exception('not like this') }}"},
+    {"chat_template": "{% if %}"},
+]
+
+
+@pytest.mark.parametrize("arguments", RENDERED, ids=str)
+def test_texts_of_the_sandbox_are_those_of_the_tokenizer(offline, sandbox, arguments):
+    messages, results = [*QUESTION, {"role": "assistant", "content": "Well, \u00e9"}], []
+    for render in (partial(render_chat, offline.tokenizer), sandbox.render):
+        try:
+            results.append(render(messages, arguments))
+        except ValueError as error:
+            results.append(str(error))
+    assert results[0] == results[1] and results[0]
+
+
+def test_what_may_take_long():
+    def may_take_long(**fields) -> bool:
+        return template_sandbox.may_take_long(ChatBody(**{"messages": QUESTION} | fields), TEMPLATE)
+
+    for own in ({}, {"enable_thinking": False}, {"a": None, "language": "en"}):
+        assert not may_take_long(chat_template_kwargs=own) and not may_take_long(chat_template=TEMPLATE)
+    for own in ({"n": 5}, {"n": 1e300}, {"x": []}, {"x": {"y": 1}}, {"x": "y" * 2000}):
+        assert may_take_long(chat_template_kwargs=own)
+    assert may_take_long(chat_template="{{ 1 }}") and may_take_long(messages=QUESTION * 2000)
+
+
+def test_others_go_on_while_a_template_takes_long(monkeypatch, offline):
+    """It has neither the tokenizer's threads nor its lock. Its own errors name what the client has sent."""
+    template, content = "{{ messages[0].content * n }}", QUESTION[0]["content"]
+    with (
+        running(chat_template=template) as server,
+        httpx.Client(base_url=server.url, timeout=30) as http,
+        ThreadPoolExecutor(4) as pool,
+    ):
+
+        def ask(path: str, n: int):
+            body = {"messages": QUESTION, "max_tokens": 2, "chat_template_kwargs": {"n": n}}
+            return http.post(path, json=body | ({"input": content} if "responses" in path else {}))
+
+        paths = ("/tokenize", CHAT, "/v1/responses", "/v1/messages", "/v1/messages/count_tokens")
+        assert ask("/tokenize", 2).json()["tokens"] == offline.tokenizer.encode(content * 2)
+        for path in paths:
+            assert ask(path, 2).status_code == 200
+            answer = ask(path, 10**10)
+            assert answer.status_code == 400 and "the chat template fails (it takes too much memory)" in answer.text
+        go_on, render = threading.Event(), server.llm._template_sandbox.render
+        hold = lambda *arguments: go_on.wait(30) and render(*arguments)
+        monkeypatch.setattr(server.llm._template_sandbox, "render", hold)
+        held = [pool.submit(ask, path, 3) for path in paths[:4]]
+        for _ in range(5):
+            assert http.post("/tokenize", json={"prompt": PROMPT}).json()["count"] == 9
+            assert http.post(TEXT, json=GREEDY | {"prompt": PROMPT}).status_code == 200
+        assert not any(answer.done() for answer in held)
+        go_on.set()
+        assert [answer.result().status_code for answer in held] == [200] * 4
+        server.wait_until_free()
+
+
+def test_a_server_that_ends_while_a_template_takes_long():
+    with running(trust_request_chat_template=True, drain_seconds=0) as server, ThreadPoolExecutor(1) as pool:
+        body = {"messages": QUESTION, "chat_template": SLOW_TEMPLATE}
+        answer = pool.submit(httpx.post, server.url + CHAT, json=body)
+        wait_for(lambda: server.llm._template_sandbox._processes)
+        (process,) = server.llm._template_sandbox._processes
+        server.llm.exit()
+        assert answer.result(10).status_code == 503 and process.wait(10) < 0
 
 
 @pytest.mark.parametrize(
@@ -345,14 +517,15 @@ def test_functions(post):
 
 def answers_to(body: ChatBody, text: str) -> tuple[dict, list[dict]]:
     """The choice of a complete answer with this text, and the deltas of a streamed one."""
-    request = SimpleNamespace(prompt_token_ids=[1], num_cached_tokens=0, request=SimpleNamespace(prompt=""))
+    request = SimpleNamespace(prompt_token_ids=[1], num_cached_tokens=0)
+    tokenizer = CharacterTokenizer()
 
     def make():
-        return ChatAnswer(body, "m", [request], Formats("hermes", finds_reasoning=True))
+        return ChatAnswer(body, "m", [request], Formats("hermes", reasoning=tokenizer.markers()))
 
-    output = CompletionOutput(0, text, [5], None, None, "stop", None)
+    output = CompletionOutput(0, text, tokenizer.encode(text), None, None, "stop", None)
     whole = RequestOutput(7, "", [1], [output], True, 0, None, RequestMetrics(0, 0, 0, 0))
-    streamed = make().chunk_choices(0, StreamEvent(0, 0, 7, text, [5], "stop", None, None))
+    streamed = make().chunk_choices(0, StreamEvent(0, 0, 7, text, output.token_ids, "stop", None, None))
     return make().choice(0, whole, output), streamed
 
 
@@ -361,7 +534,7 @@ def test_reasoning_has_both_names():
     body = ChatBody(messages=QUESTION, return_token_ids=True)
     whole, streamed = answers_to(body, text)
     assert whole["message"] == {"role": "assistant", "content": "Hi", **both}
-    assert streamed[1]["delta"] == {"content": "Hi", **both} and streamed[1]["token_ids"] == [5]
+    assert streamed[1]["delta"] == {"content": "Hi", **both} and streamed[1]["token_ids"] == [*map(ord, text)]
     whole, streamed = answers_to(body.model_copy(update={"include_reasoning": False}), text)
     assert whole["message"] == {"role": "assistant", "content": "Hi"} and whole["token_ids"] is None
     assert streamed[1]["delta"] == {"content": "Hi"} and streamed[1]["token_ids"] is None

@@ -39,7 +39,6 @@ TOOL = {
 ARGUMENTS = {"city": "Paris"}
 CALL = json.dumps({"name": "get_weather", "arguments": ARGUMENTS})
 THOUGHT = "I add."
-HM = {"reasoning": "Hm.", "reasoning_content": "Hm."}  # both names are known to templates
 # structured output makes the tiny model say what a larger one would
 CALLS = {"structured_outputs": {"choice": [f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>"]}}
 THINKS = {"structured_outputs": {"choice": [f"<think>\n{THOUGHT}\n</think>\n\n42"]}}
@@ -145,59 +144,61 @@ def test_text(client, offline):
     [
         QUESTION,
         [{"type": "message", **QUESTION[0], "status": None}],
-        [{"role": "user", "content": [{"type": "input_text", "text": text} for text in ("What is ", "17 + 25?")]}],
+        [{"role": "user", "content": [{"type": "input_text", "text": text} for text in (QUESTION[0]["content"],)]}],
     ],
 )
 def test_forms_of_input(client, offline, given):
     assert create(client, input=given).output_text == expected(offline, QUESTION, max_tokens=80).text
 
 
-@pytest.mark.parametrize(
-    "given, messages",
-    [
-        (
-            [
-                {"role": "developer", "content": "Be short."},
-                {"role": "user", "content": "Weather?"},
-                {"type": "reasoning", "id": "rs_1", "content": [{"type": "reasoning_text", "text": "Hm."}]},
-                {"role": "assistant", "content": [{"type": "output_text", "text": "I look.", "annotations": []}]},
-                {"type": "function_call", "call_id": "a", "name": "f", "arguments": '{"x": 1}', "id": None},
-                {"type": "function_call", "call_id": "b", "name": "g", "arguments": "{}", "status": "completed"},
-                {"type": "function_call_output", "call_id": "a", "output": "sunny"},
-                {"type": "function_call_output", "call_id": "b", "output": [{"type": "input_text", "text": "cold"}]},
-            ],
-            [
-                {"role": "system", "content": "Be short."},
-                {"role": "user", "content": "Weather?"},
-                {"role": "assistant", "content": "I look.", **HM, "tool_calls": [
-                    {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}},
-                    {"id": "b", "type": "function", "function": {"name": "g", "arguments": {}}},
-                ]},
-                {"role": "tool", "tool_call_id": "a", "content": "sunny"},
-                {"role": "tool", "tool_call_id": "b", "content": "cold"},
-            ],
-        ),
-        (
-            [
-                {"role": "user", "content": "Hi"},
-                {"role": "assistant", "content": "one"},
-                {"role": "assistant", "content": [{"type": "refusal", "refusal": "two"}]},
-                {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}], "content": None},
-                {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
-            ],
-            [
-                {"role": "user", "content": "Hi"},
-                {"role": "assistant", "content": "one"},
-                {"role": "assistant", "content": "two"},
-                {"role": "assistant", "content": "", **HM, "tool_calls": [
-                    {"id": "a", "type": "function", "function": {"name": "f", "arguments": {}}},
-                ]},
-            ],
-        ),
-    ],
-)  # fmt: skip
+def call_item(call_id: str, name: str, arguments: str, **entries) -> dict:
+    return {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments, **entries}
+
+
+def call(call_id: str, name: str, arguments: str) -> dict:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+TURN = [
+    {"role": "developer", "content": "Be short."},
+    {"role": "user", "content": [{"type": "input_text", "text": "Weather"}, {"type": "input_text", "text": "there?"}]},
+    {"type": "reasoning", "id": "rs_1", "content": [{"type": "reasoning_text", "text": "Hm."}]},
+    {"role": "assistant", "content": [{"type": "output_text", "text": "I look.", "annotations": []}]},
+    call_item("a", "f", '{"x": 1}', id=None),
+    call_item("b", "g", "{}", status="completed"),
+    {"type": "function_call_output", "call_id": "a", "output": "sunny"},
+    {"type": "function_call_output", "call_id": "b", "output": [{"type": "input_text", "text": "cold"}]},
+]
+TURN_AS_CHAT = [
+    {"role": "developer", "content": "Be short."},
+    {"role": "user", "content": [{"type": "text", "text": "Weather"}, {"type": "text", "text": "there?"}]},
+    {
+        "role": "assistant",
+        "content": "I look.",
+        "reasoning": "Hm.",
+        "tool_calls": [call("a", "f", '{"x": 1}'), call("b", "g", "{}")],
+    },
+    {"role": "tool", "tool_call_id": "a", "content": "sunny"},
+    {"role": "tool", "tool_call_id": "b", "content": "cold"},
+]
+ANSWERS = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "one"},
+    {"role": "assistant", "content": [{"type": "refusal", "refusal": "two"}]},
+    {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}], "content": None},
+    call_item("a", "f", "{}"),
+]
+ANSWERS_AS_CHAT = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "one"},
+    {"role": "assistant", "content": "two"},
+    {"role": "assistant", "reasoning": "Hm.", "tool_calls": [call("a", "f", "{}")]},
+]
+
+
+@pytest.mark.parametrize("given, messages", [(TURN, TURN_AS_CHAT), (ANSWERS, ANSWERS_AS_CHAT)])
 def test_items_are_messages(client, server, offline, monkeypatch, given, messages):
-    """As the chat template sees them."""
+    """A message for each, or for several that are one answer."""
     seen = []
     submit = server.llm.submit
 
@@ -367,8 +368,8 @@ def test_a_call_and_its_output_by_reference(client):
     first = create(client, input="Weather?", tools=[TOOL], tool_choice="required", parallel_tool_calls=False)
     result = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "sunny"}
     second = create(client, input=[result], tools=[TOOL], previous_response_id=first.id, max_output_tokens=5)
-    whole = create(client, input=[{"role": "user", "content": "Weather?"}, first.output[0], result], tools=[TOOL],
-                   max_output_tokens=5)  # fmt: skip
+    items = [{"role": "user", "content": "Weather?"}, first.output[0], result]
+    whole = create(client, input=items, tools=[TOOL], max_output_tokens=5)
     assert second.usage.input_tokens == whole.usage.input_tokens and second.output_text == whole.output_text
 
 

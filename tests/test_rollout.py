@@ -103,6 +103,26 @@ def test_quantized_checkpoints(make_llm, tmp_path, name, format_name):
         llm.load_weights([("model.layers.0.self_attn.q_proj.weight", torch.zeros(64, 64, dtype=torch.int8))])
 
 
+def test_heads(make_llm, tmp_path):
+    """Of a checkpoint that says it is tied and has another head, both are replaced. A tied engine takes no other."""
+    folder = make_checkpoint(tmp_path / "old", "llama-3.2")
+    tied, weights = make_llm(folder, **SMALL), perturbed(folder, tmp_path / "new")
+    embedding = "model.embed_tokens.weight"
+    tied.load_weights((weights | {"lm_head.weight": weights[embedding].double()}).items())
+    assert_loaded(tied, make_llm(str(tmp_path / "new"), **SMALL))
+    with pytest.raises(ValueError, match="lm_head.weight: differs from the embedding, which this engine uses as its"):
+        tied.load_weights((weights | {"lm_head.weight": weights[embedding] + 1}).items())
+
+    for path in (tmp_path / "old", tmp_path / "new"):
+        tensors = load_file(path / "model.safetensors")
+        tensors["lm_head.weight"] = tensors[embedding].flip(0).contiguous()
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    llm, fresh = make_llm(folder, **SMALL), make_llm(str(tmp_path / "new"), **SMALL)
+    before = answers(llm)
+    llm.load_weights(weights_of(tmp_path / "new"))
+    assert assert_loaded(llm, fresh) != before
+
+
 def ranks_with_new_weights(make_llm, tmp_path, **settings) -> tuple[LLM, str]:
     """An engine of two ranks that has taken new weights, and the folder of these."""
     folder, new = make_checkpoint(tmp_path / "old", "qwen3-moe"), tmp_path / "new"

@@ -36,8 +36,9 @@ from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.outputs import OutputKind
 from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.serve import AsyncLLM, answers, http_responses, request_limits
+from nanovllm.serve.answer_formats import Formats
 from nanovllm.serve.async_request import AsyncRequest
-from nanovllm.serve.chat import ChatAnswer, Formats
+from nanovllm.serve.chat import ChatAnswer
 from nanovllm.serve.completions import CompletionAnswer, Echo
 from nanovllm.serve.prompt_lanes import PromptLane, longest_token
 from nanovllm.serve.protocol import ChatBody, CompletionBody
@@ -129,7 +130,7 @@ def use_small_model(small_model):
 
 @pytest.fixture(scope="module")
 def server():
-    with running(max_body_bytes=100_000, max_answers=8, body_timeout=0.5) as server:
+    with running(max_body_bytes=100_000, max_answers=8, body_timeout=0.5, tool_call_parser="hermes") as server:
         yield server
 
 
@@ -392,7 +393,7 @@ def test_frames_of_chunks(monkeypatch, kind, includes_usage):
     assert "".join(texts) == "".join(TEXTS).replace("\ud83d", "?")
     if includes_usage:
         assert events.pop()["usage"]["completion_tokens"] == len(TEXTS) + 1
-    monkeypatch.setattr(kind, "has_plain_chunks", False)
+    monkeypatch.setattr(kind, "goes_on_plainly", lambda self, event: False)
     whole = stream_answer(kind, body, TEXTS)[1][: len(events)]
     same = {"id": "", "created": 0}
     assert [event | same for event in events] == [event | same for event in whole]
@@ -819,12 +820,75 @@ def test_small_routes(server, client):
     for path, allowed in [("/v1/completions", "POST"), ("/health", "GET, HEAD"), ("/ping", "GET, POST, HEAD")]:
         answer = get(path, "DELETE")
         assert answer.status_code == 405 and answer.headers["allow"] == allowed and answer.json()["error"]
+    answer = httpx.request("POST", f"{server.url}/", json={})
+    assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD")
     for path in ("/health", "/v1/models", "/metrics", "/version", "/"):
         whole, head = get(path), get(path, "HEAD")
         assert head.status_code == 200 and head.content == b"" and whole.content
         assert head.headers["content-type"] == whole.headers["content-type"]
     assert get("/v1/completions", "HEAD").status_code == 405
     assert get("/openapi.json").status_code == 404
+
+
+EVENT_STREAMS = [
+    ("POST", "/v1/chat/completions", {"messages": QUESTION}),
+    ("POST", "/v1/completions", {"prompt": PROMPT}),
+    ("POST", "/v1/responses", {"input": PROMPT}),
+    ("POST", "/v1/messages", {"messages": QUESTION}),
+    ("GET", "/view/events", None),
+]
+
+
+@pytest.mark.parametrize("method, path, body", EVENT_STREAMS, ids=lambda value: str(value)[:20])
+def test_no_proxy_keeps_a_part_of_a_stream(server, method, path, body):
+    body = None if body is None else body | {"stream": True, "max_tokens": 2}
+    with httpx.stream(method, server.url + path, json=body) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert answer.headers["x-accel-buffering"] == "no" and answer.headers["cache-control"] == "no-cache"
+        assert next(answer.iter_lines())
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_silent_streams_have_comments(server, monkeypatch, path):
+    """While a request waits for its first token, proxies are to keep its connection; clients ignore the comments."""
+    go_on, step = threading.Event(), server.llm.engine.core.step
+    monkeypatch.setattr(http_responses, "HEARTBEAT", 0.02)
+    monkeypatch.setattr(server.llm.engine.core, "step", lambda: go_on.wait(20) and step())
+    body = {"messages": QUESTION, "max_tokens": 3, "stream": True}
+    with httpx.stream("POST", server.url + path, json=body) as answer:
+        lines = answer.iter_lines()
+        before = [next(lines) for _ in range(8)]
+        go_on.set()
+        rest = [*lines]
+    assert [line for line in before if line][-2:] == [":", ":"]
+    events = [line for line in rest if line.startswith("data: ")]
+    assert len(events) >= 3 and all(line.startswith(("data: ", "event: ")) or line in ("", ":") for line in rest)
+    server.wait_until_free()
+
+
+def test_methods_of_all_routes(server, caplog):
+    """A wrong one is answered with those that there are, without a line in the log."""
+    paths = {"/": "GET, HEAD", "/view/events": "GET, HEAD", "/v1/models/x": "GET, HEAD", "/metrics": "GET, HEAD"}
+    paths |= {"/v1/responses": "POST", "/v1/responses/x": "DELETE, GET, HEAD", "/tokenize": "POST"}
+    paths |= {"/v1/messages": "POST", "/v1/messages/count_tokens": "POST", "/ping": "GET, POST, HEAD"}
+    with httpx.Client(base_url=server.url) as http:
+        for path, allowed in paths.items():
+            for method in {"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"} - {*allowed.split(", ")}:
+                answer = http.request(method, path, json={})
+                assert (answer.status_code, answer.headers["allow"]) == (405, allowed), (method, path)
+                assert answer.json()["error"] if "messages" not in path else answer.json()["type"] == "error"
+    assert not caplog.records
+
+
+def test_the_head_of_an_endless_stream(server):
+    """The connection is free for the next request, as nothing is streamed."""
+    with httpx.Client(base_url=server.url, timeout=5) as http:
+        for _ in range(3):
+            answer = http.head("/view/events")
+            assert (answer.status_code, answer.content) == (200, b"")
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            assert http.get("/health").status_code == 200
+    wait_for(lambda: not server.server.server_state.tasks)
 
 
 def test_schema_and_root_path():
@@ -1060,6 +1124,32 @@ def test_upgrades_are_ignored(server, lines, is_chunked):
     assert answer.count(b" 200 OK") == 2 and b"connection: close" in answer
 
 
+LAST_UPGRADES = [
+    ("1.1", "connection: Upgrade, close", "upgrade: websocket"),
+    ("1.1", "connection: close, Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAMAAABkAAQAAP__"),
+    ("1.1", "connection: close", "connection: upgrade", "upgrade: websocket", "upgrade: h2c"),
+    ("1.0", "connection: upgrade", "upgrade: h2c"),
+    ("1.0", "connection: Upgrade, keep-alive", "upgrade: websocket"),
+    ("1.0", "connection: close, upgrade", "upgrade: TLS/1.0"),
+]
+
+
+@pytest.mark.parametrize("is_in_pieces", [False, True])
+@pytest.mark.parametrize("given", LAST_UPGRADES, ids=str)
+def test_upgrades_of_the_last_request_of_a_connection(server, given, is_in_pieces):
+    """They are ignored as well: the answer comes at once, and then the end."""
+    version, *lines = given
+    body = json.dumps({"prompt": PROMPT}).encode()
+    for path, content, end in (("/tokenize", body, b"null}"), ("/health", b"", b'{"status":"ok"}')):
+        request = head(path, *([f"content-length: {len(body)}"] if content else []), *lines) + content
+        request = request.replace(b"HTTP/1.1", b"HTTP/" + version.encode())
+        request = request if content else request.replace(b"POST", b"GET")
+        begin = time.perf_counter()
+        answer = server.send(*([request[i : i + 1] for i in range(len(request))] if is_in_pieces else [request]))
+        assert answer.startswith(b"HTTP/1.1 200 OK") and answer.endswith(end), answer
+        assert time.perf_counter() - begin < request_limits.HEADER_SECONDS / 2
+
+
 @pytest.mark.parametrize(
     "request_, status, message",
     [
@@ -1168,6 +1258,63 @@ def test_refused_connections_are_forgotten(server):
     for _ in range(5):
         assert b" 400 " in server.send(head("/health", "x: " + "y" * 40_000))
     wait_for(lambda: num_connections() <= before)
+
+
+@pytest.mark.parametrize("seconds", [0.3, 30.0])
+def test_idle_connections_stay_open(seconds):
+    """For as long as the setting says: a pool of a client or a proxy may use them again until then."""
+    request = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    with running(timeout_keep_alive=seconds) as server, socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.settimeout(10)
+        client.sendall(request)
+        assert b" 200 OK" in client.recv(65536)
+        if seconds < 1:
+            assert client.recv(1) == b""
+            return
+        (protocol,) = server.server.server_state.connections
+        left = protocol.timeout_keep_alive_task.when() - protocol.loop.time()
+        assert seconds - 10 < left < seconds + 0.001  # the sum of two times is rounded
+        client.sendall(request)
+        assert b" 200 OK" in client.recv(65536)
+
+
+def test_how_long_idle_connections_stay_open(monkeypatch):
+    """The setting, else vLLM's variable, else longer than the 90 seconds of common clients."""
+    name = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
+    monkeypatch.delenv(name, raising=False)
+    assert ServerSettings().timeout_keep_alive > 90
+    monkeypatch.setenv(name, "7.5")
+    assert ServerSettings().timeout_keep_alive == 7.5 and ServerSettings(timeout_keep_alive=3).timeout_keep_alive == 3
+    for wrong in ("soon", "-1", "nan", "1e9"):
+        monkeypatch.setenv(name, wrong)
+        with pytest.raises(ValueError, match=f"{name}='?{wrong}'?: must be "):
+            ServerSettings()
+    with pytest.raises(ValueError, match="timeout_keep_alive=-1.0: must be at least 0"):
+        ServerSettings(timeout_keep_alive=-1.0)
+
+
+def test_idle_connections_make_place_for_others():
+    """The one that was idle for longest is closed, and one that waits for an answer is not."""
+    body = json.dumps(dict(prompt=PROMPT, max_tokens=1500, ignore_eos=True, stream=True)).encode()
+    with running(max_connections=4) as server:
+        request = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+        connections = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(3)]
+        connections[0].sendall(head("/v1/completions", f"content-length: {len(body)}") + body)
+        assert b" 200 OK" in connections[0].recv(1000)
+        for connection in connections[1:]:
+            connection.sendall(request)
+            assert b" 200 OK" in connection.recv(65536)
+            time.sleep(0.02)  # the event loop counts milliseconds
+        connections.append(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+        connections[-1].sendall(request)
+        assert b" 200 OK" in connections[-1].recv(65536)
+        assert connections[1].recv(1) == b""  # the oldest of those that wait
+        for connection in connections[2:]:
+            connection.sendall(request)
+            assert b" 200 OK" in connection.recv(65536)
+        assert connections[0].recv(1000)
+        for connection in connections:
+            connection.close()
 
 
 def test_pipelining_is_refused(server):

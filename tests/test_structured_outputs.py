@@ -749,11 +749,11 @@ def test_limits_of_the_library_end_an_answer(make_llm, monkeypatch, async_schedu
     llm = make_llm(async_scheduling=async_scheduling)
     consume, count = constraints.Constraint.consume, []
 
-    def fails_later(self, completion):
+    def fails_later(self, completion, reasoning):
         count.append(self)
         if self in count[4:5]:
             self._matcher.consume_tokens([3])  # not allowed
-        return consume(self, completion)
+        return consume(self, completion, reasoning)
 
     monkeypatch.setattr(constraints.Constraint, "consume", fails_later)
     outputs = generate_by_steps(

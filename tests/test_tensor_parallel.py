@@ -1,5 +1,6 @@
 """Several ranks on the CPU: the answers of one rank, and what happens when a rank or the caller fails."""
 
+import asyncio
 import json
 import os
 import pickle
@@ -365,6 +366,59 @@ def check_error_in_a_step(llm: LLM, monkeypatch) -> None:
         patch.setattr(StepChannel, "send", garble)
         llm.generate(PROMPTS, LONG, use_tqdm=False)
     assert_closed(llm, begin)
+
+
+def kill(process) -> None:
+    os.kill(process.pid, signal.SIGKILL)
+
+
+def wait_for(condition) -> None:
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < SOON
+        time.sleep(0.01)
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("has_answered", [False, True])
+def test_a_server_hears_of_a_rank_that_is_lost_while_nothing_runs(model_name, caplog, has_answered):
+    """Its health is that of the engine, and the log names the rank; there is no request that could find out."""
+    pytest.importorskip("fastapi")
+    from nanovllm.serve import AsyncLLM, EngineDeadError
+
+    llm = AsyncLLM(model_name, device="cpu", dtype="float32", tensor_parallel_size=2, **SMALL)
+    failures = []
+    llm.on_failure.append(failures.append)
+
+    async def ask():
+        return [output async for output in llm.generate("x", SamplingParams(max_tokens=2, ignore_eos=True))]
+
+    if has_answered:
+        assert len(asyncio.run(ask())[-1].outputs[0].token_ids) == 2
+    assert llm.health() == {"status": "ok"} and not failures
+    kill(llm.engine.workers.processes[0])
+    wait_for(lambda: failures and llm.engine.model_runner is None)
+    assert [str(failure) for failure in failures] == ["rank 1 was killed (SIGKILL)"]
+    assert "the engine has failed: rank 1 was killed (SIGKILL)" in caplog.messages
+    for call in (llm.health, lambda: asyncio.run(ask())):
+        with pytest.raises(EngineDeadError, match=r"rank 1 was killed \(SIGKILL\)"):
+            call()
+    llm.exit()
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_replica_hears_of_a_rank_that_is_lost_while_nothing_runs(make_llm):
+    pytest.importorskip("msgspec")
+    from nanovllm.serve.replicas.replica import Replica
+
+    replica = Replica()
+    replica.attach(make_llm(tensor_parallel_size=2, **SMALL))
+    with ThreadPoolExecutor(1) as pool:
+        report = pool.submit(next, replica.new_reports())
+        kill(replica.engine.workers.processes[0])
+        with pytest.raises(RuntimeError, match=r"the engine has failed: .*rank 1 was killed \(SIGKILL\)"):
+            report.result(SOON)
+    replica.exit()
 
 
 @pytest.mark.usefixtures("forked_ranks")

@@ -19,7 +19,7 @@ ACCEPTED: dict[str, tuple] = {
     "enable_ssl_refresh enable_tokenizer_info_endpoint headless tokens_only": (False,),
     "h11_max_header_count h11_max_incomplete_event_size max_log_len": (Real,),
     "disable_access_log_for_endpoints fingerprint_mode guided_decoding_backend uvicorn_log_level": (str,),
-    "chat_template_content_format": ("auto", "string"),
+    "chat_template_content_format": ("auto",),
     "response_role": ("assistant",),
     "allowed_headers allowed_methods": (["*"],),
 }

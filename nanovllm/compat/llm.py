@@ -12,12 +12,13 @@ from nanovllm.compat.settings import check_accepted, select
 from nanovllm.engine.outputs import RequestOutput
 from nanovllm.engine.prompts import as_list, as_prompts
 from nanovllm.features import beam_search as beams
-from nanovllm.utils.checks import check_bool, check_int
+from nanovllm.reasoning.formats import FORMATS
+from nanovllm.utils.checks import check_bool, check_choice, check_int
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
 UNUSED: dict[str, tuple] = {  # what only vLLM's methods and prompts have, and the values that mean nothing here
     "cache_salt": (None,),
-    "chat_template_content_format": ("auto", "string"),
+    "chat_template_content_format": ("auto",),
     "lora_request": (None, [], [None]),
     "mm_processor_kwargs": (None, {}),
     "multi_modal_data": (None, {}),
@@ -46,13 +47,21 @@ class LLM(nanovllm.LLM):
     """Our LLM with the methods of vLLM's. The default of `seed` is 0, as there."""
 
     def __init__(
-        self, model: str, *, chat_template: str | None = None, skip_tokenizer_init: bool = False, **settings: Any
+        self,
+        model: str,
+        *,
+        chat_template: str | None = None,
+        skip_tokenizer_init: bool = False,
+        reasoning_parser: str = "",
+        **settings: Any,
     ):
         """Errors are those of our LLM.
 
         chat_template: for conversations without a template of their own.
         skip_tokenizer_init: prompts are token ids, and answers have no text; the tokenizer's files are needed anyway.
+        reasoning_parser: structured outputs, and budgets of reasoning, take the reasoning as this format has it.
         """
+        check_choice("reasoning_parser", reasoning_parser, ("", *FORMATS))
         check_bool("skip_tokenizer_init", skip_tokenizer_init)
         self._restrictions = dict.fromkeys(RESTRICTIONS, False)
         if isinstance(config := settings.get("structured_outputs_config"), dict):
@@ -66,6 +75,7 @@ class LLM(nanovllm.LLM):
             settings = settings | {"distributed_executor_backend": None}
         super().__init__(model, **{"seed": 0} | settings)
         self.chat_template, self.skip_tokenizer_init = chat_template, skip_tokenizer_init
+        self.reasoning_parser = reasoning_parser or None
 
     @property
     def llm_engine(self) -> "LLM":
@@ -156,11 +166,15 @@ class LLM(nanovllm.LLM):
         return [BeamSearchOutput([*self._beams(output)]) for output in found]
 
     def _params(self, params: Any) -> Any:
-        """The parameters or the list of them, with what the settings add: no text, and restrictions of JSON schemas."""
+        """The parameters or the list of them, with what the settings add: no text, the format of reasoning, and
+        restrictions of JSON schemas.
+        """
         if isinstance(params, (list, tuple)):
             return [self._params(own) for own in params]
         params = self.get_default_sampling_params() if params is None else params
         params = replace(params, detokenize=False) if self.skip_tokenizer_init else params
+        if params.structured_outputs is not None or params.thinking_token_budget is not None:
+            params = replace(params, reasoning_parser=params.reasoning_parser or self.reasoning_parser)
         if not any(self._restrictions.values()) or "json" not in (params.structured_outputs or {}):
             return params
         schema = restricted_schema(params.structured_outputs["json"], **self._restrictions)

@@ -26,7 +26,6 @@ ACCEPTED: dict[str, tuple] = {
     "skip_clone": (bool,),
     "skip_reading_prefix_cache": (None, False),
     "spaces_between_special_tokens": (bool,),  # no tokenizer that is supported writes spaces there
-    "thinking_token_budget": (None,),
     "truncate_prompt_tokens": (None,),
     "use_beam_search": (False,),
 }

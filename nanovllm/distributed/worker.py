@@ -61,6 +61,7 @@ class Workers:
         process_group.check_order_of_sums(config)
         self.config = config
         self.failure: str | None = None
+        self.on_failure: Callable[[], object] = lambda: None  # called by the supervisor, unless `exit` ends the ranks
         self.tp = Ranks()
         self.processes: list[subprocess.Popen] = []
         self._caller_pid = os.getpid()
@@ -153,6 +154,8 @@ class Workers:
                 self._end(sockets)
             finally:
                 self._ended.set()
+                if not self._is_closing:
+                    self.on_failure()
 
     def _start(self, rank: int) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # which preserves message boundaries

@@ -9,6 +9,7 @@ from functools import partial
 from queue import SimpleQueue
 from time import sleep
 from typing import Any, TypeVar
+from weakref import ref
 
 from nanovllm.engine.engine import CLOSED, Engine, UnavailableError
 from nanovllm.engine.outputs import OutputCollector, StepOutput
@@ -35,6 +36,8 @@ class EngineThread:
         self._commands: deque[tuple[Callable[[], object], Any]] = deque()
         self._bell: SimpleQueue[None] = SimpleQueue()  # wakes the thread
         self._is_asleep = False
+        self._watchers: list[ref[OutputCollector]] = []  # told of the ranks' failure even without requests
+        engine.workers.on_failure = self._tell_watchers
         self._pid = os.getpid()
         self._is_closing = False
         self._has_ended = False
@@ -96,6 +99,11 @@ class EngineThread:
             raise value
         return value
 
+    def watch(self, collector: OutputCollector) -> None:
+        """While it is referenced, `collector` fails when a rank is lost, also if there is nothing to do."""
+        self._watchers = [watcher for watcher in self._watchers if watcher() is not None] + [ref(collector)]
+        self._post(self.engine.check_open, collector)  # it may have happened before
+
     def check_may_wait(self) -> None:
         """RuntimeError in the thread itself; otherwise as `check_open`."""
         if threading.current_thread() is self._thread:
@@ -129,6 +137,12 @@ class EngineThread:
         may_wait = threading.current_thread() not in (self._thread, self.engine.workers.supervisor)
         while may_wait and self._thread.ident is not None and not self._has_ended:  # None: it was never started
             sleep(0.001)  # before Python 3.13, a `join` that was interrupted takes the thread for ended
+
+    def _tell_watchers(self) -> None:
+        """Treat the failure of the ranks like one in a step. Without a watcher, the next caller finds it."""
+        for watcher in self._watchers:
+            if (collector := watcher()) is not None:
+                self._post(self.engine.check_open, collector)
 
     def _post(self, command: Callable[[], object], waiter: Any = None) -> None:
         self._commands.append((command, waiter))

@@ -108,10 +108,13 @@ FEATURES = {
     "logit_edits": _feature(
         "features.logit_edits:LogitEdits",
         *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
-        *("min_tokens", "bad_words", "allowed_token_ids", "structured_outputs"),
+        *("min_tokens", "bad_words", "allowed_token_ids", "structured_outputs", "thinking_token_budget"),
     ),
     "logprobs": _feature("features.logprobs:TokenLogprobs", "logprobs", "prompt_logprobs"),
-    "structured_outputs": _feature("structured_outputs.feature:StructuredOutputs", "structured_outputs"),
+    "reasoning": _feature("reasoning.feature:ReasoningStage", "reasoning_parser"),  # which the next two ask
+    "structured_outputs": _feature(
+        "structured_outputs.feature:StructuredOutputs", "structured_outputs", "thinking_token_budget"
+    ),
     "stop_strings": _feature("features.stop_strings:StopStrings", "stop"),
     "spec_decode": _feature("spec_decode.feature:Speculation"),  # asked for by `speculative_config`
 }

@@ -41,6 +41,7 @@ class InputProcessor:
         self.all_token_bytes = TokenBytes(tokenizer, skip_special_tokens=False)  # also for log-probabilities
         self.tokenizer_lock = threading.RLock()  # it is not thread-safe
         self.grammars: Any = None  # made with the first request that has `structured_outputs`
+        self.reasoning_markers: dict[Any, Any] = {}  # by format, of requests with a `reasoning_parser`
         self._seed = secrets.randbits(64) if config.seed is None else config.seed
         # an iterator, as `next` is atomic: a signal handler may interrupt a thread here, and add a request itself
         self._unused_ids = iter(range(first_request_id, MAX_REQUESTS))

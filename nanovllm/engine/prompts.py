@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from numbers import Integral
 from typing import Any, TypeGuard
 
+from nanovllm.engine.chat_templates import forms_of
 from nanovllm.engine.request import Message, Prompt
 
 KINDS = "a string, a list of token ids, a dict with 'prompt' or 'prompt_token_ids', or a conversation"
@@ -84,25 +85,26 @@ def render_chat(tokenizer, messages: list[Message], template_arguments: Mapping)
     """The text that the chat template makes of a conversation; ValueError if it fails, or if a content is not text."""
     if not is_conversation(messages):
         raise _not_a_conversation(messages)
-    plain = [{**message, "content": _as_text(message.get("content"))} for message in messages]
+    arguments = {"add_generation_prompt": True} | dict(template_arguments) | {"tokenize": False}
     try:
-        arguments = {"add_generation_prompt": True} | dict(template_arguments) | {"tokenize": False}
+        template = tokenizer.get_chat_template(arguments.get("chat_template"), tools=arguments.get("tools"))
+        forms = forms_of(template)
+    except Exception as error:  # there is none, or none of this name
+        raise _template_fails(messages, error) from error
+    plain = [forms.message(message) for message in messages]
+    try:
         return tokenizer.apply_chat_template(plain, **arguments)
     except Exception as error:  # a template may raise anything
-        raise ValueError(f"messages={messages!r:.80}: the chat template fails ({error})") from error
+        if (filled := forms.with_contents(plain)) == plain:
+            raise _template_fails(messages, error) from error
+    try:
+        return tokenizer.apply_chat_template(filled, **arguments)
+    except Exception as error:
+        raise _template_fails(messages, error) from error
 
 
-def _as_text(content):
-    """The text of a content that is a list of parts; any other content as it is."""
-    if not isinstance(content, (list, tuple)):
-        return content
-    texts: list = [
-        part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part for part in content
-    ]
-    for part, text in zip(content, texts):
-        if not isinstance(text, str):
-            raise ValueError(f"messages: content part {part!r:.80}: must be text, as {{'type': 'text', 'text': ...}}")
-    return "\n".join(texts)
+def _template_fails(messages, error: Exception) -> ValueError:
+    return ValueError(f"messages={messages!r:.80}: the chat template fails ({error})")
 
 
 def _not_a_conversation(messages) -> ValueError:

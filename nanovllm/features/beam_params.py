@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from nanovllm.sampling_params import MAX_INT
 from nanovllm.utils.checks import check_bool, check_fields, check_int, check_real, checked
 
 
@@ -24,4 +25,4 @@ class BeamSearchParams:
     def __post_init__(self) -> None:
         check_fields(self)
         for name in ("beam_width", "max_tokens"):
-            object.__setattr__(self, name, check_int(name, getattr(self, name), low=1))  # it is frozen
+            object.__setattr__(self, name, check_int(name, getattr(self, name), 1, MAX_INT))  # it is frozen

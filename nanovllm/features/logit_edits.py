@@ -48,13 +48,14 @@ class LogitEdits(StepFeature):
         allowed = params.allowed_token_ids
         mask = None if allowed is None else mask_of(allowed, model.vocab_size)
         edits = Edits((*biases.items(), *((token_id, -np.inf) for token_id in stops)), bad_words, mask)
+        masked = allowed, params.structured_outputs, params.thinking_token_budget
         penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
         num_prompt_tokens = request.group[0].num_prompt_tokens
         columns = dict(
             zip(("presence_penalty", "frequency_penalty", "repetition_penalty"), penalties),
             num_prompt_tokens=num_prompt_tokens,
             min_len=num_prompt_tokens + params.min_tokens,
-            has_allowed_ids=allowed is not None or params.structured_outputs is not None,
+            has_allowed_ids=any(x is not None for x in masked),
             is_penalized=penalties != (0, 0, 1),
             num_biases=len(biases),
             num_stops=len(stops),
@@ -72,8 +73,10 @@ class LogitEdits(StepFeature):
         bad_words = [(i * MAX_BAD_WORDS + j, word) for i, edits in new for j, word in enumerate(edits.bad_words)]
         masks = {i: edits.allowed_mask for i, edits in new if edits.allowed_mask is not None}
         for seq in map(step.sampled_seqs.__getitem__, step.watched):
-            if (constraint := seq.feature_state.get("structured_outputs")) is not None:
-                masks[seq.req_index] = constraint.next_mask  # which allows the request's own ids only, too
+            constraint = seq.feature_state.get("structured_outputs")
+            if constraint is not None and (constraint.next_mask is not constraint.sent_mask or seq in step.new_seqs):
+                # it allows the request's own ids only, too
+                masks[seq.req_index] = constraint.sent_mask = constraint.next_mask
         arrays: dict[str, Any] = {}
         if biases:
             entries, ids, values = zip(*biases)

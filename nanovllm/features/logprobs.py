@@ -60,12 +60,9 @@ class StepLogprobs(NamedTuple):
 class TokenLogprobs(StepFeature):
     @classmethod
     def attach(cls, request: Any, processor: Any) -> None:
-        params, config = request.params, processor.config
-        vocab_size, max_logprobs = config.model_config.vocab_size, config.max_logprobs
+        params = request.params
         for name in ("logprobs", "prompt_logprobs"):
-            value = check_int(name, getattr(params, name) or 0, -1, vocab_size)
-            if max_logprobs >= 0 and (vocab_size if value == -1 else value) > max_logprobs:
-                raise ValueError(f"{name}={value}: must be at most max_logprobs={max_logprobs} (-1 is all tokens)")
+            check_num_logprobs(name, getattr(params, name) or 0, processor.config)
         request.logprobs = OutputLogprobs(params, processor.all_token_bytes)
         for seq in request.group:
             cls.watch(seq)
@@ -129,6 +126,14 @@ class TokenLogprobs(StepFeature):
                 seq.feature_state["logprobs"].candidates = unpack(of_token)
             else:
                 seq.feature_state["logprobs"].of_tokens.append(of_token)
+
+
+def check_num_logprobs(name: str, value: int, config: Any) -> None:
+    """ValueError if a request may not have so many log-probabilities of each token; -1 is all tokens."""
+    vocab_size, max_logprobs = config.model_config.vocab_size, config.max_logprobs
+    check_int(name, value, -1, vocab_size)
+    if max_logprobs >= 0 and (vocab_size if value == -1 else value) > max_logprobs:
+        raise ValueError(f"{name}={value}: must be at most max_logprobs={max_logprobs} (-1 is all tokens)")
 
 
 class LogprobRequest(NamedTuple):

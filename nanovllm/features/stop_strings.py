@@ -27,7 +27,10 @@ class StopStrings(StepFeature):
             ended_by_id = seq in ends and ends[seq][0] == "stop"  # an id that may be no part of the text
             if ended_by_id and not seq.params.include_stop_str_in_output:
                 continue
-            if (stop := detokenizer.cut_at_stop()) is not None:
+            reasoning = seq.feature_state.get("reasoning")
+            if reasoning is not None and seq.num_completion_tokens <= reasoning.num_tokens:
+                detokenizer.skip_token()
+            elif (stop := detokenizer.cut_at_stop()) is not None:
                 ends[seq] = "stop", stop
 
 
@@ -40,6 +43,11 @@ class StoppingDetokenizer(Detokenizer):
         self._min_num_tokens = num_prompt_tokens + params.min_tokens
         self._window = ""  # the last characters before the next token, in which a stop string may begin
         self._max_overlap = max(map(len, self._stops)) - 1
+
+    def skip_token(self) -> None:
+        """Decode the last token, which is no part of a stop string."""
+        self.decode()
+        self._window = ""
 
     def cut_at_stop(self) -> str | None:
         """Decode the last token; if it completes a stop string, after min_tokens, cut the text there and return it.

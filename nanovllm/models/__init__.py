@@ -73,7 +73,7 @@ class ModelConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    max_position_embeddings: int
+    max_position_embeddings: int  # the longest sequence; a rope type may have multiplied that of config.json
     rms_norm_eps: float
     tie_word_embeddings: bool
     dtype: torch.dtype
@@ -113,8 +113,8 @@ class ModelConfig:
             plain = {name: check_int(f"{file}: {name}", raw[name], low=1) for name in names.split()}
             head_dim = check_int(f"{file}: head_dim", raw.get("head_dim") or raw["hidden_size"] // heads, low=2)
             kv_heads = check_int(f"{file}: num_key_value_heads", raw.get("num_key_value_heads") or heads, low=1)
-            inv_freq, rope_scale = _rope_frequencies(raw | {"model_type": model_type}, head_dim, file)
-        except KeyError as error:  # transformers' rope initialisers raise it too
+            inv_freq, rope_scale, plain["max_position_embeddings"] = _read_rope(raw, head_dim, file)
+        except KeyError as error:
             raise ValueError(f"{file}: has no {error}") from error
         dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
         check_choice(f"{file}: dtype", dtype, DTYPES)
@@ -166,23 +166,30 @@ class ModelConfig:
         return self.layer_operations / (4 * self.num_attention_heads * self.head_dim * self.attention_fraction * 1.5)
 
 
-def _rope_frequencies(raw: dict, head_dim: int, file: Path) -> tuple[tuple[float, ...], float]:
-    """Inverse frequencies and the scale of cos and sin, from `rope_parameters` or `rope_theta` and `rope_scaling`."""
-    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise TypeError(f"{file}: rope_scaling={given!r:.80}: must be an object")
-    parts = {name: raw.get(name) for name in ("rope_theta", "partial_rotary_factor")}, given
-    rope = {name: value for part in parts for name, value in part.items() if value is not None}
+def _read_rope(raw: dict, head_dim: int, file: Path) -> tuple[tuple[float, ...], float, int]:
+    """Inverse frequencies, the scale of cos and sin, and the longest sequence.
+
+    They are in `rope_parameters`, where transformers 5 writes them, or in `rope_theta` and `rope_scaling`. If there are
+    both, the latter counts, as users add it to switch a longer context on.
+    """
+    rope = {name: raw[name] for name in ("rope_theta", "partial_rotary_factor") if raw.get(name) is not None}
+    for name in ("rope_parameters", "rope_scaling"):
+        given = raw.get(name) or {}
+        if not isinstance(given, dict):
+            raise TypeError(f"{file}: {name}={given!r:.80}: must be an object")
+        given = given.get("full_attention") or given  # other kinds of layers may have others
+        kind = given.get("rope_type") or given.get("type")
+        rope |= {name: value for name, value in (given | {"rope_type": kind}).items() if value is not None}
     theta = rope.pop("rope_theta", 10000.0)
     check_real(f"{file}: rope_theta", theta, low=1e-6, high=1e30)
-    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
-    inv_freq, scale = 1.0 / theta**exponents, 1.0
+    kind = rope.pop("rope_type", "default")
     if kind != "default" or rope:
-        from nanovllm.utils.rope_scaling import scaled_frequencies
+        from nanovllm.utils.rope_scaling import scaled_rope
 
-        inv_freq, scale = scaled_frequencies(kind, inv_freq, theta, rope, raw, head_dim, file)
-    return tuple(inv_freq.float().tolist()), float(scale)
+        inv_freq, scale, max_len = scaled_rope(kind, theta, rope, raw, head_dim, file)
+        return tuple(inv_freq.tolist()), scale, max_len
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    return tuple((1.0 / theta**exponents).tolist()), 1.0, raw["max_position_embeddings"]
 
 
 def _eos_token_ids(file: Path, raw: dict, vocab_size: int) -> frozenset[int]:

@@ -17,12 +17,14 @@ from nanovllm.quantization.scaled import SAFETENSORS_NAMES
 from nanovllm.rollout.changes import LOADING, Dropped, in_engine, refusing_requests
 from nanovllm.utils.loader import (
     FLOAT_DTYPES,
+    HEAD,
     check_shape,
     find_tensors,
     is_unused,
     open_safetensors,
     weight_loaders,
 )
+from nanovllm.utils.tied_head import head_name
 
 INCOMPLETE = "load_weights() has failed in the middle: load all weights, in one call, before the engine can generate"
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -88,7 +90,10 @@ class WeightUpdate:
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Load a tensor on all ranks: on the others last, as what is wrong with it shows on rank 0."""
-        if self.is_over or self.weights.is_unused(name):
+        if self.is_over:
+            return
+        if self.weights.is_unused(name):
+            self.weights.check_tied_head(name, tensor)
             return
         name = self.weights.own_name(name)
         self.weights.check(name, tensor)
@@ -130,6 +135,19 @@ class ModelWeights:
 
     def is_unused(self, name: str) -> bool:
         return isinstance(name, str) and is_unused(self.model, name)
+
+    def check_tied_head(self, name: str, tensor: torch.Tensor) -> None:
+        """ValueError for an output head that differs from the embedding, which was loaded before and is used as both.
+
+        A head that comes first can't be compared, and keeping it would need memory.
+        """
+        if name != HEAD or head_name(self.model) not in self._loaded:
+            return
+        head = self.model.lm_head
+        own = tensor[head.first_id : head.first_id + len(head.weight)].to(head.weight)
+        if not torch.equal(own, head.weight):
+            problem = "differs from the embedding, which this engine uses as its output head too (tie_word_embeddings)"
+            raise ValueError(f"{name}: {problem}")
 
     def own_name(self, name: str) -> str:
         """The text of a checkpoint of several parts may be trained alone, or the other way round."""

@@ -18,7 +18,7 @@ from nanovllm.serve.errors import ApiError
 from nanovllm.serve.protocol import GenerationBody, StreamOptions
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity
-MANY_LOGPROBS = 32  # tokens of an event: those of several steps, for a client that reads slowly
+MANY_LOGPROBS = 640  # of the tokens of several steps, for a client that reads slowly
 MARK = uuid4().hex  # takes the place of a text; no client can know it
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -84,12 +84,16 @@ class Answer:
     def take(self) -> bytes:
         """Server-sent events of what has arrived since the last call. The error of a request that has failed."""
         data = []
-        # more than a few log-probabilities wait for the next turn of the event loop
-        bound = MANY_LOGPROBS if self._has_logprobs else inf
         for i, request in enumerate(self.requests):
-            if events := request.take_events(bound):
+            if events := request.take_events(self._max_events(request)):
                 data.append(self._events(i, events))
         return b"".join(data)
+
+    def _max_events(self, request: AsyncRequest) -> float:
+        """More than a few log-probabilities wait for the next turn of the event loop."""
+        if not self._has_logprobs or (num_top := request.request.params.logprobs) is None:
+            return inf
+        return max(1, MANY_LOGPROBS // (num_top + 1)) if num_top >= 0 else 1
 
     async def end(self) -> bytes:
         """The server-sent events of the end."""
@@ -121,13 +125,12 @@ class Answer:
                 everywhere = self._has_usage_everywhere
                 usage = self._usage(num_tokens[choice is choices[-1]], prompt_index) if everywhere else None
                 chunks.append(server_sent_event(self._chunk([choice], usage)))
-            if self.has_plain_chunks and event.finish_reason is None:
+            if event.finish_reason is None and self.goes_on_plainly(event):
                 self._frames[key] = self._frame(prompt_index, event)
         return b"".join(chunks)
 
-    @property
-    def has_plain_chunks(self) -> bool:
-        """Whether the chunks of a choice, but for its first and last one, differ in their text alone."""
+    def goes_on_plainly(self, event: StreamEvent) -> bool:
+        """Whether the chunks of a choice after this event's, except the last one, differ in their text alone."""
         return not (self._has_logprobs or self._has_usage_everywhere or self.body.return_token_ids)
 
     def _frame(self, prompt_index: int, event: StreamEvent) -> tuple[bytes, bytes]:

@@ -24,6 +24,7 @@ from nanovllm.serve.protocol import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Body, Ch
 
 BILLING_HEADER = "x-anthropic-billing-header"  # Claude Code's first system block: a hash that no two requests share
 SAME_FIELDS = {"model", "stream", "max_tokens", "temperature", "top_p", "top_k"}
+OF_FUNCTIONS = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -78,10 +79,6 @@ class InputTool(Item):
     description: str | None = None
     input_schema: dict[str, Any]
 
-    def function(self) -> dict[str, Any]:
-        parameters = {"type": "object"} | self.input_schema
-        return {"name": self.name, "description": self.description or "", "parameters": parameters}
-
 
 class ToolChoice(Item):
     type: Literal["auto", "any", "tool", "none"]
@@ -90,6 +87,8 @@ class ToolChoice(Item):
 
 
 class CountTokensBody(Body):
+    kept_fields: ClassVar = ("tools",)
+
     messages: list[InputMessage] = Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)
     system: Annotated[list[TextBlock], Field(fail_fast=True), BeforeValidator(_as_blocks)] | None = None
     tools: Annotated[list[InputTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
@@ -111,7 +110,10 @@ class MessagesBody(CountTokensBody):
 
 
 class TranslatedMessages(ChatBody):
-    own_names: ClassVar = dict.fromkeys(("reasoning_effort", "response_format"), "output_config")
+    own_names: ClassVar = {
+        **dict.fromkeys(("reasoning_effort", "response_format"), "output_config"),
+        "thinking_token_budget": "thinking",
+    }
 
 
 def chat_body(body: CountTokensBody) -> ChatBody:
@@ -122,7 +124,7 @@ def chat_body(body: CountTokensBody) -> ChatBody:
     messages = [message for given in (system, *body.messages) for message in _chat_messages(given)]
     fields = body.model_dump(include=SAME_FIELDS) | {"messages": messages}
     if body.tools:
-        fields["tools"] = [{"type": "function", "function": tool.function()} for tool in body.tools]
+        fields["tools"] = [{"type": "function", "function": _function(tool)} for tool in body.as_sent("tools")]
     if (choice := body.tool_choice) is not None:
         named = {"type": "function", "function": {"name": choice.name or ""}}
         fields["tool_choice"] = TOOL_CHOICES.get(choice.type, named)
@@ -134,9 +136,18 @@ def chat_body(body: CountTokensBody) -> ChatBody:
     if isinstance(body, MessagesBody):
         config = body.output_config or {}
         fields |= {"stop": body.stop_sequences, "reasoning_effort": config.get("effort")}
+        fields["thinking_token_budget"] = (body.thinking or {}).get("budget_tokens")
         if wanted := config.get("format"):
             fields["response_format"] = {"type": "json_schema", "json_schema": wanted}
     return translated(TranslatedMessages, fields)
+
+
+def _function(tool: dict[str, Any]) -> dict[str, Any]:
+    """What a chat has of a tool, in the client's order: no hints for a cache, for example."""
+    found = {OF_FUNCTIONS[name]: value for name, value in tool.items() if name in OF_FUNCTIONS and value is not None}
+    if "type" not in found["parameters"]:
+        found["parameters"] = {"type": "object", **found["parameters"]}
+    return found
 
 
 def _chat_messages(message: InputMessage) -> Iterator[dict[str, Any]]:
@@ -261,6 +272,8 @@ def _stop(choice: dict[str, Any]) -> dict[str, Any]:
 def add_routes(app: FastAPI, api: Api) -> None:
     @app.post(MESSAGES_PATH)
     async def messages(body: MessagesBody, request: Request) -> Response:
+        if api.formats.reasoning is None and body.thinking:
+            body.thinking.pop("budget_tokens", None)  # a model that does not reason keeps to any
         return await api.converse(await asyncio.to_thread(chat_body, body), request, MessagesAnswer)
 
     @app.post(f"{MESSAGES_PATH}/count_tokens")

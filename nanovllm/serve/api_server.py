@@ -22,6 +22,8 @@ from nanovllm.serve.request_limits import RequestLimits
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.view import view_router
 
+METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")  # that a route may have; GET answers HEAD too
+
 
 def create_app(
     llm: EngineClient, settings: ServerSettings, model: str, is_closing: Callable[[], bool] = lambda: False
@@ -99,7 +101,11 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> list[str]:
-    """The methods that the path has."""
-    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
-    found = sorted({method for route in routes for method in route.methods})
+    """The methods that the path has. Routes of an included router tell only whether they match."""
+
+    def has(method: str) -> bool:
+        scope = {**request.scope, "method": method}
+        return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+
+    found = [method for method in METHODS if has(method)]
     return [*found, "HEAD"] if "GET" in found else found

@@ -46,6 +46,7 @@ class AsyncLLM(EngineClient):
         # also for requests of the kind TOKENS
         self._collector = NotifyingCollector(OutputKind.DELTA, self._on_output, self._on_failure)
         self._told: asyncio.AbstractEventLoop | None = None  # the loop that knows that there are outputs
+        self._engine_thread.watch(self._collector)
 
     # -- the event loop's thread ---------------------------------------------------------------------------------------
 
@@ -103,7 +104,7 @@ class AsyncLLM(EngineClient):
 
     def _end(self, error: BaseException) -> None:
         self._is_closing = True
-        logger.error("the engine has failed", exc_info=error)
+        logger.error("the engine has failed: %s", error, exc_info=error)
         try:
             self._fail(error)
         finally:

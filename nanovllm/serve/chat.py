@@ -1,92 +1,101 @@
 """Conversations: the template's input, and the answers of /v1/chat/completions."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple
-from uuid import uuid4
+from functools import partial
+from typing import Any
 
 from nanovllm.engine import prompts
 from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.engine.stream_event import StreamEvent
+from nanovllm.reasoning.stage import Reasoning
+from nanovllm.serve.answer_formats import Formats
 from nanovllm.serve.answers import Answer, encoded, logprob_value
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.errors import ApiError, require
 from nanovllm.serve.protocol import ChatBody, ChatFields, Message, NamedToolChoice
-from nanovllm.serve.reasoning import ReasoningParser, begins_inside
-from nanovllm.serve.tool_parsers import PARSERS, ToolCall, ToolParser, WholeParser, parsed
+from nanovllm.serve.reasoning_parser import ReasoningParser
+from nanovllm.serve.tool_parsers import PARSERS, ToolParser, WholeParser, parsed
 
 TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "documents", "chat_template")
-TEMPLATE_ROLES = {"developer": "system", "function": "tool"}  # OpenAI's newer and older names
 
 
 def conversation(body: ChatFields) -> list[prompts.Message]:
-    """The messages, as chat templates read them."""
-    return [_message(message, i) for i, message in enumerate(body.messages)]
+    """The messages, as the client has sent them."""
+    sent = body.as_sent("messages")
+    return [_message(message, sent[i], i) for i, message in enumerate(body.messages)]
 
 
-def template_arguments(body: ChatFields, template: str | None = None, is_trusting: bool = False) -> dict[str, Any]:
+def template_arguments(
+    body: ChatFields, template: str | Mapping[str, str] | None = None, is_trusting: bool = False
+) -> dict[str, Any]:
     """Arguments of the chat template, apart from the messages. ApiError for those that are none of the client's.
 
-    template: the server's own. is_trusting: it renders those of its clients too, which are programs.
+    template: the server's own, or several by name. is_trusting: it renders those of clients too, which are programs.
     """
     own = body.chat_template_kwargs or {}
     problem = "chat_template: is a program, which this server accepts only with --trust-request-chat-template"
-    require(is_trusting or body.chat_template in (None, template), problem)
+    servers = (None, *template, *template.values()) if isinstance(template, Mapping) else (None, template)
+    require(is_trusting or body.chat_template in servers, problem)
     if reserved := own.keys() & {"chat_template", "tokenize", "tools", "messages", "conversation", "return_dict"}:
         raise ApiError(400, f"chat_template_kwargs: {min(reserved)!r} is not allowed here", "chat_template_kwargs")
     offers_tools = body.tools and getattr(body, "tool_choice", None) != "none"
-    tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()] if offers_tools else None
-    arguments: dict[str, Any] = {"tools": tools} | {name: getattr(body, name) for name in TEMPLATE_FIELDS}
+    arguments: dict[str, Any] = {name: getattr(body, name) for name in TEMPLATE_FIELDS}
+    arguments["tools"] = _tools(body) if offers_tools else None
     if (effort := body.reasoning_effort) is not None:
         arguments |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     return arguments | own
 
 
-def make_tool_parser(body: ChatBody, name: str) -> Callable[[], ToolParser]:
-    """A function that makes the parser of one answer; `name` is that of the model's own format."""
+def make_tool_parser(body: ChatBody, name: str | None) -> Callable[[], ToolParser]:
+    """A function that makes the parser of one answer; `name` is that of the model's own format, None if unknown."""
     choice = body.tool_choice
     if not body.tools or choice == "none":
         return ToolParser
     if isinstance(choice, NamedToolChoice):
         return lambda: WholeParser(choice.function.name)
-    return WholeParser if choice == "required" else PARSERS[name]
+    if choice == "required":
+        return WholeParser
+    return partial(PARSERS[name or "none"], {tool.function.name: tool.function.parameters for tool in body.tools})
 
 
 class AnswerParser:
     """Takes the text of one answer, in pieces or at once, and makes entries of its message."""
 
-    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser, max_calls: int | None = None):
-        """max_calls: further calls are dropped; None is no bound."""
-        self._reasoning, self._tools, self._max_calls = reasoning, tools, max_calls
+    def __init__(
+        self,
+        reasoning: ReasoningParser | None,
+        tools: ToolParser,
+        new_id: Callable[[], str] = ToolParser.new_id,
+        max_calls: int | None = None,
+    ):
+        """new_id: makes the ids of calls. max_calls: further calls are dropped; None is no bound."""
+        self._reasoning, self._tools, self._new_id, self._max_calls = reasoning, tools, new_id, max_calls
         self.num_calls = 0
 
-    def feed(self, text: str, is_last: bool) -> dict[str, Any]:
+    @property
+    def passes_text(self) -> bool:
+        """Whether all text that follows is content."""
+        return type(self._tools) is ToolParser and (self._reasoning is None or self._reasoning.is_over)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return 0 if self._reasoning is None else self._reasoning.reasoning.num_tokens
+
+    def feed(self, text: str, token_ids: list[int], is_last: bool) -> dict[str, Any]:
         """The entries "reasoning", "content" and "tool_calls", those of them that have something new.
 
         "reasoning_content" is an older name of "reasoning".
         """
         reasoning = ""
         if self._reasoning is not None:
-            reasoning, text = self._reasoning.feed(text, is_last)
+            reasoning, text = self._reasoning.feed(text, is_last, token_ids)
         content, calls = self._tools.feed(text, is_last)
         if self._max_calls is not None:
             calls = calls[: self._max_calls - self.num_calls]
         self.num_calls += len(calls)
         found: dict[str, Any] = {"reasoning": reasoning, "reasoning_content": reasoning, "content": content}
-        found["tool_calls"] = [_call_entry(call) for call in calls]
+        found["tool_calls"] = [{"id": self._new_id(), "type": "function", "function": call._asdict()} for call in calls]
         return {name: value for name, value in found.items() if value}
-
-
-class Formats(NamedTuple):
-    """How a model writes its answers.
-
-    tool_calls: one of PARSERS. token_bytes: of each token id, for log-probabilities; a token may end within a
-        character.
-    """
-
-    tool_calls: str
-    finds_reasoning: bool = False
-    token_bytes: Mapping[int, bytes] = MappingProxyType({})
 
 
 class ChatAnswer(Answer):
@@ -96,22 +105,26 @@ class ChatAnswer(Answer):
     def __init__(self, body: ChatBody, model: str, requests: Sequence[AsyncRequest], formats: Formats):
         super().__init__(body, model, requests)
         self._make_tool_parser = make_tool_parser(body, formats.tool_calls)
-        self._finds_reasoning, self._token_bytes = formats.finds_reasoning, formats.token_bytes
+        self._new_call_id = PARSERS[formats.tool_calls or "none"].new_id
+        self._markers, self._token_bytes = formats.reasoning, formats.token_bytes
         # those of the reasoning are among them
-        self._hides_tokens = self._finds_reasoning and not body.include_reasoning
+        self._hides_tokens = self._markers is not None and not body.include_reasoning
         self._streams: dict[int, AnswerParser] = {}  # by answer
         last = body.messages[-1]
         self._role = "assistant" if body.add_generation_prompt else last.role
         self._echo = _text(last.content) if body.echo and last.role == self._role else ""
 
     def _make_parser(self) -> "AnswerParser":
-        prompt = self.requests[0].request.prompt
-        reasoning = ReasoningParser(begins_inside(prompt)) if self._finds_reasoning else None
-        return AnswerParser(reasoning, self._make_tool_parser(), 1 if self.body.parallel_tool_calls is False else None)
+        reasoning = None
+        if (markers := self._markers) is not None:
+            reasoning = ReasoningParser(Reasoning(markers, markers.stage_after(self.requests[0].prompt_token_ids)))
+        max_calls = 1 if self.body.parallel_tool_calls is False else None
+        return AnswerParser(reasoning, self._make_tool_parser(), self._new_call_id, max_calls)
 
     def choice(self, prompt_index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
         parser = self._make_parser()
-        message = {"role": self._role, "content": "", **self._entries(parser.feed(answer.text, is_last=True))}
+        found = self._entries(parser.feed(answer.text, answer.token_ids, is_last=True))
+        message = {"role": self._role, "content": "", **found}
         is_called_freely = parser.num_calls and self.body.tool_choice in (None, "auto")
         message["content"] = self._echo + message["content"] or (None if is_called_freely else "")
         rest = self._rest(answer, parser.num_calls)
@@ -125,7 +138,7 @@ class ChatAnswer(Answer):
         if (parser := self._streams.get(index)) is None:
             parser = self._streams[index] = self._make_parser()
             chunks.append({"index": index, "delta": {"role": self._role, "content": self._echo}, "finish_reason": None})
-        delta = self._entries(parser.feed(event.text, is_last))
+        delta = self._entries(parser.feed(event.text, event.token_ids, is_last))
         if calls := delta.get("tool_calls"):
             first = parser.num_calls - len(calls)
             delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls, first)]
@@ -135,9 +148,8 @@ class ChatAnswer(Answer):
             chunks.append({"index": index, "delta": delta, **rest, **stop})
         return chunks
 
-    @property
-    def has_plain_chunks(self) -> bool:
-        return super().has_plain_chunks and not self._finds_reasoning and self._make_tool_parser is ToolParser
+    def goes_on_plainly(self, event: StreamEvent) -> bool:
+        return super().goes_on_plainly(event) and self._streams[event.output_index].passes_text
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
         chunk = super()._chunk(choices, usage)
@@ -168,7 +180,7 @@ class ChatAnswer(Answer):
         num_top, content = self.body.top_logprobs or 0, []
         for token_id, found in zip(token_ids, logprobs):
             entries = {i: self._logprob_entry(i, x) for i, x in found.items()}
-            most_likely = sorted(found, key=lambda i: found[i].rank)[:num_top]
+            most_likely = sorted(found, key=lambda i: found[i].rank)[: num_top if num_top >= 0 else None]
             content.append(encoded(entries[token_id] | {"top_logprobs": [entries[i] for i in most_likely]}))
         return {"content": content, "refusal": None}
 
@@ -178,21 +190,14 @@ class ChatAnswer(Answer):
         return {"token": token, "logprob": logprob_value(found), "bytes": [*data]}
 
 
-def _call_entry(call: ToolCall) -> dict[str, Any]:
-    return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": call._asdict()}
-
-
-def _message(message: Message, index: int) -> dict[str, Any]:
-    """Arguments of calls as objects, which every template can write, and all under the names that templates know."""
-    plain = message.model_dump(exclude_unset=True) | {"content": message.content or ""}
-    plain["role"] = TEMPLATE_ROLES.get(message.role, message.role)
-    if reasoning := message.reasoning or message.reasoning_content:
-        plain |= {"reasoning": reasoning, "reasoning_content": reasoning}
-    calls, name = message.tool_calls, "tool_calls"
-    if calls is None and message.function_call is not None:
-        calls, name = [{"type": "function", "function": plain.pop("function_call")}], "function_call"
-    if calls is not None:
-        plain["tool_calls"] = [_plain_call(call, f"messages[{index}].{name}") for call in calls]
+def _message(message: Message, sent: dict[str, Any], index: int) -> dict[str, Any]:
+    """A call in OpenAI's older form is one in the newer."""
+    plain = dict(sent)
+    old, calls, name = plain.pop("function_call", None), message.tool_calls, "tool_calls"
+    if old is not None and not calls:
+        calls, name = [{"type": "function", "function": old}], "function_call"
+    if calls:
+        plain["tool_calls"] = [_checked_call(call, f"messages[{index}].{name}") for call in calls]
     return plain
 
 
@@ -201,12 +206,17 @@ def _text(content: str | list[dict[str, Any]] | None) -> str:
     return "\n".join([part["text"] for part in content]) if isinstance(content, list) else content or ""
 
 
-def _plain_call(call: dict[str, Any], path: str) -> dict[str, Any]:
+def _checked_call(call: dict[str, Any], path: str) -> dict[str, Any]:
     function: Any = call.get("function")
     has_name = isinstance(function, dict) and isinstance(function.get("name"), str)
     require(has_name, f"{path}: a call must have a function with a name")
-    arguments = function.get("arguments", "{}")
-    if isinstance(arguments, str):
-        arguments = parsed(arguments or "{}")
-    require(isinstance(arguments, dict), f"{path}: the arguments must be a JSON object")
+    arguments = function.get("arguments")
+    arguments = "{}" if arguments in (None, "") else arguments
+    value = parsed(arguments) if isinstance(arguments, str) else arguments
+    require(isinstance(value, dict), f"{path}: the arguments must be a JSON object")
     return call | {"function": function | {"arguments": arguments}}
+
+
+def _tools(body: ChatFields) -> list[dict[str, Any]]:
+    functions = (body.as_sent("functions") or ()) if isinstance(body, ChatBody) else ()
+    return [*(body.as_sent("tools") or ()), *({"type": "function", "function": function} for function in functions)]

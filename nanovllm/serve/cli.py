@@ -128,7 +128,7 @@ def serve(options: argparse.Namespace) -> int:
     if options.model == "tiny-qwen3" and not engine_settings.keys() & {*SMALL_CACHE, "attention_backend"}:
         engine_settings |= SMALL_CACHE
         logging.getLogger("nanovllm").info("a small cache, unless flags set another one: %s", SMALL_CACHE)
-    with server.listening_socket(settings) as listener, ExitStack() as loading:  # an address in use is an error at once
+    with server.reserved_address(settings) as listener, ExitStack() as loading:  # an address in use is an error at once
         loading.enter_context(waiting_for(f"Loading {options.model}"))
 
         def announce() -> None:

@@ -12,14 +12,15 @@ from typing import Any, TypeVar
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.outputs import OutputKind, RequestOutput
-from nanovllm.engine.request import CompletionRequest, Prompt, TokensPrompt
+from nanovllm.engine.request import CompletionRequest, Message, Prompt, TokensPrompt
 from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.features.beam_params import BeamSearchParams
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.async_request import AsyncRequest, PartialAnswer
 from nanovllm.serve.beams import beam_completion
-from nanovllm.serve.prompt_lanes import LongTextError, PromptLane, PromptSource
+from nanovllm.serve.prompt_lanes import LongTextError, PromptLane, PromptSource, RenderedChat
+from nanovllm.serve.template_sandbox import MAX_PROCESSES, TemplateSandbox
 from nanovllm.serve.turns import ClientTurns
 from nanovllm.utils.checks import check_int
 
@@ -38,9 +39,9 @@ class EngineDeadError(RuntimeError):
 class EngineClient(ABC):
     """`async for output in llm.generate(prompt, params)`, for any number of tasks of one event loop at a time.
 
-    A small pool of threads renders chat templates and tokenizes, one thread tokenizes what is long, and another pool
-    compiles grammars. A subclass computes the answers: AsyncLLM with an engine in this process, AsyncReplicas with
-    engines in other processes. It calls `_forget` when a request has ended.
+    A small pool of threads renders chat templates and tokenizes, one thread tokenizes what is long, and two other pools
+    compile grammars, and render templates that may take long. A subclass computes the answers: AsyncLLM with an engine
+    in this process, AsyncReplicas with engines in other processes. It calls `_forget` when a request has ended.
     """
 
     engine: LLM | None = None  # that runs in this process
@@ -63,6 +64,9 @@ class EngineClient(ABC):
         self._long_pool = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-long-texts")
         self._grammar_pool = ThreadPoolExecutor(8, thread_name_prefix="nanovllm-grammar")  # compiling may take seconds
         self._grammar_turns = ClientTurns(2)  # half of the processes that compile
+        self._template_sandbox = TemplateSandbox(processor.tokenizer)
+        self._template_pool = ThreadPoolExecutor(MAX_PROCESSES, thread_name_prefix="nanovllm-templates")
+        self._template_turns = ClientTurns(MAX_PROCESSES // 2)  # likewise
         self._is_closing = False
 
     # -- what computes the requests ------------------------------------------------------------------------------------
@@ -90,7 +94,8 @@ class EngineClient(ABC):
     def exit(self) -> None:
         """End the engine. Callers get an EngineDeadError. Any thread may call this."""
         self._is_closing = True
-        for pool in (self._pool, self._long_pool, self._grammar_pool):
+        self._template_sandbox.close()
+        for pool in (self._pool, self._long_pool, self._grammar_pool, self._template_pool):
             pool.shutdown(wait=False)  # what waits there gets an EngineDeadError
 
     def health(self) -> dict[str, Any]:
@@ -212,6 +217,12 @@ class EngineClient(ABC):
         self.check_open()
         return (await self._in_lane(lambda lane: lane.tokens_of(prompt, chat_template_kwargs)))["prompt_token_ids"]
 
+    async def render(self, messages: list[Message], template_arguments: Mapping[str, Any]) -> RenderedChat:
+        """The text of a conversation whose template may take long: ValueError if it does, and nobody waits for it."""
+        self.check_open()
+        render = partial(self._template_sandbox.render, messages, template_arguments)
+        return RenderedChat(await self._template_turns.run(lambda: self._in_thread(self._template_pool, render)))
+
     async def detokenize(self, token_ids: list[int]) -> str:
         """The text of tokens, special ones included. ValueError for an id outside of the vocabulary."""
         self.check_open()
@@ -245,7 +256,7 @@ class EngineClient(ABC):
 
         try:
             return await asyncio.get_running_loop().run_in_executor(pool, checked_call)
-        except RuntimeError:
+        except Exception:
             self.check_open()  # then that is why
             raise
 

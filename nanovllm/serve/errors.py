@@ -34,6 +34,7 @@ class ApiError(Exception):
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
         super().__init__(message)
+        message = message[:MAX_MESSAGE]
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = HEADERS.get(status, {})
 
@@ -99,7 +100,7 @@ def _bad_request(message: str, fields: Container[str]) -> ApiError:
     code = "context_length_exceeded" if name == "prompt" and "max_model_len" in message else None
     if name == "prompt" and "messages" in fields:
         name = "messages"
-    return ApiError(400, message[:MAX_MESSAGE], name if name in fields else None, code)
+    return ApiError(400, message, name if name in fields else None, code)
 
 
 def body_error(error: Exception) -> ApiError:
@@ -137,4 +138,4 @@ def _validation_error(errors: Sequence[Any]) -> ApiError:
         return ApiError(400, "the body must be a JSON object")
     texts = dict.fromkeys(error["msg"] for error in errors if param in error["loc"])
     where = ".".join(path) if len(texts) == 1 else param
-    return ApiError(400, f"{where}: {'; or '.join(texts)}"[:MAX_MESSAGE], param)
+    return ApiError(400, f"{where}: {'; or '.join(texts)}", param)

@@ -17,6 +17,10 @@ from nanovllm.serve.errors import ApiError, api_error, body_error
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 CONNECTION = "connection"  # in the state of a request: its BoundedProtocol (request_limits.py)
+# no cache keeps a stream, and nginx does not buffer it
+EVENT_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+HEARTBEAT = 10.0  # seconds without an event, after which a comment is sent: many proxies end a stream that is silent
+COMMENT = b":\n\n"
 WRITE_SECONDS = 30.0  # in addition to the time of the request: for a client that reads slowly
 
 
@@ -62,12 +66,14 @@ class EventStream(Response):
     def __init__(self, answer: Answer, end: Callable[[], None], until: float):
         """end: called when no more events are needed. until: a time of the event loop's clock, when they end anyway."""
         self.status_code, self.background = 200, None
-        self.init_headers({"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
+        self.init_headers({"content-type": "text/event-stream; charset=utf-8"} | EVENT_STREAM_HEADERS)
         self._answer, self._end, self._until = answer, end, until
 
     async def __call__(self, scope, receive, send) -> None:
         connection = self._connection = scope["state"][CONNECTION]
-        self._is_over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self._is_over: asyncio.Future[None] = loop.create_future()
+        self._is_silent, self._timer = False, loop.call_later(HEARTBEAT, self._send_heartbeat)
         try:
             # once the client is gone, or late, nothing reads the rest
             with suppress(ApiError, TimeoutError), while_connected(connection, self._until + WRITE_SECONDS):
@@ -85,6 +91,7 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": end})
         finally:
             self._listen(None)
+            self._timer.cancel()
             self._end()
 
     def _listen(self, write: Callable[[], None] | None) -> None:
@@ -98,6 +105,7 @@ class EventStream(Response):
             return
         try:
             if data := self._answer.take():
+                self._is_silent = False
                 self._connection.write_chunk(data)
             if any(request.has_events for request in self._answer.requests):
                 self._is_over.get_loop().call_soon(self._write)
@@ -105,6 +113,13 @@ class EventStream(Response):
                 self._is_over.set_result(None)
         except Exception as error:
             self._is_over.set_exception(error)
+
+    def _send_heartbeat(self) -> None:
+        """Write a comment, which clients ignore, unless an event was written since the last call."""
+        if self._is_silent and self._connection.is_writable and not self._is_over.done():
+            self._connection.write_chunk(COMMENT)
+        self._is_silent = True
+        self._timer = self._is_over.get_loop().call_later(HEARTBEAT, self._send_heartbeat)
 
 
 @contextmanager

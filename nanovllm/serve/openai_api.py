@@ -11,16 +11,17 @@ from fastapi import FastAPI, Request, Response
 
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve import chat, protocol
+from nanovllm.serve.answer_formats import find_formats
 from nanovllm.serve.answers import Answer
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.completions import CompletionAnswer, Echo
 from nanovllm.serve.engine_client import EngineClient
 from nanovllm.serve.errors import ApiError, about, api_error, require, too_deep
 from nanovllm.serve.http_responses import EventStream, json_response
-from nanovllm.serve.prompt_lanes import tokenized
+from nanovllm.serve.prompt_lanes import RenderedChat, tokenized
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.structured import structured_outputs, with_own_field
-from nanovllm.serve.tool_parsers import parser_for
+from nanovllm.serve.template_sandbox import may_take_long
 
 # what is longer is prepared by a thread, so that no other client waits
 MAX_BODY_IN_LOOP = 2**16  # bytes
@@ -38,13 +39,10 @@ class Api:
     def __init__(self, llm: EngineClient, settings: ServerSettings, model_names: Sequence[str], root: str):
         """root: the model behind the names."""
         self.llm, self.settings, self.model_names, self.root = llm, settings, model_names, root
-        parser = settings.tool_call_parser
         if settings.chat_template is not None:
             llm.input_processor.tokenizer.chat_template = settings.chat_template
         self.chat_template = getattr(llm.input_processor.tokenizer, "chat_template", None)
-        tool_calls = parser_for(self.chat_template) if parser == "auto" else parser
-        finds_reasoning = settings.reasoning_parser == "think"
-        self.formats = chat.Formats(tool_calls, finds_reasoning, llm.input_processor.all_token_bytes)
+        self.formats = find_formats(llm.input_processor, settings)
         # what the model recommends; the length of an answer is the API's own
         own, recommended = asdict(SamplingParams()), asdict(llm.input_processor.default_sampling_params())
         del recommended["max_tokens"]
@@ -63,7 +61,9 @@ class Api:
             require(body.best_of in (None, body.n or 1), f"best_of={body.best_of}: must be {body.n or 1}, as `n`")
             has_echoed_logprobs = body.echo and body.logprobs is not None
             require(not (has_echoed_logprobs and body.stream), "echo: can't be streamed together with logprobs")
-            special = {"prompt_logprobs": body.logprobs} if has_echoed_logprobs and body.prompt_logprobs is None else {}
+            special = self.formats.budget_params(body)
+            if has_echoed_logprobs and body.prompt_logprobs is None:
+                special["prompt_logprobs"] = body.logprobs
             if body.max_tokens is None:
                 special["max_tokens"] = COMPLETION_TOKENS
             elif body.max_tokens == 0 and body.echo:
@@ -87,8 +87,10 @@ class Api:
             require(body.logprobs or not body.top_logprobs, "top_logprobs: needs logprobs=true")
             max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
             logprobs = (body.top_logprobs or 0) if body.logprobs else None
+            structure = structured_outputs(body)
             special = {"max_tokens": max_tokens, "logprobs": logprobs}
-            params = protocol.sampling_params(body, self.defaults, structured_outputs(body), **special)
+            special |= self.formats.chat_params(body, structure is not None)
+            params = protocol.sampling_params(body, self.defaults, structure, **special)
             return [chat.conversation(body)], params, self._template_arguments(body)
 
         async def make_answer(requests: Sequence[AsyncRequest]) -> Answer:
@@ -134,7 +136,9 @@ class Api:
             require(self.llm.engine, "use_beam_search: is not supported with several replicas or fronts")
             own_params = protocol.beam_search_params(body, params, self.llm.input_processor.max_model_len)
         for prompt in prompts:
-            if body.add_special_tokens is not None or body.truncate_prompt_tokens is not None:
+            prompt = await self._rendered(body, prompt, template_arguments)
+            is_rendered = isinstance(prompt, RenderedChat)
+            if is_rendered or body.add_special_tokens is not None or body.truncate_prompt_tokens is not None:
                 prompt = partial(tokenized, body, prompt, template_arguments, params.max_tokens)
             arguments = prompt, own_params, None, body.priority, template_arguments, bool(body.stream), body.cache_salt
             requests.append(await self.llm.submit(*arguments))
@@ -150,6 +154,12 @@ class Api:
 
     def _template_arguments(self, body: protocol.ChatFields) -> dict[str, Any]:
         return chat.template_arguments(body, self.chat_template, self.settings.trust_request_chat_template)
+
+    async def _rendered(self, body: protocol.TextBody, prompt: Any, template_arguments: dict[str, Any] | None) -> Any:
+        """A conversation as its text, if it takes unknown time to render; any other prompt as it is."""
+        if isinstance(body, protocol.ChatFields) and may_take_long(body, self.chat_template):
+            return await self.llm.render(prompt, template_arguments or {})
+        return prompt
 
     def model_name(self, name: str | None) -> str:
         """The name that an answer states. ApiError for a model that is not served here."""
@@ -172,6 +182,7 @@ class Api:
             prompt, arguments = getattr(body, "prompt", None), None
             if isinstance(body, protocol.ChatFields):
                 prompt, arguments = await asyncio.to_thread(chat.conversation, body), self._template_arguments(body)
+                prompt = await self._rendered(body, prompt, arguments)
             return await self.llm.tokenize(partial(tokenized, body, prompt, arguments, None))
 
     async def detokenize(self, body: protocol.DetokenizeBody, request: Request) -> Response:

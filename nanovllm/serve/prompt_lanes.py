@@ -22,6 +22,10 @@ class LongTextError(Exception):
     """The text belongs to the lane of long texts."""
 
 
+class RenderedChat(str):
+    """What a chat template has made of a conversation. No special tokens are added to it, as the template has them."""
+
+
 class PromptLane(InputProcessor):
     """Tokenizes for one lane. The lane of long texts has a tokenizer and a lock of its own."""
 
@@ -72,9 +76,10 @@ def tokenized(
     adds_special, num_kept, tokenizer = body.add_special_tokens, body.truncate_prompt_tokens, lane.tokenizer
     with lane.tokenizer_lock:
         if is_conversation(prompt):
-            prompt, adds_special = render_chat(tokenizer, prompt, template_arguments or {}), bool(adds_special)
+            prompt = RenderedChat(render_chat(tokenizer, prompt, template_arguments or {}))
         if isinstance(prompt, str):
-            token_ids = lane.encode(prompt, adds_special is not False, is_cut=num_kept is not None)
+            adds_special = not isinstance(prompt, RenderedChat) if adds_special is None else adds_special
+            token_ids = lane.encode(prompt, adds_special, is_cut=num_kept is not None)
         else:
             token_ids, prompt = prompt, None
         if num_kept is not None:

@@ -11,12 +11,22 @@ from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal
 
 from prometheus_client import Counter
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from nanovllm.features.beam_params import BeamSearchParams
 from nanovllm.features.logit_edits import MAX_BAD_WORDS
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import MAX_INT, SamplingParams
 from nanovllm.serve.errors import body_error, require
 
 logger = logging.getLogger("nanovllm")
@@ -26,7 +36,6 @@ MAX_STOP_CHARACTERS = 1024
 MAX_TOOLS = 128  # OpenAI's bound
 MAX_MESSAGES = 10_000  # of a conversation; also parts of a message
 MAX_LOGIT_BIASES = 300  # OpenAI's bound, and SamplingParams'
-MAX_LOGPROBS = 20  # of a token, as OpenAI has it; the engine's own bound applies as well
 MAX_LOGGED_NAMES = 100  # of unknown fields
 
 String = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
@@ -74,10 +83,19 @@ class Item(BaseModel):
 class Body(Item):
     """A null is the default of its field."""
 
-    # names of fields at another endpoint, whose requests are translated into such a body
+    # what the client calls the engine's parameters, and fields that another endpoint's request was translated into
     own_names: ClassVar[Mapping[str, str]] = {}
 
+    # fields whose values are kept as the client has sent them: with keys that are unknown here, and in their order
+    kept_fields: ClassVar[tuple[str, ...]] = ()
+
     model: str | None = None
+    _kept: Mapping[str, Any] = PrivateAttr(default_factory=dict)
+
+    def as_sent(self, name: str) -> Any:
+        """The value of one of `kept_fields`, which a chat template is to read; None if the client has sent none."""
+        assert name in self.kept_fields, name
+        return self._kept.get(name)
 
     @model_validator(mode="wrap")
     @classmethod
@@ -86,6 +104,7 @@ class Body(Item):
             return check(body)
         fields = cls.model_fields
         checked = check({name: value for name, value in body.items() if value is not None and name in fields})
+        checked._kept = {name: body.get(name) for name in cls.kept_fields}
         if unknown := body.keys() - fields.keys():
             IGNORED.add(unknown)
         return checked
@@ -145,7 +164,7 @@ class GenerationBody(TextBody):
     guided_regex: str | None = None
     guided_choice: Strings | None = None
     guided_grammar: str | None = None
-    prompt_logprobs: int | None = Field(None, ge=-1, le=MAX_LOGPROBS)
+    prompt_logprobs: int | None = Field(None, ge=-1)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     use_beam_search: bool | None = None
@@ -161,14 +180,14 @@ class GenerationBody(TextBody):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     spaces_between_special_tokens: bool | None = None  # text has none, whatever this says
-    # these would have to change something
-    thinking_token_budget: Annotated[Any, only(-1)] = None
+    thinking_token_budget: int | None = Field(None, ge=-1)
+    # this would have to change something
     logprob_token_ids: Annotated[Any, only([])] = None
 
 
 class CompletionBody(GenerationBody):
     prompt: str | Strings | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: int | None = Field(None, ge=-1)
     echo: bool | None = None
     best_of: int | None = None
     suffix: Annotated[Any, only("")] = None
@@ -179,10 +198,6 @@ class CompletionBody(GenerationBody):
 
 
 class Function(Item):
-    """A chat template may read further entries."""
-
-    model_config = ConfigDict(extra="allow")
-
     name: str = Field(pattern=r"^[\w.-]{1,64}$")
     parameters: dict[str, Any] | None = None
 
@@ -202,10 +217,6 @@ class NamedToolChoice(Item):
 
 
 class Message(Item):
-    """A chat template may read further entries."""
-
-    model_config = ConfigDict(extra="allow")
-
     role: str
     content: str | Dicts | None = None
     tool_calls: ToolDicts | None = None
@@ -214,8 +225,10 @@ class Message(Item):
     reasoning_content: str | None = None  # its older name
 
 
-class ChatFields(BaseModel):
+class ChatFields(TextBody):
     """The fields that make the prompt of a conversation."""
+
+    kept_fields: ClassVar[tuple[str, ...]] = ("messages", "tools")
 
     messages: list[Message] = Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)
     tools: Annotated[list[Tool], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)] | None = None
@@ -228,9 +241,12 @@ class ChatFields(BaseModel):
 
 
 class ChatBody(ChatFields, GenerationBody):
-    max_completion_tokens: int | None = Field(None, ge=1)
+    own_names = {"logprobs": "top_logprobs"}
+    kept_fields: ClassVar = (*ChatFields.kept_fields, "functions")
+
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT)
     logprobs: bool | Literal[0, 1] | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=-1)
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     functions: Annotated[list[Function], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)] | None = None
@@ -267,7 +283,7 @@ class TokenizeBody(TextBody):
     return_token_strs: bool | None = None
 
 
-class TokenizeChatBody(ChatFields, TextBody):
+class TokenizeChatBody(ChatFields):
     return_token_strs: bool | None = None
 
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import httptools
-from anyio import fail_after
+from anyio import CancelScope, fail_after
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import ASGIApp, Message, Receive
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from nanovllm.serve.errors import ApiError
@@ -69,9 +69,11 @@ class RequestLimits:
         except ApiError as error:
             # the rest of a body is not read, so the connection can't be used again
             answer = error_response(error, scope["path"], connection="close")
-        # a proxy may have left out the path or not; the protocol leaves out the body of an answer to HEAD
-        method = "GET" if scope["method"] == "HEAD" else scope["method"]
-        await answer(scope | {"root_path": self._root_path, "method": method}, receive, send)
+        scope = scope | {"root_path": self._root_path}  # a proxy may have left out the path or not
+        if scope["method"] == "HEAD":
+            await _answer_head(answer, scope, receive, send)
+        else:
+            await answer(scope, receive, send)
 
     def _check_host(self, hosts: list[bytes]) -> None:
         if len(hosts) > 1:  # a proxy may have looked at the other one
@@ -123,6 +125,19 @@ class RequestLimits:
             raise ApiError(413, f"the body is longer than {most} bytes", code="body_too_long")
 
 
+async def _answer_head(answer: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """The headers of the answer to GET. Its body is not made, as it may be a stream without an end."""
+    with CancelScope() as body:
+
+        async def send_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await send(message)
+                await send({"type": "http.response.body"})
+                body.cancel()
+
+        await answer({**scope, "method": "GET"}, receive, send_headers)
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1, with bounds on the size of headers and on the time that they take. No pipelining.
 
@@ -171,7 +186,10 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._refuse(ApiError(400, LONG_HEADERS))
 
     def _parse(self, data: bytes) -> None:
-        """The parser ends a request that asks for an upgrade before its body: begin it again without that header."""
+        """The parser ends a request that asks for an upgrade before its body: begin it again without that header.
+
+        A new parser does that, as after `connection: close`, or in HTTP/1.0, the first one takes no further request.
+        """
         while data:
             try:
                 self.parser.feed_data(data)
@@ -183,6 +201,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
                 lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
                 data = b"\r\n".join([*lines, b"", data[upgrade.args[0] :]])
+                self.parser = httptools.HttpRequestParser(self)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -197,8 +216,18 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:  # which would hide its disconnection
             raise ApiError(400, "a request before the answer to the previous one: pipelining is not supported")
         if self.limit_concurrency and max(len(self.connections), len(self.tasks)) >= self.limit_concurrency:
-            raise ApiError(503, f"there are {self.limit_concurrency} connections, which is as many as may be open")
+            self._close_idle_connection()
         super().on_headers_complete()
+
+    def _close_idle_connection(self) -> None:
+        """Close the connection that has waited longest for its next request. ApiError with 503 if there is none."""
+        all_protocols: set[Any] = self.connections  # type: ignore[assignment]
+        idle = [other for other in all_protocols if other.timeout_keep_alive_task is not None]
+        if not idle:
+            raise ApiError(503, f"there are {self.limit_concurrency} connections, which is as many as may be open")
+        oldest = min(idle, key=lambda other: other.timeout_keep_alive_task.when())
+        all_protocols.discard(oldest)  # now, as uvicorn counts them next
+        oldest.transport.close()
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():

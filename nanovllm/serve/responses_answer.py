@@ -1,7 +1,7 @@
 """Answers of /v1/responses: output items, and the typed events of a stream."""
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, count
+from itertools import count
 from typing import Any
 from uuid import uuid4
 
@@ -13,7 +13,6 @@ from nanovllm.serve.answers import dump_json, server_sent_event
 from nanovllm.serve.chat import ChatAnswer
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.protocol import GenerationBody
-from nanovllm.serve.reasoning import END
 
 # fields of the request that the response repeats
 REPEATED = (
@@ -47,7 +46,6 @@ class ResponsesAnswer(ChatAnswer):
         self._text_logprobs: list[Any] = []  # of the last message
         self._held_logprobs: list[Any] = []  # of tokens whose text has not arrived yet
         self._generated: list[int] = []  # token ids
-        self._num_reasoning_tokens = 0
 
     def _whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         self._events(0, outputs[0].outputs)
@@ -83,20 +81,15 @@ class ResponsesAnswer(ChatAnswer):
         is_last = piece.finish_reason is not None
         self._generated += piece.token_ids
         self._held_logprobs += (self._logprobs(piece.token_ids, piece.logprobs) or {"content": []})["content"]
-        found = self._entries(self._parser.feed(piece.text, is_last))
+        found = self._entries(self._parser.feed(piece.text, piece.token_ids, is_last))
         yield from self._add_text("reasoning", found.get("reasoning", ""))
         if self._open_kind == "reasoning" and found.keys() & {"content", "tool_calls"}:
-            pieces = [self._token_bytes[token_id] for token_id in self._generated]
-            end = b"".join(pieces).find(END.encode()) + len(END)
-            self._num_reasoning_tokens = 1 + sum(length < end for length in accumulate(map(len, pieces)))
-            del self._held_logprobs[: self._num_reasoning_tokens]
+            del self._held_logprobs[: self._parser.num_reasoning_tokens]
         yield from self._add_text("message", found.get("content", ""))
         for call in found.get("tool_calls", ()):
             yield from self._add_call(call)
         if is_last:
             self._status = "incomplete" if piece.finish_reason == "length" else "completed"
-            if self._open_kind == "reasoning":
-                self._num_reasoning_tokens = len(self._generated)
             if not self._output:
                 yield from self._open("message")
             yield from self._close(self._status)
@@ -182,6 +175,6 @@ class ResponsesAnswer(ChatAnswer):
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": self._parser.num_reasoning_tokens},
             "total_tokens": usage["total_tokens"],
         }

@@ -7,11 +7,13 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 from fastapi import FastAPI, Request, Response
 from pydantic import Field
 
+from nanovllm.features.logprobs import check_num_logprobs
+from nanovllm.sampling_params import MAX_INT
 from nanovllm.serve.answers import dump_json
-from nanovllm.serve.errors import ApiError, require
+from nanovllm.serve.errors import ApiError, about, require
 from nanovllm.serve.http_responses import json_response
 from nanovllm.serve.openai_api import Api
-from nanovllm.serve.protocol import MAX_LOGPROBS, ChatBody, Dicts, GenerationBody, Strings, ToolDicts, only, translated
+from nanovllm.serve.protocol import ChatBody, Dicts, GenerationBody, Strings, ToolDicts, only, translated
 from nanovllm.serve.responses_answer import ResponsesAnswer
 
 MAX_STORED = 1000  # responses
@@ -25,7 +27,7 @@ class ResponsesBody(GenerationBody):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool = True
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: int | None = Field(None, ge=1, le=MAX_INT)
     max_tool_calls: int | None = None  # of tools that a server runs; here is none
     tools: ToolDicts = Field([])
     tool_choice: str | dict[str, Any] = "auto"
@@ -34,7 +36,7 @@ class ResponsesBody(GenerationBody):
     reasoning: dict[str, Any] = Field({})
     include_reasoning: bool = True
     include: Strings = Field([])
-    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: int = Field(0, ge=-1)
     truncation: Literal["auto", "disabled"] = "disabled"
     chat_template_kwargs: dict[str, Any] | None = None
     # without these, an answer would be another one
@@ -47,7 +49,7 @@ class ResponsesBody(GenerationBody):
 class Conversation(ChatBody):
     """What a request to /v1/responses is translated into."""
 
-    own_names: ClassVar = {
+    own_names: ClassVar = ChatBody.own_names | {
         "messages": "input",
         "max_completion_tokens": "max_output_tokens",
         "response_format": "text",
@@ -88,6 +90,8 @@ def add_routes(app: FastAPI, api: Api) -> None:
 
     @app.post("/v1/responses")
     async def create(body: ResponsesBody, request: Request) -> Response:
+        with about(ResponsesBody.model_fields):  # also where no log-probabilities are included
+            check_num_logprobs("top_logprobs", body.top_logprobs, api.llm.input_processor.config)
         previous = None if body.previous_response_id is None else store.get(body.previous_response_id)
         conversation, items = await asyncio.to_thread(_translate, body, previous)
         loop = asyncio.get_running_loop()
@@ -156,15 +160,16 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for i, item in enumerate(items):
         kind, last = item.get("type") or "message", messages[-1] if messages else {}
         if kind == "message" and item.get("role") in ("user", "assistant", "system", "developer"):
-            message = {"role": item["role"], "content": _text(item.get("content"), i)}
+            message = {"role": item["role"], "content": _content(item.get("content"), i)}
         elif kind == "reasoning":
-            message = {"role": "assistant", "reasoning": _text(item.get("content") or item.get("summary"), i)}
+            texts = _texts(item.get("content") or item.get("summary"), i)
+            message = {"role": "assistant", "reasoning": "".join(texts)}
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             message = {"role": "assistant", "tool_calls": [*last.get("tool_calls", ()), call]}
         elif kind == "function_call_output":
-            message = {"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(item.get("output"), i)}
+            message = {"role": "tool", "tool_call_id": item.get("call_id"), "content": _content(item.get("output"), i)}
         else:
             problem = f"input[{i}]: neither a message with a role nor a supported type: {kind!r:.80}"
             raise ApiError(400, problem, "input")
@@ -176,13 +181,19 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages
 
 
-def _text(content: Any, index: int) -> str:
-    """The text of a string, or of parts that have text."""
+def _content(content: Any, index: int) -> str | list[dict[str, Any]]:
+    """A chat's content: a text, or a part for each of several texts."""
+    texts = _texts(content, index)
+    return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
+
+
+def _texts(content: Any, index: int) -> list[str]:
+    """A string, or what parts have as text."""
     parts = content if isinstance(content, list) else [] if content is None else [{"text": content}]
     texts: list[Any] = [part.get("text", part.get("refusal")) if isinstance(part, dict) else None for part in parts]
     is_text = all(isinstance(text, str) for text in texts)
     require(is_text, f"input[{index}]: the content must be text, or parts that are text")
-    return "".join(texts)
+    return texts
 
 
 def _tools(body: ResponsesBody) -> dict[str, Any]:

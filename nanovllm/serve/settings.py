@@ -1,16 +1,24 @@
 """Settings of the HTTP server."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from nanovllm.reasoning.formats import FORMATS
 from nanovllm.serve.tool_parsers import PARSERS
 from nanovllm.utils.checks import check_choice, check_fields, check_int, check_real, checked
 
 # names of vLLM's parsers for the same formats
 ALIASES = {
-    "reasoning_parser": dict.fromkeys(("qwen3", "deepseek_r1", "deepseek_v3", "glm45"), "think"),
-    "tool_call_parser": dict.fromkeys(("qwen", "qwen25", "qwen3"), "hermes") | {"llama4_json": "llama3_json"},
+    "tool_call_parser": {
+        **dict.fromkeys(("qwen", "qwen25", "qwen3"), "hermes"),
+        "qwen3_xml": "qwen3_coder",
+        "llama4_json": "llama3_json",
+        "deepseek_v31": "deepseek_v3",
+    },
 }
+KEEP_ALIVE_VARIABLE = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"  # of the environment
+KEEP_ALIVE_SECONDS = 120.0
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -29,17 +37,23 @@ class ServerSettings:
     served_model_name: the names of the model in the API; None is MODEL, without the path
         if it is a folder.
     chat_template: the chat template, or the file that has it; None is the model's own.
-    tool_call_parser: the format of tool calls: "hermes" ("qwen", "qwen25", "qwen3"), "llama3_json" ("llama4_json"),
-        "none", or "auto", which looks at the chat template.
-    reasoning_parser: "think" ("qwen3", "deepseek_r1", "deepseek_v3", "glm45") puts the text between <think> and
-        </think> into `reasoning` and `reasoning_content`; with "none" it stays in the content.
+    tool_call_parser: the format of tool calls: "hermes" ("qwen", "qwen25", "qwen3"), "qwen3_coder" ("qwen3_xml"),
+        "llama3_json" ("llama4_json"), "mistral", "deepseek_v3" ("deepseek_v31"), "none", which leaves them in the
+        content, or "auto", which looks at the chat template. If that shows none, requests with tools are refused.
+    reasoning_parser: the format of reasoning, which is put into `reasoning` and `reasoning_content`: "think" ("qwen3",
+        "deepseek_v3", "glm45"), "deepseek_r1", whose answers may have only the end marker, "mistral", "none", which
+        leaves it in the content, or "auto", which looks at the chat template.
     trust_request_chat_template: a request may have a chat template of its own. Templates are programs: they run in
-        jinja2's sandbox, which bounds neither their time nor their memory.
+        jinja2's sandbox, in a process that has 2 seconds and 512 MiB for each.
     max_body_bytes: maximum size of a request's body.
     max_answers: maximum number of answers of one request: prompts times `n`.
     request_timeout: seconds after which a request that is still running is ended.
     body_timeout: seconds within which a request's body must have arrived.
-    max_connections: maximum number of open connections; further ones are answered with 503.
+    timeout_keep_alive: seconds after which a connection without a request is closed; None is the environment variable
+        VLLM_HTTP_TIMEOUT_KEEP_ALIVE, or 120. Clients keep idle connections for up to 90 seconds, and a request that
+        they send just when one is closed fails.
+    max_connections: maximum number of open connections; for a further one, the one that has been idle for longest is
+        closed, and if none is idle, it is answered with 503.
     drain_seconds: after SIGTERM or Ctrl-C, how long requests that are running may go on.
     access_log: print a line for each request.
     enable_openapi: describe the API at `/openapi.json`.
@@ -63,12 +77,13 @@ class ServerSettings:
     served_model_name: tuple[str, ...] | None = None
     chat_template: str | None = None
     tool_call_parser: str = checked("auto", check_choice, choices=("auto", *PARSERS))
-    reasoning_parser: str = checked("none", check_choice, choices=("none", "think"))
+    reasoning_parser: str = checked("auto", check_choice, choices=("auto", "none", *FORMATS))
     trust_request_chat_template: bool = False
     max_body_bytes: int = checked(2 * 2**20, check_int, low=1)
     max_answers: int = checked(128, check_int, low=1)
     request_timeout: float = checked(600.0, check_real, low=0.001, high=1e6)
     body_timeout: float = checked(30.0, check_real, low=0.001, high=1e6)
+    timeout_keep_alive: float | None = checked(None, check_real, low=0, high=1e6)
     max_connections: int = checked(4096, check_int, low=1)
     drain_seconds: int = checked(30, check_int, low=0)
     access_log: bool = False
@@ -91,6 +106,8 @@ class ServerSettings:
         if self.chat_template is not None and "{" not in self.chat_template:  # no template, so a file
             object.__setattr__(self, "chat_template", Path(self.chat_template).read_text("utf-8"))
         check_fields(self)
+        if self.timeout_keep_alive is None:
+            object.__setattr__(self, "timeout_keep_alive", _keep_alive_of_environment())
         if self.api_server_count > 1 and self.data_parallel_size > 1:
             raise ValueError(f"api_server_count={self.api_server_count}: must be 1 with several replicas")
         if self.enable_dev_endpoints and max(self.api_server_count, self.data_parallel_size) > 1:
@@ -106,3 +123,11 @@ class ServerSettings:
         if self.allowed_hosts is None and self.is_local and self.uds is None:  # no web page reaches a Unix socket
             return LOOPBACK_HOSTS
         return self.allowed_hosts
+
+
+def _keep_alive_of_environment() -> float:
+    text = os.environ.get(KEEP_ALIVE_VARIABLE, "") or KEEP_ALIVE_SECONDS
+    try:
+        return check_real(KEEP_ALIVE_VARIABLE, float(text), low=0, high=1e6)
+    except ValueError:
+        raise ValueError(f"{KEEP_ALIVE_VARIABLE}={text!r:.80}: must be a number in 0 to 1,000,000") from None

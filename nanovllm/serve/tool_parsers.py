@@ -1,11 +1,17 @@
 """Calls of tools within generated text, found while the text arrives.
 
 A parser is fed pieces of one answer. It returns the text that is content, and the calls that are complete. Text that
-may belong to a call is held back; text that turns out not to be a valid call is content.
+may belong to a call is held back; text that turns out not to be a valid call is content. How the answer is cut into
+pieces changes nothing.
 """
 
 import json
-from typing import Any, NamedTuple
+import re
+import secrets
+import string
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
 
 
 class ToolCall(NamedTuple):
@@ -19,81 +25,277 @@ Found = tuple[str, list[ToolCall]]
 class ToolParser:
     """Finds nothing: all text is content."""
 
-    _held = ""  # text that may belong to a call
+    markers: ClassVar[tuple[str, ...]] = ()  # what a call begins with, and what stands within it, if not plain text
+
+    def __init__(self, schemas: Mapping[str, Any] = MappingProxyType({})):
+        """schemas: the JSON schemas of the arguments, by the names of the functions."""
+        self._schemas = schemas
+        self._held = ""  # text that may belong to a call
 
     def feed(self, text: str, is_last: bool = False) -> Found:
         """The content and the complete calls in `text` and in what was held back; nothing is held back at the end."""
         return text, []
 
-
-class HermesParser(ToolParser):
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen2.5, Qwen3. Any number, between text."""
-
-    BEGIN, END = "<tool_call>", "</tool_call>"  # what is held begins with BEGIN or a part of it, or is only space
-    _has_call = False
-
-    def feed(self, text: str, is_last: bool = False) -> Found:
-        self._held += text
-        content, calls = [], []
-        while self._held:
-            content.append(self._take(length_before(self.BEGIN, self._held, is_last)))
-            if not self._held.startswith(self.BEGIN):
-                break
-            end = self._held.find(self.END)
-            if end < 0 and not is_last:
-                break
-            inner = self._held[len(self.BEGIN) : end if end >= 0 else None]
-            whole = self._take(end + len(self.END) if end >= 0 else len(self._held))
-            if (call := _call_of(parsed(inner), "arguments")) is not None:
-                calls.append(call)
-                self._has_call = True
-            else:
-                content.append(whole)
-        text = "".join(content)
-        # templates put line ends between calls
-        return ("" if self._has_call and not text.strip() else text), calls
-
-    def _take(self, num_characters: int) -> str:
-        taken, self._held = self._held[:num_characters], self._held[num_characters:]
-        return taken
+    @staticmethod
+    def new_id() -> str:
+        """The id of a call. The model reads it in the next turn."""
+        return f"call_{secrets.token_hex(12)}"
 
 
-class Llama3Parser(ToolParser):
-    """`{"name": ..., "parameters": {...}}` as the whole answer, or several with `;` between them: Llama 3.1 and later.
+class MarkedParser(ToolParser):
+    """Any number of calls, each behind a marker, and text between them.
 
-    The special token `<|python_tag|>` may come first; it is usually not part of the text.
+    A call has a head, which says where its arguments begin, and a body. White space is no content where it has nothing
+    but calls, the beginning or the end around it. The time is linear in the length of the text, in pieces of any size.
     """
 
-    TAG = "<|python_tag|>"
-    _has_call = False
-    _is_content = False  # the answer has begun with something else, or continues with it
+    HEAD: ClassVar[re.Pattern[str]]  # from the marker on, at most MAX_HEAD characters
+    closers: ClassVar[tuple[str, ...]] = ()  # what may stand behind a call, and is no content
+    BLANK: ClassVar[re.Pattern[str]] = re.compile(r"\s*")  # what may stand between calls
+    _marker: ClassVar[re.Pattern[str]]
+
+    def __init_subclass__(cls) -> None:
+        cls._marker = re.compile("|".join(map(re.escape, cls.markers)))
+
+    def __init__(self, schemas: Mapping[str, Any] = MappingProxyType({})):
+        super().__init__(schemas)
+        self._start = 0  # of what is held: all before has been returned
+        self._head: re.Match[str] | None = None  # of the call that begins there
+        self._has_call = self._is_after_call = False
+        self._space: list[str] | None = []  # white space since the last call or the beginning; None: there is a text
 
     def feed(self, text: str, is_last: bool = False) -> Found:
-        if self._is_content:
-            return text, []
-        self._held += text
+        held, self._held = self._held, ""  # Python adds in place what has a single reference
+        held += text
+        self._held = held
+        content: list[str] = []
         calls: list[ToolCall] = []
-        if "{" in self._held and "}" not in text and not is_last:
-            return "", []  # no object ends here: do not parse what is there again for each token
-        while rest := self._held.removeprefix(self.TAG).lstrip(" \n;" if self._has_call else " \n"):
-            may_be_tag = self.TAG.startswith(rest)
-            if not rest.startswith("{") and not (may_be_tag and not is_last):
-                return self._give_up(), calls
-            try:
-                value, end = json.JSONDecoder().raw_decode(rest)
-            except (ValueError, RecursionError):
-                return (self._give_up() if is_last else ""), calls  # it is incomplete, or no JSON
-            call = _call_of(value, "parameters") or _call_of(value, "arguments")
-            if call is None:
-                return self._give_up(), calls
-            calls.append(call)
-            self._has_call, self._held = True, rest[end:]
-        return "", calls
+        while self._start < len(held):
+            if self._is_after_call and not self._passes_closers(is_last):
+                break
+            content.append(self._content(self._call_start(is_last)))
+            if not self._is_at_call():
+                break
+            if (found := self._read_call(is_last)) is None:
+                break
+            self._head, (new, end) = None, found
+            if new:
+                calls += new
+                self._has_call, self._is_after_call, self._space, self._start = True, True, [], end
+            else:
+                content.append(self._content(end))
+        if self._start:
+            self._held, self._start, self._head = held[self._start :], 0, None
+        if is_last and not self._has_call:
+            content, self._space = content + (self._space or []), None
+        return "".join(content), calls
 
-    def _give_up(self) -> str:
-        self._is_content = True
-        held, self._held = self._held, ""
-        return held
+    def _read_call(self, is_last: bool) -> tuple[list[ToolCall], int] | None:
+        """The calls that begin at the start, and where they end. Without calls, the text up to there is content.
+
+        None if more text is needed to know.
+        """
+        start, held = self._start, self._held
+        if self._head is None:
+            if (head := self.HEAD.match(held, start, start + MAX_HEAD)) is None:
+                return ([], start + 1) if is_last or len(held) >= start + MAX_HEAD else None
+            self._head = head
+            self._begin_body(head)
+        if (found := self._read_body(self._head, is_last)) is None and is_last:
+            return [], len(held)  # it was cut
+        return found
+
+    def _begin_body(self, head: re.Match[str]) -> None:
+        """Get ready to look for the end of the call."""
+        raise NotImplementedError
+
+    def _read_body(self, head: re.Match[str], is_last: bool) -> tuple[list[ToolCall], int] | None:
+        """As `_read_call`, behind this head. It looks at new text only."""
+        raise NotImplementedError
+
+    def _takes_bare_call(self) -> bool:
+        """Whether a JSON object is a call here without a marker."""
+        return False
+
+    def _is_at_call(self) -> bool:
+        is_bare = self._takes_bare_call() and self._held.startswith("{", self._start)
+        return is_bare or self._held.startswith(self.markers, self._start)
+
+    def _call_start(self, is_last: bool) -> int:
+        """Where the next call begins, or may begin if more text follows."""
+        held = self._held
+        begin = _end_of(self.BLANK, held, self._start)
+        if self._takes_bare_call() and held.startswith("{", begin):
+            return begin
+        if (found := self._marker.search(held, self._start)) is not None:
+            return found.start()
+        tail = held[max(self._start, len(held) - max(map(len, self.markers))) :]
+        return len(held) - len(tail) + min(length_before(marker, tail, is_last) for marker in self.markers)
+
+    def _passes_closers(self, is_last: bool) -> bool:
+        """Go behind what ends a call. False if more text is needed to know."""
+        while True:
+            self._content(_end_of(self.BLANK, self._held, self._start))
+            rest = self._held[self._start : self._start + max(map(len, self.closers), default=0)]
+            closer = next((x for x in self.closers if rest.startswith(x)), None)
+            if closer is None:
+                break
+            self._start, self._space = self._start + len(closer), []
+        if not is_last and any(x.startswith(rest) for x in self.closers):
+            return False
+        self._is_after_call = self._held.startswith("{", self._start)
+        return True
+
+    def _content(self, end: int) -> str:
+        """Go to `end`. The content is returned up to there, as far as it is known to be content."""
+        text, self._start = self._held[self._start : end], end
+        if self._space is not None:
+            self._space.append(text)
+            if self.BLANK.fullmatch(text):
+                return ""
+            text, self._space = "".join(self._space), None
+            self._is_after_call = False
+        return text
+
+
+class JsonParser(MarkedParser):
+    """Calls whose arguments are JSON. The group "name" of a head is the name, if that is none of the JSON."""
+
+    def _begin_body(self, head: re.Match[str]) -> None:
+        self._json = JsonScanner(head.end())
+
+    def _read_body(self, head: re.Match[str], is_last: bool) -> tuple[list[ToolCall], int] | None:
+        try:
+            end = self._json.end(self._held)
+        except ValueError:
+            return [], self._start + 1
+        if end is None:
+            return None
+        value = parsed(self._held[head.end() : end])
+        if not (name := head.groupdict().get("name")):
+            return _calls_of(value, self._may_lack_arguments(head)), end
+        return ([_call(name.strip(), value)] if isinstance(value, dict) else []), end
+
+    def _may_lack_arguments(self, head: re.Match[str]) -> bool:
+        """Whether an object with nothing but a name is a call."""
+        return True
+
+
+class HermesParser(JsonParser):
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen2.5, Qwen3.
+
+    The models sometimes leave out the end, write an end of the object too many, or several objects.
+    """
+
+    markers: ClassVar[tuple[str, ...]] = ("<tool_call>",)
+    HEAD = re.compile(r"(?:<tool_call>)?\s*(?=[{\[])")
+    closers = ("</tool_call>", "}")
+
+    def _takes_bare_call(self) -> bool:
+        return self._is_after_call
+
+
+class XmlParser(HermesParser):
+    """XML with a tag for each parameter: Qwen3-Coder, Qwen3.5 and later. Arguments have the types of their schemas.
+
+        <tool_call>
+        <function=NAME>
+        <parameter=NAME>
+        value
+        </parameter>
+        </function>
+        </tool_call>
+
+    The models sometimes leave out the first line or the last but one, or write JSON instead.
+    """
+
+    markers = ("<tool_call>", "<function=")
+    HEAD = re.compile(
+        r"(?:<tool_call>)?\s*(?:<function=(?P<function>[^>\n]+)>\s*(?=<parameter=|</function>|</tool_call>)|(?=[{\[]))"
+    )
+    CALL_END, FUNCTION_END, PARAMETER_END = "</tool_call>", "</function>", "</parameter>"
+    # the text of a value may have any of these tags within it
+    FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>(?=\s*(?:(?:<tool_call>\s*)?<function=|\Z))", re.DOTALL)
+    PARAMETER = re.compile(
+        r"<parameter=([^>\n]+)>(.*?)(?:</parameter>(?=\s*(?:<parameter=|\Z))|(?=\n<parameter=)|\Z)", re.DOTALL
+    )
+
+    def _begin_body(self, head: re.Match[str]) -> None:
+        super()._begin_body(head)
+        self._searched = head.end()
+
+    def _read_body(self, head: re.Match[str], is_last: bool) -> tuple[list[ToolCall], int] | None:
+        if head["function"] is None:
+            return super()._read_body(head, is_last)
+        is_marked = self._held.startswith("<tool_call>", self._start)
+        tag = self.CALL_END if is_marked else self.FUNCTION_END
+        before = (self.PARAMETER_END, self.FUNCTION_END) if is_marked else (self.PARAMETER_END,)
+        while (place := self._held.find(tag, self._searched)) >= 0:
+            self._searched, last = place + len(tag), place
+            while last > head.end() and self._held[last - 1].isspace():
+                last -= 1
+            if last == head.end() or self._held.endswith(before, head.end(), last):
+                return self._calls(self._held[self._start : self._searched]), self._searched
+        self._searched = max(self._searched, len(self._held) - len(tag) + 1)
+        calls = self._calls(self._held[self._start :]) if is_last and is_marked else []  # the end was the stop string
+        return (calls, len(self._held)) if calls else None
+
+    def _calls(self, text: str) -> list[ToolCall]:
+        if text.endswith(self.CALL_END):
+            text = text.removesuffix(self.CALL_END).rstrip().removesuffix(self.FUNCTION_END) + self.FUNCTION_END
+        return [self._call(name.strip(), body) for name, body in self.FUNCTION.findall(text)]
+
+    def _call(self, name: str, body: str) -> ToolCall:
+        schema = self._schemas.get(name) or {}
+        values = {key.strip(): _plain_value(text) for key, text in self.PARAMETER.findall(body)}
+        return _call(name, {key: _typed(text, schema, key) for key, text in values.items()})
+
+
+class MistralParser(JsonParser):
+    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}` for each call.
+
+    An id that a call has, behind `[CALL_ID]`, is not used.
+    """
+
+    markers = ("[TOOL_CALLS]",)
+    HEAD = re.compile(
+        r"\[TOOL_CALLS\]\s*(?:(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)|(?=[{\[]))"
+    )
+
+    @staticmethod
+    def new_id() -> str:
+        """Its templates refuse other ids."""
+        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+class DeepSeekParser(JsonParser):
+    """A list of calls between special tokens: DeepSeek-R1 and its distillations, V3, and V3.1, which has no fence."""
+
+    BAR, LOW = "\uff5c", "\u2581"  # of the tokens' names
+    markers = (f"<{BAR}tool{LOW}calls{LOW}begin{BAR}>", f"<{BAR}tool{LOW}call{LOW}begin{BAR}>")
+    closers = ("```", f"<{BAR}tool{LOW}call{LOW}end{BAR}>", f"<{BAR}tool{LOW}calls{LOW}end{BAR}>")
+    SEP = f"<{BAR}tool{LOW}sep{BAR}>"
+    HEAD = re.compile(
+        rf"(?:{markers[0]}\s*)?{markers[1]}"
+        rf"(?:[^<{{]*{SEP}(?=[^<{{`]+```))?(?P<name>[^<{{`]+)(?:{SEP}|```(?:json)?)\s*(?=\{{)"
+    )
+
+
+class Llama3Parser(JsonParser):
+    """`{"name": ..., "parameters": {...}}`, or several with `;` between them: Llama 3.1 and later.
+
+    They are the whole answer, or stand behind the special token `<|python_tag|>`.
+    """
+
+    markers = ("<|python_tag|>",)
+    HEAD = re.compile(r"(?P<tag><\|python_tag\|>)?[\s;,]*(?=[{\[])")
+    BLANK = re.compile(r"[\s;,]*")
+
+    def _takes_bare_call(self) -> bool:
+        return self._space is not None
+
+    def _may_lack_arguments(self, head: re.Match[str]) -> bool:
+        return head["tag"] is not None  # else it is an answer in JSON, more likely
 
 
 class WholeParser(ToolParser):
@@ -104,42 +306,155 @@ class WholeParser(ToolParser):
     """
 
     def __init__(self, name: str | None = None) -> None:
+        super().__init__()
         self._name = name
+        self._pieces: list[str] = []
 
     def feed(self, text: str, is_last: bool = False) -> Found:
-        self._held += text
+        self._pieces.append(text)
         if not is_last:
             return "", []
-        value = parsed(self._held)
+        text = "".join(self._pieces)
+        value = parsed(text)
         if self._name is not None:
-            return ("", [ToolCall(self._name, self._held)]) if isinstance(value, dict) else (self._held, [])
-        calls = [_call_of(item, "parameters") for item in value] if isinstance(value, list) else [None]
-        return (self._held, []) if None in calls else ("", [call for call in calls if call is not None])
+            return ("", [ToolCall(self._name, text)]) if isinstance(value, dict) else (text, [])
+        calls = _calls_of(value) if isinstance(value, list) else []
+        return ("", calls) if calls else (text, [])
 
 
-PARSERS: dict[str, type[ToolParser]] = {"hermes": HermesParser, "llama3_json": Llama3Parser, "none": ToolParser}
+PARSERS: dict[str, type[ToolParser]] = {
+    "hermes": HermesParser,
+    "qwen3_coder": XmlParser,
+    "llama3_json": Llama3Parser,
+    "mistral": MistralParser,
+    "deepseek_v3": DeepSeekParser,
+    "none": ToolParser,
+}
+MAX_HEAD = 512  # characters from a marker to the arguments of its call
+# what the template of a model that calls tools has, by the name of its parser: the first that is found
+SIGNS = {
+    "mistral": "[TOOL_CALLS]",
+    "deepseek_v3": DeepSeekParser.markers[0],
+    "qwen3_coder": "<function=",
+    "hermes": "<tool_call>",
+    "llama3_json": '"parameters"',
+}
 
 
-def parser_for(chat_template: str | None) -> str:
-    """The name of the parser for what a model writes, from the chat template that tells the model how to write it."""
-    if chat_template and "<tool_call>" in chat_template:
-        return "hermes"
-    return "llama3_json" if chat_template and '"parameters"' in chat_template else "none"
+def parser_for(chat_template: str) -> str | None:
+    """The name of the parser for what a model writes, from the chat template that tells the model how to write it.
+
+    None if the template shows no format that is known.
+    """
+    return next((name for name, sign in SIGNS.items() if sign in chat_template), None)
+
+
+# -- JSON as models write it -------------------------------------------------------------------------------------------
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def _finite(text: str) -> float:
+    if (value := float(text)) in (float("inf"), -float("inf")):
+        raise ValueError(f"{text} is too large a number")
+    return value
+
+
+# strings may have line ends and tabs as they are; what has no JSON form, and so can't be handed on, is refused
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse_constant, parse_float=_finite)
 
 
 def parsed(text: str) -> Any:
     """The value of JSON; None if it is no JSON."""
     try:
-        return json.loads(text)
+        return _DECODER.decode(text)
     except (ValueError, RecursionError):
         return None
 
 
-def _call_of(value: Any, key: str) -> ToolCall | None:
-    """The call that a JSON value describes, or None if it is none."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not isinstance(value.get(key), dict):
+class JsonScanner:
+    """Finds where an object or a list ends whose text is still arriving. It looks at each character once.
+
+    What can't go on to be JSON is found early, such as a word behind a string; not all of it is: see `parsed`.
+    """
+
+    _NEXT = re.compile(r"[ \t\r\n]*([\w.+-]+|[^ \t\r\n]?)")  # a word is a number, or one of true, false and null
+    _IN_STRING = re.compile(r'["\\]')
+
+    def __init__(self, start: int):
+        self._place = start
+        self._depth = 0
+        self._is_in_string = False
+        self._last = "open"  # or "value" or "word": what may come next
+
+    def end(self, text: str) -> int | None:
+        """The end; None if it is not in this text, which begins with that of the last call. ValueError for no JSON."""
+        while not self._is_in_string or self._passes_string(text):
+            found: Any = self._NEXT.match(text, self._place)
+            token, self._place = found[1], found.end()
+            if not token:
+                return None
+            if token in ("}", "]"):
+                self._depth, self._last = self._depth - 1, "value"
+                if not self._depth:
+                    return self._place
+            elif token in (",", ":") and self._last != "open":
+                self._last = "open"
+            elif token in ("{", "[") and self._last == "open":
+                self._depth += 1
+            elif token == '"' and self._last == "open":
+                self._is_in_string, self._last = True, "value"
+            elif (token[0].isalnum() or token[0] in "+-._") and self._last != "value":
+                self._last = "word"
+            else:
+                raise ValueError(f"no JSON: {token!r} behind a {self._last}")
         return None
-    return ToolCall(value["name"], json.dumps(value[key], ensure_ascii=False))
+
+    def _passes_string(self, text: str) -> bool:
+        """Go behind the string that has begun. False if its end is not there."""
+        while (found := self._IN_STRING.search(text, self._place)) is not None:
+            if found[0] == "\\" and found.end() == len(text):
+                self._place = found.start()
+                return False
+            self._place = found.end() + (found[0] == "\\")
+            if found[0] == '"':
+                self._is_in_string = False
+                return True
+        self._place = len(text)
+        return False
+
+
+def _calls_of(value: Any, may_lack: bool = True) -> list[ToolCall]:
+    """The calls of a value or a list of them; none if any is no call. may_lack: it is one without arguments as well."""
+    calls = [_call_of(item, may_lack) for item in (value if isinstance(value, list) else [value])]
+    return [] if None in calls else [call for call in calls if call is not None]
+
+
+def _call_of(value: Any, may_lack: bool) -> ToolCall | None:
+    """The call that a JSON value describes, or None if it is none."""
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):  # as OpenAI's clients write it
+        value = value["function"]
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    key = next((key for key in ("arguments", "parameters") if key in value), None)
+    arguments = value.get(key) if key or may_lack else False
+    if isinstance(arguments, str):  # some models write it as OpenAI's clients do
+        arguments = parsed(arguments) if arguments.strip() else {}
+    elif arguments is None:
+        arguments = {}
+    return _call(value["name"], arguments) if isinstance(arguments, dict) else None
+
+
+def _end_of(pattern: re.Pattern[str], text: str, start: int) -> int:
+    """Where the longest match of a pattern that may be empty ends."""
+    found = pattern.match(text, start)
+    return start if found is None else found.end()
+
+
+def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
+    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
 
 
 def length_before(tag: str, text: str, is_last: bool) -> int:
@@ -148,3 +463,59 @@ def length_before(tag: str, text: str, is_last: bool) -> int:
         return begin if begin >= 0 else len(text)
     longest = min(len(text), len(tag) - 1)
     return len(text) - next((n for n in range(longest, 0, -1) if text.endswith(tag[:n])), 0)
+
+
+# -- values by their schemas -------------------------------------------------------------------------------------------
+
+_TYPES: dict[str, Any] = {
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "object": dict,
+    "array": list,
+}
+
+
+def _plain_value(text: str) -> str:
+    """The text between two tags, without the line end behind the first one and the one before the second one."""
+    return text.removeprefix("\r\n" if text.startswith("\r\n") else "\n").removesuffix("\n").removesuffix("\r")
+
+
+def _typed(text: str, schema: Any, key: str) -> Any:
+    """A parameter's value, of one of the types that its schema allows. It is text where that fits, or nothing does."""
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    types = _types_of(properties.get(key) if isinstance(properties, dict) else None, schema)
+    word = text.strip().lower()
+    if word in ("null", "none") and "null" in types:
+        return None
+    if "string" in types:
+        return text
+    value = parsed(word if word in ("true", "false") else text)
+    if isinstance(value, float) and value.is_integer() and "integer" in types and "number" not in types:
+        value = int(value)
+    for name in types & _TYPES.keys():
+        if isinstance(value, _TYPES[name]) and (name == "boolean" or not isinstance(value, bool)):
+            return value
+    return text
+
+
+def _types_of(schema: Any, root: Any, depth: int = 8) -> set[str]:
+    """The types that a schema allows; none if it does not say."""
+    if not isinstance(schema, dict) or depth == 0:
+        return set()
+    types = schema.get("type")
+    found = {types} if isinstance(types, str) else {name for name in types or () if isinstance(name, str)}
+    if schema.get("nullable") is True:
+        found.add("null")
+    if isinstance(path := schema.get("$ref"), str) and path.startswith("#/"):
+        target = root
+        for name in path[2:].split("/"):
+            target = target.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None
+        found |= _types_of(target, root, depth - 1)
+    for name in ("anyOf", "oneOf", "allOf"):
+        for option in schema.get(name) or ():
+            found |= _types_of(option, root, depth - 1)
+    for value in [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else [])]:
+        other = "null" if value is None else "string"
+        found |= {name for name, kind in _TYPES.items() if isinstance(value, kind)} or {other}
+    return found

@@ -8,12 +8,12 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import HTMLResponse, StreamingResponse
 
+from nanovllm.serve.http_responses import COMMENT, EVENT_STREAM_HEADERS, HEARTBEAT
 from nanovllm.serve.page import content_security_policy, render_page
 from nanovllm.serve.trace import StepRecorder
 
 TICK = 0.05  # seconds between two events of a stream
 QUIET = 0.3  # seconds without a step, after which the state is read again
-HEARTBEAT = 10.0  # seconds without an event, after which a comment is sent
 
 
 def view_router(
@@ -39,7 +39,7 @@ def view_router(
     @router.get("/view/events", include_in_schema=False, dependencies=[Depends(authorize)] if authorize else [])
     async def events(request: Request) -> StreamingResponse:
         stream = watchers.events(request.is_disconnected, is_closing)
-        return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        return StreamingResponse(stream, media_type="text/event-stream", headers=EVENT_STREAM_HEADERS)
 
     return router
 
@@ -68,7 +68,7 @@ class Watchers:
                     yield f"data: {text}\n\n"
                 elif monotonic() - sent_at > HEARTBEAT:
                     sent_at = monotonic()
-                    yield ":\n\n"
+                    yield COMMENT.decode()
                 elif monotonic() - sent_at > QUIET and not self.recorder.is_idle:
                     await self._refresh()
                 # all streams wake up at the same time, and get the same text

@@ -188,8 +188,9 @@ class DraftingOutputProcessor(OutputProcessor):
         return True
 
     def _may_draft(self, seq: Sequence) -> bool:
-        is_masked = "structured_outputs" in seq.feature_state and self.settings.drafts_with_masks
-        return not seq.pauses and (is_masked or not seq.waits_for_token)
+        if "structured_outputs" in seq.feature_state:
+            return self.settings.drafts_with_masks
+        return not (seq.pauses or seq.waits_for_token)
 
     def _drafts_of(self, seq: Sequence, pace: Pace) -> tuple[list[int], bool]:
         """Drafts, and whether there may be some in later steps."""

@@ -4,16 +4,19 @@ import os
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
+from copy import copy
 from functools import cache, partial
 from itertools import islice
+from math import inf
 from time import perf_counter, thread_time
-from typing import Any
+from typing import Any, cast
 from weakref import proxy
 
 import numpy as np
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.logit_edits import MAX_BAD_WORD_TOKENS, mask_of
+from nanovllm.reasoning.stage import Reasoning, Stage
 from nanovllm.structured_outputs.grammar import Grammar, Matcher
 from nanovllm.structured_outputs.masks import MaskQueue, num_cores
 
@@ -21,43 +24,74 @@ TOKEN_MARKER = 0xFF  # begins what stands in the text of llguidance for a token 
 
 
 class Constraint:
-    """The state of a grammar after the tokens of one sequence, and the mask of the tokens that it allows next.
+    """What limits the next token of one sequence: a grammar, a budget of its reasoning, or both.
 
-    Besides the grammar, the mask has what other parameters ban: only here is it known when no token is left. An id of
-    `stop_token_ids` is like an end-of-sequence id, which is allowed where the grammar may end, and nowhere else.
+    The grammar holds for the answer: for all tokens, or for those behind the reasoning, in which an end-of-sequence id
+    is banned then. Besides that, the mask has what other parameters ban: only here is it known when no token is left.
+    An id of `stop_token_ids` is like an end-of-sequence id, which is allowed where the grammar may end, and nowhere
+    else.
 
     All of this is a function of the sequence's token ids, so nothing is lost with a preemption.
     """
 
     def __init__(
-        self, seq: Sequence, grammar: Grammar, queue: MaskQueue, vocab_size: int, eos_token_ids: frozenset[int]
+        self,
+        seq: Sequence,
+        grammar: Grammar | None,
+        queue: MaskQueue | None,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
     ):
-        """queue: of its request, for masks that a step does not make."""
-        self._seq, self._grammar = proxy(seq), grammar  # a cycle would keep both until the garbage collector runs
-        self._queue = queue
-        self._automata = grammar.automata()
-        self._matcher: Matcher = self._automata.start.deep_copy()
+        """queue: of its request, for masks that a step does not make; None without a grammar."""
+        # a cycle would keep both until the garbage collector runs
+        self._seq, self._grammar = proxy(seq), cast(Grammar, grammar)
+        self._queue, self._vocab_size, self.has_grammar = queue, vocab_size, grammar is not None
+        self._matcher: Matcher = None
+        if grammar is not None:
+            self._automata = grammar.automata()
+            self._matcher = self._automata.start.deep_copy()
         self._num_consumed = 0  # generated tokens that the matcher has
-        self.next_mask = mask_of((), vocab_size)  # [ceil(vocabulary / 32)] int32: bits of the ids that may come next
-        self.draft_masks: list[np.ndarray] = []  # those after the drafts of the next step
-        self.error: str | None = None  # why there is no next token
+        reasoning: Reasoning | None = seq.feature_state.get("reasoning")
+        if reasoning is not None and reasoning.stage is Stage.BEFORE and reasoning.markers.begin_id is None:
+            reasoning = None if self.has_grammar else reasoning  # a grammar may spell the marker, and goes on
+        self._reasoning, self._budget = reasoning, seq.params.thinking_token_budget
         self._min_tokens = seq.params.min_tokens
         self._stops = np.array(seq.params.stop_token_ids or (), np.int64)
         self._ends = np.array([*{*eos_token_ids, *self._stops.tolist()}], np.int64)
         edits = seq.feature_state["logit_edits"]
         self._allowed, self._bad_words = edits.allowed_mask, edits.bad_words
+        # without a grammar, and inside a reasoning that is followed by one
+        self._free = _all_ids(vocab_size) if self._allowed is None else self._allowed
+        self._free_but_ends = self._free.copy()
+        _set_bits(self._free_but_ends, self._ends, False)
+        self.next_mask = self._free  # [ceil(vocabulary / 32)] int32: bits of the ids that may come next
+        self.sent_mask: np.ndarray | None = None  # the one that the device has
+        self.draft_masks: list[np.ndarray] = []  # those after the drafts of the next step
+        self.error: str | None = None  # why there is no next token
 
     def start_update(self) -> Future:
         """`update`, in another thread, after the earlier ones. Until it is done, nothing here may be read."""
-        return self._queue.submit(partial(self.update, self._seq.completion_token_ids))
+        update = partial(self.update, self._seq.completion_token_ids, copy(self._reasoning))
+        return cast(MaskQueue, self._queue).submit(update)
 
-    def update(self, completion: list[int]) -> tuple[str, str] | None:
-        """Bring the mask up to date with the generated tokens. Returns why the answer ends, if no token can follow."""
-        if self.consume(completion):
-            self.set_mask(self._grammar_mask(), completion)
-        if self._matcher.is_error() and self._restart():
-            return self.update(completion)
+    def update(self, completion: list[int], reasoning: Reasoning | None = None) -> tuple[str, str] | None:
+        """Bring the mask up to date with the generated tokens, and the reasoning after them.
+
+        Returns why the answer ends, if no token can follow.
+        """
+        if not self.set_without_grammar(reasoning):
+            if self.consume(completion, reasoning):
+                self.set_mask(self._grammar_mask(), completion, reasoning)
+            if self._matcher.is_error() and self._restart():
+                return self.update(completion, reasoning)
         return None if self.error is None else ("error", self.error)
+
+    def set_without_grammar(self, reasoning: Reasoning | None) -> bool:
+        """Set the mask inside the reasoning, or where there is no grammar; False where the grammar has it."""
+        if (mask := self._mask_without_grammar(reasoning)) is None:
+            return False
+        self._set(mask)
+        return True
 
     def _restart(self) -> bool:
         """After an error, start again with larger automata, unless there are none: too small ones may be the cause."""
@@ -68,50 +102,85 @@ class Constraint:
         self._matcher, self._num_consumed = self._automata.start.deep_copy(), 0
         return True
 
-    def consume(self, completion: list[int]) -> bool:
+    def consume(self, completion: list[int], reasoning: Reasoning | None = None) -> bool:
         """Give the grammar the tokens that it does not have yet; False if it does not allow them."""
-        is_allowed = self._matcher.consume_tokens(completion[self._num_consumed :])
-        self._num_consumed = len(completion)
+        new = completion[cast(int, _num_in_reasoning(reasoning)) + self._num_consumed :]
+        is_allowed = self._matcher.consume_tokens(new)
+        self._num_consumed += len(new)
         if not is_allowed:
             self.set_mask(None, completion)
         return is_allowed
 
-    def set_mask(self, mask: np.ndarray | None, completion: list[int]) -> None:
+    def set_mask(self, mask: np.ndarray | None, completion: list[int], reasoning: Reasoning | None = None) -> None:
         """`mask` is the grammar's own, without the bans of other parameters; None if its state is an error."""
         if mask is None or self._matcher.is_error():
-            self.next_mask = np.zeros_like(self.next_mask)
+            self.next_mask = np.zeros_like(self._free)
             reason = _first_line(self._matcher.get_error())
             says_nothing = reason in ("", "NoExtensionBias")  # the second is what llguidance calls it
             self.error = f"structured_outputs: {'no token is allowed' if says_nothing else reason}"
         else:
-            self.next_mask = self._with_bans(mask, completion)
-            self.error = None if self.next_mask.any() else "structured_outputs: the parameters allow no token"
+            if reasoning is not None and reasoning.stage is Stage.BEFORE and not completion:
+                _set_bits(mask, np.array([reasoning.markers.begin_id]), True)  # it may begin with reasoning
+            self._set(self._with_bans(mask, completion))
+
+    def _set(self, mask: np.ndarray) -> None:
+        self.next_mask = mask
+        self.error = None if mask.any() else "structured_outputs: the parameters allow no token"
+
+    def _mask_without_grammar(self, reasoning: Reasoning | None) -> np.ndarray | None:
+        if reasoning is None or reasoning.stage is not Stage.INSIDE:
+            return None if self.has_grammar else self._free
+        if self._budget is not None and (num_over := reasoning.num_thoughts - self._budget) >= 0:
+            end_ids = reasoning.markers.end_ids
+            return mask_of([end_ids[num_over % len(end_ids)]], self._vocab_size)
+        return self._free_but_ends if self.has_grammar else self._free
+
+    def token_limit(self) -> int:
+        """The number of tokens of the sequence up to which none needs another mask than `next_mask`."""
+        seq, reasoning = self._seq, self._reasoning
+        if reasoning is None or self._budget is None or reasoning.stage is Stage.ENDED:
+            return seq.max_num_tokens
+        # behind the budget each token is forced, and known when the one before it has arrived
+        num_left = max(1, self._budget - reasoning.num_thoughts)
+        return min(len(seq.token_ids) + num_left, seq.max_num_tokens)
+
+    # -- drafts --------------------------------------------------------------------------------------------------------
 
     def draft(self, drafts: list[int], num_drafts: int) -> list[int]:
         """As many of the drafts as are allowed and do not end the answer; if none, what the grammar forces, at most so
         many. Sets `draft_masks`. If masks are slow, there are no drafts.
         """
+        if self._mask_without_grammar(self._reasoning) is not None:
+            return self._allowed_of(drafts)
         if self._grammar.is_slow:
             self.draft_masks = []
             return []
         return self._allowed_of(drafts) or self._allowed_of(self._matcher.compute_ff_tokens()[:num_drafts])
 
     def _allowed_of(self, drafts: list[int]) -> list[int]:
-        completion, mask = self._seq.completion_token_ids, self.next_mask
-        self.draft_masks, num_before = [], len(completion)
+        completion, mask, reasoning = self._seq.completion_token_ids, self.next_mask, copy(self._reasoning)
+        self.draft_masks, num_before, num_consumed = [], len(completion), 0
         for token_id in drafts:
             is_allowed = token_id >= 0 and mask[token_id // 32] >> token_id % 32 & 1
-            if not is_allowed or token_id in self._ends or self._grammar.is_slow:
+            if not is_allowed or token_id in self._ends or (self.has_grammar and self._grammar.is_slow):
                 break
-            self._matcher.consume_token(token_id)
             completion.append(token_id)
-            mask = self._with_bans(self._grammar_mask(), completion)
+            if reasoning is not None:
+                reasoning.take([token_id])
+            if self.has_grammar and len(completion) > _num_in_reasoning(reasoning):
+                self._matcher.consume_token(token_id)
+                num_consumed += 1
+            if (mask := self._mask_without_grammar(reasoning)) is None:
+                mask = self._with_bans(self._grammar_mask(), completion)
             self.draft_masks.append(mask)
-        if self._matcher.is_error():  # the next update will see it
-            self.draft_masks = []
-            return []
-        self._matcher.rollback(len(self.draft_masks))
+        if num_consumed:
+            if self._matcher.is_error():  # the next update will see it
+                self.draft_masks = []
+                return []
+            self._matcher.rollback(num_consumed)
         return completion[num_before:]
+
+    # -- masks ---------------------------------------------------------------------------------------------------------
 
     def _grammar_mask(self) -> np.ndarray:
         """What the grammar allows in its state, which may be an error."""
@@ -150,13 +219,16 @@ class Constraint:
 def update_fast(constraints: Iterable[Constraint], seconds: float) -> list[Constraint]:
     """Update those whose masks are fast, in parallel, until the time is over. Returns those that were updated.
 
+    Inside the reasoning, and without a grammar, nothing takes time.
     llguidance makes the masks of one grammar one after the other. Any of them may be the first one that is slow, so a
     call makes at most one of each grammar, and one for each core.
     """
     end, updated = perf_counter() + seconds, []
     left: dict[Grammar, deque[Constraint]] = {}
     for constraint in constraints:
-        if not constraint._grammar.is_slow:
+        if constraint.set_without_grammar(constraint._reasoning):
+            updated.append(constraint)
+        elif not constraint._grammar.is_slow:
             left.setdefault(constraint._grammar, deque()).append(constraint)
     while left and perf_counter() < end:
         chunk = [queue.popleft() for queue in islice(left.values(), num_cores())]
@@ -173,10 +245,10 @@ def update_fast(constraints: Iterable[Constraint], seconds: float) -> list[Const
 def _update_together(constraints: list[Constraint]) -> None:
     """They are of different grammars."""
     completions = [constraint._seq.completion_token_ids for constraint in constraints]
-    ready = [pair for pair in zip(constraints, completions) if pair[0].consume(pair[1])]
+    ready = [pair for pair in zip(constraints, completions) if pair[0].consume(pair[1], pair[0]._reasoning)]
     if len(ready) == 1:
         ((constraint, completion),) = ready
-        constraint.set_mask(constraint._grammar_mask(), completion)
+        constraint.set_mask(constraint._grammar_mask(), completion, constraint._reasoning)
     elif ready:
         begin = perf_counter()
         masks = np.empty((len(ready), len(ready[0][0].next_mask)), np.int32)
@@ -184,7 +256,7 @@ def _update_together(constraints: list[Constraint]) -> None:
         _executor(os.getpid()).unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
         seconds = perf_counter() - begin  # which one has taken them is not known
         for (constraint, completion), mask in zip(ready, masks):
-            constraint.set_mask(constraint._with_text(mask), completion)
+            constraint.set_mask(constraint._with_text(mask), completion, constraint._reasoning)
             constraint._grammar.add_mask(seconds)
 
 
@@ -194,6 +266,20 @@ def _executor(pid: int) -> Any:
     from llguidance import LLExecutor
 
     return LLExecutor(num_cores())
+
+
+def _num_in_reasoning(reasoning: Reasoning | None) -> float:
+    """How many tokens of an answer are none of the grammar's."""
+    if reasoning is None:
+        return 0
+    return inf if reasoning.stage is Stage.INSIDE else reasoning.num_tokens
+
+
+@cache
+def _all_ids(vocab_size: int) -> np.ndarray:
+    mask = mask_of(range(vocab_size), vocab_size)
+    mask.flags.writeable = False
+    return mask
 
 
 def _set_bits(mask: np.ndarray, token_ids: np.ndarray, value: bool) -> None:

@@ -1,4 +1,4 @@
-"""Structured outputs as a feature of a step."""
+"""Structured outputs, and budgets of reasoning, as a feature of a step."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,9 @@ class StructuredOutputs(StepFeature):
     def attach(cls, request: Any, processor: Any) -> None:
         constrain(request.group, processor)
         for seq in request.group:
-            seq.is_watched = seq.waits_for_token = True
+            # a grammar needs each token before the next one
+            seq.is_watched, seq.waits_for_token = True, seq.params.structured_outputs is not None
+            seq.token_limit = seq.feature_state["structured_outputs"].token_limit()
 
     @classmethod
     def after_step(cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: Any) -> None:
@@ -37,3 +39,5 @@ class StructuredOutputs(StepFeature):
                 seq.awaited = constraint.start_update()
             elif constraint.error is not None:
                 ends[seq] = "error", constraint.error
+            elif not constraint.has_grammar:
+                seq.token_limit = constraint.token_limit()

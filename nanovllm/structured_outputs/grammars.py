@@ -94,19 +94,22 @@ def constrain(group: list[Sequence], processor: Any) -> None:
     ValueError if llguidance is missing or refuses the grammar, or if the other parameters leave no first token.
     """
     params, model = group[0].params, processor.config.model_config
-    assert params.structured_outputs is not None
-    with _lock:
-        if processor.grammars is None:
-            with processor.tokenizer_lock:
-                tokenizer = copy(processor.tokenizer.backend_tokenizer)
-            processor.grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids)
-    grammar = processor.grammars.grammar(params.structured_outputs)
-    queue = MaskQueue(processor.grammars.threads, grammar)
+    if params.thinking_token_budget is not None and params.reasoning_parser is None:
+        raise ValueError(f"thinking_token_budget={params.thinking_token_budget}: needs a reasoning_parser")
+    grammar = queue = None
+    if params.structured_outputs is not None:
+        with _lock:
+            if processor.grammars is None:
+                with processor.tokenizer_lock:
+                    tokenizer = copy(processor.tokenizer.backend_tokenizer)
+                processor.grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_ids)
+        grammar = processor.grammars.grammar(params.structured_outputs)
+        queue = MaskQueue(processor.grammars.threads, grammar)
     constraints = [Constraint(seq, grammar, queue, model.vocab_size, model.eos_token_ids) for seq in group]
     for seq, constraint in zip(group, constraints):
         seq.feature_state["structured_outputs"] = constraint
     first, *others = constraints
-    if first.update([]) is not None:
+    if first.update([], group[0].feature_state.get("reasoning")) is not None:
         raise ValueError(f"{first.error}, not even a first one")
     for constraint in others:
         constraint.next_mask = first.next_mask  # they are in the same state

@@ -32,26 +32,26 @@ def check_fields(params: Any) -> None:
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
     """`value` as an int. TypeError for anything else, bools included; ValueError unless it is in `low` to `high`."""
     if not isinstance(value, Integral) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r}: must be an integer")
+        raise TypeError(f"{name}={value!r:.80}: must be an integer")
     return _check_range(name, int(value), low, high)
 
 
 def check_real(name: str, value: Any, low: float, high: float = 1e9) -> float:
     """`value` as a float. TypeError if it is not a number; ValueError unless it is finite and in `low` to `high`."""
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r}: must be a number")
+        raise TypeError(f"{name}={value!r:.80}: must be a number")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise ValueError(f"{name}={value!r}: must be finite")
+        raise ValueError(f"{name}={value!r:.80}: must be finite")
     return _check_range(name, number, low, high)
 
 
 def check_bool(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise TypeError(f"{name}={value!r}: must be True or False")
+        raise TypeError(f"{name}={value!r:.80}: must be True or False")
     return value
 
 
@@ -66,15 +66,15 @@ def check_unicode(name: str, text: str) -> None:
 
 def check_choice(name: str, value: Any, choices: Iterable) -> Any:
     if value not in choices:
-        raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, choices))}")
+        raise ValueError(f"{name}={value!r:.80}: must be one of {', '.join(map(repr, choices))}")
     return value
 
 
 def _check_range(name, value, low, high):
     if value < low:
-        raise ValueError(f"{name}={value!r}: must be at least {low}")
+        raise ValueError(f"{name}={value!r:.80}: must be at least {low}")
     if high is not None and value > high:
-        raise ValueError(f"{name}={value!r}: must be at most {high}")
+        raise ValueError(f"{name}={value!r:.80}: must be at most {high}")
     return value
 
 

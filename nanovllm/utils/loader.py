@@ -14,8 +14,11 @@ from nanovllm.utils.checks import read_json
 BUNDLED = Path(__file__).parent.parent / "assets"
 TOKENIZER_FILES = ("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",)  # one of these is enough
 JSON_FILES = ("tokenizer", "tokenizer_config", "vocab", "added_tokens", "special_tokens_map", "config")
-# `tokenizer_class` -> what AutoTokenizer loads for it with a Qwen3. Importing AutoTokenizer takes seconds more.
-TOKENIZERS = {"Qwen2Tokenizer": "Qwen2TokenizerFast", "PreTrainedTokenizerFast": "PreTrainedTokenizerFast"}
+# For these values of `model_type` and `tokenizer_class`, AutoTokenizer loads the class on the right. Importing
+# AutoTokenizer takes up to two seconds more. For other families it may load another class than the one that is named.
+NAMED_FAMILIES = ("qwen3", "qwen3_moe", "qwen3_next")
+NAMED_TOKENIZERS = {"Qwen2Tokenizer": "Qwen2TokenizerFast", "PreTrainedTokenizerFast": "PreTrainedTokenizerFast"}
+HEAD = "lm_head.weight"
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 BAR_DELAY = 1  # seconds until the progress bar is shown
 
@@ -42,14 +45,22 @@ def find_tokenizer(tokenizer: str | None, model_folder: Path) -> Path:
 
 
 def load_tokenizer(folder: str):
-    """transformers' tokenizer of `folder`. ValueError with the name of the broken file, if known, or of the folder."""
+    """The tokenizer of `folder`, as transformers' AutoTokenizer loads it.
+
+    ValueError with the name of the broken file, if known, or of the folder.
+    """
     # transformers' own errors do not say which file
     found = {name: read_json(file) for name in JSON_FILES if (file := Path(folder, f"{name}.json")).exists()}
     import transformers  # only here: importing it takes seconds
 
+    config, name = found.get("tokenizer_config", {}), "AutoTokenizer"
+    if found.get("config", {}).get("model_type") in NAMED_FAMILIES:
+        name = NAMED_TOKENIZERS.get(config.get("tokenizer_class"), name)
     try:
-        known = TOKENIZERS if str(found.get("config", {}).get("model_type")).startswith("qwen3") else {}
-        name = known.get(found.get("tokenizer_config", {}).get("tokenizer_class"), "AutoTokenizer")
+        if transformers.__version__.startswith("4."):
+            from nanovllm.utils.transformers_4 import load_with_version_4
+
+            return load_with_version_4(name, folder, config)
         return getattr(transformers, name).from_pretrained(folder)
     except Exception as error:  # a broken file can raise anything
         raise ValueError(f"{folder}: can't load the tokenizer ({type(error).__name__}: {error})") from error
@@ -130,6 +141,10 @@ def load_model(
         load_dummy(model, weight_loaders(model))
         return
     files = find_tensors(folder, FLOAT_DTYPES + (quantization.dtypes if quantization else ()))
+    if model.config.tie_word_embeddings and HEAD in files:
+        from nanovllm.utils.tied_head import untie_other_head
+
+        untie_other_head(model, files)
     loaders = weight_loaders(model)
     if model.config.moe:
         from nanovllm.moe.weights import split_experts
@@ -165,8 +180,7 @@ def load_model(
 
 def is_unused(model: nn.Module, name: str) -> bool:
     """Whether a checkpoint may have a tensor of this name, and `model` does not take it."""
-    # a tied checkpoint may carry the embedding twice
-    tied = ("lm_head.weight",) if model.config.tie_word_embeddings else ()
+    tied = (HEAD,) if model.config.tie_word_embeddings else ()  # which the embedding is, too
     scales = model.config.quantization.unused_tensors if model.config.quantization else ()
     # old checkpoints of Llama store the frequencies of the rotary embedding, which config.json defines
     prefixes = getattr(model, "unused_prefixes", ())

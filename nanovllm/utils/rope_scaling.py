@@ -3,36 +3,52 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from nanovllm.utils.checks import check_choice, check_real
 
 NUMBERS = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-NUMBERS |= {"attention_factor", "beta_fast", "beta_slow"}  # of yarn
+NUMBERS |= {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}  # of yarn
+KINDS = "default", "linear", "dynamic", "yarn", "llama3", "longrope"
 
 
-def scaled_frequencies(
-    kind: str, inv_freq: torch.Tensor, theta: float, rope: dict, raw: Mapping, head_dim: int, file: Path
-) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies, and the scale of cos and sin.
+class Rope(NamedTuple):
+    """What the angles of rotary embeddings are made from."""
 
-    `inv_freq` are those without scaling, and `rope` has the other entries of a config.json's `rope_parameters` or
-    `rope_scaling`; `raw` is all of that file.
+    inv_freq: torch.Tensor  # [numbers of a head that are rotated / 2]
+    scale: float  # of cos and sin
+    max_len: int  # the longest sequence
+
+
+def scaled_rope(kind: str, theta: float, rope: dict, raw: Mapping, head_dim: int, file: Path) -> Rope:
+    """`rope` are the other entries of a config.json's `rope_parameters` or `rope_scaling`; `raw` is all of that file.
+
+    The longest sequence is that of vLLM. Where all frequencies change at the length of the training ("dynamic" and
+    "longrope"), it is that length.
     """
+    trained_len, name = raw["max_position_embeddings"], "original_max_position_embeddings"
+    if raw.get(name) is not None:
+        rope[name] = raw[name]  # as in transformers, this one counts
+    rope.setdefault(name, trained_len)
     for name in NUMBERS & rope.keys():
         check_real(f"{file}: {name}", rope[name], low=1e-6, high=1e30)
-    if (fraction := rope.pop("partial_rotary_factor", None)) is not None:  # of a head that is rotated
-        head_dim = int(head_dim * check_real(f"{file}: partial_rotary_factor", fraction, low=1e-6, high=1.0))
-        inv_freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
-    check_choice(f"{file}: rope type", kind, ("default", "linear", "yarn", "llama3"))
-    if kind == "yarn":
-        return _yarn_frequencies(raw, head_dim, theta, rope)
+    fraction = check_real(f"{file}: partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1e-6, 1.0)
+    head_dim = int(head_dim * fraction)  # of a head that is rotated
+    check_choice(f"{file}: rope type", kind, KINDS)
+    if kind in ("yarn", "longrope"):
+        rope.setdefault("factor", trained_len / rope["original_max_position_embeddings"])
+    periods = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
     if kind == "linear":
-        inv_freq = inv_freq / rope["factor"]
-    elif kind == "llama3":
-        inv_freq = _llama3_frequencies(inv_freq, rope)
-    return inv_freq, 1.0
+        return Rope(1.0 / periods / rope["factor"], 1.0, int(trained_len * rope["factor"]))
+    if kind == "yarn":
+        max_len = rope["original_max_position_embeddings"] * rope["factor"]
+        return Rope(_yarn_frequencies(periods, theta, rope), _yarn_scale(rope), int(max_len))
+    if kind == "longrope":
+        factors = _short_factors(rope, len(periods), file)
+        return Rope(1.0 / (factors * periods), _longrope_scale(rope), int(rope["original_max_position_embeddings"]))
+    return Rope(_llama3_frequencies(1.0 / periods, rope) if kind == "llama3" else 1.0 / periods, 1.0, trained_len)
 
 
 def _llama3_frequencies(inv_freq: torch.Tensor, rope: dict) -> torch.Tensor:
@@ -45,13 +61,40 @@ def _llama3_frequencies(inv_freq: torch.Tensor, rope: dict) -> torch.Tensor:
     return (1 - weight) * inv_freq / rope["factor"] + weight * inv_freq
 
 
-def _yarn_frequencies(raw: Mapping, head_dim: int, theta: float, rope: dict) -> tuple[torch.Tensor, float]:
-    """The frequencies of YaRN, as transformers computes them; its import takes seconds."""
-    from transformers import AutoConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+def _yarn_frequencies(periods: torch.Tensor, theta: float, rope: dict) -> torch.Tensor:
+    """The frequencies of YaRN (Peng et al., 2023): as those of Llama 3.1, but interpolated by a pair's index."""
+    num_pairs, original_len = len(periods), rope["original_max_position_embeddings"]
+    num_turns = rope.get("beta_fast", 32), rope.get("beta_slow", 1)  # in the length of the training
+    first, last = (num_pairs * math.log(original_len / (n * 2 * math.pi), theta) for n in num_turns)
+    if rope.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * num_pairs - 1)
+    index = torch.arange(num_pairs, dtype=torch.float32, device="cpu")
+    weight = 1 - ((index - first) / (last - first or 0.001)).clamp(0, 1)  # of the original frequency
+    return 1.0 / (rope["factor"] * periods) * (1 - weight) + 1.0 / periods * weight
 
-    names = ("max_position_embeddings", "hidden_size", "num_attention_heads")
-    shape = {name: raw[name] for name in names} | {"head_dim": head_dim, "rope_theta": theta}
-    config = AutoConfig.for_model("llama", **shape, rope_scaling={"rope_type": "yarn", **rope})  # as for any family
-    with torch.device("cpu"):
-        return ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+
+def _yarn_scale(rope: dict) -> float:
+    """Scales queries times keys by the square of it, so that attention is as sharp as in a shorter context."""
+
+    def scale(weight: float) -> float:
+        return 1.0 if rope["factor"] <= 1 else 0.1 * weight * math.log(rope["factor"]) + 1.0
+
+    has_both = rope.get("mscale") and rope.get("mscale_all_dim")
+    default = scale(rope["mscale"]) / scale(rope["mscale_all_dim"]) if has_both else scale(1.0)
+    return float(rope.get("attention_factor", default))
+
+
+def _short_factors(rope: dict, num_pairs: int, file: Path) -> torch.Tensor:
+    """What the frequencies of LongRoPE are divided by, up to the length of the training."""
+    factors = rope["short_factor"]
+    if not isinstance(factors, list) or len(factors) != num_pairs:
+        raise ValueError(f"{file}: short_factor={factors!r:.80}: must be a list of {num_pairs} numbers")
+    factors = [check_real(f"{file}: short_factor: a factor", factor, low=1e-6, high=1e30) for factor in factors]
+    return torch.tensor(factors, dtype=torch.float32, device="cpu")
+
+
+def _longrope_scale(rope: dict) -> float:
+    factor, original_len = rope["factor"], rope["original_max_position_embeddings"]
+    default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_len))
+    return float(rope.get("attention_factor", default))

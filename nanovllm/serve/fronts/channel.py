@@ -15,11 +15,12 @@ ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, QueueFullError
 
 
 class FromFront(Struct, array_like=True):
-    """The first one, which is empty, says that the front accepts connections. wants_stats: it asks for the engine's
+    """The first one, which is empty, says that the front accepts connections. requests: each with its id, and encoded
+    by itself, so that one which can't be encoded or read takes no other along. wants_stats: it asks for the engine's
     counts.
     """
 
-    requests: list[NewRequest] = []
+    requests: list[tuple[int, bytes]] = []
     discarded: list[int] = []
     aborted: list[int] = []
     wants_stats: bool = False
@@ -39,8 +40,13 @@ class FromEngine(Struct, array_like=True):
 
 decode_from_front = msgpack.Decoder(FromFront).decode
 decode_from_engine = msgpack.Decoder(FromEngine).decode
-_encode = msgpack.Encoder(enc_hook=list).encode  # log-probabilities are sequences of a type of their own
+decode_request = msgpack.Decoder(NewRequest).decode
 LENGTH_BYTES = 4  # of a message's length, in front of it
+_encode = msgpack.Encoder(enc_hook=list).encode  # log-probabilities are sequences of a type of their own
+
+
+def encode_request(new: NewRequest) -> tuple[int, bytes]:
+    return new.request_id, _encode(new)
 
 
 class Channel:
@@ -50,8 +56,12 @@ class Channel:
         self._socket, self._lock = end, threading.Lock()
         self._stream = end.makefile("rb")
 
+    def fileno(self) -> int:
+        """So that several channels can be waited for."""
+        return self._socket.fileno()
+
     def send(self, message: Struct) -> None:
-        """OSError if the other end is closed."""
+        """OSError if the other end is closed. Any other error is one of the message, and nothing was sent."""
         data = _encode(message)
         with self._lock:
             self._socket.sendall(len(data).to_bytes(LENGTH_BYTES, "big") + data)

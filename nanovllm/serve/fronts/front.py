@@ -8,13 +8,15 @@ import threading
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from msgspec import DecodeError
+
 from nanovllm.engine.outputs import CompletionOutput
 from nanovllm.engine.request import CompletionRequest
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.engine_client import EngineClient
-from nanovllm.serve.fronts.channel import ERRORS, Channel, FromFront, decode_from_engine
+from nanovllm.serve.fronts.channel import ERRORS, Channel, FromFront, decode_from_engine, encode_request
 from nanovllm.serve.process import set_up_process
 from nanovllm.serve.replicas.driver import make_processor
 from nanovllm.serve.replicas.messages import Final, NewRequest
@@ -91,7 +93,7 @@ class FrontClient(EngineClient):
 
     def _start(self, request: CompletionRequest, name: str) -> AsyncRequest:
         started = FrontRequest(request, name)
-        self.next_message().requests.append(started.message())
+        self.next_message().requests.append(encode_request(started.message()))  # an error is this request's own
         return started
 
     def _drop(self, request: AsyncRequest) -> None:
@@ -132,7 +134,11 @@ class FrontClient(EngineClient):
                 self._engine_loop.call_soon_threadsafe(self._lose, "its process has ended")
 
     def _receive(self, data: bytes) -> None:
-        message = decode_from_engine(data)
+        try:
+            message = decode_from_engine(data)
+        except DecodeError as error:  # nobody is to wait for what it said
+            self._lose(f"its message can't be read: {error}")
+            return
         self._deliver(message.deltas, message.finals)
         for request_id, kind, text in message.errors:
             if (request := self._live.get(request_id)) is not None:
@@ -162,7 +168,7 @@ def run_front(plan: FrontPlan, index: int, channel: socket.socket) -> None:
     os.setpgid(0, 0)  # Ctrl-C reaches the engine's process alone, which lets the fronts drain
     set_up_process()
     llm = FrontClient(plan, index, Channel(channel))
-    with plan.listener or listening_socket(plan.settings) as listener:
+    with plan.listener or listening_socket(plan.settings, is_of_front=True) as listener:
         try:
             status = run_server(llm, plan.settings, plan.model, listener, llm.next_message)
         finally:

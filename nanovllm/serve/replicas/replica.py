@@ -18,7 +18,6 @@ from nanovllm.serve.notifying_collector import NotifyingCollector
 from nanovllm.serve.replicas.messages import Final, NewRequest, Report, decode_requests, encode_report, make_final
 
 logger = logging.getLogger("nanovllm")
-IDLE_CHECK_SECONDS = 1.0
 
 
 class Replica:
@@ -50,6 +49,7 @@ class Replica:
         self.is_closed = False
         self._in_grammar_thread: set[int] = set()  # ids of requests that are not made yet
         self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-grammar")
+        self._engine_thread.watch(self._collectors[OutputKind.DELTA])
 
     def submit(self, data: bytes) -> None:
         """Queue requests that were checked by the driver. An error of one is reported, and concerns no other."""
@@ -76,9 +76,7 @@ class Replica:
             try:
                 requests.append(self._make_request(new))
             except Exception as error:
-                with self._changed:
-                    self._errors.append((new.request_id, error))
-                    self._changed.notify()
+                self._report_error(new.request_id, error)
         with self._changed:
             for request in requests:
                 self._requests[request.request_id] = request
@@ -89,6 +87,11 @@ class Replica:
         except RuntimeError as error:
             self._fail(error)
         self._in_grammar_thread.difference_update([new.request_id for new in messages])
+
+    def _report_error(self, request_id: int, error: Exception) -> None:
+        with self._changed:
+            self._errors.append((request_id, error))
+            self._changed.notify()
 
     def discard(self, request_ids: Iterable[int]) -> None:
         """End requests without an output."""
@@ -117,8 +120,7 @@ class Replica:
         while True:
             with self._changed:
                 while not (self._errors or self._failure or any(x.is_ready for x in self._collectors.values())):
-                    if not self._changed.wait(IDLE_CHECK_SECONDS):
-                        self._check_ranks()
+                    self._changed.wait()
                 if self._failure is not None:
                     raise RuntimeError(f"the engine has failed: {self._failure!r}") from self._failure
                 errors, self._errors = self._errors, []
@@ -191,13 +193,6 @@ class Replica:
             self._num_unfinished.pop(request_id, None)
             return self._requests.pop(request_id, None) is not None
 
-    def _check_ranks(self) -> None:
-        """Notice a rank that has died while there was nothing to do."""
-        try:
-            self._engine_thread.check_open()
-        except RuntimeError as error:
-            self._fail(error)
-
     def _notify(self) -> None:
         with self._changed:
             self._changed.notify()
@@ -206,5 +201,5 @@ class Replica:
         with self._changed:
             if self._failure is None:
                 self._failure = error.__cause__ or error
-                logger.error("the engine has failed", exc_info=self._failure)
+                logger.error("the engine has failed: %s", self._failure, exc_info=self._failure)
             self._changed.notify()

@@ -11,8 +11,10 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from nanovllm.engine.request import Message
+from nanovllm.reasoning.formats import THINK, format_of, template_text
+from nanovllm.reasoning.stage import Reasoning, Stage, TextMarkers
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.reasoning import ReasoningParser, begins_inside
+from nanovllm.serve.reasoning_parser import ReasoningParser
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -70,15 +72,19 @@ class LocalModel:
         return asdict(replace(self.defaults, **params))
 
     def stream(self, messages: list[Message], params: dict[str, Any]) -> Generator[Piece, None, None]:
-        from nanovllm.engine.prompts import render_chat
+        from nanovllm.engine.request import TokensPrompt
+        from nanovllm.reasoning.feature import markers_of
 
-        parser = ReasoningParser(begins_inside(render_chat(self.llm.tokenizer, messages, {})))
-        num_tokens = 0
-        stream: Any = self.llm.stream(messages, replace(self.defaults, **params))  # a generator
+        processor = self.llm.input_processor
+        markers = markers_of(format_of(template_text(self.llm.tokenizer.chat_template)) or "think", processor)
+        text, prompt_token_ids = processor.tokenize(messages)
+        parser = ReasoningParser(Reasoning(markers, markers.stage_after(prompt_token_ids)))
+        num_tokens, prompt = 0, TokensPrompt(prompt=text or "", prompt_token_ids=prompt_token_ids)
+        stream: Any = self.llm.stream(prompt, replace(self.defaults, **params))  # a generator
         with closing(stream) as events:
             for event in events:
                 num_tokens += len(event.token_ids)
-                reasoning, text = parser.feed(event.text, is_last=event.finish_reason is not None)
+                reasoning, text = parser.feed(event.text, event.finish_reason is not None, event.token_ids)
                 yield Piece(text, reasoning, num_tokens, event.finish_reason)
 
 
@@ -120,7 +126,8 @@ class Server:
 
     def stream(self, messages: list[Message], params: dict[str, Any]) -> Generator[Piece, None, None]:
         body = {"model": self.name, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
-        parser = ReasoningParser(is_inside=False)  # for a server that leaves the reasoning in the text
+        # for a server that leaves the reasoning in the text
+        parser = ReasoningParser(Reasoning(TextMarkers(THINK), Stage.BEFORE))
         num_tokens, finish_reason = 0, None
         with self._open("/chat/completions", body | params) as response:
             for chunk in self._chunks(response):

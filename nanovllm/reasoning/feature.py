@@ -1,0 +1,37 @@
+"""Reasoning as a feature of a step: it tells other features where the answer begins."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nanovllm.engine.features import Ends, StepFeature
+from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.engine.sequence import Sequence
+from nanovllm.reasoning.formats import FORMATS
+from nanovllm.reasoning.stage import Markers, Reasoning
+
+
+class ReasoningStage(StepFeature):
+    """A sequence keeps its Reasoning, which has all tokens that have reached the host."""
+
+    @classmethod
+    def attach(cls, request: Any, processor: Any) -> None:
+        markers = markers_of(request.params.reasoning_parser, processor)
+        stage = markers.stage_after(request.group[0].prompt_token_ids)
+        for seq in request.group:
+            seq.feature_state["reasoning"] = Reasoning(markers, stage)
+            seq.is_watched = True
+
+    @classmethod
+    def after_step(cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: Any) -> None:
+        for seq in arrived.values():
+            if (reasoning := seq.feature_state.get("reasoning")) is not None:
+                reasoning.take(seq.token_ids[-1:])
+
+
+def markers_of(name: str, processor: Any) -> Markers:
+    """The markers of the format `name`, which an InputProcessor keeps."""
+    form = FORMATS[name]
+    if form not in processor.reasoning_markers:
+        with processor.tokenizer_lock:
+            processor.reasoning_markers[form] = Markers(form, processor.tokenizer, processor.all_token_bytes)
+    return processor.reasoning_markers[form]

@@ -1,0 +1,113 @@
+"""Where an answer is: before, inside or behind its reasoning. A function of the prompt's and the answer's token ids."""
+
+from collections.abc import Iterable, Mapping
+from enum import Enum, auto
+from typing import Any
+
+from nanovllm.reasoning.formats import ReasoningFormat
+
+
+class Stage(Enum):
+    BEFORE = auto()  # the answer may still begin with reasoning
+    INSIDE = auto()
+    ENDED = auto()  # also if there is none
+
+
+class Markers:
+    """The markers of a format in the vocabulary of a model.
+
+    Most models have a token for each: then nothing but a token that contains the marker counts, and the same text
+    written by several tokens is a part of the reasoning. Without such a token, the text counts.
+    """
+
+    def __init__(self, form: ReasoningFormat, tokenizer: Any, token_bytes: Mapping[int, bytes]):
+        """token_bytes: of all tokens, the special ones included."""
+        self.begin, self.end, self.is_open = form.begin.encode(), form.end.encode(), form.is_open
+        self.token_bytes = token_bytes
+        self.begin_id, self.end_id = (_token_id(tokenizer, text) for text in (form.begin, form.end))
+        self.end_ids: list[int] = tokenizer.encode(form.end, add_special_tokens=False)
+        # tokens that were added to the vocabulary begin and end the turns of a conversation
+        added = {i: token.content.strip() for i, token in tokenizer.added_tokens_decoder.items()}
+        self._turn_ids = {i for i, text in added.items() if text and form.begin not in text and form.end not in text}
+
+    def stage_after(self, prompt_token_ids: list[int]) -> Stage:
+        """Where an answer to this prompt begins, by what the last turn of the conversation opens and ends."""
+        start = len(prompt_token_ids)
+        while start and prompt_token_ids[start - 1] not in self._turn_ids:
+            start -= 1
+        turn = b"".join([self.token_bytes[token_id] for token_id in prompt_token_ids[start:]])
+        begin, end = turn.rfind(self.begin), turn.rfind(self.end)
+        if begin == end == -1:
+            return Stage.INSIDE if self.is_open else Stage.BEFORE
+        return Stage.INSIDE if begin > end else Stage.ENDED
+
+
+class TextMarkers:
+    """The markers of a format in text of which no tokens are known."""
+
+    begin_id = end_id = None
+
+    def __init__(self, form: ReasoningFormat):
+        self.begin, self.end = form.begin.encode(), form.end.encode()
+
+
+class Reasoning:
+    """The reasoning of one answer.
+
+    stage: where the answer is, after the tokens that were given.
+    num_tokens: tokens of the answer that belong to the reasoning, its markers included; 0 if there is none (yet).
+    num_thoughts: the same without the begin marker.
+    num_ends: how often the end marker's text stands in these tokens: the last one is the marker.
+    """
+
+    def __init__(self, markers: Markers | TextMarkers, stage: Stage):
+        self.markers: Any = markers
+        self.stage = stage
+        self.num_tokens = self.num_thoughts = self.num_ends = 0
+        self._num_before = 0  # tokens of white space, or of an incomplete marker
+        self._text = b""  # in which a marker may begin
+
+    @property
+    def has_begun(self) -> bool:
+        return self.stage is Stage.INSIDE or self.num_tokens > 0
+
+    def take(self, token_ids: Iterable[int]) -> None:
+        """Go on with these tokens of the answer. Those behind the reasoning change nothing."""
+        for token_id in token_ids:
+            if self.stage is Stage.ENDED:
+                return
+            self.take_text(self.markers.token_bytes[token_id])
+
+    def take_text(self, piece: bytes) -> None:
+        """Go on with the text of one token, or of any number of tokens if the markers are those of text."""
+        if self.stage is Stage.BEFORE:
+            self._begin_with(piece)
+        elif self.stage is Stage.INSIDE:
+            self._text += piece
+            self.num_thoughts += 1
+            self.num_tokens += 1
+            self._find_end(piece)
+
+    def _begin_with(self, piece: bytes) -> None:
+        begin = self.markers.begin
+        self._num_before += 1
+        self._text = text = (self._text + piece).lstrip()
+        if text.startswith(begin):
+            self.stage, self.num_tokens, self._text = Stage.INSIDE, self._num_before, text[len(begin) :]
+            self._find_end(self._text)
+        elif text and (self.markers.begin_id is not None or not begin.startswith(text)):
+            self.stage = Stage.ENDED
+
+    def _find_end(self, piece: bytes) -> None:
+        end = self.markers.end
+        if (place := self._text.find(end)) >= 0:
+            self.num_ends += 1
+            if self.markers.end_id is None or end in piece:
+                self.stage = Stage.ENDED
+            self._text = self._text[place + len(end) :]
+        self._text = self._text[-len(end) + 1 :]
+
+
+def _token_id(tokenizer: Any, text: str) -> int | None:
+    token_id = tokenizer.convert_tokens_to_ids(text)
+    return token_id if token_id is not None and tokenizer.convert_ids_to_tokens(token_id) == text else None

@@ -1,0 +1,77 @@
+"""How a model writes its reasoning and its calls of tools: as the settings say, or as its chat template shows."""
+
+import logging
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.reasoning.feature import markers_of
+from nanovllm.reasoning.formats import format_of, has_unknown_reasoning, template_text
+from nanovllm.reasoning.stage import Markers
+from nanovllm.serve.errors import require
+from nanovllm.serve.protocol import ChatBody, GenerationBody
+from nanovllm.serve.settings import ServerSettings
+from nanovllm.serve.tool_parsers import PARSERS, parser_for
+
+logger = logging.getLogger("nanovllm")
+
+
+class Formats(NamedTuple):
+    """The formats of a model.
+
+    tool_calls: one of PARSERS; None if it is unknown.
+    reasoning_parser: the name of the format of reasoning; None if that stays in the content.
+    reasoning: its markers.
+    special: markers that are special tokens, which are otherwise left out of the text.
+    token_bytes: of each token id, for log-probabilities; a token may end within a character.
+    """
+
+    tool_calls: str | None
+    reasoning_parser: str | None = None
+    reasoning: Markers | None = None
+    special: frozenset[str] = frozenset()
+    token_bytes: Mapping[int, bytes] = MappingProxyType({})
+
+    def chat_params(self, body: ChatBody, has_structure: bool) -> dict[str, Any]:
+        """Sampling parameters of a conversation, by which the engine and the parsers of its answers agree.
+
+        ApiError for tools that the model may choose from in an unknown format.
+        """
+        is_known = self.tool_calls is not None or not body.tools or body.tool_choice not in (None, "auto")
+        require(is_known, "tools: how this model writes calls is unknown: see --tool-call-parser")
+        found = self.budget_params(body)
+        if self.reasoning_parser is not None and (has_structure or body.stop):  # others can do without
+            found["reasoning_parser"] = self.reasoning_parser
+        if self.special and (body.tools or self.reasoning is not None):
+            found["skip_special_tokens"] = False
+        return found
+
+    def budget_params(self, body: GenerationBody) -> dict[str, Any]:
+        """What a budget of reasoning needs. ApiError if it can't be kept, as the format is unknown."""
+        if (budget := body.thinking_token_budget) in (None, -1):
+            return {}
+        problem = f"thinking_token_budget={budget}: needs a model whose reasoning is found: see --reasoning-parser"
+        return {"reasoning_parser": require(self.reasoning_parser, problem)}
+
+
+def find_formats(processor: InputProcessor, settings: ServerSettings) -> Formats:
+    """The formats that the settings name, or else the chat template shows. Says in the log which."""
+    tokenizer = processor.tokenizer
+    template = template_text(getattr(tokenizer, "chat_template", None))
+    tools: str | None = settings.tool_call_parser
+    reasoning: str | None = settings.reasoning_parser
+    if tools == "auto":
+        tools = parser_for(template)
+        if tools is None and "tools" in template:
+            logger.warning("the chat template has tools, in a format that is unknown here: set --tool-call-parser")
+    if reasoning == "auto":
+        reasoning = format_of(template)
+        if has_unknown_reasoning(template):
+            logger.warning("the chat template has reasoning, in a format that is unknown here: set --reasoning-parser")
+    reasoning = None if reasoning == "none" else reasoning
+    logger.info("tool calls: %s; reasoning: %s", tools or "unknown", reasoning or "none")
+    markers = None if reasoning is None else markers_of(reasoning, processor)
+    names = [*PARSERS[tools or "none"].markers, *((markers.begin.decode(), markers.end.decode()) if markers else ())]
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return Formats(tools, reasoning, markers, frozenset(names) & special, processor.all_token_bytes)

@@ -1,0 +1,77 @@
+"""Splits the text of an answer into reasoning and the rest, while it arrives."""
+
+from nanovllm.reasoning.stage import Reasoning, Stage
+from nanovllm.serve.tool_parsers import length_before
+
+
+class ReasoningParser:
+    """The text of one answer, whose tokens say where the reasoning ends."""
+
+    def __init__(self, reasoning: Reasoning):
+        """reasoning: at the beginning of the answer; it belongs to this parser."""
+        self.reasoning = reasoning
+        self._begin, self._end = (marker.decode() for marker in (reasoning.markers.begin, reasoning.markers.end))
+        self._held = ""  # text that may be part of a marker, or stands between the reasoning and the answer
+        self._num_ends = 0  # texts of the end marker that were passed
+        # "opened" is the beginning of "inside", and "space" is behind it
+        self._place = {Stage.BEFORE: "before", Stage.INSIDE: "opened", Stage.ENDED: "after"}[reasoning.stage]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all text that follows is that of the answer."""
+        return self._place == "after"
+
+    def feed(self, text: str, is_last: bool = False, token_ids: list[int] | None = None) -> tuple[str, str]:
+        """Reasoning and other text that are complete; what may be part of a marker is held back until the end.
+
+        token_ids: all that are new, also those whose text comes later; None if they are not known.
+        """
+        if token_ids is None:
+            self.reasoning.take_text(text.encode())
+        else:
+            self.reasoning.take(token_ids)
+        self._held += text
+        if self._place in ("before", "opened"):
+            if text.isspace() and not is_last:
+                return "", ""
+            if not (self._passes_begin(is_last) if self._place == "before" else self._passes_repetition(is_last)):
+                return "", ""
+        reasoning = self._take_reasoning(is_last)
+        if self._place == "space":
+            self._held = self._held.lstrip("\n")
+            if self._held:
+                self._place = "after"
+        if self._place != "after":
+            return reasoning, ""
+        rest, self._held = self._held, ""
+        return reasoning, rest
+
+    def _passes_begin(self, is_last: bool) -> bool:
+        begun = self._held.lstrip()
+        if self.reasoning.has_begun and begun.startswith(self._begin):
+            self._place, self._held = "inside", begun[len(self._begin) :]
+        elif is_last or (self.reasoning.stage is Stage.ENDED and not self.reasoning.has_begun):
+            self._place = "after"
+        return self._place != "before"
+
+    def _passes_repetition(self, is_last: bool) -> bool:
+        """Models write the begin marker also where the prompt has it, or where their template leaves it to them."""
+        begun = self._held.lstrip()
+        if not is_last and self._begin.startswith(begun):
+            return False
+        self._place, self._held = "inside", begun[len(self._begin) :] if begun.startswith(self._begin) else self._held
+        return True
+
+    def _take_reasoning(self, is_last: bool) -> str:
+        taken = ""
+        while self._place == "inside":
+            length = length_before(self._end, self._held, is_last)
+            taken, self._held = taken + self._held[:length], self._held[length:]
+            if not self._held.startswith(self._end):
+                break
+            self._held, self._num_ends = self._held[len(self._end) :], self._num_ends + 1
+            if self.reasoning.stage is Stage.ENDED and self._num_ends == self.reasoning.num_ends:
+                self._place = "space"
+            else:
+                taken += self._end  # it is written by several tokens, and so is not the marker
+        return taken

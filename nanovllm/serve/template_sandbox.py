@@ -1,0 +1,164 @@
+"""Renders chat templates of clients, and the server's own with what may make it slow, in processes of their own.
+
+A template is a program. jinja2's sandbox bounds neither its time nor its memory: `'a' * 10**10`, a width of a format or
+a few loops within each other are enough. A thread that renders can't be ended; a process can.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from nanovllm.engine.prompts import render_chat
+from nanovllm.engine.request import Message
+
+MAX_PROCESSES = 4
+MAX_SECONDS = (
+    2.0  # of processor time for a conversation, so that a busy machine refuses no more; of the clock, twice that
+)
+MAX_MEMORY = 2**29  # bytes of address space, in addition to the program's own
+MAX_CHARACTERS = 2**24  # of the text
+MANY_MESSAGES = 1000  # a template may go through all of them for each
+MAX_PLAIN_CHARACTERS = 1024  # of an argument that takes no time worth mentioning
+# Reads settings, then conversations, and writes their texts and errors, as lines of JSON. `apply_chat_template` needs
+# no more of a tokenizer than the stand-in has.
+PROGRAM = """
+import json, resource, signal, sys
+from types import SimpleNamespace
+
+seconds, memory, max_characters, sys.path[:] = json.loads(sys.stdin.readline())
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+try:
+    with open("/proc/self/statm") as own:
+        memory += int(own.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+except (OSError, ValueError):
+    pass  # of this system, only the time is bounded
+print("ready", flush=True)
+for line in sys.stdin:
+    template, special_tokens, messages, arguments = json.loads(line)
+    tokenizer = SimpleNamespace(special_tokens_map=special_tokens, get_chat_template=lambda *names, **more: template)
+    signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process, as does SIGALRM
+    signal.setitimer(signal.ITIMER_REAL, 2 * seconds)
+    try:
+        answer = [PreTrainedTokenizerBase.apply_chat_template(tokenizer, messages, **arguments), None]
+        if len(answer[0]) > max_characters:
+            answer = [None, f"it makes {len(answer[0])} characters; must be at most {max_characters}"]
+    except MemoryError:
+        answer = [None, "it takes too much memory"]
+    except Exception as error:
+        answer = [None, str(error)[:1000]]
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    print(json.dumps(answer), flush=True)
+"""
+Process = subprocess.Popen[bytes]
+
+
+def may_take_long(body: Any, own_template: Any) -> bool:
+    """Whether a protocol.ChatFields has a template that is not the server's own, or what that template could count,
+    repeat or nest: arguments of more than a few words, or many messages.
+    """
+    values = (body.chat_template_kwargs or {}).values()
+    is_plain = all(x is None or isinstance(x, bool) or _is_short_text(x) for x in values)
+    return body.chat_template not in (None, own_template) or not is_plain or len(body.messages) > MANY_MESSAGES
+
+
+def _is_short_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= MAX_PLAIN_CHARACTERS
+
+
+class TemplateSandbox:
+    """Any thread may use it. Its processes start when they are needed, and end with `close`, or with this object."""
+
+    def __init__(self, tokenizer: Any):
+        """tokenizer: has the template of conversations that bring none."""
+        self._tokenizer = tokenizer
+        self._processes: set[Process] = set()
+        self._idle: list[Process] = []
+        self._is_closed = False
+
+    def close(self) -> None:
+        """End the processes. Threads that wait for them get an error."""
+        self._is_closed = True  # before `_processes` is read: `_start` uses them in the other order
+        for process in [*self._processes]:
+            process.kill()
+            process.wait()
+
+    def render(self, messages: list[Message], template_arguments: Mapping[str, Any]) -> str:
+        """As `render_chat`, with its errors, also if it takes too long or too much memory. RuntimeError if closed."""
+        process = self._take()
+        try:
+            return render_chat(_Renderer(process, self._tokenizer), messages, template_arguments)
+        finally:
+            if process.poll() is None and not self._is_closed:
+                self._idle.append(process)
+            else:
+                self._end(process)
+
+    def _take(self) -> Process:
+        with suppress(IndexError):  # another thread may be faster
+            while self._idle:
+                if (process := self._idle.pop()).poll() is None:
+                    return process
+                self._end(process)
+        return self._start()
+
+    def _start(self) -> Process:
+        pipe = subprocess.PIPE
+        process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        self._processes.add(process)
+        is_ready = _ask(process, json.dumps([MAX_SECONDS, MAX_MEMORY, MAX_CHARACTERS, sys.path]))
+        if not is_ready or self._is_closed:
+            self._end(process)
+            problem = "was closed" if self._is_closed else f"has not started (exit status {process.returncode})"
+            raise RuntimeError(f"the process that renders chat templates {problem}")
+        return process
+
+    def _end(self, process: Process) -> None:
+        self._processes.discard(process)
+        process.kill()
+        with suppress(BrokenPipeError, ValueError):  # a line that was not sent; pipes that are closed already
+            process.communicate()  # closes the pipes, and waits
+
+
+class _Renderer(NamedTuple):
+    """What `render_chat` needs of a tokenizer."""
+
+    process: Process
+    tokenizer: Any
+
+    def get_chat_template(self, chat_template: str | None, tools: Any) -> str:
+        return self.tokenizer.get_chat_template(chat_template, tools)
+
+    def apply_chat_template(self, messages: list[Message], **arguments: Any) -> str:
+        template = self.get_chat_template(arguments.pop("chat_template", None), arguments.get("tools"))
+        question = [template, self.tokenizer.special_tokens_map, messages, arguments]
+        answer = _ask(self.process, json.dumps(question, default=str))
+        if not answer:
+            raise ValueError(f"it takes more than {MAX_SECONDS:g} s, or too much memory")
+        text, error = json.loads(answer)
+        if error is not None:
+            raise ValueError(error)
+        return text
+
+
+def _ask(process: Process, question: str) -> bytes:
+    """The answer. Empty if there is none, as the process has ended; it also ends if this is interrupted."""
+    assert process.stdin is not None and process.stdout is not None
+    answer = b""
+    try:
+        process.stdin.write(question.encode() + b"\n")
+        process.stdin.flush()
+        answer = process.stdout.readline()
+    except BrokenPipeError:
+        pass
+    finally:
+        if not answer.endswith(b"\n"):
+            process.kill()
+            process.wait()
+    return answer if process.returncode is None else b""

@@ -1,0 +1,52 @@
+"""Checkpoints that have an output head although config.json ties it to the embedding. Imported for those."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from nanovllm.utils.loader import HEAD, open_safetensors, parameter
+
+logger = logging.getLogger("nanovllm")
+
+NUM_ROWS = 4096  # that are compared at a time: NumPy takes a quarter of PyTorch's time for them
+
+
+def untie_other_head(model: nn.Module, files: dict[str, Path]) -> None:
+    """Give `model` an output head of its own if that of the checkpoint is not the embedding; `files` are its tensors'.
+
+    As transformers 5: the tensor that is there counts, and not config.json. Transformers 4 drops it.
+    """
+    tied, embedding = model.lm_head.weight, head_name(model)
+    if embedding not in files or _are_equal(files, HEAD, embedding, tied.dtype):
+        return
+    if model.lm_head.tp.rank == 0:
+        problem = "differs from %s, so it is used, although config.json has tie_word_embeddings=true"
+        logger.warning(f"%s: %s {problem}", files[HEAD], HEAD, embedding)
+    with torch.device(tied.device):
+        model.lm_head.weight = parameter(tuple(tied.shape), tied.weight_loader.func, tied.dtype)
+    model.config = replace(model.config, tie_word_embeddings=False)
+
+
+def head_name(model: nn.Module) -> str:
+    """The parameter that is the output head: that of the embedding if they are tied."""
+    return next(name for name, weight in model.named_parameters() if weight is model.lm_head.weight)
+
+
+def _are_equal(files: dict[str, Path], name: str, other: str, dtype: torch.dtype) -> bool:
+    """Whether two tensors have the same shape and bits, in `dtype` if they are stored in different ones."""
+    with open_safetensors(files[name]) as file, open_safetensors(files[other]) as other_file:
+        slices = file.get_slice(name), other_file.get_slice(other)
+        shape, other_shape = (x.get_shape() for x in slices)
+        has_same_dtype = slices[0].get_dtype() == slices[1].get_dtype()
+        if shape != other_shape or len(shape) != 2:
+            return False
+        for i in range(0, shape[0], NUM_ROWS):
+            rows = [x[i : i + NUM_ROWS] for x in slices]
+            rows = rows if has_same_dtype else [x.to(dtype) for x in rows]
+            if not np.array_equal(*(x.view(torch.uint8).numpy() for x in rows)):
+                return False
+        return True
