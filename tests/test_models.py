@@ -128,7 +128,8 @@ def checkpoint_files(name: str, case: str) -> dict[str, bytes]:
         num_hidden_layers=2,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        max_position_embeddings=MAX_LEN,
+        # of YaRN, transformers 4 takes the factor from this length
+        max_position_embeddings=MAX_LEN if CASES[name][4] is YARN else 4 * MAX_LEN,
         eos_token_id=None,
         bos_token_id=None,
     )
