@@ -111,7 +111,9 @@ class CharacterTokenizer:
 
     def __init__(self, *special: str):
         self.special = {text: 0x110000 + i for i, text in enumerate(special)}
-        self.added_tokens_decoder = {i: SimpleNamespace(content=text) for text, i in self.special.items()}
+        self.added_tokens_decoder = {
+            i: SimpleNamespace(content=text, special=False) for text, i in self.special.items()
+        }
         self.bytes = {i: text.encode() for text, i in self.special.items()}
 
     def __getitem__(self, token_id: int) -> bytes:

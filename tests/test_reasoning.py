@@ -193,13 +193,18 @@ def servers(folders, tmp_path_factory):
     folders = folders | {
         "calls": scripted_model(folder / "calls", [*THOUGHT, *CALLED], template),
         "own": scripted_model(folder / "own", own, template),
+        "between": scripted_model(
+            folder / "between",
+            ["</think>", "First:", own[-2], own[-1] + "\nNext:", own[-2] + " ", own[-1] + " Done"],
+            template,
+        ),
         "special": scripted_model(
             folder / "special", ["Hm", "[/THINK]", "Yes"], OPENED.replace("<think>", "[THINK]"), ["[/THINK]"]
         ),
     }
     urls = {}
     with ExitStack() as stack:
-        for name in ("opened", "calls", "own", "special"):
+        for name in ("opened", "calls", "own", "between", "special"):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(test_server, "FOLDER", folders[name])
                 urls[name] = stack.enter_context(test_server.running()).url
@@ -302,6 +307,35 @@ def test_calls_of_the_models_own_format(post):
     assert post("own", "/v1/chat/completions", tools=[{"type": "function", "function": TOOL}]) == expected
     assert post("own", "/v1/responses", tools=[{"type": "function", **TOOL}]) == expected
     assert post("own", "/v1/messages", tools=[{"name": "add", "input_schema": TOOL["parameters"]}]) == expected
+
+
+def test_functions_are_the_older_form_of_tools(servers):
+    body = {"messages": CONVERSATION, "temperature": 0, "functions": [TOOL]}
+    answer = httpx.post(servers["own"] + "/v1/chat/completions", json=body).json()
+    call = {"name": "add", "arguments": '{"n": 7}'}
+    assert answer["choices"][0]["message"]["function_call"] == call
+    assert answer["choices"][0]["finish_reason"] == "function_call"
+
+
+def test_texts_between_calls_stay_there(servers):
+    """In each API that has an order, whole and streamed."""
+    url, expected = servers["between"], ["First:", "add", "\nNext:", "add", " Done"]
+    body = {"messages": CONVERSATION, "max_tokens": 60, "temperature": 0}
+    body["tools"] = [{"name": "add", "input_schema": TOOL["parameters"]}]
+    answer = httpx.post(url + "/v1/messages", json=body).json()
+    assert [block.get("text") or block["name"] for block in answer["content"]] == expected
+    found, events = [], httpx.post(url + "/v1/messages", json=body | {"stream": True}).text.splitlines()
+    for event in [json.loads(line.removeprefix("data: ")) for line in events if line.startswith("data: {")]:
+        if event["type"] == "content_block_start":
+            found.append(event["content_block"].get("name", ""))
+        found[-1:] = [x + event.get("delta", {}).get("text", "") for x in found[-1:]]
+    assert found == expected
+    body = {"input": "q", "temperature": 0, "tools": [{"type": "function", **TOOL}]}
+    answers = [httpx.post(url + "/v1/responses", json=body).json()]
+    events = httpx.post(url + "/v1/responses", json=body | {"stream": True}).text.strip().splitlines()
+    answers.append(json.loads(events[-1].removeprefix("data: "))["response"])
+    for answer in answers:
+        assert [x["name"] if "name" in x else x["content"][0]["text"] for x in answer["output"]] == expected
 
 
 def test_stops_and_budgets(post):

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from itertools import groupby
 from time import process_time
 from types import SimpleNamespace
 
@@ -217,20 +218,31 @@ CASES = [
 ]
 
 
+def joined(parts: list[str | ToolCall]) -> tuple[str, list[ToolCall]]:
+    """The content and the calls."""
+    return "".join([x for x in parts if isinstance(x, str)]), [x for x in parts if not isinstance(x, str)]
+
+
+def in_order(parts: list[str | ToolCall]) -> list[str | ToolCall]:
+    """With one text between two calls."""
+    groups = groupby(parts, lambda part: isinstance(part, str))
+    return [x for is_text, group in groups for x in (["".join(group)] if is_text else group)]
+
+
 @pytest.mark.parametrize("make, text, content, calls", CASES, ids=map(str, range(len(CASES))))
 def test_pieces_of_any_size(make, text, content, calls):
     """`content` None is all of the text."""
     content = text if content is None else content
-    assert make().feed(text, is_last=True) == (content, calls)
+    expected = in_order(make().feed(text, is_last=True))
+    assert joined(expected) == (content, calls)
     rng = random.Random(0)
     for _ in range(50):
-        parser, contents, found, start = make(), "", [], 0
+        parser, found, start = make(), [], 0
         while start < len(text):
             end = start + rng.choice([1, 2, 3, 8, 30])
-            piece, new = parser.feed(text[start:end])
-            contents, found, start = contents + piece, found + new, end
-        piece, new = parser.feed("", is_last=True)
-        assert (contents + piece, found + new) == (content, calls)
+            found += parser.feed(text[start:end])
+            start = end
+        assert in_order(found + parser.feed("", is_last=True)) == expected
 
 
 def test_random_texts_in_pieces():
@@ -242,16 +254,14 @@ def test_random_texts_in_pieces():
     for i in range(500):
         make = (HermesParser, xml_parser, MistralParser, Llama3Parser, DeepSeekParser)[i % 5]
         text = "".join(rng.choices(words, k=rng.randrange(1, 12)))
-        content, calls = make().feed(text, is_last=True)
+        expected = make().feed(text, is_last=True)
+        content, calls = joined(expected)
         assert calls or content == text
         for call in calls:
             assert isinstance(json.loads(call.arguments, parse_constant=pytest.fail), dict)
-        parser, contents, found = make(), "", []
-        for character in text:
-            piece, new = parser.feed(character)
-            contents, found = contents + piece, found + new
-        piece, new = parser.feed("", is_last=True)
-        assert (contents + piece, found + new) == (content, calls), text
+        parser = make()
+        found = [part for character in text for part in parser.feed(character)]
+        assert in_order(found + parser.feed("", is_last=True)) == in_order(expected), text
 
 
 MANY = 10_000  # of which each took hundreds of microseconds when all before it was read again
@@ -276,8 +286,8 @@ def test_time_is_linear(make, text):
     """It was 10 to 30 seconds for each."""
     expected, start = make().feed(text, is_last=True), process_time()
     parser = make()
-    found = [parser.feed(text[i : i + 4]) for i in range(0, len(text), 4)] + [parser.feed("", is_last=True)]
-    assert ("".join([content for content, _ in found]), [call for _, calls in found for call in calls]) == expected
+    found = [part for i in range(0, len(text), 4) for part in parser.feed(text[i : i + 4])]
+    assert in_order(found + parser.feed("", is_last=True)) == in_order(expected)
     assert process_time() - start < 5
 
 
@@ -308,16 +318,16 @@ def test_time_is_linear(make, text):
     ],
 )
 def test_arguments_have_the_types_of_their_schemas(key, text, value):
-    (call,) = xml_parser().feed(xml("f", **{key: text}), is_last=True)[1]
+    (call,) = xml_parser().feed(xml("f", **{key: text}), is_last=True)
     assert json.loads(call.arguments) == {key: value} and type(json.loads(call.arguments)[key]) is type(value)
 
 
 def test_text_is_held_back_no_longer_than_needed():
     parser = HermesParser()
-    assert [parser.feed(piece)[0] for piece in ("a <", "b", " <tool", "s>", "<tool_call>", "{")] == [
+    assert ["".join(parser.feed(piece)) for piece in ("a <", "b", " <tool", "s>", "<tool_call>", "{")] == [
         *("a ", "<b", " ", "<tools>", "", "")
     ]
-    assert Llama3Parser().feed("Hello") == ("Hello", [])
+    assert Llama3Parser().feed("Hello") == ["Hello"]
 
 
 TEXTS_WITH_REASONING = [
@@ -390,6 +400,7 @@ def test_markers_that_are_tokens():
         ("think", "<|user|>Hi<|assistant|>", Stage.BEFORE),
         ("think", "<|user|>Hi<|assistant|><think>\n", Stage.INSIDE),
         ("think", "<|user|>Hi<|assistant|><think>\nHm, let", Stage.INSIDE),  # the answer continues that
+        ("think", "<|user|>Hi<|assistant|><think>\nHm, a <tool_call> or", Stage.INSIDE),
         ("think", "<|user|>Hi<|assistant|><think>\n\n</think>\n\n", Stage.ENDED),
         ("think", "<|user|>What is <think>?<|assistant|>", Stage.BEFORE),
         ("think", "<|user|>Hi<|assistant|></think>", Stage.ENDED),
@@ -401,7 +412,7 @@ def test_markers_that_are_tokens():
 )
 def test_what_the_prompt_has_opened(name, prompt, stage):
     for tokenizer in (
-        CharacterTokenizer("<|user|>", "<|assistant|>", "<think>", "</think>"),
+        CharacterTokenizer("<|user|>", "<|assistant|>", "<think>", "</think>", "<tool_call>"),
         CharacterTokenizer("<|assistant|>"),
     ):
         assert tokenizer.markers(name).stage_after(tokenizer.encode(prompt)) is stage
@@ -424,8 +435,8 @@ def test_format_from_the_chat_template():
 def test_ids_of_calls():
     assert re.fullmatch("[A-Za-z0-9]{9}", MistralParser.new_id()) and HermesParser.new_id().startswith("call_")
     parser = AnswerParser(None, MistralParser(), MistralParser.new_id)
-    (call,) = parser.feed(f"[TOOL_CALLS][{F}]", [], True)["tool_calls"]
-    assert len(call["id"]) == 9
+    (found,) = parser.feed(f"[TOOL_CALLS][{F}]", [], True)
+    assert [len(call["id"]) for call in found["tool_calls"]] == [9]
 
 
 @pytest.mark.parametrize("text", ["b", "\ud800"])

@@ -26,9 +26,13 @@ class Markers:
         self.token_bytes = token_bytes
         self.begin_id, self.end_id = (_token_id(tokenizer, text) for text in (form.begin, form.end))
         self.end_ids: list[int] = tokenizer.encode(form.end, add_special_tokens=False)
-        # tokens that were added to the vocabulary begin and end the turns of a conversation
-        added = {i: token.content.strip() for i, token in tokenizer.added_tokens_decoder.items()}
-        self._turn_ids = {i for i, text in added.items() if text and form.begin not in text and form.end not in text}
+        added = tokenizer.added_tokens_decoder.items()
+        self._turn_ids = {
+            i for i, token in added if _begins_or_ends_turn(token) and not self._has_marker(token.content)
+        }
+
+    def _has_marker(self, text: str) -> bool:
+        return self.begin in text.encode() or self.end in text.encode()
 
     def stage_after(self, prompt_token_ids: list[int]) -> Stage:
         """Where an answer to this prompt begins, by what the last turn of the conversation opens and ends."""
@@ -106,6 +110,14 @@ class Reasoning:
                 self.stage = Stage.ENDED
             self._text = self._text[place + len(end) :]
         self._text = self._text[-len(end) + 1 :]
+
+
+def _begins_or_ends_turn(token: Any) -> bool:
+    """Whether an added token may be one of those between the turns of a conversation.
+
+    Others, such as `<tool_call>`, may stand within a thought. Not all of them are special tokens of DeepSeek.
+    """
+    return bool(token.content.strip()) and (token.special or any(bar in token.content for bar in "|\uff5c"))
 
 
 def _token_id(tokenizer: Any, text: str) -> int | None:

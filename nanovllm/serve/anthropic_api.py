@@ -182,10 +182,12 @@ class MessagesAnswer(chat.ChatAnswer):
     _open_type: str | None = None  # of the last of them, until it ends
 
     def _whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        choice = self.choice(0, outputs[0], outputs[0].outputs[0])
-        content = [*self._blocks(choice["message"])] or [{"type": "text", "text": ""}]
-        usage = self._tokens(len(outputs[0].outputs[0].token_ids))
-        return dump_json(self._message(content) | _stop(choice) | {"usage": usage})
+        ((answer,),) = [output.outputs for output in outputs]
+        parser = self._make_parser()
+        content = [block for found in self._found(parser, answer, is_last=True) for block in self._blocks(found)]
+        stop = _stop(self._rest(answer, parser.num_calls) | {"stop_reason": answer.stop_reason})
+        usage = {"usage": self._tokens(len(answer.token_ids))}
+        return dump_json(self._message(content or [{"type": "text", "text": ""}]) | stop | usage)
 
     def begin(self) -> bytes:
         num_tokens = len(self.requests[0].prompt_token_ids)  # it is not known yet how many of them are cached

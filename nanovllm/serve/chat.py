@@ -1,8 +1,9 @@
 """Conversations: the template's input, and the answers of /v1/chat/completions."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from itertools import groupby, islice
+from typing import Any, cast
 
 from nanovllm.engine import prompts
 from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestOutput
@@ -14,7 +15,7 @@ from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.errors import ApiError, require
 from nanovllm.serve.protocol import ChatBody, ChatFields, Message, NamedToolChoice
 from nanovllm.serve.reasoning_parser import ReasoningParser
-from nanovllm.serve.tool_parsers import PARSERS, ToolParser, WholeParser, parsed
+from nanovllm.serve.tool_parsers import PARSERS, ToolCall, ToolParser, WholeParser, parsed
 
 TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "documents", "chat_template")
 
@@ -81,21 +82,24 @@ class AnswerParser:
     def num_reasoning_tokens(self) -> int:
         return 0 if self._reasoning is None else self._reasoning.reasoning.num_tokens
 
-    def feed(self, text: str, token_ids: list[int], is_last: bool) -> dict[str, Any]:
-        """The entries "reasoning", "content" and "tool_calls", those of them that have something new.
+    def feed(self, text: str, token_ids: list[int], is_last: bool) -> Iterator[dict[str, Any]]:
+        """What is new, in its order: the reasoning, and then content and lists of calls by turns.
 
         "reasoning_content" is an older name of "reasoning".
         """
-        reasoning = ""
         if self._reasoning is not None:
             reasoning, text = self._reasoning.feed(text, is_last, token_ids)
-        content, calls = self._tools.feed(text, is_last)
-        if self._max_calls is not None:
-            calls = calls[: self._max_calls - self.num_calls]
-        self.num_calls += len(calls)
-        found: dict[str, Any] = {"reasoning": reasoning, "reasoning_content": reasoning, "content": content}
-        found["tool_calls"] = [{"id": self._new_id(), "type": "function", "function": call._asdict()} for call in calls]
-        return {name: value for name, value in found.items() if value}
+            if reasoning:
+                yield {"reasoning": reasoning, "reasoning_content": reasoning}
+        for is_text, parts in groupby(self._tools.feed(text, is_last), lambda part: isinstance(part, str)):
+            if is_text:
+                yield {"content": "".join(cast(Any, parts))}
+            elif calls := [*islice(parts, None if self._max_calls is None else self._max_calls - self.num_calls)]:
+                self.num_calls += len(calls)
+                yield {"tool_calls": [self._entry(call) for call in cast(Any, calls)]}
+
+    def _entry(self, call: ToolCall) -> dict[str, Any]:
+        return {"id": self._new_id(), "type": "function", "function": call._asdict()}
 
 
 class ChatAnswer(Answer):
@@ -123,8 +127,10 @@ class ChatAnswer(Answer):
 
     def choice(self, prompt_index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
         parser = self._make_parser()
-        found = self._entries(parser.feed(answer.text, answer.token_ids, is_last=True))
-        message = {"role": self._role, "content": "", **found}
+        message: dict[str, Any] = {"role": self._role, "content": ""}
+        for found in self._found(parser, answer, is_last=True):
+            for name, value in found.items():
+                message[name] = message[name] + value if name in message else value
         is_called_freely = parser.num_calls and self.body.tool_choice in (None, "auto")
         message["content"] = self._echo + message["content"] or (None if is_called_freely else "")
         rest = self._rest(answer, parser.num_calls)
@@ -138,10 +144,14 @@ class ChatAnswer(Answer):
         if (parser := self._streams.get(index)) is None:
             parser = self._streams[index] = self._make_parser()
             chunks.append({"index": index, "delta": {"role": self._role, "content": self._echo}, "finish_reason": None})
-        delta = self._entries(parser.feed(event.text, event.token_ids, is_last))
-        if calls := delta.get("tool_calls"):
-            first = parser.num_calls - len(calls)
-            delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls, first)]
+        deltas = []
+        for delta in self._found(parser, event, is_last):
+            if calls := delta.get("tool_calls"):
+                first = parser.num_calls - len(calls)
+                delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls, first)]
+            deltas.append(delta)
+        chunks += [{"index": index, "delta": delta, "finish_reason": None} for delta in deltas[:-1]]
+        delta = deltas[-1] if deltas else {}
         rest = self._rest(event, parser.num_calls)
         if delta or any(rest.values()) or self._has_usage_everywhere:
             stop = {"stop_reason": event.stop_reason} if is_last else {}
@@ -157,13 +167,15 @@ class ChatAnswer(Answer):
             chunk["prompt_token_ids"] = self.requests[0].prompt_token_ids
         return chunk
 
-    def _entries(self, found: dict[str, Any]) -> dict[str, Any]:
-        """What the parser has found, as far as the client wants it, and in the older form of `functions`."""
-        if not self.body.include_reasoning:
-            found = {name: value for name, value in found.items() if not name.startswith("reasoning")}
-        if self.body.functions is not None and "tool_calls" in found:
-            found["function_call"] = found.pop("tool_calls")[0]["function"]
-        return found
+    def _found(
+        self, parser: AnswerParser, piece: CompletionOutput | StreamEvent, is_last: bool
+    ) -> Iterator[dict[str, Any]]:
+        """What the parser finds, as far as the client wants it, and in the older form of `functions`."""
+        for found in parser.feed(piece.text, piece.token_ids, is_last):
+            if self.body.functions is not None and "tool_calls" in found:
+                yield {"function_call": found["tool_calls"][0]["function"]}
+            elif self.body.include_reasoning or "reasoning" not in found:
+                yield found
 
     def _rest(self, piece: CompletionOutput | StreamEvent, num_calls: int) -> dict[str, Any]:
         """What a choice has besides its message or its part of one."""

@@ -81,13 +81,13 @@ class ResponsesAnswer(ChatAnswer):
         is_last = piece.finish_reason is not None
         self._generated += piece.token_ids
         self._held_logprobs += (self._logprobs(piece.token_ids, piece.logprobs) or {"content": []})["content"]
-        found = self._entries(self._parser.feed(piece.text, piece.token_ids, is_last))
-        yield from self._add_text("reasoning", found.get("reasoning", ""))
-        if self._open_kind == "reasoning" and found.keys() & {"content", "tool_calls"}:
-            del self._held_logprobs[: self._parser.num_reasoning_tokens]
-        yield from self._add_text("message", found.get("content", ""))
-        for call in found.get("tool_calls", ()):
-            yield from self._add_call(call)
+        for found in self._found(self._parser, piece, is_last):
+            yield from self._add_text("reasoning", found.get("reasoning", ""))
+            if self._open_kind == "reasoning" and "reasoning" not in found:
+                del self._held_logprobs[: self._parser.num_reasoning_tokens]
+            yield from self._add_text("message", found.get("content", ""))
+            for call in found.get("tool_calls", ()):
+                yield from self._add_call(call)
         if is_last:
             self._status = "incomplete" if piece.finish_reason == "length" else "completed"
             if not self._output:

@@ -1,8 +1,8 @@
 """Calls of tools within generated text, found while the text arrives.
 
-A parser is fed pieces of one answer. It returns the text that is content, and the calls that are complete. Text that
-may belong to a call is held back; text that turns out not to be a valid call is content. How the answer is cut into
-pieces changes nothing.
+A parser is fed pieces of one answer. It returns the text that is content, and the calls that are complete, in their
+order. Text that may belong to a call is held back; text that turns out not to be a valid call is content. How the
+answer is cut into pieces changes nothing.
 """
 
 import json
@@ -19,7 +19,7 @@ class ToolCall(NamedTuple):
     arguments: str  # a JSON object
 
 
-Found = tuple[str, list[ToolCall]]
+Part = str | ToolCall  # content, or a call
 
 
 class ToolParser:
@@ -32,9 +32,9 @@ class ToolParser:
         self._schemas = schemas
         self._held = ""  # text that may belong to a call
 
-    def feed(self, text: str, is_last: bool = False) -> Found:
+    def feed(self, text: str, is_last: bool = False) -> list[Part]:
         """The content and the complete calls in `text` and in what was held back; nothing is held back at the end."""
-        return text, []
+        return [text] if text else []
 
     @staticmethod
     def new_id() -> str:
@@ -64,31 +64,30 @@ class MarkedParser(ToolParser):
         self._has_call = self._is_after_call = False
         self._space: list[str] | None = []  # white space since the last call or the beginning; None: there is a text
 
-    def feed(self, text: str, is_last: bool = False) -> Found:
+    def feed(self, text: str, is_last: bool = False) -> list[Part]:
         held, self._held = self._held, ""  # Python adds in place what has a single reference
         held += text
         self._held = held
-        content: list[str] = []
-        calls: list[ToolCall] = []
+        parts: list[Part] = []
         while self._start < len(held):
             if self._is_after_call and not self._passes_closers(is_last):
                 break
-            content.append(self._content(self._call_start(is_last)))
+            parts.append(self._content(self._call_start(is_last)))
             if not self._is_at_call():
                 break
             if (found := self._read_call(is_last)) is None:
                 break
             self._head, (new, end) = None, found
             if new:
-                calls += new
+                parts += new
                 self._has_call, self._is_after_call, self._space, self._start = True, True, [], end
             else:
-                content.append(self._content(end))
+                parts.append(self._content(end))
         if self._start:
             self._held, self._start, self._head = held[self._start :], 0, None
         if is_last and not self._has_call:
-            content, self._space = content + (self._space or []), None
-        return "".join(content), calls
+            parts, self._space = [*parts, *(self._space or ())], None
+        return [part for part in parts if part]
 
     def _read_call(self, is_last: bool) -> tuple[list[ToolCall], int] | None:
         """The calls that begin at the start, and where they end. Without calls, the text up to there is content.
@@ -310,16 +309,15 @@ class WholeParser(ToolParser):
         self._name = name
         self._pieces: list[str] = []
 
-    def feed(self, text: str, is_last: bool = False) -> Found:
+    def feed(self, text: str, is_last: bool = False) -> list[Part]:
         self._pieces.append(text)
         if not is_last:
-            return "", []
+            return []
         text = "".join(self._pieces)
         value = parsed(text)
         if self._name is not None:
-            return ("", [ToolCall(self._name, text)]) if isinstance(value, dict) else (text, [])
-        calls = _calls_of(value) if isinstance(value, list) else []
-        return ("", calls) if calls else (text, [])
+            return [ToolCall(self._name, text) if isinstance(value, dict) else text]
+        return [*(_calls_of(value) if isinstance(value, list) else [])] or [text]
 
 
 PARSERS: dict[str, type[ToolParser]] = {
