@@ -98,8 +98,7 @@ class OutputProcessor:
             if seq.awaited is not None and seq.finish_reason is None:
                 from nanovllm.features.awaiting import hold  # few features need time
 
-                hold(self.scheduler, seq)
-                self.awaiting[seq] = None
+                hold(self.scheduler, self.awaiting, seq)
             seq.limit_tokens()
         return dict.fromkeys([*arrived.values(), *ends]) if ends else arrived.values()
 

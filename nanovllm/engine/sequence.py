@@ -63,8 +63,7 @@ class Sequence:
         self.skips_prefix_hits = False  # all of the prompt is computed
         self.pauses = False  # after each token, until it is resumed; the token is not appended
         self.is_paused = False  # it may hold blocks, and no step computes it
-        # a feature's Future: no step computes the sequence until it is done; its result may be why the sequence ends
-        self.awaited: Any = None
+        self.awaited: Any = None  # a feature's Future: until it is done, no step computes the sequence
         self.noise_seed = noise_seed  # 64 bits, from which every random number of this sequence is made
         self.token_ids = token_ids
         self.num_prompt_tokens = len(token_ids)
@@ -126,9 +125,7 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     def limit_tokens(self, num_drafts: int = 0) -> None:
-        """Set the number of drafts. If the sequence waits for its tokens, let it decode these and one more, or nothing
-        while it awaits something else, too.
-        """
+        """Set the number of drafts. If the sequence waits for its tokens, let it decode these and one more."""
         self.num_drafts = num_drafts
         if self.awaited is not None:
             self.token_limit = self.num_tokens

@@ -9,9 +9,9 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
 
-def hold(scheduler: Scheduler, seq: Sequence) -> None:
+def hold(scheduler: Scheduler, awaiting: dict[Sequence, None], seq: Sequence) -> None:
     """Schedule no step of a sequence that has got its last token, whatever its status, until `release`."""
-    seq.is_paused = True
+    seq.is_paused, awaiting[seq] = True, None
     scheduler.waiting.discard(seq)  # if it was preempted while the step was in flight
 
 
