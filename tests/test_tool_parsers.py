@@ -18,7 +18,7 @@ from nanovllm.reasoning.formats import THINK, format_of, has_unknown_reasoning, 
 from nanovllm.reasoning.stage import Reasoning, Stage, TextMarkers
 from nanovllm.serve.answer_formats import Formats
 from nanovllm.serve.answers import dump_json, encoded
-from nanovllm.serve.chat import AnswerParser, ChatAnswer, make_tool_parser
+from nanovllm.serve.chat import AnswerParser, ChatAnswer, conversation, make_tool_parser
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.protocol import ChatBody
 from nanovllm.serve.reasoning_parser import ReasoningParser
@@ -477,6 +477,13 @@ def test_chat_chunks():
     for choice, name in [("none", "ToolParser"), ("required", "WholeParser"), ("auto", "Llama3Parser")]:
         parser = make_tool_parser(body.model_copy(update={"tool_choice": choice}), "llama3_json")()
         assert type(parser).__name__ == name
+
+
+@pytest.mark.parametrize("calls", [[], None])
+def test_no_calls_are_no_entry_of_a_message(calls):
+    """Templates ask whether it is there, and clients send what they got."""
+    body = ChatBody(messages=[{"role": "assistant", "content": "Hi", "tool_calls": calls}])
+    assert conversation(body) == [{"role": "assistant", "content": "Hi"}]
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "none", "required", {"type": "function", "function": {"name": "f"}}])

@@ -208,7 +208,8 @@ def _message(message: Message, index: int) -> dict[str, Any]:
     calls, name = message.tool_calls, "tool_calls"
     if calls is None and message.function_call is not None:
         calls, name = [{"type": "function", "function": plain.pop("function_call")}], "function_call"
-    if calls is not None:
+    plain.pop("tool_calls", None)  # a template may ask whether it is there
+    if calls:
         plain["tool_calls"] = [_plain_call(call, f"messages[{index}].{name}") for call in calls]
     return plain
 
