@@ -146,6 +146,11 @@ def randn(*shape: int, dtype=torch.float32) -> torch.Tensor:
     return torch.randn(shape).to(DEVICE, dtype)
 
 
+def warnings_in(caplog) -> list[str]:
+    """What our logger has warned of, at whichever level other tests have left it."""
+    return [x.getMessage() for x in caplog.records if x.name == "nanovllm" and x.levelname == "WARNING"]
+
+
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, scale: float = 1.0) -> None:
     """`expected` is in float64; the dtype of `actual` says how close that is."""
     tolerance = TOLERANCE[actual.dtype] * scale
