@@ -54,7 +54,7 @@ class Constraint:
         reasoning: Reasoning | None = seq.feature_state.get("reasoning")
         if reasoning is not None and reasoning.stage is Stage.BEFORE and reasoning.markers.begin_id is None:
             reasoning = None if self.has_grammar else reasoning  # a grammar may spell the marker, and goes on
-        self._reasoning, self._budget = reasoning, seq.params.thinking_token_budget
+        self.reasoning, self._budget = reasoning, seq.params.thinking_token_budget
         self._min_tokens = seq.params.min_tokens
         self._stops = np.array(seq.params.stop_token_ids or (), np.int64)
         self._ends = np.array([*{*eos_token_ids, *self._stops.tolist()}], np.int64)
@@ -71,7 +71,7 @@ class Constraint:
 
     def start_update(self) -> Future:
         """`update`, in another thread, after the earlier ones. Until it is done, nothing here may be read."""
-        update = partial(self.update, self._seq.completion_token_ids, copy(self._reasoning))
+        update = partial(self.update, self._seq.completion_token_ids, copy(self.reasoning))
         return cast(MaskQueue, self._queue).submit(update)
 
     def update(self, completion: list[int], reasoning: Reasoning | None = None) -> tuple[str, str] | None:
@@ -137,7 +137,7 @@ class Constraint:
 
     def token_limit(self) -> int:
         """The number of tokens of the sequence up to which none needs another mask than `next_mask`."""
-        seq, reasoning = self._seq, self._reasoning
+        seq, reasoning = self._seq, self.reasoning
         if reasoning is None or self._budget is None or reasoning.stage is Stage.ENDED:
             return seq.max_num_tokens
         # behind the budget each token is forced, and known when the one before it has arrived
@@ -150,7 +150,7 @@ class Constraint:
         """As many of the drafts as are allowed and do not end the answer; if none, what the grammar forces, at most so
         many. Sets `draft_masks`. If masks are slow, there are no drafts.
         """
-        if self._mask_without_grammar(self._reasoning) is not None:
+        if self._mask_without_grammar(self.reasoning) is not None:
             return self._allowed_of(drafts)
         if self._grammar.is_slow:
             self.draft_masks = []
@@ -158,7 +158,7 @@ class Constraint:
         return self._allowed_of(drafts) or self._allowed_of(self._matcher.compute_ff_tokens()[:num_drafts])
 
     def _allowed_of(self, drafts: list[int]) -> list[int]:
-        completion, mask, reasoning = self._seq.completion_token_ids, self.next_mask, copy(self._reasoning)
+        completion, mask, reasoning = self._seq.completion_token_ids, self.next_mask, copy(self.reasoning)
         self.draft_masks, num_before, num_consumed = [], len(completion), 0
         for token_id in drafts:
             is_allowed = token_id >= 0 and mask[token_id // 32] >> token_id % 32 & 1
@@ -226,7 +226,7 @@ def update_fast(constraints: Iterable[Constraint], seconds: float) -> list[Const
     end, updated = perf_counter() + seconds, []
     left: dict[Grammar, deque[Constraint]] = {}
     for constraint in constraints:
-        if constraint.set_without_grammar(constraint._reasoning):
+        if constraint.set_without_grammar(constraint.reasoning):
             updated.append(constraint)
         elif not constraint._grammar.is_slow:
             left.setdefault(constraint._grammar, deque()).append(constraint)
@@ -245,10 +245,10 @@ def update_fast(constraints: Iterable[Constraint], seconds: float) -> list[Const
 def _update_together(constraints: list[Constraint]) -> None:
     """They are of different grammars."""
     completions = [constraint._seq.completion_token_ids for constraint in constraints]
-    ready = [pair for pair in zip(constraints, completions) if pair[0].consume(pair[1], pair[0]._reasoning)]
+    ready = [pair for pair in zip(constraints, completions) if pair[0].consume(pair[1], pair[0].reasoning)]
     if len(ready) == 1:
         ((constraint, completion),) = ready
-        constraint.set_mask(constraint._grammar_mask(), completion, constraint._reasoning)
+        constraint.set_mask(constraint._grammar_mask(), completion, constraint.reasoning)
     elif ready:
         begin = perf_counter()
         masks = np.empty((len(ready), len(ready[0][0].next_mask)), np.int32)
@@ -256,7 +256,7 @@ def _update_together(constraints: list[Constraint]) -> None:
         _executor(os.getpid()).unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
         seconds = perf_counter() - begin  # which one has taken them is not known
         for (constraint, completion), mask in zip(ready, masks):
-            constraint.set_mask(constraint._with_text(mask), completion, constraint._reasoning)
+            constraint.set_mask(constraint._with_text(mask), completion, constraint.reasoning)
             constraint._grammar.add_mask(seconds)
 
 

@@ -109,7 +109,7 @@ def constrain(group: list[Sequence], processor: Any) -> None:
     for seq, constraint in zip(group, constraints):
         seq.feature_state["structured_outputs"] = constraint
     first, *others = constraints
-    if first.update([], group[0].feature_state.get("reasoning")) is not None:
+    if first.update([], first.reasoning) is not None:
         raise ValueError(f"{first.error}, not even a first one")
     for constraint in others:
         constraint.next_mask = first.next_mask  # they are in the same state
