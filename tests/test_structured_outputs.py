@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter, sleep
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -394,7 +395,7 @@ def test_masks_that_are_not_made_hold_up_no_other_sequence(make_llm, monkeypatch
     rng = random.Random(1)
     while not llm.is_finished():
         gate.make(rng.randint(0, len(gate.turns)))
-        if rng.random() < 0.2 and llm.scheduler.running:
+        if rng.random() < 0.4 and llm.scheduler.running:
             llm.engine_thread.call(lambda: llm.scheduler.preempt(rng.choice([*llm.scheduler.running.values()])))
         outputs |= {output.request_id: output for output in llm.step().finished}
     assert [[x.token_ids for x in outputs[i].outputs] for i in ids] == expected
@@ -494,6 +495,52 @@ def test_errors_in_threads(make_llm, monkeypatch):
     assert answer(llm, params("regex", "a{9}")).text == "a" * 9
 
 
+@BOTH_WAYS
+def test_masks_that_take_random_times(make_llm, monkeypatch, async_scheduling):
+    """With the real threads, steps that seldom wait, preemptions and aborts: no token differs."""
+    rng = random.Random(5)
+    asks = [random_request(rng, seed)[0] for seed in range(9)]
+    asks += [params("regex", "[a-d]{20}", n=3, seed=7), SamplingParams(max_tokens=40, ignore_eos=True, seed=3)]
+    expected = [[x.token_ids for x in o.outputs] for o in generate_by_steps(make_llm(), [("Hi", x) for x in asks])]
+    make = constraints.Constraint._grammar_mask
+
+    def later(self):
+        sleep(rng.choice([0, 0, 0.001, 0.004]))
+        return make(self)
+
+    monkeypatch.setattr(constraints.Constraint, "_grammar_mask", later)
+    monkeypatch.setattr(feature, "MAX_SECONDS", 0.001)
+    llm = make_llm(async_scheduling=async_scheduling, **SMALL_CACHE)
+    ids, aborted, outputs = [llm.add_request("Hi", own) for own in asks], [], {}
+    for _ in range(4):
+        aborted.append(llm.add_request("Hi", params("regex", "[a-d]{30}", n=2)))
+    while not llm.is_finished():
+        outputs |= {output.request_id: output for output in llm.step().finished}
+        if rng.random() < 0.05 and llm.scheduler.running:
+            llm.engine_thread.call(lambda: llm.scheduler.preempt(rng.choice([*llm.scheduler.running.values()])))
+        if aborted and rng.random() < 0.1:
+            llm.abort(aborted.pop())
+    assert [[x.token_ids for x in outputs[i].outputs] for i in ids] == expected
+    assert llm.stats()["blocks"]["used"] == 0 and not llm.core.output_processor.awaiting
+
+
+def test_a_request_that_is_moved_waits_for_its_mask(llm, monkeypatch):
+    """A replica gives it the tokens that another one has generated."""
+    from nanovllm.serve.replicas.messages import NewRequest
+    from nanovllm.serve.replicas.replica import Replica
+
+    own = params("regex", "[ab]{4}c", n=2)
+    token_ids = [llm.tokenizer.encode(text)[0] for text in "aba"]
+    masks_of = lambda group: [seq.feature_state["structured_outputs"].next_mask.tolist() for seq in group]
+    expected = new_request(llm, own).group
+    for seq, generated in zip(expected, (token_ids, token_ids[:1])):
+        seq.feature_state["structured_outputs"].update(generated)
+    monkeypatch.setattr(feature, "MAX_SECONDS", 0)
+    moved = NewRequest(10**6, 0, [5], own, 0, OutputKind.FINAL_ONLY, [1, 2], [token_ids, token_ids[:1]])
+    group = Replica._make_request(SimpleNamespace(engine=llm, orders_by_id=False), moved).group
+    assert masks_of(group) == masks_of(expected) and not any(seq.awaited for seq in group)
+
+
 class HeldSimulation(ConstrainedSimulation):
     """After most tokens, every other request awaits something, for random times."""
 
@@ -511,7 +558,7 @@ class HeldSimulation(ConstrainedSimulation):
         self.seen["held"] += len(awaited)
         self.seen["held without blocks"] += sum(not seq.block_table for seq in self.outputs.awaiting)
         if awaited:
-            self.outputs.wait()
+            self.outputs.release()
             self.check_move()
         if self.in_flight or len(self.outputs.awaiting) < sum(map(len, self.scheduler.live.values())):
             return super().step(token_id, prompts_first)
@@ -897,8 +944,6 @@ def test_automata_are_exchanged_where_they_are_too_small(make_llm, llm, monkeypa
     llm = make_llm(**(dict(speculative_config=config) if drafts else {}))
     outputs = llm.generate(["Hi"] * 3, asks, use_tqdm=False)
     assert [[x.token_ids for x in output.outputs] for output in outputs] == expected
-    answer(llm, SamplingParams(max_tokens=5))  # until then, the last step is in flight, with sequences that have ended
-    gc.collect()
     first = grammar_of(llm, asks[0])
     assert compiled.count((first,)) == 1, "its three sequences share them"
     assert first._large() is None and first._small is None, "nothing is kept"

@@ -74,8 +74,6 @@ class Engine:
             self.output_processor.process(due.step, result)
             for hook in [*self.on_step]:
                 hook(due.step, result)
-        elif not launched and self.output_processor.awaiting:
-            self.output_processor.wait()
 
     def check_open(self) -> None:
         """RuntimeError if the engine was closed or has failed."""

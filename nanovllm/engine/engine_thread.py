@@ -172,9 +172,15 @@ class EngineThread:
             self._commands.popleft()
         if self._steps_are_wanted():
             self.engine.check_open()
-            self.engine.step()
+            self.step()
         else:
             self._sleep()
+
+    def step(self) -> None:
+        """A step of the engine, after held sequences were let go on."""
+        if self._output_processor.awaiting:
+            self._output_processor.release()
+        self.engine.step()
 
     def _steps_are_wanted(self) -> bool:
         wanted = any(collector.wants_steps for collector in [*self._output_processor.collectors])

@@ -82,6 +82,10 @@ class StepFeature:
         done; its result is a value of `Ends`, or None. The sequence must wait for its tokens (`waits_for_token`).
         """
 
+    @classmethod
+    def forget(cls, seq: Sequence) -> None:
+        """Free what the feature keeps of a sequence that has ended: the sequence lives until garbage is collected."""
+
 
 _class_of = cache(resolve_name)  # steps with features ask
 

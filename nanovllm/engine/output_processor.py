@@ -9,7 +9,7 @@ from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 
-MAX_WAIT_SECONDS = 0.02
+MAX_WAIT_SECONDS = 0.02  # for a held sequence: meanwhile, callers may want something
 
 
 class OutputProcessor:
@@ -40,8 +40,6 @@ class OutputProcessor:
     def process(self, step: ScheduledStep, result: StepResult) -> None:
         """Give sequences the tokens of a step, and their callers what is new."""
         self._deliver(self.postprocess(step, result))
-        if self.awaiting:
-            self._release_awaiting(0)
         num_prefilled = sum(step.chunk_lens)
         num_decoded = step.num_decodes if result.counts is None else sum(result.counts[: step.num_decodes])
         for collector in [*self.collectors]:
@@ -102,19 +100,17 @@ class OutputProcessor:
             seq.limit_tokens()
         return dict.fromkeys([*arrived.values(), *ends]) if ends else arrived.values()
 
-    def wait(self) -> None:
-        """Wait for a sequence that is held, as nothing else is left, but not for long: callers may want something."""
-        self._release_awaiting(MAX_WAIT_SECONDS)
-        for collector in [*self.collectors]:
-            self._hand_over(collector)
-
-    def _release_awaiting(self, seconds: float) -> None:
+    def release(self) -> None:
+        """Let held sequences go on, or end them, if what they await is done. If all are held, wait for one of them."""
         from nanovllm.features.awaiting import release
 
-        ends = release(self.scheduler, self.awaiting, seconds)
+        are_all = len(self.awaiting) == sum(map(len, self.scheduler.live.values()))
+        ends = release(self.scheduler, self.awaiting, MAX_WAIT_SECONDS if are_all else 0)
         for seq, reasons in ends.items():
             self.end(seq, *reasons)
         self._deliver(ends)
+        for collector in [*self.collectors]:
+            self._hand_over(collector)
 
     def _deliver(self, seqs: Collection[Sequence]) -> None:
         """Tell the requests of these sequences, which have got a token, have paused or have ended."""
@@ -134,8 +130,9 @@ class OutputProcessor:
         """End a sequence in any state."""
         seq.finish_reason, seq.stop_reason = reason, stop_reason
         self.scheduler.finish(seq)
-        if seq.awaited is not None:
-            seq.awaited.cancel()
+        self.awaiting.pop(seq, None)
+        for name in seq.feature_state:
+            FEATURES[name].load().forget(seq)
 
     def end_all(self, request_id: int) -> list[Sequence]:
         """End what is left of a request, and return it."""

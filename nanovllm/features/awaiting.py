@@ -22,8 +22,6 @@ def release(
 
     Returns finish reasons and stop reasons of those that are to end instead.
     """
-    for seq in [seq for seq in awaiting if seq.is_finished]:
-        del awaiting[seq]
     done, _ = wait([seq.awaited for seq in awaiting], seconds, FIRST_COMPLETED)
     ends = {}
     for seq in [seq for seq in awaiting if seq.awaited in done]:

@@ -41,3 +41,9 @@ class StructuredOutputs(StepFeature):
                 ends[seq] = "error", constraint.error
             elif not constraint.has_grammar:
                 seq.token_limit = constraint.token_limit()
+
+    @classmethod
+    def forget(cls, seq: Sequence) -> None:
+        seq.feature_state["structured_outputs"] = None
+        if seq.awaited is not None:
+            seq.awaited.cancel()

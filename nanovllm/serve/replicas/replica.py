@@ -154,6 +154,9 @@ class Replica:
                 seq.token_ids.append(token_id)
                 for name in seq.feature_state:  # each token by itself, as stop strings do not count before `min_tokens`
                     FEATURES[name].load().after_step(ScheduledStep(), {0: seq}, {}, None)
+            if seq.awaited is not None:
+                seq.awaited.result()
+                seq.awaited = None
             seq.num_tokens = len(seq.token_ids)
         if self.orders_by_id:
             processor.set_order(*request.group)
