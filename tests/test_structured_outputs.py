@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter, sleep
@@ -35,7 +36,7 @@ from nanovllm.features.logit_edits import mask_of
 from nanovllm.graphs.buffers import make_buffers
 from nanovllm.graphs.cuda_graph import decode_shape
 from nanovllm.structured_outputs import constraint as constraints
-from nanovllm.structured_outputs import feature, grammars, masks, sandbox
+from nanovllm.structured_outputs import feature, grammars, json_schema, masks, sandbox
 from nanovllm.structured_outputs import grammar as compiled_grammar
 from nanovllm.structured_outputs.json_schema import for_llguidance
 
@@ -1110,6 +1111,73 @@ def test_records_are_answered(llm):
         assert found.keys() <= {"one", "two"} and "two" in found
 
 
+CAT = {"type": "object", "properties": {"kind": {"const": "cat"}, "n": INTEGER}, "required": ["kind"]}
+DOG = {"type": "object", "properties": {"kind": {"$ref": "#/$defs/name"}, "s": {}}, "required": ["s", "kind"]}
+NODE = {
+    "properties": {"kind": {"enum": ["node", "root"]}, "items": {"type": "array", "items": {"$ref": "#/$defs/any"}}},
+    "type": "object",
+    "required": ["kind"],
+    "description": "a recursive one",
+}
+UNTAGGED = {"type": "object", "properties": {"kind": {"const": "bird", "default": "bird"}}}
+DEFINITIONS = {"name": {"enum": ["dog"]}, "cat": CAT, "dog": DOG, "node": NODE, "bird": UNTAGGED}
+REFERENCES = {name: {"$ref": f"#/$defs/{name}"} for name in DEFINITIONS}
+
+
+@pytest.mark.parametrize(
+    "alternatives, others, is_disjoint",
+    [
+        ([REFERENCES["cat"], REFERENCES["dog"]], {}, True),
+        ([REFERENCES["cat"], DOG, REFERENCES["node"] | {"title": "Node"}], {}, True),
+        ([CAT, {"type": "null"}], {}, True),
+        ([CAT, {"type": ["string", "boolean"]}, INTEGER], {}, True),
+        ([{"const": "a"}, {"enum": ["b", 1, None]}, {"const": True}], {}, True),
+        ([CAT, REFERENCES["bird"]], {"discriminator": {"propertyName": "kind"}}, True),
+        ([CAT, UNTAGGED], {}, False),
+        ([CAT, CAT | {"title": "Same"}], {"discriminator": {"propertyName": "kind"}}, False),
+        ([INTEGER, {"type": "number"}], {}, False),
+        ([{"const": 1}, {"const": 1.0}], {}, False),
+        ([{"const": "a"}, {"type": "string"}], {}, False),
+        ([CAT, {"minimum": 3}], {}, False),
+        ([CAT, {"type": "null"}], {"anyOf": [CAT]}, False),
+    ],
+)
+def test_alternatives_that_exclude_each_other(llm, alternatives, others, is_disjoint):
+    """As pydantic and zod write unions; llguidance sees that of a few only."""
+    one = {"oneOf": [*alternatives], **others}
+    schema = {"type": "object", "properties": {"p": one}, "required": ["p"], "$defs": DEFINITIONS | {"any": one}}
+    rewritten = json.loads(for_llguidance(json.dumps(schema)))
+    assert ("oneOf" in rewritten["properties"]["p"]) != is_disjoint
+    if not is_disjoint:
+        return
+    llm.input_processor.requests("Hello", params("json", schema), OutputKind.FINAL_ONLY)
+    before, after = map(jsonschema.Draft202012Validator, (schema, rewritten))
+    for kind in ("cat", "dog", "node", "bird", "x", None):
+        for more in ({}, {"s": 1}, {"n": 1}, {"items": [{"kind": "cat"}]}):
+            instance = {"p": more if kind is None else {"kind": kind, **more}}
+            assert before.is_valid(instance) >= after.is_valid(instance)
+            assert before.is_valid(instance) == after.is_valid(instance) or kind is None, "a tag is given"
+    for value in (None, True, "a", "b", 1, 2, 1.5, []):
+        assert before.is_valid({"p": value}) == after.is_valid({"p": value})
+
+
+def test_alternatives_that_are_not_supported_are_left_out(llm):
+    """Pydantic says of a Decimal that it is a number, or a string with a pattern that looks ahead."""
+    decimal = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}]}
+    output = answer(llm, params("json", decimal, max_tokens=300))
+    assert output.finish_reason == "length" or isinstance(json.loads(output.text), (int, float))
+    with pytest.raises(ValueError, match="look-ahead"):
+        llm.add_request("Hello", params("json", {"anyOf": decimal["anyOf"][1:]}))
+
+
+@pytest.mark.parametrize("name", ["Page<Item>", "Page[int]", "a b", "\u00fcber", "50% off", "x~y", "caf\u00e9 [1]"])
+def test_references_to_any_name(llm, name):
+    """Generators seldom write them as URIs, in which such names are encoded."""
+    key = name.replace("~", "~0").replace("%", "%25")
+    schema = {"$ref": f"#/$defs/{key}", "$defs": {name: {"type": "string", "format": "path", "maxLength": 3}}}
+    llm.input_processor.requests("Hello", params("json", schema), OutputKind.FINAL_ONLY)
+
+
 @pytest.mark.parametrize(
     "schema, words",
     [
@@ -1121,12 +1189,58 @@ def test_records_are_answered(llm):
         ({"type": "string", "format": "idn-email"}, "Unknown format: idn-email"),
         ({"type": "array", "items": {"not": {"type": "null"}}}, 'Unimplemented keys: ."not"'),
         ({"$dynamicRef": "#a", "$defs": {"a": {"$dynamicAnchor": "a"}}}, "Unimplemented keys: .*dynamicRef"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "ref='#/.defs/a': refers to itself"),
+        ({"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#/properties/a"}}}, "refers to itself"),
         (json.loads('{"items":' * 300 + "true" + "}" * 300), "nested too deeply|recursion limit"),
     ],
 )
 def test_constraints_that_are_not_supported_are_named(llm, schema, words):
     with pytest.raises(ValueError, match=words):
         llm.add_request("Hello", params("json", schema))
+
+
+def test_schemas_that_are_none():
+    """Whatever stands there, at any place, the only error is a ValueError."""
+    keywords = [
+        *json_schema.SCHEMAS,
+        *json_schema.LISTS,
+        *json_schema.MAPS,
+        *json_schema.NEUTRAL,
+        *json_schema.PARTNERS,
+    ]
+    keywords += [*json_schema.OF_STRINGS, "$schema", "$id", "$dynamicAnchor", "type", "required", "discriminator"]
+    leaves = [
+        "a",
+        "object",
+        "string",
+        "#",
+        "#/$defs/a",
+        "#/a/0",
+        "path",
+        "(?=a)",
+        1,
+        -1,
+        1.5,
+        True,
+        False,
+        None,
+        [],
+        {},
+    ]
+
+    def random_value(rng: random.Random, depth: int):
+        kind = rng.random() if depth else 1
+        if kind < 0.5:
+            return {rng.choice(keywords): random_value(rng, depth - 1) for _ in range(rng.randint(0, 4))}
+        return [random_value(rng, depth - 1) for _ in range(2)] if kind < 0.6 else rng.choice(leaves)
+
+    num_accepted = 0
+    for seed in range(2000):
+        if isinstance(schema := random_value(random.Random(seed), 6), dict):
+            with suppress(ValueError):
+                for_llguidance(json.dumps(schema))
+                num_accepted += 1
+    assert 500 < num_accepted < 1990
 
 
 def test_tools_with_such_schemas(llm):

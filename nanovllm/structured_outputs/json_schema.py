@@ -2,15 +2,17 @@
 
 Keywords that JSON Schema does not define are annotations, and llguidance ignores them. It does not ignore a `format`
 that JSON Schema does not define, a constraint that allows everything, and a dialect that it does not know. It has no
-`propertyNames`. A constraint that remains and that it can't do, it refuses by its name.
+`propertyNames`, and `oneOf` only where it sees that no value can be valid by two of the schemas. A constraint that
+remains and that it can't do, it refuses by its name.
 """
 
 import json
 import re
 from collections.abc import Iterator
-from itertools import count
+from itertools import chain, count
+from types import NoneType
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 # where a schema has others; all further values, such as those of `enum` and `default`, are data
 SCHEMAS = (
@@ -50,7 +52,8 @@ OF_STRINGS = (
     *("$dynamicRef", "$recursiveRef", "$ref", "allOf", "anyOf", "const", "else", "enum", "format", "if", "maxLength"),
     *("minLength", "not", "oneOf", "pattern", "then"),
 )
-MAX_REFERENCES = 100  # that follow each other in `propertyNames`
+MAX_REFERENCES = 100  # that follow each other
+LOOK_AROUND = re.compile(r"\(\?<?[=!]")
 
 
 def for_llguidance(schema: str) -> str:
@@ -86,11 +89,11 @@ def _subschemas(schema: dict[str, Any], resource: dict[str, Any]) -> Iterator[An
 
 
 def _target(reference: Any, resource: Any) -> Any:
-    """What a JSON pointer such as "#/$defs/Item" refers to; None for other references, and where nothing is."""
-    if not (isinstance(reference, str) and reference.startswith("#/")):
+    """What "#" or a JSON pointer such as "#/$defs/Item" refers to; None for others, and where nothing is."""
+    if not (isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))):
         return None
     found = resource
-    for part in unquote(reference[2:]).split("/"):
+    for part in unquote(reference).split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
         if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
             found = found[int(key)]
@@ -115,6 +118,15 @@ def _rewrite(schema: dict[str, Any], resource: dict[str, Any]) -> None:
         is_alone = name in PARTNERS and schema.keys().isdisjoint(PARTNERS[name])
         if is_alone or schema[name] in NEUTRAL.get(name, ()):
             del schema[name]
+    if isinstance(reference := schema.get("$ref"), str):
+        schema["$ref"] = quote(reference, safe="!#$%&'()*+,-./:;=?@_~")  # of a type such as "Page<Item>"
+        if _resolved(schema, resource) is schema:
+            raise ValueError(f"$ref={reference!r:.80}: refers to itself")
+    # some can't be done: without them, the answer is valid all the same
+    if isinstance(some := schema.get("anyOf"), list) and (possible := [x for x in some if not _looks_around(x)]):
+        schema["anyOf"] = possible
+    if "anyOf" not in schema and _are_disjoint(schema.get("oneOf"), schema.get("discriminator"), resource):
+        schema["anyOf"] = schema.pop("oneOf")
     if "propertyNames" in schema:
         names = schema.pop("propertyNames")
         if _allows_type(schema, "object"):
@@ -123,6 +135,82 @@ def _rewrite(schema: dict[str, Any], resource: dict[str, Any]) -> None:
 
 def _is_annotation(format_name: Any) -> bool:
     return isinstance(format_name, str) and format_name not in FORMATS
+
+
+def _looks_around(schema: Any) -> bool:
+    pattern = schema.get("pattern") if isinstance(schema, dict) else None
+    return isinstance(pattern, str) and LOOK_AROUND.search(pattern) is not None
+
+
+def _are_disjoint(schemas: Any, discriminator: Any, resource: dict[str, Any]) -> bool:
+    """Whether no value can be valid by two of these schemas, as far as their types and single values tell.
+
+    Where the property that OpenAPI's `discriminator` names tells objects apart, they must have it from now on.
+    """
+    by_type: dict[str, list[dict[str, Any]]] = {}
+    for schema in schemas if isinstance(schemas, list) else [None]:
+        own = _resolved(schema, resource)
+        if (types := _types(own)) is None:
+            return False
+        for name in types:
+            by_type.setdefault(name, []).append(own)
+    tag = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
+    return all(
+        len(group) == 1 or _differ(group) or (name == "object" and _are_told_apart(group, tag, resource))
+        for name, group in by_type.items()
+    )
+
+
+def _are_told_apart(objects: list[dict[str, Any]], tag: Any, resource: dict[str, Any]) -> bool:
+    """Whether they have a property that is required, or `tag`, and has other values in each."""
+    properties = [own["properties"] if isinstance(own.get("properties"), dict) else {} for own in objects]
+    required = [own["required"] if isinstance(own.get("required"), list) else [] for own in objects]
+    for name in properties[0]:
+        is_there = name == tag or all(name in names for names in required)
+        if is_there and _differ([_resolved(x.get(name), resource) for x in properties]):
+            for own, names in zip(objects, required):
+                own["required"] = names if name in names else [*names, name]
+            return True
+    return False
+
+
+def _differ(schemas: list[Any]) -> bool:
+    """Whether each is valid for a few values alone, and no two for the same."""
+    found = [_values(schema) for schema in schemas]
+    return None not in found and len({*chain(*filter(None, found))}) == sum(len(values or ()) for values in found)
+
+
+def _values(schema: Any) -> set[tuple[type, Any]] | None:
+    """The only values that are valid, with their types; None if there are others, or numbers with a fraction."""
+    if not isinstance(schema, dict):
+        return None
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(values, list) or not all(isinstance(value, (str, int, NoneType)) for value in values):
+        return None
+    return {(type(value), value) for value in values}
+
+
+def _types(schema: Any) -> set[str] | None:
+    """The types of all valid values, where an integer is a number; None if the schema does not say."""
+    if (values := _values(schema)) is not None:
+        return {{str: "string", bool: "boolean", int: "number", NoneType: "null"}[kind] for kind, _ in values}
+    types = schema.get("type") if isinstance(schema, dict) else None
+    types = [types] if isinstance(types, str) else types
+    if not isinstance(types, list) or not all(isinstance(name, str) for name in types):
+        return None
+    return {"number" if name == "integer" else name for name in types}
+
+
+def _resolved(schema: Any, resource: dict[str, Any]) -> Any:
+    """What it refers to, or is itself, if it constrains no less; `schema` if that is a loop, and None if not known."""
+    found = schema
+    for _ in range(MAX_REFERENCES):
+        if not isinstance(found, dict) or "$ref" not in found:
+            return found
+        found = _target(found["$ref"], resource)
+        if isinstance(found, dict) and "$id" in found and found is not resource:  # in which "#" is another schema
+            return None
+    return schema
 
 
 def _allows_type(schema: dict[str, Any], name: str) -> bool:
@@ -163,7 +251,8 @@ def _allowed_strings(schema: Any, resource: dict[str, Any]) -> str | dict[str, N
         return {}
     if not rules:
         return None
-    lists = [*map(_listed, rules["anyOf"])] if [*rules] == ["anyOf"] else [_listed(schema)]
+    alternatives = rules["anyOf"] if [*rules] == ["anyOf"] else [schema]
+    lists = [*map(_listed, alternatives)] if isinstance(alternatives, list) else [None]
     if None not in lists:
         return dict.fromkeys(name for names in lists for name in names or ())
     if [*rules] == ["pattern"] and isinstance(rules["pattern"], str):
