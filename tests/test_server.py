@@ -1049,6 +1049,41 @@ def test_slow_grammars_of_one_client_do_not_delay_another(monkeypatch):
         server.wait_until_free()
 
 
+def test_slow_masks_of_one_client_do_not_delay_another(monkeypatch):
+    """Not those of many answers at a time, nor that the first client goes away meanwhile."""
+    pytest.importorskip("llguidance")
+    from nanovllm.structured_outputs import constraint, grammar
+
+    make, slow, go_on = constraint.Constraint._grammar_mask, set(), threading.Event()
+
+    def wait(self):
+        if threading.current_thread().name.startswith("nanovllm-masks"):
+            assert go_on.wait(20)
+        return make(self)
+
+    monkeypatch.setattr(constraint.Constraint, "_grammar_mask", wait)
+    monkeypatch.setattr(grammar.Grammar, "is_slow", property(lambda self: self in slow))
+    with running() as server, ThreadPoolExecutor(4) as pool:
+        url, body = f"{server.url}/v1/completions", {"prompt": "x", "max_tokens": 9}
+        post = lambda **fields: httpx.post(url, json=body | fields, timeout=20).json()["choices"]
+        try:
+            assert post(guided_regex="slow")[0]["text"] == "slow"  # nothing is slow so far
+            slow.update(server.llm.engine.input_processor.grammars._grammars.values())
+            held = server.llm.engine.core.output_processor.awaiting
+            many = pool.submit(post, n=40, guided_regex="slow")
+            with httpx.stream("POST", url, json=body | {"n": 40, "guided_regex": "slow", "stream": True}, timeout=20):
+                wait_for(lambda: len(held) == 80)
+                for _ in range(3):
+                    assert len(post(max_tokens=2, ignore_eos=True)[0]["text"]) > 0
+                    assert post(guided_choice=["good"])[0]["text"] == "good"
+            wait_for(lambda: len(held) == 40)
+            assert not many.done()
+        finally:
+            go_on.set()
+        assert [choice["text"] for choice in many.result()] == ["slow"] * 40
+        server.wait_until_free()
+
+
 def test_a_turn_lasts_as_long_as_its_call():
     """A client that goes away does not get another one; turns that are not used are forgotten."""
 

@@ -49,7 +49,7 @@ class Grammars:
         self.threads.close()
 
     def grammar(self, spec: dict[str, Any]) -> Grammar:
-        """ValueError for what is no schema, expression or grammar of llguidance."""
+        """What a request asks for, compiled. ValueError for what is no schema, expression or grammar of llguidance."""
         ((kind, content),) = spec.items()
         try:
             text = _grammar_of(kind, content)

@@ -120,7 +120,7 @@ def _rewrite(schema: dict[str, Any], resource: dict[str, Any]) -> None:
             del schema[name]
     if isinstance(reference := schema.get("$ref"), str):
         schema["$ref"] = quote(reference, safe="!#$%&'()*+,-./:;=?@_~")  # of a type such as "Page<Item>"
-        if _resolved(schema, resource) is schema:
+        if _is_loop(schema, resource):
             raise ValueError(f"$ref={reference!r:.80}: refers to itself")
     # some can't be done: without them, the answer is valid all the same
     if isinstance(some := schema.get("anyOf"), list) and (possible := [x for x in some if not _looks_around(x)]):
@@ -202,15 +202,22 @@ def _types(schema: Any) -> set[str] | None:
 
 
 def _resolved(schema: Any, resource: dict[str, Any]) -> Any:
-    """What it refers to, or is itself, if it constrains no less; `schema` if that is a loop, and None if not known."""
-    found = schema
+    """What it refers to in the end, which allows no less; None if that is not known."""
     for _ in range(MAX_REFERENCES):
-        if not isinstance(found, dict) or "$ref" not in found:
-            return found
-        found = _target(found["$ref"], resource)
-        if isinstance(found, dict) and "$id" in found and found is not resource:  # in which "#" is another schema
+        if not isinstance(schema, dict) or "$ref" not in schema:
+            return schema
+        schema = _target(schema["$ref"], resource)
+        if isinstance(schema, dict) and "$id" in schema and schema is not resource:  # in which "#" is another schema
             return None
-    return schema
+    return None
+
+
+def _is_loop(schema: Any, resource: dict[str, Any]) -> bool:
+    for _ in range(MAX_REFERENCES):
+        if not isinstance(schema, dict) or "$ref" not in schema:
+            return False
+        schema = _target(schema["$ref"], resource)
+    return True
 
 
 def _allows_type(schema: dict[str, Any], name: str) -> bool:
