@@ -15,9 +15,8 @@ from nanovllm.engine.prompts import render_chat
 from nanovllm.engine.request import Message
 
 MAX_PROCESSES = 4
-MAX_SECONDS = (
-    2.0  # of processor time for a conversation, so that a busy machine refuses no more; of the clock, twice that
-)
+# of processor time for a conversation, so that a busy machine refuses no more; of the clock, twice that
+MAX_SECONDS = 2.0
 MAX_MEMORY = 2**29  # bytes of address space, in addition to the program's own
 MAX_CHARACTERS = 2**24  # of the text
 MANY_MESSAGES = 1000  # a template may go through all of them for each

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
+from nanovllm.structured_outputs.json_schema import referred
+
 
 class ToolCall(NamedTuple):
     name: str
@@ -506,10 +508,7 @@ def _types_of(schema: Any, root: Any, depth: int = 8) -> set[str]:
     if schema.get("nullable") is True:
         found.add("null")
     if isinstance(path := schema.get("$ref"), str) and path.startswith("#/"):
-        target = root
-        for name in path[2:].split("/"):
-            target = target.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None
-        found |= _types_of(target, root, depth - 1)
+        found |= _types_of(referred(path, root), root, depth - 1)
     for name in ("anyOf", "oneOf", "allOf"):
         for option in schema.get(name) or ():
             found |= _types_of(option, root, depth - 1)

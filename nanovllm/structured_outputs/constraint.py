@@ -233,9 +233,8 @@ def update_fast(constraints: Iterable[Constraint], seconds: float) -> list[Const
     while left and perf_counter() < end:
         chunk = [queue.popleft() for queue in islice(left.values(), num_cores())]
         _update_together(chunk)
-        updated += [
-            constraint for constraint in chunk if not constraint._matcher.is_error()
-        ]  # which takes time to mend
+        # an error takes time to mend
+        updated += [constraint for constraint in chunk if not constraint._matcher.is_error()]
         for grammar in (constraint._grammar for constraint in chunk):
             if grammar.is_slow or not left[grammar]:
                 del left[grammar]

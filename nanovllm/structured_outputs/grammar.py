@@ -29,9 +29,8 @@ class Grammar:
     def __init__(self, tokenizer: Any, text: str):
         """tokenizer: of llguidance. ValueError if it refuses the text."""
         self._tokenizer, self._text, self._lock = tokenizer, text, threading.Lock()
-        self._mask_seconds: float | None = (
-            None  # of processor time for a mask, a mean in which the last ones count most
-        )
+        # of processor time for a mask, a mean in which the last ones count most
+        self._mask_seconds: float | None = None
         self._small: Automata | None = self._compile(MAX_KEPT_STATES)
         self._large: Callable[[], Automata | None] = lambda: None
         if (error := self.automata().start.get_error()) != "":

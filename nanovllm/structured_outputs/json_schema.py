@@ -85,10 +85,10 @@ def _subschemas(schema: dict[str, Any], resource: dict[str, Any]) -> Iterator[An
         elif name in SCHEMAS:
             yield value
         elif name == "$ref":
-            yield _target(value, resource)  # it may stand where no schema is expected
+            yield referred(value, resource)  # it may stand where no schema is expected
 
 
-def _target(reference: Any, resource: Any) -> Any:
+def referred(reference: Any, resource: Any) -> Any:
     """What "#" or a JSON pointer such as "#/$defs/Item" refers to; None for others, and where nothing is."""
     if not (isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))):
         return None
@@ -206,7 +206,7 @@ def _resolved(schema: Any, resource: dict[str, Any]) -> Any:
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, dict) or "$ref" not in schema:
             return schema
-        schema = _target(schema["$ref"], resource)
+        schema = referred(schema["$ref"], resource)
         if isinstance(schema, dict) and "$id" in schema and schema is not resource:  # in which "#" is another schema
             return None
     return None
@@ -216,7 +216,7 @@ def _is_loop(schema: Any, resource: dict[str, Any]) -> bool:
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, dict) or "$ref" not in schema:
             return False
-        schema = _target(schema["$ref"], resource)
+        schema = referred(schema["$ref"], resource)
     return True
 
 
@@ -252,7 +252,7 @@ def _allowed_strings(schema: Any, resource: dict[str, Any]) -> str | dict[str, N
     """The strings that are valid by a schema: all (None), those that match a pattern, or a set, in its order."""
     rules = _rules(schema)
     for _ in range(MAX_REFERENCES):
-        if [*rules] == ["$ref"] and isinstance(target := _target(rules["$ref"], resource), (dict, bool)):
+        if [*rules] == ["$ref"] and isinstance(target := referred(rules["$ref"], resource), (dict, bool)):
             schema, rules = target, _rules(target)
     if schema is False or (isinstance(schema, dict) and not _allows_type(schema, "string")):
         return {}
