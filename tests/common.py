@@ -43,12 +43,14 @@ from nanovllm.distributed import worker
 from nanovllm.engine import model_runner
 from nanovllm.engine.features import FEATURES
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.fused import fuse
 from nanovllm.kernels.sampling_columns import COLUMNS
 from nanovllm.layers.sampler import gumbel_noise
 from nanovllm.reasoning.formats import FORMATS
 from nanovllm.reasoning.stage import Markers
 from nanovllm.utils.loader import BUNDLED, load_tokenizer
-from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
+from nanovllm.utils.partial_sum import PartialSum
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 torch.set_grad_enabled(False)
 ssl.create_default_context = cache(ssl.create_default_context)  # each client of httpx would read all certificates
@@ -101,9 +103,6 @@ class Peers(TensorParallel):
         self.parts = torch.full((split_k, num_rows, width), NAN, dtype=dtype, device=DEVICE)
         compute(self.parts)
         return PartialSum(self.parts, split_k)
-
-    def max_split_k(self, num_rows):
-        return 2
 
 
 class CharacterTokenizer:
@@ -313,14 +312,15 @@ def model_name(request) -> str:
 
 
 @pytest.fixture
-def use_ops():
+def use_ops(monkeypatch):
     """Tensors on the test device are computed by other operations: of a table, or by the kernels of some names or all.
 
-    Without a CUDA device the kernels run in Triton's interpreter.
+    Engines that are made then have fused layers. Without a CUDA device the kernels run in Triton's interpreter.
     """
     before = kernels.ops_for(torch.device(DEVICE))
 
     def use(*names: str, table: dict | None = None) -> None:
+        monkeypatch.setattr(ModelRunner, "fuse_layers", lambda self, model: fuse(model))
         if table is None:
             table = vars(pytest.importorskip("nanovllm.kernels.ops"))
         kernels.register_ops(DEVICE, {name: table[name] for name in names} if names else table)

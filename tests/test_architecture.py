@@ -12,6 +12,7 @@ from common import run_with_copy
 import nanovllm
 from nanovllm.engine.features import FEATURES
 from nanovllm.engine.model_runner import RUNNERS
+from nanovllm.fused import FORMS
 from nanovllm.spec_decode.feature import DRAFTERS
 from nanovllm.spec_decode.proposer import PROPOSERS
 
@@ -39,9 +40,9 @@ SCHEDULING = [
 # folder or a group. An indented line continues the one before. A floor may have several lines, which do not know of
 # each other.
 HOUSE = """
-0 | utils/checks.py utils/context.py utils/cuda_driver.py utils/double_buffer.py utils/download.py utils/flags.py
-  utils/interrupts.py utils/libraries.py utils/progress.py utils/refusals.py utils/rope_scaling.py
-  utils/setting_checks.py utils/tensor_parallel.py utils/transformers_4.py utils/__init__.py moe/__init__.py
+0 | utils/checks.py utils/construction.py utils/context.py utils/cuda_driver.py utils/double_buffer.py
+  utils/download.py utils/flags.py utils/interrupts.py utils/libraries.py utils/partial_sum.py utils/progress.py
+  utils/refusals.py utils/replace.py utils/rope_scaling.py utils/setting_checks.py utils/tensor_parallel.py utils/transformers_4.py utils/__init__.py moe/__init__.py
   moe/config.py moe/weights.py reasoning/__init__.py reasoning/formats.py reasoning/stage.py
   <- utils/loader.py utils/sharded_checkpoint.py utils/dummy_weights.py utils/tied_head.py
   quantization/__init__.py
@@ -58,9 +59,9 @@ HOUSE = """
 1 | engine/outputs.py <- engine/stream_event.py
 1 | kernels/
 2 | engine/features.py
-2 | layers/rotary_embedding.py <- layers/attention.py quantization/fp8_cache.py <- layers/ <- attention/ moe/experts.py
+2 | cache/ quantization/fp8_cache.py <- attention/base.py attention/sdpa.py <- layers/ <- attention/ moe/experts.py
 3 | models/
-3 | quantization/scaled.py <- quantization/scaled_linear.py quantization/scaled_experts.py <- quantization/fp8_linear.py
+3 | fused/ <- quantization/scaled.py <- quantization/scaled_linear.py quantization/scaled_experts.py <- quantization/fp8_linear.py
   <- quantization/quant_config.py
   <- quantization/formats/
 4 | engine/batch.py <- engine/request_tables.py spec_decode/rows.py
@@ -219,11 +220,12 @@ def test_ranks_do_without_transformers():
     assert "transformers" in reach("engine/llm_engine.py")
 
 
-ROOMS_BY_USE = ("distributed", "features", "graphs", "spec_decode", "startup", "structured_outputs")
+ROOMS_BY_USE = ("distributed", "features", "fused", "graphs", "spec_decode", "startup", "structured_outputs")
 FEATURE_FILES = {feature.home.split(":")[0].replace(".", "/") + ".py" for feature in FEATURES.values()}
 HOMES = *RUNNERS.values(), *DRAFTERS.values(), *(home for home in PROPOSERS.values() if isinstance(home, str))
 OF_HOMES = {home.split(":")[0].removeprefix("nanovllm.").replace(".", "/") + ".py" for home in HOMES}
-NAMED_FILES = FEATURE_FILES | OF_HOMES | {"rollout/__init__.py"}
+FUSED_FILES = {f"fused/{home.split(':')[0]}.py" for home in FORMS.values()}
+NAMED_FILES = FEATURE_FILES | OF_HOMES | FUSED_FILES | {"rollout/__init__.py"}
 
 
 def test_optional_rooms_are_imported_when_used():
@@ -235,6 +237,7 @@ def test_optional_rooms_are_imported_when_used():
         assert file not in loaded and file in reach("__init__.py").union(NAMED_FILES, *map(reach, NAMED_FILES)) | {
             "distributed/__init__.py",
             "features/__init__.py",
+            "fused/__init__.py",
             "graphs/__init__.py",
             "spec_decode/__init__.py",
             "startup/__init__.py",
@@ -332,6 +335,7 @@ ROOMS = (
     "core",
     "states",
     "attention",
+    "fused",
     "kernels",
     "hopper kernels",
     "delta rule kernels",
@@ -360,6 +364,8 @@ ROOMS = (
 )
 ROOM_FILES = {
     "__main__.py": "serve",
+    "attention/base.py": "core",
+    "attention/sdpa.py": "core",
     "engine/state_blocks.py": "states",
     "layers/state.py": "states",
     "layers/gated_delta_net.py": "gated delta rule",
@@ -422,11 +428,11 @@ def test_sizes_are_printed(record_property, capsys):
 
 
 FOLDERS_OF_ROOMS = (
-    "attention",
     "benchmarks",
     "compat",
     "distributed",
     "features",
+    "fused",
     "graphs",
     "moe",
     "quantization",

@@ -39,9 +39,7 @@ from nanovllm.benchmarks.shapes import SHAPE_ENTRIES, SHAPES, write_shape
 from nanovllm.benchmarks.sweeps import latency_sweep
 from nanovllm.benchmarks.throughput import WORKLOADS
 from nanovllm.config import Config
-from nanovllm.layers.attention import SDPABackend
-from nanovllm.models import ModelConfig, model_class
-from nanovllm.utils.tensor_parallel import TensorParallel
+from nanovllm.models import ModelConfig, make_model
 
 ROOT = Path(__file__).parents[1]
 QWEN3_06B = ModelConfig(
@@ -130,7 +128,7 @@ def test_limits_with_states(name, num_layers, num_heads, tmp_path):
     config = Config(str(tmp_path / name), device="cpu", load_format="dummy", dtype="bfloat16")
     shape = config.model_config
     with torch.device("meta"):
-        model = model_class(shape.model_type)(shape, 2, SDPABackend(), TensorParallel())
+        model = make_model(shape, 2)
     linear = {path: x.numel() for path, x in model.named_parameters() if x.dim() == 2 and "embed" not in path}
     state = num_layers * (4 * num_heads * 128 * 128 + 2 * 3 * 128 * (2 * 16 + num_heads))
     found = limits([Request([0] * 9, 2)], config, Rates(1.0, INFINITE)).stepwise
@@ -278,7 +276,7 @@ def test_shapes(name, tmp_path):
     assert config.model_type == theirs.model_type.removesuffix("_text")
     assert config.dtype == torch.bfloat16 and config.eos_token_ids == {theirs.eos_token_id}
     with torch.device("meta"):
-        model = model_class(config.model_type)(config, 2, SDPABackend(), TensorParallel())
+        model = make_model(config, 2)
     storages = {x._cdata: x.nbytes() // p.element_size() for p in model.parameters() for x in [p.untyped_storage()]}
     assert sum(storages.values()) == NUM_PARAMETERS[name]  # a shared expert is a part of the stacks
 

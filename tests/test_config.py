@@ -256,7 +256,7 @@ def test_bundled_model_config():
     c = config().model_config
     assert (c.vocab_size, c.hidden_size, c.intermediate_size, c.num_hidden_layers) == (2048, 256, 768, 4)
     assert (c.num_attention_heads, c.num_key_value_heads, c.head_dim) == (8, 4, 32)
-    assert c.tie_word_embeddings and c.qk_norm and not c.qkv_bias and c.eos_token_ids == {2047, 2045}
+    assert c.tie_word_embeddings and not c.qkv_bias and c.eos_token_ids == {2047, 2045}
 
 
 @pytest.mark.parametrize(

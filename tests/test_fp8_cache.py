@@ -21,9 +21,10 @@ from common import (
 from test_models import make_checkpoint
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.cache.kv_cache import KVCache
 from nanovllm.config import Config
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.layers.attention import KVCache
+from nanovllm.fused import fuse
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.quantization.fp8_cache import FP8KVCache, dequantize, quantize
 
@@ -198,7 +199,8 @@ def test_prefill(heads, window, dtype, native):
 
 def rope(positions: torch.Tensor, head_dim: int) -> torch.Tensor:
     inv_freq = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
-    return RotaryEmbedding(tuple(inv_freq.tolist()), 1.25, 300).to(DEVICE)(positions)
+    fuse(rotary_emb := RotaryEmbedding(tuple(inv_freq.tolist()), 1.25, 300).to(DEVICE))
+    return rotary_emb.rows(positions).cos_sin
 
 
 @needs_triton

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.sampling_columns import column, seeds
-from nanovllm.layers.attention import SDPABackend
 from nanovllm.models import ModelConfig
 from nanovllm.models.heads import Eagle3Head
 from nanovllm.spec_decode import output_processor
@@ -661,7 +660,7 @@ def test_refused_tensors(tmp_path, name, change, message):
     save_file(tensors | ({name: change(value).contiguous()} if change else {}), folder / "model.safetensors")
     config = read_eagle3_config(folder, ModelConfig.read(Path(TINY)), torch.float32, with_weights=True)
     head = Eagle3.__new__(Eagle3)
-    head.model = Eagle3Head(config, 16, SDPABackend())
+    head.model = Eagle3Head(config, 16)
     with pytest.raises(ValueError, match=str(folder)) as raised:
         head.fill(folder)
     assert message in str(raised.value)

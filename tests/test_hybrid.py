@@ -46,7 +46,6 @@ from nanovllm.distributed.process_group import connect
 from nanovllm.graphs import cuda_graph
 from nanovllm.graphs.buffers import make_buffers
 from nanovllm.graphs.cuda_graph import MixedGraphs, graph_shapes
-from nanovllm.layers.attention import SDPABackend
 from nanovllm.layers.delta_net_drafts import delta_net_drafts
 from nanovllm.layers.gated_delta_net import (
     DeltaHeads,
@@ -58,7 +57,8 @@ from nanovllm.layers.gated_delta_net import (
 )
 from nanovllm.layers.sigmoid_gate import SigmoidGate, sigmoid_gate
 from nanovllm.layers.state import State, StateSpec
-from nanovllm.models import ModelConfig, model_class
+from nanovllm.models import ModelConfig, make_model
+from nanovllm.utils.construction import constructing
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.tensor_parallel import TensorParallel
@@ -215,7 +215,8 @@ def layer_of(heads: DeltaHeads, dtype: torch.dtype) -> GatedDeltaNet:
     """With random weights, as large as they are in trained models."""
     weights = [(sum(heads.sizes) + heads.sizes[2], (range(sum(heads.sizes) + heads.sizes[2]),))]
     gates = [(2 * heads.num_values, (range(2 * heads.num_values),))]
-    layer = GatedDeltaNet(8, heads, 1e-6, (weights, gates), (dtype, dtype), TensorParallel()).to(DEVICE)
+    with constructing(TensorParallel(), dtype):
+        layer = GatedDeltaNet(8, heads, 1e-6, (weights, gates)).to(DEVICE)
     for name, parameter in layer.named_parameters():
         parameter.normal_()
         if name == "A_log":
@@ -334,7 +335,7 @@ def test_tied_checkpoint_that_has_a_head(tmp_path, caplog, name, is_other):
     head = embedding.roll(1, 0) if is_other else embedding.clone()
     save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config = Config(folder, dtype="float32", device="cpu")
-    model = model_class(config.model_config.model_type)(config.model_config, 64, SDPABackend(), TensorParallel())
+    model = make_model(config.model_config, 64)
     load_model(model, tmp_path, torch.device("cpu"))
     assert torch.equal(model.lm_head.weight, head) and len(warnings_in(caplog)) == is_other
     decoder = getattr(model.model, "language_model", model.model)
@@ -347,7 +348,7 @@ def test_parity_on_kernels(use_ops, make_hybrid, checkpoints, monkeypatch):
     """Prompts, several decodes, and a single one; their inputs by two products, and by one."""
     pytest.importorskip("triton")
     use_ops("delta_net_step", "delta_net_chunks", "sigmoid_gate", "norm_rope_and_store", "linear")
-    monkeypatch.setattr("nanovllm.layers.gated_delta_net.MAX_MERGED_ROWS", 2)
+    monkeypatch.setattr("nanovllm.fused.delta_net.MAX_MERGED_ROWS", 2)
     llm = make_hybrid("qwen3_5-tied")
     layer = next(x for x in llm.model_runner.model.modules() if isinstance(x, GatedDeltaNet))
     assert layer.in_proj is not None and layer.in_proj[-1].data_ptr() == layer.in_proj_ba.weight[-1].data_ptr()
@@ -669,7 +670,7 @@ def logits_of_rank(rank: int, size: int, folder: str, store: Path, prompt: list[
     config, num_tokens, outputs = ModelConfig.read(Path(folder)), len(prompt), []
     with torch.inference_mode():
         tp = connect(rank, size, store, torch.device("cpu"), 0)
-        model = model_class(config.model_type)(config, num_tokens, SDPABackend(), tp)
+        model = make_model(config, num_tokens, tp)
         load_model(model, Path(folder), torch.device("cpu"))
         settings = Config(folder, device="cpu", kvcache_block_size=16 * (-(-num_tokens // 16)), max_num_seqs=1)
         for layer in model.modules():
@@ -900,7 +901,7 @@ def test_gates_are_computed_alone(width):
     """The sigmoids of single numbers are the same in any number of rows, and so is the product before them."""
     torch.manual_seed(0)
     x, y, gates = torch.randn(50, 40), torch.randn(50, 24), torch.randn(50, 60)[:, 3 : 3 + width]
-    gate = SigmoidGate(40, torch.float32)
+    gate = SigmoidGate(40)
     gate.weight.normal_()
     with invariant():
         for compute in (lambda rows: gate(x[rows], y[rows]), lambda rows: sigmoid_gate(y[rows], gates[rows])):

@@ -27,21 +27,26 @@ import triton.language as tl
 
 from nanovllm import kernels
 from nanovllm.attention.triton import query_tiles
+from nanovllm.cache.kv_cache import KVCache
+from nanovllm.fused import fuse
+from nanovllm.fused.norm_input import NormInput
 from nanovllm.kernels import decode_attention, hopper_tiles, ops, peers, prefill_attention, sampling
 from nanovllm.kernels.decode_attention import TILE
 from nanovllm.kernels.devices import has_tma, num_sms
+from nanovllm.kernels.layernorm import rms_norm
 from nanovllm.kernels.peers import PeerBarrier
 from nanovllm.kernels.sampling import _gumbel
 from nanovllm.kernels.sampling_columns import PHILOX_ROUNDS, WIDTH, column
 from nanovllm.kernels.split_k_gemm import FEW_WEIGHTS, LONE_BYTES, MAX_ROWS, TILE_K, TILE_N, scaled_tiles, tile_m_of
 from nanovllm.kernels.split_sequence import MAX_SPLITS, choose_num_splits
 from nanovllm.layers.activation import SiluAndMul
-from nanovllm.layers.attention import KVCache
-from nanovllm.layers.layernorm import NormInput
+from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import QKVParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.sampler import philox
-from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
+from nanovllm.utils.construction import constructing
+from nanovllm.utils.partial_sum import PartialSum
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 
@@ -233,7 +238,7 @@ def check_decode_of_qkv(lengths, heads, splits, has_norm, window, dtype):
     qkv = randn(len(slots), (group + 2) * kv_heads + 3, head_dim, dtype=dtype)[:, 3:]  # gates are in front
     rotary = head_dim // 4 if head_dim == 64 else head_dim
     inv_freq = 10000.0 ** (-torch.arange(0, rotary, 2) / rotary)
-    cos_sin = RotaryEmbedding(tuple(inv_freq.tolist()), 1.25, 500).to(DEVICE)(last.clamp(min=0))
+    cos_sin = cos_sin_at(last.clamp(min=0).cpu(), inv_freq, 500)
     weights = [randn(head_dim, dtype=dtype) if has_norm else None for _ in "qk"]
     norm_rope, slots = (*weights, 1e-6, cos_sin), int32(slots)
     q = ops.norm_rope_and_store(qkv, norm_rope, slots, other)
@@ -247,6 +252,13 @@ def check_decode_of_qkv(lengths, heads, splits, has_norm, window, dtype):
     assert_close(out[: len(lengths)], torch.cat(expected))
     for ours, theirs in zip((cache.k, cache.v), (other.k, other.v)):
         torch.testing.assert_close(ours, theirs, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True)
+
+
+def cos_sin_at(positions: torch.Tensor, inv_freq: torch.Tensor, max_position: int) -> torch.Tensor:
+    """Scaled by 1.25: [T, 2, N], as kernels take it."""
+    rotary_emb = RotaryEmbedding(tuple(inv_freq.tolist()), 1.25, max_position)
+    fuse(rotary_emb)
+    return rotary_emb.rows(positions).cos_sin.to(DEVICE)
 
 
 @pytest.mark.parametrize("splits", [1, 4])
@@ -386,7 +398,7 @@ def test_rms_norm(with_residual, num_rows, size, dtype):
     x[1:2] *= 1e-3  # where eps counts
     residual = x.flip(0) * 0.5 if with_residual else None
     total = x + residual if with_residual else x
-    out = ops.rms_norm(x, weight, 1e-6, residual)
+    out = rms_norm(x, weight, 1e-6, residual)
     if with_residual:
         assert torch.equal(residual, total)
     assert_close(out, rms_norm_reference(total, weight, 1e-6))
@@ -403,7 +415,7 @@ def test_rms_norm_of_parts(with_residual, parts, num_rows, size, dtype):
         residual = x[0].flip(0) * 0.5
         # rounded part by part it would be another in half precision, and so in float32 in another order
         total = (sum(x[1:].float(), x[0].float()) + residual.float()).to(dtype)
-    out = ops.rms_norm(x, weight, 1e-6, residual, parts)
+    out = rms_norm(x, weight, 1e-6, residual, parts)
     if with_residual:
         assert torch.equal(residual, total)
     assert_close(out, rms_norm_reference(total, weight, 1e-6))
@@ -459,9 +471,9 @@ def test_choose_swiglu(monkeypatch):
 
     def fused(n=640, k=64, dtype=torch.bfloat16, bias=None, act=SiluAndMul):
         calls.clear()
-        norm_weight, weight = torch.ones(k, dtype=dtype), torch.empty(2 * n, k, dtype=dtype)
+        norm, weight = RMSNorm(k, 1e-6).to(dtype), torch.empty(2 * n, k, dtype=dtype)
         for rows in (2, 256, 511, 512, 513, 640, 768, 2500):
-            x = NormInput(PartialSum(torch.ones(rows, k, dtype=dtype)), None, norm_weight, 1e-6)
+            x = NormInput(PartialSum(torch.ones(rows, k, dtype=dtype)), None, norm)
             ops.norm_linear(x, weight, bias, act and act())
         return [*calls]
 
@@ -658,7 +670,7 @@ def stored(store, qkv: torch.Tensor, kv_heads: int, rotary: int, has_norm: bool,
     q_weight, k_weight = (randn(head_dim, dtype=dtype) if has_norm else None for _ in "qk")
     inv_freq = 10000.0 ** (-torch.arange(0, rotary, 2) / rotary)
     positions = torch.randint(300, (num_tokens,))
-    cos_sin = RotaryEmbedding(tuple(inv_freq.tolist()), 1.25, 300)(positions).to(DEVICE)
+    cos_sin = cos_sin_at(positions, inv_freq, 300)
     num_blocks = num_tokens // 16 + 5
     caches = [randn(num_blocks + 1, 16, kv_heads, head_dim, dtype=dtype) for _ in "kv"]
     cache = cache_of(*(x[1:] for x in caches))  # in front is what a slot of -1 would overwrite
@@ -706,9 +718,13 @@ def test_choose_qkv(monkeypatch):
     monkeypatch.setattr(hopper_tiles, "MAX_CAPTURED_ROWS", 4)
 
     def fused(rows=5, heads=6, kv_heads=2, head_dim=128, k=64, cache_dtype=torch.bfloat16, rotary=None, bias=False):
-        layer = QKVParallelLinear(k, head_dim, heads, kv_heads, bias, TensorParallel(), torch.bfloat16).to(DEVICE)
-        x, weight = randn(rows, k, dtype=torch.bfloat16), randn(k, dtype=torch.bfloat16)
-        normed = NormInput(PartialSum(x), None, weight, 1e-6)
+        with constructing(TensorParallel(), torch.bfloat16):
+            layer = QKVParallelLinear(k, head_dim, heads, kv_heads, bias).to(DEVICE)
+            norm = RMSNorm(k, 1e-6).to(DEVICE)
+        fuse(layer)
+        x = randn(rows, k, dtype=torch.bfloat16)
+        norm.weight.copy_(randn(k))
+        normed = NormInput(PartialSum(x), None, norm)
         cache = KVCache(torch.empty(2, 1, 16, kv_heads, head_dim, dtype=cache_dtype))
         args = (None, None, 0.0, torch.ones(rows, 2, rotary or head_dim)), torch.arange(rows), cache
         if (q := ops.qkv_norm_rope_store(normed, layer, *args)) is NotImplemented:

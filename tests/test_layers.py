@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Iterator
 from copy import deepcopy
 
 import pytest
@@ -10,20 +11,34 @@ import torch
 import torch.nn.functional as F
 import transformers
 from common import assert_close
+from torch import nn
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
+from nanovllm.attention.sdpa import SDPABackend
 from nanovllm.attention.triton import TritonBackend
+from nanovllm.cache.kv_cache import KVCache
+from nanovllm.fused import fuse
+from nanovllm.fused.attention import QKNormRope, apply_rotary, attend, norm_rope
+from nanovllm.fused.linear import partial_sum, product
 from nanovllm.layers.activation import SiluAndMul
-from nanovllm.layers.attention import Attention, KVCache, SDPABackend
+from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear, linear
-from nanovllm.layers.rotary_embedding import QKNormRope, RotaryEmbedding, apply_rotary, norm_rope
+from nanovllm.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    linear,
+)
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models import ModelConfig
+from nanovllm.utils.construction import constructing
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.double_buffer import DoubleBuffer
-from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
+from nanovllm.utils.partial_sum import PartialSum
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 4])
 
@@ -31,13 +46,19 @@ SIZES = pytest.mark.parametrize("size", [1, 2, 4])
 class Lone(TensorParallel):
     """A rank without the others: its part of a sum stays a part, and the test adds the parts up."""
 
-    def gather(self, compute, *_):
-        x = compute(None)
+    def all_gather(self, x):
         return torch.cat([x if rank == self.rank else torch.zeros_like(x) for rank in range(self.size)], 1)
 
 
-def ranks(size: int) -> list[Lone]:
-    return [Lone(rank, size) for rank in range(size)]
+def of_ranks(size: int) -> Iterator[Lone]:
+    """In each iteration, layers are constructed for a rank."""
+    for rank in range(size):
+        with constructing(tp := Lone(rank, size)):
+            yield tp
+
+
+def load(parameter: torch.nn.Parameter, weight: torch.Tensor, *shard_id: int | str) -> None:
+    parameter.weight_loader(parameter, weight, *shard_id)
 
 
 @pytest.fixture(autouse=True)
@@ -53,10 +74,10 @@ def test_merged_column(size):
     """Each rank has its part of the gate next to its part of the up projection, of whatever sizes."""
     x, gate, up = torch.randn(5, 24), torch.randn(16, 24), torch.randn(32, 24)
     parts = []
-    for tp in ranks(size):
-        layer = MergedColumnParallelLinear(24, [(16, tp), (32, tp)], bias=False)
+    for _ in of_ranks(size):
+        layer = MergedColumnParallelLinear(24, [16, 32])
         for shard_id, weight in enumerate((gate, up)):
-            layer.weight.weight_loader(weight, shard_id)
+            load(layer.weight, weight, shard_id)
         parts.append(layer(x).split([16 // size, 32 // size], -1))
     for whole, shards in zip((gate, up), zip(*parts)):
         torch.testing.assert_close(torch.cat(shards, -1), x @ whole.T)
@@ -73,13 +94,13 @@ def test_qkv(size, heads, kv_heads, bias):
     biases = [torch.randn(n) for n in rows.values()] if bias else [None] * 3
     x = torch.randn(5, 24)
     parts = []
-    for tp in ranks(size):
-        layer = QKVParallelLinear(24, dim, heads, kv_heads, bias, tp)
+    for _ in of_ranks(size):
+        layer = QKVParallelLinear(24, dim, heads, kv_heads, bias)
         assert (layer.num_heads, layer.num_kv_heads) == (heads // size, max(1, kv_heads // size))
-        for shard_id in range(3):
-            layer.weight.weight_loader(weights[shard_id], shard_id)
+        for shard_id, weight, b in zip("qkv", weights, biases):
+            load(layer.weight, weight, shard_id)
             if bias:
-                layer.bias.weight_loader(biases[shard_id], shard_id)
+                load(layer.bias, b, shard_id)
         local = layer(x).unflatten(-1, (-1, dim)).split([layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], 1)
         parts.append([part.repeat_interleave(layer.num_heads // part.shape[1], 1) for part in local])
     for shards, weight, b in zip(zip(*parts), weights, biases):
@@ -93,12 +114,12 @@ def test_row(size, bias):
     """The sum over ranks has the bias once."""
     x, weight, b = torch.randn(5, 16), torch.randn(24, 16), torch.randn(24) * 10
     total = 0
-    for tp, part in zip(ranks(size), x.chunk(size, -1)):
-        layer = RowParallelLinear(16, 24, bias, tp)
-        layer.weight.weight_loader(weight)
+    for _, part in zip(of_ranks(size), x.chunk(size, -1)):
+        layer = RowParallelLinear(16, 24, bias)
+        load(layer.weight, weight)
         if bias:
-            layer.bias.weight_loader(b)
-        total = total + layer(part).reduce()
+            load(layer.bias, b)
+        total = total + layer(part)
     torch.testing.assert_close(total, F.linear(x, weight, b if bias else None))
 
 
@@ -106,11 +127,11 @@ def test_row(size, bias):
 def test_embedding_and_head(size):
     weight, ids, x = torch.randn(32, 24), torch.tensor([0, 7, 8, 15, 16, 31, 31, 3]), torch.randn(5, 24)
     embedded, logits = 0, []
-    for tp in ranks(size):
-        embedding, head = VocabParallelEmbedding(32, 24, tp), ParallelLMHead(32, 24, tp)
-        embedding.weight.weight_loader(weight)
-        head.weight.weight_loader(weight)
-        embedded = embedded + embedding(ids).reduce()
+    for _ in of_ranks(size):
+        embedding, head = VocabParallelEmbedding(32, 24), ParallelLMHead(32, 24)
+        load(embedding.weight, weight)
+        load(head.weight, weight)
+        embedded = embedded + embedding(ids)
         logits.append(head(x))
         assert torch.equal(head.local_logits(logits[-1]), x @ head.weight.T)
     assert torch.equal(embedded, weight[ids])
@@ -120,26 +141,28 @@ def test_embedding_and_head(size):
 @pytest.mark.parametrize(
     "build, size, number",
     [
-        (lambda tp: MergedColumnParallelLinear(8, [(18, tp)], False), 4, 18),
-        (lambda tp: MergedColumnParallelLinear(8, [(8, tp), (10, tp)], False), 4, 10),
-        (lambda tp: QKVParallelLinear(8, 4, 6, 2, False, tp), 4, 6),
-        (lambda tp: QKVParallelLinear(8, 4, 6, 3, False, tp), 2, 3),
-        (lambda tp: QKVParallelLinear(8, 4, 12, 3, False, tp), 4, 3),
-        (lambda tp: RowParallelLinear(15, 8, False, tp), 2, 15),
-        (lambda tp: VocabParallelEmbedding(31, 8, tp), 2, 31),
-        (lambda tp: ParallelLMHead(30, 8, tp), 4, 30),
+        (lambda: ColumnParallelLinear(8, 18), 4, 18),
+        (lambda: MergedColumnParallelLinear(8, [8, 10]), 4, 10),
+        (lambda: QKVParallelLinear(8, 4, 6, 2), 4, 6),
+        (lambda: QKVParallelLinear(8, 4, 6, 3), 2, 3),
+        (lambda: QKVParallelLinear(8, 4, 12, 3), 4, 3),
+        (lambda: RowParallelLinear(15, 8), 2, 15),
+        (lambda: VocabParallelEmbedding(31, 8), 2, 31),
+        (lambda: ParallelLMHead(30, 8), 4, 30),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(build, size, number):
-    with pytest.raises(ValueError, match=rf"tensor_parallel_size={size}\b.*\({number}\)"):
-        build(Lone(0, size))
+    message = rf"tensor_parallel_size={size}\b.*\({number}\)"
+    with constructing(Lone(0, size)), pytest.raises(ValueError, match=message):
+        build()
 
 
 def test_weights_of_another_shape_are_refused():
-    layer = RowParallelLinear(16, 24, True, Lone(0, 2))
+    with constructing(Lone(0, 2)):
+        layer = RowParallelLinear(16, 24, True)
     for parameter, wrong, right in [(layer.weight, (24, 8), (24, 16)), (layer.bias, (12,), (24,))]:
         with pytest.raises(ValueError) as error:
-            parameter.weight_loader(torch.zeros(wrong))
+            load(parameter, torch.zeros(wrong))
         assert str(list(wrong)) in str(error.value) and str(list(right)) in str(error.value)
 
 
@@ -147,11 +170,11 @@ def test_weights_of_another_shape_are_refused():
 
 
 def norm_and_projections(bias: bool):
-    tp = TensorParallel()
-    up, down = MergedColumnParallelLinear(24, [(264, tp)] * 2, bias), RowParallelLinear(264, 24, bias, tp)
-    layers = RMSNorm(24, 0.5), up, down
-    for parameter in (parameter for layer in layers for parameter in layer.parameters()):
+    up, down = MergedColumnParallelLinear(24, [264] * 2, bias), RowParallelLinear(264, 24, bias)
+    layers = nn.ModuleList([RMSNorm(24, 0.5), up, down])
+    for parameter in layers.parameters():
         parameter.copy_(torch.randn(parameter.shape) / (parameter.shape[-1] ** 0.5 if parameter.dim() == 2 else 1))
+    fuse(layers)
     return layers
 
 
@@ -169,7 +192,7 @@ def test_norm_linear(with_residual, act, bias, rows):
         gate, up = expected.chunk(2, -1)
         expected = F.silu(gate) * up
     normed = norm(PartialSum(x), residual)
-    torch.testing.assert_close(proj(normed, act), expected.float())
+    torch.testing.assert_close(product(proj, normed, act), expected.float())
     assert torch.equal(normed.residual, total)
 
 
@@ -183,7 +206,7 @@ def test_layers_on_kernels(monkeypatch, use_ops, bias, rows):
     def two_blocks(norm, up, down, x, residual=None):
         for _ in range(2):
             normed = norm(x, residual)
-            x = down(up(normed, SiluAndMul()))
+            x = partial_sum(down, product(up, normed, SiluAndMul()))
             residual = normed.residual
             shapes.append(x.parts.shape)
         normed = norm(x, residual)
@@ -206,15 +229,14 @@ def test_layers_on_kernels(monkeypatch, use_ops, bias, rows):
 def test_rms_norm(shape):
     ours, theirs = RMSNorm(shape[-1], 1e-6), Qwen3RMSNorm(shape[-1], eps=1e-6)
     weight = torch.randn(shape[-1])
-    ours.weight.weight_loader(weight)
+    load(ours.weight, weight)
     theirs.weight.data.copy_(weight)
     x = torch.randn(shape) * torch.logspace(-4, 2, shape[0]).view(-1, *[1] * (len(shape) - 1))  # eps matters at 1e-4
-    torch.testing.assert_close(ours(PartialSum(x)).tensor(), theirs(x))
-    if len(shape) == 2:
-        residual = torch.randn(shape)
-        normed = ours(PartialSum(x), residual.clone())
-        torch.testing.assert_close(normed.residual, x + residual)
-        torch.testing.assert_close(normed.tensor(), theirs(x + residual))
+    torch.testing.assert_close(ours(x), theirs(x))
+    residual = torch.randn(shape)
+    normed, total = ours(x, residual)
+    torch.testing.assert_close(total, x + residual)
+    torch.testing.assert_close(normed, theirs(x + residual))
 
 
 HEAD_DIM, MAX_LEN, THETA = 32, 4096, 1e6
@@ -282,9 +304,12 @@ def assert_same_rope(config, theirs, positions) -> None:
     q, k = torch.randn(len(positions), 4, HEAD_DIM), torch.randn(len(positions), 2, HEAD_DIM)
     cos, sin = theirs(q, positions[None])
     expected = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
-    cos_sin = rotary_emb(positions)
+    for found, reference in zip(rotary_emb(positions, q, k), expected):
+        torch.testing.assert_close(found, reference[0].transpose(0, 1))
+    fuse(rotary_emb)
     for x, reference in zip((q, k), expected):
-        torch.testing.assert_close(apply_rotary(x.clone(), cos_sin), reference[0].transpose(0, 1))
+        rotated = apply_rotary(x, rotary_emb.rows(positions).cos_sin)
+        torch.testing.assert_close(rotated, reference[0].transpose(0, 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -499,30 +524,33 @@ def test_sdpa_decodes_in_bfloat16(monkeypatch, group, has_amx):
 
 
 @pytest.mark.parametrize("has_norm", [True, False], ids=["norm", "no norm"])
-@pytest.mark.parametrize("path", ["plain", "kernels", "fused kernels", "fused product"])
+@pytest.mark.parametrize("path", ["layers", "plain", "kernels", "fused kernels", "fused product"])
 def test_attention_from_qkv(monkeypatch, use_ops, path, has_norm):
     """The layer norms, rotates, stores and attends; a model without q and k norms, as Llama, has the same paths."""
-    if path != "plain" and torch.cuda.is_available():
+    if path not in ("layers", "plain") and torch.cuda.is_available():
         pytest.skip("runs kernels in Triton's interpreter; tests/test_gpu.py on CUDA")
     heads, kv_heads, block_size, lengths = 4, 2, 16, [20, 5]
-    layer = Attention(heads, kv_heads, DIM, SDPABackend())
-    if path != "plain":
+    layer = Attention(heads, DIM, DIM**-0.5, kv_heads)
+    if path not in ("layers", "plain"):
         use_ops("norm_rope_and_store")
         layer.backend = TritonBackend()
         layer.backend.set_head_shape(heads // kv_heads, DIM, torch.float32)
         monkeypatch.setattr(layer.backend.ops, "fuses_qk_norm_rope", lambda *_: path == "fused kernels")
-    fused_rows, double = [], lambda x: x * 2  # in place of a projection
+    fused_rows, double = [], ColumnParallelLinear((heads + 2 * kv_heads) * DIM, (heads + 2 * kv_heads) * DIM)
+    double.weight.copy_(2 * torch.eye(len(double.weight)))
+    rotary_emb = RotaryEmbedding(tuple(100.0 ** (-torch.arange(0, DIM, 2) / DIM)), 1.0, 32)
+    plain_rope = deepcopy(rotary_emb)
+    fuse(nn.ModuleList([double, rotary_emb]))
 
     def store_product(x, qkv_proj, *args):
         fused_rows.append(len(x))
-        return layer.backend.ops.norm_rope_and_store(qkv_proj(x).unflatten(-1, (-1, DIM)), *args)
+        return layer.backend.ops.norm_rope_and_store(product(qkv_proj, x).unflatten(-1, (-1, DIM)), *args)
 
     if path == "fused product":
         monkeypatch.setattr(layer.backend.ops, "qkv_norm_rope_store", store_product)
     layer.cache = KVCache(torch.zeros(2, 4, block_size, kv_heads, DIM))
     tables = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32)
     weights = (torch.rand(DIM) + 0.5, torch.rand(DIM) + 0.5) if has_norm else (None, None)
-    rotary_emb = RotaryEmbedding(tuple(100.0 ** (-torch.arange(0, DIM, 2) / DIM)), 1.0, 32)
     qkvs = [torch.randn(length, heads + 2 * kv_heads, DIM) for length in lengths]
 
     def step(num_decodes: int, rows: list[slice]) -> torch.Tensor:
@@ -531,7 +559,7 @@ def test_attention_from_qkv(monkeypatch, use_ops, path, has_norm):
         num_new = [len(p) for p in positions]
         last = [int(p[-1]) + 1 for p in positions]
         chunks = [(end - new, end) for new, end in zip(num_new, last)][num_decodes:]
-        tiles = layer.backend.prepare_chunks(chunks, num_decodes) if chunks and path != "plain" else {}
+        tiles = layer.backend.prepare_chunks(chunks, num_decodes) if chunks and path not in ("layers", "plain") else {}
         context = Context(
             num_decodes=num_decodes,
             slot_mapping=torch.cat(slots).int(),
@@ -544,7 +572,13 @@ def test_attention_from_qkv(monkeypatch, use_ops, path, has_norm):
         )
         qkv = torch.cat([qkv[row] for qkv, row in zip(qkvs, rows)]).flatten(1)
         with attention_context(context):
-            return layer(qkv / 2, QKNormRope(*weights, 1e-6, rotary_emb(torch.cat(positions))), double)
+            if path == "layers":
+                q, k, v = qkv.unflatten(1, (-1, DIM)).split([heads, kv_heads, kv_heads], 1)
+                if has_norm:
+                    q, k = (F.rms_norm(x, (DIM,), weight, 1e-6) for x, weight in zip((q, k), weights))
+                return layer(*plain_rope(torch.cat(positions), q, k), v)
+            rope = rotary_emb.rows(torch.cat(positions))
+            return attend(layer, qkv / 2, double, QKNormRope(*weights, 1e-6, rope.cos_sin))
 
     first = step(0, [slice(0, -3)] * 2).split([length - 3 for length in lengths])
     decode, chunk = step(1, [slice(-3, -2), slice(-3, -1)]).split([1, 2])  # a step that does both
@@ -554,7 +588,7 @@ def test_attention_from_qkv(monkeypatch, use_ops, path, has_norm):
     assert fused_rows == ([sum(lengths) - 6, 3] if path == "fused product" else [])  # of steps with chunks
     for i, qkv in enumerate(qkvs):
         q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
-        cos_sin = rotary_emb(torch.arange(lengths[i]))
+        cos_sin = rotary_emb.rows(torch.arange(lengths[i])).cos_sin
         if has_norm:
             q, k = (F.rms_norm(x, (DIM,), weight, 1e-6) for x, weight in zip((q, k), weights))
         expected = dense(apply_rotary(q, cos_sin), apply_rotary(k, cos_sin), v).flatten(1).float()
@@ -577,26 +611,29 @@ def test_layers_on_peer_memory(use_ops, rows):
     peers.aborted = torch.zeros(1, dtype=torch.int32)
     tp = PeerTensorParallel(peers)
     tp.size = 2  # layers then take the path of several ranks
-    plain, ids = TensorParallel(), torch.randint(32, (rows,))
-    embedding, head = VocabParallelEmbedding(64, 24, tp), ParallelLMHead(64, 24, tp)
-    down = RowParallelLinear(24, 24, False, plain)
-    norm, up = RMSNorm(24, 0.5), MergedColumnParallelLinear(24, [(24, plain)], False)
+    ids = torch.randint(32, (rows,))
+    with constructing(tp):
+        embedding, head = VocabParallelEmbedding(64, 24), ParallelLMHead(64, 24)
+    down, norm, up = RowParallelLinear(24, 24), RMSNorm(24, 0.5), ColumnParallelLinear(24, 24)
+    fuse(nn.ModuleList([embedding, head, down, norm, up]))
     for target in (embedding.weight, head.weight, norm.weight, up.weight, down.weight):
         target.copy_(torch.randn(target.shape))
     down.tp = tp
-    x = embedding(ids)
+    x = embedding.fused(ids)
     normed = norm(x)
-    y, residual = up(normed), normed.residual
+    y, residual = product(up, normed), normed.residual
     assert len(x) == rows and x.tensor is None
     torch.testing.assert_close(residual, embedding.weight[ids])
     torch.testing.assert_close(y, F.rms_norm(residual, (24,), norm.weight, 0.5) @ up.weight.T, rtol=1e-4, atol=1e-4)
-    x = down(y)
+    x = partial_sum(down, y)
     assert x.parts.data_ptr() - peers.memory.data_ptr() == peers.sums_offset + peers.capacity
     expected = residual + y @ down.weight.T
     normed = norm(x, residual)
     torch.testing.assert_close(normed.residual, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(normed.tensor(), F.rms_norm(expected, (24,), norm.weight, 0.5), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(down(y).reduce(), y @ down.weight.T, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(partial_sum(down, y).reduce(), y @ down.weight.T, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(head(normed.tensor()), normed.tensor() @ head.weight.T, rtol=1e-4, atol=1e-4)
+    for collective in (tp.all_reduce, tp.all_gather):  # those of plain layers
+        torch.testing.assert_close(collective(y), y)
     keys = torch.randint(1 << 40, (rows,))
     assert torch.equal(tp.all_reduce_max(keys), keys) and peers._sum_buffers.buffer_index == 0

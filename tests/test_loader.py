@@ -17,9 +17,7 @@ from safetensors.torch import load_file, save_file
 from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine import model_runner
-from nanovllm.layers.attention import SDPABackend
-from nanovllm.models import MODELS
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models import MODELS, make_model
 from nanovllm.utils.loader import find_model, load_model
 from nanovllm.utils.tensor_parallel import TensorParallel
 
@@ -155,7 +153,7 @@ def test_tied_checkpoint_with_another_head_on_ranks(checkpoint, tensors, caplog)
     folder = Path(checkpoint(tensors | {"lm_head.weight": head}))
     config = Config(str(folder), dtype="float32", device="cpu").model_config
     for rank in range(2):
-        part = Qwen3ForCausalLM(config, 64, SDPABackend(), TensorParallel(rank, 2))
+        part = make_model(config, 64, TensorParallel(rank, 2))
         load_model(part, folder, torch.device("cpu"))
         assert torch.equal(part.lm_head.weight, head.float().chunk(2)[rank])
         assert torch.equal(part.model.embed_tokens.weight, tensors[EMBEDDING].float().chunk(2)[rank])
@@ -242,7 +240,7 @@ def test_dummy_weights(make_llm, tmp_path):
     config, whole = llm.config, dict(llm.model_runner.model.named_parameters())
     assert all(parameter.abs().max() < 0.1 and parameter.std() > 0.01 for parameter in whole.values())
     for rank in range(2):
-        part = Qwen3ForCausalLM(config.model_config, 64, SDPABackend(), TensorParallel(rank, 2))
+        part = make_model(config.model_config, 64, TensorParallel(rank, 2))
         load_model(part, tmp_path, torch.device("cpu"), "dummy")
         part = dict(part.named_parameters())
         for name, dim in (("embed_tokens", 0), ("layers.3.mlp.down_proj", 1), ("layers.0.input_layernorm", None)):
@@ -260,43 +258,45 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.rotary_embedding import QKNormRope, RotaryEmbedding
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 
 
 class ToyForCausalLM(nn.Module):
     hidden_acts = ("silu",)
-    packed_modules_mapping = {"query": ("qkv", 0), "key": ("qkv", 1), "value": ("qkv", 2)}
+    packed_modules_mapping = {"query": ("qkv", "q"), "key": ("qkv", "k"), "value": ("qkv", "v")}
 
-    def __init__(self, config, max_len, backend, tp):
+    def __init__(self, config):
         super().__init__()
-        size, heads, kv_heads, dtype = (
-            config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.dtype
-        )
+        size, dim = config.hidden_size, config.head_dim
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.config = config
-        self.embed = VocabParallelEmbedding(config.vocab_size, size, tp, dtype)
-        self.rotary_emb = RotaryEmbedding(config.rope_inv_freq, config.rope_scale, max_len)
-        self.norms = nn.ModuleList(RMSNorm(size, config.rms_norm_eps, dtype) for _ in range(3))
-        self.qkv = QKVParallelLinear(size, config.head_dim, heads, kv_heads, False, tp, dtype)
-        self.attn = Attention(self.qkv.num_heads, self.qkv.num_kv_heads, config.head_dim, backend)
-        self.out = RowParallelLinear(heads * config.head_dim, size, False, tp, dtype)
-        self.up = ColumnParallelLinear(size, 64, False, tp, dtype)
-        self.down = RowParallelLinear(32, size, False, tp, dtype)
-        self.lm_head = ParallelLMHead(config.vocab_size, size, tp, dtype)
+        self.embed = VocabParallelEmbedding(config.vocab_size, size)
+        self.rotary_emb = RotaryEmbedding(config.rope_inv_freq, config.rope_scale, config.max_position_embeddings)
+        self.norms = nn.ModuleList(RMSNorm(size, config.rms_norm_eps) for _ in range(3))
+        self.qkv = QKVParallelLinear(size, dim, heads, kv_heads)
+        self.attn = Attention(self.qkv.num_heads, dim, dim**-0.5, self.qkv.num_kv_heads)
+        self.out = RowParallelLinear(heads * dim, size)
+        self.up = ColumnParallelLinear(size, 64)
+        self.act = SiluAndMul()
+        self.down = RowParallelLinear(32, size)
+        self.lm_head = ParallelLMHead(config.vocab_size, size)
 
     @staticmethod
     def read_config(raw, file):
         return {}
 
     def forward(self, token_ids, positions):
-        cos_sin = self.rotary_emb(positions)
-        normed = self.norms[0](self.embed(token_ids))
-        x = self.out(self.attn(self.qkv(normed), QKNormRope(None, None, 0.0, cos_sin)))
-        normed = self.norms[1](x, normed.residual)
-        x = self.down(self.up(normed, SiluAndMul()))
-        return self.norms[2](x, normed.residual).tensor()
+        residual = self.embed(token_ids)
+        attn = self.attn
+        qkv = self.qkv(self.norms[0](residual)).unflatten(-1, (-1, attn.head_dim))
+        q, k, v = qkv.split([attn.num_heads, attn.num_kv_heads, attn.num_kv_heads], 1)
+        x = self.out(attn(*self.rotary_emb(positions, q, k), v))
+        x, residual = self.norms[1](x, residual)
+        x = self.down(self.act(self.up(x)))
+        return self.norms[2](x, residual)[0]
 
-    def compute_logits(self, hidden_states, sampling_params=None):
-        return self.lm_head(hidden_states, sampling_params)
+    def compute_logits(self, hidden_states):
+        return self.lm_head(hidden_states)
 """
 
 
@@ -400,9 +400,9 @@ def test_loading_in_two_threads(make_llm, monkeypatch):
     def build(*arguments):
         both.wait()
         seen.append(torch.zeros(1).dtype)
-        return Qwen3ForCausalLM(*arguments)
+        return make_model(*arguments)
 
-    monkeypatch.setattr(model_runner, "model_class", lambda model_type: build)
+    monkeypatch.setattr(model_runner, "make_model", build)
     dtypes = torch.float16, torch.bfloat16
     with ThreadPoolExecutor(2) as pool:
         engines = list(pool.map(lambda dtype: make_llm(dtype=dtype), dtypes))

@@ -21,10 +21,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nanovllm import SamplingParams
+from nanovllm.cache.kv_cache import KVCache
 from nanovllm.config import Config
 from nanovllm.distributed.process_group import connect
-from nanovllm.layers.attention import Attention, KVCache, SDPABackend
-from nanovllm.models import MODELS, ModelConfig, model_class
+from nanovllm.layers.attention import Attention
+from nanovllm.models import MODELS, ModelConfig, make_model
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.models.qwen2 import Qwen2ForCausalLM
 from nanovllm.utils.context import Context, attention_context
@@ -87,8 +88,8 @@ class GeluLlama(LlamaForCausalLM):
     hidden_acts = ("gelu",)
 
     @staticmethod
-    def make_mlp(config, layer_index, tp):
-        mlp = LlamaForCausalLM.make_mlp(config, layer_index, tp)
+    def make_mlp(config, layer_index):
+        mlp = LlamaForCausalLM.make_mlp(config, layer_index)
         mlp.act_fn = GeluAndMul()
         return mlp
 
@@ -208,7 +209,7 @@ def logits_of_rank(
     if expert_parallel:
         config = replace(config, moe=replace(config.moe, expert_parallel=True))
     tp = connect(rank, size, store, torch.device("cpu"), 0)
-    model = model_class(config.model_type)(config, MAX_LEN, SDPABackend(), tp)
+    model = make_model(config, MAX_LEN, tp)
     load_model(model, Path(folder), torch.device("cpu"))
     for layer in model.modules():
         if isinstance(layer, Attention):

@@ -12,6 +12,8 @@ from common import CUDA, DEVICE, DTYPES, NAN, Peers, assert_close, each_dtype, e
 triton = pytest.importorskip("triton")
 
 from nanovllm import kernels
+from nanovllm.fused import fuse
+from nanovllm.fused.forms import Fused
 from nanovllm.kernels import moe_gemm, moe_gemv, moe_routing
 from nanovllm.kernels.devices import has_hopper_kernels, has_tma
 from nanovllm.kernels.moe_routing import Routing, max_tiles, sort_by_expert
@@ -19,7 +21,9 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.models.hybrid import SharedExpertMoE
 from nanovllm.moe.config import MoEConfig
 from nanovllm.moe.experts import DOWN, GATE, UP, MoE, route
-from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
+from nanovllm.utils.construction import constructing
+from nanovllm.utils.partial_sum import PartialSum
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 # both ways of reading tiles, which the interpreter can run as well
@@ -50,7 +54,7 @@ def use_tma(monkeypatch):
 @pytest.fixture
 def in_a_step(monkeypatch):
     """Without padding."""
-    monkeypatch.setattr("nanovllm.moe.experts.get_context", lambda: SimpleNamespace(slot_mapping=None))
+    monkeypatch.setattr("nanovllm.fused.experts.get_context", lambda: SimpleNamespace(slot_mapping=None))
 
 
 @pytest.fixture
@@ -363,23 +367,33 @@ class Shard(TensorParallel):
 
 
 def make_layer(num_experts, top_k, hidden, size, tp=TensorParallel(), expert_parallel=False, renormalize=True):
-    with torch.device(DEVICE):
-        return MoE(hidden, MoEConfig(frozenset(), num_experts, top_k, size, renormalize, expert_parallel), tp)
+    with torch.device(DEVICE), constructing(tp):
+        return MoE(hidden, MoEConfig(frozenset(), num_experts, top_k, size, renormalize, expert_parallel))
+
+
+def load(parameter: torch.nn.Parameter, weight, *shard_id: int) -> torch.Tensor | None:
+    return parameter.weight_loader(parameter, weight, *shard_id)
 
 
 def load_stacked(layer: MoE, gate: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> None:
-    layer.gate.weight.weight_loader(gate)
-    layer.experts.gate_up_proj.weight_loader(gate_up)
-    layer.experts.down_proj.weight_loader(down)
+    load(layer.gate.weight, gate)
+    load(layer.experts.gate_up_proj, gate_up)
+    load(layer.experts.down_proj, down)
 
 
 def checkpoint(num_experts, hidden, size):
     return randn(num_experts, hidden) / hidden**0.5 * 3, *expert_weights(num_experts, hidden, size)
 
 
-def run(layer: MoE, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
-    normed = norm(PartialSum(x.clone()), residual.clone())
-    return layer(normed).reduce(), normed.residual
+def run(
+    layer: MoE, x: torch.Tensor | PartialSum, residual: torch.Tensor, norm: RMSNorm
+) -> tuple[PartialSum, torch.Tensor]:
+    """What the layer, plain or fused, makes of the norm of x + residual, and this sum."""
+    if isinstance(layer, Fused):
+        normed = norm(x if isinstance(x, PartialSum) else PartialSum(x.clone()), residual.clone())
+        return layer.fused(normed), normed.residual
+    rows, total = norm(x, residual)
+    return PartialSum(layer(rows)), total
 
 
 def make_norm(hidden: int) -> RMSNorm:
@@ -388,13 +402,21 @@ def make_norm(hidden: int) -> RMSNorm:
     return norm
 
 
-@pytest.fixture(params=["plain", "kernels"])
+@pytest.fixture(params=["plain", "fused", "kernels"])
 def path(request, few_programs, use_ops, in_a_step):
+    """Plain layers, and fused ones, whose operations are as they are defined, or kernels."""
     if request.param == "kernels":
         request.getfixturevalue("with_kernels")
     else:
         use_ops(table={})
     return request.param
+
+
+def prepare(path: str, *modules: torch.nn.Module) -> None:
+    """Fuse them, unless they are to be plain. A norm that is fused computes tensors as a plain one does."""
+    if path != "plain":
+        for module in modules:
+            fuse(module)
 
 
 @pytest.mark.parametrize(
@@ -426,9 +448,11 @@ def test_layer_against_transformers(path, num_tokens, num_experts, top_k, renorm
             parameter.copy_(weight)
     load_stacked(layer, *weights)
     x, residual, norm = randn(num_tokens, hidden), randn(num_tokens, hidden), make_norm(hidden)
-    out, total = run(layer, x, residual, norm)
+    prepare(path, layer, norm)
+    y, total = run(layer, x, residual, norm)
     assert torch.equal(total, x + residual)
-    expected = theirs(norm(PartialSum(total)).tensor()[None])[0].view_as(out)
+    out = y.reduce()
+    expected = theirs(norm(total)[None])[0].view_as(out)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -442,15 +466,17 @@ def test_parts_of_ranks_add_up(path, num_tokens, size, peers, expert_parallel):
     x, residual, norm = randn(num_tokens, 32), randn(num_tokens, 32), make_norm(32)
     whole = make_layer(8, 3, 32, 48)
     load_stacked(whole, *weights)
-    expected, total = run(whole, x, residual, norm)
+    prepare(path, whole, norm)
+    whole_sum, total = run(whole, x, residual, norm)
+    expected = whole_sum.reduce()
     out = torch.zeros_like(expected)
     for rank in range(size):
         tp = (Peers if peers else Shard)(rank, size)
         layer = make_layer(8, 3, 32, 48, tp, expert_parallel)
         load_stacked(layer, *weights)
-        normed = norm(PartialSum(x.clone()), residual.clone())
-        y = layer(normed)
-        assert torch.equal(normed.residual, total) and y.split_k == 1 and (not peers or y.parts is tp.parts)
+        prepare(path, layer)
+        y, same = run(layer, x, residual, norm)
+        assert torch.equal(same, total) and y.split_k == 1 and (not peers or y.parts is tp.parts)
         out += y.parts.reshape(out.shape)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
@@ -462,22 +488,22 @@ def test_shared_expert(path, num_tokens, size, shared_size):
     shared_gate, (shared_gate_up,), (shared_down,) = randn(1, 32), *expert_weights(1, 32, shared_size)
     x, norm = randn(num_tokens, 32), make_norm(32)
     out, is_stacked = torch.zeros(num_tokens, 32), shared_size == 48
-    shape = dict(hidden_size=32, mlp_bias=False, dtype=torch.float32, linear_dtype=torch.float32)
+    shape = dict(hidden_size=32, mlp_bias=False, quantization=None)
     shape |= dict(moe=MoEConfig(frozenset(), 8, 3, 48, True), hybrid=SimpleNamespace(shared_size=shared_size))
     config = make_dataclass("Config", [*shape, "intermediate_size"])(**shape, intermediate_size=0)
     for rank in range(size):
-        with torch.device(DEVICE):
-            layer = SharedExpertMoE(config, Shard(rank, size))
+        with torch.device(DEVICE), constructing(Shard(rank, size)):
+            layer = SharedExpertMoE(config)
         load_stacked(layer, gate, gate_up, down)
         for i, part in enumerate(shared_gate_up.chunk(2)):
-            layer.shared_expert.gate_up_proj.weight.weight_loader(part, i)
-        layer.shared_expert.down_proj.weight.weight_loader(shared_down)
-        layer.shared_expert_gate.weight.weight_loader(shared_gate)
-        normed = norm(PartialSum(x.clone()), torch.zeros_like(x))
-        y = layer(normed)
+            load(layer.shared_expert.gate_up_proj.weight, part, i)
+        load(layer.shared_expert.down_proj.weight, shared_down)
+        load(layer.shared_expert_gate.weight, shared_gate)
+        prepare(path, layer, norm)
+        y, total = run(layer, x, torch.zeros_like(x), norm)
         assert len(layer.experts.down_proj) == 8 + is_stacked
         out += y.reduce().cpu()
-    rows = normed.tensor()
+    rows = norm(total)
     routing = route(F.linear(rows, gate), 3, True)
     expected = reference(rows, *routing, gate_up, down)
     weight = F.linear(rows.double(), shared_gate.double()).sigmoid()
@@ -485,23 +511,24 @@ def test_shared_expert(path, num_tokens, size, shared_size):
     torch.testing.assert_close(out, expected.float().cpu(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("path", ["fused", "kernels"], indirect=True)
 def test_several_parts_before_the_layer(path):
     """A sum that is not added up yet, also of a single row."""
     layer, norm = make_layer(4, 2, 64, 40), make_norm(64)
     load_stacked(layer, *checkpoint(4, 64, 40))
+    prepare(path, layer, norm)
     parts, residual = randn(3, 1, 64), randn(1, 64)
-    normed = norm(PartialSum(parts, 3), residual.clone())
-    y = layer(normed)
+    y, total = run(layer, PartialSum(parts, 3), residual, norm)
     expected, _ = run(layer, parts.sum(0), residual, norm)
-    torch.testing.assert_close(normed.residual, parts.sum(0) + residual)
-    torch.testing.assert_close(y.reduce(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(total, parts.sum(0) + residual)
+    torch.testing.assert_close(y.reduce(), expected.reduce(), rtol=1e-5, atol=1e-5)
 
 
 def test_the_next_norm_adds_up_the_parts(with_kernels):
     layer, norm = make_layer(6, 4, 64, 40), make_norm(64)
     load_stacked(layer, *checkpoint(6, 64, 40))
-    normed = norm(PartialSum(randn(9, 64)), randn(9, 64))
-    y, residual = layer(normed), normed.residual
+    prepare("kernels", layer, norm)
+    y, residual = run(layer, randn(9, 64), randn(9, 64), norm)
     assert y.split_k == 4 and y.parts.shape == (4, 9, 64)
     expected = y.reduce() + residual
     normed = norm(y, residual)
@@ -528,12 +555,12 @@ def test_a_tensor_for_each_expert(expert_parallel, tmp_path):
             stacked, single = (layer.experts for layer in layers)
             for name in ("gate_up_proj", "down_proj"):
                 parameter = getattr(stacked, name)
-                assert torch.equal(parameter.weight_loader(file.get_slice(name)), parameter)
+                assert torch.equal(load(parameter, file.get_slice(name)), parameter)
             names = single.tensors_of_experts()
             assert names.keys() == tensors.keys() - {"gate_up_proj", "down_proj"}
             num_filled = 0
             for name, (parameter, expert_and_shard_id) in names.items():
-                filled = parameter.weight_loader(file.get_slice(name), *expert_and_shard_id)
+                filled = load(parameter, file.get_slice(name), *expert_and_shard_id)
                 num_filled += 0 if filled is None else filled.numel()
             assert num_filled == single.gate_up_proj.numel() + single.down_proj.numel()
             for ours, theirs in zip(single.parameters(), stacked.parameters(), strict=True):
@@ -549,13 +576,13 @@ def test_wrong_shapes_are_refused():
     experts = make_layer(4, 2, 8, 6).experts
     for wrong in (torch.zeros(4, 6, 8), torch.zeros(4, 8, 12)):
         with pytest.raises(ValueError, match=r"the model needs \[4, 12, 8\]"):
-            experts.gate_up_proj.weight_loader(wrong)
+            load(experts.gate_up_proj, wrong)
     with pytest.raises(ValueError, match=r"the model needs \[4, 8, 6\]"):
-        experts.down_proj.weight_loader(torch.zeros(4, 6, 8))
+        load(experts.down_proj, torch.zeros(4, 6, 8))
     for shard_id, parameter in ((GATE, experts.gate_up_proj), (UP, experts.gate_up_proj), (DOWN, experts.down_proj)):
         with pytest.raises(ValueError, match="the model needs"):
-            parameter.weight_loader(torch.zeros(7, 7), 0, shard_id)
-    drawn = experts.down_proj.weight_loader(lambda shape: torch.ones(shape))  # as random weights are made
+            load(parameter, torch.zeros(7, 7), 0, shard_id)
+    drawn = load(experts.down_proj, lambda shape: torch.ones(shape))  # as random weights are made
     assert torch.equal(drawn, experts.down_proj) and (drawn == 1).all()
 
 

@@ -21,7 +21,7 @@ TOY = """
 import torch
 import torch.nn.functional as F
 
-from nanovllm.layers.attention import SDPABackend
+from nanovllm.attention.sdpa import SDPABackend
 
 calls = []
 
@@ -39,10 +39,9 @@ def linear(x, weight, bias=None, split_k=1, out=None):
     return (weight @ x[0])[None]
 
 
-def add_rms_norm(x, residual, weight, eps):
-    calls.append("add_rms_norm")
-    total = x.reduce() if residual is None else x.reduce() + residual
-    return F.rms_norm(total, weight.shape, weight, eps), total
+def rms_norm(x, weight, eps):
+    calls.append("rms_norm")
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 class ToyBackend(SDPABackend):
@@ -82,7 +81,7 @@ def test_a_port(make_llm, registered, monkeypatch, tmp_path):
     for prompt, output in zip(prompts, expected):  # one at a time: only `linear` of a single row is the toy's
         (actual,) = make_llm(attention_backend="toy").generate([prompt], params, use_tqdm=False)
         assert actual.outputs[0].token_ids == output.outputs[0].token_ids
-    assert {*toy.calls} == {"silu_and_mul", "linear", "add_rms_norm", "attend"}
+    assert {*toy.calls} == {"silu_and_mul", "linear", "rms_norm", "attend"}
 
 
 def test_settings_on_another_accelerator(registered, monkeypatch):
@@ -132,7 +131,7 @@ def test_not_implemented_means_the_definition(use_ops):
 def operations() -> dict:
     found = {}
     for info in pkgutil.walk_packages(nanovllm.__path__, "nanovllm."):
-        if info.name.split(".")[1] in ("engine", "layers", "moe", "quantization", "features"):
+        if info.name.split(".")[1] in ("engine", "layers", "moe", "quantization", "features", "fused"):
             module = importlib.import_module(info.name)
             found |= {
                 name: value

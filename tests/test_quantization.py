@@ -28,23 +28,28 @@ from test_models import (
 from test_models import requests as model_requests
 
 from nanovllm import SamplingParams
+from nanovllm.cache.kv_cache import KVCache
 from nanovllm.config import Config
-from nanovllm.layers.attention import KVCache, SDPABackend
-from nanovllm.layers.layernorm import NormInput
-from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear, WeightFormat
-from nanovllm.models import ModelConfig, model_class
+from nanovllm.fused.linear import WeightFormat, partial_sum, product
+from nanovllm.fused.norm_input import NormInput
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.models import ModelConfig, make_model
 from nanovllm.quantization import scaled as scaled_weights
 from nanovllm.quantization.formats.fp8 import e4m3_scheme
 from nanovllm.quantization.formats.int8 import config_on_load as int8_config
 from nanovllm.quantization.scaled_linear import ScaledLinear
+from nanovllm.utils.construction import constructing
 from nanovllm.utils.loader import load_model
-from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
+from nanovllm.utils.partial_sum import PartialSum
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 __all__ = ["gelu_family"]  # a fixture
 dequantize = scaled_weights.dequantize.__wrapped__  # as it is defined, on a GPU too
 ops = pytest.importorskip("nanovllm.kernels.ops")
 from nanovllm.kernels import hopper_tiles, mix_experts, moe_gemm, moe_routing, scaled_linear, variant
 from nanovllm.kernels.devices import has_hopper_kernels
+from nanovllm.kernels.layernorm import rms_norm
 from nanovllm.kernels.moe_gemv import moe_gemv
 from nanovllm.kernels.scaled_gemv import choose_gemv_split_k, scaled_gemv
 
@@ -178,11 +183,11 @@ def a_few_requests() -> list[tuple[list[int], SamplingParams]]:
 def test_parity(make_llm, tmp_path, name, format_name):
     folder, plain = write_quantized(make_checkpoint(tmp_path, name), tmp_path, format_name)
     llm = make_llm(folder, **SMALL)
-    formats = {type(module.format).__name__ for module in llm.model_runner.model.modules() if hasattr(module, "format")}
+    modules = [*llm.model_runner.model.modules()]
+    formats = {type(module.format).__name__ for module in modules if hasattr(module, "format")}
     moe = name.startswith("qwen3-moe")
-    assert (
-        formats >= {"ScaledExperts"} if moe else {type(m).__name__ for m in formats} and "WeightFormat" not in formats
-    )
+    assert formats >= {"ScaledExperts"} if moe else formats and "WeightFormat" not in formats
+    assert moe or all(hasattr(module, "format") for module in modules if isinstance(module, LinearBase))
     assert_same_as_transformers(plain, generate_by_steps(llm, a_few_requests()))
 
 
@@ -275,12 +280,18 @@ def test_fp8_units(monkeypatch, use_ops, make_llm, tmp_path, name, format_name):
     assert_near_transformers(plain, outputs, 0.5, 0.8 if name == "qwen3-moe" else 1.0)
 
 
+def norm_of(weight: torch.Tensor) -> RMSNorm:
+    norm = RMSNorm(len(weight), 1e-6)
+    norm.weight.data = weight
+    return norm
+
+
 def test_two_products_of_a_norm():
     """The residual is added once, also where both layers let the norm quantize their rows."""
     from nanovllm.quantization.fp8_linear import FP8Linear
 
-    x, residual, weight = randn(3, 64), randn(3, 64), randn(64)
-    normed = NormInput(PartialSum(x.clone()), residual.clone(), weight, 1e-6)
+    x, residual, norm = randn(3, 64), randn(3, 64), norm_of(randn(64))
+    normed = NormInput(PartialSum(x.clone()), residual.clone(), norm)
     for _ in range(2):
         FP8Linear._quantized(SimpleNamespace(group=64), normed)
         assert_close(normed.residual, (x + residual).double())
@@ -340,7 +351,7 @@ def weights_of(folder: str, size: int, quantization: str) -> list[dict]:
     ranks = []
     for rank in range(size):
         config = ModelConfig.read(Path(folder), quantization)
-        model = model_class(config.model_type)(config, 64, SDPABackend(), TensorParallel(rank, size))
+        model = make_model(config, 64, TensorParallel(rank, size))
         load_model(model, Path(folder), torch.device("cpu"))
         ranks.append({name: m.format for name, m in model.named_modules() if name.endswith("_proj")})
     return ranks
@@ -365,7 +376,7 @@ def test_on_load_is_the_same_on_any_number_of_ranks(tmp_path):
 def test_layers_take_no_memory_before_their_format(tmp_path):
     """So the device never holds the model in its own dtype."""
     config = ModelConfig.read(Path(make_checkpoint(tmp_path, "qwen3-moe")), "fp8")
-    model = model_class(config.model_type)(config, 64, SDPABackend(), TensorParallel())
+    model = make_model(config, 64)
     for name, p in model.named_parameters():
         assert p.is_meta == ("proj" in name or ".mlp.gate." in name), name
     load_model(model, tmp_path, torch.device("cpu"))
@@ -406,7 +417,7 @@ def test_nothing_changes_without_the_setting(make_llm, tmp_path):
     model = llm.model_runner.model
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     formats = {type(module.format).__name__ for module in model.modules() if hasattr(module, "format")}
-    assert formats == {"WeightFormat", "ExpertsFormat"} and model.config.quantization is None
+    assert formats == {"ExpertsFormat"} and model.config.quantization is None  # plain linear layers have none
 
 
 # -- which layers, and what is refused ---------------------------------------------------------------------------------
@@ -570,14 +581,14 @@ def test_one_row_to_peers(monkeypatch, use_ops, k, has_bias, split_k):
     use_ops(*SCALED)
     monkeypatch.setattr("nanovllm.kernels.scaled_gemv.MAX_TILE_K", 128)
     tp = Peers()
-    with torch.device(DEVICE):
-        layer = RowParallelLinear(k, 24, has_bias, tp)
+    with torch.device(DEVICE), constructing(tp):
+        layer = RowParallelLinear(k, 24, has_bias)
         layer.format = ScaledLinear(layer, e4m3_scheme(8, 128))
-    layer.weight.weight_loader(randn(24, k))
+    layer.weight.weight_loader(layer.weight, randn(24, k))
     if has_bias:
         layer.bias.copy_(randn(24))
     x = randn(1, k)
-    y = layer(x)
+    y = partial_sum(layer, x)
     weight = dequantize(layer.format.values, layer.format.scales, torch.float64)
     assert y.parts is tp.parts and y.parts.shape == (split_k, 1, 24)
     expected = F.linear(x.double(), weight, layer.bias.double() if has_bias else None)
@@ -695,12 +706,12 @@ def test_products_on_hopper(monkeypatch, use_ops, num_rows, parts):
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(hopper_scaled_gemm=hopper_scaled_gemm))
     monkeypatch.setattr(hopper_tiles, "has_hopper_kernels", lambda: True)
     monkeypatch.setattr(hopper_tiles, "num_sms", lambda device: parts)
-    layer = RowParallelLinear(2048, 128, False, TensorParallel(), torch.float32)
+    layer = RowParallelLinear(2048, 128)
     with torch.device(DEVICE):
         layer.format = FP8Linear(layer, e4m3_scheme(128, 128))
-    layer.weight.weight_loader(randn(128, 2048))
+    layer.weight.weight_loader(layer.weight, randn(128, 2048))
     x = ops.quantize_rows(randn(num_rows, 2048, dtype=torch.bfloat16), 128)
-    y = layer(x)
+    y = partial_sum(layer, x)
     assert calls == ([(num_rows, parts)] if num_rows > 16 else [])
     variant.set("-invariant")
     try:
@@ -735,15 +746,15 @@ def test_factors_of_a_product(monkeypatch):
     monkeypatch.setitem(sys.modules, "nanovllm.kernels.hopper_qkv", fake)
     monkeypatch.setattr(hopper_tiles, "has_hopper_kernels", lambda: True)
     monkeypatch.setattr(hopper_tiles, "MAX_CAPTURED_ROWS", 2)
-    layer = QKVParallelLinear(256, 128, 2, 2, False, TensorParallel())
+    layer = QKVParallelLinear(256, 128, 2, 2)
     cache = KVCache(torch.empty(2, 1, 16, 2, 128, dtype=torch.bfloat16))
     args = (None, None, 0.0, torch.ones(3, 2, 128)), torch.arange(3), cache
-    x, weight = randn(3, 256), randn(256)
+    x, norm = randn(3, 256), norm_of(randn(256))
     for rows, columns in ((128, 128), (None, 256), (128, 64)):
         with torch.device(DEVICE):
             layer.format = FP8Linear(layer, e4m3_scheme(rows, columns))
         for is_computed in (False, True):
-            normed, other = (NormInput(PartialSum(x.clone()), None, weight, 1e-6) for _ in range(2))
+            normed, other = (NormInput(PartialSum(x.clone()), None, norm) for _ in range(2))
             if is_computed:
                 normed.tensor()
             factors = ops.qkv_norm_rope_store(normed, layer, *args)
@@ -769,16 +780,15 @@ def test_activation_in_the_product(monkeypatch):
         calls.append(len(x))
         return ops.silu_and_mul_quantize(ops.split_k_gemm(x, (values, scales))[0], 128)
 
-    layer = MergedColumnParallelLinear(128, [(128, TensorParallel())] * 2, False, torch.float32)
-    down = RowParallelLinear(128, 128, False, TensorParallel())
+    layer, down = MergedColumnParallelLinear(128, [128] * 2), RowParallelLinear(128, 128)
     with torch.device(DEVICE):
         for linear in (layer, down):
             linear.format = FP8Linear(linear, e4m3_scheme(128, 128))
     for i in range(2):
-        layer.weight.weight_loader(randn(128, 128), i)
-    x, weight, outputs, calls = randn(3, 128), randn(128), [], []
+        layer.weight.weight_loader(layer.weight, randn(128, 128), i)
+    x, norm, outputs, calls = randn(3, 128), norm_of(randn(128)), [], []
     for _ in range(2):
-        rows = layer(NormInput(PartialSum(x.clone()), None, weight, 1e-6), down.format.act_fn())
+        rows = product(layer, NormInput(PartialSum(x.clone()), None, norm), down.format.act_fn())
         outputs.append(as_floats(rows))
         monkeypatch.setattr(ops, "swiglu_quantize", swiglu)
     assert calls == [3] and torch.equal(*outputs)
@@ -821,7 +831,7 @@ def test_rms_norm_quantize(fresh_memory_is_nan, dtype, n, group, split_k, has_re
     residual = randn(5, n, dtype=dtype) if has_residual else None
     x = parts if split_k > 1 else parts[0]
     expected_residual = None if residual is None else residual.clone()
-    normed = ops.rms_norm(x, weight, 0.5, expected_residual, split_k)
+    normed = rms_norm(x, weight, 0.5, expected_residual, split_k)
     rows = ops.rms_norm_quantize(x, weight, 0.5, residual, split_k, group)
     assert residual is None or torch.equal(residual, expected_residual)
     assert_near(as_floats(rows), normed.double(), group)

@@ -21,13 +21,11 @@ from nanovllm import BeamSearchParams, SamplingParams
 from nanovllm.benchmarks.shapes import write_shape
 from nanovllm.config import Config
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.layers.attention import make_backend
 from nanovllm.layers.state import fit_states
-from nanovllm.models import MODELS, model_class
-from nanovllm.models.decoder import DecoderAttention, DecoderMLP
-from nanovllm.models.llama import LlamaForCausalLM
+from nanovllm.models import MODELS, make_model
+from nanovllm.models.llama import LlamaAttention, LlamaForCausalLM
+from nanovllm.models.qwen3 import Qwen3MLP
 from nanovllm.startup.cuda import RESERVE_BYTES, free_kv_cache
-from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
 
 LAYER: dict = {}
 exec(STATE, LAYER)  # the layer of CONTRIBUTING.md
@@ -41,26 +39,26 @@ SCHEDULES = {
 }
 
 
-class StatefulMLP(DecoderMLP):
-    def __init__(self, config, tp):
-        super().__init__(config, tp)
+class StatefulMLP(Qwen3MLP):
+    def __init__(self, config):
+        super().__init__(config)
         self.sum = LAYER["DecayedSum"](config.hidden_size)
 
     def forward(self, x):
-        added = self.sum(x.tensor())
-        return PartialSum(super().forward(x).reduce() + added)
+        return super().forward(x) + self.sum(x)
 
 
 class StatefulForCausalLM(LlamaForCausalLM):
     """The second layer has fewer key-value heads than the first, and both add a decayed sum."""
 
-    def __init__(self, config, max_len, backend, tp):
-        super().__init__(config, max_len, backend, tp)
-        self.model.layers[1].self_attn = DecoderAttention(replace(config, num_key_value_heads=1), backend, tp)
+    def __init__(self, config):
+        super().__init__(config)
+        first, second = self.model.layers
+        second.self_attn = LlamaAttention(replace(config, num_key_value_heads=1), first.self_attn.rotary_emb)
 
     @staticmethod
-    def make_mlp(config, layer_index, tp):
-        return StatefulMLP(config, tp)
+    def make_mlp(config, layer_index):
+        return StatefulMLP(config)
 
 
 @pytest.fixture(scope="module")
@@ -273,9 +271,8 @@ def test_sizes_of_published_shapes(tmp_path, model, gpu, num_seqs, num_states, n
     """The table of cache.md is what the engine does with such memory, and what weights and steps take of it."""
     write_shape(f"qwen{model.lower()}", tmp_path / "model")
     config = Config(str(tmp_path / "model"), device="cpu", dtype="bfloat16", load_format="dummy")
-    parts = config.model_config, config.max_model_len, make_backend("sdpa"), TensorParallel()
     with torch.device("meta"):
-        layers = [*model_class(config.model_config.model_type)(*parts).modules()]
+        layers = [*make_model(config.model_config, config.max_model_len).modules()]
     storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in layers[0].parameters()}  # some share one
     left = int(GPUS[gpu] * config.gpu_memory_utilization * 2**30) - RESERVE_BYTES
     left -= sum(storage.nbytes() for storage in storages.values())

@@ -1,6 +1,6 @@
-"""Attention backends besides the plain one: which there are. A module is imported when its backend is used.
+"""Attention backends: which there are. A module is imported when its backend is used.
 
-A backend is a module here; `triton` has the class `TritonBackend`.
+A backend is a module here; `triton` has the class `TritonBackend`. `base` has their interface.
 """
 
 import importlib.util
@@ -9,13 +9,13 @@ from typing import Any
 
 from nanovllm.utils.checks import check_choice
 
-# the setting `attention_backend` -> "module:class" or a class; "sdpa" is plain PyTorch, which layers/ has
-NAMES = sorted(module.name for module in iter_modules(__path__))
+# the setting `attention_backend` -> "module:class" or a class, besides "sdpa", which is plain PyTorch
+NAMES = sorted({module.name for module in iter_modules(__path__)} - {"base", "sdpa"})
 BACKENDS: dict[str, Any] = {name: f"{__name__}.{name}:{name.title()}Backend" for name in NAMES}
 
 
 def backend_class(name: str) -> Any:
-    home = BACKENDS[name]
+    home = BACKENDS.get(name, f"{__name__}.sdpa:SDPABackend")
     return resolve_name(home) if isinstance(home, str) else home
 
 

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from nanovllm.layers.attention import AttentionBackend
+from nanovllm.attention.base import AttentionBackend
 
 
 class FlashBackend(AttentionBackend):

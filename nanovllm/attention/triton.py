@@ -5,7 +5,7 @@ import os
 import numpy as np
 import torch
 
-from nanovllm.layers.attention import AttentionBackend
+from nanovllm.attention.base import AttentionBackend
 
 
 class TritonBackend(AttentionBackend):
@@ -49,18 +49,6 @@ class TritonBackend(AttentionBackend):
     def array_shapes(self, num_tokens, num_chunks):
         sizes = {*self.tile_sizes.values()}
         return tuple((f"query_tiles_{size}", (num_tokens // size + num_chunks, 2)) for size in sizes)
-
-    def attend_qkv(self, x, qkv_proj, qk_norm_rope, cache, context):
-        """Few sequences that decode are one kernel. For many rows of prompts, the product and the store are one."""
-        args = qk_norm_rope, context.slot_mapping, cache
-        if context.has_chunks and (q := self.ops.qkv_norm_rope_store(x, qkv_proj, *args)) is not NotImplemented:
-            return self.attend(q, cache, context)
-        is_decode = not context.has_chunks and context.tokens_per_row == 1  # drafts attend to keys of the same step
-        if not is_decode or not self.ops.fuses_qk_norm_rope(len(x), cache.k.shape[2], x.device):
-            return super().attend_qkv(x, qkv_proj, qk_norm_rope, cache, context)
-        qkv = qkv_proj(x).unflatten(-1, (-1, cache.k.shape[3]))
-        seqs = context.context_lens, context.block_tables, context.max_context_len
-        return self.ops.decode_attention(qkv, cache, *seqs, norm_rope_inputs=(*qk_norm_rope, context.slot_mapping))
 
 
 def query_tiles(chunks: list[tuple[int, int]], first_row: int, size: int) -> np.ndarray:

@@ -10,7 +10,7 @@ from nanovllm.kernels import ops
 from nanovllm.kernels.peers import PeerBarrier
 from nanovllm.utils.cuda_driver import DeviceBytes, call_driver
 from nanovllm.utils.double_buffer import DoubleBuffer
-from nanovllm.utils.tensor_parallel import Compute, PartialSum
+from nanovllm.utils.partial_sum import Compute, PartialSum
 
 MAX_PROGRAMS = 512  # of a kernel that waits for the other ranks
 MAX_KEYS = 65536
@@ -115,17 +115,25 @@ class PeerTensorParallel(Ranks):
     def all_reduce_max(self, keys: torch.Tensor) -> torch.Tensor:
         return ops.all_reduce_max(keys, self.peers.keys_barrier())
 
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return self.sum(lambda out: out.copy_(x), *x.shape, x.dtype).reduce()
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gather(lambda out: out.copy_(x), *x.shape, x.dtype)
+
     def sum(self, compute: Compute, num_rows: int, width: int, dtype: torch.dtype, split_k: int = 1) -> PeerAllReduce:
+        """See `sum_over_ranks`: `compute` writes to memory that the other ranks read."""
         y = self.peers.next_sum(split_k, num_rows, width, dtype)
         compute(y.parts)
         return y
 
-    def max_split_k(self, num_rows: int) -> int:
-        return 2 if num_rows <= 32 else 1  # every rank reads the parts of all
-
     def gather(
-        self, compute: Compute, num_rows: int, width: int, dtype: torch.dtype, params: torch.Tensor | None
+        self, compute: Compute, num_rows: int, width: int, dtype: torch.dtype, params: torch.Tensor | None = None
     ) -> torch.Tensor:
+        """What `compute` returns on every rank, [num_rows, width], side by side: [num_rows, ranks * width].
+
+        With sampling parameters, rows that are not filtered may lack the columns of the other ranks.
+        """
         y = self.sum(compute, num_rows, width, dtype)
         return ops.gather_columns(y.parts[0], y.barrier, params)
 

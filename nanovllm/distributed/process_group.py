@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from nanovllm.config import Config
 from nanovllm.distributed.ranks import Ranks
-from nanovllm.utils.tensor_parallel import STEP_TIMEOUT, Compute, PartialSum
+from nanovllm.utils.tensor_parallel import STEP_TIMEOUT
 
 
 def connect(rank: int, size: int, folder: Path, device: torch.device, max_sum_bytes: int) -> Ranks:
@@ -66,8 +66,8 @@ class GroupTensorParallel(Ranks):
             self.group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
             self.folder = folder  # NCCL goes on using it
 
-    def sum(self, compute: Compute, num_rows: int, width: int, dtype: torch.dtype, split_k: int = 1) -> PartialSum:
-        return PartialSum(self._all_reduce(compute(None), dist.ReduceOp.SUM), split_k)
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return self._all_reduce(x, dist.ReduceOp.SUM)
 
     def _all_reduce(self, x: torch.Tensor, op: dist.ReduceOp) -> torch.Tensor:
         options = dist.AllreduceOptions()
@@ -75,10 +75,7 @@ class GroupTensorParallel(Ranks):
         self.group.allreduce([x], options).wait()
         return x
 
-    def gather(
-        self, compute: Compute, num_rows: int, width: int, dtype: torch.dtype, params: torch.Tensor | None
-    ) -> torch.Tensor:
-        x = compute(None)
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty(self.size * len(x), *x.shape[1:])
         if len(x):
             self.group._allgather_base(out, x.contiguous()).wait()

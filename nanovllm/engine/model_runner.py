@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from nanovllm.attention import backend_class
+from nanovllm.cache.kv_cache import PagedKV
 from nanovllm.config import Config
 from nanovllm.engine import request_tables
 from nanovllm.engine.batch import BatchShape, DeviceBatch, HostBatch, prepare_batch, shape_of
@@ -17,9 +19,9 @@ from nanovllm.engine.features import FEATURES, StepFeature
 from nanovllm.engine.request_tables import ForwardOutput, PendingStep, RequestTables, SamplerInput
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.kernels.sampling_columns import WIDTH, seeds
-from nanovllm.layers.attention import Attention, make_backend
+from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler, SamplingRows, logit_cutoffs
-from nanovllm.models import model_class
+from nanovllm.models import make_model
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.tensor_parallel import TensorParallel
@@ -49,7 +51,7 @@ class ModelRunner:
             self._start(config, lap)
 
     def _start(self, config: Config, lap: Callable[[str], None]) -> None:
-        self.backend = make_backend(config.attention_backend)
+        self.backend = backend_class(config.attention_backend)()
         self.model = self._load_model()
         lap("weights")
         self.cache_groups: dict[Any, list[nn.Module]] = {}  # by spec: see layers/state.py
@@ -57,6 +59,7 @@ class ModelRunner:
             if hasattr(layer, "cache_spec"):
                 self.cache_groups.setdefault(layer.cache_spec(), []).append(layer)
             if isinstance(layer, Attention):
+                layer.backend = self.backend
                 self.backend.set_head_shape(layer.num_heads // layer.num_kv_heads, layer.head_dim, config.dtype)
         if any(spec.of_states for spec in self.cache_groups):
             from nanovllm.layers.state import fit_states  # few models have layers with a state
@@ -229,7 +232,7 @@ class ModelRunner:
     def sample(self, x: SamplerInput) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample a token for each row: ForwardOutput's `token_ids` and `results`."""
         rows = self.sampling_rows(x)
-        logits = self.model.compute_logits(x.hidden_states, rows.params)  # [S, vocabulary]
+        logits = self.compute_logits(x.hidden_states, rows)  # [S, vocabulary]
         for feature in self.features.values():
             feature.edit_logits(logits, rows)
         cutoffs = logit_cutoffs(logits, rows)
@@ -240,6 +243,14 @@ class ModelRunner:
             return token_ids, token_ids
         return token_ids, torch.cat((token_ids.view(len(counts), -1), counts.unsqueeze(1)), 1)
 
+    def compute_logits(self, hidden_states: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+        return self.model.compute_logits(hidden_states)
+
+    @property
+    def kv_cache(self) -> torch.Tensor:
+        """[2, layers, blocks, block_size, kv_heads, head_dim]: the keys and values of the first group of layers."""
+        return next(tensors[0] for spec, tensors in self.caches.items() if isinstance(spec, PagedKV))
+
     @property
     def _cached_token_ids(self) -> torch.Tensor:
         """[blocks, block_size] int32: the ids of the tokens whose keys and values are in the cache."""
@@ -248,11 +259,15 @@ class ModelRunner:
     def _load_model(self) -> nn.Module:
         config = self.config.model_config
         with torch.device(self.device):
-            model = model_class(config.model_type)(config, self.config.max_model_len, self.backend, self.tp)
+            model = make_model(config, self.config.max_model_len, self.tp)
         # safetensors reads into tensors on the default device, whichever the caller has set
         with nullcontext() if torch.empty(0).device.type == "cpu" else torch.device("cpu"):
             load_model(model, Path(self.config.model), self.device, self.config.load_format, self.tp.rank == 0)
+        self.fuse_layers(model)
         return model.eval()
+
+    def fuse_layers(self, model: nn.Module) -> None:
+        """A subclass may put fused forms in the place of plain layers."""
 
     def allocate_kv_cache(self, num_blocks: int, num_layers: int | None = None) -> None:
         """Allocate the tensors of each group of layers, of which each layer gets a part.

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from nanovllm.attention.base import AttentionBackend
 from nanovllm.config import Config
 from nanovllm.engine.batch import MAX_CHUNKS, Batch, BatchShape, DeviceBatch
 from nanovllm.engine.request_tables import ForwardOutput, SamplerInput
 from nanovllm.graphs.buffers import StepBuffers, host_memory
-from nanovllm.layers.attention import AttentionBackend
 from nanovllm.utils.double_buffer import DoubleBuffer
 
 

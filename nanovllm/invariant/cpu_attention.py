@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from nanovllm.layers.attention import AttentionBackend, spans_of
+from nanovllm.attention.base import AttentionBackend
+from nanovllm.attention.sdpa import spans_of
 from nanovllm.utils.context import Context
 
 QUERIES = 4  # of a block: the fewer, the less a decode step computes in vain

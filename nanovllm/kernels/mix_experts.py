@@ -41,7 +41,7 @@ def _by_gemv(x, layer, slot_mapping):
     def compute(out):  # [1, T, hidden] or None; kernels take it for [T, hidden]
         return moe_gemv(rows, routing, *weights, first, norm, out)
 
-    return layer.tp.sum(compute, len(x), len(x.weight), x.weight.dtype)
+    return layer.sum_over_ranks(compute, len(x), len(x.weight), x.weight.dtype)
 
 
 def mix_by_gemm(x, layer, slot_mapping, router=router_logits):
@@ -52,6 +52,6 @@ def mix_by_gemm(x, layer, slot_mapping, router=router_logits):
     weights, first = experts.format.stacks(experts), experts.first_expert
     parts = moe_gemm(rows, routing, *weights, first, experts.format.quantizes_activations)
     if tp.size == 1:
-        return tp.sum(lambda out: parts.squeeze(0), *rows.shape, rows.dtype, len(parts))
+        return layer.sum_over_ranks(lambda out: parts.squeeze(0), *rows.shape, rows.dtype, len(parts))
     compute = partial(sum_local_parts, parts, routing, first, experts.num_stacked)
-    return tp.sum(compute, *rows.shape, rows.dtype)
+    return layer.sum_over_ranks(compute, *rows.shape, rows.dtype)

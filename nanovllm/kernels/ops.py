@@ -4,6 +4,8 @@ What has the name of an operation computes it, and returns NotImplemented where 
 what this is made of, and what rooms call that run on CUDA alone.
 """
 
+import torch
+
 from nanovllm.kernels.activation import sigmoid_gate, silu_and_mul, swiglu
 from nanovllm.kernels.decode_attention import decode_attention, fuses_qk_norm_rope
 from nanovllm.kernels.delta_net_chunks import delta_net_chunks
@@ -14,7 +16,8 @@ from nanovllm.kernels.filters import logit_cutoffs
 from nanovllm.kernels.gemv import gemv
 from nanovllm.kernels.hopper_tiles import qkv_norm_rope_store, quantized_linear
 from nanovllm.kernels.host_memory import copy_from_host, copy_to_host
-from nanovllm.kernels.layernorm import rms_norm, rms_norm_quantize
+from nanovllm.kernels.layernorm import rms_norm as add_and_norm
+from nanovllm.kernels.layernorm import rms_norm_quantize
 from nanovllm.kernels.logprobs import token_logprobs
 from nanovllm.kernels.mix_experts import mix_experts
 from nanovllm.kernels.norm_rope_store import norm_rope_and_store
@@ -69,5 +72,15 @@ def add_rms_norm(x, residual, weight, eps):
         return sum_rms_norm(x.parts, x.barrier, weight, eps, residual)
     if residual is None:
         total = x.reduce()
-        return rms_norm(total, weight, eps), total
-    return rms_norm(x.parts, weight, eps, residual, x.split_k), residual
+        return add_and_norm(total, weight, eps), total
+    return add_and_norm(x.parts, weight, eps, residual, x.split_k), residual
+
+
+def rms_norm(x, weight, eps):
+    return add_and_norm(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
+
+
+def store_kvcache(k, v, cache, slot_mapping):
+    """By the kernel that also norms and rotates, which leaves both out here: two numbers are rotated by no angle."""
+    cos = torch.ones(len(k), 1, 2, dtype=torch.float32, device=k.device)
+    norm_rope_and_store(torch.cat((k, v), 1), (None, None, 0.0, torch.cat((cos, 0 * cos), 1)), slot_mapping, cache)

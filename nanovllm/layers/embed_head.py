@@ -1,46 +1,55 @@
 """Token embedding and output head, divided over the ranks along the vocabulary."""
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.kernels import operation
 from nanovllm.layers.linear import linear
+from nanovllm.utils.construction import get_construction
 from nanovllm.utils.loader import Shard, parameter
-from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
+
+
+@operation
+def embed_shard(
+    token_ids: torch.Tensor, weight: torch.Tensor, first_id: int, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Rows [T, N] of weight [n, N], which are those of `first_id` and the next ids; zeros for other ids.
+
+    Kernels take `out` [1, T, N] for the result.
+    """
+    local_ids = token_ids - first_id
+    is_local = (local_ids >= 0) & (local_ids < len(weight))
+    x = F.embedding(local_ids.where(is_local, 0), weight)
+    return x.masked_fill(~is_local.unsqueeze(-1), 0)
 
 
 class VocabParallelEmbedding(nn.Module):
     """Each rank holds an equal range of the vocabulary and embeds other ids as zeros; the result is the ranks' sum."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel, dtype: torch.dtype = torch.float32):
+    def __init__(self, num_embeddings: int, embedding_dim: int):
         super().__init__()
-        self.tp = tp
-        local_size = tp.shard_size("vocabulary", vocab_size)
-        self.first_id = tp.rank * local_size
-        shard = Shard((vocab_size, hidden_size), tp.local_slice(vocab_size))
-        self.weight = parameter((local_size, hidden_size), shard.copy, dtype)
+        self.tp, self.num_embeddings = get_construction().tp, num_embeddings
+        local_size = self.tp.shard_size("vocabulary", num_embeddings)
+        self.first_id = self.tp.rank * local_size
+        self.weight = parameter((local_size, embedding_dim), self.weight_loader)
 
-    def forward(self, token_ids: torch.Tensor) -> PartialSum:
-        """token_ids [T] -> [T, hidden_size]."""
+    def weight_loader(self, param: torch.Tensor, loaded_weight) -> torch.Tensor:
+        whole = self.num_embeddings, param.shape[1]
+        return Shard(whole, self.tp.local_slice(self.num_embeddings)).copy(param, loaded_weight)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """token_ids [T] -> [T, embedding_dim]."""
         if self.tp.size == 1:
-            return PartialSum(F.embedding(token_ids, self.weight))
-        from nanovllm.layers.embed_shard import embed_shard  # one rank alone has all ids
-
-        compute = partial(embed_shard, token_ids, self.weight, self.first_id)
-        return self.tp.sum(compute, len(token_ids), self.weight.shape[1], self.weight.dtype)
+            return F.embedding(token_ids, self.weight)
+        return self.tp.all_reduce(embed_shard(token_ids, self.weight, self.first_id))
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """Hidden states [S, hidden_size] to logits [S, vocabulary]."""
+    """Hidden states [S, embedding_dim] to logits [S, vocabulary]."""
 
-    def forward(self, x: torch.Tensor, sampling_params: torch.Tensor | None = None) -> torch.Tensor:
-        """With `sampling_params`, `SamplingRows.params` of layers/sampler.py, rows that are not filtered may lack the
-        logits of the other ranks' ranges: those rows are sampled from this rank's own range.
-        """
-        compute = partial(linear, x, self.weight, None, 1)
-        return self.tp.gather(compute, len(x), len(self.weight), x.dtype, sampling_params)
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.tp.all_gather(linear(hidden_states, self.weight))
 
     def local_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """The columns that this rank has computed, those of its range of the vocabulary."""

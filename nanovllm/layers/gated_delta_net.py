@@ -15,16 +15,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels import operation, ops_for
-from nanovllm.layers.layernorm import NormInput
-from nanovllm.layers.linear import RowParallelLinear, norm_linear
+from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.scattered_linear import RowRanges, ScatteredColumnParallelLinear
 from nanovllm.layers.state import State, StateSpec
+from nanovllm.utils.construction import get_construction
 from nanovllm.utils.context import get_context
-from nanovllm.utils.loader import Shard, parameter
-from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
+from nanovllm.utils.loader import Shard, default_weight_loader, parameter
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 CHUNK = 64  # tokens whose updates of a state are made at once
-MAX_MERGED_ROWS = 2048  # of one product for all inputs: of many, its last tiles take longer than a second product
 
 
 class DeltaHeads(NamedTuple):
@@ -95,36 +94,26 @@ class GatedDeltaNet(nn.Module):
     `layer.cache.tensors` are `windows` [rows, conv_size - 1, channels], the last inputs of the convolution, oldest
     first, whose channels are those of queries, keys and values; and `matrices` [rows, heads, value_dim, key_dim].
 
-    Where a device has products of its own, `in_proj` holds the weights of both input projections, as one for few rows:
-    theirs are views. Quantized ones have none, as the weight of b and a is not quantized.
     """
 
     l2_eps = 1e-6  # of queries and keys
 
-    def __init__(
-        self, hidden_size: int, heads: DeltaHeads, eps: float, weights: tuple, dtypes: tuple, tp: TensorParallel
-    ):
-        """`weights`: as ScatteredColumnParallelLinear takes them, of [q, k, v, z] and of [b, a]; `dtypes`: of the
-        convolution, and of linear layers.
-        """
+    def __init__(self, hidden_size: int, heads: DeltaHeads, eps: float, weights: tuple):
+        """`weights`: as ScatteredColumnParallelLinear takes them, of [q, k, v, z] and of [b, a]."""
         super().__init__()
-        dtype, linear_dtype = dtypes
-        self.heads, self.eps, self.dtype = heads.of_rank(tp), eps, dtype
-        self.in_proj_qkvz = ScatteredColumnParallelLinear(hidden_size, weights[0], linear_dtype)
-        self.in_proj_ba = ScatteredColumnParallelLinear(hidden_size, weights[1], linear_dtype)
-        self.in_proj, parts = None, (self.in_proj_qkvz.weight, self.in_proj_ba.weight)
-        if linear_dtype is not None and "linear" in ops_for(parts[0].device):
-            self.in_proj = torch.cat(parts)
-            parts[0].data, parts[1].data = self.in_proj.split([*map(len, parts)])
+        tp = get_construction().tp
+        self.heads, self.eps = heads.of_rank(tp), eps
+        self.in_proj_qkvz = ScatteredColumnParallelLinear(hidden_size, weights[0])
+        self.in_proj_ba = ScatteredColumnParallelLinear(hidden_size, weights[1])
         self.conv1d, self.norm = nn.Module(), nn.Module()  # named as in checkpoints
         shape = sum(heads.sizes), 1, heads.conv_size
         load = RowRanges(shape, ranges_of_rank(heads.sizes, tp)).copy
-        self.conv1d.weight = parameter((sum(self.heads.sizes), *shape[1:]), load, dtype)
+        self.conv1d.weight = parameter((sum(self.heads.sizes), *shape[1:]), load)
         of_heads = Shard((heads.num_values,), tp.local_slice(heads.num_values)).copy
         self.A_log = parameter((self.heads.num_values,), of_heads, torch.float32)
         self.dt_bias = parameter((self.heads.num_values,), of_heads, torch.float32)
-        self.norm.weight = parameter((heads.value_dim,), Shard((heads.value_dim,)).copy, torch.float32)
-        self.out_proj = RowParallelLinear(heads.sizes[2], hidden_size, False, tp, linear_dtype)
+        self.norm.weight = parameter((heads.value_dim,), default_weight_loader, torch.float32)
+        self.out_proj = RowParallelLinear(heads.sizes[2], hidden_size)
 
     @property
     def captures_chunks(self) -> bool:
@@ -134,15 +123,17 @@ class GatedDeltaNet(nn.Module):
     def cache_spec(self) -> StateSpec:
         heads = self.heads
         shapes = (heads.conv_size - 1, sum(heads.sizes)), (heads.num_values, heads.value_dim, heads.key_dim)
-        return StateSpec(shapes, (self.dtype, torch.float32), sum(heads.sizes) + 2 * heads.num_values)
+        return StateSpec(shapes, (self.conv1d.weight.dtype, torch.float32), sum(heads.sizes) + 2 * heads.num_values)
 
-    def _project(self, x: NormInput) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.in_proj is None or len(x) > MAX_MERGED_ROWS:
-            return self.in_proj_qkvz(x), self.in_proj_ba(x)
-        return norm_linear(x, self.in_proj).tensor_split((len(self.in_proj_qkvz.weight),), 1)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden_size] -> [T, hidden_size]."""
+        return self.out_proj(self.mix(self.in_proj_qkvz(x), self.in_proj_ba(x)))
 
-    def forward(self, x: NormInput) -> PartialSum:
-        (qkvz, ba), context = self._project(x), get_context()
+    def mix(self, qkvz: torch.Tensor, ba: torch.Tensor) -> torch.Tensor:
+        """What lies between the projections: [T, channels + heads * value_dim] and [T, 2 heads] -> [T, heads *
+        value_dim]. The states of the step's sequences are read and overwritten.
+        """
+        context = get_context()
         out = qkvz.new_empty(len(qkvz), self.heads.sizes[2])
         n, count, rows = context.num_decodes, context.num_decodes_on_device, context.state_rows
         kept, starts = self.cache.kept_drafts, context.cu_seqlens_q
@@ -158,7 +149,7 @@ class GatedDeltaNet(nn.Module):
             if count is None:
                 starts, rows = starts[n:], rows[:, n:]
             delta_net_chunks(qkvz, ba, self, self.cache, rows, starts, num_seqs, out, count)
-        return self.out_proj(out)
+        return out
 
 
 def ranges_of_rank(sizes: tuple[int, ...], tp: TensorParallel) -> tuple[range, ...]:

@@ -1,67 +1,47 @@
-"""Root mean square norm after the addition of the residual."""
+"""Root mean square norm, also of a sum with the residual."""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels import operation
-from nanovllm.utils.loader import Shard, parameter
-from nanovllm.utils.tensor_parallel import PartialSum
+from nanovllm.utils.loader import default_weight_loader, parameter
 
 
 @operation
-def add_rms_norm(
-    x: PartialSum, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of x + residual, and x + residual, both [T, N]; the latter may overwrite the residual."""
-    total = x.reduce() if residual is None else residual.add_(x.reduce())
-    return F.rms_norm(total.to(weight.dtype), weight.shape, weight, eps).to(total.dtype), total
-
-
-class NormInput:
-    """The norm of x + residual, [T, N], which the layer that takes it may compute in one kernel with its product."""
-
-    __slots__ = ("device", "eps", "normed", "residual_before", "total", "weight", "x")
-
-    def __init__(self, x: PartialSum, residual: torch.Tensor | None, weight: torch.Tensor, eps: float):
-        self.x, self.residual_before = x, residual
-        self.weight, self.eps, self.device = weight, eps, weight.device
-        self.normed: torch.Tensor | None = None
-        self.total: torch.Tensor | None = None  # x + residual; whoever computes the norm sets it
-
-    def __len__(self) -> int:
-        """T, the number of rows."""
-        return len(self.x)
-
-    def tensor(self) -> torch.Tensor:
-        """The norm."""
-        if self.normed is None:
-            x, residual = (self.x, self.residual_before) if self.total is None else (PartialSum(self.total), None)
-            self.normed, self.total = add_rms_norm(x, residual, self.weight, self.eps)
-        return self.normed
-
-    @property
-    def residual(self) -> torch.Tensor:
-        """x + residual: the residual of the next norm. It may have overwritten the one before."""
-        if self.total is None:
-            self.tensor()
-        return self.total
-
-    def summands(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """What is normed: x, and the residual if there is one to be added; None while x is in parts."""
-        if self.total is not None:
-            return self.total, None
-        return None if self.x.tensor is None else (self.x.tensor, self.residual_before)
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The norm of x [..., N] over its last dimension, with a weight [N]."""
+    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32 (arXiv:1910.07467)."""
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype = torch.float32):
+    def __init__(self, hidden_size: int, eps: float = 1e-6):
         super().__init__()
         self.eps = eps
-        self.weight = parameter((size,), Shard((size,)).copy, dtype)
+        self.weight = parameter((hidden_size,), default_weight_loader)
+        nn.init.ones_(self.weight)
 
-    def forward(self, x: PartialSum, residual: torch.Tensor | None = None) -> NormInput:
-        """The norm of x + residual, both [T, size], which is not computed yet: the layer that takes it does that."""
-        return NormInput(x, residual, self.weight, self.eps)
+    def rms_forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def add_rms_forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + residual
+        return rms_norm(total, self.weight, self.eps), total
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None):
+        """The norm of x [..., hidden_size]; with a residual, the norm of x + residual, and this sum."""
+        return self.rms_forward(x) if residual is None else self.add_rms_forward(x, residual)
+
+
+class ZeroCenteredRMSNorm(RMSNorm):
+    """A checkpoint has the difference of the weight from one, which may be too small for 16 bits beside it."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6):
+        super().__init__(hidden_size, eps)
+        self.weight = parameter((hidden_size,), self.weight_loader, torch.float32)
+        nn.init.ones_(self.weight)
+
+    def weight_loader(self, param: torch.Tensor, loaded_weight) -> torch.Tensor:
+        return default_weight_loader(param, loaded_weight).add_(1)

@@ -1,17 +1,13 @@
-"""Linear layers divided over the ranks: column-parallel (by outputs), also several in one product, and row-parallel."""
-
-from functools import partial
-from typing import Any
+"""Linear layers divided over the ranks: column-parallel (by outputs), several of these in one, and row-parallel."""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels import operation
-from nanovllm.layers.activation import SiluAndMul
-from nanovllm.layers.layernorm import NormInput
+from nanovllm.utils.construction import get_construction
 from nanovllm.utils.loader import Shard, parameter
-from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 
 @operation
@@ -24,8 +20,8 @@ def linear(
 ) -> torch.Tensor:
     """x [T, inputs] times weight [outputs, inputs] transposed, plus the bias -> [T, outputs].
 
-    With split_k > 1, as `best_split_k` returns it, the result is [split_k, T, outputs], to be summed; for this
-    definition it returns 1. `out` [split_k, T, outputs] takes the result.
+    Kernels may return split_k > 1 summands, [split_k, T, outputs]; this definition returns one. `out` [split_k, T,
+    outputs] takes the result.
     """
     if out is not None:
         return torch.mm(x, weight.t(), out=out[0]) if bias is None else torch.addmm(bias, x, weight.t(), out=out[0])
@@ -42,153 +38,108 @@ def _padded_rows(num_rows: int) -> int:
     return -(-num_rows // step) * step
 
 
-@operation
-def norm_linear(
-    x: NormInput, weight: torch.Tensor, bias: torch.Tensor | None = None, act: SiluAndMul | None = None
-) -> torch.Tensor:
-    """`linear` of a norm, and the activation, whose result may have another format."""
-    y = linear(x.tensor(), weight, bias)
-    return y if act is None else act(y)
-
-
-@operation
-def best_split_k(x: torch.Tensor, weight: torch.Tensor, max_split_k: int) -> int:
-    """The best number of partial sums, at most `max_split_k`, for `linear` to split a product along its inputs."""
-    return 1
-
-
-class WeightFormat:
-    """How a layer stores and multiplies its weight: here in the dtype of the activations; quantization/ has others."""
-
-    def linear(self, layer: "LinearBase", x: Any, bias=None, split_k: int = 1, out=None) -> torch.Tensor:
-        """The function `linear` with this layer's weight."""
-        return linear(x, layer.weight, bias, split_k, out)
-
-    def norm_linear(self, layer: "LinearBase", x: NormInput, act: SiluAndMul | None) -> Any:
-        """The function `norm_linear` with this layer's weight and bias."""
-        return norm_linear(x, layer.weight, layer.bias, act)
-
-    def best_split_k(self, layer: "LinearBase", x: Any, max_split_k: int) -> int:
-        """The function `best_split_k` with this layer's weight."""
-        return best_split_k(x, layer.weight, max_split_k)
-
-    def factors(self, layer: "LinearBase", x: NormInput) -> tuple[Any, torch.Tensor, torch.Tensor | None] | None:
-        """What kernels multiply: rows, the weight, and its scales if both are in FP8; None if only `linear` can."""
-        return (x.tensor(), layer.weight, None) if type(self) is WeightFormat else None
-
-
 class LinearBase(nn.Module):
-    """This rank's weight [outputs, inputs] in some format, and bias [outputs].
+    """y = x W^T + b, with this rank's part of the weight [outputs, inputs] and bias [outputs]."""
 
-    Without a dtype they take no memory before a weight format allocates them.
-    """
-
-    def __init__(self, num_outputs: int, num_inputs: int, bias: bool, dtype: torch.dtype | None):
+    def __init__(self, input_size: int, output_size: int, bias: bool = False):
+        """Of this rank."""
         super().__init__()
-        self.weight = parameter((num_outputs, num_inputs), self._load, dtype)
-        self.bias = parameter((num_outputs,), self._load, dtype) if bias else None
-        self.format = WeightFormat()
+        self.tp = get_construction().tp
+        self.weight = parameter((output_size, input_size), self.weight_loader, is_linear=True)
+        self.bias = parameter((output_size,), self.weight_loader, is_linear=True) if bias else None
 
-    def shard_ids(self) -> list[tuple[int, ...]]:
+    def shard_ids(self) -> list[tuple]:
         """The ids of the checkpoint's weights that share this layer; a single empty id if one weight has it alone."""
         return [()]
 
-    def shard(self, *shard_id: int) -> Shard:
-        """The shard of the checkpoint's weight with this id."""
+    def shard(self, *shard_id: int | str) -> Shard:
+        """The part of the checkpoint's weight with this id that the rank has."""
         raise NotImplementedError
 
-    def _load(self, target: torch.Tensor, weight, *shard_id: int) -> torch.Tensor:
-        return self.shard(*shard_id).copy(target, weight)
+    def weight_loader(self, param: torch.Tensor, loaded_weight, *shard_id: int | str) -> torch.Tensor:
+        """Copy the rank's part of a weight or bias of the checkpoint; returns what was filled."""
+        return self.shard(*shard_id).copy(param, loaded_weight)
 
-    def forward(self, x: torch.Tensor | NormInput, act: nn.Module | None = None) -> Any:
-        """y = x W^T + b; if x is a norm, act(x W^T + b). Formats and kernels know no activation but SiluAndMul."""
-        if not isinstance(x, NormInput):
-            return self.format.linear(self, x, self.bias)
-        if act is None or isinstance(act, SiluAndMul):
-            return self.format.norm_linear(self, x, act)
-        return act(self.format.norm_linear(self, x, None))
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x W^T + bias. Layers with another format of the weight replace this (quantization/)."""
+        return linear(x, self.weight, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, inputs] -> [T, outputs]."""
+        return self.multiply(x, self.bias)
+
+
+class ReplicatedLinear(LinearBase):
+    """Every rank has the whole layer."""
+
+    def shard(self) -> Shard:
+        return Shard(tuple(self.weight.shape))
 
 
 class MergedColumnParallelLinear(LinearBase):
-    """Several column-parallel layers with the same input, in one product; each rank computes its range of each.
-
-    `outputs` lists the size of each layer's whole output, and the ranks that it is divided over.
-    """
+    """Several layers with the same input, in one; each rank computes an equal range of each one's outputs."""
 
     def __init__(
-        self, input_size: int, outputs: list[tuple[int, TensorParallel]], bias: bool, dtype: torch.dtype = torch.float32
+        self,
+        input_size: int,
+        output_sizes: list[int],
+        bias: bool = False,
+        divisions: list[TensorParallel] | None = None,
     ):
-        local_sizes = [tp.shard_size("outputs of a layer", size) for size, tp in outputs]
-        super().__init__(sum(local_sizes), input_size, bias, dtype)
-        self.input_size = input_size
-        self.outputs = outputs
-        self.local_sizes = local_sizes
+        """`divisions` are the ranks that each layer is divided over, if not all."""
+        self.input_size, self.output_sizes = input_size, output_sizes
+        self.divisions = divisions or [get_construction().tp] * len(output_sizes)
+        pairs = zip(self.divisions, output_sizes)
+        self.local_sizes = [tp.shard_size("outputs of a layer", size) for tp, size in pairs]
+        super().__init__(input_size, sum(self.local_sizes), bias)
 
-    def shard_ids(self) -> list[tuple[int, ...]]:
-        return [(i,) for i in range(len(self.outputs))]
+    def shard_ids(self) -> list[tuple]:
+        return [(i,) for i in range(len(self.output_sizes))]
 
     def shard(self, shard_id: int = 0) -> Shard:
-        size, tp = self.outputs[shard_id]
+        size, tp = self.output_sizes[shard_id], self.divisions[shard_id]
         return Shard((size, self.input_size), tp.local_slice(size), first_row=sum(self.local_sizes[:shard_id]))
 
 
 class ColumnParallelLinear(MergedColumnParallelLinear):
     """Each rank computes an equal range of the outputs."""
 
-    def __init__(
-        self, input_size: int, output_size: int, bias: bool, tp: TensorParallel, dtype: torch.dtype = torch.float32
-    ):
-        super().__init__(input_size, [(output_size, tp)], bias, dtype)
+    def __init__(self, input_size: int, output_size: int, bias: bool = False):
+        super().__init__(input_size, [output_size], bias)
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
-    """Query, key and value in one product, divided by heads; ranks share key-value heads if there are too few."""
+    """Query, key and value in one layer, divided by heads; ranks share key-value heads if there are too few."""
 
     def __init__(
-        self,
-        hidden_size: int,
-        head_dim: int,
-        num_heads: int,
-        num_kv_heads: int,
-        bias: bool,
-        tp: TensorParallel,
-        dtype: torch.dtype = torch.float32,
+        self, hidden_size: int, head_size: int, num_heads: int, num_kv_heads: int | None = None, bias: bool = False
     ):
-        kv_tp = tp
-        if tp.size > 1:
-            from nanovllm.distributed.division import for_heads  # ranks may share heads
+        """Sizes are those of all ranks; `num_heads` and `num_kv_heads` of the layer are this rank's."""
+        num_kv_heads, tp = num_kv_heads or num_heads, get_construction().tp
+        kv_tp = tp.for_heads(num_kv_heads)
+        local = tp.shard_size("query heads", num_heads), kv_tp.shard_size("key-value heads", num_kv_heads)
+        sizes = [num_heads * head_size, num_kv_heads * head_size, num_kv_heads * head_size]
+        super().__init__(hidden_size, sizes, bias, [tp, kv_tp, kv_tp])
+        self.num_heads, self.num_kv_heads = local
 
-            kv_tp = for_heads(tp, num_kv_heads)
-        local_heads = tp.shard_size("query heads", num_heads)
-        local_kv_heads = kv_tp.shard_size("key-value heads", num_kv_heads)
-        q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
-        super().__init__(hidden_size, [(q_size, tp), (kv_size, kv_tp), (kv_size, kv_tp)], bias, dtype)
-        self.num_heads = local_heads
-        self.num_kv_heads = local_kv_heads
+    def shard_ids(self) -> list[tuple]:
+        return [("q",), ("k",), ("v",)]
+
+    def shard(self, shard_id: int | str = "q") -> Shard:
+        return super().shard("qkv".index(str(shard_id)))
 
 
 class RowParallelLinear(LinearBase):
-    """x and W are divided along the inputs: each rank has its range of x, and y is the sum over the ranks.
+    """x and W are divided along the inputs: each rank has its range of x, and y is the sum over the ranks."""
 
-    With a small batch, a rank may also split its own product into partial sums (split-K), where that is faster. The
-    next norm adds up all that is still in parts.
-    """
-
-    def __init__(
-        self, input_size: int, output_size: int, bias: bool, tp: TensorParallel, dtype: torch.dtype = torch.float32
-    ):
-        super().__init__(output_size, tp.shard_size("inputs of a layer", input_size), bias, dtype)
-        self.input_size = input_size
-        self.output_size = output_size
-        self.tp = tp
+    def __init__(self, input_size: int, output_size: int, bias: bool = False):
+        self.input_size, self.output_size = input_size, output_size
+        super().__init__(get_construction().tp.shard_size("inputs of a layer", input_size), output_size, bias)
 
     def shard(self) -> Shard:
         return Shard((self.output_size, self.input_size), columns=self.tp.local_slice(self.input_size))
 
-    def forward(self, x: torch.Tensor) -> PartialSum:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, inputs of this rank] -> [T, outputs], the same on all ranks."""
         bias = self.bias if self.tp.rank == 0 else None  # the sum over ranks must contain it once
-        num_rows, split_k = len(x), 1
-        if self.bias is None:
-            split_k = self.format.best_split_k(self, x, self.tp.max_split_k(num_rows))
-        compute = partial(self.format.linear, self, x, bias, split_k)
-        return self.tp.sum(compute, num_rows, self.output_size, x.dtype, split_k)
+        return self.tp.all_reduce(self.multiply(x, bias))

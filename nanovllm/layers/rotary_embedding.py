@@ -1,55 +1,57 @@
 """Rotary position embedding (arXiv:2104.09864)."""
 
-from typing import NamedTuple
+from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+
+from nanovllm.utils.rope_scaling import inverse_frequencies, scaled_rope
+
+
+def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the pairs (x[i], x[i + N / 2]) of x [T, heads, N] by angles whose cos and sin are [T, 1, N / 2]."""
+    first, second = x.float().chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates the pair (x[i], x[i + N / 2]) of every head by position times the i-th of N / 2 inverse frequencies.
+    """Rotates the first N numbers of every head, by position times the i-th of N / 2 inverse frequencies.
 
-    N is head_dim, or less: then the rest of a head is not rotated. One float32 table [max_len, 2, N] serves all layers.
-    It holds each position's cosines, and its sines negated in their first half, so that the rotation is
-    x * cos + (x with its halves swapped) * sin.
+    One float32 table [max_position, N] serves all layers: the cosines of each position, and then its sines.
     """
 
-    def __init__(self, inv_freq: tuple[float, ...], scale: float, max_len: int):
+    def __init__(self, inv_freq: tuple[float, ...], scale: float, max_position: int):
+        """`scale` multiplies cos and sin (YaRN)."""
         super().__init__()
-        angles = torch.outer(torch.arange(max_len, dtype=torch.float32), torch.tensor(inv_freq, dtype=torch.float32))
-        cos, sin = angles.cos() * scale, angles.sin() * scale
-        table = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
-        self.register_buffer("cos_sin", table, persistent=False)
+        positions = torch.arange(max_position, dtype=torch.float32)
+        angles = torch.outer(positions, torch.tensor(inv_freq, dtype=torch.float32))
+        table = torch.cat((angles.cos(), angles.sin()), -1) * scale
+        self.register_buffer("cos_sin_cache", table, persistent=False)
 
-    def forward(self, positions: torch.Tensor) -> torch.Tensor:
-        """The table's rows [T, 2, N] for positions [T], which all layers of a step share."""
-        return self.cos_sin.index_select(0, positions)
+    def forward(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions [T], q [T, heads, head_dim] and k [T, kv_heads, head_dim] -> q and k, rotated."""
+        cos, sin = self.cos_sin_cache.index_select(0, positions).unsqueeze(1).chunk(2, -1)  # [T, 1, N / 2]
+        return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
 
-
-def apply_rotary(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, head_dim], of which the first N numbers are rotated by cos_sin [T, 2, N]."""
-    cos, sin = cos_sin.to(x.dtype).unsqueeze(2).unbind(1)  # [T, 1, N]
-    size = cos.shape[-1]
-    rotated = torch.addcmul(x[..., :size] * cos, x[..., :size].roll(size // 2, -1), sin)
-    return rotated if size == x.shape[-1] else torch.cat((rotated, x[..., size:]), -1)
+    def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        size = self.cos_sin_cache.shape[1]
+        rotated = apply_rotary_emb(x[..., :size], cos, sin)
+        return rotated if size == x.shape[-1] else torch.cat((rotated, x[..., size:]), -1)
 
 
-def norm_rope(x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor) -> torch.Tensor:
-    """RMS norm of every head of x [T, heads, head_dim] with weight [heads, head_dim], then `apply_rotary`.
+def get_rope(
+    head_size: int, rotary_dim: int, max_position: int, base: float, rope_scaling: dict | None = None
+) -> RotaryEmbedding:
+    """The embedding that rotates the first `rotary_dim` numbers of a head of `head_size`.
 
-    There is no norm if `weight` is None. Computed in float32 and rounded once.
+    `rope_scaling` is that of a config.json: a "rope_type", and what that type needs.
     """
-    y = x.float()
-    if weight is not None:
-        y = F.rms_norm(y, y.shape[-1:], eps=eps) * weight
-    return apply_rotary(y, cos_sin).to(x.dtype)
-
-
-class QKNormRope(NamedTuple):
-    """What attention does to queries and keys before it stores keys: RMS norm of every head, and rotary embedding."""
-
-    q_weight: torch.Tensor | None  # [head_dim], of the norm; None: no norm
-    k_weight: torch.Tensor | None  # [head_dim]; None if and only if q_weight is
-    eps: float  # of the norm
-    cos_sin: torch.Tensor  # [T, 2, N], from RotaryEmbedding
+    if rotary_dim > head_size or rotary_dim % 2:
+        raise ValueError(f"rotary_dim={rotary_dim}: must be even, and at most head_size={head_size}")
+    inv_freq, scale = inverse_frequencies(base, rotary_dim), 1.0
+    if rope_scaling is not None:
+        others = dict(rope_scaling)
+        kind = others.pop("rope_type", None) or others.pop("type", "default")
+        lengths = {"max_position_embeddings": max_position}
+        inv_freq, scale, _ = scaled_rope(kind, base, others, lengths, rotary_dim, Path("rope_scaling"))
+    return RotaryEmbedding(tuple(inv_freq.tolist()), scale, max_position)

@@ -174,15 +174,19 @@ class Sampler(nn.Module):
         self,
         logits: torch.Tensor,
         temperatures: torch.Tensor,
-        seeds: torch.Tensor,
-        positions: torch.Tensor,
+        seeds: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
         cutoffs: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Token ids [S] int32 drawn from logits [S, shard], whose column 0 is the token `first_id`.
 
-        temperatures [S] float32, seeds [S, 2] int32, positions [S] int32. Tokens whose key is below the row's cutoff
-        are not drawn; `logit_cutoffs` computes `cutoffs` [S] int64.
+        temperatures [S] float32, seeds [S, 2] int32, by default from PyTorch's generator, positions [S] int32. Tokens
+        whose key is below the row's cutoff are not drawn; `logit_cutoffs` computes `cutoffs` [S] int64.
         """
+        if seeds is None:
+            seeds = torch.randint(-(2**31), 2**31, (len(logits), 2), dtype=torch.int32, device=logits.device)
+        if positions is None:
+            positions = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
         best, token_ids = sample(logits, temperatures, seeds, positions, self.first_id, cutoffs=cutoffs)
         if self.tp.size == 1:
             return token_ids

@@ -35,10 +35,10 @@ class RowRanges(NamedTuple):
 class ScatteredColumnParallelLinear(LinearBase):
     """`weights` lists for each weight of the checkpoint its number of rows, and the ranges of them that a rank has."""
 
-    def __init__(self, input_size: int, weights: Iterable[tuple[int, tuple[range, ...]]], dtype: torch.dtype | None):
+    def __init__(self, input_size: int, weights: Iterable[tuple[int, tuple[range, ...]]]):
         self.weights, self.input_size = [*weights], input_size
         self.local_sizes = [sum(map(len, ranges)) for _, ranges in self.weights]
-        super().__init__(sum(self.local_sizes), input_size, False, dtype)
+        super().__init__(input_size, sum(self.local_sizes))
 
     def shard_ids(self) -> list[tuple[int, ...]]:
         return [(i,) for i in range(len(self.weights))] if len(self.weights) > 1 else [()]
@@ -54,13 +54,13 @@ class GatedQKVParallelLinear(QKVParallelLinear):
     `num_heads` and the result's first part count gates and queries, of which the gates of all heads come first.
     """
 
-    def __init__(self, hidden_size, head_dim, num_heads, num_kv_heads, bias, tp, dtype):
-        super().__init__(hidden_size, head_dim, 2 * num_heads, num_kv_heads, bias, tp, dtype)
-        self.head_dim = head_dim
+    def __init__(self, hidden_size: int, head_size: int, num_heads: int, num_kv_heads: int, bias: bool = False):
+        super().__init__(hidden_size, head_size, 2 * num_heads, num_kv_heads, bias)
+        self.head_dim = head_size
 
-    def shard(self, shard_id: int = 0) -> Shard:
+    def shard(self, shard_id: int | str = "q") -> Shard:
         shard = super().shard(shard_id)
-        if shard_id:
+        if shard_id != "q":
             return shard
         starts = range(shard.shape[0])[shard.rows][:: self.head_dim]  # of queries and gates in turn
         ranges = [range(start, start + self.head_dim) for start in (*starts[1::2], *starts[::2])]

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels import operation
-from nanovllm.utils.loader import Shard, parameter
+from nanovllm.utils.loader import default_weight_loader, parameter
 
 
 @operation
@@ -23,9 +23,9 @@ def gate_scores(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 class SigmoidGate(nn.Module):
     """A gate for each row, from the product of the layer's input with one vector, which is never quantized."""
 
-    def __init__(self, input_size: int, dtype: torch.dtype):
+    def __init__(self, input_size: int):
         super().__init__()
-        self.weight = parameter((1, input_size), Shard((1, input_size)).copy, dtype)
+        self.weight = parameter((1, input_size), default_weight_loader)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """y [T, N], gated by what x [T, input_size] says."""

@@ -1,9 +1,9 @@
 """The models: which family computes a checkpoint, and its shape. The module of a family is imported when that is used.
 
 A family is a module here, with the name of its `model_type` in config.json. Its class has the name that transformers
-gives the architecture: that of `qwen3_moe` is `Qwen3MoeForCausalLM`. It is constructed as `cls(config, max_len,
-backend, tp)` (ModelConfig, the longest sequence, AttentionBackend, TensorParallel). CONTRIBUTING.md shows how to add
-one. It has:
+gives the architecture: that of `qwen3_moe` is `Qwen3MoeForCausalLM`. It is constructed as `cls(config)`, with a
+ModelConfig whose `max_position_embeddings` is the longest sequence of the engine. CONTRIBUTING.md shows how to add one.
+It has:
 
 - `read_config(raw, file)`: the content of config.json -> the fields of ModelConfig that depend on the family, as a
   dict. ValueError that names `file` for a model that the class can't compute
@@ -11,7 +11,7 @@ one. It has:
 - `packed_modules_mapping`: a checkpoint's module -> (the merged module that holds it, its shard id there)
 - `config`, and `lm_head`, a ParallelLMHead
 - `forward(token_ids, positions)`: [T] each -> hidden states [T, hidden_size]
-- `compute_logits(hidden_states, sampling_params)`: `lm_head` of hidden states
+- `compute_logits(hidden_states)`: `lm_head` of hidden states
 
 It may have:
 
@@ -19,20 +19,23 @@ It may have:
 - `defaults`: entries of config.json, or of its `text_config`, that may be absent
 - `unused_prefixes`: how the names of tensors begin that a checkpoint may have, and the class does not take
 
-Linear layers and experts take `config.linear_dtype`, so that their weights may have another format (quantization/).
-All else takes `config.dtype`.
+Layers find their rank and the dtype of their weights when they are constructed (utils/construction.py).
 """
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import iter_modules, resolve_name
 from typing import Any
 
 import torch
+from torch import nn
 
 from nanovllm.utils.checks import check_choice, check_int, check_real, read_json
+from nanovllm.utils.construction import constructing
+from nanovllm.utils.rope_scaling import inverse_frequencies, scaled_rope
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float", "float16", "half", "bfloat16")}
 # the limits of a container's memory, in the two versions of cgroups
@@ -41,7 +44,7 @@ MEMORY_LIMITS = [Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory
 # `model_type` -> module:class
 MODELS = {
     name: f"{__name__}.{name}:" + re.sub(r"_(?!\d)", "", name.title()) + "ForCausalLM"
-    for name in sorted({x.name for x in iter_modules(__path__)} - {"architectures", "decoder", "heads", "hybrid"})
+    for name in sorted({x.name for x in iter_modules(__path__)} - {"architectures", "heads", "hybrid"})
 }
 
 
@@ -59,6 +62,12 @@ def find_model_type(raw: dict, file: Path) -> str:
 
 def model_class(model_type: str) -> type:
     return resolve_name(MODELS[model_type])
+
+
+def make_model(config: "ModelConfig", max_len: int, tp: TensorParallel = TensorParallel()) -> nn.Module:
+    """The model of a rank, on the current default device, without weights, for sequences of up to `max_len` tokens."""
+    with constructing(tp, config.dtype, config.quantization is not None):
+        return model_class(config.model_type)(replace(config, max_position_embeddings=max_len))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +90,6 @@ class ModelConfig:
     rope_scale: float  # cos and sin are multiplied by it (yarn)
     eos_token_ids: frozenset[int]
     # what differs between families: `read_config` of a family's class sets it
-    qk_norm: bool = False  # RMS norm of each head of queries and keys
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -142,11 +150,6 @@ class ModelConfig:
         )
 
     @property
-    def linear_dtype(self) -> torch.dtype | None:
-        """The dtype of the weights of linear layers; None: they have another format, which allocates them."""
-        return None if self.quantization else self.dtype
-
-    @property
     def layer_operations(self) -> int:
         """The operations of one layer's matrix products for one token; the mean if layers differ."""
         queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
@@ -183,13 +186,10 @@ def _read_rope(raw: dict, head_dim: int, file: Path) -> tuple[tuple[float, ...],
     theta = rope.pop("rope_theta", 10000.0)
     check_real(f"{file}: rope_theta", theta, low=1e-6, high=1e30)
     kind = rope.pop("rope_type", "default")
-    if kind != "default" or rope:
-        from nanovllm.utils.rope_scaling import scaled_rope
-
-        inv_freq, scale, max_len = scaled_rope(kind, theta, rope, raw, head_dim, file)
-        return tuple(inv_freq.tolist()), scale, max_len
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
-    return tuple((1.0 / theta**exponents).tolist()), 1.0, raw["max_position_embeddings"]
+    if kind == "default" and not rope:
+        return tuple(inverse_frequencies(theta, head_dim).tolist()), 1.0, raw["max_position_embeddings"]
+    inv_freq, scale, max_len = scaled_rope(kind, theta, rope, raw, head_dim, file)
+    return tuple(inv_freq.tolist()), scale, max_len
 
 
 def _eos_token_ids(file: Path, raw: dict, vocab_size: int) -> frozenset[int]:

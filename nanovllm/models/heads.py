@@ -10,16 +10,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.layers.attention import AttentionBackend
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.layernorm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.linear import ColumnParallelLinear, QKVParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models import ModelConfig, model_class
-from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderMLP
-from nanovllm.models.hybrid import ZeroCenteredRMSNorm
+from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 from nanovllm.spec_decode.head_checkpoint import Eagle3Config
-from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
 
 
 class PagedHidden(NamedTuple):
@@ -50,25 +47,24 @@ class HiddenStates(nn.Module):
         return PagedHidden(self.size)
 
 
-class Eagle3Layer(DecoderLayer):
+class Eagle3Layer(Qwen3DecoderLayer):
     """A decoder layer whose queries, keys and values also read the embedding of the next token."""
 
-    def __init__(self, config: Eagle3Config, backend: AttentionBackend, tp: TensorParallel):
+    def __init__(self, config: Eagle3Config, rotary_emb: RotaryEmbedding):
         layer = config.layer
-        super().__init__(layer, DecoderMLP(layer, tp), backend, tp)
+        plain = model_class(layer.model_type).make_layer(layer, 0, rotary_emb)  # type: ignore[attr-defined]
+        super().__init__(layer, plain.self_attn, plain.mlp)
         heads = layer.head_dim, layer.num_attention_heads, layer.num_key_value_heads
-        self.self_attn.qkv_proj = QKVParallelLinear(2 * layer.hidden_size, *heads, layer.qkv_bias, tp, layer.dtype)
-        self.hidden_norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps, layer.dtype)
+        self.self_attn.qkv_proj = QKVParallelLinear(2 * layer.hidden_size, *heads, bias=layer.qkv_bias)
+        self.hidden_norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps)
         self.norm_before_residual = config.norm_before_residual
 
-    def forward(self, x: PartialSum, residual: torch.Tensor | None, cos_sin: torch.Tensor):
-        """`x` are embeddings and `residual` hidden states [T, hidden_size], which may be overwritten."""
-        assert residual is not None
-        normed = self.hidden_norm(PartialSum(residual)).tensor()
-        both = torch.cat((self.input_layernorm(x).tensor(), normed), -1)
-        added = self.self_attn(both, cos_sin)
-        after = self.post_attention_layernorm(added, normed if self.norm_before_residual else residual)
-        return self.mlp(after), after.residual
+    def forward(self, positions: torch.Tensor, embeddings: torch.Tensor, hidden_states: torch.Tensor):  # type: ignore
+        """Embeddings and hidden states [T, hidden_size]; the result is that of a decoder layer."""
+        normed = self.hidden_norm(hidden_states)
+        x = self.self_attn(positions, torch.cat((self.input_layernorm(embeddings), normed), -1))
+        x, residual = self.post_attention_layernorm(x, normed if self.norm_before_residual else hidden_states)
+        return self.mlp(x), residual
 
 
 class Eagle3Head(nn.Module):
@@ -76,30 +72,30 @@ class Eagle3Head(nn.Module):
     (2025): it reads three hidden states of the model, and has logits of a part of the vocabulary.
     """
 
-    packed_modules_mapping: ClassVar = DecoderForCausalLM.packed_modules_mapping
+    packed_modules_mapping: ClassVar = Qwen3ForCausalLM.packed_modules_mapping
 
-    def __init__(self, config: Eagle3Config, max_len: int, backend: AttentionBackend):
+    def __init__(self, config: Eagle3Config, max_len: int):
         super().__init__()
-        self.config, tp, layer = config, TensorParallel(), config.layer
-        size, dtype = layer.hidden_size, layer.dtype
-        self.embed_tokens = VocabParallelEmbedding(layer.vocab_size, size, tp, dtype) if config.has_embeddings else None
+        self.config, layer = config, config.layer
+        size = layer.hidden_size
+        self.embed_tokens = VocabParallelEmbedding(layer.vocab_size, size) if config.has_embeddings else None
         self.hidden_states = HiddenStates(size)  # products of `fc`
-        self.fc = ColumnParallelLinear(3 * config.target_hidden_size, size, False, tp, dtype)
-        self.rotary_emb = RotaryEmbedding(layer.rope_inv_freq, layer.rope_scale, max_len)
-        self.layers = nn.ModuleList([Eagle3Layer(config, backend, tp)])
-        self.norm = RMSNorm(size, layer.rms_norm_eps, dtype)
-        self.lm_head = ParallelLMHead(config.draft_vocab_size, size, tp, dtype)
+        self.fc = ColumnParallelLinear(3 * config.target_hidden_size, size)
+        self.layers = nn.ModuleList(
+            [Eagle3Layer(config, RotaryEmbedding(layer.rope_inv_freq, layer.rope_scale, max_len))]
+        )
+        self.norm = RMSNorm(size, layer.rms_norm_eps)
+        self.lm_head = ParallelLMHead(config.draft_vocab_size, size)
         self.register_buffer("token_ids", torch.arange(config.draft_vocab_size))  # of what `lm_head` tells
 
-    def forward(self, embeddings: PartialSum, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, embeddings: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Rows [T] -> hidden states [T, hidden_size] in the place of the model's at the next positions."""
-        cos_sin = self.rotary_emb(positions)  # first, as in models/decoder.py
-        x, residual = self.layers[0](embeddings, hidden_states, cos_sin)
-        return residual + x.reduce()
+        x, residual = self.layers[0](positions, embeddings, hidden_states)
+        return residual + x
 
-    def compute_logits(self, hidden_states: torch.Tensor, sampling_params: torch.Tensor | None = None) -> torch.Tensor:
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Hidden states [S, hidden_size] -> logits of the model's vocabulary, -inf where the head has no token."""
-        logits = self.lm_head(self.norm(PartialSum(hidden_states)).tensor())
+        logits = self.lm_head(self.norm(hidden_states))
         of_all = logits.new_full((len(logits), self.config.layer.vocab_size), -torch.inf)
         return of_all.index_copy_(1, self.token_ids, logits)
 
@@ -121,23 +117,22 @@ class MtpHead(nn.Module):
     logits are the model's.
     """
 
-    packed_modules_mapping: ClassVar = DecoderForCausalLM.packed_modules_mapping
+    packed_modules_mapping: ClassVar = Qwen3ForCausalLM.packed_modules_mapping
 
-    def __init__(self, config: ModelConfig, max_len: int, backend: AttentionBackend):
+    def __init__(self, config: ModelConfig, max_len: int):
         super().__init__()
-        size, tp = config.hidden_size, TensorParallel()
+        size = config.hidden_size
         make_layer = model_class(config.model_type).make_layer  # type: ignore[attr-defined]
         self.hidden_states = HiddenStates(size)
         self.pre_fc_norm_embedding = ZeroCenteredRMSNorm(size, config.rms_norm_eps)
         self.pre_fc_norm_hidden = ZeroCenteredRMSNorm(size, config.rms_norm_eps)
-        self.fc = ColumnParallelLinear(2 * size, size, False, tp, config.dtype)
-        self.rotary_emb = RotaryEmbedding(config.rope_inv_freq, config.rope_scale, max_len)
-        self.layers = nn.ModuleList([make_layer(config, min(config.hybrid.attention_layers), backend, tp)])
+        self.fc = ColumnParallelLinear(2 * size, size)
+        rotary_emb = RotaryEmbedding(config.rope_inv_freq, config.rope_scale, max_len)
+        self.layers = nn.ModuleList([make_layer(config, min(config.hybrid.attention_layers), rotary_emb)])
         self.norm = ZeroCenteredRMSNorm(size, config.rms_norm_eps)
 
-    def forward(self, embeddings: PartialSum, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, embeddings: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Rows [T] -> hidden states [T, hidden_size] in the place of the model's last ones at the next positions."""
-        cos_sin = self.rotary_emb(positions)  # first, as in models/decoder.py: the concatenation is an ordinary launch
-        normed = self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(PartialSum(hidden_states))
-        x = self.fc(torch.cat([x.tensor() for x in normed], -1))
-        return self.norm(*self.layers[0](PartialSum(x), None, cos_sin)).tensor()
+        normed = self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden_states)
+        x, residual = self.layers[0](positions, self.fc(torch.cat(normed, -1)), None)
+        return self.norm(x, residual)[0]

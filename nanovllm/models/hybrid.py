@@ -10,20 +10,18 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from nanovllm.layers.attention import Attention, AttentionBackend
 from nanovllm.layers.gated_delta_net import DeltaHeads, GatedDeltaNet
-from nanovllm.layers.layernorm import NormInput, RMSNorm
-from nanovllm.layers.linear import RowParallelLinear
-from nanovllm.layers.rotary_embedding import QKNormRope
+from nanovllm.layers.layernorm import ZeroCenteredRMSNorm
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.scattered_linear import GatedQKVParallelLinear
 from nanovllm.layers.sigmoid_gate import SigmoidGate, sigmoid_gate
 from nanovllm.models import ModelConfig
-from nanovllm.models.decoder import DecoderForCausalLM, DecoderMLP
+from nanovllm.models.qwen3 import Qwen3Attention, Qwen3ForCausalLM, Qwen3MLP
 from nanovllm.models.qwen3_moe import Qwen3MoeForCausalLM
 from nanovllm.moe.experts import MoE
 from nanovllm.utils.checks import check_choice, check_int
-from nanovllm.utils.loader import Shard, parameter
-from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
+from nanovllm.utils.construction import get_construction
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,32 +57,21 @@ class HybridConfig:
         tp.shard_size("inner size of the shared expert", self.shared_size)
 
 
-class ZeroCenteredRMSNorm(RMSNorm):
-    """A checkpoint has the difference of the weight from one, which may be too small for 16 bits beside it."""
+class GatedAttention(Qwen3Attention):
+    """The output of each head is multiplied by the sigmoid of a gate, which is one more part of the product of qkv."""
 
-    def __init__(self, size: int, eps: float):
-        super().__init__(size, eps)
-        load = Shard((size,)).copy
-        self.weight = parameter((size,), lambda target, weight: load(target, weight).add_(1), torch.float32)
+    def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding):
+        super().__init__(config, rotary_emb)
+        sizes = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads
+        self.qkv_proj = GatedQKVParallelLinear(*sizes, bias=config.qkv_bias)
+        self.q_norm = ZeroCenteredRMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = ZeroCenteredRMSNorm(config.head_dim, config.rms_norm_eps)
 
-
-class GatedAttention(nn.Module):
-    def __init__(self, config: ModelConfig, backend: AttentionBackend, tp: TensorParallel):
-        super().__init__()
-        dim, num_heads, num_kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
-        sizes = config.hidden_size, dim, num_heads, num_kv_heads
-        self.qkv_proj = GatedQKVParallelLinear(*sizes, config.qkv_bias, tp, config.linear_dtype)
-        self.o_proj = RowParallelLinear(num_heads * dim, config.hidden_size, config.o_bias, tp, config.linear_dtype)
-        self.q_norm = ZeroCenteredRMSNorm(dim, config.rms_norm_eps)
-        self.k_norm = ZeroCenteredRMSNorm(dim, config.rms_norm_eps)
-        heads = self.qkv_proj.num_heads // 2, self.qkv_proj.num_kv_heads
-        self.attn = Attention(*heads, dim, backend)
-
-    def forward(self, x: NormInput, cos_sin: torch.Tensor) -> PartialSum:
-        gate_qkv, num_gates = self.qkv_proj(x), self.attn.num_heads * self.attn.head_dim
-        norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
-        attended = self.attn(gate_qkv[:, num_gates:], QKNormRope(*norms, cos_sin))
-        return self.o_proj(sigmoid_gate(attended, gate_qkv[:, :num_gates]))
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        gate_qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+        gate, q, k, v = gate_qkv.split([self.num_heads, self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        q, k = self.rotary_emb(positions, self.q_norm(q), self.k_norm(k))
+        return self.o_proj(sigmoid_gate(self.attn(q, k, v), gate.flatten(1)))
 
 
 class SharedExpertMoE(MoE):
@@ -94,26 +81,24 @@ class SharedExpertMoE(MoE):
     are views, through which it is loaded.
     """
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel):
-        size, moe, dtype = config.hybrid.shared_size, config.moe, config.linear_dtype
-        is_alike = size == moe.intermediate_size and not moe.expert_parallel and dtype is not None
-        super().__init__(config.hidden_size, replace(moe, num_shared=int(is_alike)), tp, dtype)
-        self.shared_expert = DecoderMLP(replace(config, intermediate_size=size), tp)
-        self.shared_expert_gate = SigmoidGate(config.hidden_size, config.dtype)
+    def __init__(self, config: ModelConfig):
+        size, moe = config.hybrid.shared_size, config.moe
+        is_alike = size == moe.intermediate_size and not moe.expert_parallel and config.quantization is None
+        super().__init__(config.hidden_size, replace(moe, num_shared=int(is_alike)))
+        self.shared_expert = Qwen3MLP(replace(config, intermediate_size=size))
+        self.shared_expert_gate = SigmoidGate(config.hidden_size)
         if is_alike:
             self.shared_expert.gate_up_proj.weight.data = self.experts.gate_up_proj.data[-1]
             self.shared_expert.down_proj.weight.data = self.experts.down_proj.data[-1]
             self.shared_expert_gate.weight.data = self.gate.weight.data[-1:]
 
-    def forward(self, x: NormInput) -> PartialSum:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         mixed = super().forward(x)
-        if self.num_shared:
-            return mixed
-        return PartialSum(mixed.reduce() + self.shared_expert_gate(x.tensor(), self.shared_expert(x).reduce()))
+        return mixed if self.num_shared else mixed + self.shared_expert_gate(x, self.shared_expert(x))
 
 
 class HybridLayer(nn.Module):
-    """As DecoderLayer, with one of two layers before the feed-forward one, named as in checkpoints."""
+    """As Qwen3DecoderLayer, with one of two layers before the feed-forward one, named as in checkpoints."""
 
     def __init__(self, config: ModelConfig, mixer: nn.Module, mlp: nn.Module):
         super().__init__()
@@ -125,11 +110,16 @@ class HybridLayer(nn.Module):
         self.post_attention_layernorm = ZeroCenteredRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = mlp
 
-    def forward(self, x: PartialSum, residual: torch.Tensor | None, cos_sin: torch.Tensor):
-        normed = self.input_layernorm(x, residual)
-        x = self.linear_attn(normed) if self.self_attn is None else self.self_attn(normed, cos_sin)
-        normed = self.post_attention_layernorm(x, normed.residual)
-        return self.mlp(normed), normed.residual
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            x, residual = self.input_layernorm(hidden_states), hidden_states
+        else:
+            x, residual = self.input_layernorm(hidden_states, residual)
+        x = self.linear_attn(x) if self.self_attn is None else self.self_attn(positions, x)
+        x, residual = self.post_attention_layernorm(x, residual)
+        return self.mlp(x), residual
 
 
 class NestedModel(nn.Module):
@@ -143,7 +133,7 @@ class NestedModel(nn.Module):
         return self.language_model(token_ids, positions)
 
 
-class HybridForCausalLM(DecoderForCausalLM):
+class HybridForCausalLM(Qwen3ForCausalLM):
     layer_types = ("linear_attention", "full_attention")
     unused_prefixes = ("model.visual.", "mtp.")
     # what is absent has the value that transformers gives it
@@ -158,8 +148,8 @@ class HybridForCausalLM(DecoderForCausalLM):
         "linear_conv_kernel_dim": 4,
     }
 
-    def __init__(self, config: ModelConfig, max_len: int, backend: AttentionBackend, tp: TensorParallel):
-        super().__init__(config, max_len, backend, tp)
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
         self.model.norm = ZeroCenteredRMSNorm(config.hidden_size, config.rms_norm_eps)
         if config.hybrid.is_nested:
             self.model = NestedModel(self.model)
@@ -170,19 +160,19 @@ class HybridForCausalLM(DecoderForCausalLM):
         raise NotImplementedError
 
     @classmethod
-    def make_layer(cls, config: ModelConfig, i: int, backend: AttentionBackend, tp: TensorParallel) -> nn.Module:
-        if i in config.hybrid.attention_layers:
-            mixer: nn.Module = GatedAttention(config, backend, tp)
+    def make_layer(cls, config: ModelConfig, layer_index: int, rotary_emb: RotaryEmbedding) -> nn.Module:
+        if layer_index in config.hybrid.attention_layers:
+            mixer: nn.Module = GatedAttention(config, rotary_emb)
         else:
-            heads, weights = config.hybrid.heads, cls.delta_net_weights(config.hybrid.heads, tp)
-            dtypes = config.dtype, config.linear_dtype
-            mixer = GatedDeltaNet(config.hidden_size, heads, config.rms_norm_eps, weights, dtypes, tp)
-        return HybridLayer(config, mixer, cls.make_mlp(config, i, tp))
+            heads = config.hybrid.heads
+            weights = cls.delta_net_weights(heads, get_construction().tp)
+            mixer = GatedDeltaNet(config.hidden_size, heads, config.rms_norm_eps, weights)
+        return HybridLayer(config, mixer, cls.make_mlp(config, layer_index))
 
     @staticmethod
-    def make_mlp(config: ModelConfig, layer_index: int, tp: TensorParallel) -> nn.Module:
+    def make_mlp(config: ModelConfig, layer_index: int) -> nn.Module:
         has_experts = config.moe and layer_index in config.moe.layers
-        return SharedExpertMoE(config, tp) if has_experts else DecoderMLP(config, tp)
+        return SharedExpertMoE(config) if has_experts else Qwen3MLP(config)
 
     @classmethod
     def read_config(cls, raw: dict, file: Path) -> dict:

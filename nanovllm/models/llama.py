@@ -1,12 +1,26 @@
-"""Llama 2 and 3, and models that are stored as such: attention without q and k norms."""
+"""Llama 2 and 3, and models that are stored as such: Qwen3 without norms of queries and keys."""
 
 from pathlib import Path
 
-from nanovllm.models.decoder import DecoderForCausalLM
+from torch import nn
+
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.models import ModelConfig
+from nanovllm.models.qwen3 import Qwen3Attention, Qwen3ForCausalLM
 from nanovllm.utils.checks import check_choice
 
 
-class LlamaForCausalLM(DecoderForCausalLM):
+class LlamaAttention(Qwen3Attention):
+    def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding):
+        super().__init__(config, rotary_emb)
+        self.q_norm = self.k_norm = nn.Identity()
+
+
+class LlamaForCausalLM(Qwen3ForCausalLM):
+    @staticmethod
+    def make_attention(config: ModelConfig, rotary_emb: RotaryEmbedding) -> nn.Module:
+        return LlamaAttention(config, rotary_emb)
+
     @staticmethod
     def read_config(raw: dict, file: Path) -> dict:
         # more than 1 splits matrix products, to round as the training did

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.utils.checks import check_int
 
 
-class MistralForCausalLM(DecoderForCausalLM):
+class MistralForCausalLM(LlamaForCausalLM):
     @staticmethod
     def read_config(raw: dict, file: Path) -> dict:
         # null means no window; 4096 is transformers' default if there is no entry

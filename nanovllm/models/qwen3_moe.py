@@ -5,19 +5,17 @@ from pathlib import Path
 from torch import nn
 
 from nanovllm.models import ModelConfig
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.qwen3 import Qwen3ForCausalLM, Qwen3MLP
 from nanovllm.moe.config import MoEConfig
 from nanovllm.moe.experts import MoE
 from nanovllm.utils.checks import check_int
-from nanovllm.utils.tensor_parallel import TensorParallel
 
 
 class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
     @staticmethod
-    def make_mlp(config: ModelConfig, layer_index: int, tp: TensorParallel) -> nn.Module:
-        if config.moe is None or layer_index not in config.moe.layers:
-            return Qwen3ForCausalLM.make_mlp(config, layer_index, tp)
-        return MoE(config.hidden_size, config.moe, tp, config.linear_dtype)
+    def make_mlp(config: ModelConfig, layer_index: int) -> nn.Module:
+        has_experts = config.moe and layer_index in config.moe.layers
+        return MoE(config.hidden_size, config.moe) if has_experts else Qwen3MLP(config)
 
     @staticmethod
     def read_config(raw: dict, file: Path) -> dict:

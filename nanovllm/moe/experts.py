@@ -6,14 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.kernels import operation
 from nanovllm.layers.activation import SiluAndMul
-from nanovllm.layers.layernorm import NormInput
-from nanovllm.layers.linear import MergedColumnParallelLinear, linear
+from nanovllm.layers.linear import ReplicatedLinear, linear
 from nanovllm.moe.config import MoEConfig
-from nanovllm.utils.context import get_context
+from nanovllm.utils.construction import get_construction
 from nanovllm.utils.loader import Shard, check_shape, parameter
-from nanovllm.utils.tensor_parallel import PartialSum, TensorParallel
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 GATE, UP, DOWN = 0, 1, 2  # the shard ids of an expert's weights
 
@@ -39,7 +37,7 @@ def route(
 
 
 class ExpertsFormat:
-    """How `Experts` store and multiply their weights: in the dtype of the activations; see WeightFormat."""
+    """How `Experts` store and multiply their weights: in the dtype of the activations; quantization/ has others."""
 
     # the end of a checkpoint's name for a tensor of one expert, and of the stacked parameter that holds it
     suffixes: ClassVar = {"weight": ""}
@@ -62,8 +60,9 @@ class Experts(nn.Module):
     ones are the last of the stacks. Checkpoints have them elsewhere: they are loaded through views of other modules.
     """
 
-    def __init__(self, hidden_size: int, config: MoEConfig, tp: TensorParallel, dtype: torch.dtype | None):
+    def __init__(self, hidden_size: int, config: MoEConfig):
         super().__init__()
+        tp = get_construction().tp
         self.num_experts, self.hidden_size, self.size = config.num_experts, hidden_size, config.intermediate_size
         # of the two dimensions that could be divided, one is divided over the ranks, and the other over a single one
         self.expert_tp = tp if config.expert_parallel else TensorParallel()
@@ -72,8 +71,9 @@ class Experts(nn.Module):
         self.first_expert = self.expert_tp.rank * self.num_local
         self.local_size = self.size_tp.shard_size("inner size of the experts", self.size)
         self.num_stacked = self.num_local + config.num_shared
-        self.gate_up_proj = parameter((self.num_stacked, 2 * self.local_size, hidden_size), self._load_gate_up, dtype)
-        self.down_proj = parameter((self.num_stacked, hidden_size, self.local_size), self._load_down, dtype)
+        gate_up, down = (2 * self.local_size, hidden_size), (hidden_size, self.local_size)
+        self.gate_up_proj = parameter((self.num_stacked, *gate_up), self._load_gate_up, is_linear=True)
+        self.down_proj = parameter((self.num_stacked, *down), self._load_down, is_linear=True)
         self.act_fn = SiluAndMul()
         self.format = ExpertsFormat()
 
@@ -143,31 +143,28 @@ class Experts(nn.Module):
         return out.to(x.dtype)
 
 
-@operation
-def mix_experts(x: NormInput, layer: "MoE", slot_mapping: torch.Tensor) -> PartialSum:
-    """The sum over the ranks, [T, hidden], of the experts of a layer that its router chooses for each row of x, and of
-    shared ones.
+class Router(ReplicatedLinear):
+    """Scores of all experts for each token; a checkpoint has those of shared experts elsewhere."""
 
-    Tokens whose slot [T] is negative pad a batch, and may get any values.
-    """
-    rows = x.tensor()
-    routing = route(layer.gate(rows), layer.top_k, layer.renormalize, layer.num_shared)
-    return layer.tp.sum(lambda out: layer.experts(rows, *routing), *rows.shape, rows.dtype)
+    def __init__(self, hidden_size: int, config: MoEConfig):
+        super().__init__(hidden_size, config.num_experts + config.num_shared)
+        self.num_experts = config.num_experts
+
+    def shard(self) -> Shard:
+        return Shard((self.num_experts, self.weight.shape[1]))
 
 
 class MoE(nn.Module):
     """A router, and the weighted sum of the `top_k` experts that it chooses for each token."""
 
-    def __init__(
-        self, hidden_size: int, config: MoEConfig, tp: TensorParallel, dtype: torch.dtype | None = torch.float32
-    ):
+    def __init__(self, hidden_size: int, config: MoEConfig):
         super().__init__()
-        # every rank has the whole router, which is loaded without the rows of shared experts
-        outputs = [(config.num_experts, TensorParallel()), (config.num_shared, TensorParallel())]
-        self.gate = MergedColumnParallelLinear(hidden_size, outputs, bias=False, dtype=dtype)
-        self.experts = Experts(hidden_size, config, tp, dtype)
+        self.tp = get_construction().tp
+        self.gate = Router(hidden_size, config)
+        self.experts = Experts(hidden_size, config)
         self.top_k, self.renormalize, self.num_shared = config.top_k, config.renormalize, config.num_shared
-        self.tp = tp
 
-    def forward(self, x: NormInput) -> PartialSum:
-        return mix_experts(x, self, get_context().slot_mapping)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden_size] -> [T, hidden_size]."""
+        routing = route(self.gate(x), self.top_k, self.renormalize, self.num_shared)
+        return self.tp.all_reduce(self.experts(x, *routing))

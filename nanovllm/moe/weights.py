@@ -1,6 +1,7 @@
 """Weights of a mixture of experts, which a checkpoint has for all experts together or for each. Imported for those."""
 
 from collections.abc import Callable, Collection
+from functools import partial
 
 from torch import nn
 
@@ -18,4 +19,4 @@ def split_experts(loaders: dict[str, tuple[Callable, list[int]]], model: nn.Modu
             for name in stacked:
                 del loaders[name]
             for name, (parameter, shard_id) in experts.tensors_of_experts().items():
-                loaders[f"{path}.{name}"] = parameter.weight_loader, [*shard_id]
+                loaders[f"{path}.{name}"] = partial(parameter.weight_loader, parameter), [*shard_id]

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from nanovllm.fused.norm_input import NormInput
 from nanovllm.kernels import ops, variant
 from nanovllm.layers.activation import SiluAndMul
-from nanovllm.layers.layernorm import NormInput
 from nanovllm.layers.linear import LinearBase
 from nanovllm.quantization.scaled import QuantScheme
 from nanovllm.quantization.scaled_linear import ScaledLinear

@@ -15,8 +15,9 @@ from nanovllm.layers.linear import LinearBase
 from nanovllm.moe.experts import Experts, MoE
 from nanovllm.quantization.scaled import QuantScheme
 from nanovllm.quantization.scaled_experts import FP8Experts, ScaledExperts
-from nanovllm.quantization.scaled_linear import ScaledLinear
+from nanovllm.quantization.scaled_linear import Quantized, ScaledLinear
 from nanovllm.utils.loader import parameter
+from nanovllm.utils.replace import replace_methods
 
 ALL = "Linear"  # a target: every linear layer
 
@@ -82,9 +83,11 @@ class QuantConfig:
         with torch.device(device):
             if (scheme := schemes.pop()) is not None:
                 module.format = make(module, scheme)
+                if isinstance(module, LinearBase):
+                    replace_methods(module, Quantized, "Quantized")
             for name, p in [*module.named_parameters(recurse=False)]:
                 if p.is_meta:  # a bias, or a weight that is not quantized
-                    setattr(module, name, parameter(tuple(p.shape), p.weight_loader.func, dtype))
+                    setattr(module, name, parameter(tuple(p.shape), p.weight_loader, dtype))
 
 
 def _checkpoint_names(path: str, packed_modules_mapping: dict) -> list[str]:

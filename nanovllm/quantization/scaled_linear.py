@@ -4,10 +4,11 @@ from typing import Any
 
 import torch
 
+from nanovllm.fused.linear import WeightFormat
+from nanovllm.fused.norm_input import NormInput
 from nanovllm.kernels import operation
 from nanovllm.layers.activation import SiluAndMul
-from nanovllm.layers.layernorm import NormInput
-from nanovllm.layers.linear import LinearBase, WeightFormat, linear
+from nanovllm.layers.linear import LinearBase, linear
 from nanovllm.quantization.scaled import QuantScheme, ScaledWeight, dequantize
 
 
@@ -36,6 +37,13 @@ def best_scaled_split_k(
     these alone come with `max_rows`.
     """
     return 1
+
+
+class Quantized:
+    """In the place of `LinearBase.multiply`, for layers whose `format` is one of those here."""
+
+    def multiply(self: Any, x: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        return self.format.linear(self, x, bias)
 
 
 class ScaledLinear(WeightFormat):

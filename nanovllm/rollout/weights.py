@@ -127,7 +127,7 @@ class ModelWeights:
         self._quantized: set[str] = set()  # those of `_loaded` whose scales were made here
         for path, experts in model.named_modules():
             for name, (parameter, ids) in getattr(experts, "tensors_of_experts", dict)().items():
-                self.loaders[f"{path}.{name}"] = parameter.weight_loader, [*ids]
+                self.loaders[f"{path}.{name}"] = partial(parameter.weight_loader, parameter), [*ids]
                 if name.endswith(".weight"):
                     self._shapes[f"{path}.{name}"] = experts.shard(ids[1]).shape
         formats = model.config.quantization.dtypes if model.config.quantization else ()

@@ -7,15 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.attention import backend_class
 from nanovllm.engine.features import Arrays
 from nanovllm.kernels.sampling_columns import seeds
-from nanovllm.layers.attention import Attention, make_backend
+from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler, SamplingRows, logit_cutoffs
-from nanovllm.models import model_class
+from nanovllm.models import make_model
 from nanovllm.spec_decode.rows import ChainShape, place_chains, slots_of
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.loader import load_model
-from nanovllm.utils.tensor_parallel import TensorParallel
 
 
 class DraftModel:
@@ -35,15 +35,17 @@ class DraftModel:
     def __init__(self, runner: Any):
         """Loads the weights. Its layers join the runner's cache groups, which have no memory yet."""
         config = runner.config
-        self.runner, self.sampler, self.backend = runner, Sampler(), make_backend(config.attention_backend)
+        self.runner, self.sampler, self.backend = runner, Sampler(), backend_class(config.attention_backend)()
         with torch.device(runner.device):
             self.model = self.make_model().eval()
         with torch.device("cpu"):
             self.load(folder := Path(config.speculative_config.model), config.load_format)
+        runner.fuse_layers(self.model)
         for parameter in self.model.parameters():
             del parameter.weight_loader  # which refers to it
         for layer in self.model.modules():
             if isinstance(layer, Attention):
+                layer.backend = self.backend
                 self.backend.set_head_shape(layer.num_heads // layer.num_kv_heads, layer.head_dim, config.dtype)
             if hasattr(layer, "cache_spec"):
                 spec = layer.cache_spec()
@@ -60,7 +62,7 @@ class DraftModel:
     def make_model(self) -> nn.Module:
         config = self.runner.config
         model_config = config.speculative_config.draft_model_config
-        return model_class(model_config.model_type)(model_config, config.max_model_len, self.backend, TensorParallel())
+        return make_model(model_config, config.max_model_len)
 
     def load(self, folder: Path, load_format: str) -> None:
         load_model(self.model, folder, self.runner.device, load_format)
@@ -140,7 +142,7 @@ class DraftModel:
         """Drafts follow rows [S] whose tokens have these cache slots."""
 
     def compute_logits(self, hidden_states: torch.Tensor, sampling_params: torch.Tensor) -> torch.Tensor:
-        return self.model.compute_logits(hidden_states, sampling_params)
+        return self.model.compute_logits(hidden_states)
 
     def _sample(self, hidden_states: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         """What the model would draw from these logits: with the same edits, filters and noise."""

@@ -10,9 +10,11 @@ from torch import nn
 from nanovllm.models.heads import Eagle3Head, MtpHead
 from nanovllm.spec_decode.draft_model import DraftModel
 from nanovllm.spec_decode.head_checkpoint import read_mtp_tensors, read_tensors
+from nanovllm.utils.construction import constructing
 from nanovllm.utils.context import get_context
 from nanovllm.utils.loader import weight_loaders
 from nanovllm.utils.refusals import bad_tensors, other_tensors
+from nanovllm.utils.tensor_parallel import TensorParallel
 
 
 class Head(DraftModel):
@@ -34,7 +36,8 @@ class Head(DraftModel):
         self.decoder = getattr(model, "language_model", model)  # of a checkpoint with other parts
         self.embed_tokens = self.decoder.embed_tokens
         config = self.runner.config
-        return self.make_head(config.speculative_config.draft_model_config, config.max_model_len)
+        with constructing(TensorParallel(), config.dtype):
+            return self.make_head(config.speculative_config.draft_model_config, config.max_model_len)
 
     def make_head(self, config: Any, max_len: int) -> nn.Module:
         raise NotImplementedError
@@ -64,17 +67,17 @@ class Head(DraftModel):
 
 class Eagle3(Head):
     def make_head(self, config: Any, max_len: int) -> Eagle3Head:
-        head = Eagle3Head(config, max_len, self.backend)
+        head = Eagle3Head(config, max_len)
         self.embed_tokens = head.embed_tokens or self.embed_tokens
         self.parts: list[Any] = [None] * len(config.layer_ids)  # hidden states of a step, so far
         for i, layer_id in enumerate(config.layer_ids):
-            layer = self.decoder.layers[layer_id]
-            (layer.self_attn or layer.linear_attn).register_forward_hook(partial(self.capture, i))
+            norm = self.decoder.layers[layer_id].post_attention_layernorm
+            norm.register_forward_pre_hook(partial(self.capture, i))
         return head
 
-    def capture(self, index: int, mixer: nn.Module, args: tuple, output: Any) -> None:
-        """Take the hidden states before a layer [T, hidden_size], when its first part has computed their norm."""
-        self.parts[index] = args[0].residual.clone()  # which the layer overwrites
+    def capture(self, index: int, norm: nn.Module, args: tuple) -> None:
+        """Take the hidden states before a layer [T, hidden_size]: what its second norm adds to, and may overwrite."""
+        self.parts[index] = args[1].clone()
         if index == len(self.parts) - 1:
             self.keep(self.model.fc(torch.cat(self.parts, -1)))
             self.parts = [None] * len(self.parts)
@@ -95,7 +98,7 @@ class Mtp(Head):
 
     def make_head(self, config: Any, max_len: int) -> MtpHead:
         self.decoder.register_forward_hook(lambda model, args, output: self.keep(output))
-        return MtpHead(config, max_len, self.backend)
+        return MtpHead(config, max_len)
 
     def fill(self, folder: Path) -> None:
         fill(self.model, read_mtp_tensors(folder), folder)

@@ -7,13 +7,16 @@ from time import perf_counter, sleep
 
 import numpy as np
 import torch
+from torch import nn
 
 from nanovllm.engine.batch import BatchShape, DeviceBatch, HostBatch
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request_tables import ForwardOutput
 from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.fused import fuse
 from nanovllm.graphs.buffers import Buffers, to_device
 from nanovllm.graphs.cuda_graph import DecodeGraphs, MixedGraphs
+from nanovllm.layers.sampler import SamplingRows
 from nanovllm.startup.arena import Arena
 from nanovllm.startup.cuda import RESERVE_BYTES, hash_compiler, start_on_cuda, threads_in_turn
 from nanovllm.utils.tensor_parallel import STEP_TIMEOUT
@@ -33,6 +36,17 @@ class CUDAModelRunner(ModelRunner):
     def _load_model(self):
         with self.arena("weights"):
             return super()._load_model()
+
+    def fuse_layers(self, model: nn.Module) -> None:
+        fuse(model)
+
+    def compute_logits(self, hidden_states: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+        head = self.model.lm_head
+        head.sampling_params = rows.params  # of the other ranks' logits, it needs those of filtered rows
+        try:
+            return super().compute_logits(hidden_states, rows)
+        finally:
+            head.sampling_params = None
 
     def arena(self, tag: str) -> AbstractContextManager:
         """Where new tensors lie that `sleep` is to give back under this tag."""

@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from nanovllm.utils.checks import read_json
+from nanovllm.utils.construction import get_construction
 
 BUNDLED = Path(__file__).parent.parent / "assets"
 TOKENIZER_FILES = ("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",)  # one of these is enough
@@ -83,15 +84,25 @@ def _find(setting: str, name: str, revision: str | None, with_weights: bool) -> 
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
-def parameter(shape: tuple[int, ...], load: Callable, dtype: torch.dtype | None) -> nn.Parameter:
-    """A parameter with a `weight_loader(weight, ...)`: `load(parameter, weight, ...)`, which returns what it filled.
+def parameter(
+    shape: tuple[int, ...], weight_loader: Callable, dtype: torch.dtype | None = None, is_linear: bool = False
+) -> nn.Parameter:
+    """A parameter with a `weight_loader(parameter, loaded_weight, *shard_id)`, which returns what it filled.
 
-    Without a dtype it has a shape and no memory: a weight format will replace it.
+    Its dtype is by default that of the model that is constructed. With `is_linear` it may have a shape and no memory:
+    then a weight format will replace it.
     """
-    empty = torch.empty(shape, dtype=dtype, device=None if dtype else "meta")
-    empty = nn.Parameter(empty, requires_grad=False)
-    empty.weight_loader = partial(load, empty)
+    construction = get_construction()
+    dtype = dtype or construction.dtype
+    device = "meta" if is_linear and construction.is_quantized else None
+    empty = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+    empty.weight_loader = weight_loader
     return empty
+
+
+def default_weight_loader(param: torch.Tensor, loaded_weight) -> torch.Tensor:
+    """Copy a weight of the checkpoint that every rank has whole."""
+    return Shard(tuple(param.shape)).copy(param, loaded_weight)
 
 
 def check_shape(weight, shape: tuple[int, ...]):
@@ -128,7 +139,7 @@ def load_model(
     """Fill `model` from the safetensors files in `folder`, or with random numbers if `load_format` is "dummy".
 
     `model.packed_modules_mapping` maps a checkpoint's module to the merged one that holds it, and its shard id there.
-    Every parameter has a `weight_loader(weight)`, or `weight_loader(weight, shard_id)` if several tensors share it.
+    Every parameter has a `weight_loader(parameter, weight)`, with a shard id too if several tensors share it.
     `show_progress` shows a bar of files, if there are several and they are not read at once.
     Raises ValueError that names the tensor if one is missing, surplus, in two files, of another shape, not floating
     point, NaN or infinite; ValueError or FileNotFoundError that names the file if one is broken or missing.
@@ -220,8 +231,8 @@ def open_safetensors(file: Path, device: torch.device | str = "cpu"):
         raise broken_file(file, f"is not a complete safetensors file ({error})") from error
 
 
-def weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[int]]]:
-    """The weight loader of every tensor by its name in a checkpoint, and its shard id if several share a parameter."""
+def weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[Any]]]:
+    """What loads every tensor, by its name in a checkpoint, and its shard id if several share a parameter."""
     shards_of: dict[str, list[tuple]] = {}
     for module, (merged, shard_id) in model.packed_modules_mapping.items():
         shards_of.setdefault(merged, []).append((module, shard_id))
@@ -229,5 +240,5 @@ def weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[int]]]:
     for name, parameter in model.named_parameters():
         *path, merged, kind = name.split(".")  # kind: weight or bias
         for module, *shard_id in shards_of.get(merged, [(merged,)]):
-            loaders[".".join((*path, module, kind))] = parameter.weight_loader, shard_id
+            loaders[".".join((*path, module, kind))] = partial(parameter.weight_loader, parameter), shard_id
     return loaders

@@ -1,4 +1,4 @@
-"""Rotary embeddings for longer contexts than those of the training. This file is imported for models that have them."""
+"""The frequencies of rotary embeddings, also for longer contexts than those of the training."""
 
 import math
 from collections.abc import Mapping
@@ -20,6 +20,11 @@ class Rope(NamedTuple):
     inv_freq: torch.Tensor  # [numbers of a head that are rotated / 2]
     scale: float  # of cos and sin
     max_len: int  # the longest sequence
+
+
+def inverse_frequencies(theta: float, size: int) -> torch.Tensor:
+    """Angles per position [size / 2], of the pairs of `size` numbers of a head."""
+    return 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size)
 
 
 def scaled_rope(kind: str, theta: float, rope: dict, raw: Mapping, head_dim: int, file: Path) -> Rope:

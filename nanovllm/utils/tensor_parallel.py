@@ -1,42 +1,8 @@
 """This rank's place among the ranks that share a model. Here there is one rank; `distributed/` has several."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 STEP_TIMEOUT = 300.0  # seconds that a rank waits for the others within a step
-
-
-class PartialSum:
-    """A [T, N] tensor as a sum of parts, which its reader adds up, in the kernel that reads it if there is one.
-
-    parts: [T, N], or with split_k > 1 [split_k, T, N], to be summed over the first dimension.
-    barrier: what the kernel that reads it waits at, to add the other ranks' parts too (distributed/peer_memory.py);
-        None: there are none.
-    """
-
-    __slots__ = ("device", "parts", "split_k")
-    barrier: Any = None
-
-    def __init__(self, parts: torch.Tensor, split_k: int = 1):
-        self.parts, self.split_k, self.device = parts, split_k, parts.device
-
-    def __len__(self) -> int:
-        """T, the number of rows."""
-        return self.parts.shape[-2]
-
-    @property
-    def tensor(self) -> torch.Tensor | None:
-        """The sum, if there is nothing left to add."""
-        return self.parts if self.split_k == 1 else None
-
-    def reduce(self) -> torch.Tensor:
-        """The sum [T, N]."""
-        return self.parts if self.split_k == 1 else self.parts.sum(0)
-
-
-Compute = Callable[[torch.Tensor | None], torch.Tensor]  # writes to its argument if there is one, and returns it
 
 
 class TensorParallel:
@@ -64,25 +30,21 @@ class TensorParallel:
         size = self.shard_size("checkpoint tensor", total)
         return slice(self.rank * size, (self.rank + 1) * size)
 
-    def sum(self, compute: Compute, num_rows: int, width: int, dtype: torch.dtype, split_k: int = 1) -> PartialSum:
-        """The sum of what `compute` returns on every rank: [num_rows, width], or split_k > 1 parts of that shape.
+    def for_heads(self, num_kv_heads: int) -> "TensorParallel":
+        """How key-value heads are divided: if there are fewer heads than ranks, several ranks hold the same head."""
+        if num_kv_heads >= self.size:
+            return self
+        if self.size % num_kv_heads:
+            raise ValueError(f"tensor_parallel_size={self.size}: no multiple of the key-value heads ({num_kv_heads})")
+        return TensorParallel(self.rank * num_kv_heads // self.size, num_kv_heads)
 
-        Ranks that read each other's memory pass `compute` what it writes to, [split_k, num_rows, width] of that memory.
-        """
-        return PartialSum(compute(None), split_k)
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of every rank's x; x may be overwritten."""
+        return x
 
-    def max_split_k(self, num_rows: int) -> int:
-        """How many parts a summand of `sum` may have at most."""
-        return 4 if self.size == 1 else 1
-
-    def gather(
-        self, compute: Compute, num_rows: int, width: int, dtype: torch.dtype, params: torch.Tensor | None
-    ) -> torch.Tensor:
-        """What `compute` returns on every rank, [num_rows, width], side by side: [num_rows, ranks * width].
-
-        With sampling parameters, rows that are not filtered may lack the columns of the other ranks.
-        """
-        return compute(None)
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Every rank's x [T, N] side by side: [T, ranks * N]."""
+        return x
 
     def all_reduce_max(self, keys: torch.Tensor) -> torch.Tensor:
         """The elementwise maximum of every rank's keys [S] int64; S may be 0. It ends each forward of several ranks."""

@@ -27,7 +27,7 @@ def untie_other_head(model: nn.Module, files: dict[str, Path]) -> None:
         problem = "differs from %s, so it is used, although config.json has tie_word_embeddings=true"
         logger.warning(f"%s: %s {problem}", files[HEAD], HEAD, embedding)
     with torch.device(tied.device):
-        model.lm_head.weight = parameter(tuple(tied.shape), tied.weight_loader.func, tied.dtype)
+        model.lm_head.weight = parameter(tuple(tied.shape), tied.weight_loader, tied.dtype)
     model.config = replace(model.config, tie_word_embeddings=False)
 
 

@@ -1,0 +1,78 @@
+"""The keys and values that a layer keeps of each token, in blocks."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+SPAN_SIZE = 16  # tokens that are gathered as one row; divides every `kvcache_block_size`
+
+
+class KVCache:
+    """The keys and values of one layer, in the dtype of the model. Other formats are subclasses: see `quantization/`.
+
+    `k` and `v` are [blocks, block_size, kv_heads, head_dim]. `scales` is what kernels take besides. A token attends to
+    `window` tokens, itself included, or to all.
+    """
+
+    scales: torch.Tensor | None = None
+    window: int | None = None
+
+    def __init__(self, data: torch.Tensor):
+        """A layer's part of each tensor of `tensors`, without the dimension of the layers."""
+        self.k, self.v = data
+
+    @staticmethod
+    def tensors(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """What the caches of some layers consist of, on the meta device: see layers/state.py.
+
+        shape is (2, layers, blocks, block_size, kv_heads, head_dim), that of the first tensor.
+        """
+        return (torch.empty(shape, dtype=dtype, device="meta"),)
+
+    def store_kvcache(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write keys and values [T, kv_heads, head_dim] to slots [T], which count tokens: none may be -1."""
+        self.k.flatten(0, 1).index_copy_(0, slots, k)
+        self.v.flatten(0, 1).index_copy_(0, slots, v)
+
+    def gather(self, spans: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [B, L, kv_heads, head_dim] of the spans [B, L / SPAN_SIZE] int32, in the model's dtype."""
+        return gather_spans(self.k, spans), gather_spans(self.v, spans)
+
+
+def gather_spans(cache: torch.Tensor, spans: torch.Tensor) -> torch.Tensor:
+    """-> [B, L, kv_heads, head_dim]; on a CPU a view, if these are the spans of one sequence and follow each other."""
+    rows = cache.view(-1, SPAN_SIZE * cache.shape[2] * cache.shape[3])
+    if len(spans) == 1 and cache.is_cpu:
+        ids = spans[0].tolist()
+        if ids == [*range(ids[0], ids[-1] + 1)]:
+            return rows[ids[0] : ids[-1] + 1].view(1, -1, *cache.shape[2:])
+    return rows.index_select(0, spans.flatten()).view(len(spans), -1, *cache.shape[2:])
+
+
+class PagedKV(NamedTuple):
+    """The spec of attention: a key and a value of each token and head, in blocks that a sequence's table lists.
+
+    layers/state.py says what a spec is, and lists the others.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    window: int | None  # tokens behind it stay in their blocks, and are not read
+    of_states = False
+
+    def tensors(self, num_layers: int, num_blocks: int, config: Any) -> tuple[torch.Tensor, ...]:
+        shape = (2, num_layers, num_blocks, config.kvcache_block_size, self.num_kv_heads, self.head_dim)
+        return _cache_type(config.kv_cache_dtype).tensors(shape, config.dtype)
+
+    def make(self, parts: list[torch.Tensor], config: Any) -> KVCache:
+        cache = _cache_type(config.kv_cache_dtype)(*parts)
+        cache.window = self.window
+        return cache
+
+
+def _cache_type(kv_cache_dtype: str) -> type[KVCache]:
+    if kv_cache_dtype == "auto":
+        return KVCache
+    from nanovllm.quantization.fp8_cache import FP8KVCache  # imported lazily, as it is rarely needed
+
+    return FP8KVCache

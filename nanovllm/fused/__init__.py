@@ -1,0 +1,58 @@
+"""Fused forms: several operations of plain layers as one kernel. They replace the `forward` of modules that match.
+
+The plain layers say what is computed, and each form computes the same. `FORMS` is the table: whatever its family, a
+module matches by the function that is its `forward`, so a class that inherits a plain `forward` gets the fused one, and
+a class that has another stays plain. Fused neighbours pass each other norms that are not computed yet (NormInput) and
+sums that are not added up yet (PartialSum); plain ones get tensors.
+
+CUDA replaces all modules of a model that match, when it is loaded. What the kernels gain is told in
+docs/kernel-timings.md, and `nanovllm show-fused MODEL` lists what is replaced.
+"""
+
+from pkgutil import resolve_name
+from typing import Any
+
+from torch import nn
+
+from nanovllm.utils.replace import replace_methods
+
+# module:function of a plain forward -> the form in its place; those of a layer's parts come before those of the layer
+FORMS = {
+    "nanovllm.layers.rotary_embedding:RotaryEmbedding.forward": "forms:FusedRotaryEmbedding",
+    "nanovllm.layers.layernorm:RMSNorm.forward": "decoder:FusedRMSNorm",
+    "nanovllm.layers.embed_head:VocabParallelEmbedding.forward": "decoder:FusedEmbedding",
+    "nanovllm.layers.embed_head:ParallelLMHead.forward": "decoder:FusedLMHead",
+    "nanovllm.layers.gated_delta_net:GatedDeltaNet.forward": "delta_net:FusedGatedDeltaNet",
+    "nanovllm.moe.experts:MoE.forward": "experts:FusedMoE",
+    "nanovllm.models.qwen3:Qwen3Attention.forward": "attention:FusedAttention",
+    "nanovllm.models.qwen3:Qwen3MLP.forward": "decoder:FusedMLP",
+    "nanovllm.models.qwen3:Qwen3DecoderLayer.forward": "decoder:FusedDecoderLayer",
+    "nanovllm.models.qwen3:Qwen3Model.forward": "decoder:FusedModel",
+    "nanovllm.models.hybrid:GatedAttention.forward": "attention:FusedGatedAttention",
+    "nanovllm.models.hybrid:SharedExpertMoE.forward": "experts:FusedSharedExpertMoE",
+    "nanovllm.models.hybrid:HybridLayer.forward": "decoder:FusedHybridLayer",
+    "nanovllm.models.heads:Eagle3Layer.forward": "heads:FusedEagle3Layer",
+    "nanovllm.models.heads:Eagle3Head.forward": "heads:FusedEagle3Head",
+    "nanovllm.models.heads:MtpHead.forward": "heads:FusedMtpHead",
+}
+
+
+def form_of(module: nn.Module) -> Any:
+    """The form that would take the place of a module's forward, whose parts may be fused already; None: it is plain."""
+    forward: Any = type(module).forward
+    home = FORMS.get(f"{forward.__module__}:{forward.__qualname__}")
+    form = home and resolve_name(f"{__name__}.{home}")
+    return form if form and form.matches(module) else None
+
+
+def fuse(model: nn.Module) -> None:
+    """Replace the forward of each module of a loaded model that has a fused form, parts before the whole."""
+    from nanovllm.fused.linear import UNQUANTIZED
+    from nanovllm.layers.linear import LinearBase
+
+    for module in reversed([*model.modules()]):
+        if isinstance(module, LinearBase) and not hasattr(module, "format"):
+            module.format = UNQUANTIZED
+        elif (form := form_of(module)) is not None:
+            replace_methods(module, form, "Fused")
+            module.prepare()  # type: ignore[operator]

@@ -1,0 +1,122 @@
+"""Attention with the norm, product, rotary embedding and store before it."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.cache.kv_cache import KVCache
+from nanovllm.fused.forms import Fused, Rope, rope_at
+from nanovllm.fused.linear import partial_sum, product
+from nanovllm.fused.norm_input import NormInput
+from nanovllm.kernels import operation
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.sigmoid_gate import sigmoid_gate
+from nanovllm.utils.context import get_context
+from nanovllm.utils.partial_sum import PartialSum
+
+
+class QKNormRope(NamedTuple):
+    """What attention does to queries and keys before it stores keys: RMS norm of every head, and rotary embedding."""
+
+    q_weight: torch.Tensor | None  # [head_dim], of the norm; None: no norm
+    k_weight: torch.Tensor | None  # [head_dim]; None if and only if q_weight is
+    eps: float  # of the norm
+    cos_sin: torch.Tensor  # [T, 2, N], see FusedRotaryEmbedding
+
+
+def apply_rotary(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, head_dim], of which the first N numbers are rotated by cos_sin [T, 2, N]."""
+    cos, sin = cos_sin.to(x.dtype).unsqueeze(2).unbind(1)  # [T, 1, N]
+    size = cos.shape[-1]
+    rotated = torch.addcmul(x[..., :size] * cos, x[..., :size].roll(size // 2, -1), sin)
+    return rotated if size == x.shape[-1] else torch.cat((rotated, x[..., size:]), -1)
+
+
+def norm_rope(x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor) -> torch.Tensor:
+    """RMS norm of every head of x [T, heads, head_dim] with weight [heads, head_dim], then `apply_rotary`.
+
+    There is no norm if `weight` is None. Computed in float32 and rounded once.
+    """
+    y = x.float()
+    if weight is not None:
+        y = F.rms_norm(y, y.shape[-1:], eps=eps) * weight
+    return apply_rotary(y, cos_sin).to(x.dtype)
+
+
+@operation
+def norm_rope_and_store(
+    qkv: torch.Tensor, qk_norm_rope: QKNormRope, slot_mapping: torch.Tensor, cache: KVCache
+) -> torch.Tensor:
+    """The queries [T, heads, head_dim] of qkv [T, heads + 2 kv_heads, head_dim]; keys and values go to their slots [T].
+
+    This definition takes no slot of -1, which kernels leave out.
+    """
+    q_weight, k_weight, eps, cos_sin = qk_norm_rope
+    num_kv_heads = cache.k.shape[2]
+    num_qk = qkv.shape[1] - num_kv_heads
+    num_heads, weight = num_qk - num_kv_heads, None
+    if q_weight is not None:
+        weight = torch.cat((q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1)))
+    qk = norm_rope(qkv[:, :num_qk], weight, eps, cos_sin)
+    cache.store_kvcache(slot_mapping.long(), qk[:, num_heads:], qkv[:, num_qk:])
+    return qk[:, :num_heads]
+
+
+def attend(attn: Attention, x: Any, qkv_proj: LinearBase | None, qk_norm_rope: QKNormRope) -> torch.Tensor:
+    """Attention of the product of `qkv_proj` with x, or of x itself, [T, (heads + 2 kv_heads) * head_dim].
+
+    -> [T, heads * head_dim]. Of few sequences that decode, all from the norms on is one kernel; for many rows of
+    prompts, the product and the store are one.
+    """
+    backend, cache, context = attn.backend, attn.cache, get_context()
+    kernels, args = getattr(backend, "ops", None), (qk_norm_rope, context.slot_mapping, cache)
+    q: Any = NotImplemented
+    if kernels and context.has_chunks and qkv_proj is not None:
+        q = kernels.qkv_norm_rope_store(x, qkv_proj, *args)
+    if q is not NotImplemented:
+        return backend.attend(q, cache, context).flatten(1)
+    is_decode = not context.has_chunks and context.tokens_per_row == 1  # drafts attend to keys of the same step
+    fuses = kernels and is_decode and kernels.fuses_qk_norm_rope(len(x), attn.num_kv_heads, x.device)
+    qkv = (x if qkv_proj is None else product(qkv_proj, x)).unflatten(-1, (-1, attn.head_dim))
+    if not fuses:
+        return backend.attend(norm_rope_and_store(qkv, *args), cache, context).flatten(1)
+    seqs = context.context_lens, context.block_tables, context.max_context_len
+    return kernels.decode_attention(qkv, cache, *seqs, norm_rope_inputs=(*qk_norm_rope, args[1])).flatten(1)
+
+
+class FusedAttention(Fused):
+    """In the place of `Qwen3Attention.forward`."""
+
+    what = "norms of q and k, RoPE and the store of k and v (few rows: with attention; thousands: with the product)"
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        norms: Any = module.q_norm, module.k_norm
+        has_norms = all(isinstance(norm, RMSNorm) for norm in norms) and norms[0].eps == norms[1].eps
+        has_none = all(isinstance(norm, nn.Identity) for norm in norms)
+        attn: Any = module.attn
+        return (has_norms or has_none) and attn.scale == attn.head_dim**-0.5
+
+    def forward(self: Any, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.fused(hidden_states, rope_at(self.rotary_emb, positions)).reduce()
+
+    def fused(self: Any, x: torch.Tensor | NormInput, rope: Rope) -> PartialSum:
+        return partial_sum(self.o_proj, attend(self.attn, x, self.qkv_proj, self._norms(rope)))
+
+    def _norms(self: Any, rope: Rope) -> QKNormRope:
+        if isinstance(self.q_norm, RMSNorm):
+            return QKNormRope(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, rope.cos_sin)
+        return QKNormRope(None, None, 0.0, rope.cos_sin)
+
+
+class FusedGatedAttention(FusedAttention):
+    """In the place of `GatedAttention.forward`: the first part of the product are the gates."""
+
+    def fused(self: Any, x: torch.Tensor | NormInput, rope: Rope) -> PartialSum:
+        gate, qkv = product(self.qkv_proj, x).tensor_split((self.num_heads * self.head_dim,), 1)
+        attended = attend(self.attn, qkv, None, self._norms(rope))
+        return partial_sum(self.o_proj, sigmoid_gate(attended, gate))

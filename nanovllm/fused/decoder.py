@@ -1,0 +1,136 @@
+"""Decoder layers whose norms belong to the products around them, and the model that calls them."""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.fused.forms import Fused, Rope, rope_at, run_fused, shared_rope
+from nanovllm.fused.linear import partial_sum, product
+from nanovllm.fused.norm_input import NormInput
+from nanovllm.layers.embed_head import embed_shard
+from nanovllm.layers.linear import linear
+from nanovllm.utils.partial_sum import PartialSum, sum_over_ranks
+
+
+class FusedRMSNorm(Fused):
+    """In the place of `RMSNorm.forward`: the norm of a PartialSum is computed by the layer that reads it."""
+
+    what = "the sum of what ranks or splits of a product have computed, with the residual and the norm"
+
+    def forward(self: Any, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None) -> Any:
+        if isinstance(x, PartialSum):
+            return NormInput(x, residual, self)
+        return super().forward(x, residual)  # type: ignore[misc]
+
+
+class FusedMLP(Fused):
+    """In the place of `Qwen3MLP.forward`."""
+
+    what = "the norm, the product of gate and up and SwiGLU (one row); product and SwiGLU (thousands)"
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.fused(x).reduce()
+
+    def fused(self: Any, x: torch.Tensor | NormInput) -> PartialSum:
+        return partial_sum(self.down_proj, product(self.gate_up_proj, x, self.act_fn))
+
+
+class FusedDecoderLayer(Fused):
+    """In the place of `Qwen3DecoderLayer.forward`, and of layers with the same order of norms."""
+
+    what = "norms with the products after them, sums with the norms after them"
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        return isinstance(module.input_layernorm, FusedRMSNorm) and isinstance(
+            module.post_attention_layernorm, FusedRMSNorm
+        )
+
+    def forward(
+        self: Any, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            hidden_states = hidden_states.clone()  # the residual of the second norm, which overwrites it
+        else:
+            residual = residual.clone()
+        rope = rope_at(getattr(self.self_attn, "rotary_emb", None), positions)
+        x, residual = self.fused(PartialSum(hidden_states), residual, rope)
+        return x.reduce(), residual
+
+    def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
+        """What the layer adds to the residual, and the residual before that addition."""
+        normed = self.input_layernorm(x, residual)
+        x = run_fused(self.self_attn, normed, rope)
+        normed = self.post_attention_layernorm(x, normed.residual)
+        return run_fused(self.mlp, normed), normed.residual
+
+
+class FusedHybridLayer(FusedDecoderLayer):
+    """In the place of `HybridLayer.forward`."""
+
+    def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
+        if self.self_attn is not None:
+            return FusedDecoderLayer.fused(self, x, residual, rope)
+        normed = self.input_layernorm(x, residual)
+        x = run_fused(self.linear_attn, normed)
+        normed = self.post_attention_layernorm(x, normed.residual)
+        return run_fused(self.mlp, normed), normed.residual
+
+
+class FusedEmbedding(Fused):
+    """In the place of `VocabParallelEmbedding.forward`."""
+
+    what = "the sum over ranks with the first norm"
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.fused(token_ids).reduce()
+
+    def fused(self: Any, token_ids: torch.Tensor) -> PartialSum:
+        if self.tp.size == 1:
+            return PartialSum(F.embedding(token_ids, self.weight))
+        compute = partial(embed_shard, token_ids, self.weight, self.first_id)
+        return sum_over_ranks(self.tp, compute, len(token_ids), self.weight.shape[1], self.weight.dtype)
+
+
+class FusedLMHead(Fused):
+    """In the place of `ParallelLMHead.forward`.
+
+    While `sampling_params` are set, those of `SamplingRows`, rows that are not filtered may lack the logits of the
+    other ranks' ranges, from which they are not sampled.
+    """
+
+    what = "the product and the exchange of logits between ranks, without those that are not needed"
+    sampling_params: torch.Tensor | None = None
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self.tp, "gather"):
+            return super().forward(hidden_states)  # type: ignore[misc]
+        compute = partial(linear, hidden_states, self.weight, None, 1)
+        sizes = len(hidden_states), len(self.weight)
+        return self.tp.gather(compute, *sizes, hidden_states.dtype, self.sampling_params)
+
+
+class FusedModel(Fused):
+    """In the place of `Qwen3Model.forward`."""
+
+    what = "the last sum of a layer with the first norm of the next"
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        return isinstance(module.norm, FusedRMSNorm) and shared_rope(module) is not None
+
+    def forward(self: Any, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        # The lookup comes first: attention may read cos_sin while the kernel before it still runs, which is safe only
+        # because the embedding, an ordinary launch, starts after the lookup is complete (kernels/dependent_launch.py).
+        rope = rope_at(shared_rope(self), positions)
+        x, residual = self.embed_tokens.fused(input_ids), None
+        for layer in self.layers:
+            if isinstance(layer, Fused):
+                x, residual = layer.fused(x, residual, rope)  # type: ignore[attr-defined]
+            else:
+                hidden_states, residual = layer(positions, x.reduce(), residual)
+                x = PartialSum(hidden_states)
+        return self.norm(x, residual).tensor()

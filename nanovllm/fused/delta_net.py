@@ -1,0 +1,43 @@
+"""The gated delta rule with the norm before its projections, and these as one product."""
+
+from typing import Any
+
+import torch
+
+from nanovllm.fused.forms import Fused
+from nanovllm.fused.linear import UNQUANTIZED, norm_linear, partial_sum, product
+from nanovllm.fused.norm_input import NormInput
+from nanovllm.layers.linear import linear
+from nanovllm.utils.partial_sum import PartialSum
+
+MAX_MERGED_ROWS = 2048  # of one product for all inputs: of many, its last tiles take longer than a second product
+
+
+class FusedGatedDeltaNet(Fused):
+    """In the place of `GatedDeltaNet.forward`.
+
+    `in_proj` holds the weights of both input projections, as one for few rows: theirs are views. Quantized ones have
+    none, as the weight of b and a is not quantized.
+    """
+
+    what = "both input projections (up to 2,048 rows), with the norm before them (one row)"
+
+    def prepare(self: Any) -> None:
+        self.in_proj, parts = None, (self.in_proj_qkvz, self.in_proj_ba)
+        if all(part.format is UNQUANTIZED for part in parts):
+            weights = [part.weight for part in parts]
+            like, num_rows = weights[0], sum(map(len, weights))
+            self.in_proj = torch.empty(num_rows, like.shape[1], dtype=like.dtype, device=like.device)
+            for own, weight in zip(self.in_proj.split([*map(len, weights)]), weights):
+                weight.data = own.copy_(weight)
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.fused(x).reduce()
+
+    def fused(self: Any, x: torch.Tensor | NormInput) -> PartialSum:
+        if self.in_proj is None or len(x) > MAX_MERGED_ROWS:
+            inputs = product(self.in_proj_qkvz, x), product(self.in_proj_ba, x)
+        else:
+            merged = norm_linear(x, self.in_proj) if isinstance(x, NormInput) else linear(x, self.in_proj)
+            inputs = merged.tensor_split((len(self.in_proj_qkvz.weight),), 1)
+        return partial_sum(self.out_proj, self.mix(*inputs))

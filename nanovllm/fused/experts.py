@@ -1,0 +1,65 @@
+"""Mixtures of experts, from the norm before the router to the sum that the next norm adds up."""
+
+from typing import Any
+
+import torch
+
+from nanovllm.fused.forms import Fused
+from nanovllm.fused.norm_input import NormInput
+from nanovllm.kernels import operation
+from nanovllm.moe.experts import route
+from nanovllm.utils.context import get_context
+from nanovllm.utils.partial_sum import Compute, PartialSum, sum_over_ranks
+
+
+@operation
+def mix_experts(x: NormInput, layer: Any, slot_mapping: torch.Tensor) -> PartialSum:
+    """The sum over the ranks, [T, hidden], of the experts of a MoE that its router chooses for each row of x, and of
+    shared ones.
+
+    Tokens whose slot [T] is negative pad a batch, and may get any values.
+    """
+    rows = x.tensor()
+    routing = route(layer.gate(rows), layer.top_k, layer.renormalize, layer.num_shared)
+    return layer.sum_over_ranks(lambda out: layer.experts(rows, *routing), *rows.shape, rows.dtype)
+
+
+class Normed(NormInput):
+    """The result of a norm that was computed already, by a plain layer."""
+
+    def __init__(self, normed: torch.Tensor):
+        self.x, self.residual_before = PartialSum(normed), None
+        self.normed, self.device, self.total = normed, normed.device, normed  # so that no kernel computes a norm
+        self.weight, self.eps = normed.new_empty(normed.shape[1]), 0.0  # only the shape counts
+
+    def __len__(self) -> int:
+        return len(self.tensor())
+
+    def summands(self) -> None:
+        return None
+
+
+class FusedMoE(Fused):
+    """In the place of `MoE.forward`."""
+
+    what = "the norm with the router, and with the experts' first product (one row); the sum of a token's experts"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fused(Normed(x)).reduce()
+
+    def fused(self, x: NormInput) -> PartialSum:
+        return mix_experts(x, self, get_context().slot_mapping)
+
+    def sum_over_ranks(self: Any, compute: Compute, *rows_width_dtype: Any) -> PartialSum:
+        """See the function of that name."""
+        return sum_over_ranks(self.tp, compute, *rows_width_dtype)
+
+
+class FusedSharedExpertMoE(FusedMoE):
+    """In the place of `SharedExpertMoE.forward`."""
+
+    def fused(self: Any, x: NormInput) -> PartialSum:
+        mixed = FusedMoE.fused(self, x)
+        if self.num_shared:
+            return mixed
+        return PartialSum(mixed.reduce() + self.shared_expert_gate(x.tensor(), self.shared_expert.fused(x).reduce()))

@@ -1,0 +1,71 @@
+"""What a fused form is, and what is passed between them."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from nanovllm.fused.norm_input import NormInput
+from nanovllm.utils.partial_sum import PartialSum
+
+
+class Rope(NamedTuple):
+    """Where the tokens of a step are, for all layers."""
+
+    positions: torch.Tensor  # [T]
+    cos_sin: torch.Tensor | None  # [T, 2, N] float32, see FusedRotaryEmbedding
+
+
+class Fused:
+    """Comes before the class of a module (utils/replace.py), whose attributes it uses.
+
+    `forward` is that of the plain module, for neighbours that are plain. Fused neighbours call `fused`, which takes a
+    norm that is not computed yet and returns a sum that is not added up yet.
+    """
+
+    what = ""  # which operations are one kernel, and what each saves
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        """Whether a module whose `forward` is known has parts that this form computes as well."""
+        return True
+
+    def prepare(self) -> None:
+        """Called once, when the module has become this form and its weights are loaded."""
+
+
+class FusedRotaryEmbedding(Fused):
+    """Cosines and sines in the order of the kernels, looked up once for all layers of a step.
+
+    The table [max_position, 2, N] has each position's cosines, and its sines negated in their first half, so that the
+    rotation of x is x * cos + (x with its halves swapped) * sin.
+    """
+
+    what = "the lookup of cos and sin: once for all layers"
+
+    def prepare(self) -> None:
+        cos, sin = self.cos_sin_cache.chunk(2, -1)  # type: ignore[attr-defined]
+        table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
+        self.register_buffer("kernel_table", table, persistent=False)  # type: ignore[attr-defined]
+
+    def rows(self, positions: torch.Tensor) -> Rope:
+        return Rope(positions, self.kernel_table.index_select(0, positions))  # type: ignore[attr-defined]
+
+
+def rope_at(rotary_emb: Any, positions: torch.Tensor) -> Rope:
+    """Where `positions` are; a plain attention may have another rotary embedding, or none."""
+    return rotary_emb.rows(positions) if isinstance(rotary_emb, FusedRotaryEmbedding) else Rope(positions, None)
+
+
+def shared_rope(module: nn.Module) -> FusedRotaryEmbedding | None:
+    """The rotary embedding of all attention layers of a module, if they share one."""
+    found = {part.rotary_emb for part in module.modules() if hasattr(part, "rotary_emb")}
+    return found.pop() if len(found) == 1 else None
+
+
+def run_fused(module: nn.Module, x: torch.Tensor | NormInput, *rope: Rope) -> PartialSum:
+    """A part of a layer between two norms, fused or plain; attention gets `rope`."""
+    if isinstance(module, Fused):
+        return module.fused(x, *rope)  # type: ignore[attr-defined]
+    positions = [x.positions for x in rope]
+    return PartialSum(module(*positions, x.tensor() if isinstance(x, NormInput) else x))

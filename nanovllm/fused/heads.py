@@ -1,0 +1,55 @@
+"""The layers of heads that draft (models/heads.py)."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.fused.decoder import FusedDecoderLayer
+from nanovllm.fused.forms import Fused, Rope, rope_at, run_fused, shared_rope
+from nanovllm.utils.partial_sum import PartialSum
+
+
+class FusedEagle3Layer(FusedDecoderLayer):
+    """In the place of `Eagle3Layer.forward`."""
+
+    def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
+        """`x` are embeddings and `residual` hidden states, which may be overwritten."""
+        assert residual is not None
+        normed = self.hidden_norm(PartialSum(residual)).tensor()
+        both = torch.cat((self.input_layernorm(x).tensor(), normed), -1)
+        x = run_fused(self.self_attn, both, rope)
+        after = self.post_attention_layernorm(x, normed if self.norm_before_residual else residual)
+        return run_fused(self.mlp, after), after.residual
+
+
+class FusedEagle3Head(Fused):
+    """In the place of `Eagle3Head.forward`."""
+
+    what = "the last sum with the residual"
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        return isinstance(module.layers[0], Fused) and shared_rope(module) is not None  # type: ignore[index]
+
+    def forward(
+        self: Any, embeddings: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor
+    ) -> torch.Tensor:
+        rope = rope_at(self.layers[0].self_attn.rotary_emb, positions)  # first, as in FusedModel
+        x, residual = self.layers[0].fused(PartialSum(embeddings), hidden_states, rope)
+        return residual + x.reduce()
+
+
+class FusedMtpHead(FusedEagle3Head):
+    """In the place of `MtpHead.forward`."""
+
+    what = "the last sum with the norm"
+
+    def forward(
+        self: Any, embeddings: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor
+    ) -> torch.Tensor:
+        rope = rope_at(self.layers[0].self_attn.rotary_emb, positions)  # first: the concatenation is an ordinary launch
+        of_tokens, of_model = PartialSum(embeddings), PartialSum(hidden_states)
+        normed = self.pre_fc_norm_embedding(of_tokens), self.pre_fc_norm_hidden(of_model)
+        x = self.fc(torch.cat([x.tensor() for x in normed], -1))
+        return self.norm(*self.layers[0].fused(PartialSum(x), None, rope)).tensor()

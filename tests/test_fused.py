@@ -1,0 +1,230 @@
+"""Every family and format: fused layers compute what the plain ones do, for prompts, several decodes and a single one.
+
+A family gets this test by being in the CASES of test_models.py or test_hybrid.py.
+"""
+
+from contextlib import suppress
+from pathlib import Path
+from pkgutil import resolve_name
+
+import pytest
+import test_models
+import torch
+from common import CUDA, DEVICE
+from test_models import gelu_family  # noqa: F401  (a fixture)
+from torch import nn
+
+from nanovllm.attention import backend_class
+from nanovllm.config import Config
+from nanovllm.fused import FORMS, fuse
+from nanovllm.fused.forms import Fused
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.models import make_model
+from nanovllm.models.llama import LlamaForCausalLM
+from nanovllm.models.qwen3 import Qwen3DecoderLayer
+from nanovllm.utils.context import Context, attention_context
+from nanovllm.utils.loader import load_model
+
+MODULES = dict.fromkeys(test_models.CASES, test_models)
+with suppress(pytest.skip.Exception):  # transformers 4 does not have all of its families
+    import test_hybrid
+
+    MODULES |= dict.fromkeys(test_hybrid.CASES, test_hybrid)
+
+BLOCK_SIZE, MAX_LEN = 16, 64
+# of each step, the tokens of two sequences that are computed: a prompt and a longer one, a decode and a chunk, decodes
+STEPS = [((0, 7), (0, 19)), ((7, 8), (19, 24)), ((8, 9), (24, 25)), ((9, 10), None)]
+# one of each family, whose kernels are run
+FAMILIES = [
+    "llama-biases",
+    "llama-gelu",
+    "mistral-window",
+    "qwen3",
+    "qwen3-moe",
+    "qwen3_5",
+    "qwen3_next",
+    "qwen3_5_moe",
+]
+
+
+def make_folder(folder: Path, name: str) -> str:
+    return MODULES[name].make_checkpoint(folder, name)
+
+
+class Runner:
+    """A model on the test device with a cache for two sequences."""
+
+    def __init__(self, folder: str, backend: str, load_format: str = "auto", **settings):
+        sizes = dict(kvcache_block_size=BLOCK_SIZE, num_kvcache_blocks=8, max_num_seqs=2, max_model_len=MAX_LEN)
+        self.config = Config(folder, device=DEVICE, dtype="float32", **sizes, **settings)
+        self.config.resolve(num_states=2)
+        with torch.device(DEVICE):
+            self.model = make_model(self.config.model_config, MAX_LEN)
+        load_model(self.model, Path(folder), torch.device(DEVICE), load_format)
+        self.backend = backend_class(backend)()
+        for layer in self.model.modules():
+            if isinstance(layer, Attention):
+                layer.backend = self.backend
+                self.backend.set_head_shape(layer.num_heads // layer.num_kv_heads, layer.head_dim, torch.float32)
+            if hasattr(layer, "cache_spec"):
+                tensors = layer.cache_spec().tensors(1, 8, self.config)
+                parts = [torch.zeros(x.shape, dtype=x.dtype, device=DEVICE)[:, 0] for x in tensors]
+                layer.cache = layer.cache_spec().make(parts, self.config)
+
+    def step(self, rows: tuple, work) -> torch.Tensor:
+        """What `work(token_ids, positions)` returns in a step of these tokens."""
+        spans = [span for span in rows if span is not None]
+        num_new, ends = [end - begin for begin, end in spans], [end for _, end in spans]
+        int32 = lambda numbers: torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+        tables = int32([[4, 1, 6, 2], [3, 0, 5, 7]])[: len(spans)]
+        positions = torch.cat([torch.arange(*span, device=DEVICE) for span in spans])
+        seqs = torch.arange(len(spans), device=DEVICE).repeat_interleave(int32(num_new))
+        slots = tables[seqs, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+        num_decodes = next((i for i, n in enumerate(num_new) if n > 1), len(spans))
+        chunks = [*zip([begin for begin, _ in spans], ends)][num_decodes:]
+        arrays = self.backend.prepare_chunks(chunks, num_decodes) if chunks else {}
+        context = Context(
+            num_decodes=num_decodes,
+            slot_mapping=slots.int(),
+            context_lens=int32(ends),
+            block_tables=tables,
+            max_context_len=max(ends),
+            max_seqlen_q=max(num_new),
+            cu_seqlens_q=int32([0, *num_new]).cumsum(0, dtype=torch.int32) if chunks else None,
+            state_rows=torch.arange(len(spans), device=DEVICE).int().expand(2, -1),
+            backend_arrays={name: torch.from_numpy(x).to(DEVICE).int() for name, x in arrays.items()},
+        )
+        token_ids = (37 * positions + 11 * seqs + 3) % 101 + 5
+        with attention_context(context), torch.inference_mode():
+            return work(token_ids, positions.int())
+
+
+def layer_by_layer(model: nn.Module):
+    """The model with layers that take and return tensors, whatever they are inside."""
+    decoder = getattr(model.model, "language_model", model.model)
+
+    def work(token_ids, positions):
+        hidden_states, residual, found = decoder.embed_tokens(token_ids), None, []
+        for layer in decoder.layers:
+            hidden_states, residual = layer(positions, hidden_states, residual)
+            found.append(hidden_states + residual)
+        return torch.stack(found)
+
+    return work
+
+
+def assert_same(plain: Runner, fused: Runner, works=None) -> None:
+    for rows in STEPS:
+        expected = plain.step(rows, works[0] if works else plain.model)
+        torch.testing.assert_close(
+            fused.step(rows, works[1] if works else fused.model), expected, rtol=1e-3, atol=1e-3 * expected.abs().max()
+        )
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8", "int8"])
+@pytest.mark.parametrize("name", MODULES)
+def test_fused_forms_by_their_definitions(tmp_path, name, quantization):
+    """The whole model and each layer alone."""
+    folder = make_folder(tmp_path / "model", name)
+    plain, fused = (Runner(folder, "sdpa", quantization=quantization) for _ in range(2))
+    fuse(fused.model)
+    assert not any(isinstance(module, Fused) for module in plain.model.modules())
+    assert isinstance(getattr(fused.model.model, "language_model", fused.model.model), Fused)
+    assert_same(plain, fused)
+    plain, other = (Runner(folder, "sdpa", quantization=quantization) for _ in range(2))
+    fuse(other.model)
+    assert_same(plain, other, [layer_by_layer(x.model) for x in (plain, other)])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # in a tile of no queries
+@pytest.mark.parametrize(
+    "name, quantization",
+    [*((name, None) for name in FAMILIES if name in MODULES), ("llama-biases", "fp8"), ("qwen3-moe", "int8")],
+)
+def test_fused_forms_by_their_kernels(tmp_path, use_ops, name, quantization):
+    """On a GPU, or in Triton's interpreter."""
+    pytest.importorskip("triton")
+    folder = make_folder(tmp_path / "model", name)
+    plain = Runner(folder, "sdpa", quantization=quantization)
+    expected = [plain.step(rows, plain.model) for rows in STEPS]
+    use_ops()
+    fused = Runner(folder, "triton", quantization=quantization)
+    fuse(fused.model)
+    # 8-bit products of several rows quantize the rows as well on some GPUs
+    tolerance = 0.05 if CUDA and quantization else 1e-3
+    for rows, wanted in zip(STEPS, expected):
+        found = fused.step(rows, fused.model)
+        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance * wanted.abs().max())
+
+
+# -- what matches ------------------------------------------------------------------------------------------------------
+
+
+class ScaledNorm(RMSNorm):
+    def forward(self, x, residual=None):
+        return super().forward(2 * x, residual)
+
+
+class PostNormLayer(Qwen3DecoderLayer):
+    """Another order of norms: each part is normed after it was computed, before it is added."""
+
+    def forward(self, positions, hidden_states, residual):
+        x = hidden_states if residual is None else hidden_states + residual
+        x = x + self.input_layernorm(self.self_attn(positions, x))
+        return self.post_attention_layernorm(self.mlp(x)), x
+
+
+class Toy(LlamaForCausalLM):
+    """Its first layer is like those of Llama, its second has another order, its third another norm."""
+
+    @classmethod
+    def make_layer(cls, config, layer_index, rotary_emb):
+        layer = super().make_layer(config, layer_index, rotary_emb)
+        if layer_index == 1:
+            return PostNormLayer(config, layer.self_attn, layer.mlp)
+        if layer_index == 2:
+            layer.input_layernorm = ScaledNorm(config.hidden_size, config.rms_norm_eps)
+        return layer
+
+
+def test_what_does_not_match_stays_plain(tmp_path, monkeypatch):
+    """Plain layers stand between fused ones; parts of theirs are fused. The results are the same."""
+    folder = make_folder(tmp_path / "model", "llama")
+    monkeypatch.setitem(test_models.MODELS, "llama", f"{__name__}:Toy")
+    test_models.edit(folder, num_hidden_layers=4)
+    plain, fused = (Runner(folder, "sdpa", load_format="dummy") for _ in range(2))
+    for runner in (plain, fused):
+        generator = torch.Generator().manual_seed(0)
+        for parameter in runner.model.parameters():
+            values = torch.randn(parameter.shape, generator=generator).to(DEVICE)
+            parameter.data.copy_(values / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else 1 + 0.3 * values)
+    fuse(fused.model)
+    layers = fused.model.model.layers
+    assert [isinstance(layer, Fused) for layer in layers] == [True, False, False, True]
+    assert all(isinstance(layer.self_attn, Fused) and isinstance(layer.mlp, Fused) for layer in layers)
+    assert type(layers[1]) is PostNormLayer and type(layers[0]).__name__ == "FusedQwen3DecoderLayer"
+    assert_same(plain, fused)
+    assert_same(plain, fused, [layer_by_layer(x.model) for x in (plain, fused)])
+
+
+def test_another_scale_is_not_fused(tmp_path):
+    """Kernels scale by the size of a head; the plain layer takes any scale."""
+    folder = make_folder(tmp_path / "model", "qwen3")
+    plain, fused = (Runner(folder, "sdpa") for _ in range(2))
+    before = plain.step(STEPS[0], plain.model)
+    for runner in (plain, fused):
+        runner.model.model.layers[0].self_attn.attn.scale = 0.05
+    fuse(fused.model)
+    assert not isinstance(fused.model.model.layers[0].self_attn, Fused) and isinstance(fused.model.model, Fused)
+    assert_same(plain, fused)
+    assert not torch.allclose(plain.step(STEPS[0], plain.model), before, rtol=1e-2)
+
+
+def test_forms_are_those_of_plain_functions():
+    """Each entry of the table names a function that exists, and a form that says what it fuses."""
+    for function, home in FORMS.items():
+        found = resolve_name(function)
+        assert f"{found.__module__}:{found.__qualname__}" == function
+        form = resolve_name(f"nanovllm.fused.{home}")
+        assert issubclass(form, Fused) and form.what, home
