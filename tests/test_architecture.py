@@ -40,16 +40,15 @@ SCHEDULING = [
 # folder or a group. An indented line continues the one before. A floor may have several lines, which do not know of
 # each other.
 HOUSE = """
-0 | utils/checks.py utils/construction.py utils/context.py utils/cuda_driver.py utils/double_buffer.py
-  utils/download.py utils/flags.py utils/interrupts.py utils/libraries.py utils/partial_sum.py utils/progress.py
-  utils/refusals.py utils/replace.py utils/rope_scaling.py utils/setting_checks.py utils/tensor_parallel.py utils/transformers_4.py utils/__init__.py moe/__init__.py
-  moe/config.py moe/weights.py reasoning/__init__.py reasoning/formats.py reasoning/stage.py
-  <- utils/loader.py utils/sharded_checkpoint.py utils/dummy_weights.py utils/tied_head.py
-  quantization/__init__.py
-  <- models/__init__.py models/architectures.py attention/__init__.py structured_outputs/__init__.py compat/__init__.py
-  <- structured_outputs/spec.py compat/settings.py compat/flags.py distributed/division.py startup/devices.py
-  <- utils/collection_checks.py spec_decode/__init__.py spec_decode/config.py spec_decode/head_checkpoint.py
-  <- config.py sampling_params.py features/beam_params.py <- compat/params.py
+0 | utils/checks.py utils/construction.py utils/context.py utils/cuda_driver.py utils/double_buffer.py utils/download.py
+  utils/flags.py utils/interrupts.py utils/libraries.py utils/partial_sum.py utils/progress.py utils/refusals.py
+  utils/replace.py utils/rope_scaling.py utils/setting_checks.py utils/tensor_parallel.py utils/transformers_4.py
+  utils/__init__.py moe/__init__.py moe/config.py moe/weights.py reasoning/__init__.py reasoning/formats.py
+  reasoning/stage.py <- utils/loader.py utils/sharded_checkpoint.py utils/dummy_weights.py utils/tied_head.py
+  quantization/__init__.py <- models/__init__.py models/architectures.py attention/__init__.py
+  structured_outputs/__init__.py compat/__init__.py <- structured_outputs/spec.py compat/settings.py compat/flags.py
+  distributed/division.py startup/devices.py <- utils/collection_checks.py spec_decode/__init__.py spec_decode/config.py
+  spec_decode/head_checkpoint.py <- config.py sampling_params.py features/beam_params.py <- compat/params.py
 0 | engine/__init__.py
 1 | engine/sequence.py <- engine/scheduled_step.py
   spec_decode/proposer.py spec_decode/ngram.py spec_decode/suffix.py
@@ -61,9 +60,8 @@ HOUSE = """
 2 | engine/features.py
 2 | cache/ quantization/fp8_cache.py <- attention/base.py attention/sdpa.py <- layers/ <- attention/ moe/experts.py
 3 | models/
-3 | fused/ <- quantization/scaled.py <- quantization/scaled_linear.py quantization/scaled_experts.py <- quantization/fp8_linear.py
-  <- quantization/quant_config.py
-  <- quantization/formats/
+3 | fused/ <- quantization/scaled.py <- quantization/scaled_linear.py quantization/scaled_experts.py <-
+  quantization/fp8_linear.py <- quantization/quant_config.py <- quantization/formats/
 4 | engine/batch.py <- engine/request_tables.py spec_decode/rows.py
   <- features/__init__.py features/block_copies.py features/logit_edits.py features/logprob_outputs.py
   <- features/logprobs.py

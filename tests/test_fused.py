@@ -19,7 +19,10 @@ from nanovllm.config import Config
 from nanovllm.fused import FORMS, fuse
 from nanovllm.fused.forms import Fused
 from nanovllm.layers.attention import Attention
+from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import RowParallelLinear
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models import make_model
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.models.qwen3 import Qwen3DecoderLayer
@@ -217,6 +220,61 @@ def test_another_scale_is_not_fused(tmp_path):
         runner.model.model.layers[0].self_attn.attn.scale = 0.05
     fuse(fused.model)
     assert not isinstance(fused.model.model.layers[0].self_attn, Fused) and isinstance(fused.model.model, Fused)
+    assert_same(plain, fused)
+    assert not torch.allclose(plain.step(STEPS[0], plain.model), before, rtol=1e-2)
+
+
+class DoubledNorm(RMSNorm):
+    def rms_forward(self, x):
+        return 2 * super().rms_forward(x)
+
+    def add_rms_forward(self, x, residual):
+        normed, total = super().add_rms_forward(x, residual)
+        return 2 * normed, total
+
+
+class NegatedLinear(RowParallelLinear):
+    def multiply(self, x, bias):
+        return -super().multiply(x, bias)
+
+
+class ShiftedLinear(RowParallelLinear):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+class ScaledEmbedding(VocabParallelEmbedding):
+    def forward(self, token_ids):
+        return 3 * super().forward(token_ids)
+
+
+class SlowRope(RotaryEmbedding):
+    def forward(self, positions, q, k):
+        return super().forward(positions // 2, q, k)
+
+
+OWN_PARTS = [
+    ("input_layernorm", DoubledNorm),
+    ("self_attn.q_norm", DoubledNorm),
+    ("self_attn.o_proj", NegatedLinear),
+    ("mlp.down_proj", NegatedLinear),
+    ("mlp.down_proj", ShiftedLinear),
+    ("self_attn.rotary_emb", SlowRope),
+    ("", ScaledEmbedding),
+]
+
+
+@pytest.mark.parametrize("path, kind", OWN_PARTS, ids=lambda x: x if isinstance(x, str) else x.__name__)
+def test_parts_with_methods_of_their_own(tmp_path, path, kind):
+    """A form does not take the place of a module that has a part which it does not know."""
+    folder = make_folder(tmp_path / "model", "qwen3")
+    plain, fused = (Runner(folder, "sdpa") for _ in range(2))
+    before = plain.step(STEPS[0], plain.model)
+    for runner in (plain, fused):
+        decoder = runner.model.model
+        part = decoder.layers[0].get_submodule(path) if path else decoder.embed_tokens
+        part.__class__ = kind
+    fuse(fused.model)
     assert_same(plain, fused)
     assert not torch.allclose(plain.step(STEPS[0], plain.model), before, rtol=1e-2)
 

@@ -140,7 +140,7 @@ def test_memory_of_decodes(kernels, monkeypatch):
     """What is kept free for them is what they allocate."""
     runner, found = Runner.__new__(Runner), []
     runner.config = SimpleNamespace(max_num_seqs=3, max_model_len=kernels + 1, tokens_per_row=2)
-    runner.model = torch.nn.ModuleList([Attention(4, 2, 32, None), Attention(4, 2, 64, None, window=10)])
+    runner.model = torch.nn.ModuleList([Attention(4, 32, 0.1, 2), Attention(4, 64, 0.1, 2, window=10)])
     monkeypatch.setattr(CUDAModelRunner, "size_kv_cache", lambda self, *arguments: found.append(arguments))
     runner.size_kv_cache(10**6, "limit")
     runner.config.max_model_len = kernels

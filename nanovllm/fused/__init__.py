@@ -2,8 +2,9 @@
 
 The plain layers say what is computed, and each form computes the same. `FORMS` is the table: whatever its family, a
 module matches by the function that is its `forward`, so a class that inherits a plain `forward` gets the fused one, and
-a class that has another stays plain. Fused neighbours pass each other norms that are not computed yet (NormInput) and
-sums that are not added up yet (PartialSum); plain ones get tensors.
+a class that has another stays plain. So does a module with a part that the form does not know (`Fused.matches`). Fused
+neighbours pass each other norms that are not computed yet (NormInput) and sums that are not added up yet (PartialSum);
+plain ones get tensors.
 
 CUDA replaces all modules of a model that match, when it is loaded. What the kernels gain is told in
 docs/kernel-timings.md, and `nanovllm show-fused MODEL` lists what is replaced.
@@ -19,7 +20,7 @@ from nanovllm.utils.replace import replace_methods
 # module:function of a plain forward -> the form in its place; those of a layer's parts come before those of the layer
 FORMS = {
     "nanovllm.layers.rotary_embedding:RotaryEmbedding.forward": "forms:FusedRotaryEmbedding",
-    "nanovllm.layers.layernorm:RMSNorm.forward": "decoder:FusedRMSNorm",
+    "nanovllm.layers.layernorm:RMSNorm.forward": "forms:FusedRMSNorm",
     "nanovllm.layers.embed_head:VocabParallelEmbedding.forward": "decoder:FusedEmbedding",
     "nanovllm.layers.embed_head:ParallelLMHead.forward": "decoder:FusedLMHead",
     "nanovllm.layers.gated_delta_net:GatedDeltaNet.forward": "delta_net:FusedGatedDeltaNet",
@@ -38,7 +39,7 @@ FORMS = {
 
 
 def form_of(module: nn.Module) -> Any:
-    """The form that would take the place of a module's forward, whose parts may be fused already; None: it is plain."""
+    """The form that takes the place of a module's forward, whose parts are what they will be; None: it stays plain."""
     forward: Any = type(module).forward
     home = FORMS.get(f"{forward.__module__}:{forward.__qualname__}")
     form = home and resolve_name(f"{__name__}.{home}")
@@ -47,12 +48,21 @@ def form_of(module: nn.Module) -> Any:
 
 def fuse(model: nn.Module) -> None:
     """Replace the forward of each module of a loaded model that has a fused form, parts before the whole."""
-    from nanovllm.fused.linear import UNQUANTIZED
+    from nanovllm.fused.linear import set_format
     from nanovllm.layers.linear import LinearBase
 
-    for module in reversed([*model.modules()]):
-        if isinstance(module, LinearBase) and not hasattr(module, "format"):
-            module.format = UNQUANTIZED
+    seen = set()
+
+    def visit(module: nn.Module) -> None:
+        if module in seen:  # layers share the rotary embedding
+            return
+        seen.add(module)
+        for part in module.children():
+            visit(part)
+        if isinstance(module, LinearBase):
+            set_format(module)
         elif (form := form_of(module)) is not None:
             replace_methods(module, form, "Fused")
             module.prepare()  # type: ignore[operator]
+
+    visit(model)

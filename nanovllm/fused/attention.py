@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.cache.kv_cache import KVCache
-from nanovllm.fused.forms import Fused, Rope, rope_at
-from nanovllm.fused.linear import partial_sum, product
+from nanovllm.fused.forms import Fused, FusedRMSNorm, FusedRotaryEmbedding, Rope, rope_at
+from nanovllm.fused.linear import are_known, partial_sum, product
 from nanovllm.fused.norm_input import NormInput
 from nanovllm.kernels import operation
 from nanovllm.layers.attention import Attention
@@ -96,10 +96,12 @@ class FusedAttention(Fused):
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
         norms: Any = module.q_norm, module.k_norm
-        has_norms = all(isinstance(norm, RMSNorm) for norm in norms) and norms[0].eps == norms[1].eps
-        has_none = all(isinstance(norm, nn.Identity) for norm in norms)
         attn: Any = module.attn
-        return (has_norms or has_none) and attn.scale == attn.head_dim**-0.5
+        has_norms = all(isinstance(norm, FusedRMSNorm) for norm in norms) and norms[0].eps == norms[1].eps
+        has_none = all(type(norm) is nn.Identity for norm in norms)
+        is_plain = type(attn) is Attention and attn.scale == attn.head_dim**-0.5  # the scale of the kernels
+        has_parts = are_known(module.qkv_proj, module.o_proj) and isinstance(module.rotary_emb, FusedRotaryEmbedding)
+        return (has_norms or has_none) and is_plain and has_parts
 
     def forward(self: Any, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.fused(hidden_states, rope_at(self.rotary_emb, positions)).reduce()

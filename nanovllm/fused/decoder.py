@@ -7,29 +7,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.fused.forms import Fused, Rope, rope_at, run_fused, shared_rope
-from nanovllm.fused.linear import partial_sum, product
+from nanovllm.fused.forms import Fused, FusedRMSNorm, FusedRotaryEmbedding, Rope, rope_at, run_fused, shared_rope
+from nanovllm.fused.linear import are_known, partial_sum, product
 from nanovllm.fused.norm_input import NormInput
 from nanovllm.layers.embed_head import embed_shard
 from nanovllm.layers.linear import linear
 from nanovllm.utils.partial_sum import PartialSum, sum_over_ranks
 
 
-class FusedRMSNorm(Fused):
-    """In the place of `RMSNorm.forward`: the norm of a PartialSum is computed by the layer that reads it."""
-
-    what = "the sum of what ranks or splits of a product have computed, with the residual and the norm"
-
-    def forward(self: Any, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None) -> Any:
-        if isinstance(x, PartialSum):
-            return NormInput(x, residual, self)
-        return super().forward(x, residual)  # type: ignore[misc]
-
-
 class FusedMLP(Fused):
     """In the place of `Qwen3MLP.forward`."""
 
     what = "the norm, the product of gate and up and SwiGLU (one row); product and SwiGLU (thousands)"
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        return are_known(module.gate_up_proj, module.down_proj)
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.fused(x).reduce()
@@ -120,12 +113,16 @@ class FusedModel(Fused):
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        return isinstance(module.norm, FusedRMSNorm) and shared_rope(module) is not None
+        has_parts = isinstance(module.norm, FusedRMSNorm) and isinstance(module.embed_tokens, FusedEmbedding)
+        return has_parts and isinstance(shared_rope(module), FusedRotaryEmbedding)
+
+    def prepare(self: Any) -> None:
+        self.ropes = (shared_rope(self),)  # a tuple: it stays a module of its layers alone
 
     def forward(self: Any, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         # The lookup comes first: attention may read cos_sin while the kernel before it still runs, which is safe only
         # because the embedding, an ordinary launch, starts after the lookup is complete (kernels/dependent_launch.py).
-        rope = rope_at(shared_rope(self), positions)
+        rope = self.ropes[0].rows(positions)
         x, residual = self.embed_tokens.fused(input_ids), None
         for layer in self.layers:
             if isinstance(layer, Fused):

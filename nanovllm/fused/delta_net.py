@@ -3,9 +3,10 @@
 from typing import Any
 
 import torch
+from torch import nn
 
 from nanovllm.fused.forms import Fused
-from nanovllm.fused.linear import UNQUANTIZED, norm_linear, partial_sum, product
+from nanovllm.fused.linear import UNQUANTIZED, are_known, norm_linear, partial_sum, product
 from nanovllm.fused.norm_input import NormInput
 from nanovllm.layers.linear import linear
 from nanovllm.utils.partial_sum import PartialSum
@@ -21,6 +22,10 @@ class FusedGatedDeltaNet(Fused):
     """
 
     what = "both input projections (up to 2,048 rows), with the norm before them (one row)"
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        return are_known(module.in_proj_qkvz, module.in_proj_ba, module.out_proj)
 
     def prepare(self: Any) -> None:
         self.in_proj, parts = None, (self.in_proj_qkvz, self.in_proj_ba)

@@ -3,11 +3,14 @@
 from typing import Any
 
 import torch
+from torch import nn
 
+from nanovllm.fused.decoder import FusedMLP
 from nanovllm.fused.forms import Fused
+from nanovllm.fused.linear import are_known
 from nanovllm.fused.norm_input import NormInput
 from nanovllm.kernels import operation
-from nanovllm.moe.experts import route
+from nanovllm.moe.experts import Experts, route
 from nanovllm.utils.context import get_context
 from nanovllm.utils.partial_sum import Compute, PartialSum, sum_over_ranks
 
@@ -44,6 +47,10 @@ class FusedMoE(Fused):
 
     what = "the norm with the router, and with the experts' first product (one row); the sum of a token's experts"
 
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        return are_known(module.gate) and type(module.experts).forward is Experts.forward
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.fused(Normed(x)).reduce()
 
@@ -57,6 +64,10 @@ class FusedMoE(Fused):
 
 class FusedSharedExpertMoE(FusedMoE):
     """In the place of `SharedExpertMoE.forward`."""
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        return super().matches(module) and isinstance(module.shared_expert, FusedMLP)
 
     def fused(self: Any, x: NormInput) -> PartialSum:
         mixed = FusedMoE.fused(self, x)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from nanovllm.fused.norm_input import NormInput
+from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.utils.partial_sum import PartialSum
 
 
@@ -52,13 +53,29 @@ class FusedRotaryEmbedding(Fused):
         return Rope(positions, self.kernel_table.index_select(0, positions))  # type: ignore[attr-defined]
 
 
+class FusedRMSNorm(Fused):
+    """In the place of `RMSNorm.forward`: the norm of a PartialSum is computed by the layer that reads it."""
+
+    what = "the sum of what ranks or splits of a product have computed, with the residual and the norm"
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        own = type(module).rms_forward, type(module).add_rms_forward
+        return own == (RMSNorm.rms_forward, RMSNorm.add_rms_forward)
+
+    def forward(self: Any, x: torch.Tensor | PartialSum, residual: torch.Tensor | None = None) -> Any:
+        if isinstance(x, PartialSum):
+            return NormInput(x, residual, self)
+        return super().forward(x, residual)  # type: ignore[misc]
+
+
 def rope_at(rotary_emb: Any, positions: torch.Tensor) -> Rope:
     """Where `positions` are; a plain attention may have another rotary embedding, or none."""
     return rotary_emb.rows(positions) if isinstance(rotary_emb, FusedRotaryEmbedding) else Rope(positions, None)
 
 
-def shared_rope(module: nn.Module) -> FusedRotaryEmbedding | None:
-    """The rotary embedding of all attention layers of a module, if they share one."""
+def shared_rope(module: nn.Module) -> Any:
+    """The rotary embedding of all attention layers of a module, if they share one; else None."""
     found = {part.rotary_emb for part in module.modules() if hasattr(part, "rotary_emb")}
     return found.pop() if len(found) == 1 else None
 

@@ -6,12 +6,16 @@ import torch
 from torch import nn
 
 from nanovllm.fused.decoder import FusedDecoderLayer
-from nanovllm.fused.forms import Fused, Rope, rope_at, run_fused, shared_rope
+from nanovllm.fused.forms import Fused, FusedRMSNorm, FusedRotaryEmbedding, Rope, rope_at, run_fused, shared_rope
 from nanovllm.utils.partial_sum import PartialSum
 
 
 class FusedEagle3Layer(FusedDecoderLayer):
     """In the place of `Eagle3Layer.forward`."""
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        return super().matches(module) and isinstance(module.hidden_norm, FusedRMSNorm)
 
     def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
         """`x` are embeddings and `residual` hidden states, which may be overwritten."""
@@ -30,7 +34,9 @@ class FusedEagle3Head(Fused):
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        return isinstance(module.layers[0], Fused) and shared_rope(module) is not None  # type: ignore[index]
+        norms = isinstance(module.norm, FusedRMSNorm)
+        rope, (layer,) = shared_rope(module), module.layers  # type: ignore[misc]
+        return norms and isinstance(layer, Fused) and isinstance(rope, FusedRotaryEmbedding)
 
     def forward(
         self: Any, embeddings: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor
@@ -44,6 +50,11 @@ class FusedMtpHead(FusedEagle3Head):
     """In the place of `MtpHead.forward`."""
 
     what = "the last sum with the norm"
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        norms = module.pre_fc_norm_embedding, module.pre_fc_norm_hidden
+        return super().matches(module) and all(isinstance(norm, FusedRMSNorm) for norm in norms)
 
     def forward(
         self: Any, embeddings: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor

@@ -9,7 +9,7 @@ from torch import nn
 from nanovllm.fused.norm_input import NormInput
 from nanovllm.kernels import operation
 from nanovllm.layers.activation import SiluAndMul
-from nanovllm.layers.linear import LinearBase, linear
+from nanovllm.layers.linear import LinearBase, RowParallelLinear, linear
 from nanovllm.utils.partial_sum import PartialSum, max_split_k, sum_over_ranks
 
 
@@ -49,6 +49,18 @@ class WeightFormat:
 
 
 UNQUANTIZED = WeightFormat()  # has no state
+FORWARDS = LinearBase.forward, RowParallelLinear.forward
+
+
+def set_format(layer: LinearBase) -> None:
+    """Called by `fuse`: unless quantization has set a format, or the layer multiplies in its own way."""
+    if type(layer).multiply is LinearBase.multiply:
+        layer.format = UNQUANTIZED  # type: ignore[assignment]
+
+
+def are_known(*layers: nn.Module) -> bool:
+    """Whether forms can multiply by these layers: their `forward` is plain, and their format known."""
+    return all(type(layer).forward in FORWARDS and hasattr(layer, "format") for layer in layers)
 
 
 def product(layer: Any, x: torch.Tensor | NormInput, act: nn.Module | None = None) -> Any:
