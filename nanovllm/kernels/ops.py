@@ -77,7 +77,8 @@ def add_rms_norm(x, residual, weight, eps):
 
 
 def rms_norm(x, weight, eps):
-    return add_and_norm(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
+    rows = x.reshape(-1, x.shape[-1]).contiguous()  # a head of several may be a view of them
+    return add_and_norm(rows, weight, eps).view(x.shape)
 
 
 def store_kvcache(k, v, cache, slot_mapping):
