@@ -87,7 +87,7 @@ HOUSE = """
   benchmarks/shapes.py
   <- benchmarks/limits.py benchmarks/servers.py benchmarks/tables.py benchmarks/engines/loops.py <- benchmarks/engines/
   <- benchmarks/throughput.py benchmarks/sweeps.py benchmarks/host.py benchmarks/http.py benchmarks/profiling.py
-  benchmarks/calls.py
+  benchmarks/calls.py benchmarks/fused.py
   <- benchmarks/arguments.py benchmarks/pictures.py <- benchmarks/command.py <- serve/ <- __main__.py
 """
 

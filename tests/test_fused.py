@@ -3,6 +3,7 @@
 A family gets this test by being in the CASES of test_models.py or test_hybrid.py.
 """
 
+import re
 from contextlib import suppress
 from pathlib import Path
 from pkgutil import resolve_name
@@ -15,6 +16,7 @@ from test_models import gelu_family  # noqa: F401  (a fixture)
 from torch import nn
 
 from nanovllm.attention import backend_class
+from nanovllm.benchmarks import fused as show_fused
 from nanovllm.config import Config
 from nanovllm.fused import FORMS, fuse
 from nanovllm.fused.forms import Fused
@@ -26,6 +28,7 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models import ModelConfig, make_model
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.models.qwen3 import Qwen3DecoderLayer
+from nanovllm.serve import cli
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.loader import load_model
 
@@ -298,3 +301,70 @@ def test_forms_are_those_of_plain_functions():
         assert f"{found.__module__}:{found.__qualname__}" == function
         form = resolve_name(f"nanovllm.fused.{home}")
         assert issubclass(form, Fused) and form.what, home
+
+
+# -- nanovllm show-fused -----------------------------------------------------------------------------------------------
+
+
+def test_show_fused(tmp_path, capsys, monkeypatch):
+    """What is replaced, what stays plain because of a part, and a table of what was measured."""
+    folder = make_folder(tmp_path / "model", "llama")
+    monkeypatch.setitem(test_models.MODELS, "llama", f"{__name__}:ToyWithANorm")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    taken = {
+        (): 100.0,
+        ("Attention",): 130.0,
+        ("MLP", "MoE"): 110.0,
+        ("DecoderLayer", "HybridLayer", "Qwen3Model"): 90.0,
+    }
+
+    def run(function, model, settings, names=()):
+        assert function is show_fused.step_times and model == folder and settings["load_format"] == "dummy"
+        return {"1 sequence": taken.get(names, 200.0)}
+
+    monkeypatch.setattr(show_fused, "run_in_process", run)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["show-fused", folder, "--load-format=dummy", "--measure"])
+    printed = capsys.readouterr().out
+    assert end.value.code == 0
+    assert re.search(r"Qwen3DecoderLayer +1  norms with the products", printed)
+    assert re.search(r"LlamaAttention +2  norms of q and k", printed) and re.search(r"RMSNorm +4 ", printed)
+    assert "although there is a form: 1 Qwen3DecoderLayer\n" in printed
+    assert re.search(
+        r"(?s)a GPU.*a step +100\n.*attention.* \+30\n.*feed-forward.* \+10\n.*sums +-10\nall +\+100\n", printed
+    )
+    assert "delta rule" not in printed
+
+
+class ToyWithANorm(LlamaForCausalLM):
+    """The first norm of its second layer is another one."""
+
+    @classmethod
+    def make_layer(cls, config, layer_index, rotary_emb):
+        layer = super().make_layer(config, layer_index, rotary_emb)
+        if layer_index == 1:
+            layer.input_layernorm = ScaledNorm(config.hidden_size, config.rms_norm_eps)
+        return layer
+
+
+def test_forms_that_are_left_out():
+    """For a while, so that a model is fused without them."""
+    before = dict(FORMS)
+    with show_fused.without(("Attention",)):
+        assert {before[name] for name in before.keys() - FORMS.keys()} == {
+            "attention:FusedAttention",
+            "attention:FusedGatedAttention",
+        }
+    assert before == FORMS
+    with show_fused.without(("",)):
+        assert not FORMS
+    assert before == FORMS
+
+
+@pytest.mark.gpu
+def test_measured_steps(tmp_path):
+    """Two engines, one of them plain: both run, and a fused step takes no longer than a plain one."""
+    folder = make_folder(tmp_path / "model", "qwen3")
+    times = [show_fused.step_times(folder, {}, names) for names in (("no such class",), ("",))]
+    assert all(fast < 1.1 * slow for fast, slow in zip(*(found.values() for found in times)))

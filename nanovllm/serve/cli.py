@@ -26,6 +26,7 @@ COMMANDS = {
     "generate": "Print a model's answer to a prompt while it is generated.",
     "chat": "Talk to a model in the terminal, in several turns.",
     "bench": "Measure throughput and latency; `nanovllm bench --help` lists the workloads and arguments.",
+    "show-fused": "List the modules of a model that have a fused form on CUDA, and measure what each form saves.",
     "completion": "Print a script by which bash, zsh or fish completes commands and flags.",
 }
 # of the bundled model: few and small blocks, so that its page shows sharing and preemptions with a few chats
@@ -91,6 +92,10 @@ def add_flags_of(name: str, command: Parser) -> None:
         command.add_argument("model", metavar="MODEL", help=text, nargs="?" if name == "chat" else None)
         if name == "serve":
             add_serve_flags(command)
+        elif name == "show-fused":
+            from nanovllm.benchmarks import fused
+
+            fused.add_arguments(command)
         else:
             from nanovllm.serve.terminal import commands
 
