@@ -100,7 +100,7 @@ class Config:
     batch_invariant: bool = checked(False, check_bool)
     speculative_config: Any = None
     dtype_reason: str = field(init=False, repr=False)  # why "auto" has become this dtype
-    num_states: int = field(default=0, init=False, repr=False)  # of layers that keep one: see layers/state.py
+    num_states: int = field(default=0, init=False, repr=False)  # of layers that keep one: see cache/state.py
     model_config: "ModelConfig" = field(init=False, repr=False)  # with our `dtype`, not the checkpoint's
 
     def __post_init__(self) -> None:
@@ -217,7 +217,7 @@ def _resolve_device(name: str, num_ranks: int) -> str:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if (name := str(name)).partition(":")[0] == "cpu":
         return "cpu"
-    from nanovllm.startup.devices import check_devices  # a CPU needs nothing of it
+    from nanovllm.utils.devices import check_devices  # a CPU needs nothing of it
 
     check_devices(name, num_ranks)
     return name

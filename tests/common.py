@@ -44,7 +44,7 @@ from nanovllm.engine import model_runner
 from nanovllm.engine.features import FEATURES
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.fused import fuse
-from nanovllm.kernels.sampling_columns import COLUMNS
+from nanovllm.kernels.sampling.sampling_columns import COLUMNS
 from nanovllm.layers.sampler import gumbel_noise
 from nanovllm.reasoning.formats import FORMATS
 from nanovllm.reasoning.stage import Markers
@@ -331,7 +331,7 @@ def use_ops(monkeypatch):
 
 def runs_as_on_cuda(runner) -> None:
     """Let the runner of a CPU run steps as that of CUDA does, with tensors on the CPU; no memory is allocated yet."""
-    from nanovllm.startup.cuda_runner import CUDAModelRunner
+    from nanovllm.cuda.runner import CUDAModelRunner
 
     own = {name: vars(ModelRunner)[name] for name in ("on_device", "end_of_step", "zeros", "recover", "exit")}
     runner.__class__ = type("CUDAModelRunnerOnCPU", (CUDAModelRunner,), own)
@@ -360,8 +360,8 @@ class ForkedRank(ForkProcess):
 @pytest.fixture
 def free_drafts(monkeypatch):
     """On CUDA, as if another row of a step took no time: whether drafts pay for a small model is another question."""
+    from nanovllm.cuda import start as cuda
     from nanovllm.spec_decode.config import StepCost
-    from nanovllm.startup import cuda
 
     def measure(runner):
         settings = replace(runner.config.speculative_config, step_cost=StepCost((1, 2), (1.0, 1.0)))

@@ -70,7 +70,7 @@ class OnlyId(StepFeature):
             "    temperature: float = checked(1.0, check_real, low=0)",
             "only_id: int = checked(0, check_int, low=0)",
         ),
-        "kernels/sampling_columns.py": ("float is float32, which is stored as its bits", '"only_id": int,'),
+        "kernels/sampling/sampling_columns.py": ("float is float32, which is stored as its bits", '"only_id": int,'),
         "serve/protocol.py": ("    temperature: float | None = None", "only_id: int | None = None"),
     },
     "operations of another device": {

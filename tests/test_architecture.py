@@ -47,7 +47,7 @@ HOUSE = """
   reasoning/stage.py <- utils/loader.py utils/sharded_checkpoint.py utils/dummy_weights.py utils/tied_head.py
   quantization/__init__.py <- models/__init__.py models/architectures.py attention/__init__.py
   structured_outputs/__init__.py compat/__init__.py <- structured_outputs/spec.py compat/settings.py compat/flags.py
-  distributed/division.py startup/devices.py <- utils/collection_checks.py spec_decode/__init__.py spec_decode/config.py
+  distributed/division.py utils/devices.py <- utils/collection_checks.py spec_decode/__init__.py spec_decode/config.py
   spec_decode/head_checkpoint.py <- config.py sampling_params.py features/beam_params.py <- compat/params.py
 0 | engine/__init__.py
 1 | engine/sequence.py <- engine/scheduled_step.py
@@ -56,9 +56,10 @@ HOUSE = """
   <- engine/state_blocks.py
   <- engine/scheduler.py features/awaiting.py features/forks.py <- engine/stats.py
 1 | engine/outputs.py <- engine/stream_event.py
-1 | kernels/
+1 | kernels/ moe/kernels/ delta_net/kernels/ quantization/kernels/ invariant/kernels/ distributed/kernels/
 2 | engine/features.py
 2 | cache/ quantization/fp8_cache.py <- attention/base.py attention/sdpa.py <- layers/ <- attention/ moe/experts.py
+  delta_net/
 3 | models/
 3 | fused/ <- quantization/scaled.py <- quantization/scaled_linear.py quantization/scaled_experts.py <-
   quantization/fp8_linear.py <- quantization/quant_config.py <- quantization/formats/
@@ -66,8 +67,9 @@ HOUSE = """
   <- features/__init__.py features/block_copies.py features/logit_edits.py features/logprob_outputs.py
   <- features/logprobs.py
   spec_decode/feature.py spec_decode/draft_model.py spec_decode/heads.py
-  <- graphs/ <- startup/__init__.py startup/arena.py startup/host_memory.py startup/cuda.py
-  <- engine/model_runner.py <- startup/cuda_runner.py
+  <- cuda/__init__.py cuda/buffers.py <- cuda/graphs.py cuda/draft_graphs.py <- cuda/arena.py cuda/host_memory.py
+  cuda/start.py
+  <- engine/model_runner.py <- cuda/runner.py
   invariant/__init__.py invariant/cpu_ops.py invariant/cuda_ops.py <- invariant/cpu_attention.py
   <- invariant/cpu.py invariant/cuda.py
 5 | distributed/__init__.py distributed/ranks.py <- distributed/peer_memory.py
@@ -198,15 +200,20 @@ def test_scheduling_is_plain_python(file):
     assert not reach(file) & {"torch", "triton", "transformers"}
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file.startswith("kernels/")])
+def is_kernel(file: str) -> bool:
+    """Those of a room are in a folder of that room."""
+    return "kernels" in file.split("/")[:-1]
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if is_kernel(file)])
 def test_kernels_know_kernels_only(file):
-    assert all(target.startswith("kernels/") for target in imports(file) if target in FILES)
+    assert all(is_kernel(target) for target in imports(file) if target in FILES)
 
 
 def test_optional_packages_are_imported_when_used():
     optional = {"triton", "flash_attn", "llguidance"}
     for file in FILES:
-        if not file.startswith("kernels/"):
+        if not is_kernel(file):
             assert not imports(file, module_level=True) & optional, file
     assert not reach(LIBRARY, module_level=True) & optional
     assert "triton" in reach("__init__.py")  # and this walk would have seen it
@@ -218,7 +225,7 @@ def test_ranks_do_without_transformers():
     assert "transformers" in reach("engine/llm_engine.py")
 
 
-ROOMS_BY_USE = ("distributed", "features", "fused", "graphs", "spec_decode", "startup", "structured_outputs")
+ROOMS_BY_USE = ("cuda", "distributed", "features", "fused", "spec_decode", "structured_outputs")
 FEATURE_FILES = {feature.home.split(":")[0].replace(".", "/") + ".py" for feature in FEATURES.values()}
 HOMES = *RUNNERS.values(), *DRAFTERS.values(), *(home for home in PROPOSERS.values() if isinstance(home, str))
 OF_HOMES = {home.split(":")[0].removeprefix("nanovllm.").replace(".", "/") + ".py" for home in HOMES}
@@ -229,16 +236,15 @@ NAMED_FILES = FEATURE_FILES | OF_HOMES | FUSED_FILES | {"rollout/__init__.py"}
 def test_optional_rooms_are_imported_when_used():
     """One rank needs nothing of `distributed/`, a CPU no graphs, and only some requests need beams and grammars."""
     loaded = reach(LIBRARY, module_level=True)
-    rooms = [file for file in FILES if room_of(file) in ROOMS_BY_USE]
+    rooms = [file for file in FILES if room_of(file) in ROOMS_BY_USE and not is_kernel(file)]
     assert len(rooms) >= 8
     for file in rooms:
         assert file not in loaded and file in reach("__init__.py").union(NAMED_FILES, *map(reach, NAMED_FILES)) | {
             "distributed/__init__.py",
             "features/__init__.py",
             "fused/__init__.py",
-            "graphs/__init__.py",
+            "cuda/__init__.py",
             "spec_decode/__init__.py",
-            "startup/__init__.py",
             "structured_outputs/__init__.py",
         }
 
@@ -341,10 +347,9 @@ ROOMS = (
     "models",
     "gated delta rule",
     "features",
-    "graphs",
+    "cuda",
     "invariant",
     "invariant kernels",
-    "startup",
     "mixture of experts",
     "quantization",
     "8-bit kernels",
@@ -365,37 +370,37 @@ ROOM_FILES = {
     "attention/base.py": "core",
     "attention/sdpa.py": "core",
     "engine/state_blocks.py": "states",
-    "layers/state.py": "states",
-    "layers/gated_delta_net.py": "gated delta rule",
-    "layers/delta_net_drafts.py": "gated delta rule",
-    "layers/scattered_linear.py": "gated delta rule",
+    "cache/state.py": "states",
+    "delta_net/gated_delta_net.py": "gated delta rule",
+    "delta_net/delta_net_drafts.py": "gated delta rule",
+    "delta_net/scattered_linear.py": "gated delta rule",
     "layers/sigmoid_gate.py": "gated delta rule",
-    "kernels/delta_net_chunks.py": "delta rule kernels",
-    "kernels/delta_net_inputs.py": "delta rule kernels",
-    "kernels/delta_net_operands.py": "delta rule kernels",
-    "kernels/delta_net_tokens.py": "delta rule kernels",
-    "kernels/hopper_experts.py": "hopper kernels",
-    "kernels/hopper_gemm.py": "hopper kernels",
-    "kernels/hopper_prefill.py": "hopper kernels",
-    "kernels/hopper_product.py": "hopper kernels",
-    "kernels/hopper_qkv.py": "hopper kernels",
-    "kernels/hopper_ring.py": "hopper kernels",
-    "kernels/hopper_scaled_gemm.py": "hopper kernels",
-    "kernels/hopper_swiglu.py": "hopper kernels",
-    "kernels/hopper_tiles.py": "hopper kernels",
-    "kernels/invariant_attention.py": "invariant kernels",
-    "kernels/invariant_decode.py": "invariant kernels",
-    "kernels/invariant_gemm.py": "invariant kernels",
-    "kernels/invariant_prefill.py": "invariant kernels",
-    "kernels/mix_experts.py": "mixture of experts",
-    "kernels/moe_gemm.py": "mixture of experts",
-    "kernels/moe_gemv.py": "mixture of experts",
-    "kernels/moe_routing.py": "mixture of experts",
-    "kernels/dequantize.py": "8-bit kernels",
+    "delta_net/kernels/delta_net_chunks.py": "delta rule kernels",
+    "delta_net/kernels/delta_net_inputs.py": "delta rule kernels",
+    "delta_net/kernels/delta_net_operands.py": "delta rule kernels",
+    "delta_net/kernels/delta_net_tokens.py": "delta rule kernels",
+    "moe/kernels/hopper_experts.py": "hopper kernels",
+    "kernels/hopper/hopper_gemm.py": "hopper kernels",
+    "kernels/hopper/hopper_prefill.py": "hopper kernels",
+    "kernels/hopper/hopper_product.py": "hopper kernels",
+    "kernels/hopper/hopper_qkv.py": "hopper kernels",
+    "kernels/hopper/hopper_ring.py": "hopper kernels",
+    "quantization/kernels/hopper_scaled_gemm.py": "hopper kernels",
+    "kernels/hopper/hopper_swiglu.py": "hopper kernels",
+    "kernels/hopper/hopper_tiles.py": "hopper kernels",
+    "invariant/kernels/invariant_attention.py": "invariant kernels",
+    "invariant/kernels/invariant_decode.py": "invariant kernels",
+    "invariant/kernels/invariant_gemm.py": "invariant kernels",
+    "invariant/kernels/invariant_prefill.py": "invariant kernels",
+    "moe/kernels/mix_experts.py": "mixture of experts",
+    "moe/kernels/moe_gemm.py": "mixture of experts",
+    "moe/kernels/moe_gemv.py": "mixture of experts",
+    "moe/kernels/moe_routing.py": "mixture of experts",
+    "quantization/kernels/dequantize.py": "8-bit kernels",
     "kernels/fp8.py": "8-bit kernels",
-    "kernels/quantize_rows.py": "8-bit kernels",
-    "kernels/scaled_gemv.py": "8-bit kernels",
-    "kernels/scaled_linear.py": "8-bit kernels",
+    "kernels/linear/quantize_rows.py": "8-bit kernels",
+    "quantization/kernels/scaled_gemv.py": "8-bit kernels",
+    "quantization/kernels/scaled_linear.py": "8-bit kernels",
     "utils/cuda_driver.py": "distributed",
     "utils/flags.py": "serve",
     "utils/libraries.py": "serve",
@@ -431,13 +436,12 @@ FOLDERS_OF_ROOMS = (
     "distributed",
     "features",
     "fused",
-    "graphs",
+    "cuda",
     "moe",
     "quantization",
     "rollout",
     "serve",
     "spec_decode",
-    "startup",
     "structured_outputs",
 )
 PLAIN_GENERATE = """

@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 import torch
 
+from nanovllm.cuda.graphs import decode_shape
+from nanovllm.cuda.start import dummy_prefill
 from nanovllm.engine import batch as batches
 from nanovllm.engine.batch import VIEWS, Batch, BatchShape
 from nanovllm.engine.request_tables import RequestTables, accept, place_decodes
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.scheduler import DecodeTable
 from nanovllm.engine.sequence import Sequence
-from nanovllm.graphs.cuda_graph import decode_shape
-from nanovllm.kernels.sampling_columns import column
+from nanovllm.kernels.sampling.sampling_columns import column
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.spec_decode.rows import ChainShape, place_chains
-from nanovllm.startup.cuda import dummy_prefill
 
 FEATURES = (("one", (("a", (3,)), ("b", (2, 5)))), ("two", (("a", (1, 7)),)))
 MIXED = BatchShape(7, 3, 1, 2, 5, 4, (("tiles", (6, 2)),), False, 1, 2, 1, 3, FEATURES)

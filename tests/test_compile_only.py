@@ -28,8 +28,9 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from nanovllm.kernels import dependent_launch, gemv
-from nanovllm.kernels.dependent_launch import compile_only, launch_ordinary
+from nanovllm.kernels.launch import dependent_launch
+from nanovllm.kernels.linear import gemv
+from nanovllm.kernels.launch.dependent_launch import compile_only, launch_ordinary
 
 
 class Utils:
@@ -121,8 +122,8 @@ def test_kernels_are_compiled_side_by_side(tmp_path):
 def test_triton_3_4_launches_no_dependent_kernels(monkeypatch, is_triton_3_4):
     import torch
 
-    from nanovllm.kernels import dependent_launch
-    from nanovllm.kernels.gemv import _gemv_kernel
+    from nanovllm.kernels.launch import dependent_launch
+    from nanovllm.kernels.linear.gemv import _gemv_kernel
 
     launched = []
     run = lambda *arguments, **constants: launched.append(constants["PDL"])
@@ -134,7 +135,7 @@ def test_triton_3_4_launches_no_dependent_kernels(monkeypatch, is_triton_3_4):
 
 
 def test_threads_wait_less_for_the_lock_during_a_start():
-    from nanovllm.startup.cuda import threads_in_turn
+    from nanovllm.cuda.start import threads_in_turn
 
     before = sys.getswitchinterval()
     with suppress(KeyError), threads_in_turn():
@@ -145,7 +146,7 @@ def test_threads_wait_less_for_the_lock_during_a_start():
 
 @pytest.mark.parametrize("is_installed", [True, False])
 def test_triton_is_hashed_if_it_is_there(monkeypatch, is_installed):
-    from nanovllm.startup.cuda import hash_compiler
+    from nanovllm.cuda.start import hash_compiler
 
     hashed = []
     module = SimpleNamespace(triton_key=lambda: hashed.append(True)) if is_installed else None
@@ -155,7 +156,7 @@ def test_triton_is_hashed_if_it_is_there(monkeypatch, is_installed):
 
 
 def test_time_of_a_token_is_the_shortest_that_was_measured(monkeypatch):
-    from nanovllm.startup import cuda
+    from nanovllm.cuda import start as cuda
 
     config = SimpleNamespace(max_num_batched_tokens=20, max_model_len=99, num_kvcache_blocks=9, max_num_seqs=9)
     config.kvcache_block_size, config.tokens_per_row = 16, 1
@@ -169,7 +170,7 @@ def test_time_of_a_token_is_the_shortest_that_was_measured(monkeypatch):
 def test_first_layers_of_each_kind(kinds, count):
     from torch import nn
 
-    from nanovllm.startup.cuda import first_layers_of_each_kind
+    from nanovllm.cuda.start import first_layers_of_each_kind
 
     mlps = {"a": nn.Linear, "b": nn.Bilinear}
     layers = nn.ModuleList(nn.Module() for _ in kinds)

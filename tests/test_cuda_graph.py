@@ -13,13 +13,14 @@ from test_heads import write_head
 from torch.utils._pytree import tree_leaves
 
 from nanovllm import SamplingParams
+from nanovllm.cuda import draft_graphs
+from nanovllm.cuda import graphs as cuda_graph
+from nanovllm.cuda import start as cuda
+from nanovllm.cuda.buffers import make_buffers
+from nanovllm.cuda.draft_graphs import DraftGraphs
+from nanovllm.cuda.graphs import DecodeGraphs, MixedGraphs, graph_shapes
 from nanovllm.engine.batch import BatchShape
-from nanovllm.graphs import cuda_graph, draft_graphs
-from nanovllm.graphs.buffers import make_buffers
-from nanovllm.graphs.cuda_graph import DecodeGraphs, MixedGraphs, graph_shapes
-from nanovllm.graphs.draft_graphs import DraftGraphs
 from nanovllm.layers.attention import AttentionBackend
-from nanovllm.startup import cuda
 from nanovllm.utils import dummy_weights
 
 pytest.importorskip("triton")
@@ -59,7 +60,7 @@ def capture(work, pool):
 @pytest.fixture
 def unsplit_keys(monkeypatch):
     """`test_padding_changes_nothing` has keys of a sequence that several programs read, which takes twice as long."""
-    monkeypatch.setattr("nanovllm.kernels.decode_attention.choose_num_splits", lambda *arguments: 1)
+    monkeypatch.setattr("nanovllm.kernels.attention.decode_attention.choose_num_splits", lambda *arguments: 1)
 
 
 @pytest.fixture
@@ -200,7 +201,7 @@ def test_drafts_of_graphs(make_llm, one_layer, use_ops, monkeypatch, tmp_path, m
 @pytest.mark.parametrize("method", ["draft_model", "eagle3"])
 def test_drafters_where_kernels_are_only_compiled(make_llm, one_layer, use_ops, monkeypatch, tmp_path, method):
     """As when a start on CUDA compiles kernels: what they would write is an index, and what is drawn may be any."""
-    kernels = pytest.importorskip("nanovllm.kernels.request_tables")
+    kernels = pytest.importorskip("nanovllm.kernels.sampling.request_tables")
     model = one_layer
     if method == "eagle3":
         model = str(write_head(tmp_path / "head", "authors", target=one_layer, layer_ids=[0, 0, 0], head_dim=32))
@@ -267,7 +268,7 @@ def test_the_smallest_graph_that_holds_a_step(make_llm):
 
 def test_rows_of_the_largest_graph_with_chunks(make_llm):
     """Kernels for more may round in their own way: no step is padded to so many, in an engine with graphs alone."""
-    from nanovllm.kernels.hopper_tiles import MAX_CAPTURED_ROWS
+    from nanovllm.kernels.hopper.hopper_tiles import MAX_CAPTURED_ROWS
 
     config = make_llm(max_num_batched_tokens=16384, max_num_mixed_tokens=16384).config
     assert max(shape.num_tokens for shape in graph_shapes(config, AttentionBackend())) == MAX_CAPTURED_ROWS

@@ -7,8 +7,8 @@ import pytest
 from common import generate_by_steps
 
 from nanovllm import BeamSearchParams, SamplingParams
+from nanovllm.cuda.start import dummy_prefill
 from nanovllm.spec_decode.proposer import PROPOSERS, Proposer
-from nanovllm.startup.cuda import dummy_prefill
 
 pytestmark = pytest.mark.small_model
 

@@ -11,7 +11,7 @@ import torch
 from nanovllm import SamplingParams
 from nanovllm.engine.features import FEATURES, Feature, StepFeature
 from nanovllm.features import register_feature
-from nanovllm.kernels.sampling_columns import COLUMNS, MAX_CUSTOM_COLUMNS
+from nanovllm.kernels.sampling.sampling_columns import COLUMNS, MAX_CUSTOM_COLUMNS
 
 pytestmark = pytest.mark.small_model
 

@@ -311,7 +311,7 @@ def test_chosen_experts_of_a_real_size(make_llm, random_model, capsys):
     """As many choices are those of transformers' float32 as of transformers' own bfloat16: the others are near ties."""
     from transformers import AutoModelForCausalLM
 
-    from nanovllm.kernels import mix_experts
+    from nanovllm.moe.kernels import mix_experts
 
     prompt = torch.randint(151643, (2000,), generator=torch.Generator().manual_seed(0)).tolist()
     llm = make_llm(random_model, device="cuda", dtype="auto", enforce_eager=True, gpu_memory_utilization=0.2)

@@ -17,7 +17,7 @@ from test_speculation import margins as margins
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels.sampling_columns import column, seeds
+from nanovllm.kernels.sampling.sampling_columns import column, seeds
 from nanovllm.models import ModelConfig
 from nanovllm.models.heads import Eagle3Head
 from nanovllm.spec_decode import output_processor

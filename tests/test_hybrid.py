@@ -41,13 +41,13 @@ from test_speculation import margins as margins
 from test_states import assert_same_as_reference, poison
 
 from nanovllm import BeamSearchParams, SamplingParams
+from nanovllm.cache.state import State, StateSpec
 from nanovllm.config import Config
-from nanovllm.distributed.process_group import connect
-from nanovllm.graphs import cuda_graph
-from nanovllm.graphs.buffers import make_buffers
-from nanovllm.graphs.cuda_graph import MixedGraphs, graph_shapes
-from nanovllm.layers.delta_net_drafts import delta_net_drafts
-from nanovllm.layers.gated_delta_net import (
+from nanovllm.cuda import graphs as cuda_graph
+from nanovllm.cuda.buffers import make_buffers
+from nanovllm.cuda.graphs import MixedGraphs, graph_shapes
+from nanovllm.delta_net.delta_net_drafts import delta_net_drafts
+from nanovllm.delta_net.gated_delta_net import (
     DeltaHeads,
     GatedDeltaNet,
     chunk_delta_rule,
@@ -55,8 +55,8 @@ from nanovllm.layers.gated_delta_net import (
     delta_net_step,
     recurrent_delta_rule,
 )
+from nanovllm.distributed.process_group import connect
 from nanovllm.layers.sigmoid_gate import SigmoidGate, sigmoid_gate
-from nanovllm.layers.state import State, StateSpec
 from nanovllm.models import ModelConfig, make_model
 from nanovllm.utils.construction import constructing
 from nanovllm.utils.context import Context, attention_context
@@ -500,7 +500,10 @@ HEADS_OF_DRAFTS = [(1, 2, 24, 20, 3), (2, 4, 16, 24, 4), (1, 1, 16, 8, 2)]
     "way, heads",
     [
         *((("definitions", torch.float32), heads) for heads in HEADS_OF_DRAFTS),
-        *pairs(pairs(["kernels.ops", "kernels.delta_net_tokens"], [torch.float32, torch.float16]), HEADS_OF_DRAFTS),
+        *pairs(
+            pairs(["kernels.ops", "delta_net.kernels.delta_net_tokens"], [torch.float32, torch.float16]),
+            HEADS_OF_DRAFTS,
+        ),
     ],
     ids=str,
 )

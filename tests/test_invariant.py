@@ -22,7 +22,7 @@ from nanovllm.invariant import invariant_operations
 from nanovllm.invariant.cpu import cpu_ops as ops  # which it registers
 from nanovllm.invariant.cpu_attention import InvariantBackend
 from nanovllm.kernels import variant
-from nanovllm.kernels.sampling_columns import WIDTH, column_index
+from nanovllm.kernels.sampling.sampling_columns import WIDTH, column_index
 from nanovllm.layers import sampler
 from nanovllm.layers.attention import KVCache, SDPABackend
 from nanovllm.layers.linear import linear

@@ -15,15 +15,17 @@ from test_kernels import int32, linear_reference, paged
 from test_quantization import WIDE, as_floats, scaled
 
 from nanovllm.attention.triton import query_tiles
+from nanovllm.cuda.graphs import capture_sizes
+from nanovllm.cuda.runner import CUDAModelRunner
 from nanovllm.features.logprobs import divided, log_probabilities
-from nanovllm.graphs.cuda_graph import capture_sizes
 from nanovllm.invariant import cuda_ops
 from nanovllm.invariant.cuda import Runner
-from nanovllm.kernels import invariant_decode, invariant_prefill, layernorm, ops
-from nanovllm.kernels.invariant_gemm import WIDE_128, WIDE_256, invariant_product
+from nanovllm.invariant.kernels import invariant_decode, invariant_prefill
+from nanovllm.invariant.kernels.invariant_gemm import WIDE_128, WIDE_256, invariant_product
+from nanovllm.kernels import ops
+from nanovllm.kernels.linear import layernorm
 from nanovllm.layers.attention import Attention
 from nanovllm.quantization.scaled import dequantize
-from nanovllm.startup.cuda_runner import CUDAModelRunner
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 

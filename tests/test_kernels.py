@@ -28,17 +28,29 @@ import triton.language as tl
 from nanovllm import kernels
 from nanovllm.attention.triton import query_tiles
 from nanovllm.cache.kv_cache import KVCache
+from nanovllm.distributed.kernels import peers
+from nanovllm.distributed.kernels.peers import PeerBarrier
 from nanovllm.fused import fuse
 from nanovllm.fused.norm_input import NormInput
-from nanovllm.kernels import decode_attention, hopper_tiles, ops, peers, prefill_attention, sampling
-from nanovllm.kernels.decode_attention import TILE
-from nanovllm.kernels.devices import has_tma, num_sms
-from nanovllm.kernels.layernorm import rms_norm
-from nanovllm.kernels.peers import PeerBarrier
-from nanovllm.kernels.sampling import _gumbel
-from nanovllm.kernels.sampling_columns import PHILOX_ROUNDS, WIDTH, column
-from nanovllm.kernels.split_k_gemm import FEW_WEIGHTS, LONE_BYTES, MAX_ROWS, TILE_K, TILE_N, scaled_tiles, tile_m_of
-from nanovllm.kernels.split_sequence import MAX_SPLITS, choose_num_splits
+from nanovllm.kernels import ops
+from nanovllm.kernels.attention import decode_attention, prefill_attention
+from nanovllm.kernels.attention.decode_attention import TILE
+from nanovllm.kernels.attention.split_sequence import MAX_SPLITS, choose_num_splits
+from nanovllm.kernels.hopper import hopper_tiles
+from nanovllm.kernels.launch.devices import has_tma, num_sms
+from nanovllm.kernels.linear.layernorm import rms_norm
+from nanovllm.kernels.linear.split_k_gemm import (
+    FEW_WEIGHTS,
+    LONE_BYTES,
+    MAX_ROWS,
+    TILE_K,
+    TILE_N,
+    scaled_tiles,
+    tile_m_of,
+)
+from nanovllm.kernels.sampling import sampling
+from nanovllm.kernels.sampling.sampling import _gumbel
+from nanovllm.kernels.sampling.sampling_columns import PHILOX_ROUNDS, WIDTH, column
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import QKVParallelLinear
@@ -474,7 +486,7 @@ def linear_reference(x: torch.Tensor, weight: torch.Tensor, gated: bool = False,
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_swiglu_for_hopper(num_rows, n, k, dtype):
     """Fewer tiles than programs and more, also with rows and inputs beyond the last; rounded as in two steps."""
-    from nanovllm.kernels.hopper_swiglu import swiglu
+    from nanovllm.kernels.hopper.hopper_swiglu import swiglu
 
     x, weight = randn(num_rows, k, dtype=dtype), randn(2 * n, k, dtype=dtype) * 2 / k**0.5
     weight[: n // 8] *= 30  # where exp(-x) overflows, or vanishes
@@ -486,11 +498,11 @@ def test_swiglu_for_hopper(num_rows, n, k, dtype):
 
 def test_choose_swiglu(monkeypatch):
     """Product and SwiGLU are one kernel if its tiles fill a GPU, here of 10 multiprocessors, as often as they need."""
-    module, calls = "nanovllm.kernels.hopper_swiglu", []
+    module, calls = "nanovllm.kernels.hopper.hopper_swiglu", []
     monkeypatch.setitem(sys.modules, module, SimpleNamespace(swiglu=lambda x, weight: calls.append(len(x))))
     monkeypatch.setattr(kernels, "hopper_swiglu", sys.modules[module], raising=False)
-    monkeypatch.setattr("nanovllm.kernels.activation.has_hopper_kernels", lambda: True)
-    monkeypatch.setattr("nanovllm.kernels.activation.num_sms", lambda device: 10)
+    monkeypatch.setattr("nanovllm.kernels.linear.activation.has_hopper_kernels", lambda: True)
+    monkeypatch.setattr("nanovllm.kernels.linear.activation.num_sms", lambda device: 10)
 
     def fused(n=640, k=64, dtype=torch.bfloat16, bias=None, act=SiluAndMul):
         calls.clear()
@@ -504,7 +516,7 @@ def test_choose_swiglu(monkeypatch):
     assert fused(n=128) == [2500]
     assert not fused(n=640 - 64) and not fused(k=60) and not fused(dtype=torch.float32)
     assert not fused(bias=torch.ones(1280)) and not fused(act=None)
-    monkeypatch.setattr("nanovllm.kernels.activation.has_hopper_kernels", lambda: False)
+    monkeypatch.setattr("nanovllm.kernels.linear.activation.has_hopper_kernels", lambda: False)
     assert not fused()
 
 
@@ -599,7 +611,7 @@ def test_split_k_gemm(m, n, k, split_k, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_split_k_gemm_for_hopper(m, n, k, split_k, dtype):
     """More inputs than buffers and fewer; tiles and parts of which something is missing."""
-    from nanovllm.kernels.hopper_gemm import hopper_gemm
+    from nanovllm.kernels.hopper.hopper_gemm import hopper_gemm
 
     x, weight = randn(m, k, dtype=dtype), randn(n, k, dtype=dtype) / k**0.5
     out = torch.full((split_k, m, n), NAN, dtype=dtype, device=DEVICE)
@@ -611,7 +623,7 @@ def test_split_k_gemm_for_hopper(m, n, k, split_k, dtype):
 def test_tiny_products_are_added_up_from_parts(monkeypatch):
     """As on a Hopper GPU; not those that write where they are told to."""
     counts, split_k_gemm = [], ops.split_k_gemm
-    monkeypatch.setattr("nanovllm.kernels.split_k_gemm.has_tma", lambda device: True)
+    monkeypatch.setattr("nanovllm.kernels.linear.split_k_gemm.has_tma", lambda device: True)
     monkeypatch.setattr(ops, "split_k_gemm", lambda *args: counts.append(args[2]) or split_k_gemm(*args))
     x, weight = randn(5, 1024, dtype=torch.float16), randn(64, 1024, dtype=torch.float16) / 32
     for out in (None, x.new_empty(1, 5, 64)):
@@ -627,9 +639,9 @@ def test_choose_split_k(monkeypatch):
         return ops.choose_split_k(*(torch.empty(m, k, dtype=dtype, device=device) for m in (rows, n)), max_split_k)
 
     assert not any(split_k(rows, dtype=dtype, device="cpu") for rows in (0, 1, 64) for dtype in DTYPES)
-    monkeypatch.setattr("nanovllm.kernels.split_k_gemm.has_tma", lambda device: True)
-    monkeypatch.setattr("nanovllm.kernels.split_k_gemm.num_sms", lambda device: 132)
-    monkeypatch.setattr("nanovllm.kernels.split_k_gemm.has_hopper_kernels", lambda: False)
+    monkeypatch.setattr("nanovllm.kernels.linear.split_k_gemm.has_tma", lambda device: True)
+    monkeypatch.setattr("nanovllm.kernels.linear.split_k_gemm.num_sms", lambda device: 132)
+    monkeypatch.setattr("nanovllm.kernels.linear.split_k_gemm.has_hopper_kernels", lambda: False)
     assert split_k(1) == split_k(MAX_ROWS) == split_k(2, 7, 8, torch.bfloat16) == 4
     assert not split_k(0) and not split_k(MAX_ROWS + 1)
     # all programs at once: the outputs of Qwen3-4B, 8B and 14B, and one tile too many
@@ -646,7 +658,7 @@ def test_choose_split_k(monkeypatch):
     assert not split_k(2, k=60)  # rows that TMA cannot step over
     assert not any(split_k(rows, dtype=torch.float32) for rows in (0, 1, 64))
     # the kernel for Hopper: many inputs, and parts that fill the GPU
-    monkeypatch.setattr("nanovllm.kernels.split_k_gemm.has_hopper_kernels", lambda: True)
+    monkeypatch.setattr("nanovllm.kernels.linear.split_k_gemm.has_hopper_kernels", lambda: True)
     assert [split_k(m, 4096, 12288) for m in (128, 129, 256, 257)] == [2, 4, 4, 0]
     assert [split_k(200, n, 12288) for n in (2560, 4096, 34 * 128)] == [0, 4, 0] and not split_k(200, 4096, 4096)
     assert not split_k(200, 4096, 12288, max_split_k=1) and not split_k(200, 4096, 12288, torch.float32)
@@ -723,7 +735,7 @@ def stored(store, qkv: torch.Tensor, kv_heads: int, rotary: int, has_norm: bool,
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_qkv_for_hopper(dtype, num_rows, heads, kv_heads, k, has_norm):
     """Fewer tiles than programs and more, also with rows and inputs beyond the last."""
-    from nanovllm.kernels.hopper_qkv import store_product
+    from nanovllm.kernels.hopper.hopper_qkv import store_product
 
     x, weight = randn(num_rows, k, dtype=dtype), randn((heads + 2 * kv_heads) * 128, k, dtype=dtype) / k**0.5
     qkv = linear_reference(x, weight).unflatten(1, (-1, 128))
@@ -734,7 +746,7 @@ def test_qkv_for_hopper(dtype, num_rows, heads, kv_heads, k, has_norm):
 
 def test_choose_qkv(monkeypatch):
     """Product, norm, rope and store are one kernel for more rows than a graph has; then it gets the layer's factors."""
-    module, calls = "nanovllm.kernels.hopper_qkv", []
+    module, calls = "nanovllm.kernels.hopper.hopper_qkv", []
     fake = SimpleNamespace(store_product=lambda factors, *args: calls.append((factors, args)) or "queries")
     monkeypatch.setitem(sys.modules, module, fake)
     monkeypatch.setattr(hopper_tiles, "has_hopper_kernels", lambda: True)
@@ -893,7 +905,7 @@ def test_sample_without_a_candidate_is_a_token_still(value):
 
 
 class Ranks:
-    """Memory of several ranks as kernels/peers.py has it: flags, keys, and the places of sums."""
+    """Memory of several ranks as distributed/kernels/peers.py has it: flags, keys, and the places of sums."""
 
     def __init__(self, size: int, num_programs: int, num_bytes: int):
         self.flags_bytes = num_programs * size * 4

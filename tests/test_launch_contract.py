@@ -6,14 +6,14 @@ import torch
 triton = pytest.importorskip("triton")
 import triton.language as tl
 
-from nanovllm.kernels.dependent_launch import (
+from nanovllm.kernels.attention.paged_cache import prefetch_rows
+from nanovllm.kernels.launch.dependent_launch import (
     dependent_kernel,
     gdc_launch_and_wait,
     gdc_launch_dependents,
     gdc_wait,
     launch,
 )
-from nanovllm.kernels.paged_cache import prefetch_rows
 
 gl = tma = tl  # kernels in Gluon are checked in the same way
 

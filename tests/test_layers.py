@@ -215,8 +215,8 @@ def test_layers_on_kernels(monkeypatch, use_ops, bias, rows):
     layers = [layer.half() for layer in layers]
     expected = two_blocks(*(deepcopy(layer).double() for layer in layers), PartialSum(x.double()))
     use_ops()
-    monkeypatch.setattr("nanovllm.kernels.split_k_gemm.has_tma", lambda device: True)
-    monkeypatch.setattr("nanovllm.kernels.split_k_gemm.MAX_ROWS", 5)
+    monkeypatch.setattr("nanovllm.kernels.linear.split_k_gemm.has_tma", lambda device: True)
+    monkeypatch.setattr("nanovllm.kernels.linear.split_k_gemm.MAX_ROWS", 5)
     for actual, reference in zip(two_blocks(*layers, PartialSum(x)), expected):
         torch.testing.assert_close(actual.double(), reference, rtol=5e-3, atol=5e-3)
     assert shapes == 2 * [(rows, 24)] + 2 * [(4, rows, 24) if rows == 5 and not bias else (rows, 24)]

@@ -20,8 +20,9 @@ triton = pytest.importorskip("triton")
 
 from nanovllm.features.logit_edits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, EditTables, penalize
 from nanovllm.features.logprobs import log_probabilities, token_logprobs
-from nanovllm.kernels import filters, ops, penalties, sampling_columns
-from nanovllm.kernels.sampling_columns import COLUMNS, WIDTH, column
+from nanovllm.kernels import ops
+from nanovllm.kernels.sampling import filters, penalties, sampling_columns
+from nanovllm.kernels.sampling.sampling_columns import COLUMNS, WIDTH, column
 from nanovllm.layers import sampler as plain
 from nanovllm.layers.sampler import KEEPS_ALL, Sampler, SamplingRows, token_keys
 

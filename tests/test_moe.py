@@ -14,13 +14,13 @@ triton = pytest.importorskip("triton")
 from nanovllm import kernels
 from nanovllm.fused import fuse
 from nanovllm.fused.forms import Fused
-from nanovllm.kernels import moe_gemm, moe_gemv, moe_routing
-from nanovllm.kernels.devices import has_hopper_kernels, has_tma
-from nanovllm.kernels.moe_routing import Routing, max_tiles, sort_by_expert
+from nanovllm.kernels.launch.devices import has_hopper_kernels, has_tma
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.models.hybrid import SharedExpertMoE
 from nanovllm.moe.config import MoEConfig
 from nanovllm.moe.experts import DOWN, GATE, UP, MoE, route
+from nanovllm.moe.kernels import moe_gemm, moe_gemv, moe_routing
+from nanovllm.moe.kernels.moe_routing import Routing, max_tiles, sort_by_expert
 from nanovllm.utils.construction import constructing
 from nanovllm.utils.partial_sum import PartialSum
 from nanovllm.utils.tensor_parallel import TensorParallel
@@ -326,7 +326,7 @@ def test_experts_down_for_hopper(shape, dtype, monkeypatch):
 
 def test_choose_experts_down(monkeypatch):
     """The kernel for Hopper computes what its tiles divide, of 16 bits, with 128 rows."""
-    module, calls = "nanovllm.kernels.hopper_experts", []
+    module, calls = "nanovllm.moe.kernels.hopper_experts", []
     hopper = SimpleNamespace(experts_down=lambda x, weight, rows, routing, out: calls.append(len(x)) or out)
     monkeypatch.setitem(sys.modules, module, hopper)
     monkeypatch.setattr(kernels, "hopper_experts", hopper, raising=False)

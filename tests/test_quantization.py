@@ -47,11 +47,14 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 __all__ = ["gelu_family"]  # a fixture
 dequantize = scaled_weights.dequantize.__wrapped__  # as it is defined, on a GPU too
 ops = pytest.importorskip("nanovllm.kernels.ops")
-from nanovllm.kernels import hopper_tiles, mix_experts, moe_gemm, moe_routing, scaled_linear, variant
-from nanovllm.kernels.devices import has_hopper_kernels
-from nanovllm.kernels.layernorm import rms_norm
-from nanovllm.kernels.moe_gemv import moe_gemv
-from nanovllm.kernels.scaled_gemv import choose_gemv_split_k, scaled_gemv
+from nanovllm.kernels import variant
+from nanovllm.kernels.hopper import hopper_tiles
+from nanovllm.kernels.launch.devices import has_hopper_kernels
+from nanovllm.kernels.linear.layernorm import rms_norm
+from nanovllm.moe.kernels import mix_experts, moe_gemm, moe_routing
+from nanovllm.moe.kernels.moe_gemv import moe_gemv
+from nanovllm.quantization.kernels import scaled_linear
+from nanovllm.quantization.kernels.scaled_gemv import choose_gemv_split_k, scaled_gemv
 
 E4M3 = torch.float8_e4m3fn
 SCALED = "scaled_linear", "best_scaled_split_k", "dequantize"
@@ -255,12 +258,12 @@ def test_fp8_units(monkeypatch, use_ops, make_llm, tmp_path, name, format_name):
     products = "linear", "norm_linear", "best_split_k", "add_rms_norm", "silu_and_mul", "mix_experts"
     use_ops(*products, "quantize_rows", *SCALED)
     monkeypatch.setattr("nanovllm.quantization.quant_config.has_fp8_units", lambda device: True)
-    monkeypatch.setattr("nanovllm.kernels.scaled_gemv.MAX_TILE_K", 32)
-    monkeypatch.setattr("nanovllm.kernels.scaled_gemv.K_MULTIPLE", 32)
+    monkeypatch.setattr("nanovllm.quantization.kernels.scaled_gemv.MAX_TILE_K", 32)
+    monkeypatch.setattr("nanovllm.quantization.kernels.scaled_gemv.K_MULTIPLE", 32)
     monkeypatch.setattr("nanovllm.quantization.fp8_linear.MAX_GEMM_ROWS", 4)
     monkeypatch.setattr("nanovllm.quantization.fp8_linear.FP8Linear.max_split_k_rows", 6)
-    monkeypatch.setattr("nanovllm.kernels.moe_gemv.SCALED_GATE_UP_TILE", (32, 64, 4))
-    monkeypatch.setattr("nanovllm.kernels.moe_gemv.DOWN_TILE", (32, 64, 1))
+    monkeypatch.setattr("nanovllm.moe.kernels.moe_gemv.SCALED_GATE_UP_TILE", (32, 64, 4))
+    monkeypatch.setattr("nanovllm.moe.kernels.moe_gemv.DOWN_TILE", (32, 64, 1))
     calls = []
     kernels = {"scaled_gemv", "split_k_gemm", "quantize_rows", "rms_norm_quantize"}
     act = set() if name == "llama-gelu" else {"silu_and_mul_quantize"}
@@ -579,7 +582,7 @@ def test_scaled_gemv(fresh_memory_is_nan, dtype, kind, shape, gated, has_bias, s
 @pytest.mark.parametrize("k, has_bias, split_k", [(256, False, 1), (384, True, 1), (384, False, 2)])
 def test_one_row_to_peers(monkeypatch, use_ops, k, has_bias, split_k):
     use_ops(*SCALED)
-    monkeypatch.setattr("nanovllm.kernels.scaled_gemv.MAX_TILE_K", 128)
+    monkeypatch.setattr("nanovllm.quantization.kernels.scaled_gemv.MAX_TILE_K", 128)
     tp = Peers()
     with torch.device(DEVICE), constructing(tp):
         layer = RowParallelLinear(k, 24, has_bias)
@@ -643,7 +646,7 @@ def test_scaled_gemm(fresh_memory_is_nan, dtype, way, shape, num_rows, split_k):
 @pytest.mark.parametrize("num_rows, n, k", [(1, 128, 128), (130, 384, 640), (1030, 4224, 384)])
 def test_swiglu_on_hopper(fresh_memory_is_nan, dtype, num_rows, n, k):
     """Fewer tiles than programs and more, also with rows beyond the last; about as near as in three steps."""
-    from nanovllm.kernels.hopper_swiglu import swiglu
+    from nanovllm.kernels.hopper.hopper_swiglu import swiglu
 
     values, scales = scaled(2 * n, k, 128, 128)
     scales /= 8  # else most results of silu are 0 or what it is of
@@ -665,7 +668,7 @@ def test_swiglu_on_hopper(fresh_memory_is_nan, dtype, num_rows, n, k):
 )
 def test_scaled_gemm_on_hopper(fresh_memory_is_nan, tile, num_rows, n, k, split_k, dtype):
     """Fewer tiles than programs and more, fewer blocks than buffers and more; tiles and parts that lack something."""
-    from nanovllm.kernels.hopper_scaled_gemm import hopper_scaled_gemm
+    from nanovllm.quantization.kernels.hopper_scaled_gemm import hopper_scaled_gemm
 
     values, scales = scaled(n, k, 128, 128)
     x = ops.quantize_rows(randn(num_rows, k, dtype=dtype), 128)
@@ -702,7 +705,7 @@ def test_products_on_hopper(monkeypatch, use_ops, num_rows, parts):
         return ops.split_k_gemm(x, (values, scales), tile.split_k, out)
 
     use_ops("best_scaled_split_k")
-    name = "nanovllm.kernels.hopper_scaled_gemm"
+    name = "nanovllm.quantization.kernels.hopper_scaled_gemm"
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(hopper_scaled_gemm=hopper_scaled_gemm))
     monkeypatch.setattr(hopper_tiles, "has_hopper_kernels", lambda: True)
     monkeypatch.setattr(hopper_tiles, "num_sms", lambda device: parts)
@@ -729,7 +732,7 @@ def test_qkv_on_hopper(fresh_memory_is_nan, dtype, num_rows, heads, kv_heads, k)
     """Fewer tiles than programs and more, also with rows beyond the last; up to what FP8 units round."""
     from test_kernels import stored
 
-    from nanovllm.kernels.hopper_qkv import store_product
+    from nanovllm.kernels.hopper.hopper_qkv import store_product
 
     values, scales = scaled((heads + 2 * kv_heads) * 128, k, 128, 128)
     x = ops.quantize_rows(randn(num_rows, k, dtype=dtype), 128)
@@ -743,7 +746,7 @@ def test_factors_of_a_product(monkeypatch):
     from nanovllm.quantization.fp8_linear import FP8Linear
 
     fake = SimpleNamespace(store_product=lambda factors, *args: factors)
-    monkeypatch.setitem(sys.modules, "nanovllm.kernels.hopper_qkv", fake)
+    monkeypatch.setitem(sys.modules, "nanovllm.kernels.hopper.hopper_qkv", fake)
     monkeypatch.setattr(hopper_tiles, "has_hopper_kernels", lambda: True)
     monkeypatch.setattr(hopper_tiles, "MAX_CAPTURED_ROWS", 2)
     layer = QKVParallelLinear(256, 128, 2, 2)
@@ -889,8 +892,8 @@ def expert_inputs(num_tokens, num_experts, top_k, hidden, size, block, dtype=tor
 @pytest.fixture
 def few_programs(monkeypatch, fresh_memory_is_nan):
     """Larger tiles than on a GPU, as the interpreter takes long for each program."""
-    monkeypatch.setattr("nanovllm.kernels.moe_gemv.SCALED_GATE_UP_TILE", (32, 128, 4))
-    monkeypatch.setattr("nanovllm.kernels.moe_gemv.DOWN_TILE", (32, 64, 1))
+    monkeypatch.setattr("nanovllm.moe.kernels.moe_gemv.SCALED_GATE_UP_TILE", (32, 128, 4))
+    monkeypatch.setattr("nanovllm.moe.kernels.moe_gemv.DOWN_TILE", (32, 64, 1))
 
 
 @pytest.mark.parametrize("shape", EXPERT_SHAPES, ids=str)

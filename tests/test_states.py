@@ -19,13 +19,13 @@ from test_readme import STATE, page
 
 from nanovllm import BeamSearchParams, SamplingParams
 from nanovllm.benchmarks.shapes import write_shape
+from nanovllm.cache.state import fit_states
 from nanovllm.config import Config
+from nanovllm.cuda.start import RESERVE_BYTES, free_kv_cache
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.layers.state import fit_states
 from nanovllm.models import MODELS, make_model
 from nanovllm.models.llama import LlamaAttention, LlamaForCausalLM
 from nanovllm.models.qwen3 import Qwen3MLP
-from nanovllm.startup.cuda import RESERVE_BYTES, free_kv_cache
 
 LAYER: dict = {}
 exec(STATE, LAYER)  # the layer of CONTRIBUTING.md
@@ -223,7 +223,7 @@ def test_snapshots_are_bounded(make_stateful, reference):
 def test_sequences_take_the_rows_of_snapshots(make_stateful, reference, monkeypatch, async_scheduling):
     """One row is for a snapshot alone: others lie in those of sequences, of which three run, then two and one."""
     one_more = lambda runner: runner.config.resolve(num_states=runner.config.max_num_seqs + 1)
-    monkeypatch.setattr("nanovllm.layers.state.fit_states", one_more)
+    monkeypatch.setattr("nanovllm.cache.state.fit_states", one_more)
     llm = make_stateful(max_num_seqs=3, async_scheduling=async_scheduling)
     rows, hits = llm.scheduler.block_manager.rows, []
     for requests in (make_requests(), make_requests()[-2:], make_requests()[-1:]):

@@ -26,6 +26,8 @@ from simulation import SETTINGS, Simulation, random_requests
 from test_callers import Interrupt
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.cuda.buffers import make_buffers
+from nanovllm.cuda.graphs import decode_shape
 from nanovllm.engine import output_processor
 from nanovllm.engine.batch import Batch, BatchShape
 from nanovllm.engine.features import FEATURES, Feature, StepFeature
@@ -33,8 +35,6 @@ from nanovllm.engine.outputs import OutputKind
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features import awaiting
 from nanovllm.features.logit_edits import mask_of
-from nanovllm.graphs.buffers import make_buffers
-from nanovllm.graphs.cuda_graph import decode_shape
 from nanovllm.structured_outputs import constraint as constraints
 from nanovllm.structured_outputs import feature, grammars, json_schema, masks, sandbox
 from nanovllm.structured_outputs import grammar as compiled_grammar

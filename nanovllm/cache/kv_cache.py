@@ -23,7 +23,7 @@ class KVCache:
 
     @staticmethod
     def tensors(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """What the caches of some layers consist of, on the meta device: see layers/state.py.
+        """What the caches of some layers consist of, on the meta device: see cache/state.py.
 
         shape is (2, layers, blocks, block_size, kv_heads, head_dim), that of the first tensor.
         """
@@ -52,7 +52,7 @@ def gather_spans(cache: torch.Tensor, spans: torch.Tensor) -> torch.Tensor:
 class PagedKV(NamedTuple):
     """The spec of attention: a key and a value of each token and head, in blocks that a sequence's table lists.
 
-    layers/state.py says what a spec is, and lists the others.
+    cache/state.py says what a spec is, and lists the others.
     """
 
     num_kv_heads: int

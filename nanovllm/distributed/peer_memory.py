@@ -5,9 +5,9 @@ import ctypes
 import torch
 from torch.distributed import Store
 
+from nanovllm.distributed.kernels.peers import PeerBarrier
 from nanovllm.distributed.ranks import Ranks
 from nanovllm.kernels import ops
-from nanovllm.kernels.peers import PeerBarrier
 from nanovllm.utils.cuda_driver import DeviceBytes, call_driver
 from nanovllm.utils.double_buffer import DoubleBuffer
 from nanovllm.utils.partial_sum import Compute, PartialSum

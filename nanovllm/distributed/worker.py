@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from nanovllm.config import Config
+from nanovllm.cuda.buffers import largest_batch
 from nanovllm.distributed import process_group
 from nanovllm.distributed.ranks import Ranks
 from nanovllm.distributed.step_channel import NUM_BUFFERS, StepChannel, StepReader
@@ -32,7 +33,6 @@ from nanovllm.engine.request_tables import PendingStep
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.features import check_ranks
 from nanovllm.features.logprobs import MAX_TOP_ROWS
-from nanovllm.graphs.buffers import largest_batch
 from nanovllm.utils.interrupts import interrupts_held
 from nanovllm.utils.tensor_parallel import STEP_TIMEOUT
 

@@ -15,7 +15,7 @@ import torch
 
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence, packed_ids
-from nanovllm.kernels.sampling_columns import GREEDY_BELOW, WIDTH, column, seeds
+from nanovllm.kernels.sampling.sampling_columns import GREEDY_BELOW, WIDTH, column, seeds
 
 MAX_CHUNKS = 32  # of a step that a CUDA graph computes
 VIEW_ALIGNMENT = 4  # words, which are 16 bytes: Triton compiles another kernel for an address that is not aligned so
@@ -88,7 +88,7 @@ class Batch(Generic[Array]):
     cu_seqlens_q: Array = _view(lambda s: (s.num_seqs + 1,), chunks_only=True)
     logits_indices: Array = _view(lambda s: (s.num_sampled_tokens,), chunks_only=True)  # token whose logits are sampled
     sampled_rows: Array = _view(lambda s: (s.num_sampled_tokens,), chunks_only=True)  # its row in `block_tables`
-    state_rows: Array = _view(lambda s: (2, s.num_seqs), chunks_only=True)  # read and written: see layers/state.py
+    state_rows: Array = _view(lambda s: (2, s.num_seqs), chunks_only=True)  # read and written: see cache/state.py
     num_decodes: Array = _view(lambda s: (1,), chunks_only=True)  # for CUDA graphs, whose shape has an upper bound
     params: Array = _view(lambda s: (s.num_new_requests, WIDTH), chunks_only=True)  # new requests are sampled last
     new_block_tables: Array = _view(lambda s: (s.num_new_requests, s.max_blocks_per_seq), chunks_only=True)

@@ -18,7 +18,7 @@ from nanovllm.engine.batch import BatchShape, DeviceBatch, HostBatch, prepare_ba
 from nanovllm.engine.features import FEATURES, StepFeature
 from nanovllm.engine.request_tables import ForwardOutput, PendingStep, RequestTables, SamplerInput
 from nanovllm.engine.scheduled_step import ScheduledStep
-from nanovllm.kernels.sampling_columns import WIDTH, seeds
+from nanovllm.kernels.sampling.sampling_columns import WIDTH, seeds
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler, SamplingRows, logit_cutoffs
 from nanovllm.models import make_model
@@ -37,7 +37,7 @@ class ModelRunner:
     What a step samples stays on the device, in RequestTables. The next decode step reads its input there, so it can be
     queued before the host knows it.
 
-    This class is for a device that computes each step at once, such as a CPU. On CUDA, `startup/cuda_runner.py` has a
+    This class is for a device that computes each step at once, such as a CPU. On CUDA, `cuda/runner.py` has a
     subclass that queues steps and replays graphs.
     """
 
@@ -54,7 +54,7 @@ class ModelRunner:
         self.backend = backend_class(config.attention_backend)()
         self.model = self._load_model()
         lap("weights")
-        self.cache_groups: dict[Any, list[nn.Module]] = {}  # by spec: see layers/state.py
+        self.cache_groups: dict[Any, list[nn.Module]] = {}  # by spec: see cache/state.py
         for layer in self.model.modules():
             if hasattr(layer, "cache_spec"):
                 self.cache_groups.setdefault(layer.cache_spec(), []).append(layer)
@@ -62,7 +62,7 @@ class ModelRunner:
                 layer.backend = self.backend
                 self.backend.set_head_shape(layer.num_heads // layer.num_kv_heads, layer.head_dim, config.dtype)
         if any(spec.of_states for spec in self.cache_groups):
-            from nanovllm.layers.state import fit_states  # few models have layers with a state
+            from nanovllm.cache.state import fit_states  # few models have layers with a state
 
             fit_states(self)
         self.caches: dict[Any, list[torch.Tensor]] = {}  # the tensors of each group
@@ -309,7 +309,7 @@ class ModelRunner:
 
 
 # by the type of the device, module:class of a runner; others have a ModelRunner
-RUNNERS = {"cuda": "nanovllm.startup.cuda_runner:CUDAModelRunner"}
+RUNNERS = {"cuda": "nanovllm.cuda.runner:CUDAModelRunner"}
 
 
 def make_runner(config: Config, lap: Callable[[str], None], tp: TensorParallel) -> ModelRunner:

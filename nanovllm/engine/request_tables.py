@@ -20,7 +20,7 @@ class RequestTables(NamedTuple):
     last_token_ids: torch.Tensor  # [requests, K]: the last token, and drafts of those after it, -1 where there is none
     num_tokens: torch.Tensor  # [requests]: the last token included
     block_tables: torch.Tensor  # [requests, W + 1]; the last column takes new blocks of column -1: none
-    params: torch.Tensor  # [requests, WIDTH]: see kernels/sampling_columns.py
+    params: torch.Tensor  # [requests, WIDTH]: see kernels/sampling/sampling_columns.py
 
     @property
     def device(self) -> torch.device:

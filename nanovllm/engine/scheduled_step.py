@@ -29,7 +29,7 @@ class ScheduledStep:
     context_lens [D]: how many tokens each attends to, its new ones included; with drafts an upper bound.
     new_blocks: (index into `req_indices`, column of its block table, block id) of the blocks that they have got.
     chunks: the rows that compute a prompt, or a part of one. A preempted sequence's generated tokens are among them.
-    state_rows: the state that each chunk begins with, which layers without a state do not read; see layers/state.py.
+    state_rows: the state that each chunk begins with, which layers without a state do not read; see cache/state.py.
     sampled_seqs: the sequences that get a token from this step, those that decode first.
     sampled_rows: the row from which each of them gets it, in ascending order; answers to one prompt share a row.
     visited: indices of `sampled_seqs`, in ascending order, whose token may be the last one or fill a block. Tokens of

@@ -12,7 +12,7 @@ def register_feature(feature: type[StepFeature]) -> None:
 
     ValueError if there is a parameter or a feature of this name, or no column is left.
     """
-    from nanovllm.kernels.sampling_columns import COLUMNS, MAX_CUSTOM_COLUMNS, NUM_OWN_COLUMNS  # needs torch
+    from nanovllm.kernels.sampling.sampling_columns import COLUMNS, MAX_CUSTOM_COLUMNS, NUM_OWN_COLUMNS  # needs torch
 
     if feature.__name__ in FEATURES:
         raise ValueError(f"feature {feature.__name__!r}: there is a feature of this name")

@@ -1,7 +1,7 @@
 """Edits of logits: biases, penalties, bad words, allowed token ids, and the bans of min_tokens, as vLLM defines them.
 
-The parameters of a request are columns of its row on the device, see kernels/sampling_columns.py; lists are in tables
-by request index. `penalize` makes all edits, in plain PyTorch or, on CUDA, in one kernel.
+The parameters of a request are columns of its row on the device (kernels/sampling/sampling_columns.py); lists are in
+tables by request index. `penalize` makes all edits, in plain PyTorch or, on CUDA, in one kernel.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from nanovllm.engine.features import Arrays, StepFeature
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.kernels import operation
-from nanovllm.kernels.sampling_columns import EDITS
+from nanovllm.kernels.sampling.sampling_columns import EDITS
 from nanovllm.layers.sampler import SamplingRows
 from nanovllm.sampling_params import SamplingParams, check_token_ids
 from nanovllm.utils.checks import check_int

@@ -23,7 +23,7 @@ FORMS = {
     "nanovllm.layers.layernorm:RMSNorm.forward": "forms:FusedRMSNorm",
     "nanovllm.layers.embed_head:VocabParallelEmbedding.forward": "decoder:FusedEmbedding",
     "nanovllm.layers.embed_head:ParallelLMHead.forward": "decoder:FusedLMHead",
-    "nanovllm.layers.gated_delta_net:GatedDeltaNet.forward": "delta_net:FusedGatedDeltaNet",
+    "nanovllm.delta_net.gated_delta_net:GatedDeltaNet.forward": "delta_net:FusedGatedDeltaNet",
     "nanovllm.moe.experts:MoE.forward": "experts:FusedMoE",
     "nanovllm.models.qwen3:Qwen3Attention.forward": "attention:FusedAttention",
     "nanovllm.models.qwen3:Qwen3MLP.forward": "decoder:FusedMLP",

@@ -121,7 +121,7 @@ class FusedModel(Fused):
 
     def forward(self: Any, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         # The lookup comes first: attention may read cos_sin while the kernel before it still runs, which is safe only
-        # because the embedding, an ordinary launch, starts after the lookup is complete (kernels/dependent_launch.py).
+        # because the embedding, an ordinary launch, starts after the lookup is complete: see dependent_launch.py.
         rope = self.ropes[0].rows(positions)
         x, residual = self.embed_tokens.fused(input_ids), None
         for layer in self.layers:

@@ -6,12 +6,12 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from nanovllm.delta_net.gated_delta_net import GatedDeltaNet
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.invariant import VARIANT, cpu_ops, invariant_operations, refuse_states
 from nanovllm.invariant.cpu_attention import KEYS, QUERIES, InvariantBackend
 from nanovllm.kernels import register_ops
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.gated_delta_net import GatedDeltaNet
 
 register_ops("cpu" + VARIANT, vars(cpu_ops))
 

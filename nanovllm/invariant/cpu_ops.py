@@ -15,11 +15,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from nanovllm.cache.state import State
+from nanovllm.delta_net import gated_delta_net
 from nanovllm.features import logprobs
-from nanovllm.layers import gated_delta_net, sampler
+from nanovllm.layers import sampler
 from nanovllm.layers import sigmoid_gate as gates
 from nanovllm.layers.sampler import SamplingRows
-from nanovllm.layers.state import State
 
 ROWS = 16  # of a product
 num_threads: ContextVar[int] = ContextVar("threads of a product")

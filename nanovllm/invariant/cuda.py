@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from nanovllm.attention.triton import TritonBackend
+from nanovllm.cuda.runner import CUDAModelRunner
+from nanovllm.delta_net.gated_delta_net import GatedDeltaNet
 from nanovllm.invariant import VARIANT, cuda_ops, invariant_operations, refuse_states
+from nanovllm.invariant.kernels.invariant_decode import empty_parts
 from nanovllm.kernels import ops, register_ops
-from nanovllm.kernels.devices import has_tma
-from nanovllm.kernels.invariant_decode import empty_parts
+from nanovllm.kernels.launch.devices import has_tma
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.gated_delta_net import GatedDeltaNet
-from nanovllm.startup.cuda_runner import CUDAModelRunner
 from nanovllm.utils.checks import check_choice
 
 register_ops("cuda" + VARIANT, vars(ops) | vars(cuda_ops))

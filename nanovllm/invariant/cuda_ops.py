@@ -7,15 +7,15 @@ from functools import partial
 
 import torch
 
+from nanovllm.delta_net.kernels import delta_net_tokens
+from nanovllm.delta_net.kernels.delta_net_tokens import NUM_WARPS, delta_net_chunks
 from nanovllm.features.logprobs import divided
-from nanovllm.kernels import delta_net_tokens
-from nanovllm.kernels.delta_net_tokens import NUM_WARPS, delta_net_chunks
-from nanovllm.kernels.invariant_decode import decode_attention
-from nanovllm.kernels.invariant_gemm import invariant_product
-from nanovllm.kernels.invariant_prefill import prefill_attention, query_tile_size
-from nanovllm.kernels.logprobs import log_sums_and_ranks
-from nanovllm.kernels.mix_experts import mix_by_gemm
-from nanovllm.kernels.scaled_linear import suits_scaled_gemm
+from nanovllm.invariant.kernels.invariant_decode import decode_attention
+from nanovllm.invariant.kernels.invariant_gemm import invariant_product
+from nanovllm.invariant.kernels.invariant_prefill import prefill_attention, query_tile_size
+from nanovllm.kernels.sampling.logprobs import log_sums_and_ranks
+from nanovllm.moe.kernels.mix_experts import mix_by_gemm
+from nanovllm.quantization.kernels.scaled_linear import suits_scaled_gemm
 
 __all__ = ["decode_attention", "delta_net_chunks", "prefill_attention", "query_tile_size"]
 

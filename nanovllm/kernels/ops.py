@@ -6,30 +6,35 @@ what this is made of, and what rooms call that run on CUDA alone.
 
 import torch
 
-from nanovllm.kernels.activation import sigmoid_gate, silu_and_mul, swiglu
-from nanovllm.kernels.decode_attention import decode_attention, fuses_qk_norm_rope
-from nanovllm.kernels.delta_net_chunks import delta_net_chunks
-from nanovllm.kernels.delta_net_tokens import delta_net_drafts, delta_net_step
-from nanovllm.kernels.dequantize import dequantize
-from nanovllm.kernels.embedding import embed_shard
-from nanovllm.kernels.filters import logit_cutoffs
-from nanovllm.kernels.gemv import gemv
-from nanovllm.kernels.hopper_tiles import qkv_norm_rope_store, quantized_linear
-from nanovllm.kernels.host_memory import copy_from_host, copy_to_host
-from nanovllm.kernels.layernorm import rms_norm as add_and_norm
-from nanovllm.kernels.layernorm import rms_norm_quantize
-from nanovllm.kernels.logprobs import token_logprobs
-from nanovllm.kernels.mix_experts import mix_experts
-from nanovllm.kernels.norm_rope_store import norm_rope_and_store
-from nanovllm.kernels.peers import all_reduce_max, gather_columns, sum_rms_norm
-from nanovllm.kernels.penalties import penalize
-from nanovllm.kernels.prefill_attention import prefill_attention, query_tile_size
-from nanovllm.kernels.quantize_rows import quantize_rows, silu_and_mul_quantize
-from nanovllm.kernels.request_tables import accept, place_chains, place_decodes
-from nanovllm.kernels.sampling import sample
-from nanovllm.kernels.scaled_linear import best_scaled_split_k, min_block_columns, scaled_linear, swiglu_quantize
-from nanovllm.kernels.split_k_gemm import choose_split_k, split_k_gemm
-from nanovllm.kernels.tiles import SWIGLU_GROUP, QuantizedRows
+from nanovllm.delta_net.kernels.delta_net_chunks import delta_net_chunks
+from nanovllm.delta_net.kernels.delta_net_tokens import delta_net_drafts, delta_net_step
+from nanovllm.distributed.kernels.peers import all_reduce_max, gather_columns, sum_rms_norm
+from nanovllm.kernels.attention.decode_attention import decode_attention, fuses_qk_norm_rope
+from nanovllm.kernels.attention.norm_rope_store import norm_rope_and_store
+from nanovllm.kernels.attention.prefill_attention import prefill_attention, query_tile_size
+from nanovllm.kernels.hopper.hopper_tiles import qkv_norm_rope_store, quantized_linear
+from nanovllm.kernels.launch.host_memory import copy_from_host, copy_to_host
+from nanovllm.kernels.linear.activation import sigmoid_gate, silu_and_mul, swiglu
+from nanovllm.kernels.linear.embedding import embed_shard
+from nanovllm.kernels.linear.gemv import gemv
+from nanovllm.kernels.linear.layernorm import rms_norm as add_and_norm
+from nanovllm.kernels.linear.layernorm import rms_norm_quantize
+from nanovllm.kernels.linear.quantize_rows import quantize_rows, silu_and_mul_quantize
+from nanovllm.kernels.linear.split_k_gemm import choose_split_k, split_k_gemm
+from nanovllm.kernels.linear.tiles import SWIGLU_GROUP, QuantizedRows
+from nanovllm.kernels.sampling.filters import logit_cutoffs
+from nanovllm.kernels.sampling.logprobs import token_logprobs
+from nanovllm.kernels.sampling.penalties import penalize
+from nanovllm.kernels.sampling.request_tables import accept, place_chains, place_decodes
+from nanovllm.kernels.sampling.sampling import sample
+from nanovllm.moe.kernels.mix_experts import mix_experts
+from nanovllm.quantization.kernels.dequantize import dequantize
+from nanovllm.quantization.kernels.scaled_linear import (
+    best_scaled_split_k,
+    min_block_columns,
+    scaled_linear,
+    swiglu_quantize,
+)
 
 TINY_WEIGHTS, TINY_SPLIT_K = 2**20, 16  # of a product that takes less time in parts, although they are to be added
 

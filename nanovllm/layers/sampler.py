@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels import operation
-from nanovllm.kernels.sampling_columns import FILTERS, PHILOX_ROUNDS, column
+from nanovllm.kernels.sampling.sampling_columns import FILTERS, PHILOX_ROUNDS, column
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 

@@ -10,10 +10,10 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from nanovllm.layers.gated_delta_net import DeltaHeads, GatedDeltaNet
+from nanovllm.delta_net.gated_delta_net import DeltaHeads, GatedDeltaNet
+from nanovllm.delta_net.scattered_linear import GatedQKVParallelLinear
 from nanovllm.layers.layernorm import ZeroCenteredRMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.layers.scattered_linear import GatedQKVParallelLinear
 from nanovllm.layers.sigmoid_gate import SigmoidGate, sigmoid_gate
 from nanovllm.models import ModelConfig
 from nanovllm.models.qwen3 import Qwen3Attention, Qwen3ForCausalLM, Qwen3MLP

@@ -11,7 +11,7 @@ With two scales in bfloat16 (see `kernels/fp8.py`), a key and a value of 128 num
 import torch
 
 from nanovllm.cache.kv_cache import SPAN_SIZE, KVCache, gather_spans
-from nanovllm.kernels.devices import has_fp8_units
+from nanovllm.kernels.launch.devices import has_fp8_units
 
 MIN_SCALE = 2.0**-32  # as in kernels/fp8.py
 

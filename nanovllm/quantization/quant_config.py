@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nanovllm.kernels import ops_for
-from nanovllm.kernels.devices import has_fp8_units
+from nanovllm.kernels.launch.devices import has_fp8_units
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.linear import LinearBase
 from nanovllm.moe.experts import Experts, MoE

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from nanovllm.delta_net.scattered_linear import RowRanges
 from nanovllm.kernels import operation
-from nanovllm.layers.scattered_linear import RowRanges
 from nanovllm.utils.loader import Shard, check_shape, parameter
 
 ROWS_AT_A_TIME = 2048  # are quantized, as float32 takes four times the memory of the result

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from nanovllm.cuda.buffers import largest_batch
 from nanovllm.engine.engine import UnavailableError
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.graphs.buffers import largest_batch
 from nanovllm.moe.weights import split_experts
 from nanovllm.quantization.scaled import SAFETENSORS_NAMES
 from nanovllm.rollout.changes import LOADING, Dropped, in_engine, refusing_requests

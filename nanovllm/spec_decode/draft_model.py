@@ -9,7 +9,7 @@ from torch import nn
 
 from nanovllm.attention import backend_class
 from nanovllm.engine.features import Arrays
-from nanovllm.kernels.sampling_columns import seeds
+from nanovllm.kernels.sampling.sampling_columns import seeds
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler, SamplingRows, logit_cutoffs
 from nanovllm.models import make_model

@@ -25,7 +25,7 @@ class Context:
     max_context_len: int  # upper bound of context_lens, known to the host
     max_seqlen_q: int = 1
     cu_seqlens_q: torch.Tensor | None = None  # [B + 1] int32
-    state_rows: torch.Tensor | None = None  # [2, B] int32: see layers/state.py
+    state_rows: torch.Tensor | None = None  # [2, B] int32: see cache/state.py
     backend_arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of `AttentionBackend.prepare_chunks`
     tokens_per_row: int = 1  # of the first `num_decodes` rows, a sequence has this many, each a token longer
     num_decodes_on_device: torch.Tensor | None = None  # [1] int32, in a CUDA graph with chunks

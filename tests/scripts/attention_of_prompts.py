@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.attention.triton import query_tiles
-from nanovllm.kernels import ops, prefill_attention
+from nanovllm.kernels import ops
+from nanovllm.kernels.attention import prefill_attention
 from nanovllm.layers.attention import KVCache
 
 Chunk = tuple[int, int]  # the first token of a sequence that is computed, and the end

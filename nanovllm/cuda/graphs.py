@@ -1,0 +1,251 @@
+"""Steps as CUDA graphs, which are captured once for each padded size and replayed."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+
+from nanovllm.attention.base import AttentionBackend
+from nanovllm.config import Config
+from nanovllm.cuda.buffers import StepBuffers, host_memory
+from nanovllm.engine.batch import MAX_CHUNKS, Batch, BatchShape, DeviceBatch
+from nanovllm.engine.request_tables import ForwardOutput, SamplerInput
+from nanovllm.utils.double_buffer import DoubleBuffer
+
+
+def capture_sizes(max_num_seqs: int, fills_tiles: bool) -> list[int]:
+    """Batch sizes to capture, ascending: densest where steps are short, and always max_num_seqs itself.
+
+    With `fills_tiles` only those that fill the tiles of our products, which are slow where they exceed the rows.
+    """
+    sizes = [1, 2, 4, 8, *range(16, 256, 16), *range(256, max_num_seqs, 32)]
+    if fills_tiles:
+        sizes = [size for size in sizes if size <= 64 or size % 128 == 0]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+def capture(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of `work`, and what `work` returned: tensors that each replay overwrites."""
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: other threads may use CUDA during the capture
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        output = work()
+    return graph, output
+
+
+def decode_shape(num_seqs: int, max_blocks_per_seq: int, tokens_per_row: int = 1) -> BatchShape:
+    """The shape of a step that only decodes."""
+    n = num_seqs * tokens_per_row
+    return BatchShape(n, n, n, n, max_blocks_per_seq, tokens_per_row=tokens_per_row)
+
+
+def max_seqs_of(config: Config, tokens_per_row: int) -> int:
+    """The most sequences of a step whose rows are so wide: with drafts, as many as may draft."""
+    limit = config.speculative_config.disable_by_batch_size if tokens_per_row > 1 else config.max_num_seqs
+    return min(config.max_num_seqs, limit)
+
+
+def decode_shapes(config: Config) -> list[BatchShape]:
+    """The shapes of steps that only decode to capture: rows of one token and, of engines that draft, of several."""
+    return [
+        decode_shape(size, config.max_blocks_per_seq, k)
+        for k in sorted({1, config.tokens_per_row})
+        for size in capture_sizes(max_seqs_of(config, k), config.batch_invariant)
+    ]
+
+
+class DecodeGraphs:
+    """Steps that only decode, model and sampler in one: a graph for each of `decode_shapes`.
+
+    A graph copies its batch from pinned host memory and its results back to it, so nothing runs between two
+    steps but the launch of the next graph. Host memory is double-buffered: the host prepares a step while the previous
+    one runs. Host and device each keep the index of their current buffer, and each replay advances both.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        buffer: torch.Tensor,
+        forward: Callable[[DeviceBatch], ForwardOutput],
+        pool: Any,
+        few_layers: Callable[[], AbstractContextManager] = nullcontext,
+    ):
+        """`forward` runs a decode batch that lies in `buffer`, without waiting for the device. `pool` is the graphs'
+        memory pool, which all graphs of a rank can share, as they run one after the other. In `few_layers` the model
+        has only as many layers as compile all of its kernels.
+        """
+        from nanovllm.kernels import ops
+
+        self.shapes = decode_shapes(config)
+        self.graphs: dict[tuple[int, ...], torch.cuda.CUDAGraph] = {}
+        self.outputs: dict[tuple[int, ...], ForwardOutput] = {}  # tensors that each replay overwrites
+        # the batches are zeros: padding
+        batches, results = host_memory(len(buffer), config.max_num_seqs, config.tokens_per_row, buffer.device)
+        self.host_buffers = DoubleBuffer(*map(StepBuffers, batches, results))
+        self._device_buffer_index = torch.zeros(1, dtype=torch.int32, device=buffer.device)
+
+        def step(batch: DeviceBatch) -> ForwardOutput:
+            num_words = batch.input_ids.storage_offset()  # those that the host fills in come first
+            ops.copy_from_host(batch.buffer[:num_words], batches, self._device_buffer_index)
+            output = forward(batch)
+            ops.copy_to_host(output.results.flatten(), results, self._device_buffer_index)
+            return output
+
+        # the largest first, so that the others fit into its memory
+        for shape in sorted(self.shapes, key=lambda shape: shape.num_tokens, reverse=True):
+            batch, key = Batch.from_buffer(shape, buffer), shape.graph_shape
+            with few_layers():
+                step(batch)  # compiles the remaining kernels, which a capture must not do
+            self.graphs[key], self.outputs[key] = capture(partial(step, batch), pool)
+        self.reset()
+
+    def has(self, shape: BatchShape) -> bool:
+        return shape.graph_shape in self.graphs
+
+    def shape_for(self, step: BatchShape) -> BatchShape | None:
+        """The smallest captured shape that holds a step; None if there is none."""
+        fits = lambda shape: shape.tokens_per_row == step.tokens_per_row and shape.num_decodes >= step.num_decodes
+        return next(filter(fits, self.shapes), None)
+
+    def replay(self, shape: BatchShape) -> tuple[torch.Tensor, ForwardOutput]:
+        """Run the batch in the current host buffer; returns its results in host memory, and its output.
+
+        Read the results when the replay is over, and before the replay after the next one begins.
+        """
+        self.graphs[shape.graph_shape].replay()
+        output = self.outputs[shape.graph_shape]
+        return self.host_buffers.advance().results_like(output.results), output
+
+    @torch.inference_mode()
+    def reset(self) -> None:
+        """Let host and device begin with the same buffer again, after an error and with an idle device."""
+        self.host_buffers.reset()
+        self._device_buffer_index.zero_()
+
+
+# tokens of a step with chunks: the time of matrix products grows by tiles of 128
+TOKEN_SIZES = (16, 32, 64, *range(128, 2048, 128), *range(2048, 4096, 512), *range(4096, 8193, 1024))
+
+
+def graph_shapes(config: Config, backend: AttentionBackend) -> list[BatchShape]:
+    """The shapes of steps with chunks to capture: the first that holds a step is the smallest that does.
+
+    Without graphs the host would launch the kernels of so short a step for longer than the device computes it. As long
+    as `max_num_mixed_tokens` is not known, these are all shapes that may be captured. Rows of several tokens stand
+    beside sequences that decode alone.
+    """
+    largest = min(config.max_num_mixed_tokens or TOKEN_SIZES[-1], config.max_num_batched_tokens, TOKEN_SIZES[-1])
+    sizes = [*(size for size in TOKEN_SIZES if size < largest), largest]
+    shapes: list[BatchShape] = []
+    widest = max_seqs_of(config, config.tokens_per_row), config.tokens_per_row
+    for max_decodes, k in ((0, 1), (config.max_num_seqs, 1), *((widest,) if config.tokens_per_row > 1 else ())):
+        for num_tokens in (size for size in sizes if size >= k):
+            num_decodes = min(max_decodes, num_tokens // k) * k
+            num_chunks = min(num_tokens, MAX_CHUNKS)
+            shapes.append(
+                BatchShape(
+                    num_tokens=num_tokens,
+                    num_seqs=num_decodes + num_chunks,
+                    num_decodes=num_decodes,
+                    num_sampled_tokens=num_decodes + num_chunks * k,
+                    max_blocks_per_seq=config.max_blocks_per_seq,
+                    max_seqlen_q=num_tokens,
+                    backend_shapes=backend.array_shapes(num_tokens, num_chunks),
+                    is_padded=True,
+                    tokens_per_row=k,
+                )
+            )
+    return shapes
+
+
+class MixedGraphs:
+    """Steps with chunks of prompts, in two graphs: the model by `graph_shape`, and the sampler by sampled rows.
+
+    So a chunk does not pay for the logits of all its tokens. Before the two, the sampling parameters of new requests
+    and the arrays of features are written. No graph can contain this, as their sizes differ. The batch lies in the
+    device's buffer before.
+    """
+
+    def __init__(
+        self,
+        shapes: list[BatchShape],
+        max_num_seqs: int,
+        buffer: torch.Tensor,
+        pad_req_index: int,
+        run_model: Callable[[DeviceBatch], tuple[torch.Tensor, SamplerInput]],
+        sample: Callable[[SamplerInput], tuple[torch.Tensor, torch.Tensor]],
+        pool: Any,
+        few_layers: Callable[[], AbstractContextManager] = nullcontext,
+    ):
+        """`run_model` returns the hidden states of a batch in `buffer` and the sampler's input, `sample` what a
+        ForwardOutput begins with. `few_layers` is that of DecodeGraphs.
+        """
+        self.shapes = shapes
+        most: dict[int, int] = {}  # sampled sequences, by the width of rows
+        for shape in shapes:
+            num_seqs, k = shape.num_sampled_tokens // shape.tokens_per_row, shape.tokens_per_row
+            most[k] = min(max_num_seqs, max(most.get(k, 0), num_seqs))
+        sizes = 1, 2, 4, 8, 16, *range(32, 257, 32)
+        # sequences, and the width of their rows
+        self.sample_sizes = [(n, k) for k, end in most.items() for n in (*(x for x in sizes if x < end), end)]
+        self.models: dict[tuple[int, ...], torch.cuda.CUDAGraph] = {}
+        self.samplers: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self.sampled: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        buffer.zero_()
+        largest = max(shapes, key=lambda shape: shape.num_sampled_tokens)
+        num_rows = max(largest.num_sampled_tokens, max_num_seqs)
+        hidden_states, example = run_model(Batch.from_buffer(largest, buffer))
+        max_tokens = max(shape.num_tokens for shape in shapes)
+        self.hidden_states = hidden_states.new_zeros(max_tokens, hidden_states.shape[1])
+        self.input = SamplerInput(*(x.new_zeros(num_rows, *x.shape[1:]) for x in example))
+        sample(self._rows(1))  # a forward is complete, which matters to ranks: see PeerMemory
+
+        def model_part(shape: BatchShape) -> None:
+            hidden_states, found = run_model(Batch.from_buffer(shape, buffer))
+            self.hidden_states[: shape.num_tokens] = hidden_states
+            for ours, theirs in zip(self.input, found):
+                ours[: len(theirs)] = theirs
+            self.input.req_indices[shape.num_sampled_tokens // shape.tokens_per_row :] = pad_req_index
+
+        for shape in sorted(shapes, key=lambda shape: shape.num_tokens, reverse=True):
+            with few_layers():
+                model_part(shape)  # compiles kernels, which a capture must not do
+                sample(self._rows(1))
+            self.models[shape.graph_shape], _ = capture(partial(model_part, shape), pool)
+            sample(self._rows(1))
+        for size in sorted(self.sample_sizes, key=prod, reverse=True):
+            with few_layers():
+                model_part(shapes[0])
+                sample(self._rows(*size))
+                model_part(shapes[0])
+            self.samplers[size], self.sampled[size] = capture(partial(sample, self._rows(*size)), pool)
+
+    def _rows(self, num_seqs: int, tokens_per_row: int = 1) -> SamplerInput:
+        rows = SamplerInput(*(x[: num_seqs * tokens_per_row] for x in self.input))
+        return rows._replace(req_indices=self.input.req_indices[:num_seqs])
+
+    def shape_for(self, step: BatchShape) -> BatchShape | None:
+        """The smallest captured shape that holds a step; None if there is none."""
+        num_chunks = step.num_seqs - step.num_decodes
+        for shape in self.shapes:
+            if (
+                step.tokens_per_row == shape.tokens_per_row
+                and (step.num_decodes <= shape.num_decodes and step.num_tokens <= shape.num_tokens)
+                and num_chunks <= shape.num_seqs - shape.num_decodes
+                and step.num_sampled_tokens <= shape.num_sampled_tokens
+                and (step.num_decodes or not shape.num_decodes)  # a kernel of which no program works does not wait
+            ):
+                return shape
+        return None
+
+    def replay(self, shape: BatchShape, write_requests: Callable[[], None]) -> ForwardOutput:
+        """Run the batch in the device's buffer."""
+        write_requests()
+        self.models[shape.graph_shape].replay()
+        k, num_seqs = shape.tokens_per_row, shape.num_sampled_seqs
+        size = next(size for size in self.sample_sizes if size[1] == k and size[0] >= num_seqs)
+        self.samplers[size].replay()
+        return ForwardOutput(*self.sampled[size], self.hidden_states, self._rows(*size))

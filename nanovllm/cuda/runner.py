@@ -1,0 +1,153 @@
+"""A rank on CUDA: steps are queued, and run by graphs where these were captured."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from time import perf_counter, sleep
+
+import numpy as np
+import torch
+from torch import nn
+
+from nanovllm.cuda.arena import Arena
+from nanovllm.cuda.buffers import Buffers, to_device
+from nanovllm.cuda.graphs import DecodeGraphs, MixedGraphs
+from nanovllm.cuda.start import RESERVE_BYTES, hash_compiler, start_on_cuda, threads_in_turn
+from nanovllm.engine.batch import BatchShape, DeviceBatch, HostBatch
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.request_tables import ForwardOutput
+from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.fused import fuse
+from nanovllm.layers.sampler import SamplingRows
+from nanovllm.utils.tensor_parallel import STEP_TIMEOUT
+
+
+class CUDAModelRunner(ModelRunner):
+    buffers: Buffers
+    graphs: DecodeGraphs | None = None
+    mixed_graphs: MixedGraphs | None = None
+
+    def _start(self, config, lap):
+        self._memory_before = torch.cuda.memory_allocated(self.device)
+        with threads_in_turn(), ThreadPoolExecutor(1) as pool:
+            pool.submit(hash_compiler)
+            super()._start(config, lap)
+
+    def _load_model(self):
+        with self.arena("weights"):
+            return super()._load_model()
+
+    def fuse_layers(self, model: nn.Module) -> None:
+        fuse(model)
+
+    def compute_logits(self, hidden_states: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+        head = self.model.lm_head
+        head.sampling_params = rows.params  # of the other ranks' logits, it needs those of filtered rows
+        try:
+            return super().compute_logits(hidden_states, rows)
+        finally:
+            head.sampling_params = None
+
+    def arena(self, tag: str) -> AbstractContextManager:
+        """Where new tensors lie that `sleep` is to give back under this tag."""
+        if not self.config.enable_sleep_mode:
+            return nullcontext()
+        self.sleepers[tag] = Arena(self.device)
+        return self.sleepers[tag]
+
+    def warm_up(self, lap: Callable[[str], None]) -> None:
+        start_on_cuda(self, lap, self._memory_before)
+
+    def cache_budget(self) -> int:
+        """Without what steps need, which is measured later."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        weights = torch.cuda.memory_allocated(self.device) - self._memory_before
+        weights += sum(arena.num_bytes for arena in self.sleepers.values())
+        return min(free, int(total * self.config.gpu_memory_utilization) - weights) - RESERVE_BYTES
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        with torch.cuda.device(self.device), super().on_device():
+            yield
+
+    def prepare(self, step: ScheduledStep) -> HostBatch:
+        if step.tokens_per_row > 1:
+            step.tokens_per_row = self.config.tokens_per_row  # as rows of graphs have; some are copies of the last
+        return super().prepare(step)
+
+    def host_buffer(self, shape: BatchShape) -> np.ndarray:
+        """Pinned memory. Two buffers take turns: the step that used this one must be over before the call."""
+        buffers = self.graphs.host_buffers if self._has_decode_graph(shape) else self.buffers.host
+        return buffers.current.batch.numpy()
+
+    def _has_decode_graph(self, shape: BatchShape) -> bool:
+        return self.graphs is not None and self.graphs.has(shape)
+
+    def padded(self, shape: BatchShape) -> BatchShape:
+        graphs = self.mixed_graphs if shape.has_chunks else self.graphs
+        return (graphs and graphs.shape_for(shape)) or shape
+
+    @torch.inference_mode()
+    def compute(self, batch: HostBatch) -> tuple[torch.Tensor, ForwardOutput]:
+        if self._has_decode_graph(batch.shape):
+            if batch.feature_arrays:  # the graph has only the edits of logits, not what they read
+                self.upload(self._to_device(batch))
+            return self.graphs.replay(batch.shape)
+        output = self.execute(batch)
+        results = output.results[: batch.shape.num_sampled_seqs]
+        return self.buffers.host.advance().results_like(results).copy_(results, non_blocking=True), output
+
+    @torch.inference_mode()
+    def execute(self, batch: HostBatch) -> ForwardOutput:
+        device_batch = self._to_device(batch)
+        if self.mixed_graphs and batch.shape.graph_shape in self.mixed_graphs.models:
+            return self.mixed_graphs.replay(batch.shape, lambda: self.upload(device_batch))
+        return self.forward(device_batch)
+
+    def _to_device(self, batch: HostBatch) -> DeviceBatch:
+        return to_device(batch, self.buffers.device)
+
+    def end_of_step(self) -> Callable[[], None]:
+        """RuntimeError of that function if another rank is lost, or hangs."""
+        done = torch.cuda.Event()
+        done.record()
+        return done.synchronize if self.tp.size == 1 else lambda: self._wait(done)
+
+    def _wait(self, done: torch.cuda.Event) -> None:
+        begin = perf_counter()
+        while not done.query():
+            self.tp.check()
+            if perf_counter() - begin > STEP_TIMEOUT:
+                raise RuntimeError(f"a step was not over after {STEP_TIMEOUT:.0f} s")
+
+    def zeros(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(like.shape, dtype=like.dtype, device=self.device).zero_()  # `empty`: see Arena
+
+    def synchronize(self) -> None:
+        """Wait until the device has nothing left to do."""
+        torch.cuda.synchronize(self.device)
+
+    def recover(self) -> None:
+        with suppress(RuntimeError):
+            self.synchronize()
+            if self.graphs:
+                self.graphs.reset()
+
+    def exit(self) -> None:
+        """Free the device's memory, unless the device hangs because another rank is lost."""
+        if self.tp.lost and not self._becomes_idle():
+            return
+        self.graphs = self.mixed_graphs = None
+        del self.buffers
+        super().exit()
+        torch.cuda.empty_cache()
+
+    def _becomes_idle(self, timeout: float = 5.0) -> bool:
+        """Whether the device's current stream is done within `timeout` seconds."""
+        begin = perf_counter()
+        with torch.cuda.device(self.device):
+            while not torch.cuda.current_stream().query():
+                if perf_counter() - begin > timeout:
+                    return False
+                sleep(0.001)
+        return True

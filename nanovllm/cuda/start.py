@@ -1,0 +1,294 @@
+"""The start of a rank on CUDA: kernels are compiled ahead, memory and time are measured, and graphs are captured.
+
+`runner` is the ModelRunner, which calls `start_on_cuda` when its model is loaded.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from itertools import chain, product
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from nanovllm.config import Config
+from nanovllm.cuda.buffers import make_buffers
+from nanovllm.cuda.draft_graphs import DraftGraphs
+from nanovllm.cuda.graphs import DecodeGraphs, MixedGraphs, decode_shapes, graph_shapes, max_seqs_of
+from nanovllm.engine.batch import Batch
+from nanovllm.engine.features import FEATURES
+from nanovllm.engine.request_tables import SamplerInput
+from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+
+RESERVE_BYTES = 512 * 2**20  # left for graphs, and for libraries that allocate without PyTorch's allocator
+
+
+def start_on_cuda(runner: Any, lap: Callable[[str], None], memory_before: int) -> None:
+    """Size and allocate the cache, and capture the graphs.
+
+    `memory_before` is how many bytes were in use before the model was loaded.
+    """
+    config = runner.config
+    runner.buffers = make_buffers(config, runner.device)
+    runner.add_features(FEATURES)  # graphs contain their edits of logits
+    has_graphs = runner.backend.uses_cuda_graphs and not config.enforce_eager
+    if has_graphs:
+        compile_kernels(runner)
+    lap("kernels")
+    if config.num_kvcache_blocks is None:
+        limit = f"gpu_memory_utilization={config.gpu_memory_utilization} of this GPU leaves"
+        runner.size_kv_cache(memory_left(runner, memory_before), limit)
+    with runner.arena("kv_cache"):
+        runner.allocate_kv_cache(config.num_kvcache_blocks)
+    if config.max_num_mixed_tokens is None:
+        runner.size_mixed_steps(milliseconds_per_token(runner))
+    lap("warm-up")
+    if has_graphs:
+        capture_cudagraph(runner)
+    if runner.mixed_graphs is None:
+        warm_up_kernels(runner)
+    for length in warm_up_lengths(config):
+        catch_up_drafter(runner, 1, length)
+    if config.speculative_config is not None:
+        measure_drafts(runner)
+    for table in runner.tables:
+        table.zero_()
+    lap("graphs")
+
+
+@contextmanager
+def threads_in_turn() -> Iterator[None]:
+    """A context in which threads that want to run get Python's lock after 0.1 ms, not 5.
+
+    The tokenizer's imports hold it for more than a second. Whoever gives it up for an operation of CUDA, or to read a
+    file, would wait for it so long each time.
+    """
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def hash_compiler() -> None:
+    """Let Triton compute what the keys of its cache begin with: the hash of itself, of 400 MB."""
+    with suppress(ImportError):  # there is no Triton, or an old one, which then does so when the first kernel is needed
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+
+
+def memory_left(runner: Any, memory_before: int) -> int:
+    """Bytes for the cache: our fraction of the device's memory, less what the largest step needs."""
+    config = runner.config
+    peak = warmup_model(runner)
+    free, total = torch.cuda.mem_get_info(runner.device)
+    uncounted = runner.tp.num_bytes + sum(arena.num_bytes for arena in runner.sleepers.values())  # by PyTorch
+    ours = int(total * config.gpu_memory_utilization) - (peak - memory_before) - uncounted
+    # other processes may use the rest
+    left = free - (peak - torch.cuda.memory_allocated(runner.device)) - RESERVE_BYTES
+    return max(0, min(ours, left))
+
+
+def warmup_model(runner: Any) -> int:
+    """Run the largest possible prefill; the peak of allocated memory without the cache, in bytes."""
+    step = largest_prefill(runner.config)
+    num_blocks = sum(len(row.seq.block_table) for row in step.chunks)
+    runner.allocate_kv_cache(num_blocks, num_layers=1)
+    torch.cuda.reset_peak_memory_stats(runner.device)
+    runner.run(step).wait()
+    catch_up_drafter(runner, len(step.chunks), step.chunk_lens[0])
+    tensors = (tensor for found in runner.caches.values() for tensor in found)
+    peak = torch.cuda.max_memory_allocated(runner.device) - sum(tensor.nbytes for tensor in tensors)
+    free_kv_cache(runner)
+    return peak
+
+
+def free_kv_cache(runner: Any) -> None:
+    """Otherwise there would be two while the next one is allocated; states take the same with any number of blocks."""
+    for layer in chain(*runner.cache_groups.values()):
+        layer.cache = None
+    runner.caches = {}
+    torch.cuda.empty_cache()
+
+
+def largest_prefill(config: Config) -> ScheduledStep:
+    """A step of as many tokens and sequences as the settings allow."""
+    num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+    length = min(config.max_num_batched_tokens // num_seqs, config.max_model_len - 1)
+    return dummy_prefill(num_seqs, length, config.kvcache_block_size, config.tokens_per_row)
+
+
+def dummy_prefill(num_seqs: int, length: int, block_size: int, tokens_per_row: int = 1) -> ScheduledStep:
+    """A prefill step of `num_seqs` prompts of `length` tokens that share no blocks, for warm-up and tests."""
+    per_seq = -(-length // block_size)
+    step = ScheduledStep(tokens_per_row=tokens_per_row)
+    for i in range(num_seqs):
+        seq = Sequence(i, [0] * length, SamplingParams(), noise_seed=i, max_len=length + 1)
+        seq.block_table = list(range(i * per_seq, (i + 1) * per_seq))
+        seq.req_index = i
+        step.chunks.append(ScheduledSequence(seq, 0, length))
+        step.state_rows.append(i)
+        step.sample(seq)
+    return step
+
+
+def milliseconds_per_token(runner: Any) -> float:
+    """The measured time of a prefill per token of the prompts."""
+    config = runner.config
+    length = max(1, min(4096, config.max_num_batched_tokens // 2, config.max_model_len - 1))
+    num_fitting = config.num_kvcache_blocks // -(-length // config.kvcache_block_size)
+    num_seqs = min(2, num_fitting, config.max_num_seqs)
+    seconds = []
+    for _ in range(4):  # the first run warms up, and others may have waited for Python's lock
+        step = dummy_prefill(num_seqs, length, config.kvcache_block_size, config.tokens_per_row)
+        begin = perf_counter()
+        runner.run(step).wait()
+        seconds.append(perf_counter() - begin)
+    return 1e3 * min(seconds) / (num_seqs * length)
+
+
+@torch.inference_mode()
+def compile_kernels(runner: Any) -> None:
+    """Compile the kernels of steps that graphs will contain, and of the longest, all at the same time. No kernel runs.
+
+    Otherwise each would be compiled when it is first launched, one after the other. They change with powers of two of
+    the number of tokens, or of those beyond 128; a kernel that these steps lack is compiled at its first launch.
+    """
+    from nanovllm.kernels.launch.dependent_launch import compile_only
+
+    config = runner.config
+    decodes, chunks = decode_shapes(config), []
+    if captures_chunks(runner):
+        chunks = graph_shapes(config, runner.backend)
+    rows = [
+        (shape, shape.num_tokens // (1 if shape.has_chunks else shape.tokens_per_row)) for shape in decodes + chunks
+    ]
+    shapes = [shape for shape, n in rows if n.bit_count() == 1 or n in (144, 160, 192, config.max_num_seqs)]
+    if chunks and (most := config.max_num_batched_tokens) > chunks[-1].num_tokens:
+        arrays = runner.backend.array_shapes(most, chunks[0].num_seqs)
+        shapes.append(chunks[0]._replace(num_tokens=most, max_seqlen_q=most, backend_shapes=arrays))
+    buffer, drafter = runner.buffers.device, runner.features["spec_decode"].drafter
+
+    def run_steps() -> None:
+        for shape in shapes:
+            _, x = runner.run_model(Batch.from_buffer(shape, buffer))
+            # the graphs of decodes have the same numbers of samples as those of chunks
+            first = SamplerInput(*(rows[: shape.tokens_per_row] for rows in x))._replace(req_indices=x.req_indices[:1])
+            runner.sample(first if shape.has_chunks else x)
+            if drafter is not None and shape.tokens_per_row > 1 and not shape.has_chunks:
+                drafter.draft_chains(
+                    *x.req_indices.new_zeros(2, len(x.req_indices)), num_steps=config.tokens_per_row - 1
+                )
+
+    runner.allocate_kv_cache(16, num_layers=1)
+    try:
+        with few_layers(runner)():
+            compile_only(run_steps)
+    finally:
+        free_kv_cache(runner)
+
+
+def measure_drafts(runner: Any) -> None:
+    """Set `SpeculativeConfig.step_cost`: what steps take with drafts, and without."""
+    from nanovllm.spec_decode.config import StepCost  # few engines draft tokens
+    from nanovllm.spec_decode.proposer import Drafts
+
+    config, settings, k = runner.config, runner.config.speculative_config, runner.config.tokens_per_row
+    most = min(max_seqs_of(config, k), config.num_kvcache_blocks, config.max_num_batched_tokens)
+    sizes = *(n for n in (1, 2, 8, 32, 128) if n < most), most
+    length = max(
+        1, min(64, config.max_num_batched_tokens // most, config.kvcache_block_size, config.max_model_len // 2)
+    )
+    num_steps = max(1, min(4, (config.max_model_len - length) // k - 1))  # in each, a sequence may grow by k tokens
+    times: dict[int, list[float]] = {1: [], k: []}
+    for n, (width, found) in product(sizes, times.items()):
+        prompts = dummy_prefill(n, length, config.kvcache_block_size)
+        for i, seq in enumerate(prompts.sampled_seqs):  # which catch up at first, as kernels are loaded when launched
+            seq.feature_state["spec_decode"] = Drafts([*range(i, i + k - 1)])  # different ones, also for experts
+        rows = np.arange(n), np.full(n, width), np.full(n, length + width)
+        step = ScheduledStep(*rows, sampled_seqs=prompts.sampled_seqs, tokens_per_row=width)
+        seconds = []
+        for _ in range(3):
+            runner.run(prompts).wait()
+            begin, pending = perf_counter(), []
+            for _ in range(num_steps):
+                pending.append(runner.run(step))
+                if len(pending) > 1:
+                    pending.pop(0).wait()  # one runs while the next is launched
+            pending[0].wait()
+            seconds.append(perf_counter() - begin)
+        found.append(min(seconds) / num_steps)
+    config.resolve(speculative_config=replace(settings, step_cost=StepCost(sizes, *map(tuple, times.values()))))
+
+
+def captures_chunks(runner: Any) -> bool:
+    """Whether CUDA graphs can contain steps with chunks of prompts."""
+    layers = chain(*runner.cache_groups.values())
+    return runner.backend.captures_chunks and all(getattr(layer, "captures_chunks", True) for layer in layers)
+
+
+def few_layers(runner: Any) -> Callable[[], AbstractContextManager]:
+    """A context in which the model has only the layers that need kernels of their own."""
+    model = getattr(runner.model.model, "language_model", runner.model.model)
+    layers, few = model.layers, first_layers_of_each_kind(model.layers)
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        model.layers = few
+        try:
+            yield
+        finally:
+            model.layers = layers
+
+    return context
+
+
+def first_layers_of_each_kind(layers: nn.ModuleList) -> nn.ModuleList:
+    """The fewest layers, from the first on, that have every kind of layer after every kind that it follows."""
+    kinds = [tuple(map(type, layer.modules())) for layer in layers]
+    pairs = list(zip([None, *kinds], kinds))
+    return layers[: 1 + max(map(pairs.index, set(pairs)))]
+
+
+def warm_up_kernels(runner: Any) -> None:
+    """Compile and load the kernels of short prefills; otherwise the first requests would wait for that."""
+    for length in warm_up_lengths(runner.config):
+        runner.run(dummy_prefill(1, length, runner.config.kvcache_block_size, runner.config.tokens_per_row)).wait()
+
+
+@torch.inference_mode()
+def catch_up_drafter(runner: Any, num_seqs: int, length: int) -> None:
+    """Let what drafts, if anything, compute so many rows of each of the first request indices."""
+    if (drafter := runner.features["spec_decode"].drafter) is not None:
+        req_indices = torch.arange(num_seqs, device=runner.device)
+        drafter.compute_chunks(req_indices, 0 * req_indices, 0 * req_indices + length)
+
+
+def warm_up_lengths(config: Config) -> list[int]:
+    max_length = min(config.max_num_batched_tokens, config.max_model_len - 1)
+    return [min(length, max_length) for length in (1, 16, 32, 64, 128, 256, 512)]
+
+
+@torch.inference_mode()
+def capture_cudagraph(runner: Any) -> None:
+    """Capture decode steps, what drafts for them, and the shorter ones of those with chunks."""
+    config, pool, buffer = runner.config, torch.cuda.graph_pool_handle(), runner.buffers.device
+    drafter = runner.features["spec_decode"].drafter
+    # heads read the hidden states of later layers
+    rest = pool, few_layers(runner) if drafter is None else nullcontext
+    runner.graphs = DecodeGraphs(config, buffer, runner.forward, *rest)
+    if drafter is not None:
+        graphs = DraftGraphs(config, drafter, runner.pad_req_index, pool)
+        drafter.run, drafter.run_chunks = graphs.run, graphs.run_chunks
+    if captures_chunks(runner):
+        shapes = graph_shapes(config, runner.backend)
+        parts = runner.run_model, runner.sample
+        runner.mixed_graphs = MixedGraphs(shapes, config.max_num_seqs, buffer, runner.pad_req_index, *parts, *rest)

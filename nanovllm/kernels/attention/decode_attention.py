@@ -1,0 +1,281 @@
+"""One query a sequence, or those of a few drafts, against its paged keys and values, which are split over programs
+(flash-decoding).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.attention.norm_rope_store import load_cos_sin, norm_rope
+from nanovllm.kernels.attention.paged_cache import LOG2_E, layout_of, prefetch_rows
+from nanovllm.kernels.attention.split_sequence import (
+    NO_KEYS,
+    PROGRAMS_PER_SM,
+    choose_num_splits,
+    combine_splits,
+    split_sequence,
+)
+from nanovllm.kernels.fp8 import ONES, as_fp8_partner, decode_e4m3, decode_e4m3_pairs, store_row, unpack_scales
+from nanovllm.kernels.launch.dependent_launch import (
+    IS_TRITON_3_4,
+    dependent_kernel,
+    gdc_launch_dependents,
+    gdc_wait,
+    launch,
+)
+from nanovllm.kernels.launch.devices import has_tma, num_sms
+
+TILE = 64  # keys of a tile, which lies in one block; half as many of long rows, if they are all that is read
+NUM_IDS = tl.constexpr(16)  # block ids that are loaded at a time
+MAX_QUERIES = 64  # of a program, which has all those of a key-value head
+NO_NORM_ROPE = None, None, 0.0, None, None  # weights, eps, cos and sin, slots
+
+
+@dependent_kernel(early=("seq_ptrs", "norm_rope_ptrs"))
+@triton.jit(do_not_specialize=["table_stride", "splits"])
+def _decode_kernel(
+    q_ptr,
+    norm_rope_ptrs,
+    cache_ptrs,
+    seq_ptrs,
+    out_ptrs,
+    scale,
+    q_stride,
+    table_stride,
+    splits,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    CACHE: tl.constexpr,
+    ROTARY: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    gdc_launch_dependents(PDL)
+    q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, slot_mapping_ptr = norm_rope_ptrs
+    k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
+    num_seqs_ptr, context_lens_ptr, block_tables_ptr = seq_ptrs
+    out_ptr, partial_ptr, lse_ptr = out_ptrs
+    IS_QKV: tl.constexpr = cos_sin_ptr is not None
+    HAS_NORM: tl.constexpr = q_weight_ptr is not None
+    IS_FP8: tl.constexpr = scales_ptr is not None
+    BLOCK_SIZE: tl.constexpr = CACHE.block_size
+    KV_HEADS: tl.constexpr = CACHE.kv_heads
+    HEAD_DIM: tl.constexpr = CACHE.head_dim
+    TILE: tl.constexpr = CACHE.tile
+    kv_head = tl.program_id(0)
+    seq = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    if num_seqs_ptr is not None and seq * ROWS >= tl.load(num_seqs_ptr):
+        return
+    table_ptr = block_tables_ptr + seq * ROWS * table_stride
+    first, num_cached, per_split, num_splits = split_sequence(context_lens_ptr, seq, splits, IS_QKV, ROWS, CACHE)
+    if split >= num_splits:
+        return
+    begin = first // TILE * TILE + split * per_split
+    end = tl.minimum(begin + per_split, num_cached)
+    g = tl.arange(0, GROUP_PAD)
+    d = tl.arange(0, HEAD_DIM)
+    n = tl.arange(0, TILE)
+    in_group = (g < ROWS * GROUP)[:, None]
+    if IS_QKV:  # the kernel before writes none of this
+        cos, sin, swapped = load_cos_sin(cos_sin_ptr, seq, d, HEAD_DIM, ROTARY)
+        q_cos, q_sin, k_cos, k_sin = cos, sin, cos, sin
+        if HAS_NORM:
+            q_cos, q_sin = cos * tl.load(q_weight_ptr + d), sin * tl.load(q_weight_ptr + swapped)
+            k_cos, k_sin = cos * tl.load(k_weight_ptr + d), sin * tl.load(k_weight_ptr + swapped)
+        slot = tl.load(slot_mapping_ptr + seq).to(tl.int64)
+    if PDL:
+        # the cached keys and values are prefetched while the kernel before still runs
+        tokens = tl.maximum(tl.minimum(begin + n, end - 1), 0)
+        blocks = tl.load(table_ptr + tokens // BLOCK_SIZE).to(tl.int64)
+        rows = ((blocks * BLOCK_SIZE + tokens % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
+        prefetch_rows(k_cache_ptr + rows, HEAD_DIM)
+        prefetch_rows(v_cache_ptr + rows, HEAD_DIM)
+        if IS_FP8:
+            scale_rows = (blocks * KV_HEADS + kv_head) * BLOCK_SIZE + tokens % BLOCK_SIZE
+            prefetch_rows(scales_ptr + scale_rows, 1)
+    gdc_wait(PDL)
+
+    if ROWS == 1:
+        row = seq * (KV_HEADS * GROUP) + kv_head * GROUP + g
+    else:  # the queries of all its rows, of which each sees other keys
+        row = (seq * ROWS + g // GROUP) * (KV_HEADS * GROUP) + kv_head * GROUP + g % GROUP
+        lengths = tl.load(context_lens_ptr + seq * ROWS + g // GROUP, g < ROWS * GROUP, 0)[None, :]
+    m_i = tl.full([GROUP_PAD], NO_KEYS, tl.float32)  # the running maximum of the scores, and
+    l_i = tl.zeros([GROUP_PAD], tl.float32)  # the sum of their exponentials relative to it
+    acc = tl.zeros([HEAD_DIM, GROUP_PAD], tl.float32)
+    if IS_FP8:  # values are read in pairs of adjacent numbers, the even ones and the odd ones of a row
+        acc_even = tl.zeros([HEAD_DIM // 2, GROUP_PAD], tl.float32)
+        acc_odd = tl.zeros([HEAD_DIM // 2, GROUP_PAD], tl.float32)
+        pair = tl.arange(0, HEAD_DIM // 2)
+        v_pair_ptr = v_cache_ptr.to(tl.pointer_type(tl.uint16))
+    if IS_QKV:
+        qkv = q_ptr + seq * q_stride
+        q_row = qkv + (kv_head * GROUP + g)[:, None] * HEAD_DIM
+        k_row = qkv + (GROUP * KV_HEADS + kv_head) * HEAD_DIM
+        q = tl.load(q_row + d[None, :], in_group, 0.0)
+        q_swapped = tl.load(q_row + swapped[None, :], in_group, 0.0)
+        k_new = tl.load(k_row + d)[None, :]
+        k_swapped = tl.load(k_row + swapped)[None, :]
+        v_new = tl.load(k_row + KV_HEADS * HEAD_DIM + d)[None, :]
+        q = norm_rope(q, q_swapped, q_cos[None, :], q_sin[None, :], eps, HAS_NORM)
+        if split == 0:  # it adds the new token, whose key and value are here and need not be read from the cache
+            k_new = norm_rope(k_new, k_swapped, k_cos[None, :], k_sin[None, :], eps, HAS_NORM)
+            at = (slot * KV_HEADS + kv_head) * HEAD_DIM + d[None, :]
+            if IS_FP8:  # it attends to what it stores, as later steps will
+                scale_at = (slot // BLOCK_SIZE * KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
+                pair_ptr = (scales_ptr + scale_at).to(tl.pointer_type(tl.int16))
+                k_fp8, k_scale = store_row(k_new, k_cache_ptr + at, pair_ptr, slot)
+                v_fp8, v_scale = store_row(v_new, v_cache_ptr + at, pair_ptr + 1, slot)
+                m_i = tl.sum(q.to(tl.float32) * k_fp8, 1) * (scale * k_scale) + tl.log2(v_scale)
+                l_i += 1 / v_scale
+                v_even, v_odd = tl.split(v_fp8.reshape(1, HEAD_DIM // 2, 2))
+                acc_even += tl.trans(v_even)
+                acc_odd += tl.trans(v_odd)
+            else:
+                tl.store(k_cache_ptr + at, k_new, at >= 0)  # negative for a slot of -1
+                tl.store(v_cache_ptr + at, v_new, at >= 0)
+                m_i = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale
+                l_i += 1.0
+                acc += tl.trans(v_new.to(tl.float32))
+    else:
+        q = tl.load(q_ptr + row[:, None] * HEAD_DIM + d[None, :], in_group, 0.0)
+    if IS_FP8:
+        q = as_fp8_partner(q)
+
+    b = tl.arange(0, NUM_IDS)
+    key = n * (KV_HEADS * HEAD_DIM)  # those of a tile, from the first on
+    for first_block in range(begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE), NUM_IDS):
+        # many block ids at once: if each tile first had to load its block id, the pipeline of tiles would stall
+        block_ids = tl.load(table_ptr + first_block + b, (first_block + b) * BLOCK_SIZE < end, 0)
+        known_end = tl.minimum((first_block + NUM_IDS) * BLOCK_SIZE, end)
+        for tile in tl.range(tl.maximum(first_block * BLOCK_SIZE, begin), known_end, TILE, num_stages=STAGES):
+            inside = tile + n < end
+            if CACHE.window:  # some keys of the first tile are before it, never all that a split adds up
+                inside &= tile + n >= first
+            block = tl.sum(tl.where(b == tile // BLOCK_SIZE - first_block, block_ids, 0), 0).to(tl.int64)
+            first_key = ((block * BLOCK_SIZE + tile % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
+            k = tl.load(k_cache_ptr + first_key + (key[:, None] + d[None, :]), inside[:, None], 0.0)
+            if IS_FP8:
+                k = decode_e4m3(k, q.dtype)
+            scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
+            if IS_FP8:
+                scale_at = (block * KV_HEADS + kv_head) * BLOCK_SIZE + tile % BLOCK_SIZE
+                pairs = tl.load(scales_ptr + scale_at + n, inside, ONES)
+                k_scale, v_log2_scale = unpack_scales(pairs, k_cache_ptr.dtype.element_ty)
+                scores = scores * k_scale[:, None] + v_log2_scale[:, None]
+            visible = inside[:, None]
+            if ROWS > 1:
+                visible &= (tile + n)[:, None] < lengths
+                if CACHE.window:
+                    visible &= (tile + n)[:, None] >= lengths - CACHE.window
+            scores = tl.where(visible, scores, NO_KEYS)
+            m_new = tl.maximum(m_i, tl.max(scores, 0))
+            p = tl.exp2(scores - m_new[None, :])
+            if ROWS > 1:  # where a row sees no key yet, hidden scores are its greatest
+                p = tl.where(visible, p, 0.0)
+            alpha = tl.exp2(m_i - m_new)
+            if IS_FP8:
+                v = tl.load(v_pair_ptr + first_key // 2 + ((key // 2)[None, :] + pair[:, None]), inside[None, :], 0)
+                v_even, v_odd = decode_e4m3_pairs(v, v_cache_ptr.dtype.element_ty, q.dtype)
+                acc_even = acc_even * alpha[None, :] + tl.dot(v_even, p.to(q.dtype), input_precision="ieee")
+                acc_odd = acc_odd * alpha[None, :] + tl.dot(v_odd, p.to(q.dtype), input_precision="ieee")
+                p = p * tl.exp2(-v_log2_scale)[:, None]
+            else:
+                v = tl.load(v_cache_ptr + first_key + (key[None, :] + d[:, None]), inside[None, :], 0.0)
+                acc = acc * alpha[None, :] + tl.dot(v, p.to(v.dtype), input_precision="ieee")
+            l_i = l_i * alpha + tl.sum(p, 0)
+            m_i = m_new
+
+    acc = tl.interleave(tl.trans(acc_even), tl.trans(acc_odd)) if IS_FP8 else tl.trans(acc)
+    acc = acc / tl.maximum(l_i, 1e-30)[:, None]
+    if partial_ptr is not None:
+        part = row * splits + split
+        tl.store(lse_ptr + part, tl.where(l_i > 0, m_i + tl.log2(tl.maximum(l_i, 1e-30)), NO_KEYS), g < ROWS * GROUP)
+        tl.store(partial_ptr + part[:, None] * HEAD_DIM + d[None, :], acc, in_group)
+    else:
+        out = out_ptr + row[:, None] * HEAD_DIM + d[None, :]
+        tl.store(out, acc.to(out_ptr.dtype.element_ty), in_group)
+
+
+def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> bool:
+    """Whether `decode_attention` of qkv is faster than `norm_rope_and_store` before that of queries.
+
+    It saves a kernel launch. But with more programs than run at once, each would compute norm and rope while its
+    multiprocessor could read keys.
+    """
+    return batch_size * kv_heads <= 2 * num_sms(device)
+
+
+def _choose_programs(batch_size, tokens_per_row, cache, row_bytes, is_qkv) -> tuple[int, int, int]:
+    """How many programs a multiprocessor gets, the warps of one, and how many tiles it loads at a time.
+
+    `row_bytes`: of a key. Four warps read fastest, by two programs that run at the same time. But while these leave no
+    room, no program of the next kernel starts. So keys of a single sequence or of several rows are always read so; else
+    those of 256 bytes where this takes few splits, those of 512 always. In FP8, two warps convert too slowly.
+    """
+    has_few_splits = batch_size * cache.k.shape[2] * 3 > 2 * num_sms(cache.k.device)  # two at most
+    are_fastest = is_qkv and (row_bytes > 256 or (row_bytes == 256 and has_few_splits))
+    if batch_size == 1 or tokens_per_row > 1 or are_fastest:
+        return 2, 4, 2 if row_bytes > 256 else 4 if batch_size == tokens_per_row == 1 and has_tma(cache.k.device) else 3
+    return PROGRAMS_PER_SM, 4 if cache.scales is not None and not is_qkv else 2, 2 if is_qkv or row_bytes > 256 else 3
+
+
+def decode_attention(
+    q: torch.Tensor,
+    cache,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    max_context_len: int,
+    splits: int | None = None,
+    num_seqs: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    tokens_per_row: int = 1,
+    norm_rope_inputs: tuple = NO_NORM_ROPE,
+) -> torch.Tensor:
+    """q [B, heads, head_dim] attends to the context_lens[b] tokens behind block_tables[b]; zeros where there are none.
+
+    The cache's block_size is a multiple of 16, head_dim a power of two from 16; context_lens [B], block_tables [B, W]
+    int32; all but the tables contiguous. A sequence gets as many splits as it has tiles, up to `splits`, which is
+    chosen by the bound `max_context_len` if it is not given. Programs start in the order of the rows, so the longest
+    should come first.
+
+    So many `tokens_per_row` follow each other which are of one sequence, with the same block table, and no token sees
+    fewer keys than the one before. Their keys are read once.
+
+    `out` takes the result. With num_seqs [1] int32, at least 1, only the first so many rows are computed, and the other
+    rows of the result are left alone.
+
+    With `norm_rope_inputs`, which are those of `norm_rope_and_store` and the slots, this does both in one kernel: q is
+    qkv [B, heads + 2 kv_heads, head_dim], whose tokens may lie apart. The result for an empty sequence is any finite
+    values.
+    """
+    is_qkv, kv_heads = norm_rope_inputs is not NO_NORM_ROPE, cache.k.shape[2]
+    out = torch.empty_like(q[:, 2 * kv_heads :] if is_qkv else q) if out is None else out
+    num_rows, heads, head_dim = out.shape
+    group, row_bytes = heads // kv_heads, head_dim * cache.k.element_size()
+    tokens_per_row = tokens_per_row if tokens_per_row * group <= MAX_QUERIES else 1
+    batch_size = num_rows // tokens_per_row
+    layout = layout_of(cache, TILE if is_qkv or row_bytes <= 256 else TILE // 2)
+    max_num_keys = min(max_context_len, cache.window or max_context_len)
+    programs, num_warps, stages = _choose_programs(batch_size, tokens_per_row, cache, row_bytes, is_qkv)
+    splits = splits or choose_num_splits(batch_size, kv_heads, max_num_keys, layout.tile, q.device, programs)
+    parts = None, None
+    if splits > 1:
+        shapes = (num_rows, heads, splits, head_dim), (num_rows, heads, splits)
+        parts = tuple(torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes)
+    caches, seqs = (cache.k, cache.v, cache.scales), (num_seqs, context_lens, block_tables)
+    constants = dict(ROWS=tokens_per_row, GROUP=group, CACHE=layout, STAGES=stages, num_warps=num_warps)
+    # queries are columns of products, and keys their rows: tensor cores take 8 columns at a time, but 16 rows
+    constants["GROUP_PAD"] = max(16 if IS_TRITON_3_4 else 8, triton.next_power_of_2(tokens_per_row * group))
+    constants["ROTARY"] = norm_rope_inputs[3].shape[2] if is_qkv else head_dim
+    pointers, scale = (q, norm_rope_inputs, caches, seqs, (out, *parts)), head_dim**-0.5 * LOG2_E
+    # near that of the products (dependent_launch.py), and the same for all that a compiled kernel is launched for
+    shared = (75 if splits == 1 else 50) if is_qkv else 100
+    launch(_decode_kernel, (kv_heads, batch_size, splits), q.device, shared=shared)(
+        *pointers, scale, q.stride(0), block_tables.stride(0), splits, **constants
+    )
+    if splits > 1:
+        combine_splits(parts, seqs[:2], out, layout, is_qkv, tokens_per_row)
+    return out

@@ -1,0 +1,196 @@
+"""Causal attention of new tokens over their sequence's paged keys and values (FlashAttention-2, arXiv:2307.08691)."""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.attention.paged_cache import LOG2_E, cache_tiles, layout_of
+from nanovllm.kernels.fp8 import ONES, as_fp8_partner, decode_e4m3, unpack_scales
+from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
+from nanovllm.kernels.launch.devices import has_hopper_kernels
+
+
+@triton.jit
+def _attend_tiles(
+    state, q, begin, end, position, keys, kv_head, scale, length, CACHE: tl.constexpr, MASKED: tl.constexpr
+):
+    """The state is the sums of values and of weights, and the maxima of scores, with the keys from begin to end."""
+    acc, l_i, m_i = state
+    k_tiles, v_tiles, scales_ptr, table_ptr = keys
+    IS_FP8: tl.constexpr = scales_ptr is not None
+    BLOCK_SIZE: tl.constexpr = CACHE.block_size
+    HEAD_DIM: tl.constexpr = CACHE.head_dim
+    n = tl.arange(0, CACHE.tile)
+    for tile in tl.range(begin, end, CACHE.tile, num_stages=2):
+        block = tl.load(table_ptr + tile // BLOCK_SIZE)
+        slot = block * BLOCK_SIZE + tile % BLOCK_SIZE
+        k = k_tiles.load([slot, kv_head * HEAD_DIM])
+        if IS_FP8:
+            stored_dtype: tl.constexpr = k.dtype
+            k = decode_e4m3(k, q.dtype)
+        scores = tl.dot(q, k.T, input_precision="ieee")
+        v = v_tiles.load([slot, kv_head * HEAD_DIM])
+        if IS_FP8:
+            v = decode_e4m3(v, q.dtype)
+            scale_at = (block.to(tl.int64) * CACHE.kv_heads + kv_head) * BLOCK_SIZE + tile % BLOCK_SIZE + n
+            pairs = tl.load(scales_ptr + scale_at)  # without a mask, so that several are loaded at once
+            if MASKED:
+                pairs = tl.where(tile + n < length, pairs, ONES)
+            k_scale, v_log2_scale = unpack_scales(pairs, stored_dtype)
+            scores = scores * (k_scale * scale)[None, :] + v_log2_scale[None, :]
+        if MASKED:
+            visible = (tile + n)[None, :] <= position[:, None]
+            if CACHE.window:
+                visible &= (tile + n)[None, :] > position[:, None] - CACHE.window
+            scores = tl.where(visible, scores, -1e30)
+            v = tl.where((tile + n < length)[:, None], v, 0.0)
+        if IS_FP8:
+            m_new = tl.maximum(m_i, tl.max(scores, 1))
+            p = tl.exp2(scores - m_new[:, None])
+        else:
+            m_new = tl.maximum(m_i, tl.max(scores, 1) * scale)
+            p = tl.exp2(scores * scale - m_new[:, None])
+        if MASKED and CACHE.window:  # where a row sees no key yet, hidden scores are its greatest
+            p = tl.where(visible, p, 0.0)
+        alpha = tl.exp2(m_i - m_new)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        if IS_FP8:
+            p = p * tl.exp2(-v_log2_scale)[None, :]
+        l_i = l_i * alpha + tl.sum(p, 1)
+        m_i = m_new
+    return acc, l_i, m_i
+
+
+@dependent_kernel(early=("query_ptrs",))
+@triton.jit(do_not_specialize=["table_stride"])
+def _prefill_kernel(
+    q_ptr,
+    k_tiles,
+    v_tiles,
+    scales_ptr,
+    query_ptrs,
+    block_tables_ptr,
+    out_ptr,
+    scale,
+    table_stride,
+    GROUP: tl.constexpr,
+    TILE_M: tl.constexpr,
+    CACHE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    gdc_launch_dependents(PDL)
+    query_tiles_ptr, cu_seqlens_q_ptr, context_lens_ptr = query_ptrs
+    KV_HEADS: tl.constexpr = CACHE.kv_heads
+    HEAD_DIM: tl.constexpr = CACHE.head_dim
+    TILE_N: tl.constexpr = CACHE.tile
+    WINDOW: tl.constexpr = CACHE.window
+    if not PDL:  # pointers: the descriptors are made here, where the strides are constants, so that loads stay wide
+        ROW: tl.constexpr = KV_HEADS * HEAD_DIM
+        k_tiles = tl.make_tensor_descriptor(k_tiles, [2147483647, ROW], [ROW, 1], [TILE_N, HEAD_DIM])
+        v_tiles = tl.make_tensor_descriptor(v_tiles, [2147483647, ROW], [ROW, 1], [TILE_N, HEAD_DIM])
+    TOKENS: tl.constexpr = TILE_M // GROUP  # a tile has TOKENS tokens with all query heads of one kv head
+    seq = tl.load(query_tiles_ptr + 2 * tl.program_id(0))
+    first = tl.load(query_tiles_ptr + 2 * tl.program_id(0) + 1) + tl.program_id(2) * TOKENS
+    kv_head = tl.program_id(1)
+    if seq < 0:
+        return
+    first_row = tl.load(cu_seqlens_q_ptr + seq)
+    num_new = tl.load(cu_seqlens_q_ptr + seq + 1) - first_row
+    if first >= num_new:
+        return
+    length = tl.load(context_lens_ptr + seq)
+    table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
+    gdc_wait(PDL)
+
+    m = tl.arange(0, TILE_M)
+    d = tl.arange(0, HEAD_DIM)
+    token = first + m // GROUP
+    valid = ((m < TOKENS * GROUP) & (token < num_new))[:, None]
+    row = (first_row + token).to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + m % GROUP
+    at = row[:, None] * HEAD_DIM + d[None, :]
+    q = tl.load(q_ptr + at, valid, 0.0)
+    if scales_ptr is not None:
+        q = as_fp8_partner(q)
+    num_cached = length - num_new  # tokens computed in earlier steps
+    position = num_cached + token
+
+    m_i = tl.full([TILE_M], -1e30, tl.float32)
+    l_i = tl.zeros([TILE_M], tl.float32)
+    acc = tl.zeros([TILE_M, HEAD_DIM], tl.float32)
+    begin, unmasked_begin = 0, 0
+    unmasked_end = (num_cached + first + 1) // TILE_N * TILE_N
+    if WINDOW:
+        begin = tl.maximum(num_cached + first + 1 - WINDOW, 0) // TILE_N * TILE_N
+        unmasked_begin = tl.cdiv(tl.maximum(num_cached + first + TOKENS - WINDOW, 0), TILE_N) * TILE_N
+        unmasked_end = tl.maximum(unmasked_end, begin)
+        unmasked_begin = tl.minimum(unmasked_begin, unmasked_end)
+    bounds = begin, unmasked_begin, unmasked_end, tl.minimum(num_cached + first + TOKENS, length)
+    state, keys = (acc, l_i, m_i), (k_tiles, v_tiles, scales_ptr, table_ptr)
+    for part in tl.static_range(0 if WINDOW else 1, 3):  # what the window cuts, what all see, what causality cuts
+        state = _attend_tiles(
+            state, q, bounds[part], bounds[part + 1], position, keys, kv_head, scale, length, CACHE, part != 1
+        )
+    acc, l_i, _ = state
+    tl.store(out_ptr + at, (acc / l_i[:, None]).to(out_ptr.dtype.element_ty), valid)
+
+
+def _tile_sizes(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Query rows and keys of a tile. A token has a row for each query head of its key-value head."""
+    return (64, 32) if dtype == torch.float32 or head_dim > 128 else (128, 64)
+
+
+def _is_for_hopper(head_dim: int, dtype: torch.dtype) -> bool:
+    return head_dim in (64, 128, 256) and dtype != torch.float32 and has_hopper_kernels()
+
+
+def query_tile_size(group: int, head_dim: int, dtype: torch.dtype) -> int:
+    """The number of tokens of a tile, where `group` query heads share a key-value head.
+
+    On Hopper as many tiles of the kernel above as fit into one of hopper_prefill.py, which has 128 rows: either of the
+    two may compute it.
+    """
+    tokens = _tile_sizes(head_dim, dtype)[0] // group
+    if _is_for_hopper(head_dim, dtype):
+        return 128 // (group & -group) // tokens * tokens
+    return tokens
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    cache,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_tiles: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """q [T, heads, head_dim], contiguous: the last tokens of B sequences, of which each begins at cu_seqlens_q [B + 1].
+
+    Every query attends to the tokens of its sequence up to and including its own, or to the last of them, if the
+    cache has a window. It already holds all of them: those of this step and, where context_lens[b] is greater than the
+    number of queries, those of earlier steps. Shapes as in `decode_attention`; at most 64 query heads to a key-value
+    head.
+
+    query_tiles [N, 2] int32 are the tiles to compute, in the order in which their programs start: a sequence, and the
+    first of at most `query_tile_size` of its queries; a sequence of -1 is no tile. `out` takes the result, and the rows
+    of other queries are left alone.
+    """
+    heads, head_dim = q.shape[1:]
+    tile_m, tile_n = _tile_sizes(head_dim, q.dtype)
+    layout = layout_of(cache, tile_n)
+    out = torch.empty_like(q) if out is None else out
+    queries, group = (query_tiles, cu_seqlens_q, context_lens), heads // layout.kv_heads
+    tokens = query_tile_size(group, head_dim, q.dtype)
+    tile = layout_of(cache, 64 if head_dim > 128 else 128).tile
+    is_plain = cache.scales is None and cache.window is None
+    if is_plain and tile >= 64 and q.is_cuda and _is_for_hopper(head_dim, q.dtype):
+        from nanovllm.kernels.hopper.hopper_prefill import attend  # which imports what few versions of Triton have
+
+        attend(tokens, tile, q, (cache.k, cache.v), (*queries, block_tables), out)
+        return out
+    tiles, scale = cache_tiles(cache, layout), head_dim**-0.5 * LOG2_E
+    constants = dict(GROUP=group, TILE_M=tile_m, CACHE=layout, num_warps=4)
+    launch(_prefill_kernel, (len(query_tiles), layout.kv_heads, tokens // (tile_m // group)), q.device)(
+        q, *tiles, cache.scales, queries, block_tables, out, scale, block_tables.stride(0), **constants
+    )
+    return out

@@ -1,0 +1,270 @@
+"""What prefill_attention.py computes, for Hopper: one warp loads, two warpgroups compute (FlashAttention-3,
+arXiv:2407.08608). Written in Gluon, which changes with Triton's version.
+
+A tile of queries has 128 rows, 64 for each warpgroup, a row for each token and each query head of a pack. A pack is as
+many heads of one key-value head as a power of two allows. While a warpgroup computes softmax, the tensor cores work on
+its product before, weights times values, or on the products of the other warpgroup: they take turns.
+"""
+
+from typing import NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from nanovllm.kernels.hopper.hopper_ring import barriers, buffers, gdc_launch_dependents, gdc_wait, sums_of, tiles_of
+from nanovllm.kernels.launch.dependent_launch import dependent_kernel, launch
+from nanovllm.kernels.launch.devices import num_sms
+
+
+class Shape(NamedTuple):
+    """Constants of the kernel: heads in packs, `tokens` of a tile of queries, `tile` keys in one block of the cache."""
+
+    packs: int
+    pack: int
+    group: int
+    head_dim: int
+    block_size: int
+    tokens: int
+    tile: int
+
+
+@gluon.constexpr_function
+def _rows(head_dim):
+    """A layout for vectors of 16 bytes from and to memory [., head_dim]."""
+    lanes = head_dim // 8
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _lanes():
+    """The layout of a value for each row and each of the four threads that have the row's columns in `_sums`."""
+    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
+
+
+@gluon.jit
+def _load(ring, buffer, use, tiles, at):
+    """Load a tile, the buffer's use-th, as soon as the one before it is used up. A ring has buffers, and barriers: when
+    each is full, and when it may be loaded again.
+    """
+    smem, full, empty = ring
+    mbarrier.wait(empty.index(buffer), (use & 1) ^ 1)
+    mbarrier.expect(full.index(buffer), tiles.block_type.nbytes)
+    tma.async_copy_global_to_shared(tiles, at, full.index(buffer), smem.index(buffer))
+
+
+@gluon.jit
+def _work(n, plan, SHAPE: gl.constexpr):
+    """The n-th tile of queries of this program; of 0 tiles of keys if there is none.
+
+    The first programs begin with more keys than the last, and then it is the other way round.
+    """
+    plan_ptrs, num_tiles, _ = plan
+    tiles_ptr, starts_ptr, lengths_ptr, _ = plan_ptrs
+    programs, program = gl.num_programs(0), gl.program_id(0)
+    index = n * programs + gl.where(n % 2 == 0, program, programs - 1 - program)
+    tile = gl.minimum(index // SHAPE.packs, num_tiles - 1)
+    seq = gl.load(tiles_ptr + 2 * tile)
+    first = gl.load(tiles_ptr + 2 * tile + 1)
+    exists = (index < num_tiles * SHAPE.packs) & (seq >= 0)
+    seq = gl.maximum(seq, 0)
+    start = gl.load(starts_ptr + seq)
+    num_new = gl.load(starts_ptr + seq + 1) - start
+    length = gl.load(lengths_ptr + seq)
+    position = length - num_new + first
+    tokens = gl.minimum(num_new - first, SHAPE.tokens)
+    count = gl.where(exists, (position + tokens + SHAPE.tile - 1) // SHAPE.tile, 0)
+    return count, index % SHAPE.packs, start + first, tokens, position, length, seq
+
+
+@gluon.jit
+def _load_tiles(tiles, rings, plan, SHAPE: gl.constexpr):
+    """The warp that loads, with one thread: queries, then keys and values from the last tile to the first."""
+    q_tiles, k_tiles, v_tiles = tiles
+    queries, keys, values = rings
+    plan_ptrs, _, table_stride = plan
+    n, i = 0, 0
+    work = _work(n, plan, SHAPE)
+    while work[0] > 0:
+        count, pack, row, _, _, _, seq = work
+        table_ptr = plan_ptrs[3] + seq.to(gl.int64) * table_stride
+        column = pack * SHAPE.pack // SHAPE.group * SHAPE.head_dim
+        key = (count - 1) * SHAPE.tile
+        block = gl.load(table_ptr + key // SHAPE.block_size)
+        for w in gl.static_range(2):
+            _load(queries, w, n, q_tiles, [row + w * (64 // SHAPE.pack), pack * SHAPE.pack, 0])
+        for _ in range(count):
+            slot = block * SHAPE.block_size + key % SHAPE.block_size
+            key -= SHAPE.tile
+            block = gl.load(table_ptr + gl.maximum(key, 0) // SHAPE.block_size)  # of the next tile
+            _load(keys, i % 2, i // 2, k_tiles, [slot, column])
+            _load(values, i % 2, i // 2, v_tiles, [slot, column])
+            i += 1
+        n += 1
+        work = _work(n, plan, SHAPE)
+
+
+@gluon.jit
+def _softmax(scores, state, position, key, MASKED: gl.constexpr, SHAPE: gl.constexpr):
+    """The state is the greatest scaled score of each row, and the sums of weights, by lane so that no lane waits."""
+    scale: gl.constexpr = SHAPE.head_dim**-0.5 * 1.4426950408889634
+    m_i, l_i = state
+    if MASKED:
+        n = gl.arange(0, SHAPE.tile, gl.SliceLayout(0, scores.type.layout))
+        # Of a row that sees no key of this tile, weights are 1, and vanish later. Times a power of two the scale is
+        # exact; of another number the fused difference below could be anything.
+        scores = gl.where((key + n)[None, :] <= position[:, None], scores, -(2.0**100))
+    m_new = gl.maximum(m_i, gl.max(scores, 1) * scale)
+    p = gl.exp2(scores * scale - m_new[:, None])
+    alpha = gl.exp2(m_i - m_new)
+    sums = gl.sum(gl.sum(gl.reshape(p, [64, SHAPE.tile // 8, 4, 2]), 3), 1)
+    l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, _lanes()))[:, None] + gl.convert_layout(sums, _lanes())
+    return p, alpha, (m_new, l_i)
+
+
+@gluon.jit
+def _scores(q, keys, i, SHAPE: gl.constexpr):
+    """Start the product with the i-th tile of keys, which is there."""
+    zeros = gl.full([64, SHAPE.tile], 0.0, gl.float32, sums_of(SHAPE.tile))
+    k = keys[0].index(i % 2).permute((1, 0))
+    return hopper.warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add_values(acc, p, values, i, SHAPE: gl.constexpr):
+    """Start the product of weights with the i-th tile of values: (sums, weights) are for `warpgroup_mma_wait`."""
+    weights = gl.convert_layout(p.to(values[0].dtype), gl.DotOperandLayout(0, sums_of(SHAPE.head_dim), 2))
+    mbarrier.wait(values[1].index(i % 2), i // 2 & 1)
+    return hopper.warpgroup_mma(weights, values[0].index(i % 2), acc, is_async=True), weights
+
+
+@gluon.jit
+def _attend_tiles(sums, begin, end, args, W: gl.constexpr, MASKED: gl.constexpr, SHAPE: gl.constexpr):
+    """From the tile of keys `begin` to `end`, counted from the last of `count` down; values are one tile behind."""
+    q, position, rings, turns, counts = args
+    _, keys, values = rings
+    count, base = counts
+    acc, p, state = sums
+    for j in range(begin, end):
+        i = base + j
+        mbarrier.wait(turns.index(W), i & 1)
+        scores = _scores(q, keys, i, SHAPE)
+        acc, weights = _add_values(acc, p, values, i - 1, SHAPE)
+        mbarrier.arrive(turns.index(1 - W), count=1)
+        scores = hopper.warpgroup_mma_wait(1, deps=[scores])
+        mbarrier.arrive(keys[2].index(i % 2), count=1)
+        p, alpha, state = _softmax(scores, state, position, (count - 1 - j) * SHAPE.tile, MASKED, SHAPE)
+        # waiting for keys here keeps the compiler from moving softmax behind the wait for the product
+        mbarrier.wait(keys[1].index((i + 1) % 2), (i + 1) // 2 & 1, pred=j + 1 < count)
+        acc, weights = hopper.warpgroup_mma_wait(0, deps=[acc, weights])
+        mbarrier.arrive(values[2].index((i - 1) % 2), count=1)
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, sums_of(SHAPE.head_dim)))[:, None]
+    return acc, p, state
+
+
+@gluon.jit
+def _forget_stale(v, key, length, SHAPE: gl.constexpr):
+    """Zero the values from `length` on, so that 0 times a stale NaN is not added. Both warpgroups do, which is safe."""
+    ROWS: gl.constexpr = _rows(SHAPE.head_dim)
+    for part in gl.static_range(SHAPE.tile // 32):
+        some = v.slice(part * 32, 32)
+        n = key + part * 32 + gl.arange(0, 32, gl.SliceLayout(1, ROWS))
+        some.store(gl.where((n < length)[:, None], some.load(ROWS), 0.0))
+    hopper.fence_async_shared()
+
+
+@gluon.jit
+def _compute(out_ptr, rings, turns, plan, W: gl.constexpr, SHAPE: gl.constexpr):
+    """A warpgroup: softmax(q k) v of 64 rows of each tile of queries."""
+    queries, keys, values = rings
+    SUMS: gl.constexpr = sums_of(SHAPE.head_dim)
+    ROWS: gl.constexpr = _rows(SHAPE.head_dim)
+    FIRST: gl.constexpr = W * (64 // SHAPE.pack)
+    row_of_scores: gl.constexpr = gl.SliceLayout(1, sums_of(SHAPE.tile))
+    q = queries[0].index(W).reshape([64, SHAPE.head_dim])
+    if W == 1:
+        mbarrier.arrive(turns.index(0), count=1)
+    n, i = 0, 0
+    work = _work(n, plan, SHAPE)
+    while work[0] > 0:
+        count, pack, row, tokens, position, length, _ = work
+        key = (count - 1) * SHAPE.tile
+        positions = position + FIRST + gl.arange(0, 64, row_of_scores) // SHAPE.pack
+        mbarrier.wait(queries[1].index(W), n & 1)
+        mbarrier.wait(keys[1].index(i % 2), i // 2 & 1)
+        mbarrier.wait(turns.index(W), i & 1)
+        scores = _scores(q, keys, i, SHAPE)
+        mbarrier.arrive(turns.index(1 - W), count=1)
+        if key + SHAPE.tile > length:
+            mbarrier.wait(values[1].index(i % 2), i // 2 & 1)
+            _forget_stale(values[0].index(i % 2), key, length, SHAPE)
+        scores = hopper.warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.arrive(keys[2].index(i % 2), count=1)
+        m_i, l_i = gl.full([64], -1e30, gl.float32, row_of_scores), gl.full([64, 4], 0.0, gl.float32, _lanes())
+        p, _, state = _softmax(scores, (m_i, l_i), positions, key, True, SHAPE)
+        mbarrier.wait(keys[1].index((i + 1) % 2), (i + 1) // 2 & 1, pred=count > 1)
+        sums = gl.full([64, SHAPE.head_dim], 0.0, gl.float32, SUMS), p, state
+        cut = count - gl.minimum((position + FIRST + 1) // SHAPE.tile, count - 1)  # tiles of which some row sees a part
+        args = q, positions, rings, turns, (count, i)
+        sums = _attend_tiles(sums, 1, cut, args, W, True, SHAPE)
+        sums = _attend_tiles(sums, cut, count, args, W, False, SHAPE)
+        mbarrier.arrive(queries[2].index(W), count=1)
+        i += count
+        n += 1
+        work = _work(n, plan, SHAPE)
+        acc, p, state = sums
+        acc, weights = _add_values(acc, p, values, i - 1, SHAPE)
+        l_i = gl.convert_layout(gl.sum(state[1], 1), gl.SliceLayout(1, SUMS))
+        acc, weights = hopper.warpgroup_mma_wait(0, deps=[acc, weights])
+        mbarrier.arrive(values[2].index((i - 1) % 2), count=1)
+        out = gl.convert_layout((acc * (1.0 / l_i)[:, None]).to(values[0].dtype), ROWS)
+        r = gl.arange(0, 64, gl.SliceLayout(1, ROWS))
+        token = FIRST + r // SHAPE.pack
+        at = ((row + token).to(gl.int64) * SHAPE.packs + pack) * SHAPE.pack + r % SHAPE.pack
+        d = gl.arange(0, SHAPE.head_dim, gl.SliceLayout(0, ROWS))
+        gl.store(out_ptr + at[:, None] * SHAPE.head_dim + d[None, :], out, (token < tokens)[:, None])
+
+
+@dependent_kernel()
+@gluon.jit(do_not_specialize=["stride", "num_tiles"])
+def _prefill_kernel(
+    q_tiles, k_tiles, v_tiles, plan_ptrs, out_ptr, stride, num_tiles, SHAPE: gl.constexpr, PDL: gl.constexpr
+):
+    gdc_launch_dependents(PDL)
+    gdc_wait(PDL)
+    queries = buffers(q_tiles, 2), barriers(2, 1), barriers(2, 1)
+    keys = buffers(k_tiles, 2), barriers(2, 1), barriers(2, 2)
+    values = buffers(v_tiles, 2), barriers(2, 1), barriers(2, 2)
+    rings, turns = (queries, keys, values), barriers(2, 1)
+    plan = plan_ptrs, num_tiles, stride
+    gl.warp_specialize(
+        [
+            (_compute, (out_ptr, rings, turns, plan, gl.constexpr(0), SHAPE)),
+            (_compute, (out_ptr, rings, turns, plan, gl.constexpr(1), SHAPE)),
+            (_load_tiles, ((q_tiles, k_tiles, v_tiles), rings, plan, SHAPE)),
+        ],
+        [4, 1],  # warps of all but the first
+        [240, 24],  # registers of their threads; the first has as many as the second
+    )
+
+
+def attend(tokens: int, tile: int, q: torch.Tensor, caches, plan_ptrs, out: torch.Tensor) -> None:
+    """plan_ptrs: query_tiles, of at most `tokens` each, cu_seqlens_q, context_lens and block_tables, as in
+    prefill_attention.py.
+
+    `tile` keys, 64 or 128, divide a block. head_dim is 64, 128, or 256 with tiles of 64; the dtype has 16 bits.
+    """
+    heads, head_dim = q.shape[1:]
+    block_size, kv_heads = caches[0].shape[1:3]
+    group = heads // kv_heads
+    pack = group & -group
+    shape = Shape(heads // pack, pack, group, head_dim, block_size, tokens, tile)
+    q_tiles = tiles_of(q, 64 // pack, pack, head_dim)
+    tiles = (tiles_of(cache.flatten(0, 1).flatten(1), tile, head_dim) for cache in caches)
+    num_tiles, stride = len(plan_ptrs[0]), plan_ptrs[3].stride(0)
+    grid = (min(num_sms(q.device), num_tiles * shape.packs),)
+    arguments = q_tiles, *tiles, plan_ptrs, out, stride, num_tiles
+    launch(_prefill_kernel, grid, q.device)(*arguments, SHAPE=shape, num_warps=4)

@@ -1,0 +1,40 @@
+"""Copies from and to pinned host memory by a kernel: a CUDA graph can contain them, and they wait for no copy engine.
+
+Host memory is double-buffered [2, capacity]: the host prepares one buffer while the device works with the other.
+`buffer_index` [1] int32 on the device is the device's buffer.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.launch.dependent_launch import launch_ordinary
+
+
+@triton.jit(do_not_specialize=["size"])
+def _copy_from_host_kernel(out_ptr, host_ptr, buffer_index_ptr, size, capacity, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    words = tl.load(host_ptr + tl.load(buffer_index_ptr) * capacity + at, at < size, 0, volatile=True)
+    tl.store(out_ptr + at, words, at < size)
+
+
+@triton.jit(do_not_specialize=["size"])
+def _copy_to_host_kernel(x_ptr, host_ptr, buffer_index_ptr, size, capacity, BLOCK: tl.constexpr):
+    buffer_index = tl.load(buffer_index_ptr)
+    for begin in range(0, size, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        tl.store(host_ptr + buffer_index * capacity + at, tl.load(x_ptr + at, at < size, 0), at < size)
+    tl.debug_barrier()  # all threads have read the index
+    tl.store(buffer_index_ptr, 1 - buffer_index)
+
+
+def copy_from_host(out: torch.Tensor, host: torch.Tensor, buffer_index: torch.Tensor) -> None:
+    """Fill `out` [n] with the first n words of the device's buffer in `host`; int32."""
+    block = 128  # a word for each thread: those of a warp are read at once
+    grid = (triton.cdiv(len(out), block),)
+    launch_ordinary(_copy_from_host_kernel, grid)(out, host, buffer_index, len(out), host.shape[1], BLOCK=block)
+
+
+def copy_to_host(x: torch.Tensor, host: torch.Tensor, buffer_index: torch.Tensor) -> None:
+    """Write `x` [n] to the device's buffer in `host`, and advance `buffer_index`; int32."""
+    launch_ordinary(_copy_to_host_kernel, (1,))(x, host, buffer_index, len(x), host.shape[1], BLOCK=512)

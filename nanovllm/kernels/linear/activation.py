@@ -1,0 +1,59 @@
+"""The activation of SwiGLU in one pass, or with the product before it, and gates that are sigmoids."""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
+from nanovllm.kernels.launch.devices import has_hopper_kernels, num_sms
+from nanovllm.kernels.linear.quantize_rows import Groups, store_rows
+
+MIN_ROWS = 512  # of a product with its activation
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """x [T, 2n], contiguous -> silu(x[:, :n]) * x[:, n:]."""
+    n = x.shape[1] // 2
+    out, block = torch.empty((len(x), n), dtype=x.dtype, device=x.device), min(2048, 1 << (n - 1).bit_length())
+    store_rows(x, (out, None), 0, Groups(n, block, 1, block), gated=True, num_warps=8)
+    return out
+
+
+def swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`silu_and_mul` of x W^T, in one kernel with the same rounding: [T, K] -> [T, N / 2].
+
+    NotImplemented where there is no kernel for it, or rows are too few, or its tiles would fill the GPU badly.
+    """
+    n, k = weight.shape
+    if len(x) < MIN_ROWS or x.dtype == torch.float32 or n % 256 or k % 8 or not has_hopper_kernels():
+        return NotImplemented
+    num_tiles, sms = triton.cdiv(len(x), 128) * (n // 256), num_sms(weight.device)
+    if num_tiles <= 0.9 * triton.cdiv(num_tiles, sms) * sms:
+        return NotImplemented
+    from nanovllm.kernels import hopper_swiglu  # which imports what few versions of Triton have
+
+    return hopper_swiglu.swiglu(x, weight)
+
+
+@dependent_kernel()
+@triton.jit
+def _sigmoid_gate_kernel(
+    x_ptr, gate_ptr, out_ptr, gate_stride, n, IS_ONE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    gdc_launch_and_wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_ptr + row * gate_stride + (0 * col if IS_ONE else col), col < n, 0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * n + col, col < n, 0.0).to(tl.float32)
+    tl.store(out_ptr + row * n + col, x / (1.0 + tl.exp(-gate)), col < n)
+
+
+def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x [T, n], contiguous, times the sigmoid of gate [T, n or 1], whose rows may lie apart."""
+    (num_rows, n), out = x.shape, torch.empty_like(x)
+    if num_rows:
+        block = min(2048, 1 << (n - 1).bit_length())
+        launch(_sigmoid_gate_kernel, (num_rows, -(-n // block)), x.device)(
+            x, gate, out, gate.stride(0), n, IS_ONE=gate.shape[1] == 1, BLOCK=block, num_warps=8
+        )
+    return out

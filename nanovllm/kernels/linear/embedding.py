@@ -1,0 +1,29 @@
+"""Rows of an embedding of which only a range of ids is here."""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.launch.dependent_launch import launch_ordinary, next_power_of_2
+
+
+@triton.jit
+def _embed_shard_kernel(ids_ptr, weight_ptr, out_ptr, first_id, num_ids, N: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, next_power_of_2(N))
+    at = tl.load(ids_ptr + row).to(tl.int64) - first_id
+    width = tl.where((at >= 0) & (at < num_ids), N, 0)
+    tl.store(out_ptr + row * N + col, tl.load(weight_ptr + at * N + col, col < width, 0.0), col < N)
+
+
+def embed_shard(token_ids: torch.Tensor, weight: torch.Tensor, first_id: int, out: torch.Tensor | None = None):
+    """Fill `out` [T, N] with the rows of weight [ids, N], whose first row is that of `first_id`; zeros for other ids.
+
+    This is an ordinary launch, never a dependent one: it is what completes the rope lookup before it, whose result
+    attention reads early (dependent_launch.py).
+    """
+    if out is None:
+        return NotImplemented
+    num_ids, n = weight.shape
+    launch_ordinary(_embed_shard_kernel, (len(token_ids),))(token_ids, weight, out, first_id, num_ids, N=n)
+    return out

@@ -1,0 +1,63 @@
+"""Root mean square norm, optionally after the addition of split-K partial sums and of the residual, and quantized."""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
+from nanovllm.kernels.linear.quantize_rows import Groups, empty_rows, outputs_of, positions_of, store_groups
+from nanovllm.kernels.linear.tiles import QuantizedRows
+
+
+@dependent_kernel(early=("weight_ptr",))
+@triton.jit(do_not_specialize=["num_rows", "stride"])
+def _rms_norm_kernel(
+    x_ptrs, weight_ptr, out_ptrs, num_rows, eps, stride, GROUPS: tl.constexpr, SPLIT_K: tl.constexpr, PDL: tl.constexpr
+):
+    gdc_launch_dependents(PDL)
+    x_ptr, residual_ptr = x_ptrs
+    row = tl.program_id(0).to(tl.int64)
+    col, inside = positions_of(0, GROUPS)
+    at = row * GROUPS.n + col
+    weight = tl.load(weight_ptr + col, inside, 0.0).to(tl.float32)
+    gdc_wait(PDL)
+    x = tl.load(x_ptr + at, inside, 0.0).to(tl.float32)
+    for part in tl.static_range(1, SPLIT_K):
+        x += tl.load(x_ptr + (part * num_rows + row) * GROUPS.n + col, inside, 0.0).to(tl.float32)
+    if residual_ptr is not None:
+        total = (x + tl.load(residual_ptr + at, inside, 0.0).to(tl.float32)).to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + at, total, inside)
+        x = total.to(tl.float32)
+    x *= tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / GROUPS.n + eps) * weight
+    store_groups(x, out_ptrs, row, 0, stride, GROUPS)
+
+
+def _store_norm(x, weight, eps, residual, split_k: int, group: int, outputs: tuple, scale_stride: int) -> None:
+    num_rows, n = x.shape[-2:]
+    if num_rows:
+        width, count = 1 << (group - 1).bit_length(), 1 << (n // group - 1).bit_length()
+        constants = dict(GROUPS=Groups(n, group, count, width), num_warps=4 if count * width <= 2048 else 8)
+        launch(_rms_norm_kernel, (num_rows,), x.device)(
+            (x, residual), weight, outputs, num_rows, eps, scale_stride, SPLIT_K=split_k, **constants
+        )
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, split_k: int = 1
+) -> torch.Tensor:
+    """x [T, N] -> the norm of each row of x (+ residual), [T, N]. `residual` [T, N] becomes x + residual.
+
+    With split_k > 1, x is [split_k, T, N], and its sum over the first dimension takes its place. All contiguous.
+    """
+    out = torch.empty(x.shape[-2:], dtype=x.dtype, device=x.device)
+    _store_norm(x, weight, eps, residual, split_k, x.shape[-1], (out, None), 0)
+    return out
+
+
+def rms_norm_quantize(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, split_k: int, group: int
+) -> QuantizedRows:
+    """`quantize_rows` of `rms_norm`, with its other arguments."""
+    rows = empty_rows(*x.shape[-2:], group, x)
+    _store_norm(x, weight, eps, residual, split_k, group, *outputs_of(rows))
+    return rows

@@ -1,0 +1,106 @@
+"""Activations to e4m3 for products of several rows: alone, or in the pass of the norm or activation that makes them.
+
+A group of inputs of a row shares a scale: 128 of them for weights in blocks, else all. Without scales to write, kernels
+store norms and activations as they are.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.fp8 import encode_e4m3
+from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
+from nanovllm.kernels.linear.tiles import QuantizedRows, as_loadable, scale_of
+
+ROW_MULTIPLE = 16  # the library's products want numbers of rows that it divides
+SLOW_ROWS = range(129, 256)  # take the library as long as 256 rows, or longer
+
+
+class Groups(NamedTuple):
+    """How the elements of a row are divided: `size` of `n` share a scale. The rest are powers of two."""
+
+    n: int
+    size: int
+    count: int  # groups of a program
+    width: int  # at least `size`
+
+
+@triton.jit
+def positions_of(first_group, GROUPS: tl.constexpr):
+    """Where the elements of groups [count, width] are in a row, and whether they are elements of it."""
+    col = tl.arange(0, GROUPS.width)[None, :]
+    at = (first_group + tl.arange(0, GROUPS.count))[:, None] * GROUPS.size + col
+    return at, (at < GROUPS.n) & (col < GROUPS.size)
+
+
+@triton.jit
+def store_groups(x, out_ptrs, row, first_group, stride, GROUPS: tl.constexpr):
+    """Store the groups [count, width] of a row from first_group on, quantized if there are scales.
+
+    x is 0 beyond them and the row.
+    """
+    out_ptr, scale_ptr = out_ptrs
+    group = first_group + tl.arange(0, GROUPS.count)
+    if scale_ptr is not None:
+        scale, inverse = scale_of(tl.max(tl.abs(x), 1))
+        x = encode_e4m3(x * inverse[:, None], out_ptr.dtype.element_ty)
+    at, inside = positions_of(first_group, GROUPS)
+    tl.store(out_ptr + row * GROUPS.n + at, x, inside)
+    if scale_ptr is not None:
+        tl.store(scale_ptr + group.to(tl.int64) * stride + row, scale, group * GROUPS.size < GROUPS.n)
+
+
+@dependent_kernel()
+@triton.jit(do_not_specialize=["scale_stride"])
+def _groups_kernel(x_ptr, out_ptrs, scale_stride, GROUPS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr):
+    """Some groups of a row; if GATED, of the activation of a row of 2 n elements."""
+    gdc_launch_and_wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    first_group = tl.program_id(1) * GROUPS.count
+    at, inside = positions_of(first_group, GROUPS)
+    if GATED:
+        gate = tl.load(x_ptr + row * 2 * GROUPS.n + at, inside, 0.0).to(tl.float32)
+        up = tl.load(x_ptr + row * 2 * GROUPS.n + GROUPS.n + at, inside, 0.0)
+        x = ((gate / (1.0 + tl.exp(-gate))).to(up.dtype) * up).to(tl.float32)
+    else:
+        x = tl.load(x_ptr + row * GROUPS.n + at, inside, 0.0).to(tl.float32)
+    store_groups(x, out_ptrs, row, first_group, scale_stride, GROUPS)
+
+
+def empty_rows(num_rows: int, n: int, group: int, like: torch.Tensor) -> QuantizedRows:
+    rows = -(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE if num_rows not in SLOW_ROWS else SLOW_ROWS.stop
+    values = torch.empty((rows, n), dtype=torch.float8_e4m3fn, device=like.device)
+    scales = torch.empty((n // group, rows), dtype=torch.float32, device=like.device).t()
+    return QuantizedRows(values, scales, num_rows, like.dtype)
+
+
+def outputs_of(rows: QuantizedRows) -> tuple[tuple[torch.Tensor, torch.Tensor], int]:
+    """What kernels write, and the stride of scales."""
+    return (as_loadable(rows.values), rows.scales), rows.scales.stride(1)
+
+
+def store_rows(x: torch.Tensor, outputs: tuple, scale_stride: int, groups: Groups, gated: bool, num_warps: int) -> None:
+    if len(x):
+        grid = len(x), -(-groups.n // (groups.size * groups.count))
+        constants = dict(GROUPS=groups, GATED=gated, num_warps=num_warps)
+        launch(_groups_kernel, grid, x.device)(x, outputs, scale_stride, **constants)
+
+
+def quantize_rows(x: torch.Tensor, group: int, gated: bool = False) -> QuantizedRows:
+    """x [T, K], contiguous, to e4m3 with a scale for each `group` of inputs, which divides K.
+
+    If `gated`, the activation of x [T, 2K] takes its place.
+    """
+    n = x.shape[1] // 2 if gated else x.shape[1]
+    rows, width = empty_rows(len(x), n, group, x), 1 << (group - 1).bit_length()
+    count = min(1 << (n // group - 1).bit_length(), max(1, 2048 // width))
+    groups = Groups(n, group, count, width)
+    store_rows(x, *outputs_of(rows), groups, gated, 4 if count * width <= 2048 else 8)
+    return rows
+
+
+def silu_and_mul_quantize(x: torch.Tensor, group: int) -> QuantizedRows:
+    """`quantize_rows` of `silu_and_mul`: x [T, 2n], contiguous -> [T, n]."""
+    return quantize_rows(x, group, gated=True)

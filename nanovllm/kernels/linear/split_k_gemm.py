@@ -1,0 +1,138 @@
+"""y = x W^T for small batches, split along K if there are too few output tiles to fill the GPU. W may have 8 bits."""
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
+from nanovllm.kernels.launch.devices import has_hopper_kernels, has_tma, num_sms
+from nanovllm.kernels.linear.tiles import (
+    QuantizedRows,
+    Tiles,
+    Weight,
+    add_product,
+    load_tile,
+    operands_of,
+    times_scales,
+)
+
+FEW_WEIGHTS = 5 * 2**20
+MAX_ROWS = 256  # with few weights; half of it with more, but for hopper_gemm.py, whose tiles are twice as high
+TILE_N = 64
+TILE_K = 128
+LONE_BYTES = 2**17  # that a program has in flight if its multiprocessor has no other
+
+
+@dependent_kernel()
+@triton.jit(do_not_specialize=["M"])
+def _split_k_kernel(
+    x_tiles, w_tiles, scale_ptrs, out_ptr, M, N, SHAPE: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr
+):
+    gdc_launch_and_wait(PDL)
+    first_n = tl.program_id(0) * TILES.tile_n  # the tiles of some rows, of which a prompt has many, run together
+    first_m = tl.program_id(1) * TILES.tile_m
+    split = tl.program_id(2)
+    m = first_m + tl.arange(0, TILES.tile_m)
+    n = first_n + tl.arange(0, TILES.tile_n)
+    x_scales = scale_ptrs.x, m, m < M, scale_ptrs.x_stride
+    w_scales = scale_ptrs.w, first_n, N
+    # transposed: tensor cores multiply 64 rows at a time, and W has many rows where x has few
+    acc = tl.zeros([n.shape[0], m.shape[0]], tl.float32)
+    first_k = split * SHAPE.k_per_split
+    end_k = tl.minimum(first_k + SHAPE.k_per_split, SHAPE.k)
+    for begin in tl.range(first_k, end_k, TILES.tile_k, num_stages=TILES.stages):
+        w = load_tile(w_tiles, first_n, begin, n < N, SHAPE.k, TILES)
+        x = load_tile(x_tiles, first_m, begin, m < M, SHAPE.k, TILES).T
+        acc = add_product(acc, w, x, x_scales, w_scales, begin, SHAPE, TILES)
+    acc = times_scales(acc, x_scales, w_scales, 0, SHAPE, TILES, True)
+    out = out_ptr + (split * M + m[:, None]) * N + n[None, :]
+    tl.store(out, acc.T.to(out_ptr.dtype.element_ty), (m < M)[:, None] & (n < N)[None, :])
+
+
+def tile_m_of(num_rows: int) -> int:
+    """A tile has all rows, if these are at most 128."""
+    return min(128, max(16, 1 << (num_rows - 1).bit_length()))
+
+
+def _tile_m(m: int, weight: torch.Tensor) -> int:
+    return 64 if 64 < m < MAX_ROWS and weight.numel() <= FEW_WEIGHTS else tile_m_of(m)
+
+
+def _is_for_hopper(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether hopper_gemm.py computes the product, if it is split; with fewer inputs the parts cost what it gains."""
+    is_large = MAX_ROWS // 2 < len(x) <= MAX_ROWS and weight.numel() > FEW_WEIGHTS
+    return is_large and weight.shape[1] > 2 * len(weight) and x.dtype != torch.float32 and has_hopper_kernels()
+
+
+def choose_split_k(x: torch.Tensor, weight: torch.Tensor, max_split_k: int) -> int:
+    """The best split_k, up to `max_split_k`, for `split_k_gemm` of this product; 0 where the library is faster."""
+    (m, k), n = x.shape, weight.shape[0]
+    if not has_tma(x.device) or x.dtype == torch.float32 or not 0 < m <= MAX_ROWS or k % 8:
+        return 0
+    sms, few, tile_m = num_sms(x.device), weight.numel() <= FEW_WEIGHTS, _tile_m(m, weight)
+    if _is_for_hopper(x, weight):
+        num_tiles = -(-n // (2 * TILE_N))
+        split_k = min(max_split_k, sms // num_tiles)
+        return split_k if split_k > 1 and split_k * num_tiles > 0.95 * sms else 0
+    num_tiles = -(-n // TILE_N) * -(-m // tile_m)
+    split_k = min(max_split_k, sms // num_tiles)
+    if m <= 64 and num_tiles > 0.9 * -(-num_tiles // sms) * sms:  # they fill the GPU as often as they need
+        return max(1, split_k)
+    # TMA is slow with tiles that exceed x, and the library is fast if its tiles fill half to two thirds of the GPU
+    tiles_are_full = m <= 64 or m % tile_m == 0 or (few and max_split_k > 1)
+    is_faster = few or (m <= MAX_ROWS // 2 and not sms < 2 * split_k * num_tiles < 1.4 * sms)
+    return split_k if tiles_are_full and is_faster else 0
+
+
+def scaled_tiles(num_rows: int, columns: int, sms: int) -> Tiles:
+    """For 8-bit weights. `columns` are the outputs of all splits.
+
+    Two programs or more fit on a multiprocessor. Where each has one at most, that has more loads in flight. Tiles are
+    twice as wide, so that x is read half as often, where there is one for each multiprocessor then.
+    """
+    tile_m = tile_m_of(num_rows)
+    tile_n = 2 * TILE_N if 16 < num_rows <= 64 and 0.9 * sms < columns / (2 * TILE_N) <= sms else TILE_N
+    is_lone = columns * -(-num_rows // tile_m) <= sms * tile_n
+    stages = LONE_BYTES // (TILE_K * (tile_n + tile_m)) if is_lone else 6 if tile_m <= 32 else 4
+    return Tiles(tile_n, TILE_K, stages, 4, tile_m)
+
+
+def _tiles(num_rows: int, weight: torch.Tensor) -> Tiles:
+    tile_m = _tile_m(num_rows, weight)
+    if tile_m == 16 and weight.numel() > FEW_WEIGHTS:
+        return Tiles(TILE_N, 2 * TILE_K, 3, 4, tile_m)
+    return Tiles(TILE_N, TILE_K, 6 if tile_m in (32, 64) else 4, 4, tile_m)
+
+
+def split_k_gemm(
+    x: torch.Tensor | QuantizedRows, weight: Weight, split_k: int = 1, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [M, K] times weight [N, K] transposed, split along K: [split_k, M, N], whose sum is the product.
+
+    The weight may be 8-bit values times scales [N / block rows, K / block columns], of at least 32 columns. Then x may
+    be quantized too, to e4m3, for GPUs with FP8 units; otherwise the values are converted to the dtype of x. All
+    contiguous, rows of a multiple of 16 bytes. `out` takes the result.
+    """
+    is_scaled = isinstance(weight, tuple)
+    if not is_scaled and split_k > 1 and _is_for_hopper(x, weight):
+        from nanovllm.kernels.hopper.hopper_gemm import hopper_gemm  # which imports what few versions of Triton have
+
+        return hopper_gemm(x, weight, split_k, out)
+    rows, values, scales, shape = operands_of(x, weight)
+    m, (n, k), device = len(x), values.shape, values.device
+    out = torch.empty((split_k, m, n), dtype=x.dtype, device=device) if out is None else out
+    tiles = scaled_tiles(m, n * split_k, num_sms(device)) if is_scaled else _tiles(m, values)
+    if shape.block_k < k:  # a tile lies in one block
+        tiles = tiles._replace(tile_k=min(tiles.tile_k, shape.block_k & -shape.block_k))
+    if is_scaled and not (has_tma(device) and k % 16 == 0 and x.dtype != torch.float32):
+        tiles = tiles._replace(tile_n=TILE_N, stages=3, tma=False)
+    shape = shape._replace(k_per_split=-(-k // (split_k * tiles.tile_k)) * tiles.tile_k)
+    if tiles.tma:
+        rows = TensorDescriptor.from_tensor(rows, [tiles.tile_m, tiles.tile_k])
+        values = TensorDescriptor.from_tensor(values, [tiles.tile_n, tiles.tile_k])
+    # in 16 bits, the smallest tiles leave half of the memory as cache, like the kernels around: see dependent_launch.py
+    grid = -(-n // tiles.tile_n), -(-m // tiles.tile_m), split_k
+    run = launch(_split_k_kernel, grid, device, shared=50 if tiles.tile_m == 16 and not is_scaled else 100)
+    run(rows, values, scales, out, m, n, SHAPE=shape, TILES=tiles, num_warps=tiles.warps)
+    return out

@@ -1,0 +1,57 @@
+"""A mixture of experts from the norm before its router on, by the kernels that are fastest for so many tokens."""
+
+from functools import partial
+
+import torch
+
+from nanovllm.kernels.linear.gemv import gemv
+from nanovllm.kernels.linear.tiles import NO_NORM
+from nanovllm.moe.kernels.moe_gemm import moe_gemm, sum_local_parts
+from nanovllm.moe.kernels.moe_gemv import MAX_GEMV_TOKENS, moe_gemv
+from nanovllm.moe.kernels.moe_routing import route, router_logits
+
+
+def mix_experts(x, layer, slot_mapping):
+    if len(x) == 0:
+        return NotImplemented
+    return _by_gemv(x, layer, slot_mapping) if len(x) <= MAX_GEMV_TOKENS else mix_by_gemm(x, layer, slot_mapping)
+
+
+def _by_gemv(x, layer, slot_mapping):
+    """Mix the experts by matrix-vector products. Those that read a single whole row normalize it as well.
+
+    Products of 8-bit weights don't: their instructions are a bound, too, and every program would compute the norm.
+    """
+    gate, experts = layer.gate.weight, layer.experts
+    summands = x.summands() if len(x) == 1 else None
+    if summands is not None:
+        row, residual = summands
+        logits = row.new_empty((1, 1, len(gate)), dtype=torch.float32)
+        _, x.total = gemv(row, gate, (x.weight, x.eps), residual, out=logits[0])
+    else:
+        logits = router_logits(x.tensor(), gate)
+    routing = route(logits, layer.top_k, layer.renormalize, slot_mapping, layer.num_shared)
+    weights, first = experts.format.stacks(experts), experts.first_expert
+
+    if summands is None or experts.format.is_scaled:
+        rows, norm = x.tensor(), NO_NORM
+    else:
+        rows, norm = x.total, (x.weight, x.eps)
+
+    def compute(out):  # [1, T, hidden] or None; kernels take it for [T, hidden]
+        return moe_gemv(rows, routing, *weights, first, norm, out)
+
+    return layer.sum_over_ranks(compute, len(x), len(x.weight), x.weight.dtype)
+
+
+def mix_by_gemm(x, layer, slot_mapping, router=router_logits):
+    """Mix the experts by grouped products. On a single rank, the next norm adds up each token's `top_k` parts."""
+    experts, tp, rows = layer.experts, layer.tp, x.tensor()
+    logits = router(rows, layer.gate.weight)
+    routing = route(logits, layer.top_k, layer.renormalize, slot_mapping, layer.num_shared)
+    weights, first = experts.format.stacks(experts), experts.first_expert
+    parts = moe_gemm(rows, routing, *weights, first, experts.format.quantizes_activations)
+    if tp.size == 1:
+        return layer.sum_over_ranks(lambda out: parts.squeeze(0), *rows.shape, rows.dtype, len(parts))
+    compute = partial(sum_local_parts, parts, routing, first, experts.num_stacked)
+    return layer.sum_over_ranks(compute, *rows.shape, rows.dtype)

@@ -1,0 +1,203 @@
+"""Mixture of experts for many tokens: grouped products over rows that are sorted by expert (moe_routing.py).
+
+Weights may be 8-bit values times scales. Then as in split_k_gemm.py, the products are those of e4m3 where there are FP8
+units, for which the inputs of both products are quantized before; elsewhere weights are converted to the dtype of x.
+
+Each token's `top_k` parts of the output are stored apart, for the next norm to add up: rows in the order of experts
+could be added to their tokens only by atomic additions, in an order that would change from run to run.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
+from nanovllm.kernels.launch.devices import has_hopper_kernels, has_tma
+from nanovllm.kernels.linear.quantize_rows import quantize_rows
+from nanovllm.kernels.linear.tiles import Tiles, Weight, add_product, block_shape, load_tile, operands_of, times_scales
+from nanovllm.moe.kernels.moe_routing import TILE_FIELDS, ExpertRows, Routing, sort_by_expert
+
+# tiles of rows that take the same tile of weights one after the other, which is then in the L2 cache
+GROUP_M = tl.constexpr(4)
+
+# by TILE_M, for elements of two bytes; where weights are the bound, two programs fit on a multiprocessor, so that one
+# reads while the other begins or ends. In GATE_UP, tile_n outputs need twice as many rows of weights.
+GATE_UP = {16: Tiles(64, 128, 3, 4), 32: Tiles(64, 64, 5, 4), 64: Tiles(64, 64, 4, 4), 128: Tiles(128, 64, 4, 8)}
+DOWN = {16: Tiles(128, 128, 3, 4), 32: Tiles(128, 64, 5, 4), 64: Tiles(128, 64, 4, 4), 128: Tiles(128, 64, 3, 4)}
+FLOAT32 = Tiles(32, 16, 3, 4)  # without tensor cores, for tests: larger tiles exceed the registers
+# of 8-bit values. While a program multiplies its products by scales, it leaves the tensor cores to others on the same
+# multiprocessor. With a larger TILE_M registers would spill.
+SCALED_GATE_UP = {16: Tiles(64, 128, 4, 4), 32: Tiles(64, 128, 3, 4), 64: Tiles(64, 128, 4, 4)}
+SCALED_DOWN = {16: Tiles(128, 128, 4, 4), 32: Tiles(128, 128, 3, 4), 64: Tiles(128, 128, 3, 4)}
+MAX_SCALED_TILE_M = 64
+
+
+def choose_tile_m(num_pairs: int, num_experts: int) -> int:
+    """TILE_M: about one and a half times an expert's mean number of rows, as each tile reads the expert's weights."""
+    return next((size for size in (16, 32, 64) if 2 * size * num_experts >= 3 * num_pairs), 128)
+
+
+@dependent_kernel()
+@triton.jit(do_not_specialize=["num_tokens"])
+def _grouped_kernel(
+    x_tiles,
+    w_tiles,
+    scale_ptrs,
+    routing_ptrs,
+    out_ptr,
+    num_tokens,
+    N,
+    SHAPE: tl.constexpr,
+    TILES: tl.constexpr,
+    TOP_K: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """x_tiles is a pointer if IS_GATED: the rows of x are those of tokens, in the order of experts."""
+    gdc_launch_and_wait(PDL)
+    weights_ptr, pairs_ptr, table_ptr = routing_ptrs
+    tiles_of_n = tl.cdiv(N, TILES.tile_n)
+    first_tile = tl.program_id(0) // (GROUP_M * tiles_of_n) * GROUP_M
+    group_size = tl.minimum(tl.num_programs(0) // tiles_of_n - first_tile, GROUP_M)
+    index = tl.program_id(0) - first_tile * tiles_of_n
+    first_n = index // group_size * TILES.tile_n
+    field = table_ptr + (first_tile + index % group_size) * TILE_FIELDS
+    expert, first_row, end_row = tl.load(field), tl.load(field + 1), tl.load(field + 2)
+    if expert < 0:
+        return
+    row = first_row + tl.arange(0, TILES.tile_m)
+    is_used = row < end_row
+    pair = tl.load(pairs_ptr + row, is_used, 0)
+    k = tl.arange(0, TILES.tile_k)
+    n = first_n + tl.arange(0, TILES.tile_n)
+    first_w = expert * (2 * N if IS_GATED else N) + first_n  # of gate; the rows of up are N rows behind these
+    end_w = first_w - first_n + N
+    w_scales = scale_ptrs.w, first_w, end_w
+    if IS_GATED:
+        x_row = pair // TOP_K
+        x = x_tiles + x_row.to(tl.int64)[:, None] * SHAPE.k + k[None, :]
+        up = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
+        up_scales = scale_ptrs.w, first_w + N, end_w + N
+    else:
+        x_row = row
+        weight = tl.load(weights_ptr + pair, is_used, 0.0)  # before the products, which take long
+    x_scales = scale_ptrs.x, x_row, is_used, scale_ptrs.x_stride
+    # transposed, as in split_k_gemm.py
+    acc = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
+    for begin in tl.range(0, SHAPE.k, TILES.tile_k, num_stages=TILES.stages):
+        # weights first: they do not wait for `pair`
+        w = load_tile(w_tiles, first_w, begin, n < N, SHAPE.k, TILES)
+        if IS_GATED:
+            up_w = load_tile(w_tiles, first_w + N, begin, n < N, SHAPE.k, TILES)
+            x_tile = tl.load(x + begin, is_used[:, None] & (begin + k < SHAPE.k)[None, :], 0.0).T
+        else:
+            x_tile = load_tile(x_tiles, first_row, begin, is_used, SHAPE.k, TILES).T
+        acc = add_product(acc, w, x_tile, x_scales, w_scales, begin, SHAPE, TILES)
+        if IS_GATED:
+            up = add_product(up, up_w, x_tile, x_scales, up_scales, begin, SHAPE, TILES)
+    acc = times_scales(acc, x_scales, w_scales, 0, SHAPE, TILES, True)
+    if IS_GATED:
+        y = acc / (1.0 + tl.exp(-acc)) * times_scales(up, x_scales, up_scales, 0, SHAPE, TILES, True)
+        out_row = row.to(tl.int64)
+    else:
+        y = acc * weight[None, :]
+        out_row = (pair % TOP_K).to(tl.int64) * num_tokens + pair // TOP_K
+    out = out_ptr + out_row[:, None] * N + n[None, :]
+    tl.store(out, y.to(out_ptr.dtype.element_ty).T, is_used[:, None] & (n < N)[None, :])
+
+
+def _grouped_product(
+    x: torch.Tensor, weight: Weight, rows: ExpertRows, routing: Routing, out: torch.Tensor, quantize: bool
+) -> torch.Tensor:
+    """Fill `out`: [rows, size] is what gate and up give, [top_k, T, hidden] what down gives."""
+    is_gated, is_scaled, is_float32 = out.dim() == 2, isinstance(weight, tuple), x.dtype == torch.float32
+    if rows.tile_m == 128 and not is_gated and not is_float32 and out.shape[2] % 256 == 0 and has_hopper_kernels():
+        from nanovllm.kernels import hopper_experts  # which imports what few versions of Triton have
+
+        return hopper_experts.experts_down(x, weight, rows, routing, out)
+    inputs = quantize_rows(x, block_shape(*weight)[1]) if quantize else x
+    elements, values, scales, shape = operands_of(inputs, weight)
+    if is_scaled:
+        tiles = (SCALED_GATE_UP if is_gated else SCALED_DOWN)[rows.tile_m]
+    else:
+        tiles = FLOAT32 if is_float32 else (GATE_UP if is_gated else DOWN)[rows.tile_m]
+    if shape.block_k < shape.k:  # a tile lies in one block
+        tiles = tiles._replace(tile_k=min(tiles.tile_k, shape.block_k & -shape.block_k))
+    if has_tma(x.device) and shape.k * values.element_size() % 16 == 0 and not (is_scaled and is_float32):
+        weight_tiles = TensorDescriptor.from_tensor(values.flatten(0, 1), [tiles.tile_n, tiles.tile_k])
+        if not is_gated:
+            elements = TensorDescriptor.from_tensor(elements, [rows.tile_m, tiles.tile_k])
+    else:  # other GPUs may have 99 KB of shared memory
+        weight_tiles, tiles = values, tiles._replace(stages=2 if is_scaled else 3, tma=False)
+    (num_tokens, top_k), n = routing.weights.shape, out.shape[-1]
+    operands = elements, weight_tiles, scales, (routing.weights, rows.pairs, rows.table), out
+    constants = dict(SHAPE=shape, TILES=tiles._replace(tile_m=rows.tile_m), TOP_K=top_k, IS_GATED=is_gated)
+    launch(_grouped_kernel, (len(rows.table) * triton.cdiv(n, tiles.tile_n),), x.device)(
+        *operands, num_tokens, n, **constants, num_warps=tiles.warps
+    )
+    return out
+
+
+def moe_gemm(
+    x: torch.Tensor, routing: Routing, gate_up: Weight, down: Weight, first_expert: int = 0, quantize: bool = False
+) -> torch.Tensor:
+    """x [T, hidden] -> [top_k, T, hidden], whose sum over the choices is the output; T is not 0.
+
+    The weights are those of this rank's experts, from `first_expert` on: gate_up [experts, 2 * size, hidden] and
+    down [experts, hidden, size]. Parts of tokens whose experts are on other ranks are not written. All contiguous, rows
+    of a multiple of 16 bytes. Of 8-bit values, the scales are [experts, N / block rows, K / block columns], with at
+    least 32 columns; with `quantize`, the products are those of e4m3.
+    """
+    is_scaled = isinstance(down, tuple)
+    num_local, hidden, size = (down[0] if is_scaled else down).shape
+    tile_m = choose_tile_m(routing.expert_ids.numel(), routing.num_experts)
+    tile_m = min(MAX_SCALED_TILE_M, tile_m) if is_scaled else tile_m
+    rows = sort_by_expert(routing.expert_ids, first_expert, num_local, tile_m)
+    h = _grouped_product(x, gate_up, rows, routing, x.new_empty(len(rows.pairs), size), quantize)
+    out = x.new_empty(routing.weights.shape[1], len(x), hidden)
+    return _grouped_product(h, down, rows, routing, out, quantize)
+
+
+class SumSizes(NamedTuple):
+    """What the kernel below is compiled for."""
+
+    num_local: int  # experts of this rank
+    top_k: int
+    n: int
+
+
+@dependent_kernel()
+@triton.jit(do_not_specialize=["num_tokens", "first_expert"])
+def _sum_parts_kernel(
+    parts_ptr, ids_ptr, out_ptr, num_tokens, first_expert, SIZES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    gdc_launch_and_wait(PDL)
+    TOP_K: tl.constexpr = SIZES.top_k
+    N: tl.constexpr = SIZES.n
+    token = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for choice in tl.static_range(TOP_K):
+        expert = tl.load(ids_ptr + token * TOP_K + choice) - first_expert
+        limit = tl.where((expert >= 0) & (expert < SIZES.num_local), N, 0)
+        total += tl.load(parts_ptr + (choice * num_tokens + token) * N + col, col < limit, 0.0).to(tl.float32)
+    tl.store(out_ptr + token * N + col, total.to(out_ptr.dtype.element_ty), col < N)
+
+
+def sum_local_parts(
+    parts: torch.Tensor, routing: Routing, first_expert: int, num_experts: int, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The sum of the parts [top_k, T, hidden] of this rank's experts: [T, hidden]; `out` takes it.
+
+    A single rank leaves this to the next norm. Several would read the parts of all other ranks there.
+    """
+    top_k, num_tokens, n = parts.shape
+    out = torch.empty_like(parts[0]) if out is None else out
+    sizes, block = SumSizes(num_experts, top_k, n), min(2048, triton.next_power_of_2(n))
+    launch(_sum_parts_kernel, (num_tokens, triton.cdiv(n, block)), parts.device)(
+        parts, routing.expert_ids, out, num_tokens, first_expert, SIZES=sizes, BLOCK=block
+    )
+    return out

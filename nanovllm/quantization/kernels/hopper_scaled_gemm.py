@@ -1,0 +1,265 @@
+"""y = x W^T in FP8 for Hopper and 17 to 256 rows, with a scale for 128 inputs of a row and for 128 x 128 weights.
+
+One warpgroup loads, one or two multiply. The tensor cores add up the products of 128 inputs, with few digits; these
+sums times their scales are added up in float32, 64 rows and outputs at a time, while the next ones are multiplied. The
+scales of a row and of the weights come as one number, by way of shared memory: the 256 x 192 sums of the largest tiles
+take nearly all registers. Written in Gluon.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from nanovllm.kernels.hopper.hopper_ring import barriers, buffers, gdc_launch_dependents, gdc_wait, sums_of, tiles_of
+from nanovllm.kernels.hopper.hopper_tiles import HopperTile
+from nanovllm.kernels.launch.dependent_launch import dependent_kernel, launch
+from nanovllm.kernels.launch.devices import num_sms
+from nanovllm.kernels.linear.tiles import QuantizedRows
+
+BLOCK = gl.constexpr(128)  # inputs and weights that share a scale; a buffer has so many inputs
+WIDTH = gl.constexpr(64)  # rows, and outputs, of a product
+SUMS = gl.constexpr(sums_of(64, 8))
+SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+OUTPUTS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # as they are stored, 16 bytes of a row each
+LOADING_REGISTERS = gl.constexpr(24)  # of a thread that loads
+SHARED_BYTES = 226 * 2**10  # of all buffers, and of 8 KiB for what each warpgroup stores
+
+
+class Plan(NamedTuple):
+    """Constants of the kernel."""
+
+    groups: int  # warpgroups that multiply, for rows of their own
+    parts: int  # of 64 rows, that each of them has
+    chunks: int  # of 64 outputs, that a tile has
+    split_k: int
+    k_blocks: int  # of 128 inputs, and
+    blocks: int  # those of a part of the product
+    stages: int  # blocks that are loaded ahead
+    burst: int  # blocks that are loaded together: memory is faster with longer pieces of a row
+    registers: int  # of a thread that multiplies
+
+
+@gluon.constexpr_function
+def _boxes(PLAN):
+    """Of 64 rows, in a tile."""
+    return PLAN.groups * PLAN.parts
+
+
+@gluon.constexpr_function
+def _early(PLAN):
+    """Blocks whose weights are loaded before the kernel waits."""
+    return min(PLAN.stages, PLAN.blocks) // PLAN.burst * PLAN.burst
+
+
+@gluon.constexpr_function
+def _least(a, b):
+    return min(a, b)
+
+
+@gluon.jit
+def _place(tile, sizes, PLAN: gl.constexpr):
+    """The first row, output and block of a tile, and its part. Tiles of the same weights follow each other."""
+    _, _, row_tiles, _ = sizes
+    split = tile // row_tiles % PLAN.split_k
+    n = tile // row_tiles // PLAN.split_k * (PLAN.chunks * WIDTH)
+    return tile % row_tiles * (_boxes(PLAN) * WIDTH), n, split * PLAN.blocks, split
+
+
+@gluon.jit
+def _load_weights(w_tiles, rings, i, n, block, X_ROWS: gl.constexpr, PLAN: gl.constexpr):
+    """Those of a burst, whose first block is the i-th; a buffer is full when rows and scales have come too."""
+    _, w_ring, _, full, empty = rings
+    BURST: gl.constexpr = PLAN.burst
+    CHUNKS: gl.constexpr = PLAN.chunks
+    for j in gl.static_range(BURST):
+        stage = (i + j) % PLAN.stages
+        mbarrier.wait(empty.index(stage), ((i + j) // PLAN.stages & 1) ^ 1)
+        mbarrier.expect(full.index(stage), (_boxes(PLAN) * X_ROWS + CHUNKS * WIDTH) * BLOCK)
+    for chunk in gl.static_range(CHUNKS):
+        for j in gl.static_range(BURST):
+            stage = (i + j) % PLAN.stages
+            at = [n + chunk * WIDTH, (block + j) * BLOCK]
+            tma.async_copy_global_to_shared(w_tiles, at, full.index(stage), w_ring.index(stage * CHUNKS + chunk))
+
+
+@gluon.jit
+def _load_scales(scale_ptrs, row, n, block, sizes, PLAN: gl.constexpr):
+    """For a block of inputs: of a tile's rows, and of the two blocks of weights that its outputs may be in."""
+    x_ptr, w_ptr, stride = scale_ptrs
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    block = gl.minimum(block, PLAN.k_blocks - 1)
+    rows = row + gl.arange(0, _boxes(PLAN) * WIDTH, LAYOUT)
+    x = gl.load(x_ptr + block * stride + gl.minimum(rows, sizes[0] - 1))
+    second = gl.minimum(n // BLOCK + 1, sizes[1] // BLOCK - 1)
+    return x, gl.load(w_ptr + n // BLOCK * PLAN.k_blocks + block), gl.load(w_ptr + second * PLAN.k_blocks + block)
+
+
+@gluon.jit
+def _load(tiles, scale_ptrs, rings, sizes, PLAN: gl.constexpr):
+    """The warpgroup that loads. The weights of the first buffers are already on their way."""
+    x_tiles, w_tiles = tiles
+    x_ring, scale_ring, full = rings[0], rings[2], rings[3]
+    ROWS: gl.constexpr = x_tiles.block_shape[0]
+    BOXES: gl.constexpr = _boxes(PLAN)
+    BURST: gl.constexpr = PLAN.burst
+    i = 0
+    for tile in range(gl.program_id(0), sizes[3], gl.num_programs(0)):
+        row, n, first, _ = _place(tile, sizes, PLAN)
+        next_scales = _load_scales(scale_ptrs, row, n, first, sizes, PLAN)
+        for block in range(first, first + PLAN.blocks, BURST):
+            if i >= _early(PLAN):
+                _load_weights(w_tiles, rings, i, n, block, ROWS, PLAN)
+            for j in gl.static_range(BURST):
+                stage = (i + j) % PLAN.stages
+                for box in gl.static_range(BOXES):
+                    x = x_ring.index(stage * BOXES + box).slice(0, ROWS)
+                    at = [row + box * WIDTH, (block + j) * BLOCK]
+                    tma.async_copy_global_to_shared(x_tiles, at, full.index(stage), x)
+                x_scales, first_scale, second_scale = next_scales
+                next_scales = _load_scales(scale_ptrs, row, n, block + j + 1, sizes, PLAN)
+                scale_ring.index(stage * 2).store(x_scales * first_scale)
+                scale_ring.index(stage * 2 + 1).store(x_scales * second_scale)
+                mbarrier.arrive(full.index(stage), count=1)
+            i += BURST
+
+
+@gluon.jit
+def _add_block(sums, rings, stage, phase, n, G: gl.constexpr, PLAN: gl.constexpr):
+    """Add the products of a block of inputs to the sums. Two run at once, unless their sums leave no registers."""
+    x_ring, w_ring, scale_ring, full, empty = rings
+    PARTS: gl.constexpr = PLAN.parts
+    CHUNKS: gl.constexpr = PLAN.chunks
+    COUNT: gl.constexpr = PARTS * CHUNKS
+    AHEAD: gl.constexpr = _least(2 - PARTS, COUNT - 1)
+    STEPS: gl.constexpr = COUNT + AHEAD
+    mbarrier.wait(full.index(stage), phase)
+    xs, scales, products, added = (), (), (), ()
+    for part in gl.static_range(PARTS):
+        x = x_ring.index(stage * _boxes(PLAN) + G * PARTS + part)
+        if PARTS == 1:
+            x = x.load(gl.DotOperandLayout(0, SUMS, 4))
+        xs = xs + (x,)  # noqa: RUF005 (Gluon has no star)
+    for i in gl.static_range(STEPS):
+        if i < COUNT:
+            of_weights = scale_ring.index(stage * 2 + (n + i % CHUNKS * WIDTH) // BLOCK - n // BLOCK)
+            of_part = of_weights.slice((G * PARTS + i // CHUNKS) * WIDTH, WIDTH)
+            scales = scales + (of_part.load(gl.SliceLayout(1, SUMS)),)  # noqa: RUF005
+            zeros = gl.full([WIDTH, WIDTH], 0.0, gl.float32, SUMS)
+            w = w_ring.index(stage * CHUNKS + i % CHUNKS).permute((1, 0))
+            y = hopper.warpgroup_mma(xs[i // CHUNKS], w, zeros, use_acc=False, is_async=True)
+            products = products + (y,)  # noqa: RUF005
+        if i >= AHEAD:
+            y = hopper.warpgroup_mma_wait(_least(AHEAD, STEPS - 1 - i), deps=[products[i - AHEAD]])
+            if i == STEPS - 1:
+                mbarrier.arrive(empty.index(stage), count=1)
+            y = sums[i - AHEAD] + y * scales[i - AHEAD][:, None]
+            # keeps the compiler from moving the addition behind the next product, which would take more registers
+            y = hopper.warpgroup_mma_wait(_least(AHEAD, STEPS - 1 - i), deps=[y])
+            added = added + (y,)  # noqa: RUF005
+    return added
+
+
+@gluon.jit
+def _store(out_ptr, sums, row, n, sizes):
+    out = gl.convert_layout(sums.to(out_ptr.dtype.element_ty), OUTPUTS)
+    rows = row + gl.arange(0, WIDTH, gl.SliceLayout(1, OUTPUTS))
+    columns = n + gl.arange(0, WIDTH, gl.SliceLayout(0, OUTPUTS))
+    exists = (rows < sizes[0])[:, None] & (columns < sizes[1])[None, :]
+    gl.store(out_ptr + rows[:, None] * sizes[1] + columns[None, :], out, exists)
+
+
+@gluon.jit
+def _multiply(out_ptr, rings, sizes, G: gl.constexpr, PLAN: gl.constexpr):
+    """A warpgroup: its rows of a tile times all outputs."""
+    zeros = gl.full([WIDTH, WIDTH], 0.0, gl.float32, SUMS)
+    COUNT: gl.constexpr = PLAN.parts * PLAN.chunks
+    stage, phase = 0, 0
+    for tile in range(gl.program_id(0), sizes[3], gl.num_programs(0)):
+        row, n, _, split = _place(tile, sizes, PLAN)
+        sums = (zeros,) * COUNT
+        for _k in range(PLAN.blocks):
+            sums = _add_block(sums, rings, stage, phase, n, G, PLAN)
+            stage += 1
+            if stage == PLAN.stages:
+                stage = 0
+                phase ^= 1
+        part_ptr = out_ptr + split * sizes[0] * sizes[1]
+        for i in gl.static_range(COUNT):
+            first_row = row + (G * PLAN.parts + i // PLAN.chunks) * WIDTH
+            _store(part_ptr, sums[i], first_row, n + i % PLAN.chunks * WIDTH, sizes)
+
+
+@dependent_kernel(early=("w_tiles",))
+@gluon.jit(do_not_specialize=["num_rows", "row_tiles", "num_tiles"])
+def _gemm_kernel(
+    x_tiles, w_tiles, out_ptr, scale_ptrs, num_rows, n, row_tiles, num_tiles, PLAN: gl.constexpr, PDL: gl.constexpr
+):
+    gdc_launch_dependents(PDL)
+    STAGES: gl.constexpr = PLAN.stages
+    EARLY: gl.constexpr = _early(PLAN)
+    BURST: gl.constexpr = PLAN.burst
+    X_SHAPE: gl.constexpr = [STAGES * _boxes(PLAN), WIDTH, BLOCK]
+    SCALES_SHAPE: gl.constexpr = [STAGES * 2, _boxes(PLAN) * WIDTH]
+    x_ring = gl.allocate_shared_memory(x_tiles.dtype, X_SHAPE, x_tiles.layout)
+    w_ring = buffers(w_tiles, STAGES * PLAN.chunks)
+    scale_ring = gl.allocate_shared_memory(gl.float32, SCALES_SHAPE, SCALES)
+    rings = x_ring, w_ring, scale_ring, barriers(STAGES, 2), barriers(STAGES, PLAN.groups)
+    sizes = num_rows, n, row_tiles, num_tiles
+    _, first_n, first, _ = _place(gl.program_id(0), sizes, PLAN)
+    for i in gl.static_range(0, EARLY, BURST):
+        _load_weights(w_tiles, rings, i, first_n, first + i, x_tiles.block_shape[0], PLAN)
+    gdc_wait(PDL)
+    tiles = x_tiles, w_tiles
+    if PLAN.groups == 1:
+        gl.warp_specialize(
+            [
+                (_multiply, (out_ptr, rings, sizes, gl.constexpr(0), PLAN)),
+                (_load, (tiles, scale_ptrs, rings, sizes, PLAN)),
+            ],
+            [4],  # warps of all but the first
+            [LOADING_REGISTERS],  # registers of their threads
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (out_ptr, rings, sizes, gl.constexpr(0), PLAN)),
+                (_multiply, (out_ptr, rings, sizes, gl.constexpr(1), PLAN)),
+                (_load, (tiles, scale_ptrs, rings, sizes, PLAN)),
+            ],
+            [4, 4],
+            [PLAN.registers, LOADING_REGISTERS],
+        )
+
+
+def _plan(tile: HopperTile, k: int) -> Plan:
+    boxes, groups, k_blocks = tile.rows // 64, min(tile.rows // 64, 2), k // 128
+    stage_bytes = (tile.rows + tile.outputs) * 128 + 2 * 4 * tile.rows
+    stages = min(tile.stages, (SHARED_BYTES - groups * 2**13) // stage_bytes) // tile.burst * tile.burst
+    blocks = triton.cdiv(k_blocks, tile.split_k * tile.burst) * tile.burst
+    registers = (tile.registers * (groups + 1) - LOADING_REGISTERS.value) // groups // 8 * 8
+    return Plan(
+        *(groups, boxes // groups, tile.outputs // 64, tile.split_k, k_blocks, blocks, stages, tile.burst, registers)
+    )
+
+
+def hopper_scaled_gemm(
+    x: QuantizedRows, values: torch.Tensor, scales: torch.Tensor, tile: HopperTile, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`split_k_gemm` of quantized rows and weights."""
+    m, (n, k) = len(x), values.shape
+    out = torch.empty((tile.split_k, m, n), dtype=x.dtype, device=values.device) if out is None else out
+    x_tiles, w_tiles = tiles_of(x.values, 32 if m <= 32 else 64, 128), tiles_of(values, 64, 128)
+    row_tiles = triton.cdiv(m, tile.rows)
+    num_tiles = row_tiles * tile.split_k * triton.cdiv(n, tile.outputs)
+    launch(_gemm_kernel, (min(num_sms(values.device), num_tiles),), values.device)(
+        *(x_tiles, w_tiles, out, (x.scales, scales, x.scales.stride(1)), m, n, row_tiles, num_tiles),
+        PLAN=_plan(tile, k),
+        num_warps=4,
+        maxnreg=tile.registers,
+    )
+    return out
