@@ -44,8 +44,9 @@ def decode_e4m3_pairs(pairs, stored_dtype: tl.constexpr, dtype: tl.constexpr):
             cvt.rn.f16x2.e4m3x2 $1, seconds;
         }
         """
-        dtypes: tl.constexpr = (tl.float16, tl.float16)
-        first, second = tl.inline_asm_elementwise(asm, "=r,=r,r", [pairs], dtypes, is_pure=True, pack=2)
+        first, second = tl.inline_asm_elementwise(
+            asm, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
     return first, second
 
 

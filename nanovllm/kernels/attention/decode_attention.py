@@ -31,6 +31,80 @@ MAX_QUERIES = 64  # of a program, which has all those of a key-value head
 NO_NORM_ROPE = None, None, 0.0, None, None  # weights, eps, cos and sin, slots
 
 
+@triton.jit
+def _load_rotation(norm_rope_ptrs, seq, d, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr):
+    """What `norm_rope` multiplies a query and a key by, and which number each of a head is rotated with."""
+    q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, slot_mapping_ptr = norm_rope_ptrs
+    cos, sin, swapped = load_cos_sin(cos_sin_ptr, seq, d, HEAD_DIM, ROTARY)
+    q_cos, q_sin, k_cos, k_sin = cos, sin, cos, sin
+    if q_weight_ptr is not None:
+        q_cos, q_sin = cos * tl.load(q_weight_ptr + d), sin * tl.load(q_weight_ptr + swapped)
+        k_cos, k_sin = cos * tl.load(k_weight_ptr + d), sin * tl.load(k_weight_ptr + swapped)
+    return q_cos, q_sin, k_cos, k_sin, swapped
+
+
+@triton.jit
+def _prefetch_tile(cache_ptrs, table_ptr, kv_head, tokens, CACHE: tl.constexpr):
+    """Keys, values and scales of these tokens [TILE] into the L2 cache."""
+    k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
+    BLOCK_SIZE: tl.constexpr = CACHE.block_size
+    blocks = tl.load(table_ptr + tokens // BLOCK_SIZE).to(tl.int64)
+    rows = ((blocks * BLOCK_SIZE + tokens % BLOCK_SIZE) * CACHE.kv_heads + kv_head) * CACHE.head_dim
+    prefetch_rows(k_cache_ptr + rows, CACHE.head_dim)
+    prefetch_rows(v_cache_ptr + rows, CACHE.head_dim)
+    if scales_ptr is not None:
+        scale_rows = (blocks * CACHE.kv_heads + kv_head) * BLOCK_SIZE + tokens % BLOCK_SIZE
+        prefetch_rows(scales_ptr + scale_rows, 1)
+
+
+@triton.jit
+def _store_new_token(k, v, cache_ptrs, slot, kv_head, d, CACHE: tl.constexpr):
+    """Store a key and a value [1, head_dim], unless the slot is -1.
+
+    Returned is what later steps will read, [1, head_dim] each, and the scales: FP8 rounds. A step attends to that.
+    """
+    k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
+    at = (slot * CACHE.kv_heads + kv_head) * CACHE.head_dim + d[None, :]
+    if scales_ptr is not None:
+        scale_at = (slot // CACHE.block_size * CACHE.kv_heads + kv_head) * CACHE.block_size + slot % CACHE.block_size
+        pair_ptr = (scales_ptr + scale_at).to(tl.pointer_type(tl.int16))
+        k, k_scale = store_row(k, k_cache_ptr + at, pair_ptr, slot)
+        v, v_scale = store_row(v, v_cache_ptr + at, pair_ptr + 1, slot)
+    else:
+        tl.store(k_cache_ptr + at, k, at >= 0)  # negative for a slot of -1
+        tl.store(v_cache_ptr + at, v, at >= 0)
+        k_scale, v_scale = 1.0, 1.0
+    return k, k_scale, v, v_scale
+
+
+@triton.jit
+def _scores_of_tile(q, k_ptrs, pair_ptrs, inside, scale, STORED: tl.constexpr):
+    """The scores [TILE, GROUP_PAD] of keys for the queries q, and of values in FP8 the logarithms of their scales."""
+    k = tl.load(k_ptrs, inside[:, None], 0.0)
+    v_log2_scale = 0.0
+    if pair_ptrs is not None:
+        k = decode_e4m3(k, q.dtype)
+    scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
+    if pair_ptrs is not None:
+        k_scale, v_log2_scale = unpack_scales(tl.load(pair_ptrs, inside, ONES), STORED)
+        scores = scores * k_scale[:, None] + v_log2_scale[:, None]
+    return scores, v_log2_scale
+
+
+@triton.jit
+def _store_result(acc, m_i, l_i, row, is_row, d, split, splits, out_ptrs, HEAD_DIM: tl.constexpr):
+    """acc [GROUP_PAD, head_dim]: the queries' results, or where a sequence has several splits, this split's part."""
+    out_ptr, partial_ptr, lse_ptr = out_ptrs
+    acc = acc / tl.maximum(l_i, 1e-30)[:, None]
+    if partial_ptr is not None:
+        part = row * splits + split
+        tl.store(lse_ptr + part, tl.where(l_i > 0, m_i + tl.log2(tl.maximum(l_i, 1e-30)), NO_KEYS), is_row)
+        tl.store(partial_ptr + part[:, None] * HEAD_DIM + d[None, :], acc, is_row[:, None])
+    else:
+        out = out_ptr + row[:, None] * HEAD_DIM + d[None, :]
+        tl.store(out, acc.to(out_ptr.dtype.element_ty), is_row[:, None])
+
+
 @dependent_kernel(early=("seq_ptrs", "norm_rope_ptrs"))
 @triton.jit(do_not_specialize=["table_stride", "splits"])
 def _decode_kernel(
@@ -51,13 +125,16 @@ def _decode_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """A program takes the queries of a key-value head in ROWS rows of a sequence, and one split of its keys.
+
+    Before the wait it reads what the kernel before does not write. Then come the queries, the new token if q is qkv
+    (the first split stores it), the cached keys tile by tile, and the result.
+    """
     gdc_launch_dependents(PDL)
-    q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, slot_mapping_ptr = norm_rope_ptrs
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
     num_seqs_ptr, context_lens_ptr, block_tables_ptr = seq_ptrs
-    out_ptr, partial_ptr, lse_ptr = out_ptrs
-    IS_QKV: tl.constexpr = cos_sin_ptr is not None
-    HAS_NORM: tl.constexpr = q_weight_ptr is not None
+    IS_QKV: tl.constexpr = norm_rope_ptrs[3] is not None
+    HAS_NORM: tl.constexpr = norm_rope_ptrs[0] is not None
     IS_FP8: tl.constexpr = scales_ptr is not None
     BLOCK_SIZE: tl.constexpr = CACHE.block_size
     KV_HEADS: tl.constexpr = CACHE.kv_heads
@@ -77,31 +154,19 @@ def _decode_kernel(
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, HEAD_DIM)
     n = tl.arange(0, TILE)
-    in_group = (g < ROWS * GROUP)[:, None]
-    if IS_QKV:  # the kernel before writes none of this
-        cos, sin, swapped = load_cos_sin(cos_sin_ptr, seq, d, HEAD_DIM, ROTARY)
-        q_cos, q_sin, k_cos, k_sin = cos, sin, cos, sin
-        if HAS_NORM:
-            q_cos, q_sin = cos * tl.load(q_weight_ptr + d), sin * tl.load(q_weight_ptr + swapped)
-            k_cos, k_sin = cos * tl.load(k_weight_ptr + d), sin * tl.load(k_weight_ptr + swapped)
-        slot = tl.load(slot_mapping_ptr + seq).to(tl.int64)
+    is_row = g < ROWS * GROUP
+    if IS_QKV:
+        q_cos, q_sin, k_cos, k_sin, swapped = _load_rotation(norm_rope_ptrs, seq, d, HEAD_DIM, ROTARY)
+        slot = tl.load(norm_rope_ptrs[4] + seq).to(tl.int64)
     if PDL:
-        # the cached keys and values are prefetched while the kernel before still runs
-        tokens = tl.maximum(tl.minimum(begin + n, end - 1), 0)
-        blocks = tl.load(table_ptr + tokens // BLOCK_SIZE).to(tl.int64)
-        rows = ((blocks * BLOCK_SIZE + tokens % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
-        prefetch_rows(k_cache_ptr + rows, HEAD_DIM)
-        prefetch_rows(v_cache_ptr + rows, HEAD_DIM)
-        if IS_FP8:
-            scale_rows = (blocks * KV_HEADS + kv_head) * BLOCK_SIZE + tokens % BLOCK_SIZE
-            prefetch_rows(scales_ptr + scale_rows, 1)
+        _prefetch_tile(cache_ptrs, table_ptr, kv_head, tl.maximum(tl.minimum(begin + n, end - 1), 0), CACHE)
     gdc_wait(PDL)
 
     if ROWS == 1:
         row = seq * (KV_HEADS * GROUP) + kv_head * GROUP + g
     else:  # the queries of all its rows, of which each sees other keys
         row = (seq * ROWS + g // GROUP) * (KV_HEADS * GROUP) + kv_head * GROUP + g % GROUP
-        lengths = tl.load(context_lens_ptr + seq * ROWS + g // GROUP, g < ROWS * GROUP, 0)[None, :]
+        lengths = tl.load(context_lens_ptr + seq * ROWS + g // GROUP, is_row, 0)[None, :]
     m_i = tl.full([GROUP_PAD], NO_KEYS, tl.float32)  # the running maximum of the scores, and
     l_i = tl.zeros([GROUP_PAD], tl.float32)  # the sum of their exponentials relative to it
     acc = tl.zeros([HEAD_DIM, GROUP_PAD], tl.float32)
@@ -114,33 +179,27 @@ def _decode_kernel(
         qkv = q_ptr + seq * q_stride
         q_row = qkv + (kv_head * GROUP + g)[:, None] * HEAD_DIM
         k_row = qkv + (GROUP * KV_HEADS + kv_head) * HEAD_DIM
-        q = tl.load(q_row + d[None, :], in_group, 0.0)
-        q_swapped = tl.load(q_row + swapped[None, :], in_group, 0.0)
+        q = tl.load(q_row + d[None, :], is_row[:, None], 0.0)
+        q_swapped = tl.load(q_row + swapped[None, :], is_row[:, None], 0.0)
         k_new = tl.load(k_row + d)[None, :]
         k_swapped = tl.load(k_row + swapped)[None, :]
         v_new = tl.load(k_row + KV_HEADS * HEAD_DIM + d)[None, :]
-        q = norm_rope(q, q_swapped, q_cos[None, :], q_sin[None, :], eps, HAS_NORM)
-        if split == 0:  # it adds the new token, whose key and value are here and need not be read from the cache
-            k_new = norm_rope(k_new, k_swapped, k_cos[None, :], k_sin[None, :], eps, HAS_NORM)
-            at = (slot * KV_HEADS + kv_head) * HEAD_DIM + d[None, :]
-            if IS_FP8:  # it attends to what it stores, as later steps will
-                scale_at = (slot // BLOCK_SIZE * KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
-                pair_ptr = (scales_ptr + scale_at).to(tl.pointer_type(tl.int16))
-                k_fp8, k_scale = store_row(k_new, k_cache_ptr + at, pair_ptr, slot)
-                v_fp8, v_scale = store_row(v_new, v_cache_ptr + at, pair_ptr + 1, slot)
-                m_i = tl.sum(q.to(tl.float32) * k_fp8, 1) * (scale * k_scale) + tl.log2(v_scale)
+        q = norm_rope(q, q_swapped, q_cos[None, :], q_sin[None, :], norm_rope_ptrs[2], HAS_NORM)
+        if split == 0:  # its key and value are here, and need not be read from the cache
+            k_new = norm_rope(k_new, k_swapped, k_cos[None, :], k_sin[None, :], norm_rope_ptrs[2], HAS_NORM)
+            k_read, k_scale, v_read, v_scale = _store_new_token(k_new, v_new, cache_ptrs, slot, kv_head, d, CACHE)
+            m_i = tl.sum(q.to(tl.float32) * k_read.to(tl.float32), 1) * (scale * k_scale)
+            if IS_FP8:
+                m_i += tl.log2(v_scale)
                 l_i += 1 / v_scale
-                v_even, v_odd = tl.split(v_fp8.reshape(1, HEAD_DIM // 2, 2))
+                v_even, v_odd = tl.split(v_read.reshape(1, HEAD_DIM // 2, 2))
                 acc_even += tl.trans(v_even)
                 acc_odd += tl.trans(v_odd)
             else:
-                tl.store(k_cache_ptr + at, k_new, at >= 0)  # negative for a slot of -1
-                tl.store(v_cache_ptr + at, v_new, at >= 0)
-                m_i = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale
                 l_i += 1.0
-                acc += tl.trans(v_new.to(tl.float32))
+                acc += tl.trans(v_read.to(tl.float32))
     else:
-        q = tl.load(q_ptr + row[:, None] * HEAD_DIM + d[None, :], in_group, 0.0)
+        q = tl.load(q_ptr + row[:, None] * HEAD_DIM + d[None, :], is_row[:, None], 0.0)
     if IS_FP8:
         q = as_fp8_partner(q)
 
@@ -156,15 +215,13 @@ def _decode_kernel(
                 inside &= tile + n >= first
             block = tl.sum(tl.where(b == tile // BLOCK_SIZE - first_block, block_ids, 0), 0).to(tl.int64)
             first_key = ((block * BLOCK_SIZE + tile % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
-            k = tl.load(k_cache_ptr + first_key + (key[:, None] + d[None, :]), inside[:, None], 0.0)
-            if IS_FP8:
-                k = decode_e4m3(k, q.dtype)
-            scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
+            pair_ptrs = None
             if IS_FP8:
                 scale_at = (block * KV_HEADS + kv_head) * BLOCK_SIZE + tile % BLOCK_SIZE
-                pairs = tl.load(scales_ptr + scale_at + n, inside, ONES)
-                k_scale, v_log2_scale = unpack_scales(pairs, k_cache_ptr.dtype.element_ty)
-                scores = scores * k_scale[:, None] + v_log2_scale[:, None]
+                pair_ptrs = scales_ptr + scale_at + n
+            k_ptrs = k_cache_ptr + first_key + (key[:, None] + d[None, :])
+            stored: tl.constexpr = k_cache_ptr.dtype.element_ty
+            scores, v_log2_scale = _scores_of_tile(q, k_ptrs, pair_ptrs, inside, scale, stored)
             visible = inside[:, None]
             if ROWS > 1:
                 visible &= (tile + n)[:, None] < lengths
@@ -189,14 +246,7 @@ def _decode_kernel(
             m_i = m_new
 
     acc = tl.interleave(tl.trans(acc_even), tl.trans(acc_odd)) if IS_FP8 else tl.trans(acc)
-    acc = acc / tl.maximum(l_i, 1e-30)[:, None]
-    if partial_ptr is not None:
-        part = row * splits + split
-        tl.store(lse_ptr + part, tl.where(l_i > 0, m_i + tl.log2(tl.maximum(l_i, 1e-30)), NO_KEYS), g < ROWS * GROUP)
-        tl.store(partial_ptr + part[:, None] * HEAD_DIM + d[None, :], acc, in_group)
-    else:
-        out = out_ptr + row[:, None] * HEAD_DIM + d[None, :]
-        tl.store(out, acc.to(out_ptr.dtype.element_ty), in_group)
+    _store_result(acc, m_i, l_i, row, is_row, d, split, splits, out_ptrs, HEAD_DIM)
 
 
 def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> bool:
