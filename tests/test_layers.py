@@ -21,6 +21,7 @@ from nanovllm.cache.kv_cache import KVCache
 from nanovllm.fused import fuse
 from nanovllm.fused.attention import QKNormRope, apply_rotary, attend, norm_rope
 from nanovllm.fused.linear import partial_sum, product
+from nanovllm.fused.norm_input import Normed
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
@@ -578,7 +579,7 @@ def test_attention_from_qkv(monkeypatch, use_ops, path, has_norm):
                     q, k = (F.rms_norm(x, (DIM,), weight, 1e-6) for x, weight in zip((q, k), weights))
                 return layer(*plain_rope(torch.cat(positions), q, k), v)
             rope = rotary_emb.rows(torch.cat(positions))
-            return attend(layer, qkv / 2, double, QKNormRope(*weights, 1e-6, rope.cos_sin))
+            return attend(layer, Normed(qkv / 2), double, QKNormRope(*weights, 1e-6, rope.cos_sin))
 
     first = step(0, [slice(0, -3)] * 2).split([length - 3 for length in lengths])
     decode, chunk = step(1, [slice(-3, -2), slice(-3, -1)]).split([1, 2])  # a step that does both

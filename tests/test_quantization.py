@@ -239,7 +239,7 @@ def short_requests(*lengths: tuple[int, int]) -> list[tuple[list[int], SamplingP
 )
 def test_parity_on_kernels(monkeypatch, use_ops, make_llm, tmp_path, name, format_name, lengths):
     """Without FP8 units: chunks, several decodes, and a single one."""
-    use_ops("linear", "norm_linear", "best_split_k", "add_rms_norm", *SCALED)
+    use_ops("linear", "split_linear", "norm_linear", "best_split_k", "add_rms_norm", *SCALED)
     monkeypatch.setattr(scaled_linear, "MAX_SCALED_ROWS", 8)
     folder, plain = write_quantized(make_checkpoint(tmp_path, name), tmp_path, format_name)
     llm = make_llm(
@@ -255,7 +255,7 @@ def test_parity_on_kernels(monkeypatch, use_ops, make_llm, tmp_path, name, forma
 )
 def test_fp8_units(monkeypatch, use_ops, make_llm, tmp_path, name, format_name):
     """Activations of several rows are quantized: by the norm, the activation, or a kernel of their own."""
-    products = "linear", "norm_linear", "best_split_k", "add_rms_norm", "silu_and_mul", "mix_experts"
+    products = "linear", "split_linear", "norm_linear", "best_split_k", "add_rms_norm", "silu_and_mul", "mix_experts"
     use_ops(*products, "quantize_rows", *SCALED)
     monkeypatch.setattr("nanovllm.quantization.quant_config.has_fp8_units", lambda device: True)
     monkeypatch.setattr("nanovllm.quantization.kernels.scaled_gemv.MAX_TILE_K", 32)

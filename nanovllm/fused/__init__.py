@@ -17,7 +17,7 @@ from torch import nn
 
 from nanovllm.utils.replace import replace_methods
 
-# module:function of a plain forward -> the form in its place; those of a layer's parts come before those of the layer
+# module:function of a plain forward -> the form in its place
 FORMS = {
     "nanovllm.layers.rotary_embedding:RotaryEmbedding.forward": "forms:FusedRotaryEmbedding",
     "nanovllm.layers.layernorm:RMSNorm.forward": "forms:FusedRMSNorm",
@@ -39,7 +39,7 @@ FORMS = {
 
 
 def form_of(module: nn.Module) -> Any:
-    """The form that takes the place of a module's forward, whose parts are what they will be; None: it stays plain."""
+    """The form that takes the place of a module's forward; None: it stays plain. Its parts must be replaced already."""
     forward: Any = type(module).forward
     home = FORMS.get(f"{forward.__module__}:{forward.__qualname__}")
     form = home and resolve_name(f"{__name__}.{home}")

@@ -9,7 +9,7 @@ from torch import nn
 from nanovllm.cache.kv_cache import KVCache
 from nanovllm.fused.forms import Fused, FusedRMSNorm, FusedRotaryEmbedding, Rope, rope_at
 from nanovllm.fused.linear import are_known, partial_sum, product
-from nanovllm.fused.norm_input import NormInput
+from nanovllm.fused.norm_input import Normed, NormInput
 from nanovllm.kernels import operation
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
@@ -53,7 +53,7 @@ def norm_rope_and_store(
 ) -> torch.Tensor:
     """The queries [T, heads, head_dim] of qkv [T, heads + 2 kv_heads, head_dim]; keys and values go to their slots [T].
 
-    This definition takes no slot of -1, which kernels leave out.
+    Here no slot may be -1; kernels skip such tokens, which are padding.
     """
     q_weight, k_weight, eps, cos_sin = qk_norm_rope
     num_kv_heads = cache.k.shape[2]
@@ -67,31 +67,31 @@ def norm_rope_and_store(
 
 
 def attend(attn: Attention, x: Any, qkv_proj: LinearBase | None, qk_norm_rope: QKNormRope) -> torch.Tensor:
-    """Attention of the product of `qkv_proj` with x, or of x itself, [T, (heads + 2 kv_heads) * head_dim].
+    """Attention of the product of `qkv_proj` with the norm x, or of x itself, [T, (heads + 2 kv_heads) * head_dim].
 
-    -> [T, heads * head_dim]. Of few sequences that decode, all from the norms on is one kernel; for many rows of
-    prompts, the product and the store are one.
+    -> [T, heads * head_dim]. If few sequences decode, norms of q and k, RoPE, store and attention are one kernel. For
+    many rows of prompts, the product, norms, RoPE and store are one.
     """
     backend, cache, context = attn.backend, attn.cache, get_context()
-    kernels, args = getattr(backend, "ops", None), (qk_norm_rope, context.slot_mapping, cache)
+    kernels, slots = getattr(backend, "ops", None), context.slot_mapping  # the backend with our kernels has `ops`
     q: Any = NotImplemented
     if kernels and context.has_chunks and qkv_proj is not None:
-        q = kernels.qkv_norm_rope_store(x, qkv_proj, *args)
+        q = kernels.qkv_norm_rope_store(x, qkv_proj, qk_norm_rope, slots, cache)
     if q is not NotImplemented:
         return backend.attend(q, cache, context).flatten(1)
-    is_decode = not context.has_chunks and context.tokens_per_row == 1  # drafts attend to keys of the same step
-    fuses = kernels and is_decode and kernels.fuses_qk_norm_rope(len(x), attn.num_kv_heads, x.device)
     qkv = (x if qkv_proj is None else product(qkv_proj, x)).unflatten(-1, (-1, attn.head_dim))
-    if not fuses:
-        return backend.attend(norm_rope_and_store(qkv, *args), cache, context).flatten(1)
-    seqs = context.context_lens, context.block_tables, context.max_context_len
-    return kernels.decode_attention(qkv, cache, *seqs, norm_rope_inputs=(*qk_norm_rope, args[1])).flatten(1)
+    is_decode = not context.has_chunks and context.tokens_per_row == 1  # drafts attend to keys of the same step
+    if kernels and is_decode and kernels.fuses_qk_norm_rope(len(qkv), attn.num_kv_heads, qkv.device):
+        seqs = context.context_lens, context.block_tables, context.max_context_len
+        return kernels.decode_attention(qkv, cache, *seqs, norm_rope_inputs=(*qk_norm_rope, slots)).flatten(1)
+    q = norm_rope_and_store(qkv, qk_norm_rope, slots, cache)
+    return backend.attend(q, cache, context).flatten(1)
 
 
 class FusedAttention(Fused):
     """In the place of `Qwen3Attention.forward`."""
 
-    what = "norms of q and k, RoPE and the store of k and v (few rows: with attention; thousands: with the product)"
+    what = "norms of q and k, RoPE, store of k and v (few decodes: with attention; over 8,192 rows on Hopper: with qkv)"
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
@@ -104,9 +104,9 @@ class FusedAttention(Fused):
         return (has_norms or has_none) and is_plain and has_parts
 
     def forward(self: Any, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.fused(hidden_states, rope_at(self.rotary_emb, positions)).reduce()
+        return self.fused(Normed(hidden_states), rope_at(self.rotary_emb, positions)).reduce()
 
-    def fused(self: Any, x: torch.Tensor | NormInput, rope: Rope) -> PartialSum:
+    def fused(self: Any, x: NormInput, rope: Rope) -> PartialSum:
         return partial_sum(self.o_proj, attend(self.attn, x, self.qkv_proj, self._norms(rope)))
 
     def _norms(self: Any, rope: Rope) -> QKNormRope:
@@ -118,7 +118,7 @@ class FusedAttention(Fused):
 class FusedGatedAttention(FusedAttention):
     """In the place of `GatedAttention.forward`: the first part of the product are the gates."""
 
-    def fused(self: Any, x: torch.Tensor | NormInput, rope: Rope) -> PartialSum:
+    def fused(self: Any, x: NormInput, rope: Rope) -> PartialSum:
         gate, qkv = product(self.qkv_proj, x).tensor_split((self.num_heads * self.head_dim,), 1)
         attended = attend(self.attn, qkv, None, self._norms(rope))
         return partial_sum(self.o_proj, sigmoid_gate(attended, gate))

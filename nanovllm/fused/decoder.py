@@ -8,26 +8,25 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.fused.forms import Fused, FusedRMSNorm, FusedRotaryEmbedding, Rope, rope_at, run_fused, shared_rope
-from nanovllm.fused.linear import are_known, partial_sum, product
-from nanovllm.fused.norm_input import NormInput
+from nanovllm.fused.linear import are_known, partial_sum, product, split_linear
+from nanovllm.fused.norm_input import Normed, NormInput
 from nanovllm.layers.embed_head import embed_shard
-from nanovllm.layers.linear import linear
 from nanovllm.utils.partial_sum import PartialSum, sum_over_ranks
 
 
 class FusedMLP(Fused):
     """In the place of `Qwen3MLP.forward`."""
 
-    what = "the norm, the product of gate and up and SwiGLU (one row); product and SwiGLU (thousands)"
+    what = "norm, gate_up and SwiGLU (one row); gate_up and SwiGLU (from 512 rows on Hopper)"
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
         return are_known(module.gate_up_proj, module.down_proj)
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.fused(x).reduce()
+        return self.fused(Normed(x)).reduce()
 
-    def fused(self: Any, x: torch.Tensor | NormInput) -> PartialSum:
+    def fused(self: Any, x: NormInput) -> PartialSum:
         return partial_sum(self.down_proj, product(self.gate_up_proj, x, self.act_fn))
 
 
@@ -101,7 +100,7 @@ class FusedLMHead(Fused):
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         if not hasattr(self.tp, "gather"):
             return super().forward(hidden_states)  # type: ignore[misc]
-        compute = partial(linear, hidden_states, self.weight, None, 1)
+        compute = partial(split_linear, hidden_states, self.weight, None, 1)
         sizes = len(hidden_states), len(self.weight)
         return self.tp.gather(compute, *sizes, hidden_states.dtype, self.sampling_params)
 

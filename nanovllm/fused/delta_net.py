@@ -7,8 +7,7 @@ from torch import nn
 
 from nanovllm.fused.forms import Fused
 from nanovllm.fused.linear import UNQUANTIZED, are_known, norm_linear, partial_sum, product
-from nanovllm.fused.norm_input import NormInput
-from nanovllm.layers.linear import linear
+from nanovllm.fused.norm_input import Normed, NormInput
 from nanovllm.utils.partial_sum import PartialSum
 
 MAX_MERGED_ROWS = 2048  # of one product for all inputs: of many, its last tiles take longer than a second product
@@ -37,12 +36,11 @@ class FusedGatedDeltaNet(Fused):
                 weight.data = own.copy_(weight)
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.fused(x).reduce()
+        return self.fused(Normed(x)).reduce()
 
-    def fused(self: Any, x: torch.Tensor | NormInput) -> PartialSum:
+    def fused(self: Any, x: NormInput) -> PartialSum:
         if self.in_proj is None or len(x) > MAX_MERGED_ROWS:
             inputs = product(self.in_proj_qkvz, x), product(self.in_proj_ba, x)
         else:
-            merged = norm_linear(x, self.in_proj) if isinstance(x, NormInput) else linear(x, self.in_proj)
-            inputs = merged.tensor_split((len(self.in_proj_qkvz.weight),), 1)
+            inputs = norm_linear(x, self.in_proj).tensor_split((len(self.in_proj_qkvz.weight),), 1)
         return partial_sum(self.out_proj, self.mix(*inputs))

@@ -7,8 +7,8 @@ from torch import nn
 
 from nanovllm.fused.decoder import FusedMLP
 from nanovllm.fused.forms import Fused
-from nanovllm.fused.linear import are_known
-from nanovllm.fused.norm_input import NormInput
+from nanovllm.fused.linear import are_known, is_swiglu
+from nanovllm.fused.norm_input import Normed, NormInput
 from nanovllm.kernels import operation
 from nanovllm.moe.experts import Experts, route
 from nanovllm.utils.context import get_context
@@ -27,21 +27,6 @@ def mix_experts(x: NormInput, layer: Any, slot_mapping: torch.Tensor) -> Partial
     return layer.sum_over_ranks(lambda out: layer.experts(rows, *routing), *rows.shape, rows.dtype)
 
 
-class Normed(NormInput):
-    """The result of a norm that was computed already, by a plain layer."""
-
-    def __init__(self, normed: torch.Tensor):
-        self.x, self.residual_before = PartialSum(normed), None
-        self.normed, self.device, self.total = normed, normed.device, normed  # so that no kernel computes a norm
-        self.weight, self.eps = normed.new_empty(normed.shape[1]), 0.0  # only the shape counts
-
-    def __len__(self) -> int:
-        return len(self.tensor())
-
-    def summands(self) -> None:
-        return None
-
-
 class FusedMoE(Fused):
     """In the place of `MoE.forward`."""
 
@@ -49,7 +34,9 @@ class FusedMoE(Fused):
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        return are_known(module.gate) and type(module.experts).forward is Experts.forward
+        experts = module.experts
+        has_parts = are_known(module.gate) and is_swiglu(experts.act_fn)  # type: ignore[union-attr]
+        return has_parts and type(experts).forward is Experts.forward
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.fused(Normed(x)).reduce()

@@ -20,11 +20,12 @@ class Rope(NamedTuple):
 class Fused:
     """Comes before the class of a module (utils/replace.py), whose attributes it uses.
 
-    `forward` is that of the plain module, for neighbours that are plain. Fused neighbours call `fused`, which takes a
-    norm that is not computed yet and returns a sum that is not added up yet.
+    `forward` takes and returns what that of the plain module does, for plain neighbours. Parts of a layer also have
+    `fused`, for fused neighbours: it takes a norm that may not be computed yet, and returns a sum that may not be
+    added up yet. FusedRMSNorm makes such a norm, and FusedRotaryEmbedding has `rows`.
     """
 
-    what = ""  # which operations are one kernel, and what each saves
+    what = ""  # what is fused
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
@@ -70,8 +71,12 @@ class FusedRMSNorm(Fused):
 
 
 def rope_at(rotary_emb: Any, positions: torch.Tensor) -> Rope:
-    """Where `positions` are; a plain attention may have another rotary embedding, or none."""
-    return rotary_emb.rows(positions) if isinstance(rotary_emb, FusedRotaryEmbedding) else Rope(positions, None)
+    """For a form between plain layers. A plain attention may have another rotary embedding, or none."""
+    if not isinstance(rotary_emb, FusedRotaryEmbedding):
+        return Rope(positions, None)
+    rope = rotary_emb.rows(positions)
+    positions.clone()  # an ordinary launch after the lookup, so that kernels may read it early: see FusedModel
+    return rope
 
 
 def shared_rope(module: nn.Module) -> Any:
@@ -80,9 +85,9 @@ def shared_rope(module: nn.Module) -> Any:
     return found.pop() if len(found) == 1 else None
 
 
-def run_fused(module: nn.Module, x: torch.Tensor | NormInput, *rope: Rope) -> PartialSum:
+def run_fused(module: nn.Module, x: NormInput, *rope: Rope) -> PartialSum:
     """A part of a layer between two norms, fused or plain; attention gets `rope`."""
     if isinstance(module, Fused):
         return module.fused(x, *rope)  # type: ignore[attr-defined]
     positions = [x.positions for x in rope]
-    return PartialSum(module(*positions, x.tensor() if isinstance(x, NormInput) else x))
+    return PartialSum(module(*positions, x.tensor()))

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from nanovllm.fused.decoder import FusedDecoderLayer
-from nanovllm.fused.forms import Fused, FusedRMSNorm, FusedRotaryEmbedding, Rope, rope_at, run_fused, shared_rope
+from nanovllm.fused.forms import Fused, FusedRMSNorm, FusedRotaryEmbedding, Rope, run_fused, shared_rope
+from nanovllm.fused.norm_input import Normed
 from nanovllm.utils.partial_sum import PartialSum
 
 
@@ -22,7 +23,7 @@ class FusedEagle3Layer(FusedDecoderLayer):
         assert residual is not None
         normed = self.hidden_norm(PartialSum(residual)).tensor()
         both = torch.cat((self.input_layernorm(x).tensor(), normed), -1)
-        x = run_fused(self.self_attn, both, rope)
+        x = run_fused(self.self_attn, Normed(both), rope)
         after = self.post_attention_layernorm(x, normed if self.norm_before_residual else residual)
         return run_fused(self.mlp, after), after.residual
 
@@ -41,7 +42,7 @@ class FusedEagle3Head(Fused):
     def forward(
         self: Any, embeddings: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor
     ) -> torch.Tensor:
-        rope = rope_at(self.layers[0].self_attn.rotary_emb, positions)  # first, as in FusedModel
+        rope = self.layers[0].self_attn.rotary_emb.rows(positions)  # first, as in FusedModel
         x, residual = self.layers[0].fused(PartialSum(embeddings), hidden_states, rope)
         return residual + x.reduce()
 
@@ -59,7 +60,7 @@ class FusedMtpHead(FusedEagle3Head):
     def forward(
         self: Any, embeddings: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor
     ) -> torch.Tensor:
-        rope = rope_at(self.layers[0].self_attn.rotary_emb, positions)  # first: the concatenation is an ordinary launch
+        rope = self.layers[0].self_attn.rotary_emb.rows(positions)  # first: the concatenation is an ordinary launch
         of_tokens, of_model = PartialSum(embeddings), PartialSum(hidden_states)
         normed = self.pre_fc_norm_embedding(of_tokens), self.pre_fc_norm_hidden(of_model)
         x = self.fc(torch.cat([x.tensor() for x in normed], -1))

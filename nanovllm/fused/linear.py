@@ -14,6 +14,23 @@ from nanovllm.utils.partial_sum import PartialSum, max_split_k, sum_over_ranks
 
 
 @operation
+def split_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    split_k: int = 1,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`linear` -> [T, outputs], or with split_k > 1, as `best_split_k` returns it, summands [split_k, T, outputs].
+
+    For this definition it returns 1. `out` [split_k, T, outputs] takes the result.
+    """
+    if out is None:
+        return linear(x, weight, bias)
+    return torch.mm(x, weight.t(), out=out[0]) if bias is None else torch.addmm(bias, x, weight.t(), out=out[0])
+
+
+@operation
 def norm_linear(
     x: NormInput, weight: torch.Tensor, bias: torch.Tensor | None = None, act: SiluAndMul | None = None
 ) -> torch.Tensor:
@@ -24,7 +41,7 @@ def norm_linear(
 
 @operation
 def best_split_k(x: torch.Tensor, weight: torch.Tensor, max_split_k: int) -> int:
-    """The best number of partial sums, at most `max_split_k`, for `linear` to split a product along its inputs."""
+    """The best number of summands, at most `max_split_k`, for `split_linear` to split a product along its inputs."""
     return 1
 
 
@@ -32,8 +49,8 @@ class WeightFormat:
     """How a fused form multiplies a layer's weight: here in the dtype of the activations; quantization/ has others."""
 
     def linear(self, layer: LinearBase, x: Any, bias=None, split_k: int = 1, out=None) -> torch.Tensor:
-        """The function `linear` with this layer's weight."""
-        return linear(x, layer.weight, bias, split_k, out)
+        """The function `split_linear` with this layer's weight."""
+        return split_linear(x, layer.weight, bias, split_k, out)
 
     def norm_linear(self, layer: LinearBase, x: NormInput, act: SiluAndMul | None) -> Any:
         """The function `norm_linear` with this layer's weight and bias."""
@@ -63,12 +80,17 @@ def are_known(*layers: nn.Module) -> bool:
     return all(type(layer).forward in FORWARDS and hasattr(layer, "format") for layer in layers)
 
 
-def product(layer: Any, x: torch.Tensor | NormInput, act: nn.Module | None = None) -> Any:
-    """act(x W^T + b) of a linear layer. Formats and kernels know no activation but SiluAndMul."""
-    if not isinstance(x, NormInput):
-        y = layer.format.linear(layer, x, layer.bias)
-        return y if act is None else act(y)
-    if act is None or isinstance(act, SiluAndMul):
+# the forwards of activations that are SwiGLU, which kernels compute with the product before; quantization adds its own
+SWIGLU = {SiluAndMul.forward}
+
+
+def is_swiglu(act: nn.Module) -> bool:
+    return type(act).forward in SWIGLU
+
+
+def product(layer: Any, x: NormInput, act: nn.Module | None = None) -> Any:
+    """act(x W^T + b) of a linear layer."""
+    if act is None or is_swiglu(act):
         return layer.format.norm_linear(layer, x, act)
     return act(layer.format.norm_linear(layer, x, None))
 

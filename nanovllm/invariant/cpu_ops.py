@@ -39,14 +39,8 @@ def one_thread() -> Iterator[None]:
         num_threads.reset(token)
 
 
-def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    split_k: int = 1,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    y = x.new_empty(len(x), len(weight)) if out is None else out[0]
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    y = x.new_empty(len(x), len(weight))
     torch.set_num_threads(num_threads.get())
     for begin in range(0, len(x), ROWS):
         rows = slice(begin, begin + ROWS)

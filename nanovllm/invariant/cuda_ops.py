@@ -32,7 +32,11 @@ def qkv_norm_rope_store(x, layer, qk_norm_rope, slot_mapping, cache):
     return NotImplemented
 
 
-def linear(x, weight, bias=None, split_k=1, out=None):
+def linear(x, weight, bias=None):
+    return invariant_product(x, weight, bias)
+
+
+def split_linear(x, weight, bias=None, split_k=1, out=None):
     return invariant_product(x, weight, bias, None if out is None else out[0])
 
 

@@ -39,7 +39,11 @@ from nanovllm.quantization.kernels.scaled_linear import (
 TINY_WEIGHTS, TINY_SPLIT_K = 2**20, 16  # of a product that takes less time in parts, although they are to be added
 
 
-def linear(x, weight, bias=None, split_k=1, out=None):
+def linear(x, weight, bias=None):
+    return split_linear(x, weight, bias)
+
+
+def split_linear(x, weight, bias=None, split_k=1, out=None):
     if len(x) == 1:
         return gemv(x, weight, bias=bias, out=None if out is None else out[0])[0]
     if bias is None and split_k > 1:
@@ -89,4 +93,5 @@ def rms_norm(x, weight, eps):
 def store_kvcache(k, v, cache, slot_mapping):
     """By the kernel that also norms and rotates, which leaves both out here: two numbers are rotated by no angle."""
     cos = torch.ones(len(k), 1, 2, dtype=torch.float32, device=k.device)
-    norm_rope_and_store(torch.cat((k, v), 1), (None, None, 0.0, torch.cat((cos, 0 * cos), 1)), slot_mapping, cache)
+    cos_sin = torch.cat((cos, 0 * cos), 1)  # the kernel reads it early, so it is not the last ordinary launch before
+    norm_rope_and_store(torch.cat((k, v), 1), (None, None, 0.0, cos_sin), slot_mapping, cache)

@@ -14,7 +14,7 @@ from nanovllm.utils.context import get_context
 def store_kvcache(k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
     """Write keys and values [T, kv_heads, head_dim] to their slots [T] of the cache.
 
-    This definition takes no slot of -1, which kernels leave out.
+    Here no slot may be -1; kernels skip such tokens, which are padding.
     """
     cache.store_kvcache(slot_mapping.long(), k, v)
 
@@ -50,6 +50,6 @@ class Attention(nn.Module):
         """
         context = get_context()
         store_kvcache(k, v, self.cache, context.slot_mapping)
-        if self.scale != self.head_dim**-0.5:  # which backends multiply the scores by
+        if self.scale != self.head_dim**-0.5:  # backends scale by this one; any other goes into q
             q = q * (self.scale * self.head_dim**0.5)
         return self.backend.attend(q, self.cache, context).flatten(1)

@@ -10,7 +10,7 @@ from nanovllm.utils.loader import default_weight_loader, parameter
 
 @operation
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The norm of x [..., N] over its last dimension, with a weight [N]."""
+    """The norm of x [..., N] over its last dimension, with a weight [N]; PyTorch computes it in float32."""
     return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
 
@@ -36,7 +36,7 @@ class RMSNorm(nn.Module):
 
 
 class ZeroCenteredRMSNorm(RMSNorm):
-    """A checkpoint has the difference of the weight from one, which may be too small for 16 bits beside it."""
+    """The checkpoint stores weight - 1. The weight is float32, as 16 bits near 1 would lose small differences."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-6):
         super().__init__(hidden_size, eps)

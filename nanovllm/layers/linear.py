@@ -11,20 +11,8 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 
 
 @operation
-def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    split_k: int = 1,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """x [T, inputs] times weight [outputs, inputs] transposed, plus the bias -> [T, outputs].
-
-    Kernels may return split_k > 1 summands, [split_k, T, outputs]; this definition returns one. `out` [split_k, T,
-    outputs] takes the result.
-    """
-    if out is not None:
-        return torch.mm(x, weight.t(), out=out[0]) if bias is None else torch.addmm(bias, x, weight.t(), out=out[0])
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [T, inputs] times weight [outputs, inputs] transposed, plus the bias -> [T, outputs]."""
     # oneDNN compiles about half a MiB of code for each number of rows: padding to few sizes bounds that memory
     num_padding = _padded_rows(len(x)) - len(x) if x.is_cpu and x.dtype is not torch.float32 else 0
     if num_padding:
@@ -42,7 +30,7 @@ class LinearBase(nn.Module):
     """y = x W^T + b, with this rank's part of the weight [outputs, inputs] and bias [outputs]."""
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False):
-        """Of this rank."""
+        """The sizes are those of this rank's part."""
         super().__init__()
         self.tp = get_construction().tp
         self.weight = parameter((output_size, input_size), self.weight_loader, is_linear=True)

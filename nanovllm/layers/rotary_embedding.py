@@ -15,7 +15,7 @@ def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates the first N numbers of every head, by position times the i-th of N / 2 inverse frequencies.
+    """Rotates the first N numbers of every head: pair i of N / 2 by position * inv_freq[i].
 
     One float32 table [max_position, N] serves all layers: the cosines of each position, and then its sines.
     """

@@ -1,7 +1,9 @@
 """Qwen3, dense. The other families say how they differ from it.
 
-Shapes: T tokens of all sequences of a step, one after the other. With several ranks, heads and inner sizes are those of
-a rank, and hidden states are the same on all.
+Shapes: T tokens of all sequences of a step, one after the other. With several ranks, `num_heads`, `num_kv_heads` and
+the intermediate size of a tensor are those of one rank, and hidden states are the same on all ranks.
+
+On CUDA, fused forms take the place of these forwards (fused/). They compute the same.
 """
 
 from pathlib import Path
@@ -22,10 +24,10 @@ from nanovllm.models import ModelConfig
 class Qwen3Attention(nn.Module):
     def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding):
         super().__init__()
-        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        total_num_heads, total_num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, self.head_dim, num_heads, num_kv_heads, bias=config.qkv_bias
+            config.hidden_size, self.head_dim, total_num_heads, total_num_kv_heads, bias=config.qkv_bias
         )
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
@@ -34,7 +36,7 @@ class Qwen3Attention(nn.Module):
         self.attn = Attention(
             self.num_heads, self.head_dim, self.head_dim**-0.5, self.num_kv_heads, config.sliding_window
         )
-        self.o_proj = RowParallelLinear(num_heads * self.head_dim, config.hidden_size, bias=config.o_bias)
+        self.o_proj = RowParallelLinear(total_num_heads * self.head_dim, config.hidden_size, bias=config.o_bias)
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))  # [T, heads + 2 kv_heads, head_dim]
@@ -69,7 +71,10 @@ class Qwen3DecoderLayer(nn.Module):
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns what the layer adds to the residual, which the next norm will do, and the residual."""
+        """Returns (x, residual): the layer's output is x + residual, and the next norm adds them.
+
+        In the first layer the residual is None. A residual that was returned may be overwritten.
+        """
         if residual is None:
             hidden_states, residual = self.input_layernorm(hidden_states), hidden_states
         else:
@@ -118,7 +123,7 @@ class Qwen3ForCausalLM(nn.Module):
 
     @classmethod
     def make_layer(cls, config: ModelConfig, layer_index: int, rotary_emb: RotaryEmbedding) -> nn.Module:
-        """Other families replace this, or one of the two parts."""
+        """Other families override this, or `make_attention` or `make_mlp`."""
         return Qwen3DecoderLayer(config, cls.make_attention(config, rotary_emb), cls.make_mlp(config, layer_index))
 
     @staticmethod

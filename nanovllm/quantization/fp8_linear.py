@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from nanovllm.fused.linear import SWIGLU
 from nanovllm.fused.norm_input import NormInput
 from nanovllm.kernels import ops, variant
 from nanovllm.layers.activation import SiluAndMul
@@ -111,6 +112,9 @@ class FP8SiluAndMul(SiluAndMul):
         if len(x) < self.consumer.min_rows or not self.consumer.suits_gemm:
             return super().forward(x)
         return ops.silu_and_mul_quantize(x, self.consumer.group)
+
+
+SWIGLU.add(FP8SiluAndMul.forward)
 
 
 @cache

@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
-from nanovllm.fused.linear import WeightFormat
+from nanovllm.fused.linear import WeightFormat, split_linear
 from nanovllm.fused.norm_input import NormInput
 from nanovllm.kernels import operation
 from nanovllm.layers.activation import SiluAndMul
-from nanovllm.layers.linear import LinearBase, linear
+from nanovllm.layers.linear import LinearBase
 from nanovllm.quantization.scaled import QuantScheme, ScaledWeight, dequantize
 
 
@@ -22,8 +22,8 @@ def scaled_linear(
     split_k: int = 1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`linear` with a weight of values times scales (scaled.py), and an activation."""
-    y = linear(x, dequantize(values, scales, x.dtype), bias, 1, out)
+    """`split_linear` with a weight of values times scales (scaled.py), and an activation."""
+    y = split_linear(x, dequantize(values, scales, x.dtype), bias, 1, out)
     return y if act is None else act(y)
 
 

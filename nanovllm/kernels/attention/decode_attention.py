@@ -34,8 +34,8 @@ NO_NORM_ROPE = None, None, 0.0, None, None  # weights, eps, cos and sin, slots
 @triton.jit
 def _load_rotation(norm_rope_ptrs, seq, d, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr):
     """What `norm_rope` multiplies a query and a key by, and which number each of a head is rotated with."""
-    q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, slot_mapping_ptr = norm_rope_ptrs
-    cos, sin, swapped = load_cos_sin(cos_sin_ptr, seq, d, HEAD_DIM, ROTARY)
+    q_weight_ptr, k_weight_ptr = norm_rope_ptrs[0], norm_rope_ptrs[1]
+    cos, sin, swapped = load_cos_sin(norm_rope_ptrs[3], seq, d, HEAD_DIM, ROTARY)
     q_cos, q_sin, k_cos, k_sin = cos, sin, cos, sin
     if q_weight_ptr is not None:
         q_cos, q_sin = cos * tl.load(q_weight_ptr + d), sin * tl.load(q_weight_ptr + swapped)
