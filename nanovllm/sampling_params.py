@@ -1,7 +1,7 @@
 """The parameters of a request, which check themselves."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from nanovllm.reasoning.formats import FORMATS
 from nanovllm.utils.checks import check_bool, check_choice, check_fields, check_int, check_real, checked
@@ -11,11 +11,15 @@ COLLECTIONS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logi
 MAX_INT = 2**63 - 1  # of a number whose bound is the model's: it must fit into a message to another process
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request is sampled, when it ends, and what its output contains. Validated on construction.
 
+    The first three may be passed by position.
+
     temperature: the logits are divided by it; 0 is greedy, and so is anything below 1e-5.
+    max_tokens: maximum number of tokens to generate; the engine's `max_model_len` is always a bound too.
+    ignore_eos: do not end at the model's end-of-sequence ids.
     top_k: sample from the k most likely tokens only; of equally likely tokens the lower id comes first. 0 or -1: all.
     top_p: sample from the smallest set of most likely tokens that together have at least this probability.
     min_p: sample from tokens with at least this fraction of the most likely token's probability.
@@ -23,9 +27,7 @@ class SamplingParams:
         on a GPU, whose kernels differ by the number of rows, so that a token may differ where two are nearly equally
         likely. None or -1: derived from the engine's `seed`, or random if there is none.
     n: the number of answers; the prompt is computed once.
-    max_tokens: maximum number of tokens to generate; the engine's `max_model_len` is always a bound too.
     min_tokens: nothing but `max_tokens` ends the request before it has generated this many tokens.
-    ignore_eos: do not end at the model's end-of-sequence ids.
     stop: strings that end the request; the text is cut before them, or after them with `include_stop_str_in_output`.
     stop_token_ids: at most 128 ids that end the request like the model's own; cut from the text like `stop`.
     bad_words: strings that are not generated, tokenized both with and without a space before them.
@@ -55,14 +57,15 @@ class SamplingParams:
     """
 
     temperature: float = checked(1.0, check_real, low=0)
+    max_tokens: int | None = 64
+    ignore_eos: bool = checked(False, check_bool)
+    _: KW_ONLY
     top_k: int = checked(0, check_int, low=-1, high=2**31 - 1)
     top_p: float = checked(1.0, check_real, low=1e-6, high=1)
     min_p: float = checked(0.0, check_real, low=0, high=1)
     seed: int | None = checked(None, check_int, low=-1, high=2**64 - 1)
     n: int = checked(1, check_int, low=1, high=2**14)
-    max_tokens: int | None = 64
     min_tokens: int = checked(0, check_int, low=0)
-    ignore_eos: bool = checked(False, check_bool)
     stop: str | Sequence[str] | None = ()
     stop_token_ids: Sequence[int] | None = ()
     bad_words: str | Sequence[str] | None = ()

@@ -85,7 +85,9 @@ def test_shapes_of_prompts(llm, prompts, alone):
 def test_answer(llm, tokenizer, alone):
     (answer,) = llm.generate(QUESTIONS[0], GREEDY, use_tqdm=False)
     keys = "request_id prompt prompt_token_ids outputs finished num_cached_tokens prompt_logprobs metrics"
-    assert answer.keys() == {*keys.split()} and answer["finished"] and answer["prompt_logprobs"] is None
+    assert all(answer[key] is getattr(answer, key) for key in keys.split())
+    assert answer["finished"] and answer["prompt_logprobs"] is None
+    assert json.loads(json.dumps(dict(answer))) == {"text": answer.text, "token_ids": answer.token_ids}
     (output,) = answer.outputs
     keys = "index text token_ids cumulative_logprob logprobs finish_reason stop_reason"
     assert output.keys() == {*keys.split()} and output["index"] == 0 and output["cumulative_logprob"] is None

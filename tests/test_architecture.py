@@ -373,6 +373,7 @@ ROOM_FILES = {
     "cache/state.py": "states",
     "delta_net/gated_delta_net.py": "gated delta rule",
     "delta_net/delta_net_drafts.py": "gated delta rule",
+    "delta_net/hybrid_config.py": "gated delta rule",
     "delta_net/scattered_linear.py": "gated delta rule",
     "layers/sigmoid_gate.py": "gated delta rule",
     "delta_net/kernels/delta_net_chunks.py": "delta rule kernels",

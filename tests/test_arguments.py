@@ -285,7 +285,7 @@ PARAMS = [
     *rows(
         vllm.SamplingParams,
         TypeError,
-        ({"best_off": 2}, "unknown parameter 'best_off': must be one of temperature, top_k, "),
+        ({"best_off": 2}, "unknown parameter 'best_off': must be one of temperature, max_tokens, "),
         ({"max_token": 2}, "unknown parameter 'max_token' (did you mean 'max_tokens'?): must be one of"),
         ({"guided_decoding": {}, "structured_outputs": {"regex": "a"}}, "guided_decoding={}: is another"),
         ("flat_logprobs", [1], f": {BOOL}"),

@@ -552,3 +552,32 @@ def test_stats(make_llm, async_scheduling):
     for i in range(3):
         llm.abort(2 + i)
     assert len(llm.step().finished) == 3
+
+
+# -- the loop of the guides --------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_a_pair(make_llm):
+    """(id, token ids) of what has ended, and the number of tokens: of prompts, or minus that of decoded ones."""
+    llm, expected = make_llm(async_scheduling=False), {}
+    for prompt in ([5] * 9, [7, 8]):
+        expected[llm.add_request(prompt, SamplingParams(0.0, 3, True))] = None
+    ended, counts = [], []
+    while not llm.is_finished():
+        outputs, num_tokens = llm.step()
+        ended += outputs
+        counts.append(num_tokens)
+    assert counts == [11, -2, -2]
+    assert {request_id for request_id, _ in ended} == expected.keys()
+    assert all(len(token_ids) == 3 for _, token_ids in ended)
+    last = llm.step()
+    assert last[0] == [] and last[1] == 0
+    with pytest.raises(IndexError):
+        last[2]
+
+
+def test_parameters_by_position():
+    params = SamplingParams(0.6, 256, True)
+    assert (params.temperature, params.max_tokens, params.ignore_eos) == (0.6, 256, True)
+    with pytest.raises(TypeError):
+        SamplingParams(0.6, 256, True, 5)

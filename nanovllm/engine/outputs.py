@@ -138,10 +138,20 @@ class RequestOutput(Record):
         owner = self.outputs[0] if key in CompletionOutput.__dataclass_fields__ else self
         return Record.__getitem__(owner, key)
 
+    def __iter__(self) -> Iterator[str]:
+        """So `dict(output)` is {"text": ..., "token_ids": ...}."""
+        return iter(("text", "token_ids"))
+
+    def __len__(self) -> int:
+        return 2
+
 
 @dataclass(slots=True)
 class StepOutput:
     """What arrived for one caller since it last asked, in one step or in several.
+
+    As in `outputs, num_tokens = llm.step()` it is a pair: (request id, token ids) of each request that ended, and the
+    number of tokens of prompts or, if there were none, minus that of decoded tokens.
 
     finished: the outputs of the requests that ended.
     new_tokens: (request id, token id) of every new token, in the order of arrival; only for callers of `step`.
@@ -154,6 +164,13 @@ class StepOutput:
     events: list[Any] = field(default_factory=list)
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        yield [(output.request_id, output.token_ids) for output in self.finished]
+        yield self.num_prefill_tokens or -self.num_decode_tokens
+
+    def __getitem__(self, index: int) -> Any:
+        return (*self,)[index]
 
     @property
     def has_outputs(self) -> bool:

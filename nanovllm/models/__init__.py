@@ -96,7 +96,7 @@ class ModelConfig:
     sliding_window: int | None = None  # the number of tokens that a token attends to, itself included
     moe: Any = None  # MoEConfig of moe/, if there are layers with a mixture of experts
     attention_fraction: float = 1.0  # of the layers
-    hybrid: Any = None  # HybridConfig of hybrid.py, if there are layers with a state
+    hybrid: Any = None  # HybridConfig of delta_net/, if there are layers with a state
     quantization: Any = None  # the formats of the linear layers' weights, see quantization/
 
     @classmethod

@@ -3,7 +3,7 @@
 The families are subclasses. They differ in how checkpoints store the projections, and in the feed-forward layers.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from nanovllm.delta_net.gated_delta_net import DeltaHeads, GatedDeltaNet
+from nanovllm.delta_net.hybrid_config import LAYER_TYPES, read_hybrid
 from nanovllm.delta_net.scattered_linear import GatedQKVParallelLinear
 from nanovllm.layers.layernorm import ZeroCenteredRMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
@@ -19,42 +20,8 @@ from nanovllm.models import ModelConfig
 from nanovllm.models.qwen3 import Qwen3Attention, Qwen3ForCausalLM, Qwen3MLP
 from nanovllm.models.qwen3_moe import Qwen3MoeForCausalLM
 from nanovllm.moe.experts import MoE
-from nanovllm.utils.checks import check_choice, check_int
 from nanovllm.utils.construction import get_construction
 from nanovllm.utils.tensor_parallel import TensorParallel
-
-
-@dataclass(frozen=True, slots=True)
-class HybridConfig:
-    """What ModelConfig does not have of such a model."""
-
-    attention_layers: frozenset[int]
-    heads: DeltaHeads
-    num_layers: int
-    shared_size: int  # the inner size of a shared expert; 0: there is none
-    is_nested: bool  # the decoder is a part of a checkpoint, where its weights are under `model.language_model`
-    unused_parts: tuple[str, ...]  # of the checkpoint, for the log
-
-    @property
-    def left_out(self) -> str:
-        return f" without its {' and '.join(self.unused_parts)} part" if self.unused_parts else ""
-
-    def more_weights(self, queries: int, keys: int) -> float:
-        """Of a layer's input, on average: weights that multiply it beside those of plain attention and experts."""
-        state_inputs, fraction = sum(self.heads.sizes), len(self.attention_layers) / self.num_layers
-        values = self.heads.sizes[2]
-        state = state_inputs + 2 * values + 2 * self.heads.num_values - 2 * (queries + keys)
-        return fraction * queries + (1 - fraction) * state + 3 * self.shared_size
-
-    def state_bytes(self, itemsize: int) -> int:
-        """Of a sequence, with inputs of so many bytes each."""
-        heads = self.heads
-        window, matrices = (heads.conv_size - 1) * sum(heads.sizes), heads.sizes[2] * heads.key_dim
-        return (self.num_layers - len(self.attention_layers)) * (itemsize * window + 4 * matrices)
-
-    def check_divides(self, tp: TensorParallel) -> None:
-        self.heads.of_rank(tp)
-        tp.shard_size("inner size of the shared expert", self.shared_size)
 
 
 class GatedAttention(Qwen3Attention):
@@ -134,7 +101,7 @@ class NestedModel(nn.Module):
 
 
 class HybridForCausalLM(Qwen3ForCausalLM):
-    layer_types = ("linear_attention", "full_attention")
+    layer_types = LAYER_TYPES
     unused_prefixes = ("model.visual.", "mtp.")
     # what is absent has the value that transformers gives it
     defaults: ClassVar = {
@@ -176,29 +143,7 @@ class HybridForCausalLM(Qwen3ForCausalLM):
 
     @classmethod
     def read_config(cls, raw: dict, file: Path) -> dict:
-        names = "num_key_heads num_value_heads key_head_dim value_head_dim conv_kernel_dim"
-        heads = DeltaHeads(*(check_int(f"{file}: linear_{n}", raw[f"linear_{n}"], low=1) for n in names.split()))
-        if heads.num_values % heads.num_keys:
-            raise ValueError(
-                f"{file}: linear_num_value_heads={heads.num_values}: must be a multiple of linear_num_key_heads "
-                f"({heads.num_keys})"
-            )
-        check_choice(f"{file}: attn_output_gate", raw.get("attn_output_gate", True), (True,))
-        num_layers, bias = raw["num_hidden_layers"], raw.get("attention_bias", False)
-        interval = check_int(f"{file}: full_attention_interval", raw["full_attention_interval"], low=1)
-        kinds = raw.get("layer_types") or [cls.layer_types[(i + 1) % interval == 0] for i in range(num_layers)]
-        if len(kinds) != num_layers:
-            raise ValueError(f"{file}: layer_types: lists {len(kinds)} layers, not {num_layers} (num_hidden_layers)")
-        attention_layers = frozenset(i for i, kind in enumerate(kinds) if kind == "full_attention")
-        if not attention_layers:
-            raise ValueError(f"{file}: layer_types: at least one layer must be 'full_attention'")
-        parts = {"vision": raw.get("vision_config"), "MTP": raw.get("mtp_num_hidden_layers")}
-        unused_parts = tuple(name for name, found in parts.items() if found)
-        shared_size, moe = 0, {}
-        if "num_experts" in raw:
-            moe = {"moe": Qwen3MoeForCausalLM.read_config(raw, file)["moe"]}
-            name = "shared_expert_intermediate_size"
-            shared_size = check_int(f"{file}: {name}", raw[name], low=1)
-        hybrid = HybridConfig(attention_layers, heads, num_layers, shared_size, "text_config" in raw, unused_parts)
-        fraction = len(attention_layers) / num_layers
+        hybrid, bias = read_hybrid(raw, file), raw.get("attention_bias", False)
+        moe = {"moe": Qwen3MoeForCausalLM.read_config(raw, file)["moe"]} if "num_experts" in raw else {}
+        fraction = len(hybrid.attention_layers) / hybrid.num_layers
         return {"qkv_bias": bias, "o_bias": bias, "attention_fraction": fraction, "hybrid": hybrid, **moe}

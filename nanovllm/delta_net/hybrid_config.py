@@ -1,0 +1,70 @@
+"""Which layers of a model keep a state by the gated delta rule, and their heads: read from config.json."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanovllm.delta_net.gated_delta_net import DeltaHeads
+from nanovllm.utils.checks import check_choice, check_int
+from nanovllm.utils.tensor_parallel import TensorParallel
+
+LAYER_TYPES = "linear_attention", "full_attention"  # as config.json names them
+
+
+@dataclass(frozen=True, slots=True)
+class HybridConfig:
+    """What ModelConfig does not have of such a model."""
+
+    attention_layers: frozenset[int]
+    heads: DeltaHeads
+    num_layers: int
+    shared_size: int  # the inner size of a shared expert; 0: there is none
+    is_nested: bool  # the decoder is a part of a checkpoint, where its weights are under `model.language_model`
+    unused_parts: tuple[str, ...]  # of the checkpoint, for the log
+
+    @property
+    def left_out(self) -> str:
+        return f" without its {' and '.join(self.unused_parts)} part" if self.unused_parts else ""
+
+    def more_weights(self, queries: int, keys: int) -> float:
+        """Of a layer's input, on average: weights that multiply it beside those of plain attention and experts."""
+        state_inputs, fraction = sum(self.heads.sizes), len(self.attention_layers) / self.num_layers
+        values = self.heads.sizes[2]
+        state = state_inputs + 2 * values + 2 * self.heads.num_values - 2 * (queries + keys)
+        return fraction * queries + (1 - fraction) * state + 3 * self.shared_size
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Of a sequence, with inputs of so many bytes each."""
+        heads = self.heads
+        window, matrices = (heads.conv_size - 1) * sum(heads.sizes), heads.sizes[2] * heads.key_dim
+        return (self.num_layers - len(self.attention_layers)) * (itemsize * window + 4 * matrices)
+
+    def check_divides(self, tp: TensorParallel) -> None:
+        self.heads.of_rank(tp)
+        tp.shard_size("inner size of the shared expert", self.shared_size)
+
+
+def read_hybrid(raw: dict, file: Path) -> HybridConfig:
+    """ValueError or TypeError that names `file` and the entry for a model that can't be computed."""
+    names = "num_key_heads num_value_heads key_head_dim value_head_dim conv_kernel_dim"
+    heads = DeltaHeads(*(check_int(f"{file}: linear_{n}", raw[f"linear_{n}"], low=1) for n in names.split()))
+    if heads.num_values % heads.num_keys:
+        raise ValueError(
+            f"{file}: linear_num_value_heads={heads.num_values}: must be a multiple of linear_num_key_heads "
+            f"({heads.num_keys})"
+        )
+    check_choice(f"{file}: attn_output_gate", raw.get("attn_output_gate", True), (True,))
+    num_layers = raw["num_hidden_layers"]
+    interval = check_int(f"{file}: full_attention_interval", raw["full_attention_interval"], low=1)
+    kinds = raw.get("layer_types") or [LAYER_TYPES[(i + 1) % interval == 0] for i in range(num_layers)]
+    if len(kinds) != num_layers:
+        raise ValueError(f"{file}: layer_types: lists {len(kinds)} layers, not {num_layers} (num_hidden_layers)")
+    attention_layers = frozenset(i for i, kind in enumerate(kinds) if kind == "full_attention")
+    if not attention_layers:
+        raise ValueError(f"{file}: layer_types: at least one layer must be 'full_attention'")
+    parts = {"vision": raw.get("vision_config"), "MTP": raw.get("mtp_num_hidden_layers")}
+    unused_parts = tuple(name for name, found in parts.items() if found)
+    shared_size = 0
+    if "num_experts" in raw:
+        name = "shared_expert_intermediate_size"
+        shared_size = check_int(f"{file}: {name}", raw[name], low=1)
+    return HybridConfig(attention_layers, heads, num_layers, shared_size, "text_config" in raw, unused_parts)
