@@ -97,7 +97,7 @@ def test_answer(llm, tokenizer, alone):
         answer["nothing"]
     for value in (answer, output, answer.metrics):
         with pytest.raises(AttributeError):
-            setattr(value, next(iter(value)), None)
+            setattr(value, next(iter(value.__dataclass_fields__)), None)
     assert answer["prompt_token_ids"] == tokenizer.encode(QUESTIONS[0]) and answer["stop_reason"] is None
     times = [*answer.metrics.values()]
     assert times == sorted(times) and time.time() - 60 < times[0] < times[-1] <= time.time() + 0.01
