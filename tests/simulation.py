@@ -16,7 +16,6 @@ from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.policies import make_policy
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep, StepResult
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.scheduling_policy import TokenBudget
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.state_blocks import StateBlockManager
 from nanovllm.engine.stats import stats_of
@@ -73,8 +72,10 @@ class SimulatedEngine:
         sizes = num_blocks, block_size, enable_prefix_caching
         states = max_num_seqs, max_num_seqs + num_snapshots
         self.manager = StateBlockManager(*sizes, *states) if keeps_states else BlockManager(*sizes)
-        budgets = TokenBudget(max_num_batched_tokens), TokenBudget(max_num_mixed_tokens, context_of_equal_cost)
-        self.scheduler = Scheduler(self.manager, max_num_seqs, *budgets)
+        config = SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+        config.max_num_mixed_tokens = max_num_mixed_tokens
+        config.model_config = SimpleNamespace(context_of_equal_cost=context_of_equal_cost)
+        self.scheduler = Scheduler(config, self.manager)
         self.outputs = OutputProcessor(self.scheduler, frozenset({EOS, ALSO_EOS}))
         if num_drafts:
             sizes = dict(num_speculative_tokens=num_drafts, disable_by_batch_size=max(3, max_num_seqs - 2))
@@ -95,7 +96,8 @@ class SimulatedEngine:
         request_id, self.num_requests = self.num_requests, self.num_requests + 1
         own = SamplingParams(max_tokens=max_tokens, n=n, **params)
         seeds = [key + 1000 * i for i in range(n)]
-        group = [Sequence(request_id, [*prompt], own, x, self.max_len, i, priority) for i, x in enumerate(seeds)]
+        same = dict(request_id=request_id, max_len=self.max_len, priority=priority)
+        group = [Sequence([*prompt], own, noise_seed=seed, index=i, **same) for i, seed in enumerate(seeds)]
         for seq in group:
             seq.group = group
             seq.set_order(self.policy.priority_key(group[0]))
@@ -204,7 +206,7 @@ class SimulatedEngine:
         manager = self.manager
         known = [*manager.hash_to_block_id.items()]
         known += [(key, block_id) for key, others in manager.duplicates.items() for block_id in others]
-        expected = {(block.hash, block.block_id) for block in manager.blocks if block.hash is not None}
+        expected = {(block.hash, block.block_id) for block in manager.blocks if block.hash != -1}
         assert {*known} == expected and len(known) == len(expected)
         assert manager.duplicates.keys() <= manager.hash_to_block_id.keys() and all(manager.duplicates.values())
 
@@ -213,7 +215,7 @@ class SimulatedEngine:
         size, blocks = self.manager.block_size, self.manager.blocks
         num_full = min(seq.num_computed_tokens, len(seq.token_ids)) // size
         for i, block_id in enumerate(seq.block_table):
-            if blocks[block_id].hash is not None:
+            if blocks[block_id].hash != -1:
                 assert i < num_full and blocks[block_id].token_ids == seq.token_ids[i * size : (i + 1) * size]
 
 
@@ -498,7 +500,7 @@ class StateSimulation(Simulation):
         rows = [*indices, *self.rows_of_snapshots(), *manager.rows.free_indices, *manager.rows.free_others]
         padding, zeros = manager.max_num_seqs, manager.rows.zeros
         assert sorted([*rows, padding, zeros]) == [*range(manager.num_states + 2)]
-        assert all(manager.blocks[block_id].hash is not None for block_id in (*manager.snapshots, *manager._untaken))
+        assert all(manager.blocks[block_id].hash != -1 for block_id in (*manager.snapshots, *manager._untaken))
         running = {*self.scheduler.running.values(), *self.scheduler.prefilling.values()}
         assert manager._boundaries.keys() <= running and not manager._first_rows
 

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import shutil
 from functools import cache
 from pathlib import Path
@@ -151,9 +152,15 @@ def resolve(module: str, name: str = "") -> str:
     for parts in ([*path, name], path):  # `from a import b`: b is a module, or something in a
         stem = "/".join(part for part in parts if part)
         for file in (f"{stem}.py", f"{stem}/__init__.py".lstrip("/")):
-            if file in FILES:
+            if file in FILES and (parts != path or not name or name in names_in(file)):
                 return file
     raise AssertionError(f"{module}.{name}: no such module")
+
+
+@cache
+def names_in(file: str) -> frozenset[str]:
+    """All that a file may define, and more."""
+    return frozenset(re.findall(r"\w+", (ROOT / file).read_text()))
 
 
 def reach(file: str, module_level: bool = False) -> set[str]:

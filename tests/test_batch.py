@@ -56,7 +56,7 @@ def test_what_depends_on_prompts_is_absent_from_decode_steps():
 
 
 def sequence(i: int, tokens: range, blocks: list[int], **params) -> Sequence:
-    seq = Sequence(i, [*tokens], SamplingParams(**params), noise_seed=2**63 + i, max_len=50)
+    seq = Sequence([*tokens], SamplingParams(**params), request_id=i, noise_seed=2**63 + i, max_len=50)
     seq.block_table, seq.req_index = blocks, 5 - i
     return seq
 

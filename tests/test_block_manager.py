@@ -9,14 +9,13 @@ from scaling import assert_grows_less
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
-from nanovllm.sampling_params import SamplingParams
 
 BLOCK_SIZE = 4
 request_ids = count()
 
 
 def sequence(token_ids) -> Sequence:
-    return Sequence(next(request_ids), list(token_ids), SamplingParams(), noise_seed=0, max_len=10**6)
+    return Sequence(list(token_ids), request_id=next(request_ids), max_len=10**6)
 
 
 def compute(manager: BlockManager, token_ids) -> Sequence:
@@ -151,7 +150,7 @@ def test_evicting_the_original_leaves_nothing_that_points_to_it():
     original = first.block_table[1]
     manager.deallocate(first)
     compute(manager, [50])
-    assert manager.blocks[original].hash is None
+    assert manager.blocks[original].hash == -1
     assert original not in manager.hash_to_block_id.values()
     manager.deallocate(second)
     again = compute(manager, range(8))
@@ -270,7 +269,7 @@ def test_evicted_block_is_forgotten():
     assert len(manager.hash_to_block_id) == 3
     seq = sequence(range(20, 29))
     manager.allocate(seq)
-    assert not manager.hash_to_block_id and all(block.hash is None for block in manager.blocks)
+    assert not manager.hash_to_block_id and all(block.hash == -1 for block in manager.blocks)
     manager.deallocate(seq)
     assert cached(manager, range(12)) == 0
 

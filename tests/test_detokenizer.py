@@ -184,7 +184,7 @@ def reference(ids: list[int], params: SamplingParams) -> tuple[int, str, str, st
 def run(params: SamplingParams, ids: list[int], kind: OutputKind) -> tuple[tuple, StepOutput]:
     """The answer to a request, one token a step, in the form of `reference`; and what its caller got on the way."""
     outputs = SimulatedEngine().outputs
-    seq = Sequence(0, [0], params, noise_seed=0, max_len=64)
+    seq = Sequence([0], params, max_len=64)
     request_class = CompletionRequest if kind is OutputKind.FINAL_ONLY else StreamedRequest
     request = request_class([seq], None, kind, TOKENS)
     StopStrings.attach(request, None)

@@ -37,7 +37,7 @@ def check_view(view: View, llm: LLM) -> None:
     assert {name: seq.table for name, seq in view.seqs.items() if seq.status == "running"} == {
         name: seq.block_table for name, seq in holding.items()
     }
-    assert view.cached == {block.block_id for block in manager.blocks if not block.ref_count and block.hash is not None}
+    assert view.cached == {block.block_id for block in manager.blocks if not block.ref_count and block.hash != -1}
     waiting = [sequence_name(seq) for seq in scheduler.waiting]
     assert view.waiting == [len(waiting), *waiting[:MAX_WAITING]]
     live = {sequence_name(seq): seq for group in scheduler.live.values() for seq in group.values()}

@@ -225,7 +225,7 @@ def test_logprobs_of_the_whole_vocabulary(make_llm, model):
     runner, prompts = llm.model_runner, [[300, 400, 500], [7, 8]]
     every = SamplingParams(temperature=0.0, logprobs=-1, prompt_logprobs=-1)
     for i, params in enumerate((every, SamplingParams(temperature=0.0, logprobs=2))):
-        seq = Sequence(i, [*prompts[i]], params, noise_seed=0, max_len=20)
+        seq = Sequence([*prompts[i]], params, request_id=i, max_len=20)
         TokenLogprobs.watch(seq)
         llm.scheduler.add(seq)
     token_ids, features, _ = runner.run(llm.scheduler.schedule()).wait()
@@ -280,13 +280,13 @@ def test_numbers_become_pythons_own():
     numbers = (*params.stop_token_ids, *params.allowed_token_ids, *params.logit_bias)
     assert numbers == (3, 5, 4) and {*map(type, numbers)} == {int} and type(params.logit_bias[4]) is float
     endless = SamplingParams(max_tokens=np.int32(2**31 - 1))
-    assert Sequence(0, [1] * 9, endless, noise_seed=0, max_len=50).max_num_tokens == 50
+    assert Sequence([1] * 9, endless, max_len=50).max_num_tokens == 50
 
 
 def test_what_vllm_takes():
     assert SamplingParams(stop=None, stop_token_ids=None, bad_words=None, allowed_token_ids=None) == SamplingParams()
     params = SamplingParams(max_tokens=None, min_tokens=100, bad_words="ill", logprobs=-1, prompt_logprobs=-1)
-    assert Sequence(0, [1] * 9, params, noise_seed=0, max_len=50).max_num_tokens == 50
+    assert Sequence([1] * 9, params, max_len=50).max_num_tokens == 50
     assert params.bad_words == ("ill",) and not SamplingParams(detokenize=False).detokenize
 
 

@@ -457,7 +457,7 @@ def test_reset_repairs_anything():
     engine.scheduler.running.clear()
     engine.scheduler.reset()
     assert leftovers(engine) == (0, 0, 0, 0) and sorted(engine.scheduler.free_req_indices) == list(range(4))
-    assert not manager.hash_to_block_id and not manager.copies and all(block.hash is None for block in manager.blocks)
+    assert not manager.hash_to_block_id and not manager.copies and all(block.hash == -1 for block in manager.blocks)
     seqs = [engine.add(prompt(9, first=100 * i), max_tokens=12) for i in range(4)]
     assert engine.step().rows[0] == (seqs[0], 0, 9) and seqs[0].num_cached_tokens == 0
     engine.run()

@@ -191,7 +191,7 @@ def test_waiting_queue():
     rng = random.Random(0)
     queue, expected = WaitingQueue(), []
     for i in range(400):
-        seq = Sequence(i, [1], SamplingParams(), 0, 10)
+        seq = Sequence([1], request_id=i, max_len=10)
         seq.order = rng.randrange(5), i, 0
         queue.push(seq)
         expected.append(seq)

@@ -17,10 +17,9 @@ from test_drafts import SCHEDULES, answers, params_of
 from test_models import VOCAB_SIZE, make_checkpoint
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.config import Config
 from nanovllm.engine.scheduled_step import StepResult
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.scheduling_policy import TokenBudget
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.stats import stats_of
 from nanovllm.layers.sampler import KEEPS_ALL, token_keys
@@ -621,7 +620,7 @@ def test_metrics():
     """Of two engines, the sums; what another engine says has none."""
     Metrics = pytest.importorskip("nanovllm.serve.metrics", exc_type=ImportError).Metrics
     drafts = {"drafts": 4, "draft_tokens": 8, "accepted_tokens": 5, "accepted_per_position": [3, 2]}
-    stats = stats_of(Scheduler(BlockManager(4, 16), 2, TokenBudget(8), TokenBudget(8)))
+    stats = stats_of(Scheduler(Config(TINY, device="cpu", num_kvcache_blocks=4)))
     metrics = Metrics(SimpleNamespace(on_end=[], num_unfinished=0, engine=None), "tiny-qwen3")
     for found in ([stats], [stats | {"spec_decode": drafts}, stats | {"spec_decode": drafts}]):
         metrics._stats = found

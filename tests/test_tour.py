@@ -31,7 +31,7 @@ def test_prompt_becomes_an_answer(chat, tokenizer):
     scheduler, runner, block_manager = engine.scheduler, engine.model_runner, engine.scheduler.block_manager
 
     # A prompt becomes a Sequence, which has its token ids. It waits, and holds no cache blocks yet.
-    seq = Sequence(0, chat("What is 17 + 25?"), GREEDY, noise_seed=0, max_len=64)
+    seq = Sequence(chat("What is 17 + 25?"), GREEDY, max_len=64)
     scheduler.add(seq)
     assert len(seq) == 18 and seq.status is SequenceStatus.WAITING and seq.block_table == []
 
@@ -75,7 +75,7 @@ def test_same_beginning_is_computed_once(tokenizer):
     speech = "HAMLET.\nTo be, or not to be: that is the question"
     endings = [".\nOPHELIA.\n", ".\nHORATIO.\n", "!\n"]
     prompts = [tokenizer.encode(speech + ending) for ending in endings]
-    first, second, third = (Sequence(i, prompt, GREEDY, noise_seed=0, max_len=64) for i, prompt in enumerate(prompts))
+    first, second, third = (Sequence(prompt, GREEDY, max_len=64) for prompt in prompts)
 
     # A full block is found by a hash of its tokens and of those before it. Both sequences refer to the block of their
     # first 16 tokens, which is computed for one of them. What follows differs, and lies in blocks of their own.
@@ -99,7 +99,7 @@ def test_last_sequence_gives_way_when_blocks_run_out():
     prompts = [[5] * 15, [6] * 15]
     engine = make_engine(num_kvcache_blocks=3, enable_prefix_caching=False)
     scheduler = engine.scheduler
-    first, second = (Sequence(i, [*prompt], GREEDY, noise_seed=0, max_len=64) for i, prompt in enumerate(prompts))
+    first, second = (Sequence([*prompt], GREEDY, max_len=64) for prompt in prompts)
     scheduler.add(first)
     scheduler.add(second)
     make_step(engine)

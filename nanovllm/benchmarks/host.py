@@ -54,7 +54,9 @@ def host_step(llm: LLM, requests: list[Request]) -> list[float]:
     scheduler, outputs, runner, config = llm.scheduler, llm.core.output_processor, llm.model_runner, llm.config
     device = FakeDevice(len(requests), config.model_config.vocab_size)
     for i, r in enumerate(requests):
-        scheduler.add(Sequence(i, [*r.prompt], nanovllm_params(r), noise_seed=i, max_len=config.max_model_len))
+        scheduler.add(
+            Sequence([*r.prompt], nanovllm_params(r), request_id=i, noise_seed=i, max_len=config.max_model_len)
+        )
     times = []
     while not scheduler.is_finished():
         begin = perf_counter()

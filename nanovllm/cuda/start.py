@@ -24,7 +24,6 @@ from nanovllm.engine.features import FEATURES
 from nanovllm.engine.request_tables import SamplerInput
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
-from nanovllm.sampling_params import SamplingParams
 
 RESERVE_BYTES = 512 * 2**20  # left for graphs, and for libraries that allocate without PyTorch's allocator
 
@@ -37,7 +36,8 @@ def start_on_cuda(runner: Any, lap: Callable[[str], None], memory_before: int) -
     config = runner.config
     runner.buffers = make_buffers(config, runner.device)
     runner.add_features(FEATURES)  # graphs contain their edits of logits
-    has_graphs = runner.backend.uses_cuda_graphs and not config.enforce_eager
+    parts = runner.backend, *runner.model.modules()
+    has_graphs = not config.enforce_eager and all(getattr(part, "uses_cuda_graphs", True) for part in parts)
     if has_graphs:
         compile_kernels(runner)
     lap("kernels")
@@ -131,7 +131,7 @@ def dummy_prefill(num_seqs: int, length: int, block_size: int, tokens_per_row: i
     per_seq = -(-length // block_size)
     step = ScheduledStep(tokens_per_row=tokens_per_row)
     for i in range(num_seqs):
-        seq = Sequence(i, [0] * length, SamplingParams(), noise_seed=i, max_len=length + 1)
+        seq = Sequence([0] * length, request_id=i, noise_seed=i, max_len=length + 1)
         seq.block_table = list(range(i * per_seq, (i + 1) * per_seq))
         seq.req_index = i
         step.chunks.append(ScheduledSequence(seq, 0, length))

@@ -40,7 +40,8 @@ class PeerAllReduce(PartialSum):
 
 
 class PeerMemory:
-    """One allocation of the same layout on every rank, for kernels/peers.py: flags, keys, and two buffers for sums.
+    """One allocation of the same layout on every rank, for the kernels of peers.py: flags, keys, and two
+    buffers for sums.
 
     A kernel of each rank writes its part of a sum to a buffer, and the next one waits for the other ranks and reads all
     parts. The buffers alternate with every sum of a forward, so a rank that is ahead never overwrites what another

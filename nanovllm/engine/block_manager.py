@@ -15,8 +15,15 @@ class Block:
     def __init__(self, block_id: int):
         self.block_id = block_id
         self.ref_count = 0
-        self.hash: int | None = None
+        self.hash = -1  # it is not in the prefix cache
         self.token_ids: list[int] = []
+
+    def update(self, block_hash: int, token_ids: list[int]) -> None:
+        self.hash, self.token_ids = block_hash, token_ids
+
+    def reset(self) -> None:
+        """A sequence gets it."""
+        self.ref_count, self.hash, self.token_ids = 1, -1, []
 
 
 class BlockManager:
@@ -44,9 +51,13 @@ class BlockManager:
         return [*reversed(range(max_num_seqs))]
 
     @staticmethod
-    def compute_hash(token_ids: list[int], prefix_hash: int = 0) -> int:
-        """The hash of a block whose prefix, all blocks before it, has `prefix_hash`."""
-        return xxhash.xxh3_64_intdigest(packed_ids(token_ids), prefix_hash)
+    def compute_hash(token_ids: list[int], prefix: int = -1) -> int:
+        """The hash of a block whose prefix, all blocks before it, has the hash `prefix`; -1: it is the first."""
+        return xxhash.xxh3_64_intdigest(packed_ids(token_ids), max(prefix, 0))
+
+    @property
+    def used_block_ids(self) -> set[int]:
+        return {*range(self.num_blocks)} - self.free_block_ids.keys()
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -106,10 +117,9 @@ class BlockManager:
         self._extend_hashes(seq, num_full)
         for i in range(num_full - 1, -1, -1):
             block = self.blocks[seq.block_table[i]]
-            if block.hash is not None:
+            if block.hash != -1:
                 break  # it is cached already, and so are all blocks before it
-            block.hash = seq.block_hashes[i]
-            block.token_ids = self._block_token_ids(seq, i)
+            block.update(seq.block_hashes[i], self._block_token_ids(seq, i))
             if self.hash_to_block_id.setdefault(block.hash, block.block_id) != block.block_id:
                 self.duplicates.setdefault(block.hash, set()).add(block.block_id)
 
@@ -133,7 +143,7 @@ class BlockManager:
             block.ref_count -= 1
             if block.ref_count == 0:
                 self.free_block_ids[block_id] = None
-                if block.hash is None:  # its contents are of no use: allocate it again before any other
+                if block.hash == -1:  # its contents are of no use: allocate it again before any other
                     self.free_block_ids.move_to_end(block_id, last=False)
         seq.block_table = []
         seq.num_computed_tokens = 0
@@ -142,7 +152,7 @@ class BlockManager:
         self.hash_to_block_id = {}  # another object: viewers see by it that any block may have changed
         self.duplicates.clear()
         for block in self.blocks:
-            block.hash = None
+            block.hash = -1
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
         """Ids of the cached blocks that `seq` begins with; at least one of its tokens is always left to compute."""
@@ -168,9 +178,9 @@ class BlockManager:
     def _allocate_block(self) -> int:
         block_id, _ = self.free_block_ids.popitem(last=False)
         block = self.blocks[block_id]
-        if block.hash is not None:
+        if block.hash != -1:
             self.evict(block, block.hash)
-        block.ref_count = 1
+        block.reset()
         return block_id
 
     def evict(self, block: Block, block_hash: int) -> None:
@@ -184,4 +194,3 @@ class BlockManager:
             del self.hash_to_block_id[block_hash]
         if not duplicates:
             self.duplicates.pop(block_hash, None)
-        block.hash = None

@@ -4,13 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 from nanovllm.config import Config
-from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.model_runner import ModelRunner, make_runner
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.request_tables import PendingStep
 from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.scheduling_policy import TokenBudget
 from nanovllm.utils.context import clear_context
 from nanovllm.utils.tensor_parallel import TensorParallel
 
@@ -42,15 +40,13 @@ class Engine:
             self.close_after(error)
             raise
         assert config.num_kvcache_blocks and config.max_num_mixed_tokens, "the model runner has set them"
-        sizes = config.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching
-        block_manager = BlockManager(*sizes)
+        block_manager, eos_token_ids = None, config.model_config.eos_token_ids
         if config.num_states:
             from nanovllm.engine.state_blocks import StateBlockManager  # few models have layers with a state
 
+            sizes = config.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching
             block_manager = StateBlockManager(*sizes, config.max_num_seqs, config.num_states)
-        mixed = TokenBudget(config.max_num_mixed_tokens, config.model_config.context_of_equal_cost)
-        budget, eos_token_ids = TokenBudget(config.max_num_batched_tokens), config.model_config.eos_token_ids
-        self.scheduler = Scheduler(block_manager, config.max_num_seqs, budget, mixed)
+        self.scheduler = Scheduler(config, block_manager)
         self.output_processor = OutputProcessor(self.scheduler, eos_token_ids)
         if config.speculative_config is not None:
             from nanovllm.spec_decode.output_processor import DraftingOutputProcessor  # few engines draft tokens

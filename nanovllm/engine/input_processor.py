@@ -104,7 +104,8 @@ class InputProcessor:
         request_id = self.next_request_id()
         seed = _derived_seed(self._seed, request_id) if params.seed is None else params.seed
         seeds = [seed, *(_derived_seed(seed, i) for i in range(1, params.n))]
-        group = [Sequence(request_id, [*ids], params, s, self.max_model_len, i, priority) for i, s in enumerate(seeds)]
+        same = dict(request_id=request_id, max_len=self.max_model_len, priority=priority)
+        group = [Sequence([*ids], params, noise_seed=seed, index=i, **same) for i, seed in enumerate(seeds)]
         for seq in group:
             seq.group = group
         token_bytes = self.token_bytes if params.skip_special_tokens else self.all_token_bytes

@@ -68,7 +68,7 @@ class OutputProcessor:
             if seq.finish_reason is not None:
                 num_late += 1  # it ended while this token was in flight, which is not part of the answer
             elif not seq.pauses:
-                seq.token_ids.append(token_id)
+                seq.append_token(token_id)
         scheduler.totals["output_tokens"] += len(seqs) - num_late
         ends: Ends = {}
         for seq in (seqs[i] for i in visited if seqs[i].finish_reason is None):

@@ -2,7 +2,9 @@
 
 from collections import Counter, deque
 from itertools import islice
+from math import inf
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
@@ -27,12 +29,16 @@ class Scheduler:
     nothing else runs. Those that fit are sampled in the step that computes the prompt, the rest find it in the cache.
     """
 
-    def __init__(self, block_manager: BlockManager, max_num_seqs: int, budget: TokenBudget, mixed_budget: TokenBudget):
-        self.block_manager = block_manager
-        self.max_num_seqs = max_num_seqs
-        self.budget = budget
+    def __init__(self, config: Any, block_manager: BlockManager | None = None):
+        """`config` is a Config that is resolved; `block_manager` takes the place of a plain one."""
+        self.block_manager = block_manager or BlockManager(
+            config.num_kvcache_blocks or 0, config.kvcache_block_size, config.enable_prefix_caching
+        )
+        self.max_num_seqs = config.max_num_seqs
+        self.budget = TokenBudget(config.max_num_batched_tokens)
         # of steps in which sequences decode too
-        self.mixed_budget = mixed_budget._replace(num_tokens=min(mixed_budget.num_tokens, budget.num_tokens))
+        num_mixed = min(config.max_num_mixed_tokens or inf, config.max_num_batched_tokens)
+        self.mixed_budget = TokenBudget(num_mixed, config.model_config.context_of_equal_cost)
         self.num_preemptions = 0
         self.totals: Counter[str] = Counter()
         self.reset()

@@ -57,6 +57,9 @@ class WaitingQueue:
     def first(self) -> Sequence | None:
         return self._seqs[0] if self._seqs else None
 
+    def __getitem__(self, index: int) -> Sequence:
+        return self._seqs[index]
+
     def discard(self, seq: Sequence) -> None:
         """Remove a sequence, if it is there."""
         i = bisect_left(self._seqs, seq.order, key=attrgetter("order"))

@@ -3,10 +3,13 @@
 import struct
 from collections.abc import Collection
 from enum import Enum, auto
+from itertools import count
 from time import perf_counter
 from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
+
+_request_ids = count()  # of sequences that are made by hand: an engine numbers its requests
 
 
 class SequenceStatus(Enum):
@@ -42,15 +45,17 @@ class Sequence:
 
     def __init__(
         self,
-        request_id: int,
         token_ids: list[int],
-        params: SamplingParams,
-        noise_seed: int,
-        max_len: int,
+        params: SamplingParams | None = None,
+        *,
+        request_id: int | None = None,
+        noise_seed: int = 0,
+        max_len: int = 2**31 - 1,
         index: int = 0,
         priority: int = 0,
     ):
-        self.request_id = request_id
+        params = params or SamplingParams()
+        self.request_id = next(_request_ids) if request_id is None else request_id
         self.index = index  # among the answers to its request
         self.group = [self]  # all of those
         self.priority = priority  # of its request, for scheduling policies
@@ -97,6 +102,26 @@ class Sequence:
         """`priority_key` is the scheduling policy's; sequences of the same key keep the order of their requests."""
         self.order = priority_key, *self.key  # the least comes first
 
+    def __getitem__(self, key: int | slice) -> Any:
+        return self.token_ids[key]
+
+    @property
+    def seq_id(self) -> int:
+        """The id of its request, which further answers to the same prompt share."""
+        return self.request_id
+
+    @property
+    def temperature(self) -> float:
+        return self.params.temperature
+
+    @property
+    def max_tokens(self) -> int | None:
+        return self.params.max_tokens
+
+    @property
+    def ignore_eos(self) -> bool:
+        return self.params.ignore_eos
+
     @property
     def prompt_token_ids(self) -> list[int]:
         return self.token_ids[: self.num_prompt_tokens]
@@ -114,6 +139,10 @@ class Sequence:
     def last_token(self) -> int:
         """The last token that has reached the host."""
         return self.token_ids[-1]
+
+    def append_token(self, token_id: int) -> None:
+        """A token has reached the host."""
+        self.token_ids.append(token_id)
 
     @property
     def has_sampled(self) -> bool:

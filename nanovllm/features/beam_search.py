@@ -167,7 +167,7 @@ def beam_requests(
     requests = []
     for (text, token_ids), own_priority in zip(tokenized, as_priorities(priority, len(tokenized))):
         request_id, max_len = processor.next_request_id(), processor.max_model_len
-        root = Sequence(request_id, [*token_ids], sampling_params, noise_seed=0, max_len=max_len)
+        root = Sequence([*token_ids], sampling_params, request_id=request_id, max_len=max_len)
         root.pauses, root.priority = True, processor.check_priority(own_priority)
         TokenLogprobs.watch(root)
         processor.set_order(root)

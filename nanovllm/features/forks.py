@@ -49,7 +49,7 @@ def fork(scheduler: Scheduler, seq: Sequence, index: int, token_id: int) -> Sequ
 
 def resume(scheduler: Scheduler, seq: Sequence, token_id: int) -> None:
     """Let a paused sequence go on with `token_id`, in the next step."""
-    seq.token_ids.append(token_id)
+    seq.append_token(token_id)
     seq.num_tokens, seq.is_paused = len(seq.token_ids), False
     if seq.block_table and scheduler.block_manager.can_append(seq):
         scheduler.block_manager.may_append(seq)

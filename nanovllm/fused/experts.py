@@ -30,6 +30,7 @@ def mix_experts(x: NormInput, layer: Any, slot_mapping: torch.Tensor) -> Partial
 class FusedMoE(Fused):
     """In the place of `MoE.forward`."""
 
+    uses_cuda_graphs = True
     what = "the norm with the router, and with the experts' first product (one row); the sum of a token's experts"
 
     @classmethod

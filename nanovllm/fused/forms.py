@@ -37,13 +37,13 @@ class Fused:
 
 
 class FusedRotaryEmbedding(Fused):
-    """Cosines and sines in the order of the kernels, looked up once for all layers of a step.
+    """Cosines and sines in the order of the kernels. FusedModel looks them up once for all layers of a step.
 
     The table [max_position, 2, N] has each position's cosines, and its sines negated in their first half, so that the
     rotation of x is x * cos + (x with its halves swapped) * sin.
     """
 
-    what = "the lookup of cos and sin: once for all layers"
+    what = "the lookup of cos and sin: once a step, if the model is fused"
 
     def prepare(self) -> None:
         cos, sin = self.cos_sin_cache.chunk(2, -1)  # type: ignore[attr-defined]

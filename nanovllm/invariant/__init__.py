@@ -5,7 +5,7 @@ Here each operation computes a row in the same way wherever it stands: in a batc
 
 `cpu.py` and `cuda.py` have the runners that `engine/model_runner.py` chooses, by the type of the device. A runner sets
 the variant of the operations (`cpu_ops.py`, `cuda_ops.py`) and the attention backend. What makes the kernels of CUDA
-independent of the batch is told in `kernels/invariant_gemm.py`, `kernels/invariant_attention.py` and
+independent of the batch is told in `invariant/kernels/invariant_gemm.py`, in `invariant_attention.py` beside it, and in
 `delta_net/kernels/delta_net_tokens.py`.
 """
 

@@ -3,7 +3,7 @@
 Shapes: T tokens of all sequences of a step, one after the other. With several ranks, `num_heads`, `num_kv_heads` and
 the intermediate size of a tensor are those of one rank, and hidden states are the same on all ranks.
 
-On CUDA, fused forms take the place of these forwards (fused/). They compute the same.
+On CUDA, fused forms take the place of these forwards (fused/). They compute the same, but for rounding.
 """
 
 from pathlib import Path

@@ -157,6 +157,8 @@ class Router(ReplicatedLinear):
 class MoE(nn.Module):
     """A router, and the weighted sum of the `top_k` experts that it chooses for each token."""
 
+    uses_cuda_graphs = False  # the host reads how many tokens each expert has
+
     def __init__(self, hidden_size: int, config: MoEConfig):
         super().__init__()
         self.tp = get_construction().tp

@@ -244,7 +244,7 @@ class StepRecorder:
     def _update_cached(self, frame: Frame, blocks: Iterable[Block]) -> None:
         """Which of these blocks, as far as they are free, can still be found as a prefix."""
         cached = self._cached
-        found = [b.block_id for b in blocks if not b.ref_count and (b.hash is not None) != (b.block_id in cached)]
+        found = [b.block_id for b in blocks if not b.ref_count and (b.hash != -1) != (b.block_id in cached)]
         frame["cached"] = sorted(block_id for block_id in found if block_id not in cached)
         frame["free"] = sorted(block_id for block_id in found if block_id in cached)
         cached.symmetric_difference_update(found)

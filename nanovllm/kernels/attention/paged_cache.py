@@ -2,7 +2,7 @@
 
 Functions that launch them take a layer's `cache` with keys `k` and values `v` [blocks, block_size, kv_heads, head_dim],
 their `scales` if they are in FP8 (see fp8.py), and the `window` of tokens that one attends to, or None: a KVCache of
-layers/attention.py. Scales are pairs for a key and its value, bfloat16 in an int32, [blocks, kv_heads, block_size].
+cache/kv_cache.py. Scales are pairs for a key and its value, bfloat16 in an int32, [blocks, kv_heads, block_size].
 """
 
 from typing import NamedTuple

@@ -30,7 +30,7 @@ def swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     num_tiles, sms = triton.cdiv(len(x), 128) * (n // 256), num_sms(weight.device)
     if num_tiles <= 0.9 * triton.cdiv(num_tiles, sms) * sms:
         return NotImplemented
-    from nanovllm.kernels import hopper_swiglu  # which imports what few versions of Triton have
+    from nanovllm.kernels.hopper import hopper_swiglu  # which imports what few versions of Triton have
 
     return hopper_swiglu.swiglu(x, weight)
 

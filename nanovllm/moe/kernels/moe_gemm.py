@@ -115,7 +115,7 @@ def _grouped_product(
     """Fill `out`: [rows, size] is what gate and up give, [top_k, T, hidden] what down gives."""
     is_gated, is_scaled, is_float32 = out.dim() == 2, isinstance(weight, tuple), x.dtype == torch.float32
     if rows.tile_m == 128 and not is_gated and not is_float32 and out.shape[2] % 256 == 0 and has_hopper_kernels():
-        from nanovllm.kernels import hopper_experts  # which imports what few versions of Triton have
+        from nanovllm.moe.kernels import hopper_experts  # which imports what few versions of Triton have
 
         return hopper_experts.experts_down(x, weight, rows, routing, out)
     inputs = quantize_rows(x, block_shape(*weight)[1]) if quantize else x
