@@ -21,65 +21,66 @@ from nanovllm.kernels.sampling.sampling_columns import FILTERS, PHILOX_ROUNDS, c
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 
-class SamplingRows(NamedTuple):
-    """What is known of the S sequences that are to get a token.
+class Sampler(nn.Module):
+    """argmax(logits / temperature + Gumbel noise) is a draw from softmax(logits / temperature).
 
-    Token ids are cached in blocks, like keys and values and with the same block tables. So penalties find the ids of a
-    cached prefix there, and a preempted sequence writes its ids again when it is recomputed.
+    So a draw needs no sum over the vocabulary, no generator and no state, and its noise does not depend on the batch.
+    Temperature 0 is greedy. Where ranks share the vocabulary, each draws from its own shard, and then they compare
+    their scores.
     """
 
-    params: torch.Tensor  # [S, WIDTH] int32
-    req_indices: torch.Tensor  # [S] int32
-    positions: torch.Tensor  # [S] int32, of the last token
-    block_tables: torch.Tensor  # [S, W] int32
-    token_ids: torch.Tensor  # [blocks, block_size] int32
-    num_finished_programs: torch.Tensor  # [S or more] int32, scratch of a kernel: zeros before and after it
+    def __init__(self, tp: TensorParallel = TensorParallel(), first_id: int = 0):
+        super().__init__()
+        self.tp, self.first_id = tp, first_id
 
-    def column(self, name: str) -> torch.Tensor:
-        """[S]: a parameter of the rows; float32 if it is not declared as an integer."""
-        return column(self.params, name)
+    def forward(
+        self,
+        logits: torch.Tensor,
+        temperatures: torch.Tensor,
+        seeds: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        cutoffs: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Token ids [S] int32 drawn from logits [S, shard], whose column 0 is the token `first_id`.
 
-
-def token_keys(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """int64 keys that order tokens by likelihood: a larger logit has a larger key, and of equal logits the lower id.
-
-    `logits` are float32. The high word of a key has the order of the logits; the low word is ~token_id.
-    """
-    bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0, which has other bits and must have an equal key
-    order = bits ^ (bits >> 31 & 0x7FFFFFFF)  # as int32 in the order of the floats: negative ones have theirs reversed
-    return (order.long() << 32) | (~token_ids.long() & 0xFFFFFFFF)
-
-
-_LEAST_LIKELY = torch.tensor(-torch.inf, dtype=torch.float32, device="cpu"), torch.tensor(2**31 - 1, device="cpu")
-_NO_FILTERS = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float32, device="cpu").view(torch.int32)  # top_p, min_p, top_k
-KEEPS_ALL = token_keys(*_LEAST_LIKELY).item()  # a cutoff below which no token's key can be
+        temperatures [S] float32, seeds [S, 2] int32, by default from PyTorch's generator, positions [S] int32. Tokens
+        whose key is below the row's cutoff are not drawn; `logit_cutoffs` computes `cutoffs` [S] int64.
+        """
+        if seeds is None:
+            seeds = torch.randint(-(2**31), 2**31, (len(logits), 2), dtype=torch.int32, device=logits.device)
+        if positions is None:
+            positions = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
+        best, token_ids = sample(logits, temperatures, seeds, positions, self.first_id, cutoffs=cutoffs)
+        if self.tp.size == 1:
+            return token_ids
+        return ~self.tp.all_reduce_max(token_keys(best, token_ids)).int()  # of equal scores, the lowest id
 
 
 @operation
-def logit_cutoffs(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """The smallest `token_keys` [S] int64 that min-p, top-k and top-p keep of each row.
+def sample(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    first_id: int = 0,
+    cutoffs: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `Sampler` draws from its own shard: scores and token ids [S]."""
+    scores = logits.float()
+    filtered = () if cutoffs is None else (cutoffs > KEEPS_ALL).nonzero().squeeze(-1)
+    if len(filtered):
+        kept = scores[filtered]
+        keys = token_keys(kept, torch.arange(kept.shape[1], device=kept.device) + first_id)
+        kept = kept.masked_fill(keys < cutoffs[filtered].unsqueeze(1), -torch.inf)
+        scores = scores.index_copy(0, filtered, kept)
+    if (is_drawn := temperatures > 0).any():
+        scores = scores / temperatures.where(is_drawn, 1).unsqueeze(1)
+        scores = add_noise(scores, is_drawn, seeds, positions, first_id)
+    best, index = scores.max(-1)
+    return best, index.int() + first_id
 
-    Tokens are taken in descending order of their keys. min-p keeps the tokens that are likely enough; of these, top-k
-    keeps the first k; of these, top-p keeps the fewest whose probabilities, relative to the sum of what top-k kept,
-    reach top_p. Greedy rows and rows without these filters get KEEPS_ALL.
-    """
-    out = torch.full((len(logits),), KEEPS_ALL, dtype=torch.int64, device=logits.device)
-    if not (rows.params[:, FILTERS] != _NO_FILTERS.to(logits.device)).any():
-        return out
-    temperature, top_k, top_p, min_p = (column(rows.params, x) for x in ("temperature", "top_k", "top_p", "min_p"))
-    filtered = ((temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))).nonzero().squeeze(-1)
-    temperature, top_k, top_p, min_p = (x[filtered].unsqueeze(1) for x in (temperature, top_k, top_p, min_p))
-    ranked, ids = logits[filtered].float().sort(dim=-1, descending=True, stable=True)
-    kept = ranked >= ranked[:, :1] + temperature * min_p.log()
-    kept &= (torch.arange(ranked.shape[1], device=logits.device) < top_k) | (top_k <= 0)
-    weights = ((ranked - ranked[:, :1]) / temperature).exp().double() * kept  # probabilities times a constant
-    sums = weights.cumsum(-1)
-    # float32 rounds top_p=0.1 of 1,000 equal tokens to 100; in float64 it is a little more, and would keep 101
-    needed = top_p * sums[:, -1:].float()
-    kept &= (sums - weights < needed) | (top_p >= 1)  # the tokens before it do not reach top_p
-    last = kept.sum(-1, keepdim=True).clamp(min=1) - 1  # the tokens that are kept come first
-    out[filtered] = token_keys(ranked.gather(1, last), ids.gather(1, last)).squeeze(1)
-    return out
+
+# -- noise -------------------------------------------------------------------------------------------------------------
 
 
 _WORD = 0xFFFFFFFF
@@ -134,60 +135,65 @@ def add_noise(
     return noisy.flatten(1)[:, num_before : num_before + scores.shape[1]]
 
 
-@operation
-def sample(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    first_id: int = 0,
-    cutoffs: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `Sampler` draws from its own shard: scores and token ids [S]."""
-    scores = logits.float()
-    filtered = () if cutoffs is None else (cutoffs > KEEPS_ALL).nonzero().squeeze(-1)
-    if len(filtered):
-        kept = scores[filtered]
-        keys = token_keys(kept, torch.arange(kept.shape[1], device=kept.device) + first_id)
-        kept = kept.masked_fill(keys < cutoffs[filtered].unsqueeze(1), -torch.inf)
-        scores = scores.index_copy(0, filtered, kept)
-    if (is_drawn := temperatures > 0).any():
-        scores = scores / temperatures.where(is_drawn, 1).unsqueeze(1)
-        scores = add_noise(scores, is_drawn, seeds, positions, first_id)
-    best, index = scores.max(-1)
-    return best, index.int() + first_id
+# -- filters -----------------------------------------------------------------------------------------------------------
 
 
-class Sampler(nn.Module):
-    """argmax(logits / temperature + Gumbel noise) is a draw from softmax(logits / temperature).
+def token_keys(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """int64 keys that order tokens by likelihood: a larger logit has a larger key, and of equal logits the lower id.
 
-    So a draw needs no sum over the vocabulary, no generator and no state, and its noise does not depend on the batch.
-    Temperature 0 is greedy. Where ranks share the vocabulary, each draws from its own shard, and then they compare
-    their scores.
+    `logits` are float32. The high word of a key has the order of the logits; the low word is ~token_id.
+    """
+    bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0, which has other bits and must have an equal key
+    order = bits ^ (bits >> 31 & 0x7FFFFFFF)  # as int32 in the order of the floats: negative ones have theirs reversed
+    return (order.long() << 32) | (~token_ids.long() & 0xFFFFFFFF)
+
+
+_LEAST_LIKELY = torch.tensor(-torch.inf, dtype=torch.float32, device="cpu"), torch.tensor(2**31 - 1, device="cpu")
+_NO_FILTERS = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float32, device="cpu").view(torch.int32)  # top_p, min_p, top_k
+KEEPS_ALL = token_keys(*_LEAST_LIKELY).item()  # a cutoff below which no token's key can be
+
+
+class SamplingRows(NamedTuple):
+    """What is known of the S sequences that are to get a token.
+
+    Token ids are cached in blocks, like keys and values and with the same block tables. So penalties find the ids of a
+    cached prefix there, and a preempted sequence writes its ids again when it is recomputed.
     """
 
-    def __init__(self, tp: TensorParallel = TensorParallel(), first_id: int = 0):
-        super().__init__()
-        self.tp, self.first_id = tp, first_id
+    params: torch.Tensor  # [S, WIDTH] int32
+    req_indices: torch.Tensor  # [S] int32
+    positions: torch.Tensor  # [S] int32, of the last token
+    block_tables: torch.Tensor  # [S, W] int32
+    token_ids: torch.Tensor  # [blocks, block_size] int32
+    num_finished_programs: torch.Tensor  # [S or more] int32, scratch of a kernel: zeros before and after it
 
-    def forward(
-        self,
-        logits: torch.Tensor,
-        temperatures: torch.Tensor,
-        seeds: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-        cutoffs: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Token ids [S] int32 drawn from logits [S, shard], whose column 0 is the token `first_id`.
+    def column(self, name: str) -> torch.Tensor:
+        """[S]: a parameter of the rows; float32 if it is not declared as an integer."""
+        return column(self.params, name)
 
-        temperatures [S] float32, seeds [S, 2] int32, by default from PyTorch's generator, positions [S] int32. Tokens
-        whose key is below the row's cutoff are not drawn; `logit_cutoffs` computes `cutoffs` [S] int64.
-        """
-        if seeds is None:
-            seeds = torch.randint(-(2**31), 2**31, (len(logits), 2), dtype=torch.int32, device=logits.device)
-        if positions is None:
-            positions = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
-        best, token_ids = sample(logits, temperatures, seeds, positions, self.first_id, cutoffs=cutoffs)
-        if self.tp.size == 1:
-            return token_ids
-        return ~self.tp.all_reduce_max(token_keys(best, token_ids)).int()  # of equal scores, the lowest id
+
+@operation
+def logit_cutoffs(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """The smallest `token_keys` [S] int64 that min-p, top-k and top-p keep of each row.
+
+    Tokens are taken in descending order of their keys. min-p keeps the tokens that are likely enough; of these, top-k
+    keeps the first k; of these, top-p keeps the fewest whose probabilities, relative to the sum of what top-k kept,
+    reach top_p. Greedy rows and rows without these filters get KEEPS_ALL.
+    """
+    out = torch.full((len(logits),), KEEPS_ALL, dtype=torch.int64, device=logits.device)
+    if not (rows.params[:, FILTERS] != _NO_FILTERS.to(logits.device)).any():
+        return out
+    temperature, top_k, top_p, min_p = (column(rows.params, x) for x in ("temperature", "top_k", "top_p", "min_p"))
+    filtered = ((temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))).nonzero().squeeze(-1)
+    temperature, top_k, top_p, min_p = (x[filtered].unsqueeze(1) for x in (temperature, top_k, top_p, min_p))
+    ranked, ids = logits[filtered].float().sort(dim=-1, descending=True, stable=True)
+    kept = ranked >= ranked[:, :1] + temperature * min_p.log()
+    kept &= (torch.arange(ranked.shape[1], device=logits.device) < top_k) | (top_k <= 0)
+    weights = ((ranked - ranked[:, :1]) / temperature).exp().double() * kept  # probabilities times a constant
+    sums = weights.cumsum(-1)
+    # float32 rounds top_p=0.1 of 1,000 equal tokens to 100; in float64 it is a little more, and would keep 101
+    needed = top_p * sums[:, -1:].float()
+    kept &= (sums - weights < needed) | (top_p >= 1)  # the tokens before it do not reach top_p
+    last = kept.sum(-1, keepdim=True).clamp(min=1) - 1  # the tokens that are kept come first
+    out[filtered] = token_keys(ranked.gather(1, last), ids.gather(1, last)).squeeze(1)
+    return out
