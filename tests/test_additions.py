@@ -24,7 +24,7 @@ class ToyForCausalLM(Qwen3ForCausalLM):
     },
     "an attention backend": {
         "attention/toy.py": """
-from nanovllm.layers.attention import SDPABackend
+from nanovllm.attention.sdpa import SDPABackend
 class ToyBackend(SDPABackend):
     pass
 """,

@@ -68,8 +68,7 @@ HOUSE = """
   <- features/__init__.py features/block_copies.py features/logit_edits.py features/logprob_outputs.py
   <- features/logprobs.py
   spec_decode/feature.py spec_decode/draft_model.py spec_decode/heads.py
-  <- cuda/__init__.py cuda/buffers.py <- cuda/graphs.py cuda/draft_graphs.py <- cuda/arena.py cuda/host_memory.py
-  cuda/start.py
+  <- cuda/__init__.py cuda/buffers.py <- cuda/graphs.py cuda/draft_graphs.py <- cuda/arena.py cuda/start.py
   <- engine/model_runner.py <- cuda/runner.py
   invariant/__init__.py invariant/cpu_ops.py invariant/cuda_ops.py <- invariant/cpu_attention.py
   <- invariant/cpu.py invariant/cuda.py

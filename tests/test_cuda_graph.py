@@ -13,6 +13,7 @@ from test_heads import write_head
 from torch.utils._pytree import tree_leaves
 
 from nanovllm import SamplingParams
+from nanovllm.attention.base import AttentionBackend
 from nanovllm.cuda import draft_graphs
 from nanovllm.cuda import graphs as cuda_graph
 from nanovllm.cuda import start as cuda
@@ -20,7 +21,6 @@ from nanovllm.cuda.buffers import make_buffers
 from nanovllm.cuda.draft_graphs import DraftGraphs
 from nanovllm.cuda.graphs import DecodeGraphs, MixedGraphs, graph_shapes
 from nanovllm.engine.batch import BatchShape
-from nanovllm.layers.attention import AttentionBackend
 from nanovllm.utils import dummy_weights
 
 pytest.importorskip("triton")

@@ -14,6 +14,8 @@ from test_models import MAX_LEN, VOCAB_SIZE, make_checkpoint
 from test_speculation import accepted, drafting, few_likely, random_requests
 
 from nanovllm import SamplingParams
+from nanovllm.attention.sdpa import SDPABackend
+from nanovllm.cache.kv_cache import KVCache
 from nanovllm.config import Config
 from nanovllm.distributed import process_group
 from nanovllm.distributed.worker import Workers
@@ -24,7 +26,6 @@ from nanovllm.invariant.cpu_attention import InvariantBackend
 from nanovllm.kernels import variant
 from nanovllm.kernels.sampling.sampling_columns import WIDTH, column_index
 from nanovllm.layers import sampler
-from nanovllm.layers.attention import KVCache, SDPABackend
 from nanovllm.layers.linear import linear
 from nanovllm.layers.sampler import SamplingRows
 from nanovllm.utils.context import Context

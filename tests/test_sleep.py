@@ -14,14 +14,13 @@ from test_models import SMALL, make_checkpoint
 from test_rollout import GREEDY, PROMPTS, answers, bits, ranks_with_new_weights, serve  # noqa: F401  (`serve` is a fixture)
 
 from nanovllm import SamplingParams
-from nanovllm.cuda import host_memory
 from nanovllm.cuda.arena import Arena
 from nanovllm.cuda.runner import CUDAModelRunner
 from nanovllm.engine import model_runner
 from nanovllm.engine.engine import UnavailableError
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.outputs import OutputCollector
-from nanovllm.rollout import weights_of
+from nanovllm.rollout import host_memory, weights_of
 from nanovllm.utils import cuda_driver
 from nanovllm.utils.cuda_driver import DeviceBytes
 

@@ -1,4 +1,4 @@
-"""`nanovllm show-fused MODEL`: which modules have a fused form on CUDA, and with --measure what each form saves."""
+"""`nanovllm show-fused MODEL`: which modules have a fused form on CUDA, and with --measure what groups of them save."""
 
 import argparse
 from collections import Counter
@@ -26,7 +26,7 @@ STEPS = {"1 sequence": (1, 128, 129), "32 sequences": (32, 128, 129), "a prompt 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("--quantization", choices=["fp8", "int8"], help="as the setting of the engine")
     parser.add_argument("--load-format", choices=["auto", "dummy"], default="auto", help="dummy: random weights")
-    text = "run the model on this GPU without each form in turn, and print the microseconds of a step that it saves"
+    text = "run the model on this GPU without one group of forms at a time, and print how much longer steps take"
     parser.add_argument("--measure", action="store_true", help=text)
     parser.set_defaults(run=show_fused)
 

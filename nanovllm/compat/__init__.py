@@ -1,1 +1,1 @@
-"""vLLM's vocabulary. The engine imports this room only for a setting that it does not have itself."""
+"""vLLM's vocabulary. The engine imports this package only for a setting that it does not have itself."""

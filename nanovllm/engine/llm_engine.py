@@ -30,7 +30,7 @@ PROGRESS_SECONDS = 0.1  # between two updates of a progress bar
 
 
 class ImportedMethod:
-    """A method that is the function `home`, "module:name", of a room that few engines need."""
+    """A method that is the function `home`, "module:name", of a part that few engines need."""
 
     def __init__(self, home: str):
         self.home = home

@@ -149,7 +149,7 @@ class LogprobRequest(NamedTuple):
 
 
 def logprob_requests(step: ScheduledStep) -> np.ndarray:
-    """The LogprobRequests of a step [n, 4]: first those for tokens of prompts, then those for `sampled_seqs`."""
+    """The LogprobRequest rows of a step [n, 4]: first those for tokens of prompts, then those for `sampled_seqs`."""
     of_prompts, first, k = [], step.num_decodes * step.tokens_per_row, step.tokens_per_row
     for i, (seq, start, end) in enumerate(step.chunks):
         if (num_top := seq.params.prompt_logprobs) is not None:
@@ -174,7 +174,7 @@ class PendingLogprobs:
 
     @torch.inference_mode()
     def __init__(self, requests: np.ndarray, runner: Any, output: ForwardOutput, logits: torch.Tensor | None):
-        """`requests` [n, 4] are LogprobRequests. `logits` are those of the sampled rows, if they are still there."""
+        """`requests` [n, 4]: a LogprobRequest a row. `logits`: those of the sampled rows, if they are still there."""
         self._requests = requests.copy()  # from memory that a later step overwrites
         on_device = self._compute(runner, output, logits)
         runner.tp.barrier(output.token_ids.device)  # no rank overwrites peer memory that another still reads

@@ -6,8 +6,8 @@ a class that has another stays plain. So does a module with a part that the form
 neighbours pass each other norms that are not computed yet (NormInput) and sums that are not added up yet (PartialSum);
 plain ones get tensors.
 
-CUDA replaces all modules of a model that match, when it is loaded. What the kernels gain is told in
-docs/kernel-timings.md, and `nanovllm show-fused MODEL` lists what is replaced.
+CUDA replaces all modules of a model that match, when it is loaded. fused/README.md says what the
+forms save, and `nanovllm show-fused MODEL` lists what is replaced.
 """
 
 from pkgutil import resolve_name

@@ -16,8 +16,8 @@ MAX_MERGED_ROWS = 2048  # of one product for all inputs: of many, its last tiles
 class FusedGatedDeltaNet(Fused):
     """In the place of `GatedDeltaNet.forward`.
 
-    `in_proj` holds the weights of both input projections, as one for few rows: theirs are views. Quantized ones have
-    none, as the weight of b and a is not quantized.
+    For few rows, `in_proj` is the weight of both input projections as one, of which their own weights are views. It is
+    None if they are quantized, as the weight of b and a never is.
     """
 
     what = "both input projections (up to 2,048 rows), with the norm before them (one row)"

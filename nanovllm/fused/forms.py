@@ -21,8 +21,8 @@ class Fused:
     """Comes before the class of a module (utils/replace.py), whose attributes it uses.
 
     `forward` takes and returns what that of the plain module does, for plain neighbours. Parts of a layer also have
-    `fused`, for fused neighbours: it takes a norm that may not be computed yet, and returns a sum that may not be
-    added up yet. FusedRMSNorm makes such a norm, and FusedRotaryEmbedding has `rows`.
+    `fused`, for fused neighbours: it takes a norm that is possibly not computed yet, and returns a sum that is
+    possibly not added up yet. FusedRMSNorm makes such a norm, and FusedRotaryEmbedding has `rows`.
     """
 
     what = ""  # what is fused

@@ -1,7 +1,7 @@
 """The table of CUDA: the kernels by name, and which of them computes an operation. Importing this needs Triton.
 
-What has the name of an operation computes it, and returns NotImplemented where the definition is as fast. The rest is
-what this is made of, and what rooms call that run on CUDA alone.
+What has the name of an operation computes it, and returns NotImplemented where the definition is as fast. The rest are
+helpers of these, and functions that code for CUDA alone calls.
 """
 
 import torch

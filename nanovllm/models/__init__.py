@@ -10,6 +10,7 @@ It has:
 - `hidden_acts`: the values of `hidden_act` in config.json that the class computes
 - `packed_modules_mapping`: a checkpoint's module -> (the merged module that holds it, its shard id there)
 - `config`, and `lm_head`, a ParallelLMHead
+- `model`, or `model.language_model`, whose `layers` are an `nn.ModuleList`: a start on CUDA runs a few of them
 - `forward(token_ids, positions)`: [T] each -> hidden states [T, hidden_size]
 - `compute_logits(hidden_states)`: `lm_head` of hidden states
 

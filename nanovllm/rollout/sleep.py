@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.cuda.host_memory import HostCache, HostWeights
 from nanovllm.engine.engine import Engine, UnavailableError
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.rollout.changes import Dropped, in_engine, refusing_requests
+from nanovllm.rollout.host_memory import HostCache, HostWeights
 from nanovllm.utils.checks import check_choice
 
 TAGS = ("weights", "kv_cache")

@@ -26,7 +26,7 @@ COMMANDS = {
     "generate": "Print a model's answer to a prompt while it is generated.",
     "chat": "Talk to a model in the terminal, in several turns.",
     "bench": "Measure throughput and latency; `nanovllm bench --help` lists the workloads and arguments.",
-    "show-fused": "List the modules of a model that have a fused form on CUDA, and measure what each form saves.",
+    "show-fused": "List the modules of a model that have a fused form on CUDA, and measure what groups of them save.",
     "completion": "Print a script by which bash, zsh or fish completes commands and flags.",
 }
 # of the bundled model: few and small blocks, so that its page shows sharing and preemptions with a few chats

@@ -18,7 +18,7 @@ def check_collections(params: Any, names: Container[str]) -> None:
     if params.stop and not params.detokenize:
         raise ValueError(f"detokenize=False: must be True with stop={params.stop!r:.80}, which is found in the text")
     if params.structured_outputs is not None:
-        from nanovllm.structured_outputs.spec import check_spec  # a room of its own
+        from nanovllm.structured_outputs.spec import check_spec  # few requests have any
 
         object.__setattr__(params, "structured_outputs", check_spec(params.structured_outputs, params.ignore_eos))
 

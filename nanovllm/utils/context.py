@@ -13,9 +13,9 @@ import torch
 class Context:
     """The B sequences of a step, whose T new tokens are concatenated.
 
-    The first `num_decodes` sequences have one token each; then come chunks of prompts, if there is `cu_seqlens_q`. In a
-    CUDA graph with chunks, num_decodes is an upper bound. `plans` are the attention backend's own: what it computes in
-    the first layer and reuses in the others.
+    The first `num_decodes` rows have one token each, and with drafts `tokens_per_row` of them belong to one sequence;
+    then come chunks of prompts, if there is `cu_seqlens_q`. In a CUDA graph with chunks, num_decodes is an upper bound.
+    `plans` are the attention backend's own: what it computes in the first layer and reuses in the others.
     """
 
     num_decodes: int

@@ -14,7 +14,7 @@ NUMBERS |= {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_
 KINDS = "default", "linear", "dynamic", "yarn", "llama3", "longrope"
 
 
-class Rope(NamedTuple):
+class RopeFrequencies(NamedTuple):
     """What the angles of rotary embeddings are made from."""
 
     inv_freq: torch.Tensor  # [numbers of a head that are rotated / 2]
@@ -27,7 +27,7 @@ def inverse_frequencies(theta: float, size: int) -> torch.Tensor:
     return 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size)
 
 
-def scaled_rope(kind: str, theta: float, rope: dict, raw: Mapping, head_dim: int, file: Path) -> Rope:
+def scaled_rope(kind: str, theta: float, rope: dict, raw: Mapping, head_dim: int, file: Path) -> RopeFrequencies:
     """`rope` are the other entries of a config.json's `rope_parameters` or `rope_scaling`; `raw` is all of that file.
 
     The longest sequence is that of vLLM. Where all frequencies change at the length of the training ("dynamic" and
@@ -46,14 +46,18 @@ def scaled_rope(kind: str, theta: float, rope: dict, raw: Mapping, head_dim: int
         rope.setdefault("factor", trained_len / rope["original_max_position_embeddings"])
     periods = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
     if kind == "linear":
-        return Rope(1.0 / periods / rope["factor"], 1.0, int(trained_len * rope["factor"]))
+        return RopeFrequencies(1.0 / periods / rope["factor"], 1.0, int(trained_len * rope["factor"]))
     if kind == "yarn":
         max_len = rope["original_max_position_embeddings"] * rope["factor"]
-        return Rope(_yarn_frequencies(periods, theta, rope), _yarn_scale(rope), int(max_len))
+        return RopeFrequencies(_yarn_frequencies(periods, theta, rope), _yarn_scale(rope), int(max_len))
     if kind == "longrope":
         factors = _short_factors(rope, len(periods), file)
-        return Rope(1.0 / (factors * periods), _longrope_scale(rope), int(rope["original_max_position_embeddings"]))
-    return Rope(_llama3_frequencies(1.0 / periods, rope) if kind == "llama3" else 1.0 / periods, 1.0, trained_len)
+        return RopeFrequencies(
+            1.0 / (factors * periods), _longrope_scale(rope), int(rope["original_max_position_embeddings"])
+        )
+    return RopeFrequencies(
+        _llama3_frequencies(1.0 / periods, rope) if kind == "llama3" else 1.0 / periods, 1.0, trained_len
+    )
 
 
 def _llama3_frequencies(inv_freq: torch.Tensor, rope: dict) -> torch.Tensor:

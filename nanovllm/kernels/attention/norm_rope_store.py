@@ -24,9 +24,9 @@ class Rows(NamedTuple):
 def norm_rope(x, x_swapped, cos, sin, eps, HAS_NORM: tl.constexpr):
     """RMS norm of each row of x [R, D] if HAS_NORM, then rotary embedding, in float32, rounded once to the dtype of x.
 
-    x_swapped is x with its halves swapped. cos and sin [1 or R, D] are those of RotaryEmbedding (sin is negated in its
-    first half); with a norm, the caller has multiplied cos by the norm's weight, and sin by the weight with its halves
-    swapped. What is left of the norm is one factor per row, which is applied after the rotation.
+    x_swapped is x with its halves swapped. cos and sin [1 or R, D] are those of FusedRotaryEmbedding (sin is negated
+    in its first half); with a norm, the caller has multiplied cos by the norm's weight, and sin by the weight with its
+    halves swapped. What is left of the norm is one factor per row, which is applied after the rotation.
     """
     y = x.to(tl.float32)
     rotated = y * cos + x_swapped.to(tl.float32) * sin
@@ -101,9 +101,10 @@ def norm_rope_and_store(qkv: torch.Tensor, qk_norm_rope, slot_mapping: torch.Ten
     """Return the normed and rotated queries [T, heads, head_dim] of qkv [T, heads + 2 kv_heads, head_dim], whose tokens
     may lie apart; store the keys, normed and rotated too, and the values.
 
-    qk_norm_rope are the weights of the norms [head_dim], or None twice for no norm; eps; and RotaryEmbedding's cos_sin
-    [T, 2, N] float32, for the first N numbers of a head. slot_mapping [T] has each token's index in the first two
-    dimensions of the cache, flattened; -1: its key and value are not stored. head_dim is a power of two.
+    qk_norm_rope are the weights of the norms [head_dim], or None twice for no norm; eps; and the cos_sin of
+    FusedRotaryEmbedding [T, 2, N] float32, for the first N numbers of a head. slot_mapping [T] has each token's index
+    in the first two dimensions of the cache, flattened; -1: its key and value are not stored. head_dim is a power of
+    two.
     """
     num_tokens, num_rows, head_dim = qkv.shape
     layout = CacheLayout(*cache.k.shape[1:])
