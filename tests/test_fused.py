@@ -3,10 +3,14 @@
 A family gets this test by being in the CASES of test_models.py or test_hybrid.py.
 """
 
+import math
 import re
+from collections.abc import Callable
 from contextlib import suppress
+from functools import wraps
 from pathlib import Path
 from pkgutil import resolve_name
+from types import SimpleNamespace
 
 import pytest
 import test_models
@@ -19,19 +23,23 @@ from nanovllm.attention import backend_class
 from nanovllm.benchmarks import fused as show_fused
 from nanovllm.config import Config
 from nanovllm.fused import FORMS, fuse
+from nanovllm.fused.experts import mix_experts
 from nanovllm.fused.forms import Fused
+from nanovllm.fused.norm_input import NormInput
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import RowParallelLinear
+from nanovllm.layers.linear import ReplicatedLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models import ModelConfig, make_model
 from nanovllm.models.llama import LlamaForCausalLM
-from nanovllm.models.qwen3 import Qwen3DecoderLayer
+from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3MLP
+from nanovllm.moe.experts import MoE
 from nanovllm.serve import cli
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.loader import load_model
+from nanovllm.utils.partial_sum import PartialSum
 
 MODULES = dict.fromkeys(test_models.CASES, test_models)
 with suppress(pytest.skip.Exception):  # transformers 4 does not have all of its families
@@ -274,6 +282,12 @@ class SlowRope(RotaryEmbedding):
         return super().forward(positions // 2, q, k)
 
 
+class InterleavedRope(RotaryEmbedding):
+    def _rotate(self, x, cos, sin):
+        pairs = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return super()._rotate(pairs, cos, sin)
+
+
 OWN_PARTS = [
     ("input_layernorm", DoubledNorm),
     ("self_attn.q_norm", DoubledNorm),
@@ -282,6 +296,7 @@ OWN_PARTS = [
     ("mlp.down_proj", ShiftedLinear),
     ("mlp.act_fn", HalvedActivation),
     ("self_attn.rotary_emb", SlowRope),
+    ("self_attn.rotary_emb", InterleavedRope),
     ("", ScaledEmbedding),
 ]
 
@@ -303,6 +318,136 @@ def test_parts_with_methods_of_their_own(tmp_path, use_ops, path, kind):
     fuse(fused.model)
     assert_same(plain, fused)
     assert not torch.allclose(plain.step(STEPS[0], plain.model), before, rtol=1e-2)
+
+
+def doubled(forward: Callable) -> Callable:
+    @wraps(forward)
+    def twice(*args):
+        return 2 * forward(*args)
+
+    return twice
+
+
+class Wrapped(Qwen3MLP):
+    forward = doubled(Qwen3MLP.forward)
+
+
+class View(Qwen3MLP):
+    def forward(self, x):
+        return (2 * super().forward(x)).repeat(1, 2)[:, x.shape[1] :]
+
+
+def wrap(mlp) -> None:
+    mlp.__class__ = Wrapped
+
+
+def return_views(mlp) -> None:
+    mlp.__class__ = View
+
+
+def set_forward(mlp) -> None:
+    mlp.forward = doubled(mlp.forward)
+
+
+def add_hook(mlp) -> None:
+    mlp.register_forward_hook(lambda module, args, y: 2 * y)
+
+
+def script(mlp) -> None:
+    mlp.act_fn = torch.jit.trace(HalvedActivation(), torch.ones(2, mlp.down_proj.weight.shape[1] * 2, device=DEVICE))
+
+
+@pytest.mark.parametrize("change", [wrap, return_views, set_forward, add_hook, script])
+def test_forwards_that_are_not_the_plain_one(tmp_path, use_ops, change):
+    """They are called with and without kernels: a decorated one, a module's own, one with hooks, and others."""
+    folder = make_folder(tmp_path / "model", "qwen3")
+    plain, fused = (Runner(folder, "sdpa") for _ in range(2))
+    before = plain.step(STEPS[0], plain.model)
+    for runner in (plain, fused):
+        change(runner.model.model.layers[0].mlp)
+    fuse(fused.model)
+    assert_same(plain, fused)
+    pytest.importorskip("triton")
+    use_ops("norm_linear", "add_rms_norm")
+    assert_same(plain, fused)
+    assert not torch.allclose(plain.step(STEPS[0], plain.model), before, rtol=1e-2)
+
+
+def test_other_kinds_of_linear_layers_stay_plain(tmp_path):
+    """Whether ranks sum a product is for the layer to say."""
+    folder = make_folder(tmp_path / "model", "qwen3")
+    plain, fused = (Runner(folder, "sdpa") for _ in range(2))
+    for layer in fused.model.model.layers:
+        layer.mlp.down_proj.__class__ = layer.self_attn.o_proj.__class__ = ReplicatedLinear
+    fuse(fused.model)
+    assert not isinstance(fused.model.model.layers[0].mlp, Fused)
+    assert not isinstance(fused.model.model.layers[0].self_attn, Fused)
+    assert_same(plain, fused)
+
+
+def test_router_with_a_bias_stays_plain(tmp_path):
+    folder = make_folder(tmp_path / "model", "qwen3-moe")
+    plain, fused = (Runner(folder, "sdpa") for _ in range(2))
+    moes = [[m for m in x.model.modules() if isinstance(m, MoE)] for x in (plain, fused)]
+    for moe in (*moes[0], *moes[1]):
+        moe.gate.bias = nn.Parameter(torch.linspace(-2, 2, len(moe.gate.weight), device=DEVICE))
+    fuse(fused.model)
+    assert moes[1] and not any(isinstance(moe, Fused) for moe in moes[1])
+    assert_same(plain, fused)
+
+
+def test_fusing_twice(tmp_path):
+    folder = make_folder(tmp_path / "model", "qwen3")
+    plain, fused = (Runner(folder, "sdpa") for _ in range(2))
+    fuse(fused.model)
+    fuse(fused.model)
+    assert_same(plain, fused)
+
+
+def test_own_activations_are_not_quantized(tmp_path, use_ops, monkeypatch):
+    """With FP8 units, SwiGLU hands quantized rows to the next product, unless a layer does it in its own way."""
+    use_ops("quantize_rows", table={"quantize_rows": None})
+    monkeypatch.setattr("nanovllm.quantization.quant_config.has_fp8_units", lambda device: True)
+    folder = make_folder(tmp_path / "model", "qwen3")
+    for name, kind, expected in [
+        ("Qwen3MLP", Qwen3MLP, "FP8SiluAndMul"),
+        ("Qwen3MLP", View, "SiluAndMul"),
+        ("SiluAndMul", HalvedActivation, "HalvedActivation"),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setattr(f"nanovllm.models.qwen3.{name}", kind)
+            act = Runner(folder, "sdpa", quantization="fp8").model.model.layers[0].mlp.act_fn
+        assert type(act).__name__ == expected
+
+
+def test_own_products_are_not_quantized(tmp_path, monkeypatch):
+    monkeypatch.setattr("nanovllm.models.qwen3.RowParallelLinear", NegatedLinear)
+    with pytest.raises(
+        ValueError, match=r"layers.0.self_attn.o_proj: can't be quantized: NegatedLinear has a `multiply`"
+    ):
+        Runner(make_folder(tmp_path / "model", "qwen3"), "sdpa", quantization="int8")
+
+
+def test_scale_that_is_computed_otherwise():
+    assert all(Attention(1, size, 1 / math.sqrt(size), 1).has_usual_scale for size in range(8, 257, 8))
+
+
+def test_sum_over_ranks_has_the_dtype_of_activations(tmp_path, use_ops):
+    """Norms of hybrid models have float32 weights."""
+    pytest.importorskip("triton")
+    runner = Runner(make_folder(tmp_path / "model", "qwen3_next"), "sdpa")
+    fuse(runner.model)
+    use_ops("mix_experts")
+    moe, norm = next((x.mlp, x.post_attention_layernorm) for x in runner.model.model.layers if isinstance(x.mlp, MoE))
+    moe, found = moe.half(), []
+    moe.tp = SimpleNamespace(
+        size=1, rank=0, sum=lambda compute, *sizes: found.append(sizes) or PartialSum(compute(None))
+    )
+    assert norm.weight.dtype == torch.float32
+    for num_rows in (1, 3, 9):
+        x = torch.linspace(-1, 1, num_rows * len(norm.weight), device=DEVICE).view(num_rows, -1).half()
+        mix_experts(NormInput(PartialSum(x), None, norm), moe, torch.arange(num_rows, device=DEVICE).int())
+        assert found.pop()[:3] == (num_rows, len(norm.weight), torch.float16)
 
 
 def test_forms_are_those_of_plain_functions():

@@ -71,10 +71,9 @@ def plain_name(module: Any) -> str:
 
 
 def stays_plain(module: Any) -> bool:
-    from nanovllm.fused import FORMS
+    from nanovllm.fused import find_form
 
-    forward = type(module).forward
-    return not hasattr(module, "what") and f"{forward.__module__}:{forward.__qualname__}" in FORMS
+    return find_form(module) is not None and not hasattr(module, "what")
 
 
 @contextmanager

@@ -6,8 +6,8 @@ a class that has another stays plain. So does a module with a part that the form
 neighbours pass each other norms that are not computed yet (NormInput) and sums that are not added up yet (PartialSum);
 plain ones get tensors.
 
-CUDA replaces all modules of a model that match, when it is loaded. fused/README.md says what the
-forms save, and `nanovllm show-fused MODEL` lists what is replaced.
+CUDA replaces all modules of a model that match, when it is loaded. fused/README.md says what the forms save, and
+`nanovllm show-fused MODEL` lists what is replaced.
 """
 
 from pkgutil import resolve_name
@@ -38,23 +38,32 @@ FORMS = {
 }
 
 
+def find_form(module: nn.Module) -> str | None:
+    """The value of FORMS for a module's forward, whatever its parts are; None for another forward, or a wrapped one."""
+    forward = getattr(type(module), "forward", None)  # of a module that TorchScript made, it is no function
+    key = f"{getattr(forward, '__module__', '')}:{getattr(forward, '__qualname__', '')}"
+    if key not in FORMS or resolve_name(key) is not forward or "forward" in vars(module):
+        return None
+    return FORMS[key]
+
+
 def form_of(module: nn.Module) -> Any:
     """The form that takes the place of a module's forward; None: it stays plain. Its parts must be replaced already."""
-    forward: Any = type(module).forward
-    home = FORMS.get(f"{forward.__module__}:{forward.__qualname__}")
+    home = find_form(module)
     form = home and resolve_name(f"{__name__}.{home}")
     return form if form and form.matches(module) else None
 
 
 def fuse(model: nn.Module) -> None:
     """Replace the forward of each module of a loaded model that has a fused form, parts before the whole."""
+    from nanovllm.fused.forms import Fused
     from nanovllm.fused.linear import set_format
     from nanovllm.layers.linear import LinearBase
 
     seen = set()
 
     def visit(module: nn.Module) -> None:
-        if module in seen:  # layers share the rotary embedding
+        if module in seen or isinstance(module, Fused):  # layers, and even models, may share the rotary embedding
             return
         seen.add(module)
         for part in module.children():

@@ -99,9 +99,9 @@ class FusedAttention(Fused):
         attn: Any = module.attn
         has_norms = all(isinstance(norm, FusedRMSNorm) for norm in norms) and norms[0].eps == norms[1].eps
         has_none = all(type(norm) is nn.Identity for norm in norms)
-        is_plain = type(attn) is Attention and attn.scale == attn.head_dim**-0.5  # the scale of the kernels
-        has_parts = are_known(module.qkv_proj, module.o_proj) and isinstance(module.rotary_emb, FusedRotaryEmbedding)
-        return (has_norms or has_none) and is_plain and has_parts
+        is_plain = type(attn) is Attention and attn.has_usual_scale  # that of the kernels
+        has_rope = isinstance(module.rotary_emb, FusedRotaryEmbedding)
+        return (has_norms or has_none) and is_plain and has_rope and are_known(module.qkv_proj, output=module.o_proj)
 
     def forward(self: Any, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.fused(Normed(hidden_states), rope_at(self.rotary_emb, positions)).reduce()

@@ -7,7 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.fused.forms import Fused, FusedRMSNorm, FusedRotaryEmbedding, Rope, rope_at, run_fused, shared_rope
+from nanovllm.fused.forms import (
+    Fused,
+    FusedRMSNorm,
+    FusedRotaryEmbedding,
+    Rope,
+    rope_at,
+    run_fused,
+    shared_rope,
+    takes_fused,
+)
 from nanovllm.fused.linear import are_known, partial_sum, product, split_linear
 from nanovllm.fused.norm_input import Normed, NormInput
 from nanovllm.layers.embed_head import embed_shard
@@ -21,7 +30,7 @@ class FusedMLP(Fused):
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        return are_known(module.gate_up_proj, module.down_proj)
+        return are_known(module.gate_up_proj, output=module.down_proj)
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.fused(Normed(x)).reduce()
@@ -44,12 +53,13 @@ class FusedDecoderLayer(Fused):
     def forward(
         self: Any, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        copied = partial(torch.clone, memory_format=torch.contiguous_format)
         if residual is None:
-            hidden_states = hidden_states.clone()  # the residual of the second norm, which overwrites it
+            hidden_states = copied(hidden_states)  # the residual of the second norm, which overwrites it
         else:
-            residual = residual.clone()
+            residual = copied(residual)
         rope = rope_at(getattr(self.self_attn, "rotary_emb", None), positions)
-        x, residual = self.fused(PartialSum(hidden_states), residual, rope)
+        x, residual = self.fused(PartialSum(hidden_states.contiguous()), residual, rope)
         return x.reduce(), residual
 
     def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
@@ -124,9 +134,9 @@ class FusedModel(Fused):
         rope = self.ropes[0].rows(positions)
         x, residual = self.embed_tokens.fused(input_ids), None
         for layer in self.layers:
-            if isinstance(layer, Fused):
-                x, residual = layer.fused(x, residual, rope)  # type: ignore[attr-defined]
+            if takes_fused(layer):
+                x, residual = layer.fused(x, residual, rope)  # type: ignore[operator]
             else:
                 hidden_states, residual = layer(positions, x.reduce(), residual)
-                x = PartialSum(hidden_states)
+                x, residual = PartialSum(hidden_states.contiguous()), residual.contiguous()
         return self.norm(x, residual).tensor()

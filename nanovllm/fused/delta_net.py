@@ -17,18 +17,18 @@ class FusedGatedDeltaNet(Fused):
     """In the place of `GatedDeltaNet.forward`.
 
     For few rows, `in_proj` is the weight of both input projections as one, of which their own weights are views. It is
-    None if they are quantized, as the weight of b and a never is.
+    None if they are quantized, as the weight of b and a never is, or have biases.
     """
 
     what = "both input projections (up to 2,048 rows), with the norm before them (one row)"
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        return are_known(module.in_proj_qkvz, module.in_proj_ba, module.out_proj)
+        return are_known(module.in_proj_qkvz, module.in_proj_ba, output=module.out_proj)
 
     def prepare(self: Any) -> None:
         self.in_proj, parts = None, (self.in_proj_qkvz, self.in_proj_ba)
-        if all(part.format is UNQUANTIZED for part in parts):
+        if all(part.format is UNQUANTIZED and part.bias is None for part in parts):
             weights = [part.weight for part in parts]
             like, num_rows = weights[0], sum(map(len, weights))
             self.in_proj = torch.empty(num_rows, like.shape[1], dtype=like.dtype, device=like.device)

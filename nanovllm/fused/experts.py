@@ -7,7 +7,7 @@ from torch import nn
 
 from nanovllm.fused.decoder import FusedMLP
 from nanovllm.fused.forms import Fused
-from nanovllm.fused.linear import are_known, is_swiglu
+from nanovllm.fused.linear import UNQUANTIZED, are_known, is_swiglu
 from nanovllm.fused.norm_input import Normed, NormInput
 from nanovllm.kernels import operation
 from nanovllm.moe.experts import Experts, route
@@ -35,9 +35,9 @@ class FusedMoE(Fused):
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        experts = module.experts
-        has_parts = are_known(module.gate) and is_swiglu(experts.act_fn)  # type: ignore[union-attr]
-        return has_parts and type(experts).forward is Experts.forward
+        gate, experts = module.gate, module.experts
+        has_router = are_known(gate) and gate.format is UNQUANTIZED and gate.bias is None  # type: ignore[union-attr]
+        return has_router and type(experts).forward is Experts.forward and is_swiglu(experts.act_fn)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.fused(Normed(x)).reduce()

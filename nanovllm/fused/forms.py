@@ -7,6 +7,7 @@ from torch import nn
 
 from nanovllm.fused.norm_input import NormInput
 from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.utils.partial_sum import PartialSum
 
 
@@ -44,6 +45,10 @@ class FusedRotaryEmbedding(Fused):
     """
 
     what = "the lookup of cos and sin: once a step, if the model is fused"
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        return type(module)._rotate is RotaryEmbedding._rotate
 
     def prepare(self) -> None:
         cos, sin = self.cos_sin_cache.chunk(2, -1)  # type: ignore[attr-defined]
@@ -85,9 +90,14 @@ def shared_rope(module: nn.Module) -> Any:
     return found.pop() if len(found) == 1 else None
 
 
+def takes_fused(module: nn.Module) -> bool:
+    """Whether a neighbour calls `fused` of a module. One with hooks is called as PyTorch does it, like a plain one."""
+    return isinstance(module, Fused) and not (module._forward_hooks or module._forward_pre_hooks)
+
+
 def run_fused(module: nn.Module, x: NormInput, *rope: Rope) -> PartialSum:
     """A part of a layer between two norms, fused or plain; attention gets `rope`."""
-    if isinstance(module, Fused):
-        return module.fused(x, *rope)  # type: ignore[attr-defined]
+    if takes_fused(module):
+        return module.fused(x, *rope)  # type: ignore[operator]
     positions = [x.positions for x in rope]
-    return PartialSum(module(*positions, x.tensor()))
+    return PartialSum(module(*positions, x.tensor()).contiguous())

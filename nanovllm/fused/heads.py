@@ -29,7 +29,7 @@ class FusedEagle3Layer(FusedDecoderLayer):
 
 
 class FusedEagle3Head(Fused):
-    """In the place of `Eagle3Head.forward`."""
+    """In the place of `Eagle3Head.forward`. The hidden states that it is given may be overwritten."""
 
     what = "the last sum with the residual"
 

@@ -66,7 +66,6 @@ class WeightFormat:
 
 
 UNQUANTIZED = WeightFormat()  # has no state
-FORWARDS = LinearBase.forward, RowParallelLinear.forward
 
 
 def set_format(layer: LinearBase) -> None:
@@ -75,9 +74,14 @@ def set_format(layer: LinearBase) -> None:
         layer.format = UNQUANTIZED  # type: ignore[assignment]
 
 
-def are_known(*layers: nn.Module) -> bool:
-    """Whether forms can multiply by these layers: their `forward` is plain, and their format known."""
-    return all(type(layer).forward in FORWARDS and hasattr(layer, "format") for layer in layers)
+def are_known(*layers: nn.Module, output: nn.Module | None = None) -> bool:
+    """Whether forms can multiply by these layers, and by one whose `output` the ranks sum.
+
+    Their `forward` is plain, and their format known.
+    """
+    forwards = [(layer, LinearBase.forward) for layer in layers]
+    forwards += [] if output is None else [(output, RowParallelLinear.forward)]
+    return all(type(layer).forward is forward and hasattr(layer, "format") for layer, forward in forwards)
 
 
 # the forwards of activations that are SwiGLU, which kernels compute with the product before; quantization adds its own
@@ -85,7 +89,7 @@ SWIGLU = {SiluAndMul.forward}
 
 
 def is_swiglu(act: nn.Module) -> bool:
-    return type(act).forward in SWIGLU
+    return getattr(type(act), "forward", None) in SWIGLU  # TorchScript's modules have none
 
 
 def product(layer: Any, x: NormInput, act: nn.Module | None = None) -> Any:

@@ -56,6 +56,7 @@ class Normed(NormInput):
     """The result of a norm that was computed already, by a plain layer."""
 
     def __init__(self, normed: torch.Tensor):
+        normed = normed.contiguous()  # as kernels take it
         self.x, self.residual_before = PartialSum(normed), None
         self.normed, self.device, self.total = normed, normed.device, normed  # so that no kernel computes a norm
         self.weight, self.eps = normed.new_empty(normed.shape[1]), 0.0  # only the shape counts

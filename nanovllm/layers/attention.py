@@ -1,5 +1,7 @@
 """Causal attention of one layer over the paged cache that it keeps."""
 
+import math
+
 import torch
 from torch import nn
 
@@ -40,6 +42,11 @@ class Attention(nn.Module):
     def v_cache(self) -> torch.Tensor:
         return self.cache.v
 
+    @property
+    def has_usual_scale(self) -> bool:
+        """Whether the scale is 1 / sqrt(head_dim), however it was computed."""
+        return math.isclose(self.scale, self.head_dim**-0.5)
+
     def cache_spec(self) -> PagedKV:
         return PagedKV(self.num_kv_heads, self.head_dim, self.window)
 
@@ -50,6 +57,6 @@ class Attention(nn.Module):
         """
         context = get_context()
         store_kvcache(k, v, self.cache, context.slot_mapping)
-        if self.scale != self.head_dim**-0.5:  # backends scale by this one; any other goes into q
+        if not self.has_usual_scale:  # backends scale by that one; any other goes into q
             q = q * (self.scale * self.head_dim**0.5)
         return self.backend.attend(q, self.cache, context).flatten(1)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanovllm.fused import find_form
 from nanovllm.kernels import ops_for
 from nanovllm.kernels.launch.devices import has_fp8_units
 from nanovllm.layers.activation import SiluAndMul
@@ -71,7 +72,8 @@ class QuantConfig:
                 self._prepare(path, module, names, make_linear, model.config.dtype, device)
         for module in model.modules() if quantizes_rows else ():
             consumer = getattr(getattr(module, "down_proj", None), "format", None)
-            if isinstance(consumer, FP8Linear) and isinstance(module.act_fn, SiluAndMul):
+            is_mlp = find_form(module) == "decoder:FusedMLP"  # else it may do anything with the activation's result
+            if is_mlp and isinstance(consumer, FP8Linear) and type(module.act_fn) is SiluAndMul:
                 module.act_fn = consumer.act_fn()
 
     def _prepare(
@@ -82,6 +84,8 @@ class QuantConfig:
             raise ValueError(f"{path}: its parts {', '.join(names[:3])}, ... are quantized in different ways")
         with torch.device(device):
             if (scheme := schemes.pop()) is not None:
+                if isinstance(module, LinearBase) and type(module).multiply is not LinearBase.multiply:
+                    raise ValueError(f"{path}: can't be quantized: {type(module).__name__} has a `multiply` of its own")
                 module.format = make(module, scheme)
                 if isinstance(module, LinearBase):
                     replace_methods(module, Quantized, "Quantized")

@@ -12,7 +12,7 @@ MIN_ROWS = 512  # of a product with its activation
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """x [T, 2n], contiguous -> silu(x[:, :n]) * x[:, n:]."""
+    """x [T, 2n] -> silu(x[:, :n]) * x[:, n:]."""
     n = x.shape[1] // 2
     out, block = torch.empty((len(x), n), dtype=x.dtype, device=x.device), min(2048, 1 << (n - 1).bit_length())
     store_rows(x, (out, None), 0, Groups(n, block, 1, block), gated=True, num_warps=8)

@@ -85,11 +85,11 @@ def store_rows(x: torch.Tensor, outputs: tuple, scale_stride: int, groups: Group
     if len(x):
         grid = len(x), -(-groups.n // (groups.size * groups.count))
         constants = dict(GROUPS=groups, GATED=gated, num_warps=num_warps)
-        launch(_groups_kernel, grid, x.device)(x, outputs, scale_stride, **constants)
+        launch(_groups_kernel, grid, x.device)(x.contiguous(), outputs, scale_stride, **constants)
 
 
 def quantize_rows(x: torch.Tensor, group: int, gated: bool = False) -> QuantizedRows:
-    """x [T, K], contiguous, to e4m3 with a scale for each `group` of inputs, which divides K.
+    """x [T, K] to e4m3 with a scale for each `group` of inputs, which divides K.
 
     If `gated`, the activation of x [T, 2K] takes its place.
     """

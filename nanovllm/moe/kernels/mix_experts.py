@@ -41,7 +41,7 @@ def _by_gemv(x, layer, slot_mapping):
     def compute(out):  # [1, T, hidden] or None; kernels take it for [T, hidden]
         return moe_gemv(rows, routing, *weights, first, norm, out)
 
-    return layer.sum_over_ranks(compute, len(x), len(x.weight), x.weight.dtype)
+    return layer.sum_over_ranks(compute, *rows.shape, rows.dtype)
 
 
 def mix_by_gemm(x, layer, slot_mapping, router=router_logits):

@@ -13,6 +13,7 @@ MIN_BLOCK_COLUMNS = 32  # the least that tensor cores multiply in FP8, and so do
 
 
 def scaled_linear(x, values, scales, bias=None, act=None, split_k=1, out=None):
+    x = x.contiguous()
     if len(x) == 1:
         return scaled_gemv(x, (values, scales), act is not None, bias, split_k, out)
     if len(x) > MAX_SCALED_ROWS or not suits_scaled_gemm(values, scales):
