@@ -307,6 +307,13 @@ def test_bad_eos_token_id(tmp_path, file, ids, message):
         ("hidden_size", None, TypeError),
         ("head_dim", 32.0, TypeError),
         ("num_key_value_heads", "4", TypeError),
+        ("num_key_value_heads", 3, ValueError),
+        ("head_dim", 33, ValueError),
+        ("rms_norm_eps", -1, ValueError),
+        ("rms_norm_eps", "x", TypeError),
+        ("tie_word_embeddings", "false", TypeError),
+        ("text_config", 5, TypeError),
+        ("quantization_config", "fp8", TypeError),
     ],
 )
 def test_bad_model_config(tmp_path, name, value, kind):

@@ -158,6 +158,14 @@ def test_sizes_that_do_not_divide_are_refused(build, size, number):
         build()
 
 
+@pytest.mark.parametrize("layer", [MergedColumnParallelLinear(4, [2, 2]), QKVParallelLinear(4, 2, 2, 1)])
+@pytest.mark.parametrize("shard_id", [(), ("",), ("kv",), (5,)])
+def test_shard_ids_that_do_not_exist_are_refused(layer, shard_id):
+    """A weight without an id would overwrite the first of several."""
+    with pytest.raises(ValueError, match=f"shard_id={(shard_id or (None,))[0]!r}: must be one of (0, 1|'q', 'k', 'v')"):
+        load(layer.weight, torch.zeros(2, 4), *shard_id)
+
+
 def test_weights_of_another_shape_are_refused():
     with constructing(Lone(0, 2)):
         layer = RowParallelLinear(16, 24, True)

@@ -13,12 +13,13 @@ import torch
 import transformers
 from common import TINY, warnings_in
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine import model_runner
 from nanovllm.models import MODELS, make_model
-from nanovllm.utils.loader import find_model, load_model
+from nanovllm.utils.loader import find_model, load_model, weight_loaders
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 PROMPT = [5, 1999, 300, 42, 7, 7, 1024, 11]
@@ -646,3 +647,16 @@ def test_what_is_fetched_from_the_hub(monkeypatch, model, tokenizer, expected):
     if tokenizer is None:
         Config(model, device="cpu", load_format="dummy")
         assert fetched[1:] == [("a/model", None, False)]
+
+
+def test_parameters_of_plain_modules():
+    """They are loaded whole, also those of the model itself."""
+    model = nn.Module()
+    model.packed_modules_mapping = {}
+    model.scale, model.proj = nn.Parameter(torch.ones(4)), nn.Linear(2, 3)
+    loaders = weight_loaders(model)
+    assert loaders.keys() == {"scale", "proj.weight", "proj.bias"}
+    with torch.no_grad():
+        for load, shard_id in loaders.values():
+            load(torch.full_like(load.args[0], 2.0), *shard_id)
+    assert all((parameter == 2).all() for parameter in model.parameters())

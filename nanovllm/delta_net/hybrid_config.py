@@ -56,8 +56,6 @@ def read_hybrid(raw: dict, file: Path) -> HybridConfig:
     num_layers = raw["num_hidden_layers"]
     interval = check_int(f"{file}: full_attention_interval", raw["full_attention_interval"], low=1)
     kinds = raw.get("layer_types") or [LAYER_TYPES[(i + 1) % interval == 0] for i in range(num_layers)]
-    if len(kinds) != num_layers:
-        raise ValueError(f"{file}: layer_types: lists {len(kinds)} layers, not {num_layers} (num_hidden_layers)")
     attention_layers = frozenset(i for i, kind in enumerate(kinds) if kind == "full_attention")
     if not attention_layers:
         raise ValueError(f"{file}: layer_types: at least one layer must be 'full_attention'")

@@ -70,7 +70,7 @@ class Sequence:
         self.is_paused = False  # it may hold blocks, and no step computes it
         self.awaited: Any = None  # a feature's Future: until it is done, no step computes the sequence
         self.noise_seed = noise_seed  # 64 bits, from which every random number of this sequence is made
-        self.token_ids = token_ids
+        self.token_ids = [*token_ids]
         self.num_prompt_tokens = len(token_ids)
         self.max_num_tokens = max_len if params.max_tokens is None else min(len(token_ids) + params.max_tokens, max_len)
         self.counts: Any = [len(token_ids), 0, self.max_num_tokens, 0]  # while it decodes: its row of a DecodeTable

@@ -84,9 +84,13 @@ class MergedColumnParallelLinear(LinearBase):
     def shard_ids(self) -> list[tuple]:
         return [(i,) for i in range(len(self.output_sizes))]
 
-    def shard(self, shard_id: int = 0) -> Shard:
-        size, tp = self.output_sizes[shard_id], self.divisions[shard_id]
-        return Shard((size, self.input_size), tp.local_slice(size), first_row=sum(self.local_sizes[:shard_id]))
+    def shard(self, shard_id: int | str | None = None) -> Shard:
+        ids = [own for (own,) in self.shard_ids()]
+        if shard_id not in ids and (shard_id is not None or len(ids) > 1):
+            raise ValueError(f"shard_id={shard_id!r}: must be one of {', '.join(map(repr, ids))}")
+        i = 0 if shard_id is None else ids.index(shard_id)
+        size, tp = self.output_sizes[i], self.divisions[i]
+        return Shard((size, self.input_size), tp.local_slice(size), first_row=sum(self.local_sizes[:i]))
 
 
 class ColumnParallelLinear(MergedColumnParallelLinear):
@@ -112,9 +116,6 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
     def shard_ids(self) -> list[tuple]:
         return [("q",), ("k",), ("v",)]
-
-    def shard(self, shard_id: int | str = "q") -> Shard:
-        return super().shard("qkv".index(str(shard_id)))
 
 
 class RowParallelLinear(LinearBase):

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.utils.checks import check_choice, check_int, check_real, read_json
+from nanovllm.utils.checks import check_bool, check_choice, check_int, check_real, read_json
 from nanovllm.utils.construction import constructing
 from nanovllm.utils.rope_scaling import inverse_frequencies, scaled_rope
 from nanovllm.utils.tensor_parallel import TensorParallel
@@ -54,7 +54,7 @@ def find_model_type(raw: dict, file: Path) -> str:
 
     ValueError if MODELS has neither.
     """
-    if (model_type := raw.get("model_type")) in MODELS:
+    if (model_type := str(raw.get("model_type"))) in MODELS:
         return model_type
     from nanovllm.models.architectures import find_by_architecture  # few checkpoints have a name of their own
 
@@ -110,6 +110,9 @@ class ModelConfig:
         raw = raw or read_json(file)
         model_type = find_model_type(raw, file)
         family = model_class(model_type)
+        for name in ("text_config", "quantization_config"):
+            if not isinstance(raw.get(name) or {}, dict):
+                raise TypeError(f"{file}: {name}={raw[name]!r:.80}: must be an object")
         raw = getattr(family, "defaults", {}) | (raw.get("text_config") or {}) | raw
         check_choice(f"{file}: hidden_act", raw.get("hidden_act", "silu"), family.hidden_acts)
         if raw.get("use_sliding_window"):
@@ -122,6 +125,15 @@ class ModelConfig:
             plain = {name: check_int(f"{file}: {name}", raw[name], low=1) for name in names.split()}
             head_dim = check_int(f"{file}: head_dim", raw.get("head_dim") or raw["hidden_size"] // heads, low=2)
             kv_heads = check_int(f"{file}: num_key_value_heads", raw.get("num_key_value_heads") or heads, low=1)
+            if heads % kv_heads:
+                raise ValueError(f"{file}: num_key_value_heads={kv_heads}: must divide num_attention_heads={heads}")
+            if head_dim % 2:
+                raise ValueError(f"{file}: head_dim={head_dim}: must be even")
+            num_layers, kinds = plain["num_hidden_layers"], raw.get("layer_types") or ()
+            if kinds and len(kinds) != num_layers:
+                raise ValueError(
+                    f"{file}: layer_types: lists {len(kinds)} layers, not {num_layers} (num_hidden_layers)"
+                )
             inv_freq, rope_scale, plain["max_position_embeddings"] = _read_rope(raw, head_dim, file)
         except KeyError as error:
             raise ValueError(f"{file}: has no {error}") from error
@@ -140,8 +152,8 @@ class ModelConfig:
             **plain,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-            tie_word_embeddings=raw.get("tie_word_embeddings", False),
+            rms_norm_eps=check_real(f"{file}: rms_norm_eps", raw.get("rms_norm_eps", 1e-6), low=0.0, high=1.0),
+            tie_word_embeddings=check_bool(f"{file}: tie_word_embeddings", raw.get("tie_word_embeddings", False)),
             dtype=DTYPES[dtype],
             rope_inv_freq=inv_freq,
             rope_scale=rope_scale,

@@ -238,7 +238,9 @@ def weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[Any]]]:
         shards_of.setdefault(merged, []).append((module, shard_id))
     loaders = {}
     for name, parameter in model.named_parameters():
-        *path, merged, kind = name.split(".")  # kind: weight or bias
+        load = partial(getattr(parameter, "weight_loader", default_weight_loader), parameter)
+        path, _, kind = name.rpartition(".")  # kind: weight or bias
+        parent, _, merged = path.rpartition(".")
         for module, *shard_id in shards_of.get(merged, [(merged,)]):
-            loaders[".".join((*path, module, kind))] = partial(parameter.weight_loader, parameter), shard_id
+            loaders[".".join(filter(None, (parent, module, kind)))] = load, shard_id
     return loaders
