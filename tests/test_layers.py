@@ -33,7 +33,7 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
     linear,
 )
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
 from nanovllm.models import ModelConfig
 from nanovllm.utils.construction import constructing
 from nanovllm.utils.context import Context, attention_context
@@ -382,6 +382,20 @@ def test_ropes_that_make_no_sense_are_refused(tmp_path, rope_type, name, value, 
     part[name] = value
     with pytest.raises((ValueError, TypeError), match=re.escape(f"{tmp_path}/config.json: {name}={value!r}: must be ")):
         read_config(tmp_path, **entries)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((64, 64, 16, -1.0), "base=-1.0"),
+        ((64, 64, 0, 1e4), "max_position=0"),
+        ((64, 0, 16, 1e4), "rotary_dim=0"),
+        ((64, 64, 16, 1e4, {"rope_type": "linear"}), "rope_scaling: has no 'factor'"),
+    ],
+)
+def test_arguments_of_get_rope_that_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        get_rope(*arguments)
 
 
 def test_rope_that_is_no_object(tmp_path):

@@ -1473,7 +1473,7 @@ def test_a_dead_engine(monkeypatch):
         assert not server.thread.is_alive() and server.llm.error is not None
 
 
-def test_draining():
+def test_draining(caplog):
     """The server ends when the requests that are running have ended; it accepts no others."""
     with running(drain_seconds=20) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
@@ -1487,6 +1487,7 @@ def test_draining():
         assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
         server.thread.join(5)
         assert not server.thread.is_alive()
+        assert "running requests: 1; the server waits for them for up to 20 s" in caplog.text
     with running(drain_seconds=0) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         stream = client.completions.create(stream=True, **options | {"max_tokens": 2000})

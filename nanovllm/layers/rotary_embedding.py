@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from nanovllm.utils.checks import check_int, check_real
 from nanovllm.utils.rope_scaling import inverse_frequencies, scaled_rope
 
 
@@ -46,12 +47,17 @@ def get_rope(
 
     `rope_scaling` is that of a config.json: a "rope_type", and what that type needs.
     """
-    if rotary_dim > head_size or rotary_dim % 2:
+    if not 0 < rotary_dim <= head_size or rotary_dim % 2:
         raise ValueError(f"rotary_dim={rotary_dim}: must be even, and at most head_size={head_size}")
+    check_int("max_position", max_position, low=1)
+    check_real("base", base, low=1e-6, high=1e30)
     inv_freq, scale = inverse_frequencies(base, rotary_dim), 1.0
     if rope_scaling is not None:
         others = dict(rope_scaling)
         kind = others.pop("rope_type", None) or others.pop("type", "default")
         lengths = {"max_position_embeddings": max_position}
-        inv_freq, scale, _ = scaled_rope(kind, base, others, lengths, rotary_dim, Path("rope_scaling"))
+        try:
+            inv_freq, scale, _ = scaled_rope(kind, base, others, lengths, rotary_dim, Path("rope_scaling"))
+        except KeyError as error:
+            raise ValueError(f"rope_scaling: has no {error}") from error
     return RotaryEmbedding(tuple(inv_freq.tolist()), scale, max_position)

@@ -97,6 +97,12 @@ class Server(uvicorn.Server):
         self.on_start()
         await super().serve(sockets)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if (number := len(self.server_state.tasks)) and not self.force_exit:
+            text = "running requests: %d; the server waits for them for up to %s s (drain_seconds)"
+            logger.warning(text, number, self.config.timeout_graceful_shutdown)
+        await super().shutdown(sockets)
+
 
 def make_server(llm: EngineClient, settings: ServerSettings, model: str) -> Server:
     """A server that ends when the engine fails."""
