@@ -433,9 +433,9 @@ def test_scale_that_is_computed_otherwise():
 
 
 def test_sum_over_ranks_has_the_dtype_of_activations(tmp_path, use_ops):
-    """Norms of hybrid models have float32 weights."""
+    """The weights of norms may be float32, as in hybrid models."""
     pytest.importorskip("triton")
-    runner = Runner(make_folder(tmp_path / "model", "qwen3_next"), "sdpa")
+    runner = Runner(make_folder(tmp_path / "model", "qwen3-moe"), "sdpa")
     fuse(runner.model)
     use_ops("mix_experts")
     moe, norm = next((x.mlp, x.post_attention_layernorm) for x in runner.model.model.layers if isinstance(x.mlp, MoE))
