@@ -65,21 +65,20 @@ class FusedDecoderLayer(Fused):
     def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
         """What the layer adds to the residual, and the residual before that addition."""
         normed = self.input_layernorm(x, residual)
-        x = run_fused(self.self_attn, normed, rope)
+        x = self.mix(normed, rope)
         normed = self.post_attention_layernorm(x, normed.residual)
         return run_fused(self.mlp, normed), normed.residual
+
+    def mix(self: Any, x: NormInput, rope: Rope) -> PartialSum:
+        """The part of the layer that reads other tokens."""
+        return run_fused(self.self_attn, x, rope)
 
 
 class FusedHybridLayer(FusedDecoderLayer):
     """In the place of `HybridLayer.forward`."""
 
-    def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
-        if self.self_attn is not None:
-            return FusedDecoderLayer.fused(self, x, residual, rope)
-        normed = self.input_layernorm(x, residual)
-        x = run_fused(self.linear_attn, normed)
-        normed = self.post_attention_layernorm(x, normed.residual)
-        return run_fused(self.mlp, normed), normed.residual
+    def mix(self: Any, x: NormInput, rope: Rope) -> PartialSum:
+        return run_fused(self.linear_attn, x) if self.self_attn is None else super().mix(x, rope)
 
 
 class FusedEmbedding(Fused):

@@ -117,7 +117,8 @@ class ModelConfig:
         check_choice(f"{file}: hidden_act", raw.get("hidden_act", "silu"), family.hidden_acts)
         if raw.get("use_sliding_window"):
             raise ValueError(f"{file}: sliding-window attention is not supported (use_sliding_window is set)")
-        for kind in raw.get("layer_types") or ():
+        kinds = raw.get("layer_types") or ()
+        for kind in kinds:
             check_choice(f"{file}: layer_types: a layer", kind, getattr(family, "layer_types", ("full_attention",)))
         heads = raw.get("num_attention_heads")
         names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings"
@@ -129,8 +130,7 @@ class ModelConfig:
                 raise ValueError(f"{file}: num_key_value_heads={kv_heads}: must divide num_attention_heads={heads}")
             if head_dim % 2:
                 raise ValueError(f"{file}: head_dim={head_dim}: must be even")
-            num_layers, kinds = plain["num_hidden_layers"], raw.get("layer_types") or ()
-            if kinds and len(kinds) != num_layers:
+            if kinds and len(kinds) != (num_layers := plain["num_hidden_layers"]):
                 raise ValueError(
                     f"{file}: layer_types: lists {len(kinds)} layers, not {num_layers} (num_hidden_layers)"
                 )

@@ -182,7 +182,7 @@ class MessagesAnswer(chat.ChatAnswer):
     _open_type: str | None = None  # of the last of them, until it ends
 
     def _whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        ((answer,),) = [output.outputs for output in outputs]
+        answer = outputs[0].outputs[0]
         parser = self._make_parser()
         content = [block for found in self._found(parser, answer, is_last=True) for block in self._blocks(found)]
         stop = _stop(self._rest(answer, parser.num_calls) | {"stop_reason": answer.stop_reason})
