@@ -10,7 +10,6 @@ from nanovllm.engine import batch as batches
 from nanovllm.engine.batch import VIEWS, Batch, BatchShape
 from nanovllm.engine.request_tables import RequestTables, accept, place_decodes
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
-from nanovllm.engine.scheduler import DecodeTable
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels.sampling.sampling_columns import column
 from nanovllm.sampling_params import SamplingParams
@@ -70,11 +69,10 @@ def prepare(step: ScheduledStep, arrays=None, shape: BatchShape | None = None) -
 
 def decodes(seqs: list[Sequence], num_drafts: int = 0) -> ScheduledStep:
     """The first has just got its last block."""
-    table, step = DecodeTable(6, BLOCK_SIZE), ScheduledStep()
+    step = ScheduledStep()
     for seq in seqs:
         seq.num_drafts = num_drafts
-        table.add(seq)
-    table.schedule(np.array([seq.req_index for seq in seqs]), step)
+    step.decode([ScheduledSequence(seq, seq.num_tokens - 1, seq.decode_end) for seq in seqs])
     step.new_blocks = [(0, len(seqs[0].block_table) - 1, seqs[0].block_table[-1])]
     return step
 

@@ -95,13 +95,17 @@ class BlockManager:
         if len(seq.block_table) > num_full:
             self.copies[other.block_table[-1]] = seq.block_table[num_full]
 
+    def needs_block(self, seq: Sequence, num_tokens: int) -> bool:
+        """Whether the blocks of `seq` have slots for fewer tokens than that."""
+        return len(seq.block_table) * self.block_size < num_tokens
+
     def can_append(self, seq: Sequence) -> bool:
         """Whether the last token of `seq` has a slot in its blocks, or a block is free for it."""
-        return len(seq.block_table) * self.block_size >= seq.num_tokens or bool(self.free_block_ids)
+        return bool(self.free_block_ids) or not self.needs_block(seq, seq.num_tokens)
 
-    def may_append(self, seq: Sequence, num_drafts: int = 0) -> None:
-        """Add a block if the last token of `seq`, or one of its drafts, is the first of a block."""
-        if len(seq.block_table) * self.block_size < seq.num_tokens + num_drafts:
+    def may_append(self, seq: Sequence, num_tokens: int | None = None) -> None:
+        """Add a block if `seq` needs it for its last token, or for `num_tokens` in all."""
+        if self.needs_block(seq, num_tokens or seq.num_tokens):
             seq.block_table.append(self._allocate_block())
 
     def cache_full_blocks(self, seq: Sequence) -> None:
@@ -114,6 +118,8 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return
         num_full = min(seq.num_computed_tokens, len(seq.token_ids)) // self.block_size
+        if num_full == 0 or self.blocks[seq.block_table[num_full - 1]].hash != -1:
+            return  # all of them are cached, most often
         self._extend_hashes(seq, num_full)
         for i in range(num_full - 1, -1, -1):
             block = self.blocks[seq.block_table[i]]

@@ -50,37 +50,34 @@ class OutputProcessor:
 
         Returns the watched sequences that have got a token, and all that have ended.
         """
-        arrived, ends = self.append(step.sampled_seqs, result.token_ids, step.visited, step.watched)
+        arrived, ends = self.append(step.sampled_seqs, result.token_ids, step.watched)
         return self.run_features(step, result, arrived, ends)
 
     def append(
-        self, seqs: list[Sequence], token_ids: list[int], visited: list[int], watched: list[int]
+        self, seqs: list[Sequence], token_ids: list[int], watched: list[int]
     ) -> tuple[dict[int, Sequence], Ends]:
         """Append its token to each sequence that still lives, or hold the sequence, if it pauses.
 
-        Returns the watched ones of these, by index, and those that end by the token or by their length. `visited` and
-        `watched` are those of a ScheduledStep: only where something happens are sequences visited one by one.
+        Returns the watched ones of these, by index, and those that end by the token or by their length. `watched` is a
+        ScheduledStep's.
         """
-        scheduler, num_late = self.scheduler, 0
-        if not self.eos_token_ids.isdisjoint(token_ids):
-            visited = sorted({*visited, *(i for i, x in enumerate(token_ids) if x in self.eos_token_ids)})
+        scheduler, num_late, ends = self.scheduler, 0, Ends()
         for seq, token_id in zip(seqs, token_ids, strict=True):
             if seq.finish_reason is not None:
                 num_late += 1  # it ended while this token was in flight, which is not part of the answer
-            elif not seq.pauses:
-                seq.append_token(token_id)
-        scheduler.totals["output_tokens"] += len(seqs) - num_late
-        ends: Ends = {}
-        for seq in (seqs[i] for i in visited if seqs[i].finish_reason is None):
-            seq.record_time("first_token")
+                continue
+            if "first_token" not in seq.timing:
+                seq.record_time("first_token")
             if seq.pauses:
                 from nanovllm.features.forks import hold  # beams alone pause
 
                 hold(scheduler, seq)
                 continue
+            seq.append_token(token_id)
             scheduler.block_manager.cache_full_blocks(seq)
             if reasons := seq.finish_reasons(self.eos_token_ids, self.eos_token_id):
                 ends[seq] = reasons
+        scheduler.totals["output_tokens"] += len(seqs) - num_late
         return {i: seqs[i] for i in watched if seqs[i].finish_reason is None}, ends
 
     def run_features(

@@ -24,16 +24,12 @@ class ScheduledStep:
     Sequences only get several tokens with `speculative_config`: read `tokens_per_row` as 1 at first, here and
     elsewhere.
 
-    req_indices [D]: of the sequences that decode.
-    num_reserved [D]: how many tokens each of them may get, at most `tokens_per_row`.
-    context_lens [D]: how many tokens each attends to, its new ones included; with drafts an upper bound.
-    new_blocks: (index into `req_indices`, column of its block table, block id) of the blocks that they have got.
+    decodes: the rows of the sequences that decode, with an upper bound of `end` where they have drafts.
+    new_blocks: (index into `decodes`, column of its block table, block id) of the blocks that they have got.
     chunks: the rows that compute a prompt, or a part of one. A preempted sequence's generated tokens are among them.
     state_rows: the state that each chunk begins with, which layers without a state do not read; see cache/state.py.
     sampled_seqs: the sequences that get a token from this step, those that decode first.
     sampled_rows: the row from which each of them gets it, in ascending order; answers to one prompt share a row.
-    visited: indices of `sampled_seqs`, in ascending order, whose token may be the last one or fill a block. Tokens of
-        the others are only appended, unless they turn out to end the sequence.
     watched: indices of `sampled_seqs`, in ascending order, whose every token a feature or a caller looks at.
     feature_names: of the features with work on the host in this step.
     copies: (from, to) of cache blocks, and of states, that are copied before the step's keys and values are stored.
@@ -41,15 +37,12 @@ class ScheduledStep:
     scheduled_at: when its scheduling began, in seconds of `time.perf_counter`.
     """
 
-    req_indices: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    num_reserved: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    context_lens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    decodes: list[ScheduledSequence] = field(default_factory=list)
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
     chunks: list[ScheduledSequence] = field(default_factory=list)
     state_rows: list[int] = field(default_factory=list)
     sampled_seqs: list[Sequence] = field(default_factory=list)
     sampled_rows: list[int] = field(default_factory=list)
-    visited: list[int] = field(default_factory=list)
     watched: list[int] = field(default_factory=list)
     feature_names: set[str] = field(default_factory=set)
     copies: list[tuple[int, int]] = field(default_factory=list)
@@ -58,7 +51,22 @@ class ScheduledStep:
 
     @property
     def num_decodes(self) -> int:
-        return len(self.req_indices)
+        return len(self.decodes)
+
+    @property
+    def req_indices(self) -> np.ndarray:
+        """[D]: of the sequences that decode."""
+        return np.array([seq.req_index for seq, _, _ in self.decodes], np.int64)
+
+    @property
+    def num_reserved(self) -> np.ndarray:
+        """[D]: how many tokens each of them may get, at most `tokens_per_row`."""
+        return np.array([end - start for _, start, end in self.decodes], np.int64)
+
+    @property
+    def context_lens(self) -> np.ndarray:
+        """[D]: how many tokens each attends to, its new ones included; with drafts an upper bound."""
+        return np.array([end for _, _, end in self.decodes], np.int64)
 
     @property
     def chunk_lens(self) -> list[int]:
@@ -72,8 +80,7 @@ class ScheduledStep:
     @property
     def rows(self) -> list[ScheduledSequence]:
         """All rows, for viewers and tests."""
-        starts = (self.context_lens - self.num_reserved).tolist()
-        return [*map(ScheduledSequence, self.sampled_seqs, starts, self.context_lens.tolist()), *self.chunks]
+        return [*self.decodes, *self.chunks]
 
     @property
     def kind(self) -> str:
@@ -82,9 +89,15 @@ class ScheduledStep:
             return "decode"
         return "mixed" if self.num_decodes else "prefill"
 
+    def decode(self, rows: list[ScheduledSequence]) -> None:
+        """These sequences decode. To be called before there are chunks."""
+        self.decodes, self.sampled_rows = rows, [*range(len(rows))]
+        self.sampled_seqs = [seq for seq, _, _ in rows]
+        self.watched = [i for i, seq in enumerate(self.sampled_seqs) if seq.is_watched]
+        self.tokens_per_row = max((end - start for _, start, end in rows), default=1)
+
     def sample(self, seq: Sequence) -> None:
         """`seq` gets a token from the last chunk so far."""
-        self.visited.append(len(self.sampled_seqs))
         if seq.is_watched:
             self.watched.append(len(self.sampled_seqs))
         self.sampled_seqs.append(seq)

@@ -6,8 +6,6 @@ from math import inf
 from operator import attrgetter
 from typing import Any
 
-import numpy as np
-
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.scheduling_policy import GroupAdmission, TokenBudget, WaitingQueue
@@ -50,8 +48,6 @@ class Scheduler:
         self.waiting = WaitingQueue()  # these hold no blocks
         self.prefilling: dict[tuple[int, int], Sequence] = {}  # these hold blocks, and their prompt is being computed
         self.running: dict[tuple[int, int], Sequence] = {}  # these decode, or have got a token and pause
-        # the running ones that decode
-        self.decoding = DecodeTable(self.max_num_seqs, self.block_manager.block_size)
         self.admission = GroupAdmission()
         self.free_req_indices = self.block_manager.req_indices(self.max_num_seqs)
 
@@ -100,16 +96,30 @@ class Scheduler:
 
     def _schedule_decodes(self, step: ScheduledStep) -> None:
         """Decode all that can. Sequences are preempted, the last in order first, until the others have blocks."""
-        rows = self.decoding.ready()
-        # `can_append` of all rows at once
-        while len(indices := self.decoding.without_slot(rows)) > len(self.block_manager.free_block_ids):
+        needs_block, free_block_ids = self.block_manager.needs_block, self.block_manager.free_block_ids
+        rows = self._ready()
+        while len(growing := [i for i, (seq, _, end) in enumerate(rows) if needs_block(seq, end)]) > len(
+            free_block_ids
+        ):
             self.preempt(max((*self.running.values(), *self.prefilling.values()), key=attrgetter("order")))
-            rows = self.decoding.ready()
-        for i, seq in zip(indices, self.decoding.seqs[rows[indices]]):
-            self.block_manager.may_append(seq, seq.num_drafts)
+            rows = self._ready()
+        for i in growing:
+            seq, _, end = rows[i]
+            self.block_manager.may_append(seq, end)
             step.new_blocks.append((i, len(seq.block_table) - 1, seq.block_table[-1]))
-        self.decoding.capacities[rows[indices]] += self.block_manager.block_size
-        self.decoding.schedule(rows, step)
+        for seq, _, end in rows:
+            seq.num_computed_tokens, seq.num_tokens = end, end + 1
+        step.decode(rows)
+
+    def _ready(self) -> list[ScheduledSequence]:
+        """A row for each running sequence with a token to decode, with room for its drafts.
+
+        Attention to the longest starts first, so that the shorter ones fill the gaps at the end. Of equal ones, the one
+        that has decoded for longer comes first.
+        """
+        ready = [seq for seq in self.running.values() if seq.num_tokens < seq.token_limit and not seq.pauses]
+        ready.sort(key=attrgetter("num_tokens"), reverse=True)
+        return [ScheduledSequence(seq, seq.num_tokens - 1, seq.decode_end) for seq in ready]
 
     def schedule_chunks(self, step: ScheduledStep, is_mixed: bool = False) -> None:
         """Schedule chunks of the prompts that are being computed, and of those that can be admitted, in order."""
@@ -156,8 +166,6 @@ class Scheduler:
         self.running[seq.key] = seq
         step.sample(seq)
         seq.num_tokens += 1
-        if not seq.pauses:
-            self.decoding.add(seq)
 
     def _admit(self, seq: Sequence) -> bool:
         """Give the first of the queue its blocks, if it is time for that and they are there."""
@@ -214,67 +222,7 @@ class Scheduler:
     def release(self, seq: Sequence) -> None:
         """Take the blocks and the request index from a running sequence."""
         self.block_manager.deallocate(seq)
-        self.decoding.remove(seq)
         self.free_req_indices.append(seq.req_index)
         seq.req_index = -1
         self.prefilling.pop(seq.key, None)
         self.running.pop(seq.key, None)
-
-
-class DecodeTable:
-    """What each step reads or changes of the sequences that decode, by request index. Rows without a sequence are 0.
-
-    numbers [rows, 8]: `Sequence.counts`; the tokens for which its blocks have slots; the order in which the sequences
-        began to decode; the length from which on a token may end it: its maximum, or 0 if it has stop ids; and
-        `Sequence.is_watched`.
-    """
-
-    def __init__(self, max_num_seqs: int, block_size: int):
-        self.block_size = block_size
-        self.seqs = np.full(max_num_seqs, None, object)
-        self.numbers = np.zeros((max_num_seqs, 8), np.int64)
-        self.num_tokens, self.num_computed_tokens, self.token_limits, self.num_drafts, *others = self.numbers.T
-        self.capacities, self.serials, self.may_end_from, self.is_watched = others
-
-    def add(self, seq: Sequence) -> None:
-        i, may_end_from = seq.req_index, 0 if seq.params.stop_token_ids else seq.max_num_tokens
-        capacity = len(seq.block_table) * self.block_size
-        self.numbers[i] = *seq.counts, capacity, self.serials.max() + 1, may_end_from, seq.is_watched
-        seq.counts = self.numbers[i, :4].data  # its items are Python's integers
-        self.seqs[i] = seq
-
-    def remove(self, seq: Sequence) -> None:
-        if self.seqs[seq.req_index] is seq:
-            seq.counts = seq.counts.tolist()
-            self.seqs[seq.req_index] = None
-            self.numbers[seq.req_index] = 0
-
-    def ready(self) -> np.ndarray:
-        """The request indices of the sequences with a token to decode.
-
-        Attention to the longest starts first, so that the shorter ones fill the gaps at the end. Of equal ones, the one
-        that has decoded for longer comes first.
-        """
-        rows = (self.num_tokens < self.token_limits).nonzero()[0]
-        return rows[np.lexsort((self.serials[rows], -self.num_tokens[rows]))]
-
-    def num_reserved(self, rows: np.ndarray) -> np.ndarray:
-        """How many tokens each of `rows` may get in a step."""
-        return np.minimum(self.token_limits[rows] - self.num_tokens[rows], 1 + self.num_drafts[rows])
-
-    def without_slot(self, rows: np.ndarray) -> list[int]:
-        """The indices of those `rows` that need another block for the tokens of a step."""
-        return (self.capacities[rows] < self.num_tokens[rows] + self.num_reserved(rows) - 1).nonzero()[0].tolist()
-
-    def schedule(self, rows: np.ndarray, step: ScheduledStep) -> None:
-        """Decode tokens of each of `rows`, whose blocks have slots for them."""
-        num_reserved = self.num_reserved(rows)
-        num_tokens = self.num_tokens[rows] + num_reserved
-        step.req_indices, step.num_reserved, step.context_lens = rows, num_reserved, num_tokens - 1
-        step.tokens_per_row = num_reserved.max(initial=1).item()
-        step.sampled_seqs, step.sampled_rows = self.seqs[rows].tolist(), [*range(len(rows))]
-        fills_block = num_tokens % self.block_size <= 1  # it can be cached when its last token arrives, or the next one
-        step.visited = (fills_block | (num_tokens >= self.may_end_from[rows])).nonzero()[0].tolist()
-        step.watched = self.is_watched[rows].nonzero()[0].tolist()
-        self.num_computed_tokens[rows] = num_tokens - 1
-        self.num_tokens[rows] = num_tokens

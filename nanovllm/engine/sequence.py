@@ -23,25 +23,13 @@ def packed_ids(token_ids: list[int]) -> bytes:
     return struct.pack(f"{len(token_ids)}i", *token_ids)
 
 
-def _count(i: int) -> Any:
-    """The i-th of a Sequence's `counts`. While it decodes, writing it changes the DecodeTable."""
-    return property(lambda seq: seq.counts[i], lambda seq, value: seq.counts.__setitem__(i, value))
-
-
 class Sequence:
     """A prompt and the tokens that were generated for it.
 
-    While a sequence decodes, its `counts` are its row of the DecodeTable, where a step updates all rows at once.
-
     Counts run ahead of contents: `num_tokens`, and `len`, count a token from the moment that the step which samples it
     is scheduled; `token_ids` has it when it has reached the host. Once a sequence is queued, only the Scheduler, with
-    its block manager and its table, and the OutputProcessor change it.
+    its block manager, and the OutputProcessor change it.
     """
-
-    num_tokens = _count(0)
-    num_computed_tokens = _count(1)  # their keys and values are in the cache, or in a step that was scheduled
-    token_limit = _count(2)  # no decode step is scheduled once `num_tokens` is that
-    num_drafts = _count(3)  # of the tokens after its next one: a step may give it one token more than that
 
     def __init__(
         self,
@@ -73,7 +61,10 @@ class Sequence:
         self.token_ids = [*token_ids]
         self.num_prompt_tokens = len(token_ids)
         self.max_num_tokens = max_len if params.max_tokens is None else min(len(token_ids) + params.max_tokens, max_len)
-        self.counts: Any = [len(token_ids), 0, self.max_num_tokens, 0]  # while it decodes: its row of a DecodeTable
+        self.num_tokens = len(token_ids)
+        self.num_computed_tokens = 0  # their keys and values are in the cache, or in a step that was scheduled
+        self.token_limit = self.max_num_tokens  # no decode step is scheduled once `num_tokens` is that
+        self.num_drafts = 0  # of the tokens after its next one: a step may give it one token more than that
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
         self.block_table: list[int] = []
         self.block_hashes: list[int] = []  # of the full blocks of token_ids, computed when they are needed
@@ -148,6 +139,11 @@ class Sequence:
     def has_sampled(self) -> bool:
         """Whether a step that samples its first token was scheduled."""
         return self.num_tokens > self.num_prompt_tokens
+
+    @property
+    def decode_end(self) -> int:
+        """Up to where a step computes that decodes its last token and its drafts."""
+        return min(self.token_limit - 1, self.num_tokens + self.num_drafts)
 
     @property
     def is_finished(self) -> bool:

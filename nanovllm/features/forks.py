@@ -75,7 +75,8 @@ def _copy(seq: Sequence, index: int, token_id: int) -> Sequence:
     other = copy(seq)
     other.index, other.token_ids = index, [*seq.token_ids, token_id]
     other.set_order(seq.order[0])
-    other.counts = [len(other.token_ids), 0, seq.max_num_tokens, 0]
+    other.num_tokens, other.num_computed_tokens = len(other.token_ids), 0
+    other.token_limit, other.num_drafts = seq.max_num_tokens, 0
     other.block_table, other.block_hashes, other.req_index = [], [], -1
     other.status, other.is_paused, other.was_admitted = SequenceStatus.WAITING, False, False
     other.feature_state, other.timing = deepcopy(seq.feature_state), dict(seq.timing)

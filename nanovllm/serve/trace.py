@@ -279,12 +279,11 @@ class StepRecorder:
 
     def _add_rows(self, frame: Frame, step: ScheduledStep) -> None:
         # a row may belong to a sequence that ended while its token was in flight
-        names, n = self._names, step.num_decodes
-        decodes = [names.get(seq) or sequence_name(seq) for seq, _, _ in step.rows[:n]]
+        decodes = [self._names.get(seq) or sequence_name(seq) for seq, _, _ in step.decodes]
         if decodes != self._decodes:
             frame["decodes"] = self._decodes = decodes
         frame["chunks"] = [[sequence_name(seq), start, end] for seq, start, end in step.chunks]
-        sampled = step.sampled_seqs[n:]
+        sampled = step.new_seqs
         frame["sampled"] = [sequence_name(seq) for seq in sampled]
         frame["ttft"] = [round(seq.timing["first_token"], 4) for seq in sampled if seq.num_completion_tokens == 1]
 

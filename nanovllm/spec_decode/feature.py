@@ -27,25 +27,26 @@ class Speculation(StepFeature):
         """Drafts [D, k - 1] of the sequences that have some, -1 where there is none; all new blocks; and for a device
         that drafts, which of these sequences are behind, and whether they are new [B, 2].
         """
-        rows = (step.num_reserved > 1).nonzero()[0]
+        req_indices, all_reserved = step.req_indices, step.num_reserved
+        rows = (all_reserved > 1).nonzero()[0]
         if not len(rows):
             return None
         drafts, behind, places, masks = np.full((len(rows), step.tokens_per_row - 1), -1), [], [], []
-        for own, i, num_reserved in zip(drafts, rows, step.num_reserved[rows]):
+        for own, i, num_reserved in zip(drafts, rows, all_reserved[rows]):
             states = step.sampled_seqs[i].feature_state
             state = states["spec_decode"]
             own[: num_reserved - 1] = state.token_ids[: num_reserved - 1]
             if state.is_behind:
-                behind.append((step.req_indices[i], state.is_new))
+                behind.append((req_indices[i], state.is_new))
             state.is_new = state.is_behind = False
             if (constraint := states.get("structured_outputs")) is not None:  # masks of what follows each draft
-                places += [np.array((step.req_indices[i], n + 1)) for n in range(len(constraint.draft_masks))]
+                places += [np.array((req_indices[i], n + 1)) for n in range(len(constraint.draft_masks))]
                 masks += constraint.draft_masks
-        new_blocks = [(step.req_indices[i], column, block_id) for i, column, block_id in step.new_blocks]
+        new_blocks = [(req_indices[i], column, block_id) for i, column, block_id in step.new_blocks]
         return dict(
             dict(mask_places=places, masks=masks) if masks else {},
-            req_indices=step.req_indices[rows],
-            num_drafts=step.num_reserved[rows] - 1,
+            req_indices=req_indices[rows],
+            num_drafts=all_reserved[rows] - 1,
             behind=np.array(behind, np.int64).reshape(-1, 2),
             drafts=drafts,
             new_blocks=np.array(new_blocks).reshape(-1, 3),

@@ -86,9 +86,6 @@ class DraftingOutputProcessor(OutputProcessor):
 
     def postprocess(self, step: ScheduledStep, result: StepResult) -> Collection[Sequence]:
         if result.counts is None:
-            # when it was scheduled, a step with drafts may have been in flight
-            if not (self.proposer.on_host or self.is_off):
-                step.visited = [*range(len(step.sampled_seqs))]
             changed, num_new = super().postprocess(step, result), [1] * len(step.sampled_seqs)
         else:
             changed, num_new = self._postprocess_rounds(step, result, result.counts), result.counts
@@ -122,7 +119,7 @@ class DraftingOutputProcessor(OutputProcessor):
             chosen = [j for j, count in enumerate(counts) if count > i]  # of the step's `sampled_seqs`
             seqs, token_ids = [step.sampled_seqs[j] for j in chosen], [result.token_ids[j * k + i] for j in chosen]
             watched = [place for place, j in enumerate(chosen) if j in step_watched]
-            arrived, ends = self.append(seqs, token_ids, [*range(len(seqs))], watched)
+            arrived, ends = self.append(seqs, token_ids, watched)
             arrived = {chosen[place] * k + i: seq for place, seq in arrived.items()}
             changed |= dict.fromkeys(self.run_features(step, result, arrived, ends))
         return changed
