@@ -100,6 +100,7 @@ class Config:
     batch_invariant: bool = checked(False, check_bool)
     speculative_config: Any = None
     dtype_reason: str = field(init=False, repr=False)  # why "auto" has become this dtype
+    eos: int = field(default=-1, init=False, repr=False)  # of the tokenizer, once the engine has read that
     num_states: int = field(default=0, init=False, repr=False)  # of layers that keep one: see cache/state.py
     model_config: "ModelConfig" = field(init=False, repr=False)  # with our `dtype`, not the checkpoint's
 
@@ -162,6 +163,13 @@ class Config:
 
             settings = translate(settings, known)
         return cls(model, **settings)
+
+    @property
+    def hf_config(self) -> Any:
+        """config.json as transformers reads it. The engine itself reads `model_config`."""
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self.model)
 
     @property
     def max_blocks_per_seq(self) -> int:

@@ -39,6 +39,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined, so it is set before any import
 
 from nanovllm import LLM, kernels
+from nanovllm.batches.batch_runner import BatchRunner
 from nanovllm.distributed import worker
 from nanovllm.engine import model_runner
 from nanovllm.engine.features import FEATURES
@@ -333,8 +334,12 @@ def runs_as_on_cuda(runner) -> None:
     """Let the runner of a CPU run steps as that of CUDA does, with tensors on the CPU; no memory is allocated yet."""
     from nanovllm.cuda.runner import CUDAModelRunner
 
-    own = {name: vars(ModelRunner)[name] for name in ("on_device", "end_of_step", "zeros", "recover", "exit")}
+    plain, batches = vars(ModelRunner), vars(BatchRunner)
+    own = {name: plain[name] for name in ("on_device", "zeros", "recover")}
+    own |= {name: batches[name] for name in ("end_of_step", "exit")}
     runner.__class__ = type("CUDAModelRunnerOnCPU", (CUDAModelRunner,), own)
+    if not hasattr(runner, "tables"):  # it was a plain one
+        BatchRunner.make_tables(runner)
 
 
 class ForkedRank(ForkProcess):

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from zlib import crc32
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.policies import make_policy
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep, StepResult
 from nanovllm.engine.scheduler import Scheduler
@@ -21,7 +20,7 @@ from nanovllm.engine.state_blocks import StateBlockManager
 from nanovllm.engine.stats import stats_of
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.spec_decode.config import ON_CPU
-from nanovllm.spec_decode.output_processor import DraftingOutputProcessor
+from nanovllm.spec_decode.drafting_scheduler import DraftingScheduler
 from nanovllm.spec_decode.proposer import Proposer
 
 VOCAB_SIZE, EOS, ALSO_EOS = 50, 0, 1
@@ -45,7 +44,7 @@ class RandomDrafts(Proposer):
 
 
 class SimulatedEngine:
-    """A scheduler and an output processor; the sequences of a step all get the same token.
+    """A scheduler; the sequences of a step all get the same token.
 
     They get it at once, or with `asynchronous` when the next step has been scheduled. If the moves are `checked`,
     `check_accounting` follows each.
@@ -74,15 +73,18 @@ class SimulatedEngine:
         self.manager = StateBlockManager(*sizes, *states) if keeps_states else BlockManager(*sizes)
         config = SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
         config.max_num_mixed_tokens = max_num_mixed_tokens
-        config.model_config = SimpleNamespace(context_of_equal_cost=context_of_equal_cost)
-        self.scheduler = Scheduler(config, self.manager)
-        self.outputs = OutputProcessor(self.scheduler, frozenset({EOS, ALSO_EOS}))
+        eos_token_ids = frozenset({EOS, ALSO_EOS})
+        config.model_config = SimpleNamespace(context_of_equal_cost=context_of_equal_cost, eos_token_ids=eos_token_ids)
+        config.eos = -1
         if num_drafts:
             sizes = dict(num_speculative_tokens=num_drafts, disable_by_batch_size=max(3, max_num_seqs - 2))
             settings = SimpleNamespace(method="draft_model", is_synthetic=False, step_cost=ON_CPU, **sizes)
-            self.outputs = DraftingOutputProcessor(self.scheduler, frozenset({EOS, ALSO_EOS}), settings)
+            config.speculative_config = settings
+            self.scheduler = DraftingScheduler(config, self.manager)
             if drafts_on_host:
-                self.outputs.proposer = RandomDrafts(settings)
+                self.scheduler.proposer = RandomDrafts(settings)
+        else:
+            self.scheduler = Scheduler(config, self.manager)
         self.policy, self.max_len, self.checked = make_policy(policy), max_len, checked
         self.num_requests = 0
         self.seqs: list[Sequence] = []  # all that were queued
@@ -115,7 +117,7 @@ class SimulatedEngine:
         return group[0]
 
     def abort(self, request_id: int) -> list[Sequence]:
-        return self.outputs.end_all(request_id)
+        return self.scheduler.abort(request_id)
 
     def step(self, token_id: int = 7, prompts_first: bool = False) -> ScheduledStep | None:
         """Schedule a step, and give the sequences of this one, or of the one before, their tokens."""
@@ -140,7 +142,7 @@ class SimulatedEngine:
 
     def postprocess(self, step: ScheduledStep, result: StepResult) -> list[Sequence]:
         """Returns the sequences that have ended."""
-        return [seq for seq in self.outputs.postprocess(step, result) if seq.is_finished]
+        return [seq for seq in self.scheduler.postprocess(step, result) if seq.is_finished]
 
     def give(self, step: ScheduledStep, *token_ids: int) -> list[Sequence]:
         """Give the sequences of a step, which the test has scheduled, their tokens. Returns those that have ended."""
@@ -160,7 +162,7 @@ class SimulatedEngine:
         assert {seq.status for seq in waiting} <= {SequenceStatus.WAITING}
         orders = [seq.order for seq in waiting]
         assert orders == sorted(orders)
-        waiting += [seq for seq in self.outputs.awaiting if seq.status is SequenceStatus.WAITING]  # in no queue
+        waiting += [seq for seq in self.scheduler.awaiting if seq.status is SequenceStatus.WAITING]  # in no queue
         assert len(waiting) + len(live) == sum(map(len, scheduler.live.values()))
         assert len(live) <= scheduler.max_num_seqs
         indices = [seq.req_index for seq in live]

@@ -296,19 +296,19 @@ def test_engine_survives_an_error(make_llm, monkeypatch, several_blocks, async_s
     """Nobody gets half an answer, nothing stays queued, and what the failed step left in the cache is not used."""
     llm = make_llm(async_scheduling=async_scheduling, kvcache_block_size=16, num_kvcache_blocks=40)
     requests, expected = several_blocks  # blocks are published when they are scheduled
-    compute, calls = llm.model_runner.compute, []
+    run_step, calls = llm.model_runner.run, []
 
-    def faulty(batch):
-        calls.append(batch)
+    def faulty(step):
+        calls.append(step)
         if len(calls) == failing_step:
             if after:
-                compute(batch)
+                run_step(step)
             for (cache,) in llm.model_runner.caches.values():
                 cache.normal_()  # a step that failed may have written anything
             raise error("in the middle")
-        return compute(batch)
+        return run_step(step)
 
-    monkeypatch.setattr(llm.model_runner, "compute", faulty)
+    monkeypatch.setattr(llm.model_runner, "run", faulty)
     with step_error(error, "in the middle"):
         run(llm, requests)
     assert llm.is_finished() and not llm.scheduler.waiting

@@ -12,7 +12,7 @@ from common import run_with_copy
 
 import nanovllm
 from nanovllm.engine.features import FEATURES
-from nanovllm.engine.model_runner import RUNNERS
+from nanovllm.engine.runners import RUNNERS
 from nanovllm.fused import FORMS
 from nanovllm.spec_decode.feature import DRAFTERS
 from nanovllm.spec_decode.proposer import PROPOSERS
@@ -51,27 +51,27 @@ HOUSE = """
   distributed/division.py utils/devices.py <- utils/collection_checks.py spec_decode/__init__.py spec_decode/config.py
   spec_decode/head_checkpoint.py <- config.py sampling_params.py features/beam_params.py <- compat/params.py
 0 | engine/__init__.py
-1 | engine/sequence.py <- engine/scheduled_step.py
+1 | engine/sequence.py <- engine/scheduled_step.py <- engine/features.py
   spec_decode/proposer.py spec_decode/ngram.py spec_decode/suffix.py
   engine/block_manager.py engine/scheduling_policy.py engine/policies.py
   <- engine/state_blocks.py
-  <- engine/scheduler.py features/awaiting.py features/forks.py <- engine/stats.py
+  <- engine/scheduler.py spec_decode/drafting_scheduler.py features/awaiting.py features/forks.py <- engine/stats.py
 1 | engine/outputs.py <- engine/stream_event.py
 1 | kernels/ moe/kernels/ delta_net/kernels/ quantization/kernels/ invariant/kernels/ distributed/kernels/
-2 | engine/features.py
 2 | cache/ quantization/fp8_cache.py <- attention/base.py attention/sdpa.py <- layers/ <- attention/ moe/experts.py
   delta_net/
 3 | models/
 3 | fused/ <- quantization/scaled.py <- quantization/scaled_linear.py quantization/scaled_experts.py <-
   quantization/fp8_linear.py <- quantization/quant_config.py <- quantization/formats/
-4 | engine/batch.py <- engine/request_tables.py spec_decode/rows.py
+4 | engine/forward_output.py
   <- features/__init__.py features/block_copies.py features/logit_edits.py features/logprob_outputs.py
-  <- features/logprobs.py
+  <- features/logprobs.py engine/model_runner.py
+  <- batches/__init__.py batches/batch.py <- batches/request_tables.py spec_decode/rows.py <- batches/batch_runner.py
   spec_decode/feature.py spec_decode/draft_model.py spec_decode/heads.py
   <- cuda/__init__.py cuda/buffers.py <- cuda/graphs.py cuda/draft_graphs.py <- cuda/arena.py cuda/start.py
-  <- engine/model_runner.py <- cuda/runner.py
+  <- cuda/runner.py
   invariant/__init__.py invariant/cpu_ops.py invariant/cuda_ops.py <- invariant/cpu_attention.py
-  <- invariant/cpu.py invariant/cuda.py
+  <- invariant/cpu.py invariant/cuda.py <- engine/runners.py
 5 | distributed/__init__.py distributed/ranks.py <- distributed/peer_memory.py
   <- distributed/process_group.py distributed/step_channel.py <- distributed/worker.py
 3 | reasoning/feature.py
@@ -82,9 +82,8 @@ HOUSE = """
   engine/sentencepiece.py engine/recommended_params.py features/stop_strings.py <- engine/request.py
   <- engine/chat_templates.py <- engine/prompts.py
   engine/streamed_request.py <- engine/input_processor.py engine/output_processor.py
-  <- spec_decode/output_processor.py
-  <- engine/engine.py features/beam_search.py <- engine/engine_thread.py <- engine/step_callers.py engine/streams.py
-  <- engine/llm_engine.py rollout/ <- llm.py <- __init__.py <- compat/llm.py <- compat/vllm.py <- compat/__main__.py
+  <- engine/engine.py features/beam_search.py <- engine/build.py engine/engine_thread.py
+  <- engine/step_callers.py engine/streams.py <- engine/llm_engine.py rollout/ <- llm.py <- __init__.py <- compat/llm.py <- compat/vllm.py <- compat/__main__.py
 7 | benchmarks/__init__.py benchmarks/clients.py benchmarks/processes.py benchmarks/requests.py benchmarks/results.py
   benchmarks/shapes.py
   <- benchmarks/limits.py benchmarks/servers.py benchmarks/tables.py benchmarks/engines/loops.py <- benchmarks/engines/
@@ -184,13 +183,13 @@ def test_imports_go_down():
 def test_house_refuses():
     """The rules themselves can say no."""
     for file, other in [
-        ("layers/attention.py", "engine/batch.py"),
+        ("layers/attention.py", "batches/batch.py"),
         ("models/qwen3.py", "engine/sequence.py"),
         ("engine/sequence.py", "engine/scheduler.py"),
         ("engine/scheduler.py", "kernels/ops.py"),
         ("kernels/ops.py", "engine/sequence.py"),
         ("engine/llm_engine.py", "llm.py"),
-        ("engine/batch.py", "engine/model_runner.py"),
+        ("engine/model_runner.py", "batches/batch_runner.py"),
         ("utils/loader.py", "config.py"),
         ("llm.py", "serve/async_llm.py"),
         ("benchmarks/tables.py", "benchmarks/sweeps.py"),

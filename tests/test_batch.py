@@ -3,17 +3,22 @@
 import numpy as np
 import pytest
 import torch
+from common import generate_by_steps
 
+from nanovllm.batches import batch as batches
+from nanovllm.batches.batch import VIEWS, Batch, BatchShape
+from nanovllm.batches.batch_runner import BatchRunner
+from nanovllm.batches.request_tables import RequestTables, accept, place_decodes
 from nanovllm.cuda.graphs import decode_shape
 from nanovllm.cuda.start import dummy_prefill
-from nanovllm.engine import batch as batches
-from nanovllm.engine.batch import VIEWS, Batch, BatchShape
-from nanovllm.engine.request_tables import RequestTables, accept, place_decodes
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.runners import RUNNERS
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels.sampling.sampling_columns import column
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.spec_decode.rows import ChainShape, place_chains
+from nanovllm.utils.context import get_context
 
 FEATURES = (("one", (("a", (3,)), ("b", (2, 5)))), ("two", (("a", (1, 7)),)))
 MIXED = BatchShape(7, 3, 1, 2, 5, 4, (("tiles", (6, 2)),), False, 1, 2, 1, 3, FEATURES)
@@ -79,7 +84,7 @@ def decodes(seqs: list[Sequence], num_drafts: int = 0) -> ScheduledStep:
 
 def tables_of(seqs: list[Sequence], num_rejected: int = 0, tokens_per_row: int = 1) -> RequestTables:
     """What the device knows before a step in which these decode: they have `num_rejected` tokens less than planned."""
-    tables = RequestTables.zeros(8, tokens_per_row, 5, 20, torch.device("cpu"))
+    tables = RequestTables.zeros(8, tokens_per_row, 5, torch.zeros(9, 20, dtype=torch.int32))
     for i, seq in enumerate(seqs):
         table = seq.block_table[:-1] if i == 0 else seq.block_table
         tables.block_tables[seq.req_index, : len(table)] = torch.tensor(table, dtype=torch.int32)
@@ -263,3 +268,60 @@ def test_the_same_views_of_any_prepared_batch():
     other = Batch.from_buffer(BatchShape(*batch.shape), batch.buffer.copy())
     assert views(other).keys() == views(batch).keys()
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(views(other).values(), views(batch).values()))
+
+
+class BothRunner(BatchRunner):
+    """Compares what it computes from a batch with the plain runner's arrays, in each step."""
+
+    def run(self, step):
+        self.step = step
+        return super().run(step)
+
+    def run_model(self, input_ids, positions):
+        context, step = get_context(), self.step
+        plain = self.prepare_prefill(step.rows, step.num_decodes) if step.chunks else self.prepare_decode(step.rows)
+        other = get_context()
+        assert input_ids.tolist() == plain[0].tolist() and positions.tolist() == plain[1].tolist()
+        for name in ("is_prefill", "max_seqlen_q", "num_decodes", "tokens_per_row"):
+            assert getattr(context, name) == getattr(other, name)
+        for name in ("slot_mapping", "context_lens", "cu_seqlens_q"):
+            assert (name == "cu_seqlens_q" and not step.chunks) or torch.equal(
+                getattr(context, name), getattr(other, name)
+            )
+        for ours, theirs, length in zip(context.block_tables, other.block_tables, context.context_lens.tolist()):
+            num_blocks = -(-length // self.config.kvcache_block_size)
+            assert torch.equal(ours[:num_blocks], theirs[:num_blocks])
+        assert other.max_context_len <= context.max_context_len
+        state_rows = context.state_rows
+        assert torch.equal(self.prepare_state_rows(step), state_rows)
+        self.kinds.add(step.kind)
+        hidden_states = super().run_model(input_ids, positions)
+        self.expected = self.sampler_input(hidden_states, positions, step)
+        return hidden_states
+
+    def sample_and_accept(self, x):
+        for name in ("hidden_states", "req_indices", "positions"):
+            assert torch.equal(getattr(x, name), getattr(self.expected, name))
+        rows = self.sampling_rows(x)
+        assert torch.equal(rows.column("temperature"), self.prepare_sample(self.step.sampled_seqs))
+        return super().sample_and_accept(x)
+
+
+@pytest.mark.parametrize("num_blocks", [12, 60], ids=["preemptions", "enough blocks"])
+def test_plain_arrays_are_those_of_the_batch(make_llm, monkeypatch, num_blocks):
+    """Chunks, prefix hits, several answers to a prompt, preemptions, and decodes beside prompts."""
+    monkeypatch.setitem(RUNNERS, "cpu", f"{__name__}:BothRunner")
+    monkeypatch.setattr(BothRunner, "kinds", set(), raising=False)
+    settings = dict(kvcache_block_size=16, num_kvcache_blocks=num_blocks, max_num_batched_tokens=40, max_num_seqs=5)
+    llm = make_llm(**settings)
+    requests = [
+        ([5 + i % 3] * (7 * i % 50 + 1), SamplingParams(n=1 + i % 2, seed=i, temperature=i % 3 / 2, max_tokens=30))
+        for i in range(12)
+    ]
+    outputs = generate_by_steps(llm, requests)
+    assert type(llm.model_runner) is BothRunner and BothRunner.kinds == {"prefill", "decode", "mixed"}
+    assert (llm.stats()["preemptions"] > 0) == (num_blocks == 12)
+    monkeypatch.delitem(RUNNERS, "cpu")
+    plain = make_llm(**settings)
+    assert type(plain.model_runner) is ModelRunner
+    assert [x.token_ids for x in outputs] == [x.token_ids for x in generate_by_steps(plain, requests)]

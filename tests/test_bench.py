@@ -856,7 +856,7 @@ def test_batches(monkeypatch, capsys):
 
 def test_host(monkeypatch, capsys):
     """Each part takes time, and the sum is theirs; it gets by without a forward pass."""
-    monkeypatch.setattr("nanovllm.engine.model_runner.ModelRunner.compute", lambda *_: pytest.fail("a forward pass"))
+    monkeypatch.setattr("nanovllm.batches.batch_runner.BatchRunner.compute", lambda *_: pytest.fail("a forward pass"))
     main(monkeypatch, "--workload", "host", "--max-num-seqs", "8", *CPU)
     out = capsys.readouterr().out
     assert "a loop of 1,000,000 additions in Python takes" in out
@@ -873,7 +873,7 @@ def test_host(monkeypatch, capsys):
 
 def test_host_calls_leave_the_engine_as_it_was(make_llm):
     """All tokens come from the device's replacement, which is gone afterwards."""
-    llm = make_llm(max_num_seqs=4)
+    llm = make_llm(max_num_seqs=4, async_scheduling=True)
     before = llm.generate([[5, 6]], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
     requests = host_requests(4, 20, 8, llm.config.model_config.vocab_size)
     assert all(us > 0 for us in host_calls(llm, requests, rounds=1).values())

@@ -23,7 +23,7 @@ def compute(manager: BlockManager, token_ids) -> Sequence:
     seq = sequence(token_ids)
     manager.allocate(seq)
     seq.num_computed_tokens = seq.num_tokens
-    manager.cache_full_blocks(seq)
+    manager.hash_blocks(seq, seq.num_computed_tokens)
     return seq
 
 
@@ -117,7 +117,7 @@ def test_caches_only_blocks_that_are_full_computed_and_known():
     for num_known, num_computed, num_full in [(6, 3, 0), (6, 4, 1), (6, 6, 1), (8, 7, 1), (7, 8, 1), (8, 8, 2)]:
         seq.token_ids = list(range(num_known))
         seq.num_computed_tokens = num_computed
-        manager.cache_full_blocks(seq)
+        manager.hash_blocks(seq, seq.num_computed_tokens)
         assert list(manager.hash_to_block_id.values()) == seq.block_table[:num_full]
         assert cached(manager, range(9)) == num_full * BLOCK_SIZE
 
@@ -165,7 +165,7 @@ def test_duplicate_is_found_when_the_first_is_evicted():
     second.token_ids = list(range(8))
     second.num_tokens = second.num_computed_tokens = 8
     manager.may_append(second)
-    manager.cache_full_blocks(second)
+    manager.hash_blocks(second, second.num_computed_tokens)
     assert cached(manager, range(9)) == 8 and len(manager.duplicates) == 1
     manager.deallocate(first)
     manager.deallocate(compute(manager, range(50, 66)))  # takes all that is free

@@ -192,7 +192,7 @@ def test_loop_of_a_server(make_llm, requests, alone):
 def test_error_in_another_callers_step(make_llm, monkeypatch, requests, async_scheduling):
     """Every caller that waits gets an error, with that of the step as its cause."""
     llm = make_llm(async_scheduling=async_scheduling)
-    compute, all_here = llm.model_runner.compute, threading.Barrier(4)
+    compute, all_here = llm.model_runner.run, threading.Barrier(4)
     seen = []
 
     def faulty(batch):
@@ -208,7 +208,7 @@ def test_error_in_another_callers_step(make_llm, monkeypatch, requests, async_sc
             seen.append(error)
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.model_runner, "compute", faulty)
+        patch.setattr(llm.model_runner, "run", faulty)
         with threads(*(lambda i=i: call(i) for i in range(4))):
             pass
     assert [type(error) for error in seen] == [RuntimeError] * 4
@@ -389,7 +389,7 @@ def test_engine_runs_ahead_of_a_stream_by_a_bound(make_llm, requests, async_sche
 
 def test_no_outputs_for_a_caller_that_has_left(make_llm, monkeypatch, requests):
     llm = make_llm()
-    made, output, compute = [], CompletionRequest.output, llm.model_runner.compute
+    made, output, compute = [], CompletionRequest.output, llm.model_runner.run
     monkeypatch.setattr(CompletionRequest, "output", lambda request: made.append(request) or output(request))
 
     def interrupting(batch):
@@ -402,7 +402,7 @@ def test_no_outputs_for_a_caller_that_has_left(make_llm, monkeypatch, requests):
     previous = signal.signal(signal.SIGUSR1, leave)
     try:
         with monkeypatch.context() as patch, pytest.raises(SystemExit):
-            patch.setattr(llm.model_runner, "compute", interrupting)
+            patch.setattr(llm.model_runner, "run", interrupting)
             llm.generate([requests[0][0]] * 3, replace(GREEDY, max_tokens=1000), use_tqdm=False)
     finally:
         signal.signal(signal.SIGUSR1, previous)
@@ -419,8 +419,8 @@ def test_calls_in_a_signal_handler(make_llm, monkeypatch, requests, alone, momen
     llm = make_llm(async_scheduling=moment % 2 == 1)
     where = [
         (llm.scheduler, "schedule"),
-        (llm.core.output_processor, "postprocess"),
-        (llm.model_runner, "prepare"),
+        (llm.scheduler, "postprocess"),
+        (llm.model_runner, "run_model"),
         (llm.core.output_processor, "process"),
     ]
     target, name = where[moment]
@@ -471,9 +471,9 @@ def test_the_engines_own_thread_can_not_wait(make_llm, requests):
 def test_finalizer_in_the_thread_that_watches_the_ranks(make_llm, monkeypatch, requests):
     """The engine's thread waits for that one when it ends the ranks, so that one must not wait for the engine's."""
     llm, is_released = make_llm(), threading.Event()
-    postprocess = llm.core.output_processor.postprocess
+    postprocess = llm.scheduler.postprocess
     slow = lambda *arguments: is_released.wait(20) and postprocess(*arguments)
-    monkeypatch.setattr(llm.core.output_processor, "postprocess", slow)
+    monkeypatch.setattr(llm.scheduler, "postprocess", slow)
     watcher = threading.Thread(target=llm.engine_thread.exit)
     llm.workers.supervisor = watcher
 

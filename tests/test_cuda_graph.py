@@ -14,13 +14,13 @@ from torch.utils._pytree import tree_leaves
 
 from nanovllm import SamplingParams
 from nanovllm.attention.base import AttentionBackend
+from nanovllm.batches.batch import BatchShape
 from nanovllm.cuda import draft_graphs
 from nanovllm.cuda import graphs as cuda_graph
 from nanovllm.cuda import start as cuda
 from nanovllm.cuda.buffers import make_buffers
 from nanovllm.cuda.draft_graphs import DraftGraphs
 from nanovllm.cuda.graphs import DecodeGraphs, MixedGraphs, graph_shapes
-from nanovllm.engine.batch import BatchShape
 from nanovllm.utils import dummy_weights
 
 pytest.importorskip("triton")
@@ -111,7 +111,7 @@ def test_padding_changes_nothing(make_llm, one_layer, use_ops, monkeypatch, draf
     assert found == expected_shapes
     runs_as_on_cuda(runner)
     runner.buffers = make_buffers(llm.config, torch.device("cpu"))
-    parts = runner.run_model, runner.sample
+    parts = runner.run_batch, runner.sample_and_accept
     with torch.inference_mode():
         decode_graphs = DecodeGraphs(llm.config, runner.buffers.device, runner.forward, pool=None)
         sizes = llm.config.max_num_seqs, runner.buffers.device, runner.pad_req_index

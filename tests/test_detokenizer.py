@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm.engine.detokenizer import Detokenizer, TokenBytes
+from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.outputs import OutputCollector, OutputKind, StepOutput
 from nanovllm.engine.request import CompletionRequest
 from nanovllm.engine.scheduled_step import StepResult
@@ -183,7 +184,7 @@ def reference(ids: list[int], params: SamplingParams) -> tuple[int, str, str, st
 
 def run(params: SamplingParams, ids: list[int], kind: OutputKind) -> tuple[tuple, StepOutput]:
     """The answer to a request, one token a step, in the form of `reference`; and what its caller got on the way."""
-    outputs = SimulatedEngine().outputs
+    outputs = OutputProcessor(SimulatedEngine().scheduler)
     seq = Sequence([0], params, max_len=64)
     request_class = CompletionRequest if kind is OutputKind.FINAL_ONLY else StreamedRequest
     request = request_class([seq], None, kind, TOKENS)

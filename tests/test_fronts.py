@@ -249,7 +249,7 @@ def test_a_step_that_fails_ends_the_engine(setup, monkeypatch):
             client.on_failure.append(failed.append)
             request = await client.submit(PROMPTS[1], ENDLESS)
             assert await request.next_events()
-            monkeypatch.setattr(setup.llm.model_runner, "launch", None)
+            monkeypatch.setattr(setup.llm.model_runner, "run", None)
             with pytest.raises(EngineDeadError, match="object is not callable"):
                 while await request.next_events():
                     pass

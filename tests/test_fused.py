@@ -100,6 +100,7 @@ class Runner:
         chunks = [*zip([begin for begin, _ in spans], ends)][num_decodes:]
         arrays = self.backend.prepare_chunks(chunks, num_decodes) if chunks else {}
         context = Context(
+            bool(chunks),
             num_decodes=num_decodes,
             slot_mapping=slots.int(),
             context_lens=int32(ends),

@@ -154,8 +154,8 @@ def test_no_short_step_is_eager(make_llm, monkeypatch):
     llm = make_llm(device="cuda", dtype="auto", max_num_seqs=20, gpu_memory_utilization=0.1)
     longest = max(shape.num_tokens for shape in llm.model_runner.mixed_graphs.shapes if not shape.num_decodes)
     eager = []
-    forward = llm.model_runner.run_model
-    monkeypatch.setattr(llm.model_runner, "run_model", lambda batch: eager.append(batch.shape) or forward(batch))
+    forward = llm.model_runner.run_batch
+    monkeypatch.setattr(llm.model_runner, "run_batch", lambda batch: eager.append(batch.shape) or forward(batch))
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in range(1, 21)]
     llm.generate([[i, i + 1] for i in range(20)], params, use_tqdm=False)
     for i, n in enumerate((1, 2, 17, 500, min(longest, 1900))):

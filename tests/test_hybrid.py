@@ -387,7 +387,7 @@ def test_padded_steps(make_hybrid, checkpoints, use_ops, drafts, monkeypatch, nu
     if has_graphs:
         shapes, buffer = graph_shapes(llm.config, runner.backend), runner.buffers.device
         with torch.inference_mode():
-            parts = runner.pad_req_index, runner.run_model, runner.sample
+            parts = runner.pad_req_index, runner.run_batch, runner.sample_and_accept
             graphs = MixedGraphs(shapes, llm.config.max_num_seqs, buffer, *parts, pool=None)
         runner.mixed_graphs = graphs
     outputs = generate_by_steps(llm, requests[2:3]) + generate_by_steps(llm, requests)
@@ -683,10 +683,10 @@ def logits_of_rank(rank: int, size: int, folder: str, store: Path, prompt: list[
         for begin, end in [(0, 20), (20, 90), *((i, i + 1) for i in range(90, num_tokens))]:
             int32 = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)
             positions, starts = torch.arange(begin, end, dtype=torch.int32), int32(0, end - begin)
-            shape = dict(max_seqlen_q=end - begin, cu_seqlens_q=starts) if begin < 90 else {}
-            shape |= dict(state_rows=int32(0, 0)[:, None])
-            table = torch.zeros(1, 1, dtype=torch.int32)
-            with attention_context(Context(int(begin >= 90), positions, int32(end), table, end, **shape)):
+            is_prefill, table = begin < 90, torch.zeros(1, 1, dtype=torch.int32)
+            shape = dict(max_seqlen_q=end - begin, cu_seqlens_q=starts) if is_prefill else dict(num_decodes=1)
+            shape |= dict(slot_mapping=positions, context_lens=int32(end), block_tables=table, max_context_len=end)
+            with attention_context(Context(is_prefill, state_rows=int32(0, 0)[:, None], **shape)):
                 outputs.append(model.compute_logits(model(torch.tensor(prompt[begin:end]), positions)))
         tp.close()
     return torch.cat(outputs)

@@ -144,10 +144,10 @@ def test_memory_of_decodes(kernels, monkeypatch):
     runner.config = SimpleNamespace(max_num_seqs=3, max_model_len=kernels + 1, tokens_per_row=2)
     runner.model = torch.nn.ModuleList([Attention(4, 32, 0.1, 2), Attention(4, 64, 0.1, 2, window=10)])
     monkeypatch.setattr(CUDAModelRunner, "size_kv_cache", lambda self, *arguments: found.append(arguments))
-    runner.size_kv_cache(10**6, "limit")
+    runner.size_kv_cache(10**6)
     runner.config.max_model_len = kernels
-    runner.size_kv_cache(10**6, "limit")
-    assert found == [(10**6 - 2 * 24 * (64 + 2) * 4, "limit"), (10**6, "limit")]
+    runner.size_kv_cache(10**6)
+    assert found == [(10**6 - 2 * 24 * (64 + 2) * 4,), (10**6,)]
 
 
 def test_graphs_fill_tiles():

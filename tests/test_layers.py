@@ -510,6 +510,7 @@ def test_sdpa_attention(monkeypatch, block_size, group, num_decodes):
         """Tokens first[i]:last[i] of every sequence in one step; the context of that step."""
         rows = [(i, slice(a, b)) for i, (a, b) in enumerate(zip(first, last))]
         context = Context(
+            num_decodes < len(LENGTHS),
             num_decodes=num_decodes,
             slot_mapping=torch.cat([slots[i, part] for i, part in rows]),
             context_lens=torch.tensor(last, dtype=torch.int32),
@@ -540,7 +541,8 @@ def test_sdpa_decodes_in_bfloat16(monkeypatch, group, has_amx):
     tables = torch.tensor([[4, 0, 2], [1, 5, 6], [3, 0, 0]], dtype=torch.int32)
     cache = KVCache(torch.randn(2, 7, 16, kv_heads, DIM).bfloat16())
     q = torch.randn(3, group * kv_heads, DIM).bfloat16()
-    context = Context(3, torch.zeros(3), torch.tensor(lengths, dtype=torch.int32), tables, max_context_len=48)
+    context_lens = torch.tensor(lengths, dtype=torch.int32)
+    context = Context(context_lens=context_lens, block_tables=tables, num_decodes=3, max_context_len=48)
     stored = [[x[table].flatten(0, 1)[:n] for x in (cache.k, cache.v)] for table, n in zip(tables, lengths)]
     expected = torch.cat([dense(row[None], *pair) for row, pair in zip(q, stored)])
     assert_close(SDPABackend().attend(q, cache, context), expected)
@@ -584,6 +586,7 @@ def test_attention_from_qkv(monkeypatch, use_ops, path, has_norm):
         chunks = [(end - new, end) for new, end in zip(num_new, last)][num_decodes:]
         tiles = layer.backend.prepare_chunks(chunks, num_decodes) if chunks and path not in ("layers", "plain") else {}
         context = Context(
+            num_decodes < len(rows),
             num_decodes=num_decodes,
             slot_mapping=torch.cat(slots).int(),
             context_lens=torch.tensor(last, dtype=torch.int32),

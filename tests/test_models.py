@@ -217,7 +217,7 @@ def logits_of_rank(
             layer.cache.window = layer.window
     positions = torch.arange(num_tokens, dtype=torch.int32)
     starts, table = torch.tensor([0, num_tokens], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
-    context = Context(0, positions, starts[1:], table, num_tokens, num_tokens, starts)
+    context = Context(True, starts, num_tokens, positions, starts[1:], table, max_context_len=num_tokens)
     with attention_context(context):
         logits = model.compute_logits(model(torch.tensor(prompt), positions))
     tp.close()

@@ -12,7 +12,7 @@ import nanovllm
 from nanovllm import SamplingParams
 from nanovllm.attention import BACKENDS, check_head_dim
 from nanovllm.config import Config
-from nanovllm.engine.model_runner import RUNNERS
+from nanovllm.engine.runners import RUNNERS
 from nanovllm.kernels import operation, ops_for, register_ops
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.utils.devices import DEVICES

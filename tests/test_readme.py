@@ -222,7 +222,7 @@ def test_guide_table_names_what_exists():
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_files_and_classes_that_are_named_exist(document):
-    """Files like `engine/batch.py`, in the folder of the document, the package, the repository or tests/; attributes
+    """Files like `batches/batch.py`, in the folder of the document, the package, the repository or tests/; attributes
     like `Batch.positions`.
     """
     text = DOCUMENTS[document]

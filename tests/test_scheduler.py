@@ -43,7 +43,7 @@ def test_random_requests_with_drafts(name, asynchronous, on_host, seed):
     seen = simulation.run().seen
     assert (seen["preemptions"] > 0) == ("tiny cache" in name)
     assert seen["right drafts"] > seen["wrong drafts"] > 10
-    assert not simulation.outputs.paces
+    assert not simulation.scheduler.paces
 
 
 @pytest.mark.parametrize("asynchronous, seed", [(False, 0), (True, 1)])
@@ -479,7 +479,7 @@ def test_beams_share_what_they_have_in_common():
     assert sorted(rows(step)) == [(0, 6, 7)] * 3 and step.num_decodes == 0
     assert sorted(step.copies) == sorted((root.block_table[1], seq.block_table[1]) for seq in (second, third))
     engine.give(step, 1, 1, 1)
-    engine.outputs.end(root, "stop")
+    engine.scheduler.finish(root, "stop")
     resume(engine.scheduler, second, 5)
     fork(engine.scheduler, third, 3, 6)
     resume(engine.scheduler, third, 5)

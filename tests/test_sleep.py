@@ -16,7 +16,7 @@ from test_rollout import GREEDY, PROMPTS, answers, bits, ranks_with_new_weights,
 from nanovllm import SamplingParams
 from nanovllm.cuda.arena import Arena
 from nanovllm.cuda.runner import CUDAModelRunner
-from nanovllm.engine import model_runner
+from nanovllm.engine import runners
 from nanovllm.engine.engine import UnavailableError
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.outputs import OutputCollector
@@ -373,7 +373,7 @@ class ArenaRunner(ModelRunner):
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_an_engine_in_arenas(make_llm, monkeypatch, driver, tmp_path, quantization):
     """Its tensors keep their addresses, and hold no bytes while it sleeps."""
-    monkeypatch.setitem(model_runner.RUNNERS, "cpu", "test_sleep:ArenaRunner")
+    monkeypatch.setitem(runners.RUNNERS, "cpu", "test_sleep:ArenaRunner")
     folder = make_checkpoint(tmp_path, "qwen3-moe")
     llm = make_llm(folder, **SMALL | SETTINGS, quantization=quantization)
     weights = [p for p in llm.model_runner.model.parameters() if p.nbytes >= driver.UNIT]

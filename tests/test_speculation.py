@@ -23,12 +23,12 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.stats import stats_of
 from nanovllm.layers.sampler import KEEPS_ALL, token_keys
-from nanovllm.spec_decode import output_processor, suffix
+from nanovllm.spec_decode import drafting_scheduler, suffix
 from nanovllm.spec_decode.config import ON_CPU, StepCost
 from nanovllm.spec_decode.draft_model import DraftModel
+from nanovllm.spec_decode.drafting_scheduler import Pace
+from nanovllm.spec_decode.drafting_scheduler import width_that_pays as find_width
 from nanovllm.spec_decode.feature import Speculation
-from nanovllm.spec_decode.output_processor import Pace
-from nanovllm.spec_decode.output_processor import width_that_pays as find_width
 from nanovllm.spec_decode.proposer import PROPOSERS, Proposer
 from nanovllm.spec_decode.suffix import ROOT, SuffixAutomaton
 
@@ -120,13 +120,13 @@ def test_not_one_token_differs(make_llm, small_model, chat, margins, schedule, a
         again = generate_by_steps(llm, zip(prompts[:4], params[:4]))  # with prefix hits, and chunks beside decodes
         assert answers(again) == expected[:4], method
         assert accepted(llm)[0] > 20 and llm.stats()["blocks"]["used"] == 0
-        assert not llm.core.output_processor.paces
+        assert not llm.scheduler.paces
         llm.exit()
 
 
 def test_another_family(make_llm, margins, tmp_path, monkeypatch):
     """Layers with a window, and a draft model with another shape of keys."""
-    monkeypatch.setattr(output_processor, "LIMIT", 100.0)  # its drafts are mostly wrong
+    monkeypatch.setattr(drafting_scheduler, "LIMIT", 100.0)  # its drafts are mostly wrong
     model, other = (make_checkpoint(tmp_path / name, name) for name in ("mistral-window", "llama"))
     prompts, params = (x[:9] for x in random_requests(VOCAB_SIZE, random.Random(3)))
     params = few_likely(params)
@@ -184,10 +184,10 @@ def test_the_drafter_catches_up(make_llm, small_model, chat):
 def test_keys_of_wrong_drafts_are_computed_again(make_llm, small_model, monkeypatch):
     """Also if nothing was drafted in the step after them: all drafts of the model for itself are right then."""
     for name, value in {"PAID_PER_STEP": 0.2, "LEAST_PER_STEP": 0.15}.items():
-        monkeypatch.setattr(output_processor, name, value)
+        monkeypatch.setattr(drafting_scheduler, name, value)
     llm = make_llm(small_model, **SETTINGS, **drafting("draft_model", model=small_model))
     sample, pauses, num_wrong = DraftModel._sample, set(), 0
-    llm.core.on_step.append(lambda step, result: pauses.add(llm.core.output_processor.is_losing))
+    llm.core.on_step.append(lambda step, result: pauses.add(llm.scheduler.is_losing))
 
     def sample_wrong_ones(*args):
         nonlocal num_wrong
@@ -287,7 +287,7 @@ class Wrong(Silent):
 @pytest.mark.parametrize("num_seqs, num_tokens", [(1, 110), (8, 30)])
 def test_wrong_drafts_of_a_model_cost_little(make_llm, small_model, monkeypatch, num_seqs, num_tokens):
     """However many sequences run, and however short they are; as soon as drafts are right, they are used."""
-    monkeypatch.setattr(output_processor, "LEAST_PER_STEP", 0.02)  # so that drafts are soon tried again
+    monkeypatch.setattr(drafting_scheduler, "LEAST_PER_STEP", 0.02)  # so that drafts are soon tried again
     sample, is_wrong = DraftModel._sample, 1
     draw = lambda *args: (sample(*args) + is_wrong) % llm.config.model_config.vocab_size
     monkeypatch.setattr(DraftModel, "_sample", draw)

@@ -26,6 +26,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.models import MODELS, make_model
 from nanovllm.models.llama import LlamaAttention, LlamaForCausalLM
 from nanovllm.models.qwen3 import Qwen3MLP
+from nanovllm.utils.context import get_context
 
 LAYER: dict = {}
 exec(STATE, LAYER)  # the layer of CONTRIBUTING.md
@@ -115,20 +116,17 @@ def poison(llm):
     runner, manager = llm.model_runner, llm.scheduler.block_manager
     run_model = runner.run_model
 
-    def run_poisoned(batch):
+    def run_poisoned(input_ids, positions):
         seqs = [*llm.scheduler.running.values(), *llm.scheduler.prefilling.values()]
         needed = {manager.rows.zeros, *manager.snapshots.values(), *(seq.req_index for seq in seqs)}
-        needed |= {
-            *batch.req_indices.tolist(),
-            *(batch.state_rows.flatten().tolist() if batch.shape.has_chunks else ()),
-        }
+        needed |= {*get_context().state_rows.flatten().tolist()}
         num_rows = llm.config.num_states + 2
         rows = [row for row in range(num_rows) if row not in needed]
         for spec, tensors in runner.caches.items():
             for tensor in tensors if spec.of_states else ():
                 assert tensor.shape[2] == num_rows
                 tensor[:, :, rows] = torch.nan if tensor.is_floating_point() else -(2**30)
-        return run_model(batch)
+        return run_model(input_ids, positions)
 
     runner.run_model = run_poisoned
     return llm
@@ -281,7 +279,7 @@ def test_sizes_of_published_shapes(tmp_path, model, gpu, num_seqs, num_states, n
     runner = SimpleNamespace(config=config, cache_groups=groups, cache_budget=lambda: left, min_of_ranks=int)
     runner.cache_bytes = partial(ModelRunner.cache_bytes, runner)
     fit_states(runner)
-    ModelRunner.size_kv_cache(runner, left - int(1.9 * 2**30), "")
+    ModelRunner.size_kv_cache(runner, left - int(1.9 * 2**30))
     found = config.max_num_seqs, config.num_states, config.num_kvcache_blocks * config.kvcache_block_size
     expected = [int(x.replace(",", "")) for x in (num_seqs, num_states, num_tokens)]
     assert found == pytest.approx(expected, rel=0.005)

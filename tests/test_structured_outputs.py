@@ -26,10 +26,9 @@ from simulation import SETTINGS, Simulation, random_requests
 from test_callers import Interrupt
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.batches.batch import Batch, BatchShape
 from nanovllm.cuda.buffers import make_buffers
 from nanovllm.cuda.graphs import decode_shape
-from nanovllm.engine import output_processor
-from nanovllm.engine.batch import Batch, BatchShape
 from nanovllm.engine.features import FEATURES, Feature, StepFeature
 from nanovllm.engine.outputs import OutputKind
 from nanovllm.engine.sequence import Sequence
@@ -367,7 +366,7 @@ class Gate:
         self.turns = []
         monkeypatch.setattr(masks.MaskThreads, "submit", lambda threads, turn, is_slow: self.turns.append(turn))
         monkeypatch.setattr(feature, "MAX_SECONDS", 0)
-        monkeypatch.setattr(output_processor, "MAX_WAIT_SECONDS", 0)
+        monkeypatch.setattr(awaiting, "MAX_WAIT_SECONDS", 0)
 
     def make(self, number: int | None = None) -> None:
         turns = [self.turns.pop(0) for _ in range(len(self.turns) if number is None else number)]
@@ -400,7 +399,7 @@ def test_masks_that_are_not_made_hold_up_no_other_sequence(make_llm, monkeypatch
             llm.engine_thread.call(lambda: llm.scheduler.preempt(rng.choice([*llm.scheduler.running.values()])))
         outputs |= {output.request_id: output for output in llm.step().finished}
     assert [[x.token_ids for x in outputs[i].outputs] for i in ids] == expected
-    assert llm.stats()["blocks"]["used"] == 0 and not llm.core.output_processor.awaiting
+    assert llm.stats()["blocks"]["used"] == 0 and not llm.scheduler.awaiting
     assert llm.stats()["preemptions"] > 3
 
 
@@ -425,7 +424,7 @@ def test_the_engine_waits_for_masks(make_llm, monkeypatch):
         return wait(futures, seconds, until)
 
     monkeypatch.setattr(awaiting, "wait", recorded)
-    monkeypatch.setattr(output_processor, "MAX_WAIT_SECONDS", 0.001)
+    monkeypatch.setattr(awaiting, "MAX_WAIT_SECONDS", 0.001)
     llm = make_llm(async_scheduling=True)
     rows = scheduled_rows(llm, monkeypatch)
     with ThreadPoolExecutor() as pool:
@@ -448,8 +447,8 @@ def test_held_sequences_are_aborted_and_dropped(make_llm, monkeypatch, async_sch
     first, second = requests_of(llm, params("regex", "[ab]{5}", n=3), params("regex", "c{5}"))
     for _ in range(4):
         llm.step()
-    awaited = [seq.awaited for seq in llm.core.output_processor.awaiting]
-    llm.engine_thread.call(lambda: llm.scheduler.preempt(next(iter(llm.core.output_processor.awaiting))))
+    awaited = [seq.awaited for seq in llm.scheduler.awaiting]
+    llm.engine_thread.call(lambda: llm.scheduler.preempt(next(iter(llm.scheduler.awaiting))))
     llm.abort(first)
     outputs = [*llm.step().finished]
     while not llm.is_finished():
@@ -464,7 +463,7 @@ def test_held_sequences_are_aborted_and_dropped(make_llm, monkeypatch, async_sch
     requests_of(llm, params("regex", "[ab]{5}", n=2))
     for _ in range(4):
         llm.step()
-    awaited = [seq.awaited for seq in llm.core.output_processor.awaiting]
+    awaited = [seq.awaited for seq in llm.scheduler.awaiting]
     assert len(awaited) == 2
     llm.exit()
     assert all(future.cancelled() for future in awaited)
@@ -522,7 +521,7 @@ def test_masks_that_take_random_times(make_llm, monkeypatch, async_scheduling):
         if aborted and rng.random() < 0.1:
             llm.abort(aborted.pop())
     assert [[x.token_ids for x in outputs[i].outputs] for i in ids] == expected
-    assert llm.stats()["blocks"]["used"] == 0 and not llm.core.output_processor.awaiting
+    assert llm.stats()["blocks"]["used"] == 0 and not llm.scheduler.awaiting
 
 
 def test_a_request_that_is_moved_waits_for_its_mask(llm, monkeypatch):
@@ -552,16 +551,16 @@ class HeldSimulation(ConstrainedSimulation):
                 seq.feature_state["later"] = None
 
     def step(self, token_id=7, prompts_first=False):
-        awaited = [seq.awaited for seq in self.outputs.awaiting]
+        awaited = [seq.awaited for seq in self.scheduler.awaiting]
         for future in awaited:
             if self.random.random() < 0.3 and future.set_running_or_notify_cancel():
                 future.set_result(None)
         self.seen["held"] += len(awaited)
-        self.seen["held without blocks"] += sum(not seq.block_table for seq in self.outputs.awaiting)
+        self.seen["held without blocks"] += sum(not seq.block_table for seq in self.scheduler.awaiting)
         if awaited:
-            self.outputs.release()
+            awaiting.release(self.scheduler)
             self.check_move()
-        if self.in_flight or len(self.outputs.awaiting) < sum(map(len, self.scheduler.live.values())):
+        if self.in_flight or len(self.scheduler.awaiting) < sum(map(len, self.scheduler.live.values())):
             return super().step(token_id, prompts_first)
         return None
 
@@ -584,10 +583,10 @@ class Later(StepFeature):
 @BOTH_WAYS
 def test_random_schedules_with_held_sequences(monkeypatch, name, async_scheduling):
     monkeypatch.setitem(FEATURES, "later", Feature(Later, {}))
-    monkeypatch.setattr(output_processor, "MAX_WAIT_SECONDS", 0)
+    monkeypatch.setattr(awaiting, "MAX_WAIT_SECONDS", 0)
     requests = random_requests(11, 24, max_n=3)
     simulation = HeldSimulation(requests, async_scheduling, **SETTINGS[name]).run()
-    assert simulation.seen["held"] > 100 and not simulation.outputs.awaiting
+    assert simulation.seen["held"] > 100 and not simulation.scheduler.awaiting
 
 
 @pytest.fixture

@@ -25,12 +25,12 @@ from programs import Program
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.batches.batch import MAX_CHUNKS, BatchShape
 from nanovllm.config import Config
 from nanovllm.cuda.buffers import largest_batch
 from nanovllm.cuda.graphs import decode_shape
 from nanovllm.distributed import process_group, worker
 from nanovllm.distributed.step_channel import HEADER, NUM_BUFFERS, StepChannel, StepReader
-from nanovllm.engine.batch import MAX_CHUNKS, BatchShape
 from nanovllm.engine.engine import SingleRank
 from nanovllm.engine.scheduling_policy import FCFS
 from nanovllm.utils.interrupts import interrupts_held

@@ -5,9 +5,11 @@
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
+from nanovllm.engine.build import build_engine
 from nanovllm.engine.engine import Engine
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.utils.context import get_context, reset_context
 
 SETTINGS = dict(device="cpu", dtype="float32", kvcache_block_size=16)
 GREEDY = SamplingParams(temperature=0, max_tokens=12)  # always the likeliest token, so that the answers are known
@@ -15,14 +17,14 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)  # always the likeliest to
 
 def make_engine(**settings) -> Engine:
     """A scheduler with its block manager, a model runner with the model, and an output processor."""
-    return Engine(Config.create("tiny-qwen3", SETTINGS | settings))
+    return build_engine(Config.create("tiny-qwen3", SETTINGS | settings))
 
 
 def make_step(engine: Engine) -> ScheduledStep:
     """What `Engine.step` does: decide, compute and sample, append."""
     step = engine.scheduler.schedule()
     result = engine.model_runner.run(step).wait()
-    engine.output_processor.postprocess(step, result)
+    engine.scheduler.postprocess(step, result)
     return step
 
 
@@ -42,14 +44,15 @@ def test_prompt_becomes_an_answer(chat, tokenizer):
     assert [*block_manager.free_block_ids] == [2, 3, 4, 5, 6, 7]
 
     # The model knows no sequences, so the decision becomes arrays: what to compute, and in which slots to store it.
-    batch = runner.prepare(step)
-    assert batch.input_ids.tolist() == seq.token_ids and batch.cu_seqlens_q.tolist() == [0, 18]
-    assert batch.positions.tolist() == batch.slot_mapping.tolist() == [*range(18)]  # block 0 has the slots 0 to 15
+    input_ids, positions = runner.prepare_prefill(step.rows)
+    assert input_ids.tolist() == seq.token_ids and get_context().cu_seqlens_q.tolist() == [0, 18]
+    assert positions.tolist() == get_context().slot_mapping.tolist() == [*range(18)]  # block 0 has the slots 0 to 15
+    reset_context()
 
     # The model runs, and the sampler takes a token from the logits of the last position: what follows the prompt.
-    result = runner.launch(batch, step).wait()
+    result = runner.run(step).wait()
     assert tokenizer.decode(result.token_ids) == "4"
-    engine.output_processor.postprocess(step, result)
+    engine.scheduler.postprocess(step, result)
     assert seq.token_ids[18:] == result.token_ids
 
     # Decode: from now on a step computes one token, the last one, as the cache has the keys and values of the others.

@@ -23,7 +23,7 @@ class FlashBackend(AttentionBackend):
 
     def attend(self, q, cache, context):
         n = context.num_decodes
-        if not context.has_chunks:
+        if not context.is_prefill:
             return self._decode(q, cache, context)
         out = self._prefill(q, cache, context)
         if n:

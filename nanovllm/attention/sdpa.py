@@ -68,7 +68,7 @@ def _plan(context: Context, window: int | None, block_size: int, dtype: torch.dt
     """The groups of a step, in the order of its rows."""
     lengths, starts = context.context_lens.tolist(), []
     num_single = len(lengths)
-    if context.has_chunks and context.max_seqlen_q > 1:  # beams compute one token each
+    if context.is_prefill and context.max_seqlen_q > 1:  # beams compute one token each
         num_single, starts = context.num_decodes, context.cu_seqlens_q.tolist()
 
     # Adjacent sequences of similar length, which the scheduler sorts, longest first. Padding to the longest of a group

@@ -29,7 +29,7 @@ class TritonBackend(AttentionBackend):
         q = q.contiguous()  # as it is after our kernels, but not after plain PyTorch
         out, n = torch.empty_like(q), context.num_decodes
         lengths, tables = context.context_lens, context.block_tables
-        if context.has_chunks:
+        if context.is_prefill:
             size = self.tile_sizes[q.shape[1] // cache.k.shape[2], q.shape[2]]
             starts, tiles = context.cu_seqlens_q, context.backend_arrays[f"query_tiles_{size}"]
             self.ops.prefill_attention(q, cache, starts, lengths, tables, tiles, out)

@@ -13,7 +13,7 @@ from nanovllm import LLM
 from nanovllm.benchmarks.engines.nanovllm import inputs, nanovllm_params
 from nanovllm.benchmarks.requests import Request, fit, random_ids
 from nanovllm.benchmarks.tables import print_table
-from nanovllm.engine.request_tables import PendingStep
+from nanovllm.engine.forward_output import PendingStep
 from nanovllm.engine.sequence import Sequence
 
 HOST_SEQS = (1, 8, 64, 256, 512, 1024)
@@ -21,7 +21,7 @@ HOST_SEQS = (1, 8, 64, 256, 512, 1024)
 
 def measure_host(model: str, settings: dict) -> None:
     """Print what a step costs the host, for numbers of sequences up to `max_num_seqs`."""
-    settings = {"max_num_seqs": max(HOST_SEQS)} | settings | {"device": "cpu", "async_scheduling": False}
+    settings = {"max_num_seqs": max(HOST_SEQS)} | settings | {"device": "cpu", "async_scheduling": True}
     max_num_seqs = settings["max_num_seqs"]
     # one step computes all prompts, and each sequence has a block in reserve
     bounds = dict(max_num_batched_tokens=512 * max_num_seqs, num_kvcache_blocks=4 * max_num_seqs + 8)
@@ -51,7 +51,7 @@ def host_requests(num_seqs: int, max_input_len: int, output_len: int, vocab_size
 
 def host_step(llm: LLM, requests: list[Request]) -> list[float]:
     """Microseconds of schedule, prepare and process, and of all three: medians of the steps that only decode."""
-    scheduler, outputs, runner, config = llm.scheduler, llm.core.output_processor, llm.model_runner, llm.config
+    scheduler, runner, config = llm.scheduler, llm.model_runner, llm.config
     device = FakeDevice(len(requests), config.model_config.vocab_size)
     for i, r in enumerate(requests):
         scheduler.add(
@@ -66,7 +66,7 @@ def host_step(llm: LLM, requests: list[Request]) -> list[float]:
         prepared = perf_counter()
         pending = device.launch(batch, step)
         launched = perf_counter()
-        outputs.postprocess(step, pending.wait())
+        scheduler.postprocess(step, pending.wait())
         if step.kind == "decode":
             times.append((scheduled - begin, prepared - scheduled, perf_counter() - launched))
     return [1e6 * median(column) for column in (*zip(*times), map(sum, times))]

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm.batches.batch import MAX_CHUNKS, Batch, BatchShape, DeviceBatch, HostBatch
 from nanovllm.config import Config
-from nanovllm.engine.batch import MAX_CHUNKS, Batch, BatchShape, DeviceBatch, HostBatch
 from nanovllm.engine.features import FEATURES
 from nanovllm.utils.double_buffer import DoubleBuffer
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from nanovllm.batches.batch import MAX_CHUNKS
 from nanovllm.config import Config
 from nanovllm.cuda.graphs import capture, capture_sizes, max_seqs_of
-from nanovllm.engine.batch import MAX_CHUNKS
 from nanovllm.utils.context import Context
 
 ROWS = 16, 64, 256, 1024, 2048  # with which sequences catch up; with more, the device takes longer than the host
@@ -75,7 +75,7 @@ def padded_chunks(config: Config, drafter: Any, num_rows: int) -> tuple[Context,
     ints = lambda *dims, value=0: torch.full(dims, value, dtype=torch.int32, device=drafter.num_computed.device)
     arrays = drafter.backend.array_shapes(num_rows, num_seqs)
     context = Context(
-        num_decodes=0,
+        True,
         slot_mapping=ints(num_rows, value=-1),
         context_lens=ints(num_seqs),
         block_tables=ints(num_seqs, config.max_blocks_per_seq),

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from nanovllm.attention.base import AttentionBackend
+from nanovllm.batches.batch import MAX_CHUNKS, Batch, BatchShape, DeviceBatch
 from nanovllm.config import Config
 from nanovllm.cuda.buffers import StepBuffers, host_memory
-from nanovllm.engine.batch import MAX_CHUNKS, Batch, BatchShape, DeviceBatch
-from nanovllm.engine.request_tables import ForwardOutput, SamplerInput
+from nanovllm.engine.forward_output import ForwardOutput, SamplerInput
 from nanovllm.utils.double_buffer import DoubleBuffer
 
 

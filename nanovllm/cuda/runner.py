@@ -9,20 +9,22 @@ import numpy as np
 import torch
 from torch import nn
 
+from nanovllm.batches.batch import BatchShape, DeviceBatch, HostBatch
+from nanovllm.batches.batch_runner import BatchRunner
+from nanovllm.cuda import start
 from nanovllm.cuda.arena import Arena
-from nanovllm.cuda.buffers import Buffers, to_device
+from nanovllm.cuda.buffers import Buffers, make_buffers, to_device
 from nanovllm.cuda.graphs import DecodeGraphs, MixedGraphs
-from nanovllm.cuda.start import RESERVE_BYTES, hash_compiler, start_on_cuda, threads_in_turn
-from nanovllm.engine.batch import BatchShape, DeviceBatch, HostBatch
-from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.request_tables import ForwardOutput
+from nanovllm.cuda.start import RESERVE_BYTES, hash_compiler, threads_in_turn
+from nanovllm.engine.features import FEATURES
+from nanovllm.engine.forward_output import ForwardOutput
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.fused import fuse
 from nanovllm.layers.sampler import SamplingRows
 from nanovllm.utils.tensor_parallel import STEP_TIMEOUT
 
 
-class CUDAModelRunner(ModelRunner):
+class CUDAModelRunner(BatchRunner):
     buffers: Buffers
     graphs: DecodeGraphs | None = None
     mixed_graphs: MixedGraphs | None = None
@@ -56,10 +58,34 @@ class CUDAModelRunner(ModelRunner):
         return self.sleepers[tag]
 
     def warm_up(self, lap: Callable[[str], None]) -> None:
-        start_on_cuda(self, lap, self._memory_before)
+        self.buffers = make_buffers(self.config, self.device)
+        self.add_features(FEATURES)  # graphs contain their edits of logits
+        if start.has_graphs(self):
+            start.compile_kernels(self)
+        lap("kernels")
+        super().warm_up(lap)
+        start.warm_up_rest(self)
+        lap("graphs")
+
+    def warmup_model(self) -> int:
+        return start.memory_left(self, self._memory_before)
+
+    def allocate_kv_cache(self, num_blocks: int, num_layers: int | None = None) -> None:
+        with self.arena("kv_cache") if num_layers is None else nullcontext():
+            super().allocate_kv_cache(num_blocks, num_layers)
+
+    def time_per_token(self) -> float:
+        return start.milliseconds_per_token(self)
+
+    def capture_cudagraph(self) -> None:
+        if start.has_graphs(self):
+            start.capture_graphs(self)
+
+    @property
+    def budget_name(self) -> str:
+        return f"gpu_memory_utilization={self.config.gpu_memory_utilization} of this GPU leaves"
 
     def cache_budget(self) -> int:
-        """Without what steps need, which is measured later."""
         free, total = torch.cuda.mem_get_info(self.device)
         weights = torch.cuda.memory_allocated(self.device) - self._memory_before
         weights += sum(arena.num_bytes for arena in self.sleepers.values())

@@ -1,6 +1,6 @@
 """The start of a rank on CUDA: kernels are compiled ahead, memory and time are measured, and graphs are captured.
 
-`runner` is the ModelRunner, which calls `start_on_cuda` when its model is loaded.
+`runner` is the CUDAModelRunner, which calls these functions when its model is loaded.
 """
 
 import sys
@@ -11,55 +11,35 @@ from itertools import chain, product
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
+from nanovllm.batches.batch import Batch
 from nanovllm.config import Config
-from nanovllm.cuda.buffers import make_buffers
 from nanovllm.cuda.draft_graphs import DraftGraphs
 from nanovllm.cuda.graphs import DecodeGraphs, MixedGraphs, decode_shapes, graph_shapes, max_seqs_of
-from nanovllm.engine.batch import Batch
-from nanovllm.engine.features import FEATURES
-from nanovllm.engine.request_tables import SamplerInput
+from nanovllm.engine.forward_output import SamplerInput
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
 
 RESERVE_BYTES = 512 * 2**20  # left for graphs, and for libraries that allocate without PyTorch's allocator
 
 
-def start_on_cuda(runner: Any, lap: Callable[[str], None], memory_before: int) -> None:
-    """Size and allocate the cache, and capture the graphs.
-
-    `memory_before` is how many bytes were in use before the model was loaded.
-    """
-    config = runner.config
-    runner.buffers = make_buffers(config, runner.device)
-    runner.add_features(FEATURES)  # graphs contain their edits of logits
+def has_graphs(runner: Any) -> bool:
     parts = runner.backend, *runner.model.modules()
-    has_graphs = not config.enforce_eager and all(getattr(part, "uses_cuda_graphs", True) for part in parts)
-    if has_graphs:
-        compile_kernels(runner)
-    lap("kernels")
-    if config.num_kvcache_blocks is None:
-        limit = f"gpu_memory_utilization={config.gpu_memory_utilization} of this GPU leaves"
-        runner.size_kv_cache(memory_left(runner, memory_before), limit)
-    with runner.arena("kv_cache"):
-        runner.allocate_kv_cache(config.num_kvcache_blocks)
-    if config.max_num_mixed_tokens is None:
-        runner.size_mixed_steps(milliseconds_per_token(runner))
-    lap("warm-up")
-    if has_graphs:
-        capture_cudagraph(runner)
+    return not runner.config.enforce_eager and all(getattr(part, "uses_cuda_graphs", True) for part in parts)
+
+
+def warm_up_rest(runner: Any) -> None:
+    """What is still to be compiled or measured once graphs were captured. Then the tables are zeros again."""
     if runner.mixed_graphs is None:
         warm_up_kernels(runner)
-    for length in warm_up_lengths(config):
+    for length in warm_up_lengths(runner.config):
         catch_up_drafter(runner, 1, length)
-    if config.speculative_config is not None:
+    if runner.config.speculative_config is not None:
         measure_drafts(runner)
     for table in runner.tables:
         table.zero_()
-    lap("graphs")
 
 
 @contextmanager
@@ -88,7 +68,7 @@ def hash_compiler() -> None:
 def memory_left(runner: Any, memory_before: int) -> int:
     """Bytes for the cache: our fraction of the device's memory, less what the largest step needs."""
     config = runner.config
-    peak = warmup_model(runner)
+    peak = peak_of_largest_step(runner)
     free, total = torch.cuda.mem_get_info(runner.device)
     uncounted = runner.tp.num_bytes + sum(arena.num_bytes for arena in runner.sleepers.values())  # by PyTorch
     ours = int(total * config.gpu_memory_utilization) - (peak - memory_before) - uncounted
@@ -97,7 +77,7 @@ def memory_left(runner: Any, memory_before: int) -> int:
     return max(0, min(ours, left))
 
 
-def warmup_model(runner: Any) -> int:
+def peak_of_largest_step(runner: Any) -> int:
     """Run the largest possible prefill; the peak of allocated memory without the cache, in bytes."""
     step = largest_prefill(runner.config)
     num_blocks = sum(len(row.seq.block_table) for row in step.chunks)
@@ -179,10 +159,10 @@ def compile_kernels(runner: Any) -> None:
 
     def run_steps() -> None:
         for shape in shapes:
-            _, x = runner.run_model(Batch.from_buffer(shape, buffer))
+            _, x = runner.run_batch(Batch.from_buffer(shape, buffer))
             # the graphs of decodes have the same numbers of samples as those of chunks
             first = SamplerInput(*(rows[: shape.tokens_per_row] for rows in x))._replace(req_indices=x.req_indices[:1])
-            runner.sample(first if shape.has_chunks else x)
+            runner.sample_and_accept(first if shape.has_chunks else x)
             if drafter is not None and shape.tokens_per_row > 1 and not shape.has_chunks:
                 drafter.draft_chains(
                     *x.req_indices.new_zeros(2, len(x.req_indices)), num_steps=config.tokens_per_row - 1
@@ -213,8 +193,8 @@ def measure_drafts(runner: Any) -> None:
         prompts = dummy_prefill(n, length, config.kvcache_block_size)
         for i, seq in enumerate(prompts.sampled_seqs):  # which catch up at first, as kernels are loaded when launched
             seq.feature_state["spec_decode"] = Drafts([*range(i, i + k - 1)])  # different ones, also for experts
-        rows = np.arange(n), np.full(n, width), np.full(n, length + width)
-        step = ScheduledStep(*rows, sampled_seqs=prompts.sampled_seqs, tokens_per_row=width)
+        step = ScheduledStep()
+        step.decode([ScheduledSequence(seq, length, length + width) for seq in prompts.sampled_seqs])
         seconds = []
         for _ in range(3):
             runner.run(prompts).wait()
@@ -278,7 +258,7 @@ def warm_up_lengths(config: Config) -> list[int]:
 
 
 @torch.inference_mode()
-def capture_cudagraph(runner: Any) -> None:
+def capture_graphs(runner: Any) -> None:
     """Capture decode steps, what drafts for them, and the shorter ones of those with chunks."""
     config, pool, buffer = runner.config, torch.cuda.graph_pool_handle(), runner.buffers.device
     drafter = runner.features["spec_decode"].drafter
@@ -290,5 +270,5 @@ def capture_cudagraph(runner: Any) -> None:
         drafter.run, drafter.run_chunks = graphs.run, graphs.run_chunks
     if captures_chunks(runner):
         shapes = graph_shapes(config, runner.backend)
-        parts = runner.run_model, runner.sample
+        parts = runner.run_batch, runner.sample_and_accept
         runner.mixed_graphs = MixedGraphs(shapes, config.max_num_seqs, buffer, runner.pad_req_index, *parts, *rest)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.engine.batch import BatchShape
+from nanovllm.batches.batch import BatchShape
 
 NUM_BUFFERS = 2  # one to be read while the other is written
 HEADER = 512  # words, of which the first is the number of bytes of the pickled shape that follows it

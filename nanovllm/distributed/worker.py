@@ -22,14 +22,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from nanovllm.batches.batch import Batch, BatchShape
 from nanovllm.config import Config
 from nanovllm.cuda.buffers import largest_batch
 from nanovllm.distributed import process_group
 from nanovllm.distributed.ranks import Ranks
 from nanovllm.distributed.step_channel import NUM_BUFFERS, StepChannel, StepReader
-from nanovllm.engine.batch import Batch, BatchShape
-from nanovllm.engine.model_runner import ModelRunner, make_runner
-from nanovllm.engine.request_tables import PendingStep
+from nanovllm.engine.forward_output import PendingStep
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.runners import make_runner
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.features import check_ranks
 from nanovllm.features.logprobs import MAX_TOP_ROWS

@@ -77,6 +77,8 @@ class BlockManager:
             block.ref_count += 1
             seq.block_table.append(block_id)
         seq.num_computed_tokens = len(seq.block_table) * self.block_size
+        if not seq.was_admitted:
+            seq.num_cached_tokens = seq.num_computed_tokens
         while len(seq.block_table) < self.num_blocks_for(seq.num_tokens):
             seq.block_table.append(self._allocate_block())
 
@@ -108,8 +110,8 @@ class BlockManager:
         if self.needs_block(seq, num_tokens or seq.num_tokens):
             seq.block_table.append(self._allocate_block())
 
-    def cache_full_blocks(self, seq: Sequence) -> None:
-        """Put the full blocks of `seq` into the prefix cache, as far as their tokens are known and computed.
+    def hash_blocks(self, seq: Sequence, num_tokens: int | None = None) -> None:
+        """Put the full blocks of `seq` into the prefix cache: of all tokens that it has, or of the first `num_tokens`.
 
         A prompt's blocks are cached when the step that computes them is scheduled, so that other sequences of the
         same step can share them. That is safe: each layer stores the keys and values of a step before it attends, and
@@ -117,7 +119,8 @@ class BlockManager:
         """
         if not self.enable_prefix_caching:
             return
-        num_full = min(seq.num_computed_tokens, len(seq.token_ids)) // self.block_size
+        num_known = len(seq.token_ids)
+        num_full = (num_known if num_tokens is None else min(num_tokens, num_known)) // self.block_size
         if num_full == 0 or self.blocks[seq.block_table[num_full - 1]].hash != -1:
             return  # all of them are cached, most often
         self._extend_hashes(seq, num_full)

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 from nanovllm.config import Config
-from nanovllm.engine.model_runner import ModelRunner, make_runner
+from nanovllm.engine.forward_output import PendingStep
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.output_processor import OutputProcessor
-from nanovllm.engine.request_tables import PendingStep
 from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.utils.context import clear_context
+from nanovllm.utils.context import reset_context
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 CLOSED = "this engine was closed by exit()"
@@ -22,36 +22,13 @@ class UnavailableError(RuntimeError):
 class Engine:
     """Scheduler, model runner, ranks and output processor: `LLMEngine.core`. An `EngineThread` calls its methods."""
 
-    def __init__(self, config: Config, lap: Callable[[str], None] = lambda part: None):
-        """`lap` is called when a part of the start is over. RuntimeError if one of several ranks does not start."""
-        self.config = config
-        self.model_runner: ModelRunner | None = None
-        self.workers: Any = SingleRank()
-        if config.tensor_parallel_size > 1:
-            from nanovllm.distributed.worker import Workers  # one rank alone does without processes and channels
+    model_runner: ModelRunner | None = None  # None: there is no model yet, or no more
+    scheduler: Scheduler
+    output_processor: OutputProcessor
 
-            self.workers = Workers(config)
-        try:
-            tp = self.workers.connect()
-            lap("ranks")
-            self.model_runner = make_runner(config, lap, tp)
-            self.workers.wait_until_started()
-        except BaseException as error:
-            self.close_after(error)
-            raise
-        assert config.num_kvcache_blocks and config.max_num_mixed_tokens, "the model runner has set them"
-        block_manager, eos_token_ids = None, config.model_config.eos_token_ids
-        if config.num_states:
-            from nanovllm.engine.state_blocks import StateBlockManager  # few models have layers with a state
-
-            sizes = config.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching
-            block_manager = StateBlockManager(*sizes, config.max_num_seqs, config.num_states)
-        self.scheduler = Scheduler(config, block_manager)
-        self.output_processor = OutputProcessor(self.scheduler, eos_token_ids)
-        if config.speculative_config is not None:
-            from nanovllm.spec_decode.output_processor import DraftingOutputProcessor  # few engines draft tokens
-
-            self.output_processor = DraftingOutputProcessor(self.scheduler, eos_token_ids, config.speculative_config)
+    def __init__(self, config: Config, workers: Any):
+        """`workers` are the other ranks. See build.py for the rest."""
+        self.config, self.workers = config, workers
         # for viewers: each is called after a step whose result was processed; an error is one of that step
         self.on_step: list[Callable[[ScheduledStep, StepResult], None]] = []
         self._in_flight: PendingStep | None = None
@@ -66,10 +43,10 @@ class Engine:
         if self.config.async_scheduling:
             due, self._in_flight = self._in_flight, launched
         if due:
-            result = due.wait()
-            self.output_processor.process(due.step, result)
+            step, result = due.step, due.wait()
+            self.output_processor.process(step, result)
             for hook in [*self.on_step]:
-                hook(due.step, result)
+                hook(step, result)
 
     def check_open(self) -> None:
         """RuntimeError if the engine was closed or has failed."""
@@ -84,7 +61,7 @@ class Engine:
 
     def drop_requests(self) -> None:
         """Forget all requests, and rebuild the state: after an error, in the middle of a step, and at the end."""
-        clear_context()
+        reset_context()
         if self.model_runner is not None:
             self.model_runner.recover()  # steps that are queued still read the host's buffers
         self._in_flight = None

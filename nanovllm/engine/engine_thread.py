@@ -178,7 +178,7 @@ class EngineThread:
 
     def step(self) -> None:
         """A step of the engine, after held sequences were let go on."""
-        if self._output_processor.awaiting:
+        if self.engine.scheduler.awaiting:
             self._output_processor.release()
         self.engine.step()
 

@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config, takes_settings_of
-from nanovllm.engine.engine import Engine
+from nanovllm.engine.build import build_engine
 from nanovllm.engine.engine_thread import EngineThread, Submission
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.model_runner import ModelRunner
@@ -62,7 +62,7 @@ class LLMEngine:
         startup.lap("settings")
         with ThreadPoolExecutor(1) as pool:  # importing transformers takes seconds; the model is loaded meanwhile
             tokenizer = pool.submit(load_tokenizer, str(self.config.tokenizer))
-            self.core = Engine(self.config, startup.lap)
+            self.core = build_engine(self.config, startup.lap)
             try:
                 self.tokenizer = tokenizer.result()
                 self.input_processor = InputProcessor(self.config, self.tokenizer)
@@ -72,7 +72,9 @@ class LLMEngine:
         startup.lap("tokenizer")  # the rest of the wait for it
         self.startup_seconds = startup.seconds
         self.workers, self.scheduler = self.core.workers, self.core.scheduler
-        self.core.output_processor.eos_token_id = self.tokenizer.eos_token_id
+        if self.tokenizer.eos_token_id is not None:
+            self.config.resolve(eos=self.tokenizer.eos_token_id)
+            self.scheduler.eos = self.config.eos
         # the model is loaded by the caller's thread, so that Ctrl-C ends the loading at once
         self.engine_thread = EngineThread(self.core)
         weakref.finalize(self, self.engine_thread.exit)  # before the start: what is started is ended, too

@@ -1,9 +1,8 @@
 """One rank: its weights, its part of the cache, and the execution of a step on its device."""
 
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -13,16 +12,15 @@ from torch import nn
 from nanovllm.attention import backend_class
 from nanovllm.cache.kv_cache import PagedKV
 from nanovllm.config import Config
-from nanovllm.engine import request_tables
-from nanovllm.engine.batch import BatchShape, DeviceBatch, HostBatch, prepare_batch, shape_of
-from nanovllm.engine.features import FEATURES, StepFeature
-from nanovllm.engine.request_tables import ForwardOutput, PendingStep, RequestTables, SamplerInput
-from nanovllm.engine.scheduled_step import ScheduledStep
-from nanovllm.kernels.sampling.sampling_columns import WIDTH, seeds
+from nanovllm.engine.features import FEATURES, Arrays, StepFeature
+from nanovllm.engine.forward_output import ForwardOutput, PendingStep, SamplerInput
+from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
+from nanovllm.engine.sequence import Sequence
+from nanovllm.kernels.sampling.sampling_columns import GREEDY_BELOW, WIDTH, params_rows, seeds
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler, SamplingRows, logit_cutoffs
 from nanovllm.models import make_model
-from nanovllm.utils.context import Context, attention_context
+from nanovllm.utils.context import get_context, reset_context, set_context
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.tensor_parallel import TensorParallel
 
@@ -32,14 +30,12 @@ MIN_MIXED_TOKENS = 64  # of a step that decodes and computes prompts, however sl
 
 
 class ModelRunner:
-    """Loads the model, owns the cache, and runs steps.
+    """Loads the model, owns the cache, and runs steps: each at once, from the tokens that sequences have on the host.
 
-    What a step samples stays on the device, in RequestTables. The next decode step reads its input there, so it can be
-    queued before the host knows it.
-
-    This class is for a device that computes each step at once, such as a CPU. On CUDA, `cuda/runner.py` has a
-    subclass that queues steps and replays graphs.
+    Where steps overlap, or several ranks compute them, a subclass takes its place: see runners.py.
     """
+
+    budget_name = "the budget on a CPU is"  # of the cache, in messages
 
     def __init__(self, config: Config, lap: Callable[[str], None], tp: TensorParallel = TensorParallel()):
         """`lap` is called with the name of each part of the start when that is over."""
@@ -67,48 +63,61 @@ class ModelRunner:
             fit_states(self)
         self.caches: dict[Any, list[torch.Tensor]] = {}  # the tensors of each group
         self.sampler = Sampler(self.tp, self.model.lm_head.first_id)
-        self.pad_req_index = config.max_num_seqs
-        loaded = [name for name, feature in FEATURES.items() if isinstance(feature.home, type)]  # those from outside
-        if config.tokens_per_row > 1:
-            loaded.append("spec_decode")
-        sizes = config.max_num_seqs, config.tokens_per_row, config.max_blocks_per_seq, WIDTH
-        self.tables = RequestTables.zeros(*sizes, self.device)
-        num_rows = config.max_num_seqs * config.tokens_per_row
+        self.features: dict[str, StepFeature] = {}
+        self.make_tables()
+        self.add_features([name for name, feature in FEATURES.items() if isinstance(feature.home, type)])  # of the user
+        self.warm_up(lap)
+
+    def make_tables(self) -> None:
+        """What is kept of each running request: its sampling parameters, by request index."""
+        num_seqs, num_rows = self.config.max_num_seqs, self.config.max_num_seqs * self.config.tokens_per_row
+        # the last row is for padding, whose zeros mean greedy sampling
+        self.params = torch.zeros(num_seqs + 1, WIDTH, dtype=torch.int32, device=self.device)
         # zeros that kernels of filters count in, and leave as zeros
         self._num_finished_programs = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
-        self.features: dict[str, StepFeature] = {}
-        self.add_features(loaded)
-        self.warm_up(lap)
 
     def warm_up(self, lap: Callable[[str], None]) -> None:
         """Size and allocate the cache, and whatever else the device needs before its first step."""
-        config, model = self.config, self.config.model_config
+        config = self.config
         if config.num_kvcache_blocks is None:
-            self.size_kv_cache(self.cache_budget(), "the budget on a CPU is")
+            self.size_kv_cache(self.warmup_model())
         self.allocate_kv_cache(config.num_kvcache_blocks)
-        self.milliseconds_per_token = model.num_hidden_layers * model.layer_operations / CPU_OPERATIONS_PER_MS
+        self.milliseconds_per_token = self.time_per_token()
         if config.max_num_mixed_tokens is None:
             self.size_mixed_steps(self.milliseconds_per_token)
         lap("cache")
+        self.capture_cudagraph()
+
+    def warmup_model(self) -> int:
+        """The bytes for the cache. On CUDA the largest step is run, to see what it leaves."""
+        return self.cache_budget()
 
     def cache_budget(self) -> int:
-        """The bytes for the cache if its size is not set; a subclass may estimate them before it has measured them."""
+        """About as much as `warmup_model` will find, before that was measured."""
         return CPU_KV_CACHE_BYTES
+
+    def time_per_token(self) -> float:
+        """Milliseconds that a token of a prompt takes: an estimate, which CUDA measures."""
+        model = self.config.model_config
+        return model.num_hidden_layers * model.layer_operations / CPU_OPERATIONS_PER_MS
+
+    def capture_cudagraph(self) -> None:
+        """Only CUDA has graphs of steps."""
 
     def on_device(self) -> AbstractContextManager:
         """Suspend the caller's autocast, which would change our dtypes; a subclass also makes the device current."""
         kind = self.device.type
         return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
-    def size_kv_cache(self, available: int, limit: str) -> None:
-        """Set how many cache blocks fit into `available` bytes. ValueError, which begins with `limit`, for too few."""
+    def size_kv_cache(self, available: int) -> None:
+        """Set how many cache blocks fit into `available` bytes. ValueError for too few."""
         config, state_bytes = self.config, self.cache_bytes(num_blocks=0)
         block_bytes = self.cache_bytes(num_blocks=1) - state_bytes
         num_blocks = self.min_of_ranks((available - state_bytes) // block_bytes)
         if num_blocks < config.max_blocks_per_seq:
             from nanovllm.utils.refusals import cache_too_small
 
-            raise cache_too_small(config, block_bytes, state_bytes, available, limit)
+            raise cache_too_small(config, block_bytes, state_bytes, available, self.budget_name)
         config.resolve(num_kvcache_blocks=num_blocks)
 
     def size_mixed_steps(self, milliseconds_per_token: float) -> None:
@@ -121,130 +130,179 @@ class ModelRunner:
     def min_of_ranks(self, number: int) -> int:
         return -self.tp.all_reduce_max(torch.tensor([-number], device=self.device)).item()
 
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
     def run(self, step: ScheduledStep) -> PendingStep:
-        return self.launch(self.prepare(step), step)
+        """Compute a step: a token for each of its `sampled_seqs`."""
+        rows = step.rows
+        with self.on_device(), self.few_threads(sum(end - start for _, start, end in rows)):
+            arrays = self.start_features(step) if step.feature_names else {}
+            if step.copies:
+                self.copy_blocks(np.array(step.copies, np.int32).T)
+            if step.new_seqs:
+                self.params[[seq.req_index for seq in step.new_seqs]] = torch.from_numpy(params_rows(step.new_seqs))
+            try:
+                if step.chunks:
+                    input_ids, positions = self.prepare_prefill(rows, step.num_decodes)
+                else:
+                    input_ids, positions = self.prepare_decode(rows)
+                if self.config.num_states:
+                    get_context().state_rows = self.prepare_state_rows(step)
+                hidden_states = self.run_model(input_ids, positions)
+                x = self.sampler_input(hidden_states, positions, step)
+            finally:
+                reset_context()
+            token_ids = self.sample(x.hidden_states, self.sampling_rows(x), self.prepare_sample(step.sampled_seqs))
+            output = ForwardOutput(token_ids, token_ids, hidden_states, x)
+            pending = {name: self.features[name].after_forward(found, output) for name, found in arrays.items()}
+            return PendingStep(step, token_ids.cpu(), pending, lambda: None)
+
+    def prepare_prefill(
+        self, rows: Iterable[ScheduledSequence | Sequence], num_decodes: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Set the context of a step with prompts, and return its token ids and positions, both [T] int32.
+
+        The first `num_decodes` rows are of sequences that decode. A sequence by itself is a row of all its tokens that
+        were not found in the prefix cache.
+        """
+        rows = [
+            x if isinstance(x, ScheduledSequence) else ScheduledSequence(x, x.num_cached_tokens, len(x)) for x in rows
+        ]
+        block_size = self.config.kvcache_block_size
+        input_ids, positions, slot_mapping, cu_seqlens_q = [], [], [], [0]
+        for seq, start, end in rows:
+            input_ids += seq.token_ids[start:end]
+            positions += range(start, end)
+            slot_mapping += [seq.block_table[i // block_size] * block_size + i % block_size for i in range(start, end)]
+            cu_seqlens_q.append(cu_seqlens_q[-1] + end - start)
+        chunks = [(start, end) for _, start, end in rows[num_decodes:]]
+        set_context(
+            True,
+            cu_seqlens_q=self.int_tensor(cu_seqlens_q),
+            max_seqlen_q=max(end - start for start, end in chunks),
+            slot_mapping=self.int_tensor(slot_mapping),
+            context_lens=self.int_tensor([end for _, _, end in rows]),
+            max_context_len=max(end for _, _, end in rows),
+            block_tables=self.prepare_block_tables([seq for seq, _, _ in rows]),
+            num_decodes=num_decodes,
+            backend_arrays={k: self.int_tensor(x) for k, x in self.backend.prepare_chunks(chunks, num_decodes).items()},
+        )
+        return self.int_tensor(input_ids), self.int_tensor(positions)
+
+    def prepare_decode(self, rows: Iterable[ScheduledSequence | Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Set the context of a step in which each sequence decodes its last token, and return ids and positions [B]."""
+        seqs = [row.seq if isinstance(row, ScheduledSequence) else row for row in rows]
+        block_size = self.config.kvcache_block_size
+        input_ids, positions, slot_mapping, context_lens = [], [], [], []
+        for seq in seqs:
+            position = len(seq.token_ids) - 1
+            input_ids.append(seq.last_token)
+            positions.append(position)
+            slot_mapping.append(seq.block_table[position // block_size] * block_size + position % block_size)
+            context_lens.append(position + 1)
+        set_context(
+            False,
+            slot_mapping=self.int_tensor(slot_mapping),
+            context_lens=self.int_tensor(context_lens),
+            max_context_len=max(context_lens),
+            block_tables=self.prepare_block_tables(seqs),
+            num_decodes=len(seqs),
+        )
+        return self.int_tensor(input_ids), self.int_tensor(positions)
+
+    def prepare_block_tables(self, seqs: list[Sequence]) -> torch.Tensor:
+        """[B, W] int32: the ids of each sequence's cache blocks, and zeros after them."""
+        width = max(len(seq.block_table) for seq in seqs)
+        return self.int_tensor([seq.block_table + [0] * (width - len(seq.block_table)) for seq in seqs])
+
+    def prepare_state_rows(self, step: ScheduledStep) -> torch.Tensor:
+        """[2, B] int32: the states that each row of a step reads and writes, for layers that keep one."""
+        written = [seq.req_index for seq, _, _ in step.rows]
+        return self.int_tensor([written[: step.num_decodes] + step.state_rows, written])
+
+    def prepare_sample(self, seqs: list[Sequence]) -> torch.Tensor:
+        """Temperatures [S] float32; 0 is greedy."""
+        temperatures = [seq.temperature if seq.temperature >= GREEDY_BELOW else 0.0 for seq in seqs]
+        return torch.tensor(temperatures, dtype=torch.float32, device=self.device)
+
+    def run_model(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Hidden states [T, hidden_size]; the cache then has the step's keys, values and token ids."""
+        # a slot of -1 is the last one, which belongs to no block
+        self.slot_token_ids[get_context().slot_mapping] = input_ids
+        return self.model(input_ids, positions)
+
+    def sampler_input(self, hidden_states: torch.Tensor, positions: torch.Tensor, step: ScheduledStep) -> SamplerInput:
+        """What belongs to the last token of each row that is sampled."""
+        context, req_indices = get_context(), self.int_tensor([seq.req_index for seq in step.sampled_seqs])
+        if not context.is_prefill:
+            return SamplerInput(hidden_states, req_indices, positions, context.block_tables)
+        rows = self.int_tensor(step.sampled_rows)
+        last = context.cu_seqlens_q[rows + 1] - 1
+        return SamplerInput(hidden_states[last], req_indices, positions[last], context.block_tables[rows])
+
+    def sampling_rows(self, x: SamplerInput) -> SamplingRows:
+        req_indices, num_rows = x.req_indices, len(x.positions)
+        if num_rows > len(req_indices):  # drafts
+            req_indices = req_indices.repeat_interleave(num_rows // len(req_indices))
+        params, scratch = self.params.index_select(0, req_indices), self._num_finished_programs
+        return SamplingRows(params, req_indices, x.positions, x.block_tables, self._cached_token_ids, scratch)
+
+    def sample(self, hidden_states: torch.Tensor, rows: SamplingRows, temperatures: torch.Tensor) -> torch.Tensor:
+        """Token ids [S] int32, one for each row of hidden states."""
+        logits = self.compute_logits(hidden_states, rows)  # [S, vocabulary]
+        for feature in self.features.values():
+            feature.edit_logits(logits, rows)
+        cutoffs = logit_cutoffs(logits, rows)
+        logits = self.model.lm_head.local_logits(logits)
+        return self.sampler(logits, temperatures, seeds(rows.params), rows.positions, cutoffs)
+
+    def compute_logits(self, hidden_states: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+        return self.model.compute_logits(hidden_states)
+
+    def int_tensor(self, values: Any) -> torch.Tensor:
+        """Numbers as int32 on this rank's device."""
+        return torch.as_tensor(values, dtype=torch.int32, device=self.device)
+
+    @contextmanager
+    def few_threads(self, num_tokens: int) -> Iterator[None]:
+        """One thread for a small step: several would mostly wait for each other, all the more on busy cores."""
+        num_threads = torch.get_num_threads()
+        if num_tokens * self.milliseconds_per_token < 1:
+            torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(num_threads)
+
+    def copy_blocks(self, copies: np.ndarray) -> None:
+        """Copy cache blocks and states [2, C], for sequences that fork and for snapshots of states."""
+        from nanovllm.features.block_copies import copy_blocks
+
+        copy_blocks(copies, self._cached_token_ids, self.caches)
+
+    # -- features ------------------------------------------------------------------------------------------------------
 
     def add_features(self, names: Collection[str]) -> None:
         """Load features. They edit logits in the order of FEATURES."""
         loaded = self.features | {name: FEATURES[name].load()(self) for name in names if name not in self.features}
         self.features = {name: loaded[name] for name in [*FEATURES] if name in loaded}
 
-    def host_buffer(self, shape: BatchShape) -> np.ndarray:
-        """The memory in which the next batch is prepared: at least `shape.size` words."""
-        return np.empty(shape.size, np.int32)
+    def start_features(self, step: ScheduledStep) -> dict[str, Arrays]:
+        """Let features prepare their arrays for a step and take them; returns the arrays on the host."""
+        prepared = self.prepare_features(step)
+        self.add_features(prepared)
+        arrays = {name: {key: np.asarray(x, np.int32) for key, x in found.items()} for name, found in prepared.items()}
+        for name, found in arrays.items():
+            self.features[name].upload({key: torch.from_numpy(x) for key, x in found.items()})
+        return arrays
 
-    def padded(self, shape: BatchShape) -> BatchShape:
-        """The shape in which a step is computed."""
-        return shape
+    def prepare_features(self, step: ScheduledStep) -> dict[str, Arrays]:
+        """The arrays of the features that have some for a step, by name: the same order in every run."""
+        prepared = {name: FEATURES[name].load().prepare(step) for name in sorted(step.feature_names)}
+        return {name: found for name, found in prepared.items() if found is not None}
 
-    def prepare(self, step: ScheduledStep) -> HostBatch:
-        if step.tokens_per_row > 1:
-            step.feature_names.add("spec_decode")
-        names = sorted(step.feature_names)  # the same layout in every run
-        prepared = {name: FEATURES[name].load().prepare(step) for name in names}
-        arrays = {name: found for name, found in prepared.items() if found is not None}
-        block_size, first_row = self.config.kvcache_block_size, step.num_decodes * step.tokens_per_row
-        backend_arrays = self.backend.prepare_chunks([c[1:] for c in step.chunks], first_row) if step.chunks else {}
-        shape = self.padded(shape_of(step, block_size, backend_arrays))
-        return prepare_batch(step, shape, backend_arrays, arrays, self.host_buffer, block_size, self.pad_req_index)
-
-    def launch(self, batch: HostBatch, step: ScheduledStep | None = None) -> PendingStep:
-        """Launch a prepared batch. On CUDA it is only queued: this returns while it, or even the step before, runs."""
-        self.tp.check()
-        with self.on_device():
-            if batch.shape.num_block_copies:
-                from nanovllm.features.block_copies import copy_blocks  # only where sequences fork, or states are kept
-
-                copy_blocks(batch.block_copies, self._cached_token_ids, self.caches)
-            on_host, output = self.compute(batch)
-            arrays = batch.feature_arrays.items()
-            pending = {name: self.features[name].after_forward(found, output) for name, found in arrays}
-            return PendingStep(step, on_host, pending, self.end_of_step())
-
-    @torch.inference_mode()
-    def compute(self, batch: HostBatch) -> tuple[torch.Tensor, ForwardOutput]:
-        """Run a batch; returns its results in host memory, where they are at the end of the step, and its output."""
-        # with little work to share, threads mostly wait for each other, all the more on busy cores
-        num_threads, is_small = torch.get_num_threads(), batch.shape.num_tokens * self.milliseconds_per_token < 1
-        torch.set_num_threads(1 if is_small else num_threads)
-        try:
-            output = self.forward(batch.to(self.device))
-            return output.results.cpu(), output
-        finally:
-            torch.set_num_threads(num_threads)
-
-    def end_of_step(self) -> Callable[[], None]:
-        """A function that waits until the device is done with what was queued so far."""
-        return lambda: None
-
-    def upload(self, batch: DeviceBatch) -> None:
-        """Write the parameters and block tables of new requests to the device's tables; features take their arrays."""
-        if batch.shape.num_new_requests:
-            new = batch.new_req_indices.long()
-            self.tables.params[new] = batch.params
-            self.tables.block_tables[new, : batch.shape.max_blocks_per_seq] = batch.new_block_tables
-        self.add_features(batch.feature_arrays)
-        for name, arrays in batch.feature_arrays.items():
-            self.features[name].upload(arrays)
-
-    def forward(self, batch: DeviceBatch) -> ForwardOutput:
-        """A whole step on the device. CUDA graphs capture this for decode batches, so it never waits for the device."""
-        self.upload(batch)
-        hidden_states, sampler_input = self.run_model(batch)
-        return ForwardOutput(*self.sample(sampler_input), hidden_states, sampler_input)
-
-    def run_model(self, batch: DeviceBatch) -> tuple[torch.Tensor, SamplerInput]:
-        """Hidden states [T, hidden_size] and the sampler's input; the cache then has the step's keys and token ids."""
-        if batch.shape.num_decodes:
-            request_tables.place_decodes(self.tables, batch, self.config.kvcache_block_size)
-        self.slot_token_ids[batch.slot_mapping] = batch.input_ids  # a slot of -1 is the last, which belongs to no block
-        with attention_context(self._context(batch)):
-            hidden_states = self.model(batch.input_ids, batch.positions)
-        if not batch.shape.has_chunks:
-            return hidden_states, SamplerInput(hidden_states, batch.req_indices, batch.positions, batch.block_tables)
-        sampled, positions = (x.index_select(0, batch.logits_indices) for x in (hidden_states, batch.positions))
-        block_tables = batch.block_tables.index_select(0, batch.sampled_rows)
-        return hidden_states, SamplerInput(sampled, batch.req_indices, positions, block_tables)
-
-    def _context(self, batch: DeviceBatch) -> Context:
-        shape = batch.shape
-        return Context(
-            num_decodes=shape.num_decodes,
-            tokens_per_row=shape.tokens_per_row,
-            slot_mapping=batch.slot_mapping,
-            context_lens=batch.context_lens,
-            block_tables=batch.block_tables,
-            max_context_len=min(shape.max_blocks_per_seq * self.config.kvcache_block_size, self.config.max_model_len),
-            max_seqlen_q=shape.max_seqlen_q,
-            cu_seqlens_q=batch.cu_seqlens_q,
-            state_rows=batch.state_rows if shape.has_chunks else batch.req_indices.expand(2, -1),
-            backend_arrays=batch.backend_arrays,
-            num_decodes_on_device=batch.num_decodes if shape.is_padded else None,
-        )
-
-    def sampling_rows(self, x: SamplerInput) -> SamplingRows:
-        req_indices, num_rows = x.req_indices, len(x.positions)
-        if num_rows > len(req_indices):  # drafts
-            req_indices = req_indices.repeat_interleave(num_rows // len(req_indices))
-        params, scratch = self.tables.params.index_select(0, req_indices), self._num_finished_programs
-        return SamplingRows(params, req_indices, x.positions, x.block_tables, self._cached_token_ids, scratch)
-
-    def sample(self, x: SamplerInput) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sample a token for each row: ForwardOutput's `token_ids` and `results`."""
-        rows = self.sampling_rows(x)
-        logits = self.compute_logits(x.hidden_states, rows)  # [S, vocabulary]
-        for feature in self.features.values():
-            feature.edit_logits(logits, rows)
-        cutoffs = logit_cutoffs(logits, rows)
-        logits = self.model.lm_head.local_logits(logits)
-        token_ids = self.sampler(logits, rows.column("temperature"), seeds(rows.params), x.positions, cutoffs)
-        counts = request_tables.accept(x.req_indices, x.positions, token_ids, self.tables)
-        if counts is None:
-            return token_ids, token_ids
-        return token_ids, torch.cat((token_ids.view(len(counts), -1), counts.unsqueeze(1)), 1)
-
-    def compute_logits(self, hidden_states: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-        return self.model.compute_logits(hidden_states)
+    # -- the cache -----------------------------------------------------------------------------------------------------
 
     @property
     def kv_cache(self) -> torch.Tensor:
@@ -303,17 +361,6 @@ class ModelRunner:
             layer.cache = None
         for parameter in self.model.parameters():  # each refers to its loader, which refers to it
             del parameter.weight_loader
-        self.model = self.tables = self.slot_token_ids = None
+        self.model = self.params = self.slot_token_ids = None
         self.cache_groups, self.caches, self.features, self.sleepers = {}, {}, {}, {}
         self.tp.close()
-
-
-# by the type of the device, module:class of a runner; others have a ModelRunner
-RUNNERS = {"cuda": "nanovllm.cuda.runner:CUDAModelRunner"}
-
-
-def make_runner(config: Config, lap: Callable[[str], None], tp: TensorParallel) -> ModelRunner:
-    """The runner of this rank's device."""
-    kind = config.device_of(tp.rank).type
-    home = f"nanovllm.invariant.{kind}:Runner" if config.batch_invariant else RUNNERS.get(kind)
-    return (resolve_name(home) if home else ModelRunner)(config, lap, tp)

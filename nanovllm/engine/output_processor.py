@@ -2,26 +2,20 @@
 
 from collections.abc import Collection
 
-from nanovllm.engine.features import FEATURES, Ends
 from nanovllm.engine.outputs import OutputCollector, OutputKind
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 
-MAX_WAIT_SECONDS = 0.02  # for a held sequence: meanwhile, callers may want something
-
 
 class OutputProcessor:
-    """Appends the tokens of steps to sequences, and ends sequences: nothing else does. Hands outputs to collectors."""
+    """Turns what the scheduler has appended and ended into outputs, and hands these to the callers' collectors."""
 
-    def __init__(self, scheduler: Scheduler, eos_token_ids: frozenset[int]):
+    def __init__(self, scheduler: Scheduler):
         self.scheduler = scheduler
-        self.eos_token_ids = eos_token_ids
-        self.eos_token_id: int | None = None  # the tokenizer's own, which is not reported as a stop reason
         self.requests: dict[int, Request] = {}  # by id, those that have not ended
         self.collectors: set[OutputCollector] = set()  # of those requests
-        self.awaiting: dict[Sequence, None] = {}  # those that are held until what they await is done
 
     @property
     def is_offline(self) -> bool:
@@ -39,73 +33,17 @@ class OutputProcessor:
 
     def process(self, step: ScheduledStep, result: StepResult) -> None:
         """Give sequences the tokens of a step, and their callers what is new."""
-        self._deliver(self.postprocess(step, result))
+        self._deliver(self.scheduler.postprocess(step, result))
         num_prefilled = sum(step.chunk_lens)
         num_decoded = step.num_decodes if result.counts is None else sum(result.counts[: step.num_decodes])
         for collector in [*self.collectors]:
             self._hand_over(collector, num_prefilled, num_decoded)
 
-    def postprocess(self, step: ScheduledStep, result: StepResult) -> Collection[Sequence]:
-        """Append the tokens of a step, let features look at them, and end sequences.
-
-        Returns the watched sequences that have got a token, and all that have ended.
-        """
-        arrived, ends = self.append(step.sampled_seqs, result.token_ids, step.watched)
-        return self.run_features(step, result, arrived, ends)
-
-    def append(
-        self, seqs: list[Sequence], token_ids: list[int], watched: list[int]
-    ) -> tuple[dict[int, Sequence], Ends]:
-        """Append its token to each sequence that still lives, or hold the sequence, if it pauses.
-
-        Returns the watched ones of these, by index, and those that end by the token or by their length. `watched` is a
-        ScheduledStep's.
-        """
-        scheduler, num_late, ends = self.scheduler, 0, Ends()
-        for seq, token_id in zip(seqs, token_ids, strict=True):
-            if seq.finish_reason is not None:
-                num_late += 1  # it ended while this token was in flight, which is not part of the answer
-                continue
-            if "first_token" not in seq.timing:
-                seq.record_time("first_token")
-            if seq.pauses:
-                from nanovllm.features.forks import hold  # beams alone pause
-
-                hold(scheduler, seq)
-                continue
-            seq.append_token(token_id)
-            scheduler.block_manager.cache_full_blocks(seq)
-            if reasons := seq.finish_reasons(self.eos_token_ids, self.eos_token_id):
-                ends[seq] = reasons
-        scheduler.totals["output_tokens"] += len(seqs) - num_late
-        return {i: seqs[i] for i in watched if seqs[i].finish_reason is None}, ends
-
-    def run_features(
-        self, step: ScheduledStep, result: StepResult, arrived: dict[int, Sequence], ends: Ends
-    ) -> Collection[Sequence]:
-        """Let features look at the tokens that have `arrived`, as `StepFeature.after_step` says, and end sequences."""
-        for name in [*FEATURES]:  # another thread may register one meanwhile
-            if name in step.feature_names:
-                FEATURES[name].load().after_step(step, arrived, ends, result.feature_results.get(name))
-        for seq, reasons in ends.items():
-            self.end(seq, *reasons)
-        for seq in arrived.values():
-            if seq.awaited is not None and seq.finish_reason is None:
-                from nanovllm.features.awaiting import hold  # few features need time
-
-                hold(self.scheduler, self.awaiting, seq)
-            seq.limit_tokens()
-        return dict.fromkeys([*arrived.values(), *ends]) if ends else arrived.values()
-
     def release(self) -> None:
-        """Let held sequences go on, or end them, if what they await is done. If all are held, wait for one of them."""
+        """Let sequences go on that are held by a feature, if it is done with them."""
         from nanovllm.features.awaiting import release
 
-        are_all = len(self.awaiting) == sum(map(len, self.scheduler.live.values()))
-        ends = release(self.scheduler, self.awaiting, MAX_WAIT_SECONDS if are_all else 0)
-        for seq, reasons in ends.items():
-            self.end(seq, *reasons)
-        self._deliver(ends)
+        self._deliver(release(self.scheduler))
         for collector in [*self.collectors]:
             self._hand_over(collector)
 
@@ -119,29 +57,14 @@ class OutputProcessor:
             if seq.finish_reason is not None or seq.is_paused:
                 changed[seq.request_id] = request
         for request in changed.values():
-            request.advance(self)
+            request.advance(self.scheduler)
             if request.is_finished:
                 self._finish(request)
-
-    def end(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
-        """End a sequence in any state."""
-        seq.finish_reason, seq.stop_reason = reason, stop_reason
-        self.scheduler.finish(seq)
-        self.awaiting.pop(seq, None)
-        for name in seq.feature_state:
-            FEATURES[name].load().forget(seq)
-
-    def end_all(self, request_id: int) -> list[Sequence]:
-        """End what is left of a request, and return it."""
-        seqs = [*self.scheduler.live.get(request_id, {}).values()]
-        for seq in seqs:
-            self.end(seq, "abort")
-        return seqs
 
     def abort(self, request_id: int) -> None:
         """End a request, if it has not ended, with the tokens that it has."""
         if (request := self.requests.get(request_id)) is not None:
-            for seq in self.end_all(request_id):
+            for seq in self.scheduler.abort(request_id):
                 request.deliver(seq)
             self._finish(request)
             self._hand_over(request.collector)
@@ -150,7 +73,7 @@ class OutputProcessor:
         """End requests whose caller has stopped waiting: no output is made."""
         for request_id in request_ids:
             if (request := self.requests.get(request_id)) is not None:
-                self.end_all(request_id)
+                self.scheduler.abort(request_id)
                 self._forget(request)
                 self._hand_over(request.collector)
 
@@ -158,9 +81,6 @@ class OutputProcessor:
         """Forget all requests and sequences, without an output. The EngineThread tells their collectors."""
         self.requests.clear()
         self.scheduler.reset()
-        for seq in self.awaiting:
-            seq.awaited.cancel()
-        self.awaiting.clear()
 
     def _finish(self, request: Request) -> None:
         """Hand over the output of a request whose last sequence has ended, and forget the request."""

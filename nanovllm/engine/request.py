@@ -36,7 +36,7 @@ class Request:
     def is_finished(self) -> bool:
         raise NotImplementedError
 
-    def advance(self, output_processor: Any) -> None:
+    def advance(self, scheduler: Any) -> None:
         """A step has ended or paused sequences of this request: decide how the others go on."""
 
     def deliver(self, seq: Sequence) -> None:

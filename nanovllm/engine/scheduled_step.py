@@ -1,5 +1,6 @@
 """What the scheduler decides, the rows of one step, and what comes of it."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -30,7 +31,6 @@ class ScheduledStep:
     state_rows: the state that each chunk begins with, which layers without a state do not read; see cache/state.py.
     sampled_seqs: the sequences that get a token from this step, those that decode first.
     sampled_rows: the row from which each of them gets it, in ascending order; answers to one prompt share a row.
-    watched: indices of `sampled_seqs`, in ascending order, whose every token a feature or a caller looks at.
     feature_names: of the features with work on the host in this step.
     copies: (from, to) of cache blocks, and of states, that are copied before the step's keys and values are stored.
     tokens_per_row: the largest of `num_reserved`, or 1: a row is so wide, for a token and drafts of those after it.
@@ -43,7 +43,6 @@ class ScheduledStep:
     state_rows: list[int] = field(default_factory=list)
     sampled_seqs: list[Sequence] = field(default_factory=list)
     sampled_rows: list[int] = field(default_factory=list)
-    watched: list[int] = field(default_factory=list)
     feature_names: set[str] = field(default_factory=set)
     copies: list[tuple[int, int]] = field(default_factory=list)
     tokens_per_row: int = 1
@@ -69,6 +68,11 @@ class ScheduledStep:
         return np.array([end for _, _, end in self.decodes], np.int64)
 
     @property
+    def watched(self) -> list[int]:
+        """The indices of `sampled_seqs` whose every token a feature or a caller looks at."""
+        return [i for i, seq in enumerate(self.sampled_seqs) if seq.is_watched]
+
+    @property
     def chunk_lens(self) -> list[int]:
         return [end - start for _, start, end in self.chunks]
 
@@ -82,6 +86,11 @@ class ScheduledStep:
         """All rows, for viewers and tests."""
         return [*self.decodes, *self.chunks]
 
+    def __iter__(self) -> Iterator[Any]:
+        """`seqs, is_prefill = scheduler.schedule()`: the sequences, and whether tokens of prompts are computed."""
+        yield [seq for seq, _, _ in self.rows]
+        yield bool(self.chunks)
+
     @property
     def kind(self) -> str:
         """What is computed: "decode" (of running sequences alone), "prefill" (chunks of prompts alone) or "mixed"."""
@@ -93,13 +102,10 @@ class ScheduledStep:
         """These sequences decode. To be called before there are chunks."""
         self.decodes, self.sampled_rows = rows, [*range(len(rows))]
         self.sampled_seqs = [seq for seq, _, _ in rows]
-        self.watched = [i for i, seq in enumerate(self.sampled_seqs) if seq.is_watched]
         self.tokens_per_row = max((end - start for _, start, end in rows), default=1)
 
     def sample(self, seq: Sequence) -> None:
         """`seq` gets a token from the last chunk so far."""
-        if seq.is_watched:
-            self.watched.append(len(self.sampled_seqs))
         self.sampled_seqs.append(seq)
         self.sampled_rows.append(self.num_decodes + len(self.chunks) - 1)
 

@@ -1,13 +1,15 @@
 """Which sequences run in the next step, and in which blocks."""
 
 from collections import Counter, deque
+from collections.abc import Collection
 from itertools import islice
 from math import inf
 from operator import attrgetter
 from typing import Any
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
+from nanovllm.engine.features import FEATURES, Ends
+from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep, StepResult
 from nanovllm.engine.scheduling_policy import GroupAdmission, TokenBudget, WaitingQueue
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
@@ -29,6 +31,8 @@ class Scheduler:
 
     def __init__(self, config: Any, block_manager: BlockManager | None = None):
         """`config` is a Config that is resolved; `block_manager` takes the place of a plain one."""
+        self.eos = config.eos  # the tokenizer's own, which is not reported as a stop reason
+        self.eos_token_ids: frozenset[int] = config.model_config.eos_token_ids
         self.block_manager = block_manager or BlockManager(
             config.num_kvcache_blocks or 0, config.kvcache_block_size, config.enable_prefix_caching
         )
@@ -39,15 +43,19 @@ class Scheduler:
         self.mixed_budget = TokenBudget(num_mixed, config.model_config.context_of_equal_cost)
         self.num_preemptions = 0
         self.totals: Counter[str] = Counter()
+        self.awaiting: dict[Sequence, None] = {}  # held until what they await is done
         self.reset()
 
     def reset(self) -> None:
         """Forget all sequences, and the contents of all blocks: at the start, after an error, and at the end."""
         self.block_manager.reset()
+        for seq in self.awaiting:
+            seq.awaited.cancel()
         self.live: dict[int, dict[int, Sequence]] = {}  # by request id and index: all that have not ended
         self.waiting = WaitingQueue()  # these hold no blocks
         self.prefilling: dict[tuple[int, int], Sequence] = {}  # these hold blocks, and their prompt is being computed
         self.running: dict[tuple[int, int], Sequence] = {}  # these decode, or have got a token and pause
+        self.awaiting.clear()
         self.admission = GroupAdmission()
         self.free_req_indices = self.block_manager.req_indices(self.max_num_seqs)
 
@@ -56,6 +64,7 @@ class Scheduler:
         if not self.waiting:  # the last one that did not fit was admitted or aborted
             self.admission.resume()
         for seq in group:
+            seq.block_size = self.block_manager.block_size
             seq.limit_tokens()
             self.live.setdefault(seq.request_id, {})[seq.index] = seq
             self.waiting.push(seq)
@@ -88,7 +97,8 @@ class Scheduler:
         if not (step.num_decodes or step.chunks):
             self.block_manager.copies = copies
             return None
-        with_features = *(step.sampled_seqs[i] for i in step.watched), *(x.seq for x in step.chunks), *step.new_seqs
+        watched = [seq for seq in step.sampled_seqs if seq.is_watched]
+        with_features = *watched, *(x.seq for x in step.chunks), *step.new_seqs
         step.feature_names = {name for seq in with_features for name in seq.feature_state}
         step.copies = [(source, target) for target, source in copies.items()]
         self.totals[f"{step.kind}_steps"] += 1
@@ -151,7 +161,7 @@ class Scheduler:
         step.chunks.append(ScheduledSequence(seq, seq.num_computed_tokens, end))
         step.state_rows.append(self.block_manager.state_row(seq))
         seq.num_computed_tokens = end
-        self.block_manager.cache_full_blocks(seq)
+        self.block_manager.hash_blocks(seq, end)
         if end == seq.num_tokens:
             is_first_token = not seq.has_sampled
             self.sample(seq, step)
@@ -182,7 +192,6 @@ class Scheduler:
         self.waiting.discard(seq)
         self.block_manager.allocate(seq)
         if not seq.was_admitted:  # else it was preempted, and is counted already
-            seq.num_cached_tokens = seq.num_computed_tokens
             self.totals["prompt_tokens"] += seq.num_prompt_tokens
             self.totals["cached_tokens"] += min(seq.num_cached_tokens, seq.num_prompt_tokens)
         self.set_running(seq)
@@ -204,20 +213,81 @@ class Scheduler:
             self.waiting.push(seq)
         self.num_preemptions += 1
 
-    def finish(self, seq: Sequence) -> None:
-        """Forget a sequence, in any state.
+    def postprocess(self, step: ScheduledStep, result: StepResult) -> Collection[Sequence]:
+        """Append the tokens of a step, let features look at them, and end sequences. Nothing else appends a token.
+
+        Returns the watched sequences that have got a token, and all that have ended.
+        """
+        arrived, ends = self.append_tokens(step.sampled_seqs, result.token_ids)
+        return self.run_features(step, result, arrived, ends)
+
+    def append_tokens(self, seqs: list[Sequence], token_ids: list[int]) -> tuple[dict[int, Sequence], Ends]:
+        """Append its token to each sequence that still lives, or hold the sequence, if it pauses.
+
+        Returns the watched ones of these, by index, and those that end by the token or by their length.
+        """
+        arrived, ends = dict[int, Sequence](), Ends()
+        for i, (seq, token_id) in enumerate(zip(seqs, token_ids, strict=True)):
+            if seq.is_finished:
+                continue  # it ended while this token was in flight, which is not part of the answer
+            self.totals["output_tokens"] += 1
+            if "first_token" not in seq.timing:
+                seq.record_time("first_token")
+            if seq.is_watched:
+                arrived[i] = seq
+            if seq.pauses:
+                from nanovllm.features.forks import hold  # beams alone pause
+
+                hold(self, seq)
+                continue
+            seq.append_token(token_id)
+            self.block_manager.hash_blocks(seq, seq.num_computed_tokens)
+            if reasons := seq.finish_reasons(self.eos_token_ids, self.eos):
+                ends[seq] = reasons
+        return arrived, ends
+
+    def run_features(
+        self, step: ScheduledStep, result: StepResult, arrived: dict[int, Sequence], ends: Ends
+    ) -> Collection[Sequence]:
+        """Let features look at the tokens that have `arrived`, as `StepFeature.after_step` says, and end sequences."""
+        for name in [*FEATURES]:  # another thread may register one meanwhile
+            if name in step.feature_names:
+                FEATURES[name].load().after_step(step, arrived, ends, result.feature_results.get(name))
+        for seq, reasons in ends.items():
+            self.finish(seq, *reasons)
+        for seq in arrived.values():
+            if seq.awaited is not None and not seq.is_finished:
+                from nanovllm.features.awaiting import hold  # few features need time
+
+                hold(self, seq)
+            seq.limit_tokens()
+        return dict.fromkeys([*arrived.values(), *ends]) if ends else arrived.values()
+
+    def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
+        """End a sequence, in any state. Nothing else ends one.
 
         A step in flight may still write to its blocks. Whoever gets these writes later: the device keeps the order.
         """
         self.waiting.discard(seq)
+        self.awaiting.pop(seq, None)
         if seq.status is SequenceStatus.RUNNING:
             self.release(seq)
         seq.status = SequenceStatus.FINISHED
+        seq.finish_reason, seq.stop_reason = reason, stop_reason
         seq.record_time("finished")
+        for name in seq.feature_state:
+            FEATURES[name].load().forget(seq)
         group = self.live[seq.request_id]
         del group[seq.index]
         if not group:
             del self.live[seq.request_id]
+
+    def abort(self, request_id: int) -> list[Sequence]:
+        """End what is left of a request, and return it."""
+        seqs = [*self.live.get(request_id, {}).values()]
+        for seq in seqs:
+            self.finish(seq, "abort")
+        return seqs
 
     def release(self, seq: Sequence) -> None:
         """Take the blocks and the request index from a running sequence."""

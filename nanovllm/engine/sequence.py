@@ -31,6 +31,8 @@ class Sequence:
     its block manager, and the OutputProcessor change it.
     """
 
+    block_size = 256  # of the cache; the scheduler sets its own
+
     def __init__(
         self,
         token_ids: list[int],
@@ -132,8 +134,22 @@ class Sequence:
         return self.token_ids[-1]
 
     def append_token(self, token_id: int) -> None:
-        """A token has reached the host."""
+        """A token has reached the host. `num_tokens` counts it already if a step was scheduled for it."""
         self.token_ids.append(token_id)
+        self.num_tokens = max(self.num_tokens, len(self.token_ids))
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of cache blocks that its tokens need."""
+        return -(-self.num_tokens // self.block_size)
+
+    @property
+    def last_block_num_tokens(self) -> int:
+        return self.num_tokens - (self.num_blocks - 1) * self.block_size
+
+    def block(self, i: int) -> list[int]:
+        """The token ids of its i-th block."""
+        return self.token_ids[i * self.block_size : (i + 1) * self.block_size]
 
     @property
     def has_sampled(self) -> bool:
@@ -157,13 +173,13 @@ class Sequence:
         elif self.waits_for_token:
             self.token_limit = min(len(self.token_ids) + 1 + num_drafts, self.max_num_tokens)
 
-    def finish_reasons(self, eos_token_ids: Collection[int], eos_token_id: int | None) -> tuple[str, int | None] | None:
-        """(finish reason, stop reason) if the last token ends this sequence; `eos_token_id` is the tokenizer's own."""
+    def finish_reasons(self, eos_token_ids: Collection[int], eos: int) -> tuple[str, int | None] | None:
+        """(finish reason, stop reason) if the last token ends this sequence; `eos` is the tokenizer's own."""
         params = self.params
         is_eos = self.last_token in eos_token_ids and not params.ignore_eos
         is_stop = is_eos or self.last_token in (params.stop_token_ids or ())
         if is_stop and self.num_completion_tokens > params.min_tokens:
-            return "stop", None if is_eos and self.last_token == eos_token_id else self.last_token
+            return "stop", None if is_eos and self.last_token == eos else self.last_token
         if len(self.token_ids) == self.max_num_tokens:
             return "length", None
         return None

@@ -115,8 +115,8 @@ class StateBlockManager(BlockManager):
         self.rows.being_read.add(row)
         return row
 
-    def cache_full_blocks(self, seq: Sequence) -> None:
-        super().cache_full_blocks(seq)
+    def hash_blocks(self, seq: Sequence, num_tokens: int | None = None) -> None:
+        super().hash_blocks(seq, num_tokens)
         num_full = min(seq.num_computed_tokens, len(seq.token_ids)) // self.block_size
         if self.enable_prefix_caching and num_full * self.block_size > seq.num_prompt_tokens:
             self._decoded.add(seq.block_table[num_full - 1])

@@ -1,6 +1,6 @@
 """Sequences that await what a feature does in other threads, such as a mask of structured outputs.
 
-These functions are the OutputProcessor's own. A held sequence is paused, as beams are: it may lose its blocks.
+These functions are the Scheduler's own. A held sequence is paused, as beams are: it may lose its blocks.
 """
 
 from concurrent.futures import FIRST_COMPLETED, wait
@@ -8,30 +8,33 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
+MAX_WAIT_SECONDS = 0.02  # for a held sequence: meanwhile, callers may want something
 
-def hold(scheduler: Scheduler, awaiting: dict[Sequence, None], seq: Sequence) -> None:
+
+def hold(scheduler: Scheduler, seq: Sequence) -> None:
     """Schedule no step of a sequence that has got its last token, whatever its status, until `release`."""
-    seq.is_paused, awaiting[seq] = True, None
+    seq.is_paused, scheduler.awaiting[seq] = True, None
     scheduler.waiting.discard(seq)  # if it was preempted while the step was in flight
 
 
-def release(
-    scheduler: Scheduler, awaiting: dict[Sequence, None], seconds: float
-) -> dict[Sequence, tuple[str, int | str | None]]:
-    """Remove those of `awaiting` that need not wait any more, and let them go on. If there are none, wait so long.
+def release(scheduler: Scheduler) -> list[Sequence]:
+    """Let held sequences go on, or end them, if what they await is done. If all are held, wait for one of them.
 
-    Returns finish reasons and stop reasons of those that are to end instead.
+    Returns those that have ended.
     """
-    done, _ = wait([seq.awaited for seq in awaiting], seconds, FIRST_COMPLETED)
-    ends = {}
-    for seq in [seq for seq in awaiting if seq.awaited in done]:
-        del awaiting[seq]
+    are_all = len(scheduler.awaiting) == sum(map(len, scheduler.live.values()))
+    seconds = MAX_WAIT_SECONDS if are_all else 0
+    done, _ = wait([seq.awaited for seq in scheduler.awaiting], seconds, FIRST_COMPLETED)
+    ended = []
+    for seq in [seq for seq in scheduler.awaiting if seq.awaited in done]:
+        del scheduler.awaiting[seq]
         reasons = seq.awaited.result()
         seq.awaited, seq.is_paused = None, False
         if reasons is not None:
-            ends[seq] = reasons
+            scheduler.finish(seq, *reasons)
+            ended.append(seq)
             continue
         seq.limit_tokens()
         if seq.status is SequenceStatus.WAITING:
             scheduler.waiting.push(seq)
-    return ends
+    return ended

@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 from itertools import count
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nanovllm.engine.detokenizer import Detokenizer, TokenBytes
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.outputs import OutputKind, Record
 from nanovllm.engine.prompts import as_priorities, as_prompts
 from nanovllm.engine.request import Prompt, Request
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.beam_params import BeamSearchParams
 from nanovllm.features.forks import fork, resume
@@ -88,9 +89,9 @@ class BeamRequest(Request):
     def is_finished(self) -> bool:
         return not self._cumulative_logprobs
 
-    def advance(self, output_processor: Any) -> None:
+    def advance(self, scheduler: Scheduler) -> None:
         """Choose among the candidates, once all beams have theirs."""
-        beams = [*output_processor.scheduler.live[self.request_id].values()]
+        beams = [*scheduler.live[self.request_id].values()]
         if not all(seq.is_paused for seq in beams):
             return
         beam_width, length = self._params.beam_width, beams[0].num_completion_tokens + 1
@@ -111,25 +112,25 @@ class BeamRequest(Request):
         is_full = len(self._finished) == beam_width
         if survivors and is_full and survivors[0].cumulative_logprob / penalty <= self._finished[-1].score:
             survivors = []
-        self._branch(output_processor, beams, survivors)
+        self._branch(scheduler, beams, survivors)
 
-    def _branch(self, outputs: Any, beams: list[Sequence], survivors: list[Candidate]) -> None:
+    def _branch(self, scheduler: Scheduler, beams: list[Sequence], survivors: list[Candidate]) -> None:
         """Continue each beam with the tokens of its survivors; the next step computes them."""
         survivors_of: dict[int, list[Candidate]] = {}
         for candidate in survivors:
             survivors_of.setdefault(candidate.beam.index, []).append(candidate)
         for beam in beams:  # first, so that their blocks are free for the others
             if beam.index not in survivors_of:
-                outputs.end(beam, "stop")
+                scheduler.finish(beam, "stop")
         cumulative_logprobs: dict[int, float] = {}
         for beam in beams:
             if children := survivors_of.get(beam.index):
                 first, *others = children
                 for child in others:  # before `beam` has another token
                     index = next(self._next_index)
-                    fork(outputs.scheduler, beam, index, child.token_ids[-1])
+                    fork(scheduler, beam, index, child.token_ids[-1])
                     cumulative_logprobs[index] = child.cumulative_logprob
-                resume(outputs.scheduler, beam, first.token_ids[-1])
+                resume(scheduler, beam, first.token_ids[-1])
                 cumulative_logprobs[beam.index] = first.cumulative_logprob
         self._cumulative_logprobs = cumulative_logprobs
 

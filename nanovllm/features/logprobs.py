@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.features import FEATURES, Arrays, Ends, StepFeature
-from nanovllm.engine.request_tables import ForwardOutput, SamplerInput
+from nanovllm.engine.forward_output import ForwardOutput, SamplerInput
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.logprob_outputs import KeptLogprobs, Logprobs, OutputLogprobs, unpack

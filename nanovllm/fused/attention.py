@@ -75,12 +75,12 @@ def attend(attn: Attention, x: Any, qkv_proj: LinearBase | None, qk_norm_rope: Q
     backend, cache, context = attn.backend, attn.cache, get_context()
     kernels, slots = getattr(backend, "ops", None), context.slot_mapping  # the backend with our kernels has `ops`
     q: Any = NotImplemented
-    if kernels and context.has_chunks and qkv_proj is not None:
+    if kernels and context.is_prefill and qkv_proj is not None:
         q = kernels.qkv_norm_rope_store(x, qkv_proj, qk_norm_rope, slots, cache)
     if q is not NotImplemented:
         return backend.attend(q, cache, context).flatten(1)
     qkv = (x if qkv_proj is None else product(qkv_proj, x)).unflatten(-1, (-1, attn.head_dim))
-    is_decode = not context.has_chunks and context.tokens_per_row == 1  # drafts attend to keys of the same step
+    is_decode = not context.is_prefill and context.tokens_per_row == 1  # drafts attend to keys of the same step
     if kernels and is_decode and kernels.fuses_qk_norm_rope(len(qkv), attn.num_kv_heads, qkv.device):
         seqs = context.context_lens, context.block_tables, context.max_context_len
         return kernels.decode_attention(qkv, cache, *seqs, norm_rope_inputs=(*qk_norm_rope, slots)).flatten(1)

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from nanovllm.batches.batch_runner import BatchRunner
 from nanovllm.delta_net.gated_delta_net import GatedDeltaNet
-from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.invariant import VARIANT, cpu_ops, invariant_operations, refuse_states
 from nanovllm.invariant.cpu_attention import KEYS, QUERIES, InvariantBackend
 from nanovllm.kernels import register_ops
@@ -16,7 +16,7 @@ from nanovllm.layers.attention import Attention
 register_ops("cpu" + VARIANT, vars(cpu_ops))
 
 
-class Runner(ModelRunner):
+class Runner(BatchRunner):
     """Computes each row of a step as if it were alone."""
 
     def _load_model(self) -> nn.Module:

@@ -39,13 +39,13 @@ class Runner(CUDAModelRunner):
         refuse_states(self, GatedDeltaNet)
         super().warm_up(lap)
 
-    def size_kv_cache(self, available: int, limit: str) -> None:
+    def size_kv_cache(self, available: int) -> None:
         """Without what the largest decode step needs besides, which `largest_prefill` does not show."""
         num_rows, max_len = self.config.max_num_seqs * self.config.tokens_per_row, self.config.max_model_len
         layers = (layer for layer in self.model.modules() if isinstance(layer, Attention))
         shapes = {(num_rows * layer.num_heads, layer.head_dim, max_len, layer.window) for layer in layers}
         needed = max(sum(part.nbytes for part in empty_parts(*shape, "meta")) for shape in shapes)
-        super().size_kv_cache(available - needed, limit)
+        super().size_kv_cache(available - needed)
 
     @contextmanager
     def on_device(self) -> Iterator[None]:

@@ -100,8 +100,16 @@ class DraftModel:
         slots, token_slots = (slots_of(tables, config.kvcache_block_size, req_indices[rows], x) for x in places)
         arrays = self.backend.prepare_chunks(torch.stack((starts, ends), 1).tolist(), 0)
         on_device = {name: torch.from_numpy(x).to(starts.device).int() for name, x in arrays.items()}
-        keys = slots.int(), ends.int(), tables.block_tables[req_indices, :-1], config.max_model_len
-        context = Context(0, *keys, int(counts.max()), cu_seqlens_q.int(), backend_arrays=on_device)
+        context = Context(
+            True,
+            cu_seqlens_q=cu_seqlens_q.int(),
+            max_seqlen_q=int(counts.max()),
+            slot_mapping=slots.int(),
+            context_lens=ends.int(),
+            block_tables=tables.block_tables[req_indices, :-1],
+            max_context_len=config.max_model_len,
+            backend_arrays=on_device,
+        )
         self.run_chunks(context, token_slots, positions.int())
 
     def forward_chunks(self, context: Context, token_slots: torch.Tensor, positions: torch.Tensor) -> None:
@@ -126,8 +134,15 @@ class DraftModel:
             runner.slot_token_ids[last_slot] = token_ids
             width = len(slots) // n
             tables_of_rows = block_tables if width == 1 else block_tables.repeat_interleave(width, 0)
-            keys = slots, context_lens, tables_of_rows, runner.config.max_model_len
-            with attention_context(Context(len(slots), *keys, tokens_per_row=width)):
+            context = Context(
+                slot_mapping=slots,
+                context_lens=context_lens,
+                block_tables=tables_of_rows,
+                num_decodes=len(slots),
+                max_context_len=runner.config.max_model_len,
+                tokens_per_row=width,
+            )
+            with attention_context(context):
                 hidden = self.compute(slots, token_slots, positions)[width - 1 :: width].contiguous()
             self.chain(last_slot, hidden)
             drawn = params, req_indices, last, block_tables, cached_ids, runner._num_finished_programs

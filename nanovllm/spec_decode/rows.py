@@ -1,6 +1,6 @@
 """Rows of several tokens: a sequence gets its next token and, of the drafts after it, those that are right.
 
-`engine/request_tables.py` calls these where a step has such rows: k, `tokens_per_row`, is then more than 1. Kernels do
+`batches/request_tables.py` calls these where a step has such rows: k, `tokens_per_row`, is then more than 1. Kernels do
 the same.
 """
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanovllm.engine.request_tables import RequestTables, arrays
+from nanovllm.batches.request_tables import RequestTables, arrays
 from nanovllm.kernels import operation
 
 

@@ -1,6 +1,6 @@
-"""What layers read during a step, set for the duration of one forward."""
+"""What layers read during a step: it is set before the model runs, and reset after it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -8,54 +8,54 @@ from typing import Any
 
 import torch
 
+_UNSET: Any = None  # outside of a step
+
 
 @dataclass(slots=True)
 class Context:
     """The B sequences of a step, whose T new tokens are concatenated.
 
-    The first `num_decodes` rows have one token each, and with drafts `tokens_per_row` of them belong to one sequence;
-    then come chunks of prompts, if there is `cu_seqlens_q`. In a CUDA graph with chunks, num_decodes is an upper bound.
-    `plans` are the attention backend's own: what it computes in the first layer and reuses in the others.
+    The first `num_decodes` rows have one token each; then come chunks of prompts, if the step `is_prefill`. Attention
+    reads all keys from the cache, those of this step included, so `context_lens` are the lengths of the keys.
     """
 
-    num_decodes: int
-    slot_mapping: torch.Tensor  # [T] int32, -1: do not store
-    context_lens: torch.Tensor  # [B] int32, this step's tokens included
-    block_tables: torch.Tensor  # [B, W] int32
-    max_context_len: int  # upper bound of context_lens, known to the host
+    is_prefill: bool = False  # whether there are chunks of prompts
+    cu_seqlens_q: torch.Tensor = _UNSET  # [B + 1] int32: where each row's tokens begin; only with `is_prefill`
     max_seqlen_q: int = 1
-    cu_seqlens_q: torch.Tensor | None = None  # [B + 1] int32
-    state_rows: torch.Tensor | None = None  # [2, B] int32: see cache/state.py
+    slot_mapping: torch.Tensor = _UNSET  # [T] int32: where keys and values are stored; -1: nowhere
+    context_lens: torch.Tensor = _UNSET  # [B] int32: tokens to attend to, this step's included
+    block_tables: torch.Tensor = _UNSET  # [B, W] int32
+    num_decodes: int = 0  # in a CUDA graph with chunks an upper bound
+    max_context_len: int = 0  # upper bound of context_lens, known to the host
+    state_rows: torch.Tensor = _UNSET  # [2, B] int32: see cache/state.py
     backend_arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of `AttentionBackend.prepare_chunks`
-    tokens_per_row: int = 1  # of the first `num_decodes` rows, a sequence has this many, each a token longer
+    tokens_per_row: int = 1  # with drafts, so many of the first `num_decodes` rows belong to one sequence
     num_decodes_on_device: torch.Tensor | None = None  # [1] int32, in a CUDA graph with chunks
-    plans: dict[Any, Any] = field(default_factory=dict)
-
-    @property
-    def has_chunks(self) -> bool:
-        return self.cu_seqlens_q is not None
+    plans: dict[Any, Any] = field(default_factory=dict)  # the attention backend's, made by the first layer of a step
 
 
-_context: ContextVar[Context | None] = ContextVar("attention context", default=None)
+_context: ContextVar[Context | None] = ContextVar("context", default=None)
 
 
 def get_context() -> Context:
-    context = _context.get()
-    assert context is not None, "a layer runs outside of a step"
-    return context
+    """The context of the step that this thread computes; outside of a step one without tensors."""
+    return _context.get() or Context()
+
+
+def set_context(*args: Any, **fields: Any) -> None:
+    """Set the fields of a Context for the step that this thread computes."""
+    _context.set(Context(*args, **fields))
+
+
+def reset_context() -> None:
+    _context.set(None)
 
 
 @contextmanager
-def attention_context(context: Context):
-    """Set `context` for a `with` block, and clear it however the block ends."""
-    assert _context.get() is None, "steps do not nest"
-    token = _context.set(context)
+def attention_context(context: Context) -> Iterator[None]:
+    """Set `context` for a `with` block, and reset it however the block ends."""
+    _context.set(context)
     try:
         yield
     finally:
-        _context.reset(token)
-
-
-def clear_context() -> None:
-    """Clear the context after an error, which may have come within `attention_context` itself."""
-    _context.set(None)
+        reset_context()

@@ -1,4 +1,4 @@
-"""Where the tokens of a decode step go, and what it leaves for the next: engine/request_tables.py has the definitions.
+"""Where the tokens of a decode step go, and what it leaves for the next: batches/request_tables.py has the definitions.
 And where the rows of what drafts go: see spec_decode/rows.py.
 
 All are ordinary launches. What `place_decodes` writes (slots, lengths, block tables) attention may read early, as the
@@ -69,7 +69,7 @@ def _accept_kernel(batch_ptrs, table_ptrs, counts_ptr, NUM_IDS: tl.constexpr, K:
 
 
 def place_decodes(tables, batch, block_size: int) -> None:
-    """`batch` is an engine.batch.Batch on the device, and `tables` are engine.request_tables.RequestTables."""
+    """`batch` is an batches.batch.Batch on the device, and `tables` are batches.request_tables.RequestTables."""
     k, widths = batch.shape.tokens_per_row, (tables.last_token_ids.shape[1], tables.block_tables.shape[1])
     num_decodes = batch.num_decodes if batch.shape.is_padded else None
     inputs = batch.req_indices, batch.num_reserved, batch.new_blocks, num_decodes
@@ -138,7 +138,7 @@ def _place_chains_kernel(batch_ptrs, table_ptrs, out_ptrs, num_rows, SHAPE: tl.c
 def place_chains(
     req_indices: torch.Tensor, num_drafts: torch.Tensor, tables, num_computed: torch.Tensor, shape
 ) -> tuple[torch.Tensor, ...]:
-    """`tables` are engine.request_tables.RequestTables, `shape` is a ChainShape of spec_decode/rows.py."""
+    """`tables` are batches.request_tables.RequestTables, `shape` is a ChainShape of spec_decode/rows.py."""
     num_seqs, device = len(req_indices), req_indices.device
     num_rows = num_seqs * (shape.width + shape.num_steps - 1)
     # where kernels are only compiled, these are indices too: those of padding

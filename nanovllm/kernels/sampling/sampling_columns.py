@@ -4,6 +4,8 @@ COLUMNS declares each column once, by its name and its type; kernels look it up 
 The last two words are the seed of the noise.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -52,3 +54,17 @@ def column(params, name: str):
 def seeds(params):
     """The seeds of the sampling noise [S, 2], low and high word: a view of the last two columns of `params`."""
     return params[:, WIDTH - 2 :]
+
+
+def params_rows(seqs: Any) -> np.ndarray:
+    """The rows [S, WIDTH] int32 of engine.sequence.Sequences; what depends on a feature is 0 if one does not use it."""
+    params = np.zeros((len(seqs), WIDTH), np.int32)
+    for name in ("temperature", "top_p", "min_p", "top_k"):
+        column(params, name)[:] = [getattr(seq.params, name) for seq in seqs]
+    temperatures = column(params, "temperature")
+    temperatures[temperatures < GREEDY_BELOW] = 0
+    for i, seq in enumerate(seqs):
+        for name, value in seq.columns.items():
+            column(params, name)[i] = value
+    seeds(params)[:] = np.array([seq.noise_seed for seq in seqs], np.uint64).view(np.int32).reshape(-1, 2)
+    return params

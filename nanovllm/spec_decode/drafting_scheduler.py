@@ -2,8 +2,9 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
-from nanovllm.engine.output_processor import OutputProcessor
+from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -67,22 +68,22 @@ def width_that_pays(drafts: list[tuple[int, float]], num_seqs: int, cost: StepCo
     return max({0, *(length for length, _ in drafts)}, key=lambda width: (rate(width), -width))
 
 
-class DraftingOutputProcessor(OutputProcessor):
+class DraftingScheduler(Scheduler):
     """After each step, drafts tokens for its sequences: `Sequence.num_drafts` and `feature_state["spec_decode"]`.
 
-    The scheduler sees the former alone. Beams have no drafts, nor have sequences whose tokens are masked on the host,
-    unless their drafts are made there too.
+    A plain Scheduler sees the former alone. Beams have no drafts, nor have sequences whose tokens are masked on the
+    host, unless their drafts are made there too.
     """
 
-    def __init__(self, scheduler: Scheduler, eos_token_ids: frozenset[int], settings):
-        """`settings` are a SpeculativeConfig."""
-        super().__init__(scheduler, eos_token_ids)
-        self.settings, self.proposer = settings, make_proposer(settings)
+    def __init__(self, config: Any, block_manager: BlockManager | None = None):
+        self.settings = settings = config.speculative_config
+        self.proposer = make_proposer(settings)
         self.paces: dict[Sequence, Pace] = {}  # of those that may draft
         self.arrived: dict[Sequence, None] = {}  # of these, those that have got tokens and are to be planned
         self.is_off = False  # as too many sequences run, or drafts cost more than they bring
         self.lost, self.paid_per_step, self.is_losing = 0.0, PAID_PER_STEP, False
-        scheduler.totals["num_speculative_tokens"] = settings.num_speculative_tokens
+        super().__init__(config, block_manager)
+        self.totals["num_speculative_tokens"] = settings.num_speculative_tokens
 
     def postprocess(self, step: ScheduledStep, result: StepResult) -> Collection[Sequence]:
         if result.counts is None:
@@ -114,19 +115,18 @@ class DraftingOutputProcessor(OutputProcessor):
         """In the i-th round, the i-th token of each sequence that gets so many."""
         k = step.tokens_per_row
         self._settle(step, counts)
-        changed, step_watched = dict[Sequence, None](), {*step.watched}
+        changed = dict[Sequence, None]()
         for i in range(k):
             chosen = [j for j, count in enumerate(counts) if count > i]  # of the step's `sampled_seqs`
             seqs, token_ids = [step.sampled_seqs[j] for j in chosen], [result.token_ids[j * k + i] for j in chosen]
-            watched = [place for place, j in enumerate(chosen) if j in step_watched]
-            arrived, ends = self.append(seqs, token_ids, watched)
+            arrived, ends = self.append_tokens(seqs, token_ids)
             arrived = {chosen[place] * k + i: seq for place, seq in arrived.items()}
             changed |= dict.fromkeys(self.run_features(step, result, arrived, ends))
         return changed
 
     def _settle(self, step: ScheduledStep, counts: list[int]) -> None:
         """Take back what a step had reserved for drafts that were wrong: its sequences get `counts` tokens."""
-        totals = self.scheduler.totals
+        totals = self.totals
         for seq, num_reserved, count in zip(step.sampled_seqs, step.num_reserved.tolist(), counts):
             if num_reserved == 1 or seq.status is SequenceStatus.FINISHED:
                 continue
@@ -143,7 +143,7 @@ class DraftingOutputProcessor(OutputProcessor):
                 self.paces[seq].accepted(count - 1, num_paying)
 
     def _draft(self, seqs: list[Sequence], num_new: list[int]) -> None:
-        is_off = self.is_losing or len(self.scheduler.running) > self.settings.disable_by_batch_size
+        is_off = self.is_losing or len(self.running) > self.settings.disable_by_batch_size
         if is_off and not self.is_off:
             for seq in self.paces:
                 self._plan(seq, [], waits=False)
@@ -161,11 +161,11 @@ class DraftingOutputProcessor(OutputProcessor):
             self.arrived[seq] = None
         if self.proposer.on_host and self._hold_for_others():
             return
-        all_wait = MANY * sum(not pace.pause for pace in self.paces.values()) >= len(self.scheduler.running)
+        all_wait = MANY * sum(not pace.pause for pace in self.paces.values()) >= len(self.running)
         planned = [(seq, *self._drafts_of(seq, self.paces[seq])) for seq in self.arrived]
         expected = [(len(drafts), self.paces[seq].mean) for seq, drafts, _ in planned if drafts]
         self.arrived.clear()
-        width = width_that_pays(expected, len(self.scheduler.running), self.settings.step_cost)
+        width = width_that_pays(expected, len(self.running), self.settings.step_cost)
         for seq, drafts, may_draft in planned:
             drafts = drafts if self.settings.is_synthetic else drafts[:width]
             if may_draft and not drafts and "structured_outputs" not in seq.feature_state:  # which wait anyway
@@ -213,8 +213,8 @@ class DraftingOutputProcessor(OutputProcessor):
         state.token_ids, state.is_behind = drafts, state.is_behind or not drafts
         seq.limit_tokens(len(drafts) if seq.status is SequenceStatus.RUNNING else 0)
 
-    def end(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
-        super().end(seq, reason, stop_reason)
+    def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
+        super().finish(seq, reason, stop_reason)
         if self.paces.pop(seq, None) is not None:
             self.arrived.pop(seq, None)
             self.proposer.forget(seq)

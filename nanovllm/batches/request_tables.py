@@ -4,13 +4,11 @@ A sequence that decodes may get several tokens in a step: the next one, and one 
 the device knows how long it is when the next step is queued, and works out where that step's tokens go.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from nanovllm.engine.batch import DeviceBatch
-from nanovllm.engine.scheduled_step import StepResult
+from nanovllm.batches.batch import DeviceBatch
 from nanovllm.kernels import operation
 
 
@@ -28,46 +26,11 @@ class RequestTables(NamedTuple):
 
     @classmethod
     def zeros(
-        cls, num_requests: int, tokens_per_row: int, max_blocks_per_seq: int, num_params: int, device: torch.device
+        cls, num_requests: int, tokens_per_row: int, max_blocks_per_seq: int, params: torch.Tensor
     ) -> "RequestTables":
-        shapes = (tokens_per_row,), (), (max_blocks_per_seq + 1,), (num_params,)
-        return cls(*(torch.zeros(num_requests + 1, *dims, dtype=torch.int32, device=device) for dims in shapes))
-
-
-class ForwardOutput(NamedTuple):
-    """What a step leaves on the device."""
-
-    token_ids: torch.Tensor  # [S * k] int32, sampled; k is the step's `tokens_per_row`
-    results: torch.Tensor  # for the host: token_ids, or if k > 1 [S, k + 1], k ids and how many of them count
-    hidden_states: torch.Tensor  # [T, hidden_size]
-    sampler_input: "SamplerInput"
-
-
-class SamplerInput(NamedTuple):
-    """What the model leaves for the sampler."""
-
-    hidden_states: torch.Tensor  # [S * k, hidden_size], of the last k tokens of each sampled sequence
-    req_indices: torch.Tensor  # [S] int32
-    positions: torch.Tensor  # [S * k] int32
-    block_tables: torch.Tensor  # [S * k, W] int32
-
-
-class PendingStep(NamedTuple):
-    """A step that was launched: its results may not be in host memory yet."""
-
-    step: Any  # a ScheduledStep; only rank 0 has it, and can `wait`
-    results: torch.Tensor  # those of its ForwardOutput, in host memory
-    pending: dict[str, Any]  # what `StepFeature.after_forward` returned, by the feature's name
-    synchronize: Callable[[], None]  # waits for the device; RuntimeError if another rank is lost, or hangs
-
-    def wait(self) -> StepResult:
-        """The result, once the step is over; errors are those of `synchronize`."""
-        self.synchronize()
-        results = self.results[: len(self.step.sampled_seqs)]
-        of_features = {name: found.result(self.step) for name, found in self.pending.items() if found is not None}
-        if results.dim() == 1:
-            return StepResult(results.tolist(), of_features)
-        return StepResult(results[:, :-1].flatten().tolist(), of_features, results[:, -1].tolist())
+        shapes = (tokens_per_row,), (), (max_blocks_per_seq + 1,)
+        zeros = (torch.zeros(num_requests + 1, *dims, dtype=torch.int32, device=params.device) for dims in shapes)
+        return cls(*zeros, params)
 
 
 @operation

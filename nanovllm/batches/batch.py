@@ -15,7 +15,7 @@ import torch
 
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence, packed_ids
-from nanovllm.kernels.sampling.sampling_columns import GREEDY_BELOW, WIDTH, column, seeds
+from nanovllm.kernels.sampling.sampling_columns import WIDTH, params_rows
 
 MAX_CHUNKS = 32  # of a step that a CUDA graph computes
 VIEW_ALIGNMENT = 4  # words, which are 16 bytes: Triton compiles another kernel for an address that is not aligned so
@@ -68,7 +68,7 @@ class Batch(Generic[Array]):
     """The int32 arrays of one step: numpy on the host, torch on the device. Each field states its shape.
 
     What depends on prompts is None in steps that only decode. Of rows that decode, the host knows the first three
-    fields; the device fills in their rows of the next five (engine.request_tables.place_decodes). Views whose shapes
+    fields; the device fills in their rows of the next five (batches.request_tables.place_decodes). Views whose shapes
     depend on BatchShape.graph_shape come before the rest: CUDA graphs read these and no others.
     """
 
@@ -187,7 +187,7 @@ def prepare_batch(
         batch.new_blocks[i] = new_block
     if step.chunks:
         _fill_chunks(batch, step, block_size, pad_req_index)
-        _fill_params(batch.params, new)
+        batch.params[:] = params_rows(new)
         _fill_tables(batch.new_block_tables, new)
     if step.copies:
         batch.block_copies[:] = np.array(step.copies, np.int32).T
@@ -242,19 +242,6 @@ def _fill_tables(tables: np.ndarray, seqs: Iterable[Sequence]) -> None:
     tables[:] = 0
     for table, seq in zip(tables, seqs):
         table[: len(seq.block_table)] = seq.block_table
-
-
-def _fill_params(params: np.ndarray, seqs: list[Sequence]) -> None:
-    """The rows [R, WIDTH] of new requests; what depends on a feature is 0 for those that do not use it."""
-    params[:] = 0
-    for name in ("temperature", "top_p", "min_p", "top_k"):
-        column(params, name)[:] = [getattr(seq.params, name) for seq in seqs]
-    temperatures = column(params, "temperature")
-    temperatures[temperatures < GREEDY_BELOW] = 0
-    for i, seq in enumerate(seqs):
-        for name, value in seq.columns.items():
-            column(params, name)[i] = value
-    seeds(params)[:] = np.array([seq.noise_seed for seq in seqs], np.uint64).view(np.int32).reshape(-1, 2)
 
 
 def _feature_shapes(arrays: FeatureArrays) -> tuple[tuple[str, ArrayShapes], ...]:

@@ -1,0 +1,140 @@
+"""A runner whose steps are flat batches: the host prepares one without knowing the tokens of the step before."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from nanovllm.batches import request_tables
+from nanovllm.batches.batch import BatchShape, DeviceBatch, HostBatch, prepare_batch, shape_of
+from nanovllm.batches.request_tables import RequestTables
+from nanovllm.engine.forward_output import ForwardOutput, PendingStep, SamplerInput
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.utils.context import Context, attention_context
+
+
+class BatchRunner(ModelRunner):
+    """Takes the place of the plain ModelRunner where steps overlap, several ranks compute them, or tokens are drafted.
+
+    A step is one buffer of int32 numbers, which crosses to the device, and to other ranks, in a single copy. What it
+    samples stays on the device, in RequestTables. The next step reads its input there, so it can be queued before the
+    host knows it.
+
+    This class is for a device that computes each step at once, such as a CPU. On CUDA, `cuda/runner.py` has a
+    subclass that queues steps and replays graphs.
+    """
+
+    def make_tables(self) -> None:
+        super().make_tables()
+        config = self.config
+        sizes = config.max_num_seqs, config.tokens_per_row, config.max_blocks_per_seq
+        self.tables = RequestTables.zeros(*sizes, self.params)
+        self.pad_req_index = config.max_num_seqs
+        if config.tokens_per_row > 1:
+            self.add_features(["spec_decode"])
+
+    def run(self, step: ScheduledStep) -> PendingStep:
+        return self.launch(self.prepare(step), step)
+
+    # -- on the host ---------------------------------------------------------------------------------------------------
+
+    def prepare(self, step: ScheduledStep) -> HostBatch:
+        """The batch of a step."""
+        if step.tokens_per_row > 1:
+            step.feature_names.add("spec_decode")
+        block_size, first_row = self.config.kvcache_block_size, step.num_decodes * step.tokens_per_row
+        backend_arrays = self.backend.prepare_chunks([c[1:] for c in step.chunks], first_row) if step.chunks else {}
+        arrays = self.prepare_features(step)
+        shape = self.padded(shape_of(step, block_size, backend_arrays))
+        return prepare_batch(step, shape, backend_arrays, arrays, self.host_buffer, block_size, self.pad_req_index)
+
+    def padded(self, shape: BatchShape) -> BatchShape:
+        """The shape in which a step is computed."""
+        return shape
+
+    def host_buffer(self, shape: BatchShape) -> np.ndarray:
+        """The memory in which the next batch is prepared: at least `shape.size` words."""
+        return np.empty(shape.size, np.int32)
+
+    def launch(self, batch: HostBatch, step: ScheduledStep | None = None) -> PendingStep:
+        """Launch a prepared batch. On CUDA it is only queued: this returns while it, or even the step before, runs."""
+        self.tp.check()
+        with self.on_device():
+            if batch.shape.num_block_copies:
+                self.copy_blocks(batch.block_copies)
+            on_host, output = self.compute(batch)
+            arrays = batch.feature_arrays.items()
+            pending = {name: self.features[name].after_forward(found, output) for name, found in arrays}
+            return PendingStep(step, on_host, pending, self.end_of_step())
+
+    @torch.inference_mode()
+    def compute(self, batch: HostBatch) -> tuple[torch.Tensor, ForwardOutput]:
+        """Run a batch; returns its results in host memory, where they are at the end of the step, and its output."""
+        with self.few_threads(batch.shape.num_tokens):
+            output = self.forward(batch.to(self.device))
+            return output.results.cpu(), output
+
+    def end_of_step(self) -> Callable[[], None]:
+        """A function that waits until the device is done with what was queued so far."""
+        return lambda: None
+
+    # -- on the device -------------------------------------------------------------------------------------------------
+
+    def forward(self, batch: DeviceBatch) -> ForwardOutput:
+        """A whole step on the device. CUDA graphs capture this for decode batches, so it never waits for the device."""
+        self.upload(batch)
+        hidden_states, x = self.run_batch(batch)
+        return ForwardOutput(*self.sample_and_accept(x), hidden_states, x)
+
+    def upload(self, batch: DeviceBatch) -> None:
+        """Write the parameters and block tables of new requests to the device's tables; features take their arrays."""
+        if batch.shape.num_new_requests:
+            new = batch.new_req_indices.long()
+            self.tables.params[new] = batch.params
+            self.tables.block_tables[new, : batch.shape.max_blocks_per_seq] = batch.new_block_tables
+        self.add_features(batch.feature_arrays)
+        for name, arrays in batch.feature_arrays.items():
+            self.features[name].upload(arrays)
+
+    def run_batch(self, batch: DeviceBatch) -> tuple[torch.Tensor, SamplerInput]:
+        """Hidden states [T, hidden_size] and the sampler's input, of a batch whose decodes are placed here."""
+        if batch.shape.num_decodes:
+            request_tables.place_decodes(self.tables, batch, self.config.kvcache_block_size)
+        with attention_context(self._context(batch)):
+            hidden_states = self.run_model(batch.input_ids, batch.positions)
+        if not batch.shape.has_chunks:
+            return hidden_states, SamplerInput(hidden_states, batch.req_indices, batch.positions, batch.block_tables)
+        sampled, positions = (x.index_select(0, batch.logits_indices) for x in (hidden_states, batch.positions))
+        block_tables = batch.block_tables.index_select(0, batch.sampled_rows)
+        return hidden_states, SamplerInput(sampled, batch.req_indices, positions, block_tables)
+
+    def _context(self, batch: DeviceBatch) -> Context:
+        shape = batch.shape
+        return Context(
+            shape.has_chunks,
+            num_decodes=shape.num_decodes,
+            tokens_per_row=shape.tokens_per_row,
+            slot_mapping=batch.slot_mapping,
+            context_lens=batch.context_lens,
+            block_tables=batch.block_tables,
+            max_context_len=min(shape.max_blocks_per_seq * self.config.kvcache_block_size, self.config.max_model_len),
+            max_seqlen_q=shape.max_seqlen_q,
+            cu_seqlens_q=batch.cu_seqlens_q,
+            state_rows=batch.state_rows if shape.has_chunks else batch.req_indices.expand(2, -1),
+            backend_arrays=batch.backend_arrays,
+            num_decodes_on_device=batch.num_decodes if shape.is_padded else None,
+        )
+
+    def sample_and_accept(self, x: SamplerInput) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sample a token for each row, and keep them in the tables: ForwardOutput's `token_ids` and `results`."""
+        rows = self.sampling_rows(x)
+        token_ids = self.sample(x.hidden_states, rows, rows.column("temperature"))
+        counts = request_tables.accept(x.req_indices, x.positions, token_ids, self.tables)
+        if counts is None:
+            return token_ids, token_ids
+        return token_ids, torch.cat((token_ids.view(len(counts), -1), counts.unsqueeze(1)), 1)
+
+    def exit(self) -> None:
+        self.tables = None
+        super().exit()

@@ -1,0 +1,50 @@
+"""An engine from its settings: all parts are made here, and handed to those that use them."""
+
+from collections.abc import Callable
+from typing import Any
+
+from nanovllm.config import Config
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.engine import Engine, SingleRank
+from nanovllm.engine.output_processor import OutputProcessor
+from nanovllm.engine.runners import make_runner
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.state_blocks import StateBlockManager
+
+
+def build_engine(config: Config, lap: Callable[[str], None] = lambda part: None) -> Engine:
+    """An engine that has loaded its model. `lap` is called with the name of each part of the start when that is over.
+
+    RuntimeError if one of several ranks does not start.
+    """
+    workers: Any = SingleRank()
+    if config.tensor_parallel_size > 1:
+        from nanovllm.distributed.worker import Workers  # one rank alone does without processes and channels
+
+        workers = Workers(config)
+    engine = Engine(config, workers)
+    try:
+        tp = workers.connect()
+        lap("ranks")
+        engine.model_runner = make_runner(config, lap, tp)
+        workers.wait_until_started()
+    except BaseException as error:
+        engine.close_after(error)
+        raise
+    # the runner has found out how many cache blocks and states there are
+    engine.scheduler = make_scheduler(config)
+    engine.output_processor = OutputProcessor(engine.scheduler)
+    return engine
+
+
+def make_scheduler(config: Config) -> Scheduler:
+    """The scheduler of an engine whose `num_kvcache_blocks` are known."""
+    block_manager: BlockManager | None = None
+    if config.num_states:
+        sizes = config.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching
+        block_manager = StateBlockManager(*sizes, config.max_num_seqs, config.num_states)
+    if config.speculative_config is not None:
+        from nanovllm.spec_decode.drafting_scheduler import DraftingScheduler  # few engines draft tokens
+
+        return DraftingScheduler(config, block_manager)
+    return Scheduler(config, block_manager)

@@ -1,0 +1,24 @@
+"""Which runner a rank has: the plain one, or what takes its place."""
+
+from collections.abc import Callable
+from pkgutil import resolve_name
+
+from nanovllm.config import Config
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.utils.tensor_parallel import TensorParallel
+
+RUNNERS = {"cuda": "nanovllm.cuda.runner:CUDAModelRunner"}  # by the type of the device, module:class
+
+
+def make_runner(config: Config, lap: Callable[[str], None], tp: TensorParallel) -> ModelRunner:
+    """The runner of this rank, which has loaded its model."""
+    kind = config.device_of(tp.rank).type
+    if config.batch_invariant:
+        home = f"nanovllm.invariant.{kind}:Runner"
+    elif kind in RUNNERS:
+        home = RUNNERS[kind]
+    elif config.async_scheduling or tp.size > 1 or config.tokens_per_row > 1:
+        home = "nanovllm.batches.batch_runner:BatchRunner"
+    else:
+        return ModelRunner(config, lap, tp)
+    return resolve_name(home)(config, lap, tp)
