@@ -83,7 +83,8 @@ HOUSE = """
   <- engine/chat_templates.py <- engine/prompts.py
   engine/streamed_request.py <- engine/input_processor.py engine/output_processor.py
   <- engine/engine.py features/beam_search.py <- engine/build.py engine/engine_thread.py
-  <- engine/step_callers.py engine/streams.py <- engine/llm_engine.py rollout/ <- llm.py <- __init__.py <- compat/llm.py <- compat/vllm.py <- compat/__main__.py
+  <- engine/step_callers.py engine/streams.py
+  <- engine/llm_engine.py rollout/ <- llm.py <- __init__.py <- compat/llm.py <- compat/vllm.py <- compat/__main__.py
 7 | benchmarks/__init__.py benchmarks/clients.py benchmarks/processes.py benchmarks/requests.py benchmarks/results.py
   benchmarks/shapes.py
   <- benchmarks/limits.py benchmarks/servers.py benchmarks/tables.py benchmarks/engines/loops.py <- benchmarks/engines/

@@ -338,7 +338,7 @@ class TimedEngine(SimulatedEngine):
     def __init__(self, seed: int, cost: StepCost = BF16):
         sizes = dict(max_num_seqs=256, num_blocks=1025, block_size=256, max_len=1024, max_num_batched_tokens=10**5)
         super().__init__(asynchronous=True, num_drafts=4, **sizes)
-        self.outputs.settings.step_cost, self.outputs.settings.disable_by_batch_size = cost, 64
+        self.scheduler.settings.step_cost, self.scheduler.settings.disable_by_batch_size = cost, 64
         self.cost, self.random, self.rate, self.time, self.num_wide = cost, random.Random(seed), 0.0, 0.0, 0
 
     def compute(self, step, token_id):
@@ -393,9 +393,9 @@ def test_drafts_that_become_right_are_used(num_seqs):
     engine = TimedEngine(0)
     for _ in range(2):
         engine.generate(0.0, num_seqs, 60)
-        assert engine.outputs.is_losing and 0 < engine.num_wide < 20
+        assert engine.scheduler.is_losing and 0 < engine.num_wide < 20
         engine.generate(1.0, num_seqs, 900)
-        assert not engine.outputs.is_losing and engine.num_wide > 30
+        assert not engine.scheduler.is_losing and engine.num_wide > 30
 
 
 def test_a_sequence_whose_drafts_are_wrong_pauses(make_llm, small_model, monkeypatch):
