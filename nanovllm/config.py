@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
+from nanovllm.compat.settings import translate
 from nanovllm.utils.checks import check_bool, check_choice, check_fields, check_int, check_real, checked
 
 if TYPE_CHECKING:
@@ -159,8 +160,6 @@ class Config:
         """
         known = [f.name for f in fields(cls) if f.init][1:]
         if None in settings.values() or not settings.keys() <= {*known}:
-            from nanovllm.compat.settings import translate  # imported lazily, as it is rarely needed
-
             settings = translate(settings, known)
         return cls(model, **settings)
 

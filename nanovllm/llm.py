@@ -1,16 +1,14 @@
 """The class that users import: LLMEngine with chat and beam search added."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.outputs import OutputKind, RequestOutput
+from nanovllm.engine.prompts import as_conversations, check_template_arguments
 from nanovllm.engine.request import Message, Prompt
+from nanovllm.features.beam_params import BeamSearchParams
+from nanovllm.features.beam_search import BeamSearchOutput, beam_requests
 from nanovllm.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from nanovllm.features.beam_params import BeamSearchParams
-    from nanovllm.features.beam_search import BeamSearchOutput
 
 
 class LLM(LLMEngine):
@@ -45,8 +43,6 @@ class LLM(LLMEngine):
         `chat_template_kwargs` are further arguments of the chat template, for example `{"enable_thinking": False}`.
         ValueError for a conversation that the template can't render.
         """
-        from nanovllm.engine.prompts import as_conversations, check_template_arguments  # imported lazily
-
         template_arguments = {
             "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,
@@ -60,11 +56,9 @@ class LLM(LLMEngine):
     def beam_search(
         self,
         prompts: Prompt | list[Prompt],
-        params: "BeamSearchParams",
+        params: BeamSearchParams,
         use_tqdm: bool = False,
         priority: list[int] | None = None,
-    ) -> "list[BeamSearchOutput]":
+    ) -> list[BeamSearchOutput]:
         """The most likely answers to each prompt that a beam search finds, the best first. Errors are `generate`'s."""
-        from nanovllm.features.beam_search import beam_requests  # imported lazily
-
         return self._run(beam_requests(self.input_processor, prompts, params, priority), use_tqdm)

@@ -5,6 +5,7 @@ from dataclasses import KW_ONLY, dataclass
 
 from nanovllm.reasoning.formats import FORMATS
 from nanovllm.utils.checks import check_bool, check_choice, check_fields, check_int, check_real, checked
+from nanovllm.utils.collection_checks import check_collections
 
 # parameters with several values, of which most requests have none
 COLLECTIONS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias", "structured_outputs")
@@ -94,8 +95,6 @@ class SamplingParams:
             _set(self, "thinking_token_budget", None)
         defaults = self.__dataclass_fields__
         if given := [name for name in COLLECTIONS if getattr(self, name) is not defaults[name].default]:
-            from nanovllm.utils.collection_checks import check_collections  # imported lazily, as few requests have any
-
             check_collections(self, given)
 
 

@@ -785,10 +785,10 @@ def test_checks_end_with_the_first_wrong_item(model, fields):
 @pytest.mark.parametrize(
     "line, words",
     [
-        ("serve tiny-qwen3 --max-num-seqs=0 --device=cpu", "max_num_seqs=0: must be at least 1"),
+        ("serve tiny-qwen3 --max-num-seqs=0 --device=cpu --port=0", "max_num_seqs=0: must be at least 1"),
         ("serve tiny-qwen3 --tool-call-parser=x --device=cpu", "tool_call_parser='x': must be one of 'auto'"),
         ("serve tiny-qwen3 --api-key=", "api_key='': must have at least 1"),
-        ("serve /no/such/folder", "no such folder"),
+        ("serve /no/such/folder --port=0", "no such folder"),
         ("generate tiny-qwen3 x --temperature=-1 --device=cpu", "temperature=-1.0: must be at least 0"),
         ("serve tiny-qwen3 --port=99999", "port=99999: must be at most 65535"),
         ("serve", "MODEL"),

@@ -223,22 +223,22 @@ def test_threads_of_a_step(make_llm, monkeypatch):
     """A small step has one thread, a prompt all of them, and errors leave the caller's number."""
     found, num_threads = {}, torch.get_num_threads()
 
-    def spy(batch):
-        found[batch.shape.num_tokens] = torch.get_num_threads()
-        return forward(batch)
+    def spy(input_ids, positions):
+        found[len(input_ids)] = torch.get_num_threads()
+        return run_model(input_ids, positions)
 
-    def fail(batch):
+    def fail(input_ids, positions):
         raise ValueError("no step")
 
     try:
         torch.set_num_threads(3)
         # the engine's own thread takes the number over when it first uses PyTorch
         llm = make_llm(max_num_seqs=2)
-        forward = llm.model_runner.forward
-        monkeypatch.setattr(llm.model_runner, "forward", spy)
+        run_model = llm.model_runner.run_model
+        monkeypatch.setattr(llm.model_runner, "run_model", spy)
         llm.generate([[5] * 400], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
         assert found == {400: 3, 1: 1} and "cpu with 3 threads" in repr(llm)
-        monkeypatch.setattr(llm.model_runner, "forward", fail)
+        monkeypatch.setattr(llm.model_runner, "run_model", fail)
         with pytest.raises(RuntimeError):
             llm.generate("a", use_tqdm=False)
         assert llm.engine_thread.call(torch.get_num_threads) == 3

@@ -20,7 +20,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.sampling.sampling_columns import column, seeds
 from nanovllm.models import ModelConfig
 from nanovllm.models.heads import Eagle3Head
-from nanovllm.spec_decode import output_processor
+from nanovllm.spec_decode import drafting_scheduler
 from nanovllm.spec_decode.config import StepCost
 from nanovllm.spec_decode.draft_model import DraftModel
 from nanovllm.spec_decode.head_checkpoint import read_eagle3_config
@@ -244,7 +244,7 @@ def text_of(runner, req_index: int) -> tuple[int, ...]:
 @pytest.fixture(autouse=True)
 def wrong_drafts_may_cost(monkeypatch):
     """Else the engine would stop drafting wrong tokens before they had shown anything."""
-    monkeypatch.setattr(output_processor, "LIMIT", 100.0)
+    monkeypatch.setattr(drafting_scheduler, "LIMIT", 100.0)
 
 
 @pytest.fixture

@@ -323,7 +323,7 @@ def test_step_that_fails_is_a_loss(monkeypatch, one_engine):
     async def run():
         async with started() as (driver, handles):
             core = handles[0].replica.engine.core
-            monkeypatch.setattr(core.output_processor, "postprocess", lambda *arguments: 1 / 0)
+            monkeypatch.setattr(core.scheduler, "postprocess", lambda *arguments: 1 / 0)
             requests = driver.submit(PROMPTS)
             outputs = [await request.result() for request in requests]
             while driver.group.num_ready < 2:

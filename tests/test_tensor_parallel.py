@@ -25,9 +25,8 @@ from programs import Program
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.batches.batch import MAX_CHUNKS, BatchShape
+from nanovllm.batches.batch import MAX_CHUNKS, BatchShape, largest_batch
 from nanovllm.config import Config
-from nanovllm.cuda.buffers import largest_batch
 from nanovllm.cuda.graphs import decode_shape
 from nanovllm.distributed import process_group, worker
 from nanovllm.distributed.step_channel import HEADER, NUM_BUFFERS, StepChannel, StepReader

@@ -13,6 +13,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from nanovllm.config import Config
+from nanovllm.engine.features import FEATURES
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence, packed_ids
 from nanovllm.kernels.sampling.sampling_columns import WIDTH, params_rows
@@ -247,3 +249,22 @@ def _fill_tables(tables: np.ndarray, seqs: Iterable[Sequence]) -> None:
 def _feature_shapes(arrays: FeatureArrays) -> tuple[tuple[str, ArrayShapes], ...]:
     dims = lambda rows: (len(rows), *rows[0].shape) if isinstance(rows, list) else rows.shape
     return tuple((name, tuple((key, dims(x)) for key, x in found.items())) for name, found in arrays.items())
+
+
+def largest_batch(config: Config) -> int:
+    """The size of the buffer of the largest possible step, in words."""
+    T, W, num_seqs = config.max_num_batched_tokens, config.max_blocks_per_seq, config.max_num_seqs
+    B = num_seqs * config.tokens_per_row
+    largest = BatchShape(
+        num_tokens=T + B,
+        num_seqs=B + MAX_CHUNKS,
+        num_decodes=B,
+        num_sampled_tokens=B + MAX_CHUNKS * config.tokens_per_row,
+        max_blocks_per_seq=W,
+        max_seqlen_q=T,
+        backend_shapes=(("", (T + B + MAX_CHUNKS, 2)),),  # of any backend: two words for each tile of queries
+        num_sampled_seqs=num_seqs,
+        num_new_requests=num_seqs,
+        num_block_copies=3 * num_seqs,  # a sequence may copy a block and its state, and leave a snapshot
+    )
+    return largest.size + config.tokens_per_row * sum(feature.load().max_words(config) for feature in FEATURES.values())

@@ -4,9 +4,8 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.batches.batch import MAX_CHUNKS, Batch, BatchShape, DeviceBatch, HostBatch
+from nanovllm.batches.batch import Batch, DeviceBatch, HostBatch, largest_batch
 from nanovllm.config import Config
-from nanovllm.engine.features import FEATURES
 from nanovllm.utils.double_buffer import DoubleBuffer
 
 
@@ -48,22 +47,3 @@ def host_memory(
     """The memory of two steps: batches [2, size], and results, of a sequence `tokens_per_row` ids and their number."""
     options = dict(dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     return torch.zeros(2, size, **options), torch.zeros(2, max_num_seqs * (tokens_per_row + 1), **options)
-
-
-def largest_batch(config: Config) -> int:
-    """The size of the buffer of the largest possible step, in words."""
-    T, W, num_seqs = config.max_num_batched_tokens, config.max_blocks_per_seq, config.max_num_seqs
-    B = num_seqs * config.tokens_per_row
-    largest = BatchShape(
-        num_tokens=T + B,
-        num_seqs=B + MAX_CHUNKS,
-        num_decodes=B,
-        num_sampled_tokens=B + MAX_CHUNKS * config.tokens_per_row,
-        max_blocks_per_seq=W,
-        max_seqlen_q=T,
-        backend_shapes=(("", (T + B + MAX_CHUNKS, 2)),),  # of any backend: two words for each tile of queries
-        num_sampled_seqs=num_seqs,
-        num_new_requests=num_seqs,
-        num_block_copies=3 * num_seqs,  # a sequence may copy a block and its state, and leave a snapshot
-    )
-    return largest.size + config.tokens_per_row * sum(feature.load().max_words(config) for feature in FEATURES.values())

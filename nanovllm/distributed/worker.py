@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm.batches.batch import Batch, BatchShape
+from nanovllm.batches.batch import Batch, BatchShape, largest_batch
 from nanovllm.config import Config
-from nanovllm.cuda.buffers import largest_batch
 from nanovllm.distributed import process_group
 from nanovllm.distributed.ranks import Ranks
 from nanovllm.distributed.step_channel import NUM_BUFFERS, StepChannel, StepReader

@@ -10,6 +10,7 @@ from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.runners import make_runner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.state_blocks import StateBlockManager
+from nanovllm.spec_decode.drafting_scheduler import DraftingScheduler
 
 
 def build_engine(config: Config, lap: Callable[[str], None] = lambda part: None) -> Engine:
@@ -44,7 +45,5 @@ def make_scheduler(config: Config) -> Scheduler:
         sizes = config.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching
         block_manager = StateBlockManager(*sizes, config.max_num_seqs, config.num_states)
     if config.speculative_config is not None:
-        from nanovllm.spec_decode.drafting_scheduler import DraftingScheduler  # few engines draft tokens
-
         return DraftingScheduler(config, block_manager)
     return Scheduler(config, block_manager)

@@ -7,6 +7,8 @@ SentencePiece (Llama 2, Mistral) writes spaces as U+2581, and may write a byte a
 from codecs import getincrementaldecoder
 from itertools import islice
 
+from nanovllm.engine.sentencepiece import check_decoder, sentencepiece_bytes
+
 # Byte-level BPE writes printable Latin-1 bytes as themselves, and the others, in order, as the characters from 256 on.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _BYTES = {chr(byte): byte for byte in _PRINTABLE}
@@ -24,8 +26,6 @@ class TokenBytes(dict[int, bytes]):
         if decode(["\u0120a", "\xc3", "\xa9"]) == " a\xe9":
             self._to_bytes = _byte_level_bytes
         else:
-            from nanovllm.engine.sentencepiece import check_decoder, sentencepiece_bytes  # the rarer kind
-
             check_decoder(decoder, decode)
             self._to_bytes = sentencepiece_bytes
         self._decode, self._token_of = decode, tokenizer.convert_ids_to_tokens

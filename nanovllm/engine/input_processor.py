@@ -14,9 +14,13 @@ from nanovllm.config import Config
 from nanovllm.engine.detokenizer import TokenBytes
 from nanovllm.engine.features import FEATURES
 from nanovllm.engine.outputs import OutputKind
+from nanovllm.engine.policies import make_policy
+from nanovllm.engine.prompts import as_priorities, as_prompts, read_prompt
+from nanovllm.engine.recommended_params import recommended_params
 from nanovllm.engine.request import CompletionRequest, Prompt
 from nanovllm.engine.scheduling_policy import FCFS, SchedulingPolicy
 from nanovllm.engine.sequence import Sequence, packed_ids
+from nanovllm.engine.streamed_request import StreamedRequest
 from nanovllm.sampling_params import SamplingParams, check_token_ids
 from nanovllm.utils.checks import check_int, check_unicode
 
@@ -33,8 +37,6 @@ class InputProcessor:
         self.length_bound = f"max_model_len={n}: this model's maximum context length is {n} tokens"
         self.policy: SchedulingPolicy = FCFS()
         if config.scheduling_policy != "fcfs":
-            from nanovllm.engine.policies import make_policy  # few engines have another one
-
             self.policy = make_policy(config.scheduling_policy)
         self._features = dict(FEATURES)  # those registered later are for other engines
         self.token_bytes = TokenBytes(tokenizer, skip_special_tokens=True)
@@ -61,8 +63,6 @@ class InputProcessor:
 
     def default_sampling_params(self, kind: type[SamplingParams] = SamplingParams) -> SamplingParams:
         """What the model's `generation_config.json` recommends, and the defaults of `kind` for the rest."""
-        from nanovllm.engine.recommended_params import recommended_params  # imported lazily: most requests bring theirs
-
         return recommended_params(self.config.model, kind)
 
     def requests(
@@ -72,8 +72,6 @@ class InputProcessor:
         prompts = [prompts] if isinstance(prompts, str) else prompts
         is_plain = isinstance(prompts, list) and all(isinstance(prompt, (str, list)) for prompt in prompts)
         if not is_plain or priority is not None:
-            from nanovllm.engine.prompts import as_priorities, as_prompts  # rare forms, and few give priorities
-
             prompts = as_prompts(prompts)
             priority = as_priorities(priority, len(prompts))
         sampling_params = self.default_sampling_params() if sampling_params is None else sampling_params
@@ -111,8 +109,6 @@ class InputProcessor:
         token_bytes = self.token_bytes if params.skip_special_tokens else self.all_token_bytes
         request_class: type[CompletionRequest] = CompletionRequest
         if kind is not OutputKind.FINAL_ONLY:
-            from nanovllm.engine.streamed_request import StreamedRequest  # imported lazily: `generate` makes none
-
             request_class = StreamedRequest
         request = request_class(group, text, kind, token_bytes, index)
         for name, feature in self._features.items():
@@ -145,8 +141,6 @@ class InputProcessor:
         if isinstance(prompt, str):
             text, ids = prompt, self.encode(prompt)
         elif not isinstance(prompt, list) or set(map(type, prompt)) != {int}:
-            from nanovllm.engine.prompts import read_prompt  # other forms are rarer
-
             text, ids = read_prompt(prompt, template_arguments or {}, self)
         if not ids:
             raise ValueError("prompt: a decoder prompt cannot be empty; it must have at least 1 token")

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from math import inf
-from pkgutil import resolve_name
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from nanovllm import rollout
 from nanovllm.config import Config, takes_settings_of
 from nanovllm.engine.build import build_engine
 from nanovllm.engine.engine_thread import EngineThread, Submission
@@ -17,26 +17,17 @@ from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.outputs import OutputCollector, OutputKind, RequestOutput, StepOutput
 from nanovllm.engine.request import Prompt
+from nanovllm.engine.stats import described, stats_of_engine
+from nanovllm.engine.step_callers import StepCallers
+from nanovllm.engine.stream_event import StreamEvent
+from nanovllm.engine.streams import events_of
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.loader import load_tokenizer
-
-if TYPE_CHECKING:
-    from nanovllm.engine.step_callers import StepCallers
-    from nanovllm.engine.stream_event import StreamEvent
+from nanovllm.utils.progress import progress_bar
 
 logger = logging.getLogger("nanovllm")
 PROGRESS_SECONDS = 0.1  # between two updates of a progress bar
-
-
-class ImportedMethod:
-    """A method that is the function `home`, "module:name", of a part that few engines need."""
-
-    def __init__(self, home: str):
-        self.home = home
-
-    def __get__(self, llm: "LLMEngine | None", kind: type) -> Any:
-        return resolve_name(self.home).__get__(llm, kind)
 
 
 class LLMEngine:
@@ -109,8 +100,6 @@ class LLMEngine:
         submission = Submission(self.engine_thread, requests, collector)
         bar: Any = nullcontext(lambda num_finished, **num_tokens: None)
         if use_tqdm:
-            from nanovllm.utils.progress import progress_bar  # only here: servers and libraries show none
-
             bar = progress_bar(len(requests), desc="Generating", dynamic_ncols=True)
         with submission, bar as advance:
             while len(outputs) < len(requests):
@@ -125,7 +114,7 @@ class LLMEngine:
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         chat_template_kwargs: Mapping | None = None,
         priority: list[int] | None = None,
-    ) -> "Iterator[StreamEvent]":
+    ) -> Iterator[StreamEvent]:
         """The answers of `generate` piece by piece; the events of different prompts alternate.
 
         Text that may still be cut off as a stop string is held back, and no character is split. `chat_template_kwargs`
@@ -133,8 +122,6 @@ class LLMEngine:
         are queued when the first event is asked for, and leaving the loop drops those that have not ended. The engine
         runs ahead of the reader by 32 steps at most, unless other callers want more.
         """
-        from nanovllm.engine.streams import events_of  # imported lazily: `generate` does without
-
         self.engine_thread.check_open()
         kind = OutputKind.DELTA
         requests = self.input_processor.requests(prompts, sampling_params, kind, chat_template_kwargs, priority)
@@ -196,28 +183,18 @@ class LLMEngine:
         prefix) and free. `prefix_hit_rate`: the fraction of the prompts' tokens that were found. `preemptions`.
         `tokens`: in and out. `steps`: of prompts alone (prefill), of decodes alone, and mixed.
         """
-        from nanovllm.engine.stats import stats_of_engine  # imported lazily: answers need no counts
-
         return stats_of_engine(self)
 
     # what trainers call
-    load_weights = ImportedMethod("nanovllm.rollout:load_weights")
-    pause = ImportedMethod("nanovllm.rollout:pause")
-    resume = ImportedMethod("nanovllm.rollout:resume")
-    reset_prefix_cache = ImportedMethod("nanovllm.rollout:reset_prefix_cache")
-    sleep = ImportedMethod("nanovllm.rollout:sleep")
-    wake_up = ImportedMethod("nanovllm.rollout:wake_up")
-    is_sleeping = ImportedMethod("nanovllm.rollout:is_sleeping")
+    load_weights = rollout.load_weights
+    pause, resume, reset_prefix_cache = rollout.pause, rollout.resume, rollout.reset_prefix_cache
+    sleep, wake_up, is_sleeping = rollout.sleep, rollout.wake_up, rollout.is_sleeping
 
     @property
-    def _step_callers(self) -> "StepCallers":
-        from nanovllm.engine.step_callers import StepCallers  # imported lazily: `generate` and `stream` do without
-
+    def _step_callers(self) -> StepCallers:
         return self.__dict__.setdefault("step_callers", StepCallers(self.engine_thread))  # atomic, as any thread asks
 
     def __repr__(self) -> str:
-        from nanovllm.engine.stats import described  # imported lazily, as the log seldom shows it
-
         return described(self.config)
 
     def __enter__(self):

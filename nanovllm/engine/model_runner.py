@@ -11,17 +11,20 @@ from torch import nn
 
 from nanovllm.attention import backend_class
 from nanovllm.cache.kv_cache import PagedKV
+from nanovllm.cache.state import fit_states
 from nanovllm.config import Config
 from nanovllm.engine.features import FEATURES, Arrays, StepFeature
 from nanovllm.engine.forward_output import ForwardOutput, PendingStep, SamplerInput
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
+from nanovllm.features.block_copies import copy_blocks
 from nanovllm.kernels.sampling.sampling_columns import GREEDY_BELOW, WIDTH, params_rows, seeds
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler, SamplingRows, logit_cutoffs
 from nanovllm.models import make_model
 from nanovllm.utils.context import get_context, reset_context, set_context
 from nanovllm.utils.loader import load_model
+from nanovllm.utils.refusals import cache_too_small
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 CPU_KV_CACHE_BYTES = 2**30  # the cache on a CPU, unless num_kvcache_blocks says otherwise
@@ -58,8 +61,6 @@ class ModelRunner:
                 layer.backend = self.backend
                 self.backend.set_head_shape(layer.num_heads // layer.num_kv_heads, layer.head_dim, config.dtype)
         if any(spec.of_states for spec in self.cache_groups):
-            from nanovllm.cache.state import fit_states  # few models have layers with a state
-
             fit_states(self)
         self.caches: dict[Any, list[torch.Tensor]] = {}  # the tensors of each group
         self.sampler = Sampler(self.tp, self.model.lm_head.first_id)
@@ -115,8 +116,6 @@ class ModelRunner:
         block_bytes = self.cache_bytes(num_blocks=1) - state_bytes
         num_blocks = self.min_of_ranks((available - state_bytes) // block_bytes)
         if num_blocks < config.max_blocks_per_seq:
-            from nanovllm.utils.refusals import cache_too_small
-
             raise cache_too_small(config, block_bytes, state_bytes, available, self.budget_name)
         config.resolve(num_kvcache_blocks=num_blocks)
 
@@ -277,8 +276,6 @@ class ModelRunner:
 
     def copy_blocks(self, copies: np.ndarray) -> None:
         """Copy cache blocks and states [2, C], for sequences that fork and for snapshots of states."""
-        from nanovllm.features.block_copies import copy_blocks
-
         copy_blocks(copies, self._cached_token_ids, self.caches)
 
     # -- features ------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from nanovllm.engine.request import Request
 from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.features.awaiting import release
 
 
 class OutputProcessor:
@@ -41,8 +42,6 @@ class OutputProcessor:
 
     def release(self) -> None:
         """Let sequences go on that are held by a feature, if it is done with them."""
-        from nanovllm.features.awaiting import release
-
         self._deliver(release(self.scheduler))
         for collector in [*self.collectors]:
             self._hand_over(collector)

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from numbers import Integral
 from typing import Any, TypeGuard
 
-from nanovllm.engine.chat_templates import forms_of
 from nanovllm.engine.request import Message, Prompt
 
 KINDS = "a string, a list of token ids, a dict with 'prompt' or 'prompt_token_ids', or a conversation"
@@ -88,6 +87,8 @@ def render_chat(tokenizer, messages: list[Message], template_arguments: Mapping)
     arguments = {"add_generation_prompt": True} | dict(template_arguments) | {"tokenize": False}
     try:
         template = tokenizer.get_chat_template(arguments.get("chat_template"), tools=arguments.get("tools"))
+        from nanovllm.engine.chat_templates import forms_of  # jinja2 takes a tenth of a second to import
+
         forms = forms_of(template)
     except Exception as error:  # there is none, or none of this name
         raise _template_fails(messages, error) from error

@@ -12,6 +12,7 @@ from nanovllm.engine.features import FEATURES, Ends
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep, StepResult
 from nanovllm.engine.scheduling_policy import GroupAdmission, TokenBudget, WaitingQueue
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.features import awaiting, forks
 
 MAX_COUNTED_PROMPTS = 64  # of those that wait, when their tokens are counted
 
@@ -91,9 +92,7 @@ class Scheduler:
             )
             self.schedule_chunks(step, is_mixed=decodes_soon)
         if not (step.num_decodes or step.chunks) and any(seq.is_paused for seq in self.running.values()):
-            from nanovllm.features.forks import preempt_paused  # few sequences pause
-
-            preempt_paused(self, step)
+            forks.preempt_paused(self, step)
         if not (step.num_decodes or step.chunks):
             self.block_manager.copies = copies
             return None
@@ -166,9 +165,7 @@ class Scheduler:
             is_first_token = not seq.has_sampled
             self.sample(seq, step)
             if is_first_token and seq.params.n > 1:
-                from nanovllm.features.forks import start_others  # most requests have one answer
-
-                start_others(self, seq, step)
+                forks.start_others(self, seq, step)
 
     def sample(self, seq: Sequence, step: ScheduledStep) -> None:
         """The prompt of `seq` is computed: it gets a token from the last row of the step, and decodes from now on."""
@@ -236,9 +233,7 @@ class Scheduler:
             if seq.is_watched:
                 arrived[i] = seq
             if seq.pauses:
-                from nanovllm.features.forks import hold  # beams alone pause
-
-                hold(self, seq)
+                forks.hold(self, seq)
                 continue
             seq.append_token(token_id)
             self.block_manager.hash_blocks(seq, seq.num_computed_tokens)
@@ -257,9 +252,7 @@ class Scheduler:
             self.finish(seq, *reasons)
         for seq in arrived.values():
             if seq.awaited is not None and not seq.is_finished:
-                from nanovllm.features.awaiting import hold  # few features need time
-
-                hold(self, seq)
+                awaiting.hold(self, seq)
             seq.limit_tokens()
         return dict.fromkeys([*arrived.values(), *ends]) if ends else arrived.values()
 

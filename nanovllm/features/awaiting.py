@@ -4,20 +4,23 @@ These functions are the Scheduler's own. A held sequence is paused, as beams are
 """
 
 from concurrent.futures import FIRST_COMPLETED, wait
+from typing import TYPE_CHECKING
 
-from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+
+if TYPE_CHECKING:
+    from nanovllm.engine.scheduler import Scheduler
 
 MAX_WAIT_SECONDS = 0.02  # for a held sequence: meanwhile, callers may want something
 
 
-def hold(scheduler: Scheduler, seq: Sequence) -> None:
+def hold(scheduler: "Scheduler", seq: Sequence) -> None:
     """Schedule no step of a sequence that has got its last token, whatever its status, until `release`."""
     seq.is_paused, scheduler.awaiting[seq] = True, None
     scheduler.waiting.discard(seq)  # if it was preempted while the step was in flight
 
 
-def release(scheduler: Scheduler) -> list[Sequence]:
+def release(scheduler: "Scheduler") -> list[Sequence]:
     """Let held sequences go on, or end them, if what they await is done. If all are held, wait for one of them.
 
     Returns those that have ended.

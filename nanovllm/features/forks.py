@@ -1,17 +1,20 @@
 """Sequences that share a prefix: the answers to one prompt (`n` > 1), and beams, which pause after each token.
 
-These functions are the Scheduler's own, in a file apart because most requests have one answer: it imports them when a
-request asks for more. Like its methods they change sequences, and are called between two steps.
+These functions are the Scheduler's own, in a file apart because most requests have one answer. Like its methods they
+change sequences, and are called between two steps.
 """
 
 from copy import copy, deepcopy
+from typing import TYPE_CHECKING
 
 from nanovllm.engine.scheduled_step import ScheduledStep
-from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
+if TYPE_CHECKING:
+    from nanovllm.engine.scheduler import Scheduler
 
-def start_others(scheduler: Scheduler, seq: Sequence, step: ScheduledStep) -> None:
+
+def start_others(scheduler: "Scheduler", seq: Sequence, step: ScheduledStep) -> None:
     """Start the other answers to the prompt of `seq`, as far as they fit: they get a token from the same row."""
     num_spare = len(scheduler.running) - 1  # a block for each of the others, as in `Scheduler._admit`
     for other in seq.group:
@@ -25,13 +28,13 @@ def start_others(scheduler: Scheduler, seq: Sequence, step: ScheduledStep) -> No
         scheduler.sample(other, step)
 
 
-def hold(scheduler: Scheduler, seq: Sequence) -> None:
+def hold(scheduler: "Scheduler", seq: Sequence) -> None:
     """A token of a sequence that `pauses` has arrived: it waits for `resume`, and may be forked before that."""
     seq.is_paused, seq.num_tokens = True, len(seq.token_ids)
     scheduler.waiting.discard(seq)  # if it was preempted while the step was in flight
 
 
-def fork(scheduler: Scheduler, seq: Sequence, index: int, token_id: int) -> Sequence:
+def fork(scheduler: "Scheduler", seq: Sequence, index: int, token_id: int) -> Sequence:
     """Another answer to the request of a paused sequence, which goes on with `token_id`.
 
     It shares the blocks of `seq` if there are enough, and is recomputed if not.
@@ -47,7 +50,7 @@ def fork(scheduler: Scheduler, seq: Sequence, index: int, token_id: int) -> Sequ
     return other
 
 
-def resume(scheduler: Scheduler, seq: Sequence, token_id: int) -> None:
+def resume(scheduler: "Scheduler", seq: Sequence, token_id: int) -> None:
     """Let a paused sequence go on with `token_id`, in the next step."""
     seq.append_token(token_id)
     seq.num_tokens, seq.is_paused = len(seq.token_ids), False
@@ -62,7 +65,7 @@ def resume(scheduler: Scheduler, seq: Sequence, token_id: int) -> None:
     scheduler.waiting.push(seq)
 
 
-def preempt_paused(scheduler: Scheduler, step: ScheduledStep) -> None:
+def preempt_paused(scheduler: "Scheduler", step: ScheduledStep) -> None:
     """Nothing fits into the step: paused sequences give up their blocks, which others of their requests may need."""
     paused = [seq for seq in scheduler.running.values() if seq.is_paused]
     while paused and scheduler.waiting and not step.chunks:

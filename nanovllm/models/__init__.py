@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanovllm.quantization import find_quantization
 from nanovllm.utils.checks import check_bool, check_choice, check_int, check_real, read_json
 from nanovllm.utils.construction import constructing
 from nanovllm.utils.rope_scaling import inverse_frequencies, scaled_rope
@@ -144,8 +145,6 @@ class ModelConfig:
             eos_token_ids = _eos_token_ids(generation, raw | read_json(generation), plain["vocab_size"])
         formats = None
         if (quantized := raw.get("quantization_config")) or quantization is not None:
-            from nanovllm.quantization import find_quantization  # imported lazily, as it is rarely needed
-
             formats = find_quantization(quantized, file, quantization)
         return cls(
             model_type=model_type,

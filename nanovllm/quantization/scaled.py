@@ -13,10 +13,9 @@ from torch import nn
 
 from nanovllm.delta_net.scattered_linear import RowRanges
 from nanovllm.kernels import operation
-from nanovllm.utils.loader import Shard, check_shape, parameter
+from nanovllm.utils.loader import QUANTIZED_DTYPES, Shard, check_shape, parameter
 
 ROWS_AT_A_TIME = 2048  # are quantized, as float32 takes four times the memory of the result
-SAFETENSORS_NAMES = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8"}
 
 
 class Block(NamedTuple):
@@ -124,7 +123,7 @@ class ScaledWeight:
         shard, index = selected
         if self.must_quantize(weight):
             return self.quantize_shard(check_shape(weight, shard.shape)[...], shard, index)
-        found, needed = weight.get_dtype(), SAFETENSORS_NAMES[self.scheme.dtype]
+        found, needed = weight.get_dtype(), QUANTIZED_DTYPES[self.scheme.dtype]
         if found != needed:
             raise ValueError(f"the checkpoint has dtype {found}, its quantization_config needs {needed}")
         return _nan_of(shard.copy(values[index], weight))

@@ -1,6 +1,6 @@
 """What a trainer needs of a running engine: new weights in place, pauses, and its memory while it does not generate.
 
-`LLM.load_weights`, `LLM.sleep` and the like import this folder when they are called.
+These functions are methods of LLMEngine.
 """
 
 from nanovllm.rollout.pausing import pause, reset_prefix_cache, resume

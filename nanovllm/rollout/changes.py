@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm.engine.engine import UnavailableError
 from nanovllm.engine.engine_thread import EngineThread
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.outputs import OutputCollector
+
+if TYPE_CHECKING:
+    from nanovllm.engine.llm_engine import LLMEngine
 
 T = TypeVar("T")
 LOADING = "the weights are being replaced: load_weights() has not returned yet"
@@ -20,7 +22,7 @@ class Dropped(str):
 
 
 @contextmanager
-def refusing_requests(llm: LLMEngine, kind: str, reason: str) -> Iterator[None]:
+def refusing_requests(llm: "LLMEngine", kind: str, reason: str) -> Iterator[None]:
     """Change the engine, in its thread: `unavailable[kind]` is the reason from here on, and after an error as before.
 
     UnavailableError while there are requests, unless they are paused, or while weights are being replaced.

@@ -1,13 +1,17 @@
 """No steps for a while: what becomes of the requests that run, and of those that come."""
 
+from typing import TYPE_CHECKING
+
 from nanovllm.engine.engine import UnavailableError
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.utils.checks import check_choice
+
+if TYPE_CHECKING:
+    from nanovllm.engine.llm_engine import LLMEngine
 
 PAUSED = "the engine is paused: resume() lets it generate again"
 
 
-def pause(llm: LLMEngine, mode: str = "abort") -> None:
+def pause(llm: "LLMEngine", mode: str = "abort") -> None:
     """Make no steps, and refuse new requests with an UnavailableError, until `resume`.
 
     Requests that run end with the tokens that they have (mode "abort", as by `LLM.abort`), or wait for `resume` without
@@ -28,7 +32,7 @@ def pause(llm: LLMEngine, mode: str = "abort") -> None:
     llm.engine_thread.call(work)
 
 
-def reset_prefix_cache(llm: LLMEngine) -> bool:
+def reset_prefix_cache(llm: "LLMEngine") -> bool:
     """Empty the prefix cache. False, and nothing is done, while sequences hold blocks."""
 
     def work() -> bool:
@@ -40,7 +44,7 @@ def reset_prefix_cache(llm: LLMEngine) -> bool:
     return llm.engine_thread.call(work)
 
 
-def resume(llm: LLMEngine) -> None:
+def resume(llm: "LLMEngine") -> None:
     """Generate again. UnavailableError, and the engine stays paused, if its weights are not complete."""
     llm.engine_thread.check_open()
     for kind, reason in [*llm.core.unavailable.items()]:

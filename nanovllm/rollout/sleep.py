@@ -2,16 +2,18 @@
 
 import logging
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from nanovllm.engine.engine import Engine, UnavailableError
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.rollout.changes import Dropped, in_engine, refusing_requests
 from nanovllm.rollout.host_memory import HostCache, HostWeights
 from nanovllm.utils.checks import check_choice
+
+if TYPE_CHECKING:
+    from nanovllm.engine.llm_engine import LLMEngine
 
 TAGS = ("weights", "kv_cache")
 ASLEEP = "the engine sleeps: wake_up() lets it generate again"
@@ -19,7 +21,7 @@ DROPPED = "sleep(level=2) has dropped the weights: load all weights before the e
 logger = logging.getLogger("nanovllm")
 
 
-def sleep(llm: LLMEngine, level: int = 1) -> int:
+def sleep(llm: "LLMEngine", level: int = 1) -> int:
     """Give back the memory of weights and cache, and refuse to generate until `wake_up`.
 
     Level 1 keeps the weights in host memory. Level 2 drops them: after `wake_up`, one or more calls of `load_weights`
@@ -47,7 +49,7 @@ def sleep(llm: LLMEngine, level: int = 1) -> int:
     return num_bytes
 
 
-def wake_up(llm: LLMEngine, tags: Collection[str] | None = None) -> None:
+def wake_up(llm: "LLMEngine", tags: Collection[str] | None = None) -> None:
     """Take memory again: of "weights", of the "kv_cache", which is empty then, or, with None, of both.
 
     What is awake stays as it is. The engine generates when both are awake, and after level 2 when weights are loaded.
@@ -68,12 +70,12 @@ def wake_up(llm: LLMEngine, tags: Collection[str] | None = None) -> None:
     llm.engine_thread.wake()  # requests that were kept go on
 
 
-def is_sleeping(llm: LLMEngine) -> bool:
+def is_sleeping(llm: "LLMEngine") -> bool:
     """Whether weights or cache sleep."""
     return "asleep" in llm.core.unavailable
 
 
-def _check_enabled(llm: LLMEngine) -> None:
+def _check_enabled(llm: "LLMEngine") -> None:
     if not llm.config.enable_sleep_mode:
         raise ValueError("enable_sleep_mode=False: must be True when the engine is started, for it to sleep")
 

@@ -4,20 +4,19 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from nanovllm.cuda.buffers import largest_batch
+from nanovllm.batches.batch import largest_batch
 from nanovllm.engine.engine import UnavailableError
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.moe.weights import split_experts
-from nanovllm.quantization.scaled import SAFETENSORS_NAMES
 from nanovllm.rollout.changes import LOADING, Dropped, in_engine, refusing_requests
 from nanovllm.utils.loader import (
     FLOAT_DTYPES,
     HEAD,
+    QUANTIZED_DTYPES,
     check_shape,
     find_tensors,
     is_unused,
@@ -26,11 +25,14 @@ from nanovllm.utils.loader import (
 )
 from nanovllm.utils.tied_head import head_name
 
+if TYPE_CHECKING:
+    from nanovllm.engine.llm_engine import LLMEngine
+
 INCOMPLETE = "load_weights() has failed in the middle: load all weights, in one call, before the engine can generate"
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-def load_weights(llm: LLMEngine, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+def load_weights(llm: "LLMEngine", weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Replace weights of a running engine by tensors on any device, all of them or some, and empty the prefix cache.
 
     `weights` are (name, tensor) as a checkpoint of the model has them, before layers are merged, divided over ranks or
@@ -62,7 +64,7 @@ def weights_of(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
 
     FileNotFoundError or ValueError that names the file if one is missing or broken.
     """
-    files = find_tensors(Path(folder), (*FLOAT_DTYPES, *SAFETENSORS_NAMES.values()))
+    files = find_tensors(Path(folder), (*FLOAT_DTYPES, *QUANTIZED_DTYPES.values()))
     for file in sorted(set(files.values())):
         with open_safetensors(file) as tensors:
             for name in (name for name, holder in files.items() if holder == file):
@@ -72,7 +74,7 @@ def weights_of(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
 class WeightUpdate:
     """One call of `load_weights`. The engine's thread calls `begin` and `load`, the caller's `end`."""
 
-    def __init__(self, llm: LLMEngine):
+    def __init__(self, llm: "LLMEngine"):
         self.llm, self.core = llm, llm.core
         self.has_written = self.is_over = False
 
@@ -131,7 +133,7 @@ class ModelWeights:
                 if name.endswith(".weight"):
                     self._shapes[f"{path}.{name}"] = experts.shard(ids[1]).shape
         formats = model.config.quantization.dtypes if model.config.quantization else ()
-        self._dtypes = (*FLOATS, *(dtype for dtype, name in SAFETENSORS_NAMES.items() if name in formats))
+        self._dtypes = (*FLOATS, *(dtype for dtype, name in QUANTIZED_DTYPES.items() if name in formats))
 
     def is_unused(self, name: str) -> bool:
         return isinstance(name, str) and is_unused(self.model, name)
@@ -166,13 +168,13 @@ class ModelWeights:
             raise ValueError(f"{name}: its dtype is {str(tensor.dtype).removeprefix('torch.')}: must be one of {known}")
         if name in self._shapes:
             _named(name, check_shape, tensor, self._shapes[name])
-        values = tensor.float() if tensor.dtype in SAFETENSORS_NAMES else tensor.to(self.model.config.dtype)
+        values = tensor.float() if tensor.dtype in QUANTIZED_DTYPES else tensor.to(self.model.config.dtype)
         if not values.isfinite().all():
             raise ValueError(f"{name}: is NaN or infinite in {values.dtype}")
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         load, ids = self.loaders[name]
-        is_quantized = tensor.dtype in SAFETENSORS_NAMES
+        is_quantized = tensor.dtype in QUANTIZED_DTYPES
         with torch.no_grad():
             _named(name, load, TensorSlice(tensor) if is_quantized else tensor.detach(), *ids)
         self._loaded.add(name)
@@ -204,7 +206,7 @@ class TensorSlice:
         return [*self._tensor.shape]
 
     def get_dtype(self) -> str:
-        return SAFETENSORS_NAMES[self._tensor.dtype]
+        return QUANTIZED_DTYPES[self._tensor.dtype]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self._tensor[index]

@@ -12,6 +12,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+from nanovllm.utils.download import broken_file
+
 
 def checked(default: Any, check: Callable | str, **bounds: Any) -> Any:
     """A field of a dataclass. `check_fields` calls `check(name, value, **bounds)` for any value but the default.
@@ -83,8 +85,6 @@ def read_json(file: Path) -> dict:
     try:
         content = json.loads(file.read_bytes())
     except ValueError as error:  # the syntax or the encoding is wrong
-        from nanovllm.utils.download import broken_file  # its words are rarely needed
-
         raise broken_file(file, f"is not valid JSON ({error})") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file}: must hold a JSON object, not a {type(content).__name__}")

@@ -9,8 +9,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from nanovllm.moe.weights import split_experts
 from nanovllm.utils.checks import read_json
 from nanovllm.utils.construction import get_construction
+from nanovllm.utils.download import broken_file, download
+from nanovllm.utils.dummy_weights import load_dummy
+from nanovllm.utils.progress import with_bar
+from nanovllm.utils.refusals import bad_tensors, other_tensors
+from nanovllm.utils.sharded_checkpoint import find_in_files
 
 BUNDLED = Path(__file__).parent.parent / "assets"
 TOKENIZER_FILES = ("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",)  # one of these is enough
@@ -21,6 +27,7 @@ NAMED_FAMILIES = ("qwen3", "qwen3_moe", "qwen3_next")
 NAMED_TOKENIZERS = {"Qwen2Tokenizer": "Qwen2TokenizerFast", "PreTrainedTokenizerFast": "PreTrainedTokenizerFast"}
 HEAD = "lm_head.weight"
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
+QUANTIZED_DTYPES = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8"}
 BAR_DELAY = 1  # seconds until the progress bar is shown
 
 
@@ -76,8 +83,6 @@ def _find(setting: str, name: str, revision: str | None, with_weights: bool) -> 
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder.absolute()  # the working directory may change, and other processes read it too
-    from nanovllm.utils.download import download  # a local model does without the hub's client
-
     return download(setting, name, revision, with_weights, bundled)
 
 
@@ -147,8 +152,6 @@ def load_model(
     if quantization := model.config.quantization:
         quantization.prepare(model, device)
     if load_format == "dummy":
-        from nanovllm.utils.dummy_weights import load_dummy
-
         load_dummy(model, weight_loaders(model))
         return
     files = find_tensors(folder, FLOAT_DTYPES + (quantization.dtypes if quantization else ()))
@@ -158,19 +161,13 @@ def load_model(
         untie_other_head(model, files)
     loaders = weight_loaders(model)
     if model.config.moe:
-        from nanovllm.moe.weights import split_experts
-
         split_experts(loaders, model, files)
     files = {name: file for name, file in files.items() if not is_unused(model, name)}
     if files.keys() != loaders.keys():
-        from nanovllm.utils.refusals import other_tensors
-
         raise other_tensors(folder, files.keys(), loaders.keys())
     bounds = {}
     in_order = sorted(set(files.values()))
     if show_progress and len(in_order) > 1:
-        from nanovllm.utils.progress import with_bar
-
         in_order = with_bar(in_order, desc="Loading weights", unit=" files", delay=BAR_DELAY, leave=False)
     for file in in_order:
         with open_safetensors(file, device) as tensors:
@@ -184,8 +181,6 @@ def load_model(
                     bounds[name] = torch.stack(filled.aminmax())  # NaN if any element is
     are_finite = torch.stack([*bounds.values()]).isfinite().all(1).tolist()  # the only synchronization
     if broken := sorted(name for name, is_finite in zip(bounds, are_finite) if not is_finite):
-        from nanovllm.utils.refusals import bad_tensors
-
         raise bad_tensors(folder, broken, f"are NaN or infinite in {bounds[broken[0]].dtype}")
 
 
@@ -206,8 +201,6 @@ def find_tensors(folder: Path, dtypes: tuple[str, ...] = FLOAT_DTYPES) -> dict[s
     if (single := folder / "model.safetensors").is_file():
         found = {name: (single, dtype) for name, dtype in stored_dtypes(single).items()}
     else:
-        from nanovllm.utils.sharded_checkpoint import find_in_files  # large models have several files
-
         found = find_in_files(folder, stored_dtypes)
     for name, (file, dtype) in found.items():
         if dtype not in dtypes:
@@ -226,8 +219,6 @@ def open_safetensors(file: Path, device: torch.device | str = "cpu"):
     try:
         return safe_open(file, framework="pt", device=str(device))
     except SafetensorError as error:
-        from nanovllm.utils.download import broken_file  # its words are rarely needed
-
         raise broken_file(file, f"is not a complete safetensors file ({error})") from error
 
 
