@@ -187,7 +187,7 @@ def test_drafts_of_graphs(make_llm, one_layer, use_ops, monkeypatch, tmp_path, m
         assert [sorted(x.num_replays for x in found) for found in (graphs.graphs.values(), wide)] == [[0, 6, 6]] * 2
         for table in runner.tables:
             table.zero_()
-        llm.scheduler.settings = plain.core.output_processor.settings  # drafts as often
+        llm.scheduler.settings = plain.scheduler.settings  # drafts as often
     num_before = {size: graph.num_replays for size, graph in graphs.graphs.items()}
     outputs = generate_by_steps(llm, zip(prompts, params))
     assert answers(outputs) == answers(expected)
