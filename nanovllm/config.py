@@ -1,6 +1,7 @@
 """Settings of an engine: validated and resolved when they are made, and frozen from then on."""
 
 import inspect
+import logging
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from nanovllm.models import ModelConfig
 
 
+logger = logging.getLogger("nanovllm")
 LOGPROBS_MODES = ("raw_logprobs", "temperature_logprobs", "processed_logprobs")
 
 
@@ -35,7 +37,8 @@ class Config:
         a state, unless `num_kvcache_blocks` is set, so that states take at most half of the cache's memory.
     max_model_len: maximum number of tokens of a prompt and its completion; None is 4096, or the model's own bound
         if it is smaller.
-    gpu_memory_utilization: the fraction of the GPU's memory that this engine may use for weights and cache together.
+    gpu_memory_utilization: the fraction of the GPU's memory that this engine may use for weights and cache together. On
+        a CPU it has no effect.
     tensor_parallel_size: 1, 2, 4 or 8 ranks that share the model; on CUDA each has a device, starting with `device`.
     expert_parallel: with several ranks, each has whole experts of a mixture; False: a part of each expert.
     enforce_eager: do not use CUDA graphs.
@@ -142,6 +145,11 @@ class Config:
             max_model_len=self._resolve_max_model_len(model_config.max_position_embeddings),
             async_scheduling=device.startswith("cuda") if self.async_scheduling is None else self.async_scheduling,
         )
+        if device == "cpu" and self.gpu_memory_utilization != 0.9:
+            ratio = self.gpu_memory_utilization
+            logger.warning(
+                "gpu_memory_utilization=%s: has no effect on a CPU; num_kvcache_blocks sets the cache", ratio
+            )
         if self.speculative_config is not None:
             from nanovllm.spec_decode.config import read_speculative_config  # few engines draft tokens
 

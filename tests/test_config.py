@@ -345,3 +345,11 @@ def test_an_enum_of_strings_is_a_string():
     config = Config(Choice.MODEL, device="cpu", dtype=Choice.DTYPE, scheduling_policy=Choice.POLICY)
     assert config.dtype == torch.float16 and type(config.scheduling_policy) is type(config.model) is str
     assert config.scheduling_policy == "priority"
+
+
+def test_utilization_of_a_gpu_has_no_effect_on_a_cpu(caplog):
+    Config(TINY, device="cpu", gpu_memory_utilization=0.5)
+    assert "gpu_memory_utilization=0.5: has no effect on a CPU" in caplog.text
+    caplog.clear()
+    Config(TINY, device="cpu")
+    assert not caplog.text

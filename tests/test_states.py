@@ -221,7 +221,7 @@ def test_snapshots_are_bounded(make_stateful, reference):
 def test_sequences_take_the_rows_of_snapshots(make_stateful, reference, monkeypatch, async_scheduling):
     """One row is for a snapshot alone: others lie in those of sequences, of which three run, then two and one."""
     one_more = lambda runner: runner.config.resolve(num_states=runner.config.max_num_seqs + 1)
-    monkeypatch.setattr("nanovllm.cache.state.fit_states", one_more)
+    monkeypatch.setattr("nanovllm.engine.model_runner.fit_states", one_more)
     llm = make_stateful(max_num_seqs=3, async_scheduling=async_scheduling)
     rows, hits = llm.scheduler.block_manager.rows, []
     for requests in (make_requests(), make_requests()[-2:], make_requests()[-1:]):

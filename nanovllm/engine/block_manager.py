@@ -121,8 +121,6 @@ class BlockManager:
             return
         num_known = len(seq.token_ids)
         num_full = (num_known if num_tokens is None else min(num_tokens, num_known)) // self.block_size
-        if num_full == 0 or self.blocks[seq.block_table[num_full - 1]].hash != -1:
-            return  # all of them are cached, most often
         self._extend_hashes(seq, num_full)
         for i in range(num_full - 1, -1, -1):
             block = self.blocks[seq.block_table[i]]

@@ -36,6 +36,8 @@ class Engine:
 
     def step(self) -> None:
         """Launch the next step, and process the result of this one or, with `async_scheduling`, of the one before."""
+        if self.scheduler.awaiting:
+            self.output_processor.release()
         # prompts come first if one `generate` has the engine to itself: it returns all answers together
         scheduled = self.scheduler.schedule(prompts_first=self.output_processor.is_offline)
         launched = self.workers.launch(self.model_runner, scheduled) if scheduled else None

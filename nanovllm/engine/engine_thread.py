@@ -151,10 +151,16 @@ class EngineThread:
     # -- for the thread itself -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Carry out what callers ask for, and then make a step, or sleep until there is one to make."""
         try:
             while not self._is_closing:
                 try:
-                    self._turn()
+                    self._carry_out_commands()
+                    if self._steps_are_wanted():
+                        self.engine.check_open()
+                        self.engine.step()
+                    else:
+                        self._sleep()
                 except BaseException as error:
                     self._recover(error)
         finally:
@@ -165,22 +171,10 @@ class EngineThread:
                 ends.callback(self.engine.drop_requests)
                 ends.callback(self._fail_callers, CLOSED)
 
-    def _turn(self) -> None:
-        """The commands that have come, and a step, or a sleep until there is one to make."""
+    def _carry_out_commands(self) -> None:
         for _ in range(len(self._commands)):
             self._commands[0][0]()  # not bound to a name, which would keep its requests alive
             self._commands.popleft()
-        if self._steps_are_wanted():
-            self.engine.check_open()
-            self.step()
-        else:
-            self._sleep()
-
-    def step(self) -> None:
-        """A step of the engine, after held sequences were let go on."""
-        if self.engine.scheduler.awaiting:
-            self._output_processor.release()
-        self.engine.step()
 
     def _steps_are_wanted(self) -> bool:
         wanted = any(collector.wants_steps for collector in [*self._output_processor.collectors])

@@ -223,11 +223,12 @@ class Scheduler:
 
         Returns the watched ones of these, by index, and those that end by the token or by their length.
         """
-        arrived, ends = dict[int, Sequence](), Ends()
+        arrived, ends, num_late = dict[int, Sequence](), Ends(), 0
+        block_size = self.block_manager.block_size
         for i, (seq, token_id) in enumerate(zip(seqs, token_ids, strict=True)):
             if seq.is_finished:
-                continue  # it ended while this token was in flight, which is not part of the answer
-            self.totals["output_tokens"] += 1
+                num_late += 1  # it ended while this token was in flight, which is not part of the answer
+                continue
             if "first_token" not in seq.timing:
                 seq.record_time("first_token")
             if seq.is_watched:
@@ -236,9 +237,11 @@ class Scheduler:
                 forks.hold(self, seq)
                 continue
             seq.append_token(token_id)
-            self.block_manager.hash_blocks(seq, seq.num_computed_tokens)
+            if len(seq.token_ids) % block_size <= 1:  # this token, or the one before it, was the last of a block
+                self.block_manager.hash_blocks(seq, seq.num_computed_tokens)
             if reasons := seq.finish_reasons(self.eos_token_ids, self.eos):
                 ends[seq] = reasons
+        self.totals["output_tokens"] += len(seqs) - num_late
         return arrived, ends
 
     def run_features(

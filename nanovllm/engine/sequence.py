@@ -136,7 +136,8 @@ class Sequence:
     def append_token(self, token_id: int) -> None:
         """A token has reached the host. `num_tokens` counts it already if a step was scheduled for it."""
         self.token_ids.append(token_id)
-        self.num_tokens = max(self.num_tokens, len(self.token_ids))
+        if self.num_tokens < len(self.token_ids):
+            self.num_tokens += 1
 
     @property
     def num_blocks(self) -> int:

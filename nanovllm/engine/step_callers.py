@@ -35,7 +35,7 @@ class StepCallers:
 
         def work() -> None:
             if not (engine.unavailable or any(collector.is_ready for collector in collectors)):
-                self._engine_thread.step()
+                engine.step()
                 for collector in collectors:
                     collector.flush()
 
