@@ -147,7 +147,9 @@ class Config:
             self.resolve(speculative_config=read_speculative_config(self))
 
     def resolve(self, **settings) -> None:
-        """Replace settings by the values in use. The ModelRunner alone calls this later, with what it has measured."""
+        """Replace settings by the values in use. Later, the ModelRunner calls this with what it has measured, and the
+        LLMEngine with `eos`.
+        """
         for name, value in settings.items():
             object.__setattr__(self, name, value)
 

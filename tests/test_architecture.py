@@ -231,7 +231,7 @@ def test_ranks_do_without_transformers():
     assert "transformers" in reach("engine/llm_engine.py")
 
 
-ROOMS_BY_USE = ("cuda", "distributed", "features", "fused", "spec_decode", "structured_outputs")
+ROOMS_BY_USE = ("batches", "cuda", "distributed", "features", "fused", "spec_decode", "structured_outputs")
 FEATURE_FILES = {feature.home.split(":")[0].replace(".", "/") + ".py" for feature in FEATURES.values()}
 HOMES = *RUNNERS.values(), *DRAFTERS.values(), *(home for home in PROPOSERS.values() if isinstance(home, str))
 OF_HOMES = {home.split(":")[0].removeprefix("nanovllm.").replace(".", "/") + ".py" for home in HOMES}
@@ -240,12 +240,15 @@ NAMED_FILES = FEATURE_FILES | OF_HOMES | FUSED_FILES | {"rollout/__init__.py"}
 
 
 def test_optional_rooms_are_imported_when_used():
-    """One rank needs nothing of `distributed/`, a CPU no graphs, and only some requests need beams and grammars."""
+    """One rank needs nothing of `distributed/`, a CPU no batches and no graphs, and only some requests need beams and
+    grammars.
+    """
     loaded = reach(LIBRARY, module_level=True)
     rooms = [file for file in FILES if room_of(file) in ROOMS_BY_USE and not is_kernel(file)]
     assert len(rooms) >= 8
     for file in rooms:
         assert file not in loaded and file in reach("__init__.py").union(NAMED_FILES, *map(reach, NAMED_FILES)) | {
+            "batches/__init__.py",
             "distributed/__init__.py",
             "features/__init__.py",
             "fused/__init__.py",
@@ -343,6 +346,7 @@ def code_lines(source: str) -> int:
 
 ROOMS = (
     "core",
+    "batches",
     "states",
     "attention",
     "fused",
@@ -438,6 +442,7 @@ def test_sizes_are_printed(record_property, capsys):
 
 
 FOLDERS_OF_ROOMS = (
+    "batches",
     "benchmarks",
     "compat",
     "distributed",

@@ -83,7 +83,7 @@ class ScheduledStep:
 
     @property
     def rows(self) -> list[ScheduledSequence]:
-        """All rows, for viewers and tests."""
+        """All rows: those that decode, then the chunks."""
         return [*self.decodes, *self.chunks]
 
     def __iter__(self) -> Iterator[Any]:

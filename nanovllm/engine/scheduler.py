@@ -1,4 +1,4 @@
-"""Which sequences run in the next step, and in which blocks."""
+"""Which sequences run in the next step, and in which blocks; what they get from it, and which of them end."""
 
 from collections import Counter, deque
 from collections.abc import Collection
