@@ -146,17 +146,17 @@ class Config:
             async_scheduling=device.startswith("cuda") if self.async_scheduling is None else self.async_scheduling,
         )
         if device == "cpu" and self.gpu_memory_utilization != 0.9:
-            ratio = self.gpu_memory_utilization
-            logger.warning(
-                "gpu_memory_utilization=%s: has no effect on a CPU; num_kvcache_blocks sets the cache", ratio
-            )
+            words = "gpu_memory_utilization=%s: has no effect on a CPU; num_kvcache_blocks sets the size of the cache"
+            logger.warning(words, self.gpu_memory_utilization)
         if self.speculative_config is not None:
             from nanovllm.spec_decode.config import read_speculative_config  # few engines draft tokens
 
             self.resolve(speculative_config=read_speculative_config(self))
 
     def resolve(self, **settings) -> None:
-        """Replace settings by the values in use. The ModelRunner alone calls this later, with what it has measured."""
+        """Replace settings by the values in use. Later, the ModelRunner calls this with what it has measured, and the
+        LLMEngine with `eos`.
+        """
         for name, value in settings.items():
             object.__setattr__(self, name, value)
 

@@ -175,7 +175,7 @@ class SimulatedEngine:
 
         in_flight = Counter()
         for step, _ in self.in_flight:
-            in_flight.update(dict(zip(step.sampled_seqs, step.num_reserved.tolist())))
+            in_flight.update(dict(zip(step.sampled_seqs, step.num_reserved)))
             in_flight.update(step.new_seqs)
         ended = [seq for seq in self.unfinished if seq.status is SequenceStatus.FINISHED]
         self.unfinished.difference_update(ended)  # if one held a block later, that would be one too many above
@@ -363,7 +363,7 @@ class Simulation(SimulatedEngine):
     def rows_on_device(self, step: ScheduledStep) -> list[ScheduledSequence]:
         """Those of the step, but where sequences decode on the device; the host has upper bounds."""
         rows = step.rows
-        for i, (num_reserved, (seq, start, end)) in enumerate(zip(step.num_reserved.tolist(), rows)):
+        for i, (num_reserved, (seq, start, end)) in enumerate(zip(step.num_reserved, rows)):
             first = self.num_tokens[seq.req_index] - 1
             assert first <= start and end == start + num_reserved and 1 <= num_reserved <= step.tokens_per_row
             rows[i] = ScheduledSequence(seq, first, first + num_reserved)

@@ -340,6 +340,7 @@ def code_lines(source: str) -> int:
 
 ROOMS = (
     "core",
+    "batches",
     "states",
     "attention",
     "fused",

@@ -178,7 +178,7 @@ def test_drafts():
     """The host planned for one token more than the device has. The second sequence may get two tokens, no third."""
     seqs = [sequence(0, range(7), [7, 2]), sequence(1, range(3), [3], max_tokens=2), sequence(2, range(5), [0, 4])]
     tables, step = tables_of(seqs[:2], 1, tokens_per_row=3), decodes(seqs[:2], 2)
-    assert step.num_reserved.tolist() == [3, 2] and step.context_lens.tolist() == [9, 4]
+    assert step.num_reserved == [3, 2] and [end for _, _, end in step.decodes] == [9, 4]
     batch = prepare(step, shape=decode_shape(3, 3, 3))
     place_decodes(tables, batch.to(CPU), BLOCK_SIZE)
     assert batch.input_ids[:6].tolist() == [0, 1, 2, 100, 101, 101]

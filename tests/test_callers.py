@@ -635,16 +635,7 @@ def test_interrupt_at_any_time(make_llm, requests, alone, sigint, interrupts, na
     assert num_interrupted == interrupts
 
 
-ENGINE_FILES = (
-    "engine",
-    "engine_thread",
-    "output_processor",
-    "outputs",
-    "request",
-    "scheduler",
-    "model_runner",
-    "batch",
-)
+ENGINE_FILES = ["engine", "engine_thread", "output_processor", "outputs", "request", "scheduler", "model_runner"]
 
 
 class Injection(Interrupt):

@@ -195,7 +195,8 @@ def run(params: SamplingParams, ids: list[int], kind: OutputKind) -> tuple[tuple
     for token_id in ids:
         if seq.finish_reason:
             break
-        outputs.process(outputs.scheduler.schedule(), StepResult([token_id], {}))
+        step, result = outputs.scheduler.schedule(), StepResult([token_id], {})
+        outputs.process(step, result, outputs.scheduler.postprocess(step, result))
     (answer,) = request.output().outputs
     reference_form = len(answer.token_ids), answer.text, answer.finish_reason or "length", answer.stop_reason
     return reference_form, collector.new

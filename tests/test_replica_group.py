@@ -10,8 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 from common import TINY
-from fastapi import FastAPI
 from transformers import AutoTokenizer
+
+pytest.importorskip("fastapi")
+
+from fastapi import FastAPI
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.outputs import CompletionOutput, Logprob, OutputKind

@@ -226,7 +226,7 @@ def num_masked_drafts(llm) -> list[int]:
     numbers: list[int] = []
 
     def count(step, result) -> None:
-        rows = zip(step.sampled_seqs, step.num_reserved.tolist())
+        rows = zip(step.sampled_seqs, step.num_reserved)
         numbers.append(sum(number - 1 for seq, number in rows if "structured_outputs" in seq.feature_state))
 
     llm.core.on_step.append(count)

@@ -146,7 +146,7 @@ def shape_of(step: ScheduledStep, block_size: int, backend_arrays: Mapping[str, 
     """The shape of a step without padding, and without what is empty in most steps."""
     k, chunk_lens = step.tokens_per_row, step.chunk_lens
     n, others = step.num_decodes * k, (*step.new_seqs, *(seq for seq, _, _ in step.chunks))
-    longest_decode = int(step.context_lens.max(initial=0))
+    longest_decode = max((end for _, _, end in step.decodes), default=0)
     return BatchShape(
         num_tokens=n + sum(chunk_lens),
         num_seqs=n + len(chunk_lens),
@@ -181,8 +181,7 @@ def prepare_batch(
         feature_shapes=_feature_shapes(feature_arrays),
     )
     batch = Batch.from_buffer(shape, host_buffer(shape))
-    new_indices = np.array([seq.req_index for seq in new], np.int64)
-    _fill(batch.req_indices, np.concatenate((step.req_indices, new_indices)), pad_req_index)
+    _fill(batch.req_indices, step.req_indices + [seq.req_index for seq in new], pad_req_index)
     _fill(batch.num_reserved, step.num_reserved, padding=0)
     batch.new_blocks[:] = -1
     for i, *new_block in step.new_blocks:
@@ -222,7 +221,7 @@ def _fill_chunks(batch: HostBatch, step: ScheduledStep, block_size: int, pad_req
     seqs, _, chunk_ends = zip(*step.chunks)
     _fill(batch.context_lens[n:], chunk_ends, padding=0)
     _fill_tables(batch.block_tables[n:], seqs)
-    of_decodes = step.req_indices.repeat(k)
+    of_decodes = np.repeat(np.array(step.req_indices, np.int64), k)
     for rows, of_chunks in zip(batch.state_rows, (step.state_rows, [seq.req_index for seq in seqs])):
         _fill(rows, np.concatenate((of_decodes, of_chunks)), pad_req_index)
     for (seq, start, end), last in zip(step.chunks, ends[n:].tolist()):

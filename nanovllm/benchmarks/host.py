@@ -93,7 +93,7 @@ def host_calls(llm: LLM, requests: list[Request], rounds: int = 3) -> dict[str, 
 
 
 class FakeDevice:
-    """Its `launch` takes the place of a ModelRunner's: every step is over at once, and samples random token ids.
+    """Its `launch` takes the place of a BatchRunner's: every step is over at once, and samples random token ids.
 
     decoding_since: the CPU time of the process when the first step that only decodes was launched.
     """

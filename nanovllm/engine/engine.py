@@ -36,8 +36,7 @@ class Engine:
 
     def step(self) -> None:
         """Launch the next step, and process the result of this one or, with `async_scheduling`, of the one before."""
-        if self.scheduler.awaiting:
-            self.output_processor.release()
+        self.output_processor.release_awaiting()
         # prompts come first if one `generate` has the engine to itself: it returns all answers together
         scheduled = self.scheduler.schedule(prompts_first=self.output_processor.is_offline)
         launched = self.workers.launch(self.model_runner, scheduled) if scheduled else None
@@ -46,7 +45,8 @@ class Engine:
             due, self._in_flight = self._in_flight, launched
         if due:
             step, result = due.step, due.wait()
-            self.output_processor.process(step, result)
+            changed = self.scheduler.postprocess(step, result)
+            self.output_processor.process(step, result, changed)
             for hook in [*self.on_step]:
                 hook(step, result)
 

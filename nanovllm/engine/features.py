@@ -40,7 +40,7 @@ class StepFeature:
 
     @classmethod
     def prepare(cls, step: ScheduledStep) -> Arrays | None:
-        """Arrays of int32 numbers, or lists of equally long ones, for the batch of a step; None if it needs none.
+        """Arrays of int32 numbers, or lists of equally long ones, for a step; None if it needs none.
 
         Each rank makes the feature's object when the first arrays arrive. So a feature that edits logits returns a dict
         for new sequences, which is empty if there are no arrays.

@@ -195,7 +195,7 @@ class ModelRunner:
         block_size = self.config.kvcache_block_size
         input_ids, positions, slot_mapping, context_lens = [], [], [], []
         for seq in seqs:
-            position = len(seq.token_ids) - 1
+            position = len(seq.token_ids) - 1  # `num_tokens` already counts the token that this step samples
             input_ids.append(seq.last_token)
             positions.append(position)
             slot_mapping.append(seq.block_table[position // block_size] * block_size + position % block_size)

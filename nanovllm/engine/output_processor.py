@@ -32,16 +32,18 @@ class OutputProcessor:
             self.collectors.add(request.collector)
             self.scheduler.add(*request.group)
 
-    def process(self, step: ScheduledStep, result: StepResult) -> None:
-        """Give sequences the tokens of a step, and their callers what is new."""
-        self._deliver(self.scheduler.postprocess(step, result))
+    def process(self, step: ScheduledStep, result: StepResult, changed: Collection[Sequence]) -> None:
+        """Give callers what is new after a step: `changed` are the sequences that `Scheduler.postprocess` returns."""
+        self._deliver(changed)
         num_prefilled = sum(step.chunk_lens)
         num_decoded = step.num_decodes if result.counts is None else sum(result.counts[: step.num_decodes])
         for collector in [*self.collectors]:
             self._hand_over(collector, num_prefilled, num_decoded)
 
-    def release(self) -> None:
+    def release_awaiting(self) -> None:
         """Let sequences go on that are held by a feature, if it is done with them."""
+        if not self.scheduler.awaiting:
+            return
         self._deliver(release(self.scheduler))
         for collector in [*self.collectors]:
             self._hand_over(collector)

@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from nanovllm.engine.sequence import Sequence
 
 
@@ -53,19 +51,14 @@ class ScheduledStep:
         return len(self.decodes)
 
     @property
-    def req_indices(self) -> np.ndarray:
-        """[D]: of the sequences that decode."""
-        return np.array([seq.req_index for seq, _, _ in self.decodes], np.int64)
+    def req_indices(self) -> list[int]:
+        """Of the sequences that decode."""
+        return [seq.req_index for seq, _, _ in self.decodes]
 
     @property
-    def num_reserved(self) -> np.ndarray:
-        """[D]: how many tokens each of them may get, at most `tokens_per_row`."""
-        return np.array([end - start for _, start, end in self.decodes], np.int64)
-
-    @property
-    def context_lens(self) -> np.ndarray:
-        """[D]: how many tokens each attends to, its new ones included; with drafts an upper bound."""
-        return np.array([end for _, _, end in self.decodes], np.int64)
+    def num_reserved(self) -> list[int]:
+        """How many tokens each of them may get, at most `tokens_per_row`."""
+        return [end - start for _, start, end in self.decodes]
 
     @property
     def watched(self) -> list[int]:
@@ -83,7 +76,7 @@ class ScheduledStep:
 
     @property
     def rows(self) -> list[ScheduledSequence]:
-        """All rows, for viewers and tests."""
+        """All rows: those that decode, then the chunks."""
         return [*self.decodes, *self.chunks]
 
     def __iter__(self) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Which sequences run in the next step, and in which blocks."""
+"""Which sequences run in the next step, and in which blocks; what they get from it, and which of them end."""
 
 from collections import Counter, deque
 from collections.abc import Collection
@@ -211,7 +211,9 @@ class Scheduler:
         self.num_preemptions += 1
 
     def postprocess(self, step: ScheduledStep, result: StepResult) -> Collection[Sequence]:
-        """Append the tokens of a step, let features look at them, and end sequences. Nothing else appends a token.
+        """Append the tokens of a step, let features look at them, and end sequences.
+
+        Only a beam search appends tokens of its own choice: see features/forks.py.
 
         Returns the watched sequences that have got a token, and all that have ended.
         """

@@ -28,7 +28,7 @@ class Sequence:
 
     Counts run ahead of contents: `num_tokens`, and `len`, count a token from the moment that the step which samples it
     is scheduled; `token_ids` has it when it has reached the host. Once a sequence is queued, only the Scheduler, with
-    its block manager, and the OutputProcessor change it.
+    its block manager and the features that it calls, changes it.
     """
 
     block_size = 256  # of the cache; the scheduler sets its own

@@ -3,7 +3,7 @@
 A library may compute a row of a product in another way when there are more or fewer rows, and so round it otherwise.
 Here each operation computes a row in the same way wherever it stands: in a batch or alone, in a chunk or a decode step.
 
-`cpu.py` and `cuda.py` have the runners that `engine/model_runner.py` chooses, by the type of the device. A runner sets
+`cpu.py` and `cuda.py` have the runners that `engine/runners.py` chooses, by the type of the device. A runner sets
 the variant of the operations (`cpu_ops.py`, `cuda_ops.py`) and the attention backend. `kernels/invariant_gemm.py`,
 `invariant_attention.py` beside it, and `delta_net/kernels/delta_net_tokens.py` say what makes the kernels of CUDA
 independent of the batch.

@@ -127,7 +127,7 @@ class DraftingScheduler(Scheduler):
     def _settle(self, step: ScheduledStep, counts: list[int]) -> None:
         """Take back what a step had reserved for drafts that were wrong: its sequences get `counts` tokens."""
         totals = self.totals
-        for seq, num_reserved, count in zip(step.sampled_seqs, step.num_reserved.tolist(), counts):
+        for seq, num_reserved, count in zip(step.sampled_seqs, step.num_reserved, counts):
             if num_reserved == 1 or seq.status is SequenceStatus.FINISHED:
                 continue
             seq.num_tokens -= num_reserved - count

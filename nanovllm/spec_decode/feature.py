@@ -27,7 +27,7 @@ class Speculation(StepFeature):
         """Drafts [D, k - 1] of the sequences that have some, -1 where there is none; all new blocks; and for a device
         that drafts, which of these sequences are behind, and whether they are new [B, 2].
         """
-        req_indices, all_reserved = step.req_indices, step.num_reserved
+        req_indices, all_reserved = (np.array(x, np.int64) for x in (step.req_indices, step.num_reserved))
         rows = (all_reserved > 1).nonzero()[0]
         if not len(rows):
             return None

@@ -69,7 +69,7 @@ def _accept_kernel(batch_ptrs, table_ptrs, counts_ptr, NUM_IDS: tl.constexpr, K:
 
 
 def place_decodes(tables, batch, block_size: int) -> None:
-    """`batch` is an batches.batch.Batch on the device, and `tables` are batches.request_tables.RequestTables."""
+    """`batch` is a batches.batch.Batch on the device, and `tables` are batches.request_tables.RequestTables."""
     k, widths = batch.shape.tokens_per_row, (tables.last_token_ids.shape[1], tables.block_tables.shape[1])
     num_decodes = batch.num_decodes if batch.shape.is_padded else None
     inputs = batch.req_indices, batch.num_reserved, batch.new_blocks, num_decodes
