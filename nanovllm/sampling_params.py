@@ -97,6 +97,11 @@ class SamplingParams:
         if given := [name for name in COLLECTIONS if getattr(self, name) is not defaults[name].default]:
             check_collections(self, given)
 
+    @property
+    def has_filters(self) -> bool:
+        """Whether less likely tokens are left out before the draw."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
 
 def check_token_ids(name: str, token_ids: Iterable[int] | None, vocab_size: int) -> None:
     """ValueError for an id that is outside of the vocabulary."""

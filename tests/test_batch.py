@@ -84,7 +84,7 @@ def decodes(seqs: list[Sequence], num_drafts: int = 0) -> ScheduledStep:
 
 def tables_of(seqs: list[Sequence], num_rejected: int = 0, tokens_per_row: int = 1) -> RequestTables:
     """What the device knows before a step in which these decode: they have `num_rejected` tokens less than planned."""
-    tables = RequestTables.zeros(8, tokens_per_row, 5, torch.zeros(9, 20, dtype=torch.int32))
+    tables = RequestTables.zeros(8, tokens_per_row, 5, 20, torch.device("cpu"))
     for i, seq in enumerate(seqs):
         table = seq.block_table[:-1] if i == 0 else seq.block_table
         tables.block_tables[seq.req_index, : len(table)] = torch.tensor(table, dtype=torch.int32)

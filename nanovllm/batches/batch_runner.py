@@ -11,6 +11,8 @@ from nanovllm.batches.request_tables import RequestTables
 from nanovllm.engine.forward_output import ForwardOutput, PendingStep, SamplerInput
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.kernels.sampling.sampling_columns import WIDTH, seeds
+from nanovllm.layers.sampler import SamplingRows
 from nanovllm.utils.context import Context, attention_context
 
 
@@ -26,11 +28,13 @@ class BatchRunner(ModelRunner):
     """
 
     def make_tables(self) -> None:
-        super().make_tables()
         config = self.config
-        sizes = config.max_num_seqs, config.tokens_per_row, config.max_blocks_per_seq
-        self.tables = RequestTables.zeros(*sizes, self.params)
+        sizes = config.max_num_seqs, config.tokens_per_row, config.max_blocks_per_seq, WIDTH
+        self.tables = RequestTables.zeros(*sizes, self.device)
         self.pad_req_index = config.max_num_seqs
+        # zeros that kernels of filters count in, and leave as zeros
+        num_rows = config.max_num_seqs * config.tokens_per_row
+        self._num_finished_programs = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
         if config.tokens_per_row > 1:
             self.add_features(["spec_decode"])
 
@@ -129,11 +133,24 @@ class BatchRunner(ModelRunner):
     def sample_and_accept(self, x: SamplerInput) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample a token for each row, and keep them in the tables: ForwardOutput's `token_ids` and `results`."""
         rows = self.sampling_rows(x)
-        token_ids = self.sample(x.hidden_states, rows, rows.column("temperature"))
+        logits = self.compute_logits(x.hidden_states, rows)
+        cutoffs = self.edit_logits(logits, rows)
+        logits = self.model.lm_head.local_logits(logits)
+        token_ids = self.sampler(logits, rows.column("temperature"), seeds(rows.params), x.positions, cutoffs)
         counts = request_tables.accept(x.req_indices, x.positions, token_ids, self.tables)
         if counts is None:
             return token_ids, token_ids
         return token_ids, torch.cat((token_ids.view(len(counts), -1), counts.unsqueeze(1)), 1)
+
+    def compute_logits(self, hidden_states: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+        return self.model.compute_logits(hidden_states)
+
+    def sampling_rows(self, x: SamplerInput) -> SamplingRows:
+        req_indices, num_rows = x.req_indices, len(x.positions)
+        if num_rows > len(req_indices):  # drafts
+            req_indices = req_indices.repeat_interleave(num_rows // len(req_indices))
+        params, scratch = self.tables.params.index_select(0, req_indices), self._num_finished_programs
+        return SamplingRows(params, req_indices, x.positions, x.block_tables, self._cached_token_ids, scratch)
 
     def exit(self) -> None:
         self.tables = None

@@ -26,11 +26,10 @@ class RequestTables(NamedTuple):
 
     @classmethod
     def zeros(
-        cls, num_requests: int, tokens_per_row: int, max_blocks_per_seq: int, params: torch.Tensor
+        cls, num_requests: int, tokens_per_row: int, max_blocks_per_seq: int, num_params: int, device: torch.device
     ) -> "RequestTables":
-        shapes = (tokens_per_row,), (), (max_blocks_per_seq + 1,)
-        zeros = (torch.zeros(num_requests + 1, *dims, dtype=torch.int32, device=params.device) for dims in shapes)
-        return cls(*zeros, params)
+        shapes = (tokens_per_row,), (), (max_blocks_per_seq + 1,), (num_params,)
+        return cls(*(torch.zeros(num_requests + 1, *dims, dtype=torch.int32, device=device) for dims in shapes))
 
 
 @operation

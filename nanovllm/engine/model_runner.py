@@ -18,7 +18,7 @@ from nanovllm.engine.forward_output import ForwardOutput, PendingStep, SamplerIn
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.block_copies import copy_blocks
-from nanovllm.kernels.sampling.sampling_columns import GREEDY_BELOW, WIDTH, params_rows, seeds
+from nanovllm.kernels.sampling.sampling_columns import GREEDY_BELOW, params_rows
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler, SamplingRows, logit_cutoffs
 from nanovllm.models import make_model
@@ -70,12 +70,7 @@ class ModelRunner:
         self.warm_up(lap)
 
     def make_tables(self) -> None:
-        """What is kept of each running request: its sampling parameters, by request index."""
-        num_seqs, num_rows = self.config.max_num_seqs, self.config.max_num_seqs * self.config.tokens_per_row
-        # the last row is for padding, whose zeros mean greedy sampling
-        self.params = torch.zeros(num_seqs + 1, WIDTH, dtype=torch.int32, device=self.device)
-        # zeros that kernels of filters count in, and leave as zeros
-        self._num_finished_programs = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
+        """A subclass may keep on the device what it knows of each running request."""
 
     def warm_up(self, lap: Callable[[str], None]) -> None:
         """Size and allocate the cache, and whatever else the device needs before its first step."""
@@ -139,8 +134,7 @@ class ModelRunner:
             arrays = self.start_features(step) if step.feature_names else {}
             if step.copies:
                 self.copy_blocks(np.array(step.copies, np.int32).T)
-            if step.new_seqs:
-                self.params[[seq.req_index for seq in step.new_seqs]] = torch.from_numpy(params_rows(step.new_seqs))
+            self.step = step
             try:
                 if step.chunks:
                     input_ids, positions = self.prepare_prefill(rows, step.num_decodes)
@@ -152,7 +146,7 @@ class ModelRunner:
                 x = self.sampler_input(hidden_states, positions, step)
             finally:
                 reset_context()
-            token_ids = self.sample(x.hidden_states, self.sampling_rows(x), self.prepare_sample(step.sampled_seqs))
+            token_ids = self.sample(x, step.sampled_seqs)
             output = ForwardOutput(token_ids, token_ids, hidden_states, x)
             pending = {name: self.features[name].after_forward(found, output) for name, found in arrays.items()}
             return PendingStep(step, token_ids.cpu(), pending, lambda: None)
@@ -240,24 +234,24 @@ class ModelRunner:
         last = context.cu_seqlens_q[rows + 1] - 1
         return SamplerInput(hidden_states[last], req_indices, positions[last], context.block_tables[rows])
 
-    def sampling_rows(self, x: SamplerInput) -> SamplingRows:
-        req_indices, num_rows = x.req_indices, len(x.positions)
-        if num_rows > len(req_indices):  # drafts
-            req_indices = req_indices.repeat_interleave(num_rows // len(req_indices))
-        params, scratch = self.params.index_select(0, req_indices), self._num_finished_programs
-        return SamplingRows(params, req_indices, x.positions, x.block_tables, self._cached_token_ids, scratch)
+    def sample(self, x: SamplerInput, seqs: list[Sequence]) -> torch.Tensor:
+        """Token ids [S] int32, one for each of `seqs`."""
+        logits, cutoffs = self.model.compute_logits(x.hidden_states), None  # [S, vocabulary]
+        if self.features or any(seq.params.has_filters for seq in seqs):
+            cutoffs = self.edit_logits(logits, self.sampling_rows(x))
+        seeds = np.array([seq.noise_seed for seq in seqs], np.uint64).view(np.int32).reshape(-1, 2)
+        return self.sampler(logits, self.prepare_sample(seqs), self.int_tensor(seeds), x.positions, cutoffs)
 
-    def sample(self, hidden_states: torch.Tensor, rows: SamplingRows, temperatures: torch.Tensor) -> torch.Tensor:
-        """Token ids [S] int32, one for each row of hidden states."""
-        logits = self.compute_logits(hidden_states, rows)  # [S, vocabulary]
+    def edit_logits(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+        """Let features edit logits [S, vocabulary] in place, and return the cutoffs [S] of min-p, top-k and top-p."""
         for feature in self.features.values():
             feature.edit_logits(logits, rows)
-        cutoffs = logit_cutoffs(logits, rows)
-        logits = self.model.lm_head.local_logits(logits)
-        return self.sampler(logits, temperatures, seeds(rows.params), rows.positions, cutoffs)
+        return logit_cutoffs(logits, rows)
 
-    def compute_logits(self, hidden_states: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-        return self.model.compute_logits(hidden_states)
+    def sampling_rows(self, x: SamplerInput) -> SamplingRows:
+        """What edits of logits and filters know of the rows that are sampled in this step."""
+        params, scratch = self.int_tensor(params_rows(self.step.sampled_seqs)), torch.zeros_like(x.req_indices)
+        return SamplingRows(params, x.req_indices, x.positions, x.block_tables, self._cached_token_ids, scratch)
 
     def int_tensor(self, values: Any) -> torch.Tensor:
         """Numbers as int32 on this rank's device."""
@@ -358,6 +352,6 @@ class ModelRunner:
             layer.cache = None
         for parameter in self.model.parameters():  # each refers to its loader, which refers to it
             del parameter.weight_loader
-        self.model = self.params = self.slot_token_ids = None
+        self.model = self.slot_token_ids = None
         self.cache_groups, self.caches, self.features, self.sleepers = {}, {}, {}, {}
         self.tp.close()
