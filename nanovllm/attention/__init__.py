@@ -5,9 +5,12 @@ A backend is a module here; `triton` has the class `TritonBackend`. `base` has t
 
 import importlib.util
 from pkgutil import iter_modules, resolve_name
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.utils.checks import check_choice
+
+if TYPE_CHECKING:
+    from nanovllm.config import Config
 
 # the setting `attention_backend` -> "module:class" or a class, besides "sdpa", which is plain PyTorch
 NAMES = sorted({module.name for module in iter_modules(__path__)} - {"base", "sdpa"})
@@ -19,7 +22,7 @@ def backend_class(name: str) -> Any:
     return resolve_name(home) if isinstance(home, str) else home
 
 
-def resolve_backend(config: Any, device: str) -> tuple[str, int]:
+def resolve_backend(config: "Config", device: str) -> tuple[str, int]:
     """The backend in use, and what `kvcache_block_size` must be a multiple of. ValueError if it can't run here."""
     name, kv_cache_dtype = config.attention_backend, config.kv_cache_dtype
     check_choice("attention_backend", name, ("auto", *BACKENDS, "sdpa"))

@@ -1,8 +1,11 @@
 """The keys and values that a layer keeps of each token, in blocks."""
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from nanovllm.config import Config
 
 SPAN_SIZE = 16  # tokens that are gathered as one row; divides every `kvcache_block_size`
 
@@ -60,11 +63,11 @@ class PagedKV(NamedTuple):
     window: int | None  # tokens behind it stay in their blocks, and are not read
     of_states = False
 
-    def tensors(self, num_layers: int, num_blocks: int, config: Any) -> tuple[torch.Tensor, ...]:
+    def tensors(self, num_layers: int, num_blocks: int, config: "Config") -> tuple[torch.Tensor, ...]:
         shape = (2, num_layers, num_blocks, config.kvcache_block_size, self.num_kv_heads, self.head_dim)
         return _cache_type(config.kv_cache_dtype).tensors(shape, config.dtype)
 
-    def make(self, parts: list[torch.Tensor], config: Any) -> KVCache:
+    def make(self, parts: list[torch.Tensor], config: "Config") -> KVCache:
         cache = _cache_type(config.kv_cache_dtype)(*parts)
         cache.window = self.window
         return cache

@@ -18,9 +18,13 @@ groups of layers with the same spec. That is a `PagedKV` (cache/kv_cache.py), a 
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from nanovllm.config import Config
+    from nanovllm.engine.model_runner import ModelRunner
 
 NUM_FIXED = 2  # rows that are not for sequences or snapshots: of padding, and of zeros
 
@@ -63,18 +67,18 @@ class StateSpec(NamedTuple):
     draft_size: int = 0  # numbers of the first dtype that it keeps of each draft; 0: it can't be used with drafts
     of_states = True
 
-    def tensors(self, num_layers: int, num_blocks: int, config: Any) -> tuple[torch.Tensor, ...]:
+    def tensors(self, num_layers: int, num_blocks: int, config: "Config") -> tuple[torch.Tensor, ...]:
         rows, pairs = config.num_states + NUM_FIXED, [*zip(self.shapes, self.dtypes, strict=True)]
         if (speculative := config.speculative_config) is not None:
             pairs += [((speculative.num_speculative_tokens, self.draft_size), self.dtypes[0]), ((), torch.int32)]
         return tuple(torch.empty((1, num_layers, rows, *shape), dtype=dtype, device="meta") for shape, dtype in pairs)
 
-    def make(self, parts: list[torch.Tensor], config: Any) -> State:
+    def make(self, parts: list[torch.Tensor], config: "Config") -> State:
         n = len(self.shapes)
         return State(*parts[:n], kept_drafts=parts[n:])
 
 
-def fit_states(runner: Any) -> None:
+def fit_states(runner: "ModelRunner") -> None:
     """Set how many states there are, and how many sequences may run, for a ModelRunner whose model is loaded.
 
     There is a state for each of `max_num_seqs`, and one for a snapshot of each if prefixes are cached. If

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import replace
 from itertools import chain, product
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,15 +22,18 @@ from nanovllm.engine.forward_output import SamplerInput
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
 
+if TYPE_CHECKING:
+    from nanovllm.cuda.runner import CUDAModelRunner
+
 RESERVE_BYTES = 512 * 2**20  # left for graphs, and for libraries that allocate without PyTorch's allocator
 
 
-def has_graphs(runner: Any) -> bool:
+def has_graphs(runner: "CUDAModelRunner") -> bool:
     parts = runner.backend, *runner.model.modules()
     return not runner.config.enforce_eager and all(getattr(part, "uses_cuda_graphs", True) for part in parts)
 
 
-def warm_up_rest(runner: Any) -> None:
+def warm_up_rest(runner: "CUDAModelRunner") -> None:
     """What is still to be compiled or measured once graphs were captured. Then the tables are zeros again."""
     if runner.mixed_graphs is None:
         warm_up_kernels(runner)
@@ -65,7 +68,7 @@ def hash_compiler() -> None:
         triton_key()
 
 
-def memory_left(runner: Any, memory_before: int) -> int:
+def memory_left(runner: "CUDAModelRunner", memory_before: int) -> int:
     """Bytes for the cache: our fraction of the device's memory, less what the largest step needs."""
     config = runner.config
     peak = peak_of_largest_step(runner)
@@ -77,7 +80,7 @@ def memory_left(runner: Any, memory_before: int) -> int:
     return max(0, min(ours, left))
 
 
-def peak_of_largest_step(runner: Any) -> int:
+def peak_of_largest_step(runner: "CUDAModelRunner") -> int:
     """Run the largest possible prefill; the peak of allocated memory without the cache, in bytes."""
     step = largest_prefill(runner.config)
     num_blocks = sum(len(row.seq.block_table) for row in step.chunks)
@@ -91,7 +94,7 @@ def peak_of_largest_step(runner: Any) -> int:
     return peak
 
 
-def free_kv_cache(runner: Any) -> None:
+def free_kv_cache(runner: "CUDAModelRunner") -> None:
     """Otherwise there would be two while the next one is allocated; states take the same with any number of blocks."""
     for layer in chain(*runner.cache_groups.values()):
         layer.cache = None
@@ -120,7 +123,7 @@ def dummy_prefill(num_seqs: int, length: int, block_size: int, tokens_per_row: i
     return step
 
 
-def milliseconds_per_token(runner: Any) -> float:
+def milliseconds_per_token(runner: "CUDAModelRunner") -> float:
     """The measured time of a prefill per token of the prompts."""
     config = runner.config
     length = max(1, min(4096, config.max_num_batched_tokens // 2, config.max_model_len - 1))
@@ -136,7 +139,7 @@ def milliseconds_per_token(runner: Any) -> float:
 
 
 @torch.inference_mode()
-def compile_kernels(runner: Any) -> None:
+def compile_kernels(runner: "CUDAModelRunner") -> None:
     """Compile the kernels of steps that graphs will contain, and of the longest, all at the same time. No kernel runs.
 
     Otherwise each would be compiled when it is first launched, one after the other. They change with powers of two of
@@ -176,7 +179,7 @@ def compile_kernels(runner: Any) -> None:
         free_kv_cache(runner)
 
 
-def measure_drafts(runner: Any) -> None:
+def measure_drafts(runner: "CUDAModelRunner") -> None:
     """Set `SpeculativeConfig.step_cost`: what steps take with drafts, and without."""
     from nanovllm.spec_decode.config import StepCost  # few engines draft tokens
     from nanovllm.spec_decode.proposer import Drafts
@@ -209,13 +212,13 @@ def measure_drafts(runner: Any) -> None:
     config.resolve(speculative_config=replace(settings, step_cost=StepCost(sizes, *map(tuple, times.values()))))
 
 
-def captures_chunks(runner: Any) -> bool:
+def captures_chunks(runner: "CUDAModelRunner") -> bool:
     """Whether CUDA graphs can contain steps with chunks of prompts."""
     layers = chain(*runner.cache_groups.values())
     return runner.backend.captures_chunks and all(getattr(layer, "captures_chunks", True) for layer in layers)
 
 
-def few_layers(runner: Any) -> Callable[[], AbstractContextManager]:
+def few_layers(runner: "CUDAModelRunner") -> Callable[[], AbstractContextManager]:
     """A context in which the model has only the layers that need kernels of their own."""
     model = getattr(runner.model.model, "language_model", runner.model.model)
     layers, few = model.layers, first_layers_of_each_kind(model.layers)
@@ -238,14 +241,14 @@ def first_layers_of_each_kind(layers: nn.ModuleList) -> nn.ModuleList:
     return layers[: 1 + max(map(pairs.index, set(pairs)))]
 
 
-def warm_up_kernels(runner: Any) -> None:
+def warm_up_kernels(runner: "CUDAModelRunner") -> None:
     """Compile and load the kernels of short prefills; otherwise the first requests would wait for that."""
     for length in warm_up_lengths(runner.config):
         runner.run(dummy_prefill(1, length, runner.config.kvcache_block_size, runner.config.tokens_per_row)).wait()
 
 
 @torch.inference_mode()
-def catch_up_drafter(runner: Any, num_seqs: int, length: int) -> None:
+def catch_up_drafter(runner: "CUDAModelRunner", num_seqs: int, length: int) -> None:
     """Let what drafts, if anything, compute so many rows of each of the first request indices."""
     if (drafter := runner.features["spec_decode"].drafter) is not None:
         req_indices = torch.arange(num_seqs, device=runner.device)
@@ -258,7 +261,7 @@ def warm_up_lengths(config: Config) -> list[int]:
 
 
 @torch.inference_mode()
-def capture_graphs(runner: Any) -> None:
+def capture_graphs(runner: "CUDAModelRunner") -> None:
     """Capture decode steps, what drafts for them, and the shorter ones of those with chunks."""
     config, pool, buffer = runner.config, torch.cuda.graph_pool_handle(), runner.buffers.device
     drafter = runner.features["spec_decode"].drafter

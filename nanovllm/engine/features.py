@@ -7,11 +7,17 @@ imports all, as graphs contain their edits of logits.
 from collections.abc import Mapping
 from functools import cache
 from pkgutil import resolve_name
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.config import Config
+    from nanovllm.engine.input_processor import InputProcessor
+    from nanovllm.engine.model_runner import ModelRunner
+    from nanovllm.engine.request import CompletionRequest
 
 Arrays = Mapping[str, Any]  # by name; those of a Batch are int32, NumPy's on the host and PyTorch's on the device
 Ends = dict[Sequence, tuple[str, int | str | None]]  # finish reason and stop reason of the sequences that end
@@ -27,7 +33,7 @@ class StepFeature:
     fields: tuple[str, ...] = ()  # of a registered feature: its numeric parameters; 0: not asked for
 
     @classmethod
-    def attach(cls, request: Any, processor: Any) -> None:
+    def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
         """Check a new engine.request.Request, in the thread of its caller: ValueError or TypeError refuses it.
 
         `seq.feature_state[name]`, None so far, has what the feature keeps of a sequence. It may set more: `columns`,
@@ -48,11 +54,11 @@ class StepFeature:
         return {} if step.new_seqs and cls.edit_logits is not StepFeature.edit_logits else None
 
     @classmethod
-    def max_words(cls, config: Any) -> int:
+    def max_words(cls, config: "Config") -> int:
         """How many int32 words the arrays of a step take at most, plus 4 for each array; `config` is a Config."""
         return 0
 
-    def __init__(self, runner: Any):
+    def __init__(self, runner: "ModelRunner"):
         """Allocate what it has on the device of this ModelRunner: on CUDA, before graphs are captured."""
 
     def upload(self, arrays: Arrays) -> None:

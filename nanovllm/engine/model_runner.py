@@ -51,7 +51,7 @@ class ModelRunner:
 
     def _start(self, config: Config, lap: Callable[[str], None]) -> None:
         self.backend = backend_class(config.attention_backend)()
-        self.model = self._load_model()
+        self.model: Any = self._load_model()
         lap("weights")
         self.cache_groups: dict[Any, list[nn.Module]] = {}  # by spec: see cache/state.py
         for layer in self.model.modules():

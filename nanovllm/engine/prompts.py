@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from numbers import Integral
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from nanovllm.engine.request import Message, Prompt
+
+if TYPE_CHECKING:
+    from nanovllm.engine.input_processor import InputProcessor
 
 KINDS = "a string, a list of token ids, a dict with 'prompt' or 'prompt_token_ids', or a conversation"
 
@@ -57,8 +60,10 @@ def is_conversation(value: object) -> TypeGuard[list[Message]]:
     )
 
 
-def read_prompt(prompt: Prompt, template_arguments: Mapping, processor: Any) -> tuple[str | None, list[int]]:
-    """Text, if there is one, and token ids of a prompt that is not a string; `processor` is an InputProcessor."""
+def read_prompt(
+    prompt: Prompt, template_arguments: Mapping, processor: "InputProcessor"
+) -> tuple[str | None, list[int]]:
+    """Text, if there is one, and token ids of a prompt that is not a string."""
     if is_conversation(prompt):
         with processor.tokenizer_lock:
             chat = render_chat(processor.tokenizer, prompt, template_arguments)
@@ -72,7 +77,7 @@ def read_prompt(prompt: Prompt, template_arguments: Mapping, processor: Any) -> 
             raise TypeError(
                 f"prompt={prompt!r:.80}: a dict must have 'prompt' (text) or 'prompt_token_ids', and no other key"
             )
-        if ids is None:
+        if ids is None and text is not None:
             return text, processor.encode(text)
     ids = as_list(ids)
     if ids is None or any(kind is bool or not issubclass(kind, Integral) for kind in set(map(type, ids))):

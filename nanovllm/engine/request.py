@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from time import perf_counter, time
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from nanovllm.engine.detokenizer import Detokenizer, TokenBytes
 from nanovllm.engine.outputs import CompletionOutput, OutputCollector, OutputKind, RequestMetrics, RequestOutput
 from nanovllm.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from nanovllm.engine.scheduler import Scheduler
 
 Message = Mapping[str, object]  # of a conversation: "role", "content", and other keys that its chat template reads
 
@@ -36,7 +39,7 @@ class Request:
     def is_finished(self) -> bool:
         raise NotImplementedError
 
-    def advance(self, scheduler: Any) -> None:
+    def advance(self, scheduler: "Scheduler") -> None:
         """A step has ended or paused sequences of this request: decide how the others go on."""
 
     def deliver(self, seq: Sequence) -> None:

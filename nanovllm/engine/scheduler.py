@@ -5,7 +5,7 @@ from collections.abc import Collection
 from itertools import islice
 from math import inf
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.features import FEATURES, Ends
@@ -13,6 +13,9 @@ from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep, Ste
 from nanovllm.engine.scheduling_policy import GroupAdmission, TokenBudget, WaitingQueue
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.features import awaiting, forks
+
+if TYPE_CHECKING:
+    from nanovllm.config import Config
 
 MAX_COUNTED_PROMPTS = 64  # of those that wait, when their tokens are counted
 
@@ -30,7 +33,7 @@ class Scheduler:
     nothing else runs. Those that fit are sampled in the step that computes the prompt, the rest find it in the cache.
     """
 
-    def __init__(self, config: Any, block_manager: BlockManager | None = None):
+    def __init__(self, config: "Config", block_manager: BlockManager | None = None):
         """`config` is a Config that is resolved; `block_manager` takes the place of a plain one."""
         self.eos = config.eos  # the tokenizer's own, which is not reported as a stop reason
         self.eos_token_ids: frozenset[int] = config.model_config.eos_token_ids

@@ -1,8 +1,12 @@
 """What an engine says of itself: how it is set, what its scheduler has counted, and how full that is."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nanovllm.engine.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from nanovllm.config import Config
+    from nanovllm.engine.llm_engine import LLMEngine
 
 
 def stats_of(scheduler: Scheduler) -> dict:
@@ -28,14 +32,14 @@ def stats_of(scheduler: Scheduler) -> dict:
     }
 
 
-def stats_of_engine(llm: Any) -> dict:
+def stats_of_engine(llm: "LLMEngine") -> dict:
     """`LLMEngine.stats`, between two steps, or after the last one of an engine that was closed."""
     if llm.model_runner is None:
         return stats_of(llm.scheduler)
     return llm.engine_thread.call(lambda: stats_of(llm.scheduler))
 
 
-def described(config: Any) -> str:
+def described(config: "Config") -> str:
     """Of a Config, the settings in use that differ between machines and models, in a line: `repr(llm)`."""
     num_tokens = (config.num_kvcache_blocks or 0) * config.kvcache_block_size
     dtype = str(config.dtype).removeprefix("torch.") + (f" ({config.dtype_reason})" if config.dtype_reason else "")

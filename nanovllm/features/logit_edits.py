@@ -6,7 +6,7 @@ tables by request index. `penalize` makes all edits, in plain PyTorch or, on CUD
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,12 @@ from nanovllm.kernels.sampling.sampling_columns import EDITS
 from nanovllm.layers.sampler import SamplingRows
 from nanovllm.sampling_params import SamplingParams, check_token_ids
 from nanovllm.utils.checks import check_int
+
+if TYPE_CHECKING:
+    from nanovllm.config import Config
+    from nanovllm.engine.input_processor import InputProcessor
+    from nanovllm.engine.model_runner import ModelRunner
+    from nanovllm.engine.request import CompletionRequest
 
 MAX_BIASES = 512  # of a request: ids of logit_bias, and stop ids that min_tokens bans
 MAX_BAD_WORDS = 128  # of a request, as token sequences: a word has one with and one without a space before it
@@ -39,7 +45,7 @@ class LogitEdits(StepFeature):
     """The edits, and the masks of structured outputs. The filters (min-p, top-k, top-p) are in layers/sampler.py."""
 
     @classmethod
-    def attach(cls, request: Any, processor: Any) -> None:
+    def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
         params, model = request.params, processor.config.model_config
         with processor.tokenizer_lock:
             bad_words = bad_word_token_ids(processor.tokenizer, params.bad_words or (), model.vocab_size)
@@ -92,11 +98,11 @@ class LogitEdits(StepFeature):
         return arrays if new or arrays else None
 
     @classmethod
-    def max_words(cls, config: Any) -> int:
+    def max_words(cls, config: "Config") -> int:
         per_request = 3 * MAX_BIASES + MAX_BAD_WORDS * (1 + MAX_BAD_WORD_TOKENS) + 1
         return config.max_num_seqs * (per_request + mask_width(config.model_config.vocab_size)) + 7 * 4
 
-    def __init__(self, runner: Any):
+    def __init__(self, runner: "ModelRunner"):
         config, drafting = runner.config, runner.config.speculative_config
         num_masks = config.tokens_per_row if drafting and drafting.drafts_with_masks else 1
         self.tables = EditTables.zeros(config.max_num_seqs, config.model_config.vocab_size, num_masks, runner.device)

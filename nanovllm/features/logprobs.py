@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import count
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,12 @@ from nanovllm.kernels import operation
 from nanovllm.layers.sampler import SamplingRows, logit_cutoffs, token_keys
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.cuda_driver import DeviceBytes
+
+if TYPE_CHECKING:
+    from nanovllm.config import Config
+    from nanovllm.engine.input_processor import InputProcessor
+    from nanovllm.engine.model_runner import ModelRunner
+    from nanovllm.engine.request import CompletionRequest
 
 ALL_TOKENS = 2**30  # for `num_top`: more than any vocabulary has
 # rows that are computed at a time: log-probabilities of all tokens take more memory than logits, that of one takes less
@@ -59,7 +65,7 @@ class StepLogprobs(NamedTuple):
 
 class TokenLogprobs(StepFeature):
     @classmethod
-    def attach(cls, request: Any, processor: Any) -> None:
+    def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
         params = request.params
         for name in ("logprobs", "prompt_logprobs"):
             check_num_logprobs(name, getattr(params, name) or 0, processor.config)
@@ -85,10 +91,10 @@ class TokenLogprobs(StepFeature):
         return {"requests": requests, "is_edited": np.array([any(x is not None and x.is_edited for x in own)])}
 
     @classmethod
-    def max_words(cls, config: Any) -> int:
+    def max_words(cls, config: "Config") -> int:
         return len(LogprobRequest._fields) * (config.max_num_batched_tokens + config.max_num_seqs) + 1 + 2 * 4
 
-    def __init__(self, runner: Any):
+    def __init__(self, runner: "ModelRunner"):
         self._runner = runner
         self._logits_of_graphs: dict[tuple[int, int], Callable[[], torch.Tensor]] = {}  # by positions, and how many
 
@@ -128,7 +134,7 @@ class TokenLogprobs(StepFeature):
                 seq.feature_state["logprobs"].of_tokens.append(of_token)
 
 
-def check_num_logprobs(name: str, value: int, config: Any) -> None:
+def check_num_logprobs(name: str, value: int, config: "Config") -> None:
     """ValueError if a request may not have so many log-probabilities of each token; -1 is all tokens."""
     vocab_size, max_logprobs = config.model_config.vocab_size, config.max_logprobs
     check_int(name, value, -1, vocab_size)
@@ -173,7 +179,7 @@ class PendingLogprobs:
     """The log-probabilities of a step on their way to host memory."""
 
     @torch.inference_mode()
-    def __init__(self, requests: np.ndarray, runner: Any, output: ForwardOutput, logits: torch.Tensor | None):
+    def __init__(self, requests: np.ndarray, runner: "ModelRunner", output: ForwardOutput, logits: torch.Tensor | None):
         """`requests` [n, 4]: a LogprobRequest a row. `logits`: those of the sampled rows, if they are still there."""
         self._requests = requests.copy()  # from memory that a later step overwrites
         on_device = self._compute(runner, output, logits)
@@ -181,7 +187,9 @@ class PendingLogprobs:
         on_host = [torch.empty_like(x, device="cpu", pin_memory=x.is_cuda) for x in on_device]
         self._on_host = [y.copy_(x, non_blocking=True) for x, y in zip(on_device, on_host)]
 
-    def _compute(self, runner: Any, output: ForwardOutput, logits: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    def _compute(
+        self, runner: "ModelRunner", output: ForwardOutput, logits: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
         """The tensors of `log_probabilities` for all requests.
 
         Logits that are not there any more are computed again: in pieces for prompts, but for all sampled rows at once,
@@ -228,7 +236,7 @@ class PendingLogprobs:
         return StepLogprobs(of_tokens, [of_prompts.get(i) for i in range(len(step.chunks))])
 
 
-def sampled_logits(runner: Any, x: SamplerInput, logits: torch.Tensor | None) -> list[torch.Tensor]:
+def sampled_logits(runner: "ModelRunner", x: SamplerInput, logits: torch.Tensor | None) -> list[torch.Tensor]:
     """The logits [S, vocabulary] of which log-probabilities are wanted by the setting `logprobs_mode`, and unless they
     are the model's own, the temperatures [S] that divide them. `logits` are the model's own, if they are still there.
     """

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.detokenizer import Detokenizer, TokenBytes
 from nanovllm.engine.features import Ends, StepFeature
@@ -10,10 +10,14 @@ from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from nanovllm.engine.input_processor import InputProcessor
+    from nanovllm.engine.request import CompletionRequest
+
 
 class StopStrings(StepFeature):
     @classmethod
-    def attach(cls, request: Any, processor: Any) -> None:
+    def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
         for seq in request.group:
             detokenizer = StoppingDetokenizer(seq.token_ids, seq.num_prompt_tokens, request.token_bytes, seq.params)
             seq.feature_state["stop_strings"] = request.detokenizers[seq.index] = detokenizer

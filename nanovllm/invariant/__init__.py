@@ -11,9 +11,12 @@ independent of the batch.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nanovllm.kernels import variant
+
+if TYPE_CHECKING:
+    from nanovllm.engine.model_runner import ModelRunner
 
 VARIANT = "-invariant"  # of the operations: see kernels/__init__.py
 
@@ -28,7 +31,7 @@ def invariant_operations() -> Iterator[None]:
         variant.reset(token)
 
 
-def refuse_states(runner: Any, *known: type) -> None:
+def refuse_states(runner: "ModelRunner", *known: type) -> None:
     """ValueError for layers whose state may depend on where a prompt was cut into chunks: all but those of these types.
 
     `runner`: a ModelRunner whose model is loaded.

@@ -5,7 +5,7 @@ after that, and a hidden state in the place of the model's at p + 1.
 """
 
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from nanovllm.models import ModelConfig, model_class
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 from nanovllm.spec_decode.head_checkpoint import Eagle3Config
 
+if TYPE_CHECKING:
+    from nanovllm.config import Config
+
 
 class PagedHidden(NamedTuple):
     """The spec of hidden states: a row of each token, in the blocks that hold its keys and values."""
@@ -25,12 +28,12 @@ class PagedHidden(NamedTuple):
     size: int
     of_states = False
 
-    def tensors(self, num_layers: int, num_blocks: int, config: Any) -> tuple[torch.Tensor, ...]:
+    def tensors(self, num_layers: int, num_blocks: int, config: "Config") -> tuple[torch.Tensor, ...]:
         """With one block more: its last slot, -1, is that of padding."""
         shape = 1, num_layers, num_blocks + 1, config.kvcache_block_size, self.size
         return (torch.empty(shape, dtype=config.dtype, device="meta"),)
 
-    def make(self, parts: list[torch.Tensor], config: Any) -> torch.Tensor:
+    def make(self, parts: list[torch.Tensor], config: "Config") -> torch.Tensor:
         return parts[0].flatten(0, 2)  # [slots, size]
 
 

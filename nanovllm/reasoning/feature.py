@@ -1,7 +1,7 @@
 """Reasoning as a feature of a step: it tells other features where the answer begins."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.features import Ends, StepFeature
 from nanovllm.engine.scheduled_step import ScheduledStep
@@ -9,12 +9,16 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.reasoning.formats import FORMATS
 from nanovllm.reasoning.stage import Markers, Reasoning
 
+if TYPE_CHECKING:
+    from nanovllm.engine.input_processor import InputProcessor
+    from nanovllm.engine.request import CompletionRequest
+
 
 class ReasoningStage(StepFeature):
     """A sequence keeps its Reasoning, which has all tokens that have reached the host."""
 
     @classmethod
-    def attach(cls, request: Any, processor: Any) -> None:
+    def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
         markers = markers_of(request.params.reasoning_parser, processor)
         stage = markers.stage_after(request.group[0].prompt_token_ids)
         for seq in request.group:
@@ -28,7 +32,7 @@ class ReasoningStage(StepFeature):
                 reasoning.take(seq.token_ids[-1:])
 
 
-def markers_of(name: str, processor: Any) -> Markers:
+def markers_of(name: str, processor: "InputProcessor") -> Markers:
     """The markers of the format `name`, which an InputProcessor keeps."""
     form = FORMATS[name]
     if form not in processor.reasoning_markers:

@@ -1,8 +1,11 @@
 """What sleeps on a CPU: memory of the system, which has no addresses that must stay. arena.py is for CUDA."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
+
+if TYPE_CHECKING:
+    from nanovllm.engine.model_runner import ModelRunner
 
 
 class HostWeights:
@@ -52,7 +55,7 @@ class HostCache:
 
     is_mapped = True
 
-    def __init__(self, runner: Any):
+    def __init__(self, runner: "ModelRunner"):
         self._runner = runner
 
     def unmap(self) -> int:
@@ -62,7 +65,9 @@ class HostCache:
         return before - self._num_bytes()
 
     def map(self) -> None:
-        self._runner.allocate_kv_cache(self._runner.config.num_kvcache_blocks)
+        num_blocks = self._runner.config.num_kvcache_blocks
+        assert num_blocks is not None, "the engine has started"
+        self._runner.allocate_kv_cache(num_blocks)
         self.is_mapped = True
 
     def fill(self) -> None:

@@ -14,6 +14,7 @@ from nanovllm.utils.checks import check_choice
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
+    from nanovllm.engine.model_runner import ModelRunner
 
 TAGS = ("weights", "kv_cache")
 ASLEEP = "the engine sleeps: wake_up() lets it generate again"
@@ -63,7 +64,7 @@ def wake_up(llm: "LLMEngine", tags: Collection[str] | None = None) -> None:
         core = llm.core
         if not _on_all_ranks(core, MemoryCall("take", tags=tuple(TAGS if tags is None else tags))):
             raise UnavailableError("there is not enough memory to wake up: the engine still sleeps")
-        if all(sleeper.is_mapped for sleeper in sleepers_of(core.model_runner).values()):
+        if all(sleeper.is_mapped for sleeper in sleepers_of(open_runner(core)).values()):
             core.unavailable.pop("asleep", None)
 
     in_engine(llm.engine_thread, work)
@@ -90,10 +91,10 @@ class MemoryCall(NamedTuple):
     level: int = 0
     tags: tuple[str, ...] = ()
 
-    def receive(self, words: np.ndarray, runner: Any, incoming: dict[Any, Any]) -> None:
+    def receive(self, words: np.ndarray, runner: "ModelRunner", incoming: dict[Any, Any]) -> None:
         self.do(runner)
 
-    def do(self, runner: Any) -> int | None:
+    def do(self, runner: "ModelRunner") -> int | None:
         with runner.on_device():
             return release(runner, self.level) if self.name == "release" else take(runner, self.tags)
 
@@ -102,17 +103,23 @@ def _on_all_ranks(core: Engine, call: MemoryCall) -> int | None:
     """What `call` returns on this rank."""
     if core.workers.processes:
         core.workers.send(call, np.empty(0, np.int32))
-    return call.do(core.model_runner)
+    return call.do(open_runner(core))
 
 
-def sleepers_of(runner: Any) -> dict[str, Any]:
+def open_runner(core: Engine) -> "ModelRunner":
+    core.check_open()
+    assert core.model_runner is not None
+    return core.model_runner
+
+
+def sleepers_of(runner: "ModelRunner") -> dict[str, Any]:
     """What holds a rank's memory, by tag: on CUDA, an Arena each."""
     if not runner.sleepers:
         runner.sleepers = {"weights": HostWeights(runner.model), "kv_cache": HostCache(runner)}
     return runner.sleepers
 
 
-def release(runner: Any, level: int) -> int | None:
+def release(runner: "ModelRunner", level: int) -> int | None:
     """Give this rank's memory back; returns how many bytes that are, or None if a rank could not keep its weights."""
     sleepers = sleepers_of(runner)
     weights = sleepers["weights"]
@@ -123,7 +130,7 @@ def release(runner: Any, level: int) -> int | None:
     return num_bytes + sum(sleeper.unmap() for sleeper in sleepers.values() if sleeper.is_mapped)
 
 
-def take(runner: Any, tags: Collection[str]) -> bool:
+def take(runner: "ModelRunner", tags: Collection[str]) -> bool:
     """Take this rank's memory again. False, and nothing has changed, if a rank has not enough."""
     woken = [sleeper for tag, sleeper in sleepers_of(runner).items() if tag in tags and not sleeper.is_mapped]
 
@@ -140,7 +147,7 @@ def take(runner: Any, tags: Collection[str]) -> bool:
     return can_wake
 
 
-def _all_can(runner: Any, work: Callable[[], None]) -> bool:
+def _all_can(runner: "ModelRunner", work: Callable[[], None]) -> bool:
     """Whether all ranks have the memory that `work` takes."""
     try:
         work()

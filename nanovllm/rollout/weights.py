@@ -27,6 +27,7 @@ from nanovllm.utils.tied_head import head_name
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
+    from nanovllm.engine.model_runner import ModelRunner
 
 INCOMPLETE = "load_weights() has failed in the middle: load all weights, in one call, before the engine can generate"
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -224,7 +225,7 @@ class TensorPart(NamedTuple):
     begin: int
     num_bytes: int
 
-    def receive(self, words: np.ndarray, runner: Any, incoming: dict[Any, Any]) -> None:
+    def receive(self, words: np.ndarray, runner: "ModelRunner", incoming: dict[Any, Any]) -> None:
         """Keep the part in `incoming`, and load the tensor when it is the last one."""
         if self.begin == 0:
             size = math.prod(self.shape) * self.dtype.itemsize

@@ -4,11 +4,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from nanovllm.utils.checks import check_choice, check_fields, check_int, check_real, checked, read_json
+
+if TYPE_CHECKING:
+    from nanovllm.config import Config
 
 METHODS = ("ngram", "suffix", "draft_model", "eagle3", "mtp")
 WITH_MODEL = ("draft_model", "eagle3")
@@ -108,7 +111,7 @@ def given_values(given: Any) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def read_speculative_config(config: Any) -> SpeculativeConfig:
+def read_speculative_config(config: "Config") -> SpeculativeConfig:
     """The resolved form of `config.speculative_config`: a dict, or JSON of one; `config` is a Config.
 
     Errors name the key, the value and the bound.
@@ -136,7 +139,7 @@ def read_speculative_config(config: Any) -> SpeculativeConfig:
     return settings
 
 
-def _resolve(settings: SpeculativeConfig, config: Any) -> None:
+def _resolve(settings: SpeculativeConfig, config: "Config") -> None:
     """Replace None by the values in use, and check what depends on several settings."""
     set_ = lambda name, value: object.__setattr__(settings, name, value)
     if settings.method == "ngram":
@@ -166,7 +169,7 @@ def _resolve(settings: SpeculativeConfig, config: Any) -> None:
         _resolve_model(settings, config, set_)
 
 
-def _resolve_model(settings: SpeculativeConfig, config: Any, set_: Any) -> None:
+def _resolve_model(settings: SpeculativeConfig, config: "Config", set_: Any) -> None:
     from nanovllm.attention import check_head_dim
     from nanovllm.spec_decode.head_checkpoint import check_mtp, read_eagle3_config
     from nanovllm.utils.loader import find_model
@@ -186,7 +189,7 @@ def _resolve_model(settings: SpeculativeConfig, config: Any, set_: Any) -> None:
     set_("draft_model_config", found)
 
 
-def _read_draft_model_config(settings: SpeculativeConfig, config: Any, folder: Path) -> Any:
+def _read_draft_model_config(settings: SpeculativeConfig, config: "Config", folder: Path) -> Any:
     from nanovllm.models import ModelConfig
 
     draft, target = ModelConfig.read(folder), config.model_config

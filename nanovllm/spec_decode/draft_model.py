@@ -1,7 +1,7 @@
 """A smaller model with the same vocabulary drafts, from the cache blocks and with the noise of the other."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,9 @@ from nanovllm.models import make_model
 from nanovllm.spec_decode.rows import ChainShape, place_chains, slots_of
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.loader import load_model
+
+if TYPE_CHECKING:
+    from nanovllm.batches.batch_runner import BatchRunner
 
 
 class DraftModel:
@@ -32,7 +35,7 @@ class DraftModel:
 
     shift = 0
 
-    def __init__(self, runner: Any):
+    def __init__(self, runner: "BatchRunner"):
         """Loads the weights. Its layers join the runner's cache groups, which have no memory yet."""
         config = runner.config
         self.runner, self.sampler, self.backend = runner, Sampler(), backend_class(config.attention_backend)()

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
@@ -10,6 +10,9 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.spec_decode.config import StepCost
 from nanovllm.spec_decode.proposer import Drafts, make_proposer
+
+if TYPE_CHECKING:
+    from nanovllm.config import Config
 
 MEMORY = 8  # steps with drafts, about, over which the accepted ones are averaged; half as many without any are enough
 PAUSES = 16, 512  # tokens: the first pause of a sequence, and the longest
@@ -75,7 +78,7 @@ class DraftingScheduler(Scheduler):
     host, unless their drafts are made there too.
     """
 
-    def __init__(self, config: Any, block_manager: BlockManager | None = None):
+    def __init__(self, config: "Config", block_manager: BlockManager | None = None):
         self.settings = settings = config.speculative_config
         self.proposer = make_proposer(settings)
         self.paces: dict[Sequence, Pace] = {}  # of those that may draft

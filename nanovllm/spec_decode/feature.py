@@ -1,7 +1,7 @@
 """Drafts as a feature of a step: they are written where the step's input is read."""
 
 from pkgutil import resolve_name
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -10,6 +10,10 @@ from nanovllm.engine.features import Arrays, StepFeature
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.features.logit_edits import mask_width
 from nanovllm.layers.sampler import SamplingRows
+
+if TYPE_CHECKING:
+    from nanovllm.batches.batch_runner import BatchRunner
+    from nanovllm.config import Config
 
 # by method: what drafts on the device
 DRAFTERS = {
@@ -53,14 +57,14 @@ class Speculation(StepFeature):
         )
 
     @classmethod
-    def max_words(cls, config: Any) -> int:
+    def max_words(cls, config: "Config") -> int:
         if (settings := config.speculative_config) is None:
             return 0
         size = 3 + mask_width(config.model_config.vocab_size) if settings.drafts_with_masks else 1
         num_drafts = min(config.max_num_seqs, settings.disable_by_batch_size) * settings.num_speculative_tokens
         return 8 * config.max_num_seqs + num_drafts * size + 7 * 4
 
-    def __init__(self, runner: Any):
+    def __init__(self, runner: "BatchRunner"):
         self.runner, self.tables, settings = runner, runner.tables, runner.config.speculative_config
         self.rates = self.drafter = None
         if settings is None:  # on CUDA, the start loads all features

@@ -1,13 +1,17 @@
 """Structured outputs, and budgets of reasoning, as a feature of a step."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.features import Ends, StepFeature
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
 from nanovllm.structured_outputs.constraint import update_fast
 from nanovllm.structured_outputs.grammars import constrain
+
+if TYPE_CHECKING:
+    from nanovllm.engine.input_processor import InputProcessor
+    from nanovllm.engine.request import CompletionRequest
 
 MAX_SECONDS = 0.02  # that a step makes masks; other threads make the rest
 
@@ -16,7 +20,7 @@ class StructuredOutputs(StepFeature):
     """A sequence keeps its Constraint, whose mask `features.logit_edits` brings to the device."""
 
     @classmethod
-    def attach(cls, request: Any, processor: Any) -> None:
+    def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
         constrain(request.group, processor)
         for seq in request.group:
             # a grammar needs each token before the next one

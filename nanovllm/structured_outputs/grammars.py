@@ -4,7 +4,7 @@ import json
 import threading
 from collections import OrderedDict
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.structured_outputs.constraint import Constraint
@@ -12,6 +12,9 @@ from nanovllm.structured_outputs.grammar import Grammar
 from nanovllm.structured_outputs.json_schema import for_llguidance
 from nanovllm.structured_outputs.masks import MaskQueue, MaskThreads
 from nanovllm.structured_outputs.sandbox import CompileSandbox
+
+if TYPE_CHECKING:
+    from nanovllm.engine.input_processor import InputProcessor
 
 MAX_CACHED_GRAMMARS = 128
 # one space between two parts of JSON at most: some models, once they may write spaces and newlines, never stop
@@ -88,7 +91,7 @@ def _grammar_of(kind: str, content: Any) -> str:
 _lock = threading.Lock()  # held for seconds when an engine gets its first request of this kind
 
 
-def constrain(group: list[Sequence], processor: Any) -> None:
+def constrain(group: list[Sequence], processor: "InputProcessor") -> None:
     """Give each answer to a request its constraint. `processor` is the engine's InputProcessor.
 
     ValueError if llguidance is missing or refuses the grammar, or if the other parameters leave no first token.

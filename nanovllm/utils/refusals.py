@@ -2,10 +2,13 @@
 
 from collections.abc import Iterable, Set
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nanovllm.config import Config
 
 
-def cache_too_small(config: Any, block_bytes: int, state_bytes: int, available: int, limit: str) -> ValueError:
+def cache_too_small(config: "Config", block_bytes: int, state_bytes: int, available: int, limit: str) -> ValueError:
     """So many bytes do not hold the longest sequence of a Config; `limit` says whose bound they are."""
     needed = config.max_blocks_per_seq * block_bytes + state_bytes
     return ValueError(
