@@ -162,11 +162,11 @@ def names_in(file: str) -> frozenset[str]:
     return frozenset(re.findall(r"\w+", (ROOT / file).read_text()))
 
 
-def reach(file: str, module_level: bool = False) -> set[str]:
+def reach(file: str, module_level: bool = False, runs: bool = False) -> set[str]:
     """All that is imported on behalf of a file, through any number of our files."""
     seen, todo = set(), [file]
     while todo:
-        new = imports(todo.pop(), module_level) - seen
+        new = imports(todo.pop(), module_level, runs) - seen
         seen |= new
         todo += [target for target in new if target in FILES]
     return seen
@@ -203,7 +203,7 @@ def test_house_refuses():
 
 @pytest.mark.parametrize("file", SCHEDULING)
 def test_scheduling_is_plain_python(file):
-    assert not reach(file) & {"torch", "triton", "transformers"}
+    assert not reach(file, runs=True) & {"torch", "triton", "transformers"}
 
 
 def is_kernel(file: str) -> bool:
