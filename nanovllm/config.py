@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
-from nanovllm.compat.settings import translate
+from nanovllm.compat.vllm_settings import translate
 from nanovllm.utils.checks import check_bool, check_choice, check_fields, check_int, check_real, checked
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ class Config:
         docs/batch-invariance.md.
     max_logprobs: the bound of a request's `logprobs` and `prompt_logprobs`, also over HTTP; -1 is the size of the
         vocabulary.
-    speculative_config: how tokens are drafted, a dict with the keys of `SpeculativeConfig` in `spec_decode/config.py`,
-        or JSON of one; None: not at all.
+    speculative_config: how tokens are drafted, a dict with the keys of `SpeculativeConfig` in
+        `spec_decode/speculative_config.py`, or JSON of one; None: not at all.
 
     Raises ValueError or TypeError with the value and the bound, FileNotFoundError if there is no such model.
     """
@@ -149,7 +149,7 @@ class Config:
             words = "gpu_memory_utilization=%s: has no effect on a CPU; num_kvcache_blocks sets the size of the cache"
             logger.warning(words, self.gpu_memory_utilization)
         if self.speculative_config is not None:
-            from nanovllm.spec_decode.config import read_speculative_config  # few engines draft tokens
+            from nanovllm.spec_decode.speculative_config import read_speculative_config  # few engines draft tokens
 
             self.resolve(speculative_config=read_speculative_config(self))
 
@@ -232,7 +232,7 @@ def _resolve_device(name: str, num_ranks: int) -> str:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if (name := str(name)).partition(":")[0] == "cpu":
         return "cpu"
-    from nanovllm.utils.devices import check_devices  # a CPU needs nothing of it
+    from nanovllm.utils.device_checks import check_devices  # a CPU needs nothing of it
 
     check_devices(name, num_ranks)
     return name

@@ -366,7 +366,7 @@ class ForkedRank(ForkProcess):
 def free_drafts(monkeypatch):
     """On CUDA, as if another row of a step took no time: whether drafts pay for a small model is another question."""
     from nanovllm.cuda import start as cuda
-    from nanovllm.spec_decode.config import StepCost
+    from nanovllm.spec_decode.speculative_config import StepCost
 
     def measure(runner):
         settings = replace(runner.config.speculative_config, step_cost=StepCost((1, 2), (1.0, 1.0)))

@@ -19,9 +19,9 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.state_blocks import StateBlockManager
 from nanovllm.engine.stats import stats_of
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.spec_decode.config import ON_CPU
 from nanovllm.spec_decode.drafting_scheduler import DraftingScheduler
 from nanovllm.spec_decode.proposer import Proposer
+from nanovllm.spec_decode.speculative_config import ON_CPU
 
 VOCAB_SIZE, EOS, ALSO_EOS = 50, 0, 1
 MAX_LEN = 64

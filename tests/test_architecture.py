@@ -14,8 +14,8 @@ import nanovllm
 from nanovllm.engine.features import FEATURES
 from nanovllm.engine.runners import RUNNERS
 from nanovllm.fused import FORMS
-from nanovllm.spec_decode.feature import DRAFTERS
 from nanovllm.spec_decode.proposer import PROPOSERS
+from nanovllm.spec_decode.speculation import DRAFTERS
 
 ROOT = Path(nanovllm.__file__).parent
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
@@ -44,11 +44,13 @@ HOUSE = """
 0 | utils/checks.py utils/construction.py utils/context.py utils/cuda_driver.py utils/double_buffer.py utils/download.py
   utils/flags.py utils/interrupts.py utils/libraries.py utils/partial_sum.py utils/progress.py utils/refusals.py
   utils/replace.py utils/rope_scaling.py utils/setting_checks.py utils/tensor_parallel.py utils/transformers_4.py
-  utils/__init__.py moe/__init__.py moe/config.py moe/weights.py reasoning/__init__.py reasoning/formats.py
+  utils/__init__.py moe/__init__.py moe/moe_config.py moe/expert_weights.py reasoning/__init__.py reasoning/formats.py
   reasoning/stage.py <- utils/loader.py utils/sharded_checkpoint.py utils/dummy_weights.py utils/tied_head.py
   quantization/__init__.py <- models/__init__.py models/architectures.py attention/__init__.py
-  structured_outputs/__init__.py compat/__init__.py <- structured_outputs/spec.py compat/settings.py compat/flags.py
-  distributed/division.py utils/devices.py <- utils/collection_checks.py spec_decode/__init__.py spec_decode/config.py
+  structured_outputs/__init__.py compat/__init__.py <- structured_outputs/spec.py compat/vllm_settings.py
+  compat/vllm_flags.py
+  distributed/division.py utils/device_checks.py <- utils/collection_checks.py spec_decode/__init__.py
+  spec_decode/speculative_config.py
   spec_decode/head_checkpoint.py <- config.py sampling_params.py features/beam_params.py <- compat/params.py
 0 | engine/__init__.py
 1 | engine/sequence.py <- engine/scheduled_step.py <- engine/features.py
@@ -67,24 +69,25 @@ HOUSE = """
   features/__init__.py features/block_copies.py <- features/logit_edits.py features/logprob_outputs.py
   <- features/logprobs.py engine/model_runner.py
   <- batches/__init__.py batches/batch.py <- batches/request_tables.py spec_decode/rows.py <- batches/batch_runner.py
-  spec_decode/feature.py spec_decode/draft_model.py spec_decode/heads.py
+  spec_decode/speculation.py spec_decode/draft_model.py spec_decode/draft_heads.py
   <- cuda/__init__.py cuda/buffers.py <- cuda/graphs.py cuda/draft_graphs.py <- cuda/arena.py cuda/start.py
   <- cuda/runner.py
   invariant/__init__.py invariant/cpu_ops.py invariant/cuda_ops.py <- invariant/cpu_attention.py
   <- invariant/cpu.py invariant/cuda.py <- engine/runners.py
 5 | distributed/__init__.py distributed/ranks.py <- distributed/peer_memory.py
   <- distributed/process_group.py distributed/step_channel.py <- distributed/worker.py
-3 | reasoning/feature.py
+3 | reasoning/reasoning_feature.py
 5 | structured_outputs/grammar.py structured_outputs/json_schema.py structured_outputs/sandbox.py
   <- structured_outputs/masks.py <- structured_outputs/constraint.py <- structured_outputs/grammars.py
-  <- structured_outputs/feature.py
+  <- structured_outputs/structured_feature.py
 6 | engine/detokenizer.py
   engine/sentencepiece.py engine/recommended_params.py features/stop_strings.py <- engine/request.py
   <- engine/chat_templates.py <- engine/prompts.py
   engine/streamed_request.py <- engine/input_processor.py engine/output_processor.py
   <- engine/engine.py features/beam_search.py <- engine/build.py engine/engine_thread.py
   <- engine/step_callers.py engine/streams.py
-  <- engine/llm_engine.py rollout/ <- llm.py <- __init__.py <- compat/llm.py <- compat/vllm.py <- compat/__main__.py
+  <- engine/llm_engine.py rollout/ <- llm.py <- __init__.py <- compat/vllm_llm.py <- compat/vllm.py <-
+  compat/__main__.py
 7 | benchmarks/__init__.py benchmarks/clients.py benchmarks/processes.py benchmarks/requests.py benchmarks/results.py
   benchmarks/shapes.py
   <- benchmarks/limits.py benchmarks/servers.py benchmarks/tables.py benchmarks/engines/loops.py <- benchmarks/engines/
@@ -257,8 +260,8 @@ def test_vocabulary_of_vllm_stays_in_its_room():
     """The engine asks for its table of settings, the command for its flags, and nothing else knows of the room."""
     outside = [file for file in FILES if not file.startswith("compat/")]
     assert {target for file in outside for target in imports(file) if target.startswith("compat/")} == {
-        "compat/settings.py",
-        "compat/flags.py",
+        "compat/vllm_settings.py",
+        "compat/vllm_flags.py",
     }
 
 
@@ -321,7 +324,7 @@ def test_families_are_named_in_models_only():
             tree = tree_of((ROOT / file).read_text())
             names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
             assert not any("qwen" in name.lower() for name in names), file
-            heads = {"models/heads.py"} if room_of(file) == "spec_decode" else set()
+            heads = {"models/head_models.py"} if room_of(file) == "spec_decode" else set()
             assert {x for x in imports(file) if x.startswith("models/")} <= {"models/__init__.py"} | heads, file
 
 
@@ -402,10 +405,10 @@ ROOM_FILES = {
     "moe/kernels/moe_gemv.py": "mixture of experts",
     "moe/kernels/moe_routing.py": "mixture of experts",
     "quantization/kernels/dequantize.py": "8-bit kernels",
-    "kernels/fp8.py": "8-bit kernels",
+    "kernels/e4m3.py": "8-bit kernels",
     "kernels/linear/quantize_rows.py": "8-bit kernels",
     "quantization/kernels/scaled_gemv.py": "8-bit kernels",
-    "quantization/kernels/scaled_linear.py": "8-bit kernels",
+    "quantization/kernels/multiply_scaled.py": "8-bit kernels",
     "utils/cuda_driver.py": "distributed",
     "utils/flags.py": "serve",
     "utils/libraries.py": "serve",

@@ -19,7 +19,7 @@ from programs import Program
 from nanovllm import LLM
 from nanovllm.compat import vllm
 from nanovllm.compat.params import ACCEPTED
-from nanovllm.compat.settings import STRUCTURED_OUTPUTS_CONFIG, VLLM_SETTINGS
+from nanovllm.compat.vllm_settings import STRUCTURED_OUTPUTS_CONFIG, VLLM_SETTINGS
 from nanovllm.config import Config
 from nanovllm.rollout import weights_of
 

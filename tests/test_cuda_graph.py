@@ -201,7 +201,7 @@ def test_drafts_of_graphs(make_llm, one_layer, use_ops, monkeypatch, tmp_path, m
 @pytest.mark.parametrize("method", ["draft_model", "eagle3"])
 def test_drafters_where_kernels_are_only_compiled(make_llm, one_layer, use_ops, monkeypatch, tmp_path, method):
     """As when a start on CUDA compiles kernels: what they would write is an index, and what is drawn may be any."""
-    kernels = pytest.importorskip("nanovllm.kernels.sampling.request_tables")
+    kernels = pytest.importorskip("nanovllm.kernels.sampling.place_decodes")
     model = one_layer
     if method == "eagle3":
         model = str(write_head(tmp_path / "head", "authors", target=one_layer, layer_ids=[0, 0, 0], head_dim=32))

@@ -33,7 +33,8 @@ try:
     import triton.language as tl
     from test_kernels import attention_reference, int32
 
-    from nanovllm.kernels import fp8, ops
+    from nanovllm.kernels import e4m3 as fp8
+    from nanovllm.kernels import ops
 except ImportError:
     triton = None
 

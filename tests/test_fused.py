@@ -23,8 +23,8 @@ from nanovllm.attention import backend_class
 from nanovllm.benchmarks import fused as show_fused
 from nanovllm.config import Config
 from nanovllm.fused import FORMS, fuse
-from nanovllm.fused.experts import mix_experts
 from nanovllm.fused.forms import Fused
+from nanovllm.fused.fused_experts import mix_experts
 from nanovllm.fused.norm_input import NormInput
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention

@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.sampling.sampling_columns import column, seeds
 from nanovllm.models import ModelConfig
-from nanovllm.models.heads import Eagle3Head
+from nanovllm.models.head_models import Eagle3Head
 from nanovllm.spec_decode import drafting_scheduler
-from nanovllm.spec_decode.config import StepCost
+from nanovllm.spec_decode.draft_heads import Eagle3, Head
 from nanovllm.spec_decode.draft_model import DraftModel
 from nanovllm.spec_decode.head_checkpoint import read_eagle3_config
-from nanovllm.spec_decode.heads import Eagle3, Head
+from nanovllm.spec_decode.speculative_config import StepCost
 
 NUM_DRAFTS = 3
 KINDS_OF_HEADS = "attention", "key_value"

@@ -23,7 +23,7 @@ from nanovllm.invariant.cuda import Runner
 from nanovllm.invariant.kernels import invariant_decode, invariant_prefill
 from nanovllm.invariant.kernels.invariant_gemm import WIDE_128, WIDE_256, invariant_product
 from nanovllm.kernels import ops
-from nanovllm.kernels.linear import layernorm
+from nanovllm.kernels.linear import add_rms_norm as layernorm
 from nanovllm.layers.attention import Attention
 from nanovllm.quantization.scaled import dequantize
 

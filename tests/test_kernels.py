@@ -37,8 +37,8 @@ from nanovllm.kernels.attention import decode_attention, prefill_attention
 from nanovllm.kernels.attention.decode_attention import TILE
 from nanovllm.kernels.attention.split_sequence import MAX_SPLITS, choose_num_splits
 from nanovllm.kernels.hopper import hopper_tiles
-from nanovllm.kernels.launch.devices import has_tma, num_sms
-from nanovllm.kernels.linear.layernorm import rms_norm
+from nanovllm.kernels.launch.gpu_features import has_tma, num_sms
+from nanovllm.kernels.linear.add_rms_norm import rms_norm
 from nanovllm.kernels.linear.split_k_gemm import (
     FEW_WEIGHTS,
     LONE_BYTES,
@@ -501,8 +501,8 @@ def test_choose_swiglu(monkeypatch):
     module, calls = "nanovllm.kernels.hopper.hopper_swiglu", []
     monkeypatch.setitem(sys.modules, module, SimpleNamespace(swiglu=lambda x, weight: calls.append(len(x))))
     monkeypatch.setattr(kernels, "hopper_swiglu", sys.modules[module], raising=False)
-    monkeypatch.setattr("nanovllm.kernels.linear.activation.has_hopper_kernels", lambda: True)
-    monkeypatch.setattr("nanovllm.kernels.linear.activation.num_sms", lambda device: 10)
+    monkeypatch.setattr("nanovllm.kernels.linear.silu_and_mul.has_hopper_kernels", lambda: True)
+    monkeypatch.setattr("nanovllm.kernels.linear.silu_and_mul.num_sms", lambda device: 10)
 
     def fused(n=640, k=64, dtype=torch.bfloat16, bias=None, act=SiluAndMul):
         calls.clear()
@@ -516,7 +516,7 @@ def test_choose_swiglu(monkeypatch):
     assert fused(n=128) == [2500]
     assert not fused(n=640 - 64) and not fused(k=60) and not fused(dtype=torch.float32)
     assert not fused(bias=torch.ones(1280)) and not fused(act=None)
-    monkeypatch.setattr("nanovllm.kernels.linear.activation.has_hopper_kernels", lambda: False)
+    monkeypatch.setattr("nanovllm.kernels.linear.silu_and_mul.has_hopper_kernels", lambda: False)
     assert not fused()
 
 

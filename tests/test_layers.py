@@ -19,8 +19,8 @@ from nanovllm.attention.sdpa import SDPABackend
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.cache.kv_cache import KVCache
 from nanovllm.fused import fuse
-from nanovllm.fused.attention import QKNormRope, apply_rotary, attend, norm_rope
-from nanovllm.fused.linear import partial_sum, product
+from nanovllm.fused.fused_attention import QKNormRope, apply_rotary, attend, norm_rope
+from nanovllm.fused.fused_linear import partial_sum, product
 from nanovllm.fused.norm_input import Normed
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention

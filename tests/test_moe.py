@@ -14,13 +14,13 @@ triton = pytest.importorskip("triton")
 from nanovllm import kernels
 from nanovllm.fused import fuse
 from nanovllm.fused.forms import Fused
-from nanovllm.kernels.launch.devices import has_hopper_kernels, has_tma
+from nanovllm.kernels.launch.gpu_features import has_hopper_kernels, has_tma
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.models.hybrid import SharedExpertMoE
-from nanovllm.moe.config import MoEConfig
 from nanovllm.moe.experts import DOWN, GATE, UP, MoE, route
 from nanovllm.moe.kernels import moe_gemm, moe_gemv, moe_routing
 from nanovllm.moe.kernels.moe_routing import Routing, max_tiles, sort_by_expert
+from nanovllm.moe.moe_config import MoEConfig
 from nanovllm.utils.construction import constructing
 from nanovllm.utils.partial_sum import PartialSum
 from nanovllm.utils.tensor_parallel import TensorParallel
@@ -54,7 +54,7 @@ def use_tma(monkeypatch):
 @pytest.fixture
 def in_a_step(monkeypatch):
     """Without padding."""
-    monkeypatch.setattr("nanovllm.fused.experts.get_context", lambda: SimpleNamespace(slot_mapping=None))
+    monkeypatch.setattr("nanovllm.fused.fused_experts.get_context", lambda: SimpleNamespace(slot_mapping=None))
 
 
 @pytest.fixture

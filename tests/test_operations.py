@@ -15,7 +15,7 @@ from nanovllm.config import Config
 from nanovllm.engine.runners import RUNNERS
 from nanovllm.kernels import operation, ops_for, register_ops
 from nanovllm.layers.activation import silu_and_mul
-from nanovllm.utils.devices import DEVICES
+from nanovllm.utils.device_checks import DEVICES
 
 TOY = """
 import torch

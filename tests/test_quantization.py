@@ -30,7 +30,7 @@ from test_models import requests as model_requests
 from nanovllm import SamplingParams
 from nanovllm.cache.kv_cache import KVCache
 from nanovllm.config import Config
-from nanovllm.fused.linear import WeightFormat, partial_sum, product
+from nanovllm.fused.fused_linear import WeightFormat, partial_sum, product
 from nanovllm.fused.norm_input import NormInput
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -49,11 +49,11 @@ dequantize = scaled_weights.dequantize.__wrapped__  # as it is defined, on a GPU
 ops = pytest.importorskip("nanovllm.kernels.ops")
 from nanovllm.kernels import variant
 from nanovllm.kernels.hopper import hopper_tiles
-from nanovllm.kernels.launch.devices import has_hopper_kernels
-from nanovllm.kernels.linear.layernorm import rms_norm
+from nanovllm.kernels.launch.gpu_features import has_hopper_kernels
+from nanovllm.kernels.linear.add_rms_norm import rms_norm
 from nanovllm.moe.kernels import mix_experts, moe_gemm, moe_routing
 from nanovllm.moe.kernels.moe_gemv import moe_gemv
-from nanovllm.quantization.kernels import scaled_linear
+from nanovllm.quantization.kernels import multiply_scaled as scaled_linear
 from nanovllm.quantization.kernels.scaled_gemv import choose_gemv_split_k, scaled_gemv
 
 E4M3 = torch.float8_e4m3fn

@@ -20,7 +20,8 @@ from nanovllm.engine import runners
 from nanovllm.engine.engine import UnavailableError
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.outputs import OutputCollector
-from nanovllm.rollout import host_memory, weights_of
+from nanovllm.rollout import host_tensors as host_memory
+from nanovllm.rollout import weights_of
 from nanovllm.utils import cuda_driver
 from nanovllm.utils.cuda_driver import DeviceBytes
 

@@ -24,12 +24,12 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.stats import stats_of
 from nanovllm.layers.sampler import KEEPS_ALL, token_keys
 from nanovllm.spec_decode import drafting_scheduler, suffix
-from nanovllm.spec_decode.config import ON_CPU, StepCost
 from nanovllm.spec_decode.draft_model import DraftModel
 from nanovllm.spec_decode.drafting_scheduler import Pace
 from nanovllm.spec_decode.drafting_scheduler import width_that_pays as find_width
-from nanovllm.spec_decode.feature import Speculation
 from nanovllm.spec_decode.proposer import PROPOSERS, Proposer
+from nanovllm.spec_decode.speculation import Speculation
+from nanovllm.spec_decode.speculative_config import ON_CPU, StepCost
 from nanovllm.spec_decode.suffix import ROOT, SuffixAutomaton
 
 NUM_DRAFTS = 4

@@ -35,8 +35,9 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.features import awaiting
 from nanovllm.features.logit_edits import mask_of
 from nanovllm.structured_outputs import constraint as constraints
-from nanovllm.structured_outputs import feature, grammars, json_schema, masks, sandbox
 from nanovllm.structured_outputs import grammar as compiled_grammar
+from nanovllm.structured_outputs import grammars, json_schema, masks, sandbox
+from nanovllm.structured_outputs import structured_feature as feature
 from nanovllm.structured_outputs.json_schema import for_llguidance
 
 pytest.importorskip("llguidance")

@@ -14,7 +14,7 @@ from nanovllm.benchmarks.requests import TEMPERATURE, Workloads, describe
 from nanovllm.benchmarks.results import Results, save_results
 from nanovllm.benchmarks.tables import Panel
 from nanovllm.config import Config
-from nanovllm.spec_decode.config import given_values
+from nanovllm.spec_decode.speculative_config import given_values
 from nanovllm.utils.libraries import import_libraries
 
 

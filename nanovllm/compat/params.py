@@ -7,7 +7,7 @@ from numbers import Real
 from typing import Any
 
 import nanovllm.sampling_params as ours
-from nanovllm.compat.settings import select
+from nanovllm.compat.vllm_settings import select
 from nanovllm.features import beam_params
 from nanovllm.structured_outputs.spec import check_spec
 from nanovllm.utils.checks import check_bool

@@ -12,7 +12,6 @@ from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 from typing import Any
 
-from nanovllm.compat.llm import LLM, BeamSearchOutput, BeamSearchSequence
 from nanovllm.compat.params import (
     BeamSearchParams,
     FlatLogprobs,
@@ -20,7 +19,8 @@ from nanovllm.compat.params import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from nanovllm.compat.settings import select
+from nanovllm.compat.vllm_llm import LLM, BeamSearchOutput, BeamSearchSequence
+from nanovllm.compat.vllm_settings import select
 from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanovllm.engine.request import Prompt, TextPrompt, TokensPrompt
 from nanovllm.utils.loader import find_tokenizer

@@ -181,8 +181,8 @@ def compile_kernels(runner: "CUDAModelRunner") -> None:
 
 def measure_drafts(runner: "CUDAModelRunner") -> None:
     """Set `SpeculativeConfig.step_cost`: what steps take with drafts, and without."""
-    from nanovllm.spec_decode.config import StepCost  # few engines draft tokens
     from nanovllm.spec_decode.proposer import Drafts
+    from nanovllm.spec_decode.speculative_config import StepCost  # few engines draft tokens
 
     config, settings, k = runner.config, runner.config.speculative_config, runner.config.tokens_per_row
     most = min(max_seqs_of(config, k), config.num_kvcache_blocks, config.max_num_batched_tokens)

@@ -299,7 +299,7 @@ def serve(runner: ModelRunner, reader: StepReader) -> None:
     while True:
         with reader.receive() as (shape, words):
             if not isinstance(shape, BatchShape):
-                shape.receive(words, runner, incoming)  # such as rollout.weights.TensorPart
+                shape.receive(words, runner, incoming)  # such as rollout.new_weights.TensorPart
                 continue
             if len(in_flight) == NUM_BUFFERS:  # this step gets the host buffer of the step before the last
                 in_flight.pop(0).synchronize()

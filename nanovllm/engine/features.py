@@ -121,10 +121,10 @@ FEATURES = {
         *("min_tokens", "bad_words", "allowed_token_ids", "structured_outputs", "thinking_token_budget"),
     ),
     "logprobs": _feature("features.logprobs:TokenLogprobs", "logprobs", "prompt_logprobs"),
-    "reasoning": _feature("reasoning.feature:ReasoningStage", "reasoning_parser"),  # which the next two ask
+    "reasoning": _feature("reasoning.reasoning_feature:ReasoningStage", "reasoning_parser"),  # which the next two ask
     "structured_outputs": _feature(
-        "structured_outputs.feature:StructuredOutputs", "structured_outputs", "thinking_token_budget"
+        "structured_outputs.structured_feature:StructuredOutputs", "structured_outputs", "thinking_token_budget"
     ),
     "stop_strings": _feature("features.stop_strings:StopStrings", "stop"),
-    "spec_decode": _feature("spec_decode.feature:Speculation"),  # asked for by `speculative_config`
+    "spec_decode": _feature("spec_decode.speculation:Speculation"),  # asked for by `speculative_config`
 }

@@ -24,17 +24,17 @@ FORMS = {
     "nanovllm.layers.embed_head:VocabParallelEmbedding.forward": "decoder:FusedEmbedding",
     "nanovllm.layers.embed_head:ParallelLMHead.forward": "decoder:FusedLMHead",
     "nanovllm.delta_net.gated_delta_net:GatedDeltaNet.forward": "delta_net:FusedGatedDeltaNet",
-    "nanovllm.moe.experts:MoE.forward": "experts:FusedMoE",
-    "nanovllm.models.qwen3:Qwen3Attention.forward": "attention:FusedAttention",
+    "nanovllm.moe.experts:MoE.forward": "fused_experts:FusedMoE",
+    "nanovllm.models.qwen3:Qwen3Attention.forward": "fused_attention:FusedAttention",
     "nanovllm.models.qwen3:Qwen3MLP.forward": "decoder:FusedMLP",
     "nanovllm.models.qwen3:Qwen3DecoderLayer.forward": "decoder:FusedDecoderLayer",
     "nanovllm.models.qwen3:Qwen3Model.forward": "decoder:FusedModel",
-    "nanovllm.models.hybrid:GatedAttention.forward": "attention:FusedGatedAttention",
-    "nanovllm.models.hybrid:SharedExpertMoE.forward": "experts:FusedSharedExpertMoE",
+    "nanovllm.models.hybrid:GatedAttention.forward": "fused_attention:FusedGatedAttention",
+    "nanovllm.models.hybrid:SharedExpertMoE.forward": "fused_experts:FusedSharedExpertMoE",
     "nanovllm.models.hybrid:HybridLayer.forward": "decoder:FusedHybridLayer",
-    "nanovllm.models.heads:Eagle3Layer.forward": "heads:FusedEagle3Layer",
-    "nanovllm.models.heads:Eagle3Head.forward": "heads:FusedEagle3Head",
-    "nanovllm.models.heads:MtpHead.forward": "heads:FusedMtpHead",
+    "nanovllm.models.head_models:Eagle3Layer.forward": "fused_heads:FusedEagle3Layer",
+    "nanovllm.models.head_models:Eagle3Head.forward": "fused_heads:FusedEagle3Head",
+    "nanovllm.models.head_models:MtpHead.forward": "fused_heads:FusedMtpHead",
 }
 
 
@@ -57,7 +57,7 @@ def form_of(module: nn.Module) -> Any:
 def fuse(model: nn.Module) -> None:
     """Replace the forward of each module of a loaded model that has a fused form, parts before the whole."""
     from nanovllm.fused.forms import Fused
-    from nanovllm.fused.linear import set_format
+    from nanovllm.fused.fused_linear import set_format
     from nanovllm.layers.linear import LinearBase
 
     seen = set()

@@ -17,7 +17,7 @@ from nanovllm.fused.forms import (
     shared_rope,
     takes_fused,
 )
-from nanovllm.fused.linear import are_known, partial_sum, product, split_linear
+from nanovllm.fused.fused_linear import are_known, partial_sum, product, split_linear
 from nanovllm.fused.norm_input import Normed, NormInput
 from nanovllm.layers.embed_head import embed_shard
 from nanovllm.utils.partial_sum import PartialSum, sum_over_ranks

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from nanovllm.fused.forms import Fused
-from nanovllm.fused.linear import UNQUANTIZED, are_known, norm_linear, partial_sum, product
+from nanovllm.fused.fused_linear import UNQUANTIZED, are_known, norm_linear, partial_sum, product
 from nanovllm.fused.norm_input import Normed, NormInput
 from nanovllm.utils.partial_sum import PartialSum
 

@@ -12,7 +12,7 @@ from nanovllm.delta_net.gated_delta_net import GatedDeltaNet
 from nanovllm.invariant import VARIANT, cuda_ops, invariant_operations, refuse_states
 from nanovllm.invariant.kernels.invariant_decode import empty_parts
 from nanovllm.kernels import ops, register_ops
-from nanovllm.kernels.launch.devices import has_tma
+from nanovllm.kernels.launch.gpu_features import has_tma
 from nanovllm.layers.attention import Attention
 from nanovllm.utils.checks import check_choice
 

@@ -13,9 +13,9 @@ from nanovllm.features.logprobs import divided
 from nanovllm.invariant.kernels.invariant_decode import decode_attention
 from nanovllm.invariant.kernels.invariant_gemm import invariant_product
 from nanovllm.invariant.kernels.invariant_prefill import prefill_attention, query_tile_size
-from nanovllm.kernels.sampling.logprobs import log_sums_and_ranks
+from nanovllm.kernels.sampling.gather_logprobs import log_sums_and_ranks
 from nanovllm.moe.kernels.mix_experts import mix_by_gemm
-from nanovllm.quantization.kernels.scaled_linear import suits_scaled_gemm
+from nanovllm.quantization.kernels.multiply_scaled import suits_scaled_gemm
 
 __all__ = ["decode_attention", "delta_net_chunks", "prefill_attention", "query_tile_size"]
 

@@ -13,23 +13,23 @@ from nanovllm.kernels.attention.decode_attention import decode_attention, fuses_
 from nanovllm.kernels.attention.norm_rope_store import norm_rope_and_store
 from nanovllm.kernels.attention.prefill_attention import prefill_attention, query_tile_size
 from nanovllm.kernels.hopper.hopper_tiles import qkv_norm_rope_store, quantized_linear
-from nanovllm.kernels.launch.host_memory import copy_from_host, copy_to_host
-from nanovllm.kernels.linear.activation import sigmoid_gate, silu_and_mul, swiglu
+from nanovllm.kernels.launch.host_copies import copy_from_host, copy_to_host
+from nanovllm.kernels.linear.add_rms_norm import rms_norm as add_and_norm
+from nanovllm.kernels.linear.add_rms_norm import rms_norm_quantize
 from nanovllm.kernels.linear.embedding import embed_shard
 from nanovllm.kernels.linear.gemv import gemv
-from nanovllm.kernels.linear.layernorm import rms_norm as add_and_norm
-from nanovllm.kernels.linear.layernorm import rms_norm_quantize
 from nanovllm.kernels.linear.quantize_rows import quantize_rows, silu_and_mul_quantize
+from nanovllm.kernels.linear.silu_and_mul import sigmoid_gate, silu_and_mul, swiglu
 from nanovllm.kernels.linear.split_k_gemm import choose_split_k, split_k_gemm
 from nanovllm.kernels.linear.tiles import SWIGLU_GROUP, QuantizedRows
 from nanovllm.kernels.sampling.filters import logit_cutoffs
-from nanovllm.kernels.sampling.logprobs import token_logprobs
+from nanovllm.kernels.sampling.gather_logprobs import token_logprobs
 from nanovllm.kernels.sampling.penalties import penalize
-from nanovllm.kernels.sampling.request_tables import accept, place_chains, place_decodes
+from nanovllm.kernels.sampling.place_decodes import accept, place_chains, place_decodes
 from nanovllm.kernels.sampling.sampling import sample
 from nanovllm.moe.kernels.mix_experts import mix_experts
 from nanovllm.quantization.kernels.dequantize import dequantize
-from nanovllm.quantization.kernels.scaled_linear import (
+from nanovllm.quantization.kernels.multiply_scaled import (
     best_scaled_split_k,
     min_block_columns,
     scaled_linear,

@@ -46,7 +46,7 @@ MEMORY_LIMITS = [Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory
 # `model_type` -> module:class
 MODELS = {
     name: f"{__name__}.{name}:" + re.sub(r"_(?!\d)", "", name.title()) + "ForCausalLM"
-    for name in sorted({x.name for x in iter_modules(__path__)} - {"architectures", "heads", "hybrid"})
+    for name in sorted({x.name for x in iter_modules(__path__)} - {"architectures", "head_models", "hybrid"})
 }
 
 

@@ -6,8 +6,8 @@ from torch import nn
 
 from nanovllm.models import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM, Qwen3MLP
-from nanovllm.moe.config import MoEConfig
 from nanovllm.moe.experts import MoE
+from nanovllm.moe.moe_config import MoEConfig
 from nanovllm.utils.checks import check_int
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.linear import ReplicatedLinear, linear
-from nanovllm.moe.config import MoEConfig
+from nanovllm.moe.moe_config import MoEConfig
 from nanovllm.utils.construction import get_construction
 from nanovllm.utils.loader import Shard, check_shape, parameter
 from nanovllm.utils.tensor_parallel import TensorParallel

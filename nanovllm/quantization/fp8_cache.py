@@ -5,15 +5,15 @@ So there is no calibration, and what the cache holds for a token depends neither
 the chunks of a prompt, nor on the number of ranks. All attention reads it from there, that of the step which stores it
 too: an answer is the same after a prefix hit, a preemption, or a copy of blocks.
 
-With two scales in bfloat16 (see `kernels/fp8.py`), a key and a value of 128 numbers take 260 bytes, not 512.
+With two scales in bfloat16 (see `kernels/e4m3.py`), a key and a value of 128 numbers take 260 bytes, not 512.
 """
 
 import torch
 
 from nanovllm.cache.kv_cache import SPAN_SIZE, KVCache, gather_spans
-from nanovllm.kernels.launch.devices import has_fp8_units
+from nanovllm.kernels.launch.gpu_features import has_fp8_units
 
-MIN_SCALE = 2.0**-32  # as in kernels/fp8.py
+MIN_SCALE = 2.0**-32  # as in kernels/e4m3.py
 
 
 class FP8KVCache(KVCache):

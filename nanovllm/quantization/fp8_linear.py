@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.fused.linear import SWIGLU
+from nanovllm.fused.fused_linear import SWIGLU
 from nanovllm.fused.norm_input import NormInput
 from nanovllm.kernels import ops, variant
 from nanovllm.layers.activation import SiluAndMul

@@ -10,7 +10,7 @@ from torch import nn
 
 from nanovllm.fused import find_form
 from nanovllm.kernels import ops_for
-from nanovllm.kernels.launch.devices import has_fp8_units
+from nanovllm.kernels.launch.gpu_features import has_fp8_units
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.linear import LinearBase
 from nanovllm.moe.experts import Experts, MoE

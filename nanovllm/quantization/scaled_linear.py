@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.fused.linear import WeightFormat, split_linear
+from nanovllm.fused.fused_linear import WeightFormat, split_linear
 from nanovllm.fused.norm_input import NormInput
 from nanovllm.kernels import operation
 from nanovllm.layers.activation import SiluAndMul

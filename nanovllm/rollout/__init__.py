@@ -3,8 +3,8 @@
 These functions are methods of LLMEngine.
 """
 
+from nanovllm.rollout.new_weights import load_weights, weights_of
 from nanovllm.rollout.pausing import pause, reset_prefix_cache, resume
 from nanovllm.rollout.sleep import is_sleeping, sleep, wake_up
-from nanovllm.rollout.weights import load_weights, weights_of
 
 __all__ = ["is_sleeping", "load_weights", "pause", "reset_prefix_cache", "resume", "sleep", "wake_up", "weights_of"]

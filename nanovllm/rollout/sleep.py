@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.engine.engine import Engine, UnavailableError
 from nanovllm.rollout.changes import Dropped, in_engine, refusing_requests
-from nanovllm.rollout.host_memory import HostCache, HostWeights
+from nanovllm.rollout.host_tensors import HostCache, HostWeights
 from nanovllm.utils.checks import check_choice
 
 if TYPE_CHECKING:

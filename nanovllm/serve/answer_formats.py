@@ -6,8 +6,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nanovllm.engine.input_processor import InputProcessor
-from nanovllm.reasoning.feature import markers_of
 from nanovllm.reasoning.formats import format_of, has_unknown_reasoning, template_text
+from nanovllm.reasoning.reasoning_feature import markers_of
 from nanovllm.reasoning.stage import Markers
 from nanovllm.serve.errors import require
 from nanovllm.serve.protocol import ChatBody, GenerationBody

@@ -9,8 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import nanovllm
-from nanovllm.compat.flags import translate_flags
-from nanovllm.compat.settings import translate
+from nanovllm.compat.vllm_flags import translate_flags
+from nanovllm.compat.vllm_settings import translate
 from nanovllm.config import Config
 from nanovllm.serve.process import set_up_process
 from nanovllm.serve.settings import ServerSettings

@@ -8,8 +8,8 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.spec_decode.config import StepCost
 from nanovllm.spec_decode.proposer import Drafts, make_proposer
+from nanovllm.spec_decode.speculative_config import StepCost
 
 if TYPE_CHECKING:
     from nanovllm.config import Config

@@ -79,7 +79,7 @@ def _layer_ids(file: Path, raw: dict, num_layers: int) -> tuple[int, ...]:
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors on the CPU, with the names of `models/heads.py`; pages are read when they are used.
+    """The tensors on the CPU, with the names of `models/head_models.py`; pages are read when they are used.
 
     Of the two forms, one names the layer `midlayer`, the other `layers.0`. Many heads are `pytorch_model.bin`, of which
     tensors alone are read.
@@ -111,7 +111,7 @@ def check_mtp(folder: Path, target: ModelConfig, with_weights: bool) -> None:
 
 
 def read_mtp_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of the head on the CPU, with the names of `models/heads.py`."""
+    """The tensors of the head on the CPU, with the names of `models/head_models.py`."""
     tensors: dict[str, torch.Tensor] = {}
     for name, file in find_tensors(folder).items():
         if name.startswith("mtp."):

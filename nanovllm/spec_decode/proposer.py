@@ -39,7 +39,7 @@ class Proposer:
 
 
 class DeviceProposer(Proposer):
-    """Stands for what drafts on the device: `spec_decode/feature.py` has that."""
+    """Stands for what drafts on the device: `spec_decode/speculation.py` has that."""
 
     on_host = False
 

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from nanovllm.moe.weights import split_experts
+from nanovllm.moe.expert_weights import split_experts
 from nanovllm.utils.checks import read_json
 from nanovllm.utils.construction import get_construction
 from nanovllm.utils.download import broken_file, download

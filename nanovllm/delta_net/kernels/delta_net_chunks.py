@@ -23,7 +23,7 @@ from nanovllm.delta_net.kernels.delta_net_operands import (
     sequence_of,
 )
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
-from nanovllm.kernels.launch.devices import has_tma, num_sms
+from nanovllm.kernels.launch.gpu_features import has_tma, num_sms
 
 CHUNK = tl.constexpr(64)
 HEADS_EACH = 2  # value heads of a chunk that a program takes one after the other, and loads ahead

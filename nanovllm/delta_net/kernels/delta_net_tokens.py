@@ -16,7 +16,7 @@ from nanovllm.delta_net.kernels.delta_net_inputs import keep_inputs, rule_inputs
 from nanovllm.delta_net.kernels.delta_net_operands import Plan, Sequences, operands_of, sequence_of
 from nanovllm.invariant.kernels.invariant_attention import fma
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
-from nanovllm.kernels.launch.devices import num_sms
+from nanovllm.kernels.launch.gpu_features import num_sms
 
 NUM_WARPS = 8
 TILE = 8  # tokens whose inputs, or whose norms, are computed together

@@ -16,7 +16,7 @@ from nanovllm.kernels.launch.dependent_launch import (
     launch,
     launch_ordinary,
 )
-from nanovllm.kernels.sampling.sampling_params import WIDTH, is_filtered
+from nanovllm.kernels.sampling.column_constants import WIDTH, is_filtered
 
 KEYS_PER_PROGRAM = 128
 COLUMNS = tl.constexpr(2048)  # that are gathered at a time

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.attention.split_sequence import NO_KEYS
-from nanovllm.kernels.fp8 import unpack_scales
+from nanovllm.kernels.e4m3 import unpack_scales
 
 # keys, a multiple of every tile: the fewer, the more programs a sequence has, and the more often sums are added up
 SEGMENT = tl.constexpr(512)

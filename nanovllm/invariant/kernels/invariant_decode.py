@@ -14,7 +14,7 @@ from nanovllm.invariant.kernels.invariant_attention import (
 )
 from nanovllm.kernels.attention.paged_cache import LOG2_E, layout_of, prefetch_rows
 from nanovllm.kernels.attention.split_sequence import NO_KEYS, choose_num_splits
-from nanovllm.kernels.fp8 import ONES, as_fp8_partner, decode_e4m3
+from nanovllm.kernels.e4m3 import ONES, as_fp8_partner, decode_e4m3
 from nanovllm.kernels.launch.dependent_launch import (
     dependent_kernel,
     gdc_launch_dependents,

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
-from nanovllm.kernels.launch.devices import has_tma, num_sms
+from nanovllm.kernels.launch.gpu_features import has_tma, num_sms
 from nanovllm.kernels.linear.tiles import (
     QuantizedRows,
     Tiles,

@@ -15,7 +15,7 @@ from nanovllm.kernels.attention.split_sequence import (
     combine_splits,
     split_sequence,
 )
-from nanovllm.kernels.fp8 import ONES, as_fp8_partner, decode_e4m3, decode_e4m3_pairs, store_row, unpack_scales
+from nanovllm.kernels.e4m3 import ONES, as_fp8_partner, decode_e4m3, decode_e4m3_pairs, store_row, unpack_scales
 from nanovllm.kernels.launch.dependent_launch import (
     IS_TRITON_3_4,
     dependent_kernel,
@@ -23,7 +23,7 @@ from nanovllm.kernels.launch.dependent_launch import (
     gdc_wait,
     launch,
 )
-from nanovllm.kernels.launch.devices import has_tma, num_sms
+from nanovllm.kernels.launch.gpu_features import has_tma, num_sms
 
 TILE = 64  # keys of a tile, which lies in one block; half as many of long rows, if they are all that is read
 NUM_IDS = tl.constexpr(16)  # block ids that are loaded at a time

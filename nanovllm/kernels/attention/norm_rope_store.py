@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.attention.paged_cache import CacheLayout
-from nanovllm.kernels.fp8 import bfloat16_bits, encode_rows
+from nanovllm.kernels.e4m3 import bfloat16_bits, encode_rows
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 
 PER_PROGRAM = tl.constexpr(16)  # rows of a program

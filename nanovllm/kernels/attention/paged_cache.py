@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.launch.devices import has_tma
+from nanovllm.kernels.launch.gpu_features import has_tma
 
 LOG2_E = 1.4426950408889634  # attention computes powers of two
 

@@ -5,9 +5,9 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.attention.paged_cache import LOG2_E, cache_tiles, layout_of
-from nanovllm.kernels.fp8 import ONES, as_fp8_partner, decode_e4m3, unpack_scales
+from nanovllm.kernels.e4m3 import ONES, as_fp8_partner, decode_e4m3, unpack_scales
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
-from nanovllm.kernels.launch.devices import has_hopper_kernels
+from nanovllm.kernels.launch.gpu_features import has_hopper_kernels
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from nanovllm.kernels.attention.paged_cache import CacheLayout
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
-from nanovllm.kernels.launch.devices import num_sms
+from nanovllm.kernels.launch.gpu_features import num_sms
 
 MAX_SPLITS = 32  # of each of several sequences; more take longer to combine than they save
 MAX_SPLITS_OF_ONE = 64

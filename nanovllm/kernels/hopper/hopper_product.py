@@ -29,7 +29,7 @@ from nanovllm.kernels.hopper.hopper_ring import (
     tiles_of,
 )
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, launch
-from nanovllm.kernels.launch.devices import num_sms
+from nanovllm.kernels.launch.gpu_features import num_sms
 from nanovllm.kernels.linear.tiles import QuantizedRows
 
 BLOCK = gl.constexpr(128)  # weights, in both directions, inputs and outputs that share a scale

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.kernels.launch.devices import has_hopper_kernels, num_sms
+from nanovllm.kernels.launch.gpu_features import has_hopper_kernels, num_sms
 from nanovllm.kernels.linear.tiles import QuantizedRows, block_shape
 
 BLOCK = 128, 128  # of weights that share a scale

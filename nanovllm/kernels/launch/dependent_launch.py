@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from nanovllm.kernels.launch.devices import has_tma
+from nanovllm.kernels.launch.gpu_features import has_tma
 from nanovllm.kernels.launch.launch_contract import check_early_reads
 
 IS_TRITON_3_4 = not hasattr(triton, "AsyncCompileMode")  # the oldest that is supported

@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.fp8 import decode_e4m3
-from nanovllm.kernels.launch.devices import has_fp8_units
+from nanovllm.kernels.e4m3 import decode_e4m3
+from nanovllm.kernels.launch.gpu_features import has_fp8_units
 
 SWIGLU_GROUP = 128  # inputs, outputs, and weights in both directions that share a scale in hopper_swiglu.py
 NO_NORM = None, 0.0  # in the place of a norm's weight and its eps

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
-from nanovllm.kernels.launch.devices import num_sms
-from nanovllm.kernels.sampling.sampling_params import MIN_P, TEMPERATURE, TOP_K, TOP_P, WIDTH, is_filtered, load_float
+from nanovllm.kernels.launch.gpu_features import num_sms
+from nanovllm.kernels.sampling.column_constants import MIN_P, TEMPERATURE, TOP_K, TOP_P, WIDTH, is_filtered, load_float
 from nanovllm.kernels.sampling.token_order import LAST_ID, ordered_bits, token_key
 
 TILE = tl.constexpr(512)  # entries of the vocabulary

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch, next_power_of_2
-from nanovllm.kernels.sampling.sampling_params import WIDTH, column_constants, load_float
+from nanovllm.kernels.sampling.column_constants import WIDTH, column_constants, load_float
 
 PRESENCE_PENALTY, FREQUENCY_PENALTY, REPETITION_PENALTY = column_constants(
     "presence_penalty", "frequency_penalty", "repetition_penalty"

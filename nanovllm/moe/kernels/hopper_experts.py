@@ -23,7 +23,7 @@ from nanovllm.kernels.hopper.hopper_ring import (
     tiles_of,
 )
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, launch
-from nanovllm.kernels.launch.devices import num_sms
+from nanovllm.kernels.launch.gpu_features import num_sms
 from nanovllm.moe.kernels.moe_routing import TILE_FIELDS, ExpertRows, Routing
 
 ROWS = gl.constexpr(128)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch, next_power_of_2
-from nanovllm.kernels.launch.devices import has_tma, num_sms
+from nanovllm.kernels.launch.gpu_features import has_tma, num_sms
 from nanovllm.kernels.linear.split_k_gemm import TILE_K, TILE_N, split_k_gemm
 
 MAX_SPLIT_K = 8  # of the router's product, whose partial sums are added up by the programs that route

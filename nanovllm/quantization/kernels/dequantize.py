@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.fp8 import decode_e4m3
+from nanovllm.kernels.e4m3 import decode_e4m3
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
 from nanovllm.kernels.linear.tiles import as_loadable, shape_of
 

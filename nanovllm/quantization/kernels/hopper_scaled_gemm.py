@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from nanovllm.kernels.hopper.hopper_ring import barriers, buffers, gdc_launch_dependents, gdc_wait, sums_of, tiles_of
 from nanovllm.kernels.hopper.hopper_tiles import HopperTile
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, launch
-from nanovllm.kernels.launch.devices import num_sms
+from nanovllm.kernels.launch.gpu_features import num_sms
 from nanovllm.kernels.linear.tiles import QuantizedRows
 
 BLOCK = gl.constexpr(128)  # inputs and weights that share a scale; a buffer has so many inputs

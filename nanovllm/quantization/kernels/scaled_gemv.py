@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.fp8 import decode_e4m3
+from nanovllm.kernels.e4m3 import decode_e4m3
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.linear.tiles import Tiles, Weight, as_loadable, columns_of_parts, shape_of
 

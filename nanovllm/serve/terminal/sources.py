@@ -73,7 +73,7 @@ class LocalModel:
 
     def stream(self, messages: list[Message], params: dict[str, Any]) -> Generator[Piece, None, None]:
         from nanovllm.engine.request import TokensPrompt
-        from nanovllm.reasoning.feature import markers_of
+        from nanovllm.reasoning.reasoning_feature import markers_of
 
         processor = self.llm.input_processor
         markers = markers_of(format_of(template_text(self.llm.tokenizer.chat_template)) or "think", processor)

@@ -1,4 +1,4 @@
-"""The layers of heads that draft (models/heads.py)."""
+"""The layers of heads that draft (models/head_models.py)."""
 
 from typing import Any
 

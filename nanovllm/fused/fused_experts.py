@@ -7,7 +7,7 @@ from torch import nn
 
 from nanovllm.fused.decoder import FusedMLP
 from nanovllm.fused.forms import Fused
-from nanovllm.fused.linear import UNQUANTIZED, are_known, is_swiglu
+from nanovllm.fused.fused_linear import UNQUANTIZED, are_known, is_swiglu
 from nanovllm.fused.norm_input import Normed, NormInput
 from nanovllm.kernels import operation
 from nanovllm.moe.experts import Experts, route

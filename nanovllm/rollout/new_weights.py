@@ -11,7 +11,7 @@ import torch
 
 from nanovllm.batches.batch import largest_batch
 from nanovllm.engine.engine import UnavailableError
-from nanovllm.moe.weights import split_experts
+from nanovllm.moe.expert_weights import split_experts
 from nanovllm.rollout.changes import LOADING, Dropped, in_engine, refusing_requests
 from nanovllm.utils.loader import (
     FLOAT_DTYPES,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.models.heads import Eagle3Head, MtpHead
+from nanovllm.models.head_models import Eagle3Head, MtpHead
 from nanovllm.spec_decode.draft_model import DraftModel
 from nanovllm.spec_decode.head_checkpoint import read_mtp_tensors, read_tensors
 from nanovllm.utils.construction import constructing
@@ -112,7 +112,7 @@ def fill(head: nn.Module, tensors: dict[str, torch.Tensor], folder: Path) -> Non
     """Fill a head with tensors of `folder`. ValueError that names what is missing, surplus or wrong."""
     loaders = weight_loaders(head)
     if any(name.startswith("layers.0.mlp.experts.") for name in loaders):
-        from nanovllm.moe.weights import split_experts
+        from nanovllm.moe.expert_weights import split_experts
 
         split_experts(loaders, head, tensors)
     if tensors.keys() != loaders.keys():

@@ -5,7 +5,7 @@ from collections.abc import Container, Iterable
 from numbers import Real
 from typing import Any
 
-from nanovllm.compat.settings import ALIASES, VLLM_SETTINGS, check_accepted
+from nanovllm.compat.vllm_settings import ALIASES, VLLM_SETTINGS, check_accepted
 
 SHORT = {"-tp": "tensor-parallel-size", "-dp": "data-parallel-size", "-pp": "pipeline-parallel-size"}
 SHORT |= {"-q": "quantization", "-ep": "enable-expert-parallel", "-O": "optimization-level"}

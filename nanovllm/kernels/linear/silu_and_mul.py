@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
-from nanovllm.kernels.launch.devices import has_hopper_kernels, num_sms
+from nanovllm.kernels.launch.gpu_features import has_hopper_kernels, num_sms
 from nanovllm.kernels.linear.quantize_rows import Groups, store_rows
 
 MIN_ROWS = 512  # of a product with its activation

@@ -8,7 +8,7 @@ from torch import nn
 
 from nanovllm.cache.kv_cache import KVCache
 from nanovllm.fused.forms import Fused, FusedRMSNorm, FusedRotaryEmbedding, Rope, rope_at
-from nanovllm.fused.linear import are_known, partial_sum, product
+from nanovllm.fused.fused_linear import are_known, partial_sum, product
 from nanovllm.fused.norm_input import Normed, NormInput
 from nanovllm.kernels import operation
 from nanovllm.layers.attention import Attention

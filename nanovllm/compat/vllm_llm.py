@@ -8,7 +8,7 @@ from typing import Any
 
 import nanovllm
 from nanovllm.compat.params import RESTRICTIONS, BeamSearchParams, FlatLogprobs, SamplingParams, restricted_schema
-from nanovllm.compat.settings import check_accepted, select
+from nanovllm.compat.vllm_settings import check_accepted, select
 from nanovllm.engine.outputs import RequestOutput
 from nanovllm.engine.prompts import as_list, as_prompts
 from nanovllm.features import beam_search as beams

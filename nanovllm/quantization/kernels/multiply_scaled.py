@@ -3,7 +3,7 @@
 import triton
 
 from nanovllm.kernels.hopper.hopper_tiles import hopper_tile
-from nanovllm.kernels.launch.devices import has_hopper_kernels, num_sms
+from nanovllm.kernels.launch.gpu_features import has_hopper_kernels, num_sms
 from nanovllm.kernels.linear.split_k_gemm import TILE_N, split_k_gemm, tile_m_of
 from nanovllm.kernels.linear.tiles import SWIGLU_GROUP, QuantizedRows, block_shape
 from nanovllm.quantization.kernels.scaled_gemv import choose_gemv_split_k, scaled_gemv

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 # by method: what drafts on the device
 DRAFTERS = {
     "draft_model": "nanovllm.spec_decode.draft_model:DraftModel",
-    "eagle3": "nanovllm.spec_decode.heads:Eagle3",
-    "mtp": "nanovllm.spec_decode.heads:Mtp",
+    "eagle3": "nanovllm.spec_decode.draft_heads:Eagle3",
+    "mtp": "nanovllm.spec_decode.draft_heads:Mtp",
 }
 
 
