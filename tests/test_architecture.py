@@ -41,12 +41,12 @@ SCHEDULING = [
 # folder or a group. An indented line continues the one before. A floor may have several lines, which do not know of
 # each other.
 HOUSE = """
-0 | utils/checks.py utils/construction.py utils/context.py utils/cuda_driver.py utils/double_buffer.py utils/download.py
-  utils/flags.py utils/interrupts.py utils/libraries.py utils/partial_sum.py utils/progress.py utils/refusals.py
-  utils/replace.py utils/rope_scaling.py utils/setting_checks.py utils/tensor_parallel.py utils/transformers_4.py
-  utils/__init__.py moe/__init__.py moe/config.py moe/weights.py reasoning/__init__.py reasoning/formats.py
-  reasoning/stage.py <- utils/loader.py utils/sharded_checkpoint.py utils/dummy_weights.py utils/tied_head.py
-  quantization/__init__.py <- models/__init__.py models/architectures.py attention/__init__.py
+0 | utils/checks.py utils/construction.py utils/context.py utils/cores.py utils/cuda_driver.py utils/double_buffer.py
+  utils/download.py utils/flags.py utils/interrupts.py utils/libraries.py utils/partial_sum.py utils/progress.py
+  utils/refusals.py utils/replace.py utils/rope_scaling.py utils/setting_checks.py utils/tensor_parallel.py
+  utils/transformers_4.py utils/__init__.py moe/__init__.py moe/config.py moe/weights.py reasoning/__init__.py
+  reasoning/formats.py reasoning/stage.py <- utils/loader.py utils/sharded_checkpoint.py utils/dummy_weights.py
+  utils/tied_head.py quantization/__init__.py <- models/__init__.py models/architectures.py attention/__init__.py
   structured_outputs/__init__.py compat/__init__.py <- structured_outputs/spec.py compat/settings.py compat/flags.py
   distributed/division.py utils/devices.py <- utils/collection_checks.py spec_decode/__init__.py spec_decode/config.py
   spec_decode/head_checkpoint.py <- config.py sampling_params.py features/beam_params.py <- compat/params.py

@@ -25,6 +25,8 @@ httpx = pytest.importorskip("httpx")
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.serve import EngineDeadError, QueueFullError
+from nanovllm.serve.address import listening_socket, reserved_address
+from nanovllm.serve.engine_calls import StepSizes
 from nanovllm.serve.fronts import engine_process, front
 from nanovllm.serve.fronts.channel import (
     Channel,
@@ -34,9 +36,9 @@ from nanovllm.serve.fronts.channel import (
     decode_from_front,
     encode_request,
 )
-from nanovllm.serve.fronts.engine_process import Fronts, Session
-from nanovllm.serve.fronts.front import FrontClient, FrontPlan, run_front
-from nanovllm.serve.server import listening_socket, reserved_address
+from nanovllm.serve.fronts.engine_process import FrontPlan, Fronts, run_front
+from nanovllm.serve.fronts.front import FrontClient
+from nanovllm.serve.fronts.session import Session
 from nanovllm.serve.settings import ServerSettings
 
 MODEL = "tiny-qwen3"
@@ -63,13 +65,14 @@ class Setup:
     """An engine, and fronts of it in this process."""
 
     def __init__(self, llm: LLM):
-        self.llm, self.num_live, self.failures = llm, [0, 0], []
+        self.llm, self.sizes, self.num_live, self.failures = llm, StepSizes(llm), [0, 0], []
 
     def front(self, index: int = 0, max_queued: int = 8) -> FrontClient:
         own, other = map(Channel, socket.socketpair())
-        session = Session(self.llm, own, lambda: self.failures.append(index))
+        session = Session(self.llm, self.sizes, lambda: self.failures.append(index), own)
         settings = ServerSettings(max_queued_requests=max_queued)
         plan = FrontPlan(self.llm.config.model, settings, ENGINE, self.num_live, None)
+        own.send(FromEngine())  # as the engine's process does, once it has loaded the model
         client = FrontClient(plan, index, other)
         client.session = session
         return client
@@ -371,7 +374,7 @@ class FakeFronts(Fronts):
     def __init__(self, monkeypatch, num_fronts: int, lives: list[int]):
         """lives: of each start, how many starts of that front end before it is ready from then on."""
         self.ready, self.deaths = [], RawArray("q", lives)
-        super().__init__(None, FrontPlan(MODEL, ServerSettings(), ENGINE, RawArray("q", num_fronts), None))
+        super().__init__(FrontPlan(MODEL, ServerSettings(), ENGINE, RawArray("q", num_fronts), None))
 
         def run(plan, index, end):
             self.deaths[index] -= 1
@@ -382,7 +385,10 @@ class FakeFronts(Fronts):
 
         monkeypatch.setattr(engine_process, "SpawnProcess", ForkProcess)
         monkeypatch.setattr(engine_process, "run_front", run)
-        monkeypatch.setattr(engine_process, "Session", lambda engine, channel, fail: self.ready.append(channel))
+
+    def start(self) -> None:
+        self.begin()
+        self.listen(self.ready.append)
 
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes.values()]
@@ -469,6 +475,7 @@ def test_a_unix_socket_stays_until_the_last_front_has_ended(tmp_path):
         own, other = socket.socketpair()
         process = ForkProcess(target=lambda: own.close() or run_front(plan, 0, other))
         process.start()
+        Channel(own).send(FromEngine())
         other.close()
         try:
             Channel(own).receive(60)  # it is ready
@@ -612,6 +619,7 @@ def test_the_end_of_the_engine_ends_a_front():
     plan = FrontPlan(MODEL, ServerSettings(port=port), ENGINE, RawArray("q", 1), None)
     process = ForkProcess(target=lambda: own.close() or run_front(plan, 0, other))
     process.start()
+    Channel(own).send(FromEngine())
     other.close()
     try:
         Channel(own).receive(60)  # it is ready
