@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -211,6 +212,7 @@ def serve_by_fronts(
     with tempfile.TemporaryDirectory() as folder:  # it has the metrics that the fronts add up
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
         fronts = Fronts(make_plan(model, settings, engine_settings, listener))
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that nothing is left behind
         try:
             fronts.begin()
             prepare()
