@@ -52,15 +52,17 @@ class FrontRequest(ReplicaRequest):
         return new._replace(params=replace(new.params, detokenize=False)) if self._makes_text else new
 
     def add_event(self, event: StreamEvent) -> None:
-        if self._makes_text:
-            seq, is_last = self._extended(event.output_index, event), event.finish_reason is not None
-            text = self.request.detokenizer(seq).take_text(self.request.num_hidden(seq), is_last)
-            ids = event.index, event.output_index, event.request_id
-            event = StreamEvent(*ids, text, event.token_ids, event.finish_reason, event.stop_reason, None)
-        super().add_event(event)
+        if not self._makes_text:
+            super().add_event(event)
+            return
+        seq, is_last = self._extended(event.output_index, event), event.finish_reason is not None
+        num_hidden = self.request.num_hidden(seq) if is_last else 0
+        text = self.request.detokenizer(seq).take_text(num_hidden, is_last)
+        object.__setattr__(event, "text", text)  # it is frozen, and was decoded for this request alone
+        self._events.append(event)
 
     def finish(self, final: Final) -> None:
-        if self._makes_text and final.answers:
+        if self._makes_text:
             for answer in final.answers:
                 self._extended(answer.index, answer)
             final = final._replace(answers=self.request.output().outputs)
