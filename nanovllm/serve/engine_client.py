@@ -300,8 +300,9 @@ class EngineClient(ABC):
     def _deliver(self, events: Iterable[StreamEvent], finals: Iterable[Any]) -> None:
         """Give the requests what has arrived for them."""
         news: dict[Callable[[], None], None] = {}  # a stream of several requests is told once
+        find = self._live.get
         for event in events:
-            if (request := self._live.get(event.request_id)) is not None:
+            if (request := find(event.request_id)) is not None:
                 request.add_event(event)
                 news[request.on_news or request.tell] = None
                 if request.final is not None:
