@@ -459,6 +459,41 @@ def test_process_serves_a_chat_and_drains_after_sigterm(tmp_path):
         process.communicate()
 
 
+@pytest.mark.parametrize(
+    "cores, settings, num_fronts",
+    [
+        (2, {}, 0),
+        (3, {}, 0),
+        (4, {}, 1),
+        (16, {}, 1),
+        (16, {"api_server_count": 0}, 0),
+        (2, {"api_server_count": 3}, 3),
+        (16, {"data_parallel_size": 2}, 0),
+        (16, {"data_parallel_size": 2, "api_server_count": 1}, 0),
+        (16, {"enable_dev_endpoints": True}, 0),
+        (16, {"enable_dev_endpoints": True, "api_server_count": 0}, 0),
+        (16, {"uds": "/tmp/socket"}, 1),
+    ],
+)
+def test_http_has_a_process_of_its_own_where_there_are_cores(monkeypatch, cores, settings, num_fronts):
+    monkeypatch.setattr("nanovllm.serve.settings.available_cores", lambda: cores)
+    assert ServerSettings(**settings).num_fronts == num_fronts
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"api_server_count": -1}, "api_server_count=-1: must be at least 0"),
+        ({"api_server_count": 2, "data_parallel_size": 2}, "api_server_count=2: must be at most 1 with data_parallel"),
+        ({"api_server_count": 1, "enable_dev_endpoints": True}, "enable_dev_endpoints=True: needs api_server_count=0"),
+        ({"data_parallel_size": 2, "enable_dev_endpoints": True}, "data_parallel_size=1, not 0 and 2"),
+    ],
+)
+def test_what_does_not_go_with_several_processes(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ServerSettings(**settings)
+
+
 def test_systems_that_share_no_address(monkeypatch, capsys):
     pytest.importorskip("fastapi")
     monkeypatch.delattr(socket, "SO_REUSEPORT", raising=False)
