@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from time import monotonic
 from typing import Any
 
@@ -58,23 +59,24 @@ class Watchers:
 
     async def events(self, is_disconnected: Callable[[], Any], is_closing: Callable[[], bool]) -> AsyncIterator[str]:
         self._num_watching += 1
-        try:
-            await self._start()
-            last, sent_at, is_recording = 0, monotonic(), True
-            while is_recording and not is_closing() and not await is_disconnected():
-                text, last, is_recording, is_idle = await self._call("frames", last)
-                if text:
-                    sent_at = monotonic()
-                    yield f"data: {text}\n\n"
-                elif monotonic() - sent_at > HEARTBEAT:
-                    sent_at = monotonic()
-                    yield COMMENT.decode()
-                elif monotonic() - sent_at > QUIET and not is_idle:
-                    await self._refresh()
-                # all streams wake up at the same time, and get the same text
-                await asyncio.sleep(TICK - monotonic() % TICK)
-        finally:
-            await asyncio.shield(self._leave())
+        with suppress(RuntimeError):  # the engine has ended
+            try:
+                await self._start()
+                last, sent_at, is_recording = 0, monotonic(), True
+                while is_recording and not is_closing() and not await is_disconnected():
+                    text, last, is_recording, is_idle = await self._call("frames", last)
+                    if text:
+                        sent_at = monotonic()
+                        yield f"data: {text}\n\n"
+                    elif monotonic() - sent_at > HEARTBEAT:
+                        sent_at = monotonic()
+                        yield COMMENT.decode()
+                    elif monotonic() - sent_at > QUIET and not is_idle:
+                        await self._refresh()
+                    # all streams wake up at the same time, and get the same text
+                    await asyncio.sleep(TICK - monotonic() % TICK)
+            finally:
+                await asyncio.shield(self._leave())
 
     async def _start(self) -> None:
         async with self._lock:

@@ -10,6 +10,7 @@ import sys
 import threading
 from contextlib import ExitStack
 from dataclasses import replace
+from multiprocessing import parent_process
 from typing import Any
 
 from msgspec import DecodeError
@@ -194,6 +195,6 @@ def serve_front(plan: FrontPlan, index: int, end: socket.socket) -> None:
         except (ValueError, TypeError, OSError, ImportError) as error:
             channel.send(FromFront(problem=str(error)))
             status = 2
-    if status == 1:  # the engine's process may have been killed, which can't remove this then
+    if (parent := parent_process()) is not None and not parent.is_alive():  # it was killed, and can't remove this
         shutil.rmtree(os.environ["PROMETHEUS_MULTIPROC_DIR"], ignore_errors=True)
     sys.exit(status)
