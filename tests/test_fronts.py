@@ -168,6 +168,22 @@ def test_calls(setup):
     asyncio.run(main())
 
 
+def test_a_late_front_writes_several_steps_in_one_piece(setup):
+    async def main():
+        async with setup.front() as client:
+            request, told = await client.submit(PROMPTS[1], ENDLESS), []
+            assert await request.next_events()
+            request.on_news = lambda: told.append(len(request._events))
+            time.sleep(0.2)  # meanwhile the engine goes on
+            while not told:
+                await asyncio.sleep(0)
+            assert told[0] > 1
+            client.discard(request)
+            await setup.wait_until_free()
+
+    asyncio.run(main())
+
+
 def test_a_front_does_not_listen_before_the_engine_has_started(llm):
     async def main():
         own, other = map(Channel, socket.socketpair())

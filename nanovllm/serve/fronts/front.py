@@ -8,6 +8,7 @@ import shutil
 import socket
 import sys
 import threading
+from collections import deque
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing import parent_process
@@ -24,7 +25,7 @@ from nanovllm.serve.address import listening_socket
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.beams import BeamCompletion
 from nanovllm.serve.engine_client import EngineClient, EngineDeadError, QueueFullError
-from nanovllm.serve.fronts.channel import Channel, FromFront, decode_from_engine, encode_request
+from nanovllm.serve.fronts.channel import Channel, FromEngine, FromFront, decode_from_engine, encode_request
 from nanovllm.serve.fronts.engine_process import FrontPlan
 from nanovllm.serve.process import set_up_process
 from nanovllm.serve.replicas.driver import make_processor
@@ -92,6 +93,8 @@ class FrontClient(EngineClient):
         self._calls: dict[int, asyncio.Future[Any]] = {}  # that have no result yet
         self._call_numbers = itertools.count()
         self._has_started = asyncio.Event()
+        self._arrived: deque[bytes] = deque()
+        self._is_told = False  # whether the event loop knows that something has arrived
 
     async def start(self) -> None:
         """Wait until the engine has started."""
@@ -140,19 +143,29 @@ class FrontClient(EngineClient):
         """A thread of its own waits for messages."""
         try:
             while True:
-                self._engine_loop.call_soon_threadsafe(self._receive, self._channel.receive())
+                self._arrived.append(self._channel.receive())
+                if not self._is_told:
+                    self._is_told = True
+                    self._engine_loop.call_soon_threadsafe(self._receive)
         except OSError:
             if not self._is_closing:
                 self._engine_loop.call_soon_threadsafe(self._lose, "its process has ended")
 
-    def _receive(self, data: bytes) -> None:
+    def _receive(self) -> None:
+        """All that has arrived, at once: what is new for a stream in several steps is written in one piece."""
+        self._is_told = False
+        self._has_started.set()
         try:
-            message = decode_from_engine(data)
+            messages = [decode_from_engine(self._arrived.popleft()) for _ in range(len(self._arrived))]
         except DecodeError as error:  # nobody is to wait for what it said
             self._lose(f"its message can't be read: {error}")
             return
-        self._has_started.set()
-        self._deliver(message.deltas, message.finals)
+        deltas = (delta for message in messages for delta in message.deltas)
+        self._deliver(deltas, (final for message in messages for final in message.finals))
+        for message in messages:
+            self._take_errors_and_results(message)
+
+    def _take_errors_and_results(self, message: FromEngine) -> None:
         for request_id, kind, text in message.errors:
             if (request := self._live.get(request_id)) is not None:
                 self._forget(request)
