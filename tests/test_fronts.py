@@ -433,6 +433,12 @@ def test_channel():
     waiter.join()
 
 
+def test_what_starts_the_fronts_needs_neither_torch_nor_http():
+    """Else they would have to wait for what they import themselves."""
+    program = "import sys, nanovllm.serve.fronts.engine_process as _; assert not {'torch', 'fastapi'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
