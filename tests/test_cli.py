@@ -25,7 +25,7 @@ from common import CUDA
 import nanovllm
 from nanovllm.benchmarks import engines
 from nanovllm.config import Config
-from nanovllm.serve import cli
+from nanovllm.serve import address, cli
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.utils.flags import descriptions, given
 
@@ -106,7 +106,8 @@ def test_command_lines_of_vllm(monkeypatch, line, engine, server):
     from nanovllm.serve import server as serving
 
     made = []
-    monkeypatch.setattr(serving, "listening_socket", lambda settings: contextlib.nullcontext(made.append(settings)))
+    monkeypatch.setattr("nanovllm.serve.settings.available_cores", lambda: 2)  # HTTP has no process of its own
+    monkeypatch.setattr(address, "listening_socket", lambda settings: contextlib.nullcontext(made.append(settings)))
     monkeypatch.setattr(cli, "make_client", lambda *arguments: made.append(arguments) or MagicMock())
     monkeypatch.setattr(serving, "run_server", lambda *arguments: 0)
     with pytest.raises(SystemExit) as end:
@@ -131,7 +132,8 @@ def test_command_lines_of_vllm(monkeypatch, line, engine, server):
 def test_bundled_model_has_a_small_cache(monkeypatch, caplog, line, engine):
     """So that its page has something to show, unless a flag says otherwise; a line at the start says it."""
     serving, made = pytest.importorskip("nanovllm.serve.server"), []
-    monkeypatch.setattr(serving, "listening_socket", lambda settings: contextlib.nullcontext())
+    monkeypatch.setattr("nanovllm.serve.settings.available_cores", lambda: 2)
+    monkeypatch.setattr(address, "listening_socket", lambda settings: contextlib.nullcontext())
     monkeypatch.setattr(cli, "make_client", lambda *arguments: made.append(arguments[-1]) or MagicMock())
     monkeypatch.setattr(serving, "run_server", lambda *arguments: 0)
     with pytest.raises(SystemExit), caplog.at_level("INFO", "nanovllm"):
@@ -145,7 +147,8 @@ def test_unix_socket_chat_template_and_forced_fields(tmp_path):
     httpx, openai = pytest.importorskip("httpx"), pytest.importorskip("openai")
     pytest.importorskip("fastapi")
     from nanovllm.serve import AsyncLLM
-    from nanovllm.serve.server import listening_socket, make_server
+    from nanovllm.serve.address import listening_socket
+    from nanovllm.serve.server import make_server
 
     path, template = tmp_path / "socket", tmp_path / "template.jinja"
     template.write_text("{{ messages[0].content }} = ", "utf-8")
@@ -391,8 +394,7 @@ def test_bench_has_its_own_arguments(capsys):
 
 
 def test_serve_needs_its_extra(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "nanovllm.serve.server", None)
-    monkeypatch.delattr("nanovllm.serve.server", raising=False)
+    monkeypatch.setitem(sys.modules, "fastapi", None)
     with pytest.raises(SystemExit) as end:
         cli.main(["serve", "tiny-qwen3"])
     assert end.value.code == 2 and "pip install 'nano-vllm[serve]'" in capsys.readouterr().err
@@ -413,6 +415,7 @@ def test_serve_says_that_it_loads(monkeypatch, capsys):
     monkeypatch.setattr("nanovllm.serve.terminal.waiting.DELAY", 0.05)
     monkeypatch.setattr(cli, "set_up_process", lambda: None)
     monkeypatch.setattr(logging.getLogger("nanovllm"), "handlers", [])  # those of other tests
+    monkeypatch.setattr("nanovllm.serve.settings.available_cores", lambda: 2)
     monkeypatch.setattr(cli, "make_client", lambda *arguments: MagicMock())
     monkeypatch.setattr(serving, "run_server", run_server)
     with pytest.raises(SystemExit) as end:
@@ -456,12 +459,47 @@ def test_process_serves_a_chat_and_drains_after_sigterm(tmp_path):
         process.communicate()
 
 
+@pytest.mark.parametrize(
+    "cores, settings, num_fronts",
+    [
+        (2, {}, 0),
+        (3, {}, 0),
+        (4, {}, 1),
+        (16, {}, 1),
+        (16, {"api_server_count": 0}, 0),
+        (2, {"api_server_count": 3}, 3),
+        (16, {"data_parallel_size": 2}, 0),
+        (16, {"data_parallel_size": 2, "api_server_count": 1}, 0),
+        (16, {"enable_dev_endpoints": True}, 0),
+        (16, {"enable_dev_endpoints": True, "api_server_count": 0}, 0),
+        (16, {"uds": "/tmp/socket"}, 1),
+    ],
+)
+def test_http_has_a_process_of_its_own_where_there_are_cores(monkeypatch, cores, settings, num_fronts):
+    monkeypatch.setattr("nanovllm.serve.settings.available_cores", lambda: cores)
+    assert ServerSettings(**settings).num_fronts == num_fronts
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"api_server_count": -1}, "api_server_count=-1: must be at least 0"),
+        ({"api_server_count": 2, "data_parallel_size": 2}, "api_server_count=2: must be at most 1 with data_parallel"),
+        ({"api_server_count": 1, "enable_dev_endpoints": True}, "enable_dev_endpoints=True: needs api_server_count=0"),
+        ({"data_parallel_size": 2, "enable_dev_endpoints": True}, "data_parallel_size=1, not 0 and 2"),
+    ],
+)
+def test_what_does_not_go_with_several_processes(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ServerSettings(**settings)
+
+
 def test_systems_that_share_no_address(monkeypatch, capsys):
     pytest.importorskip("fastapi")
     monkeypatch.delattr(socket, "SO_REUSEPORT", raising=False)
     with pytest.raises(SystemExit) as end:
         cli.main(["serve", "tiny-qwen3", "--port=0", "--api-server-count=2"])
-    assert end.value.code == 2 and "so api_server_count must be 1" in capsys.readouterr().err
+    assert end.value.code == 2 and "api_server_count must be at most 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -492,7 +530,8 @@ def test_open_files(monkeypatch, caplog, limits, expected, warnings):
 def test_a_dead_engine_is_an_exit_status(monkeypatch):
     pytest.importorskip("fastapi")
     from nanovllm.serve import AsyncLLM
-    from nanovllm.serve.server import listening_socket, run_server
+    from nanovllm.serve.address import listening_socket
+    from nanovllm.serve.server import run_server
 
     settings = ServerSettings(port=0)
     llm = AsyncLLM("tiny-qwen3", device="cpu", dtype="float32", num_kvcache_blocks=8)

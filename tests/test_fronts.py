@@ -23,8 +23,10 @@ pytest.importorskip("fastapi")
 pytest.importorskip("msgspec")
 httpx = pytest.importorskip("httpx")
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.serve import EngineDeadError, QueueFullError
+from nanovllm.serve.address import listening_socket, reserved_address
+from nanovllm.serve.engine_calls import StepSizes
 from nanovllm.serve.fronts import engine_process, front
 from nanovllm.serve.fronts.channel import (
     Channel,
@@ -34,9 +36,9 @@ from nanovllm.serve.fronts.channel import (
     decode_from_front,
     encode_request,
 )
-from nanovllm.serve.fronts.engine_process import Fronts, Session
-from nanovllm.serve.fronts.front import FrontClient, FrontPlan, run_front
-from nanovllm.serve.server import listening_socket, reserved_address
+from nanovllm.serve.fronts.engine_process import FrontPlan, Fronts, run_front
+from nanovllm.serve.fronts.front import FrontClient
+from nanovllm.serve.fronts.session import Session
 from nanovllm.serve.settings import ServerSettings
 
 MODEL = "tiny-qwen3"
@@ -63,13 +65,14 @@ class Setup:
     """An engine, and fronts of it in this process."""
 
     def __init__(self, llm: LLM):
-        self.llm, self.num_live, self.failures = llm, [0, 0], []
+        self.llm, self.sizes, self.num_live, self.failures = llm, StepSizes(llm), [0, 0], []
 
     def front(self, index: int = 0, max_queued: int = 8) -> FrontClient:
         own, other = map(Channel, socket.socketpair())
-        session = Session(self.llm, own, lambda: self.failures.append(index))
+        session = Session(self.llm, self.sizes, lambda: self.failures.append(index), own)
         settings = ServerSettings(max_queued_requests=max_queued)
         plan = FrontPlan(self.llm.config.model, settings, ENGINE, self.num_live, None)
+        own.send(FromEngine())  # as the engine's process does, once it has loaded the model
         client = FrontClient(plan, index, other)
         client.session = session
         return client
@@ -128,6 +131,74 @@ def test_answers_are_those_of_generate(setup, params):
             assert_same(output.outputs, own.outputs)
             times = output.metrics
             assert times.arrival_time <= times.first_scheduled_time <= times.first_token_time <= times.finished_time
+
+
+def test_beam_search(setup):
+    params = BeamSearchParams(beam_width=3, max_tokens=6)
+    expected = setup.llm.beam_search([PROMPTS[0]], params)[0].outputs
+
+    async def main():
+        async with setup.front() as client:
+            found = await (await client.submit(PROMPTS[0], params, in_pieces=False)).result()
+            assert [(x.text, x.token_ids) for x in found.outputs] == [(x.text, x.token_ids) for x in expected]
+            assert found.prompt == PROMPTS[0] and [x.index for x in found.outputs] == [0, 1, 2]
+            await setup.wait_until_free()
+            assert client.num_unfinished == 0
+
+    asyncio.run(main())
+
+
+def test_calls(setup):
+    """What the page and the metrics ask for; the end of a front ends its recording."""
+
+    async def main():
+        async with setup.front() as client:
+            await client.call("start_recording")
+            text, last, is_recording, is_idle = await client.call("frames", 0)
+            assert json.loads(text)[0]["key"]["num_blocks"] == 256 and is_recording and is_idle
+            await (await client.submit(PROMPTS[1], SamplingParams(**GREEDY), in_pieces=False)).result()
+            frames = json.loads((await client.call("frames", last))[0])
+            assert sum(frame["ms"] > 0 for frame in frames if "ms" in frame) >= 12
+            sizes = (await client.stats())[0]["step_sizes"]
+            assert sum(sizes["counts"]) == 12 and sizes["total"] == 3 + 12
+            assert len(setup.llm.core.on_step) > num_hooks
+        await asyncio.to_thread(wait_for, lambda: len(setup.llm.core.on_step) == num_hooks)
+
+    num_hooks = len(setup.llm.core.on_step)
+    asyncio.run(main())
+
+
+def test_a_late_front_writes_several_steps_in_one_piece(setup):
+    async def main():
+        async with setup.front() as client:
+            request, told = await client.submit(PROMPTS[1], ENDLESS), []
+            assert await request.next_events()
+            request.on_news = lambda: told.append(len(request._events))
+            time.sleep(0.2)  # meanwhile the engine goes on
+            while not told:
+                await asyncio.sleep(0)
+            assert told[0] > 1
+            client.discard(request)
+            await setup.wait_until_free()
+
+    asyncio.run(main())
+
+
+def test_a_front_does_not_listen_before_the_engine_has_started(llm):
+    async def main():
+        own, other = map(Channel, socket.socketpair())
+        client = FrontClient(FrontPlan(llm.config.model, ServerSettings(), ENGINE, [0], None), 0, other)
+        starting = asyncio.ensure_future(client.start())
+        await asyncio.sleep(0.05)
+        assert not starting.done()
+        own.send(FromEngine())
+        await asyncio.wait_for(starting, 5)
+        own.close()
+        while client.error is None:
+            await asyncio.sleep(0.005)
+        client.exit()
+
+    asyncio.run(main())
 
 
 def test_the_end_of_a_front_takes_its_own_requests_along(setup):
@@ -362,6 +433,12 @@ def test_channel():
     waiter.join()
 
 
+def test_what_starts_the_fronts_needs_neither_torch_nor_http():
+    """Else they would have to wait for what they import themselves."""
+    program = "import sys, nanovllm.serve.fronts.engine_process as _; assert not {'torch', 'fastapi'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
@@ -371,7 +448,7 @@ class FakeFronts(Fronts):
     def __init__(self, monkeypatch, num_fronts: int, lives: list[int]):
         """lives: of each start, how many starts of that front end before it is ready from then on."""
         self.ready, self.deaths = [], RawArray("q", lives)
-        super().__init__(None, FrontPlan(MODEL, ServerSettings(), ENGINE, RawArray("q", num_fronts), None))
+        super().__init__(FrontPlan(MODEL, ServerSettings(), ENGINE, RawArray("q", num_fronts), None))
 
         def run(plan, index, end):
             self.deaths[index] -= 1
@@ -382,7 +459,10 @@ class FakeFronts(Fronts):
 
         monkeypatch.setattr(engine_process, "SpawnProcess", ForkProcess)
         monkeypatch.setattr(engine_process, "run_front", run)
-        monkeypatch.setattr(engine_process, "Session", lambda engine, channel, fail: self.ready.append(channel))
+
+    def start(self) -> None:
+        self.begin()
+        self.listen(self.ready.append)
 
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes.values()]
@@ -469,6 +549,7 @@ def test_a_unix_socket_stays_until_the_last_front_has_ended(tmp_path):
         own, other = socket.socketpair()
         process = ForkProcess(target=lambda: own.close() or run_front(plan, 0, other))
         process.start()
+        Channel(own).send(FromEngine())
         other.close()
         try:
             Channel(own).receive(60)  # it is ready
@@ -487,8 +568,8 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving():
-    """`nanovllm serve` with two fronts, which says at once that it loads; the process, and the URL.
+def serving(num_fronts: int = 2):
+    """`nanovllm serve` with fronts, which says at once that it loads; the process, and the URL.
 
     What it has logged is printed in the end: should a request hang, also what its threads did meanwhile.
     """
@@ -496,7 +577,7 @@ def serving():
     settings = [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items()]
     program = "import faulthandler; faulthandler.dump_traceback_later(50)\n"  # seconds; `ask` waits for 60
     program += "from nanovllm.serve.terminal import waiting; waiting.DELAY = 0.0; import nanovllm.__main__"
-    command = [sys.executable, "-c", program, "serve", MODEL, f"--port={port}", "--api-server-count=2"]
+    command = [sys.executable, "-c", program, "serve", MODEL, f"--port={port}", f"--api-server-count={num_fronts}"]
     with tempfile.TemporaryFile("a+") as log:  # which the process only appends to, wherever it is read
         streams = dict(stdout=subprocess.PIPE, stderr=log, text=True)
         process = Program([*command, *settings], **streams, start_new_session=True)
@@ -517,6 +598,12 @@ def children(pid: int) -> list[int]:
     command = ["ps", "--ppid", str(pid), "-o", "pid=,pgid="]
     lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
     return [child for child, group in (map(int, line.split()) for line in lines) if group == child]
+
+
+def metrics_folder(pid: int) -> str:
+    """That of the files that a process has mapped."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return next(os.path.dirname(line.split()[-1]) for line in lines if line.endswith(f"_{pid}.db"))
 
 
 def sockets(pid: int) -> set[str]:
@@ -597,6 +684,59 @@ def test_processes():
         assert not any(os.path.exists(f"/proc/{pid}") for pid in children(process.pid))
 
 
+def test_one_front():
+    """The default on 4 cores or more: the page, steps in the metrics, and clients that wait while it is replaced."""
+    body = {"prompt": PROMPTS[0], **GREEDY}
+    with serving(1) as (process, url), httpx.Client(base_url=url, timeout=60) as client:
+        (front,) = children(process.pid)
+        text = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        assert client.get("/").headers["content-type"].startswith("text/html")
+        with client.stream("GET", "/view/events") as frames:
+            assert '"num_blocks":256' in next(frames.iter_lines())
+        answer = client.post("/v1/completions", json=body | {"use_beam_search": True, "n": 2}).json()
+        assert len(answer["choices"]) == 2
+        lines = client.get("/metrics").text.splitlines()
+        assert 'vllm:iteration_tokens_total_sum{model_name="tiny-qwen3"} 0.0' not in lines
+        assert "# HELP vllm:e2e_request_latency_seconds From a request's arrival to its end" in lines
+        for _ in range(2):
+            (front,) = children(process.pid)
+            os.kill(front, signal.SIGKILL)
+            wait_for(lambda front=front: children(process.pid) not in ([], [front]))
+        assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == text
+        assert 'finished_reason="length",model_name="tiny-qwen3"} 4.0' in client.get("/metrics").text
+        (front,) = children(process.pid)
+        folder = metrics_folder(front)
+        process.kill()  # nobody but the front is left to remove that
+        wait_for(lambda: not os.path.exists(f"/proc/{front}") or not Path(f"/proc/{front}/cmdline").read_bytes())
+        assert not os.path.exists(folder)
+
+
+def test_the_second_ctrl_c_waits_for_no_request():
+    body = {"prompt": PROMPTS[0], **GREEDY, "max_tokens": 1500, "stream": True}
+    with (
+        serving(1) as (process, url),
+        httpx.Client() as one,
+        one.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as stream,
+    ):
+        chunks = stream.iter_lines()
+        next(chunks)
+        os.killpg(process.pid, signal.SIGINT)
+        wait_for(lambda: not can_connect(url))
+        os.killpg(process.pid, signal.SIGINT)
+        with pytest.raises(httpx.RemoteProtocolError):
+            assert len([*chunks]) < 1500
+        assert process.wait(30) == 0
+
+
+def test_what_keeps_a_front_from_starting_is_the_servers_error(monkeypatch):
+    def fail(plan, index, end):
+        Channel(end).send(FromFront(problem="port=1: Permission denied"))
+
+    with closing(FakeFronts(monkeypatch, 1, [0])) as fronts, pytest.raises(ValueError, match="port=1: Permission"):
+        monkeypatch.setattr(engine_process, "run_front", fail)
+        fronts.start()
+
+
 def can_connect(url: str) -> bool:
     try:
         return httpx.get(f"{url}/health").status_code == 200
@@ -612,6 +752,7 @@ def test_the_end_of_the_engine_ends_a_front():
     plan = FrontPlan(MODEL, ServerSettings(port=port), ENGINE, RawArray("q", 1), None)
     process = ForkProcess(target=lambda: own.close() or run_front(plan, 0, other))
     process.start()
+    Channel(own).send(FromEngine())
     other.close()
     try:
         Channel(own).receive(60)  # it is ready

@@ -14,6 +14,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from browser import CHROMIUM, open_browser
@@ -280,6 +281,7 @@ class Server:
         from fastapi import Depends, FastAPI, HTTPException, Request
         from fastapi.responses import StreamingResponse
 
+        from nanovllm.serve.engine_calls import EngineCalls
         from nanovllm.serve.view import view_router
 
         self.llm, self.key, self.is_closing = llm, None, False
@@ -288,8 +290,13 @@ class Server:
             if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
                 raise HTTPException(401)
 
+        calls = EngineCalls(llm, MagicMock())  # nobody asks for the sizes of steps
+
+        async def call(name: str, *arguments: Any) -> Any:
+            return await asyncio.to_thread(getattr(calls, name), *arguments)
+
         app = FastAPI()
-        app.include_router(view_router(SimpleNamespace(engine=llm), authorize, lambda: self.is_closing))
+        app.include_router(view_router(call, authorize, lambda: self.is_closing))
 
         @app.get("/v1/models")
         async def models() -> dict[str, Any]:
@@ -631,8 +638,9 @@ def whole_server():
     """The server of the command line, with the cache that it gives to the bundled model; its address."""
     pytest.importorskip("fastapi")
     from nanovllm.serve import AsyncLLM
+    from nanovllm.serve.address import listening_socket
     from nanovllm.serve.cli import SMALL_CACHE
-    from nanovllm.serve.server import listening_socket, make_server
+    from nanovllm.serve.server import make_server
     from nanovllm.serve.settings import ServerSettings
 
     settings = ServerSettings(port=0)

@@ -131,7 +131,7 @@ def test_command_of_the_readme(command, capsys, monkeypatch):
     assert lines
     if command.startswith("nanovllm serve"):
         pytest.importorskip("fastapi")
-        from nanovllm.serve.server import ServerSettings, announce
+        from nanovllm.serve.address import ServerSettings, announce
 
         announce(ServerSettings(), *arguments[1:], MagicMock(**{"getsockname.return_value": ("127.0.0.1", 8000)}))
     elif program == "nanovllm":

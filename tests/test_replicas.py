@@ -18,9 +18,10 @@ ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.serve.address import listening_socket
 from nanovllm.serve.replicas import NanoVLLM, RayLLM
 from nanovllm.serve.replicas.async_replicas import AsyncReplicas
-from nanovllm.serve.server import listening_socket, make_server
+from nanovllm.serve.server import make_server
 from nanovllm.serve.settings import ServerSettings
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(200)]

@@ -298,7 +298,7 @@ def test_cache_salt(post):
 
 
 def test_what_replicas_do_not_have(server, post, monkeypatch):
-    monkeypatch.setattr(server.llm, "engine", None)
+    monkeypatch.setattr(server.llm, "has_one_engine", False)
     assert post(TEXT, {"use_beam_search": True}).json()["error"]["param"] == "use_beam_search"
 
 

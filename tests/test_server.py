@@ -36,13 +36,14 @@ from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.outputs import OutputKind
 from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.serve import AsyncLLM, answers, http_responses, request_limits
+from nanovllm.serve.address import listening_socket
 from nanovllm.serve.answer_formats import Formats
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.chat import ChatAnswer
 from nanovllm.serve.completions import CompletionAnswer, Echo
 from nanovllm.serve.prompt_lanes import PromptLane, longest_token
 from nanovllm.serve.protocol import ChatBody, CompletionBody
-from nanovllm.serve.server import listening_socket, make_server
+from nanovllm.serve.server import make_server
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.structured import structured_outputs
 from nanovllm.serve.turns import CLIENT, ClientTurns, LoopTurns

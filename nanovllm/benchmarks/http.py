@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import pickle
 import random
 import subprocess
@@ -24,6 +23,7 @@ from nanovllm.benchmarks.results import Result, Results, latency_ms
 from nanovllm.benchmarks.servers import Server, Threads, as_flags, cpu_times, gpu_samples, running_server
 from nanovllm.benchmarks.tables import number, print_table
 from nanovllm.config import Config
+from nanovllm.utils.cores import available_cores
 
 HEADER = ["clients, tokens", "server", "tok/s", "requests/s", "first ms", "p99", "gap ms", "p99", "longest ms", "p99"]
 HEADER += ["CPU %", "GPU %", "client %"]
@@ -94,12 +94,11 @@ class ClientProcesses:
     """Up to eight, and at most half of the cores: the server needs the others."""
 
     def __enter__(self) -> "ClientProcesses":
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         # -I: the files beside that one have names of other modules; a session: Ctrl-C is for this process alone
         command = [sys.executable, "-I", clients.__file__]
         self._processes = [
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-            for _ in range(max(1, min(8, cores // 2)))
+            for _ in range(max(1, min(8, available_cores() // 2)))
         ]
         return self
 

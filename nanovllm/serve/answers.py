@@ -83,15 +83,15 @@ class Answer:
 
     def take(self) -> bytes:
         """Server-sent events of what has arrived since the last call. The error of a request that has failed."""
-        data = []
+        data, has_logprobs = [], self._has_logprobs
         for i, request in enumerate(self.requests):
-            if events := request.take_events(self._max_events(request)):
+            if events := request.take_events(self._max_events(request) if has_logprobs else inf):
                 data.append(self._events(i, events))
         return b"".join(data)
 
     def _max_events(self, request: AsyncRequest) -> float:
         """More than a few log-probabilities wait for the next turn of the event loop."""
-        if not self._has_logprobs or (num_top := request.request.params.logprobs) is None:
+        if (num_top := request.request.params.logprobs) is None:
             return inf
         return max(1, MANY_LOGPROBS // (num_top + 1)) if num_top >= 0 else 1
 
@@ -113,9 +113,8 @@ class Answer:
         chunks: list[bytes] = []
         for event in events:
             key = prompt_index, event.output_index
-            num_tokens = [self._num_streamed.get(key, 0)]  # before the event's last chunk, and with it
-            num_tokens.append(num_tokens[0] + len(event.token_ids))
-            self._num_streamed[key] = num_tokens[1]
+            num_before = self._num_streamed.get(key, 0)
+            self._num_streamed[key] = num_tokens = num_before + len(event.token_ids)
             if event.finish_reason is None and (frame := self._frames.get(key)) is not None:
                 if event.text:
                     chunks += (frame[0], dump_json(event.text), frame[1])
@@ -123,7 +122,8 @@ class Answer:
             choices = self.chunk_choices(prompt_index, event)
             for choice in choices:
                 everywhere = self._has_usage_everywhere
-                usage = self._usage(num_tokens[choice is choices[-1]], prompt_index) if everywhere else None
+                num = num_tokens if choice is choices[-1] else num_before  # the last chunk has the tokens
+                usage = self._usage(num, prompt_index) if everywhere else None
                 chunks.append(server_sent_event(self._chunk([choice], usage)))
             if event.finish_reason is None and self.goes_on_plainly(event):
                 self._frames[key] = self._frame(prompt_index, event)

@@ -48,8 +48,8 @@ def create_app(
         dev_api.add_routes(app, llm.engine)
     routes = [route for route in app.routes if isinstance(route, APIRoute) and route.body_field is not None]
     endpoints = {route.path: endpoint(route, settings.request_timeout) for route in routes}
-    if llm.engine is not None:  # the page shows the steps of one engine
-        app.include_router(view_router(llm, is_closing=is_closing))
+    if llm.has_one_engine:  # the page shows its steps
+        app.include_router(view_router(llm.call, is_closing=is_closing))
     for kind in (HTTPException, exceptions.RequestValidationError, ApiError, EngineDeadError, Exception):
         app.add_exception_handler(kind, _on_error)
     app.add_middleware(RequestLimits, settings=settings, endpoints=endpoints)

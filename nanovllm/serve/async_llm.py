@@ -8,9 +8,9 @@ from typing import Any
 from nanovllm.engine.engine import UnavailableError
 from nanovllm.engine.outputs import OutputKind, StepOutput
 from nanovllm.engine.request import CompletionRequest
-from nanovllm.engine.stats import stats_of
 from nanovllm.llm import LLM
 from nanovllm.serve.async_request import AsyncRequest
+from nanovllm.serve.engine_calls import EngineCalls, StepSizes
 from nanovllm.serve.engine_client import EngineClient, EngineDeadError, QueueFullError
 from nanovllm.serve.notifying_collector import NotifyingCollector
 from nanovllm.utils.checks import check_int
@@ -43,6 +43,7 @@ class AsyncLLM(EngineClient):
         self.engine = LLM(model, **settings)
         super().__init__(self.engine.input_processor, self.engine.config.max_num_seqs + max_queued)
         self._engine_thread = self.engine.engine_thread
+        self._calls = EngineCalls(self.engine, StepSizes(self.engine))
         # also for requests of the kind TOKENS
         self._collector = NotifyingCollector(OutputKind.DELTA, self._on_output, self._on_failure)
         self._told: asyncio.AbstractEventLoop | None = None  # the loop that knows that there are outputs
@@ -67,8 +68,8 @@ class AsyncLLM(EngineClient):
     def _abort(self, request: AsyncRequest) -> None:
         self._engine_thread.abort(request.request_id)
 
-    async def stats(self) -> list[dict[str, Any] | None]:
-        return [stats_of(self.engine.scheduler)]
+    async def call(self, name: str, *arguments: Any) -> Any:
+        return await asyncio.to_thread(getattr(self._calls, name), *arguments)
 
     async def sleep(self, level: int = 1) -> int:
         """`LLM.sleep`, with its errors. The event loop goes on meanwhile."""

@@ -73,7 +73,7 @@ class AsyncRequest:
         taken, self._events = self._events, []
         if len(taken) > max_events:
             taken, self._events = taken[: int(max_events)], taken[int(max_events) :]
-        return taken if len(taken) < 2 else merged(taken)
+        return merged(taken)
 
     @property
     def has_events(self) -> bool:
@@ -105,8 +105,10 @@ class AsyncRequest:
             raise self._error
 
 
-def merged(events: Iterable[StreamEvent]) -> list[StreamEvent]:
+def merged(events: list[StreamEvent]) -> list[StreamEvent]:
     """One event for each answer, in the order in which the answers first occur."""
+    if len(events) < 2:
+        return events
     pieces: dict[int, list[StreamEvent]] = {}
     for event in events:
         pieces.setdefault(event.output_index, []).append(event)

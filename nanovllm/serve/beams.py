@@ -13,6 +13,10 @@ from nanovllm.features.beam_search import BeamRequest, beam_requests
 class BeamCompletion(BeamRequest):
     """A beam search whose output is that of `n` answers. For the limits of a server, it is one answer."""
 
+    @property
+    def params(self) -> BeamSearchParams:
+        return self._params
+
     def output(self) -> RequestOutput:  # type: ignore[override]
         found = super().output()
         answers = []

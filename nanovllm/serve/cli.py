@@ -3,15 +3,18 @@
 import argparse
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from importlib.util import find_spec
+from socket import socket
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import nanovllm
 from nanovllm.compat.vllm_flags import translate_flags
 from nanovllm.compat.vllm_settings import translate
 from nanovllm.config import Config
+from nanovllm.serve.address import announce, reserved_address
 from nanovllm.serve.process import set_up_process
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.terminal.waiting import waiting_for
@@ -29,6 +32,7 @@ COMMANDS = {
     "show-fused": "List the modules of a model that have a fused form on CUDA, and measure what groups of them save.",
     "completion": "Print a script by which bash, zsh or fish completes commands and flags.",
 }
+SERVER_PACKAGES = "fastapi", "pydantic", "uvicorn", "httptools", "prometheus_client", "msgspec"
 # of the bundled model: few and small blocks, so that its page shows sharing and preemptions with a few chats
 SMALL_CACHE = {"kvcache_block_size": 16, "num_kvcache_blocks": 200}
 
@@ -119,13 +123,8 @@ def add_serve_flags(command: Parser) -> None:
 
 
 def serve(options: argparse.Namespace) -> int:
-    try:
-        with waiting_for("Starting"):
-            import_libraries(given(options, Config))
-            from nanovllm.serve import server
-    except ImportError as error:
-        raise ImportError(f"{error.name} is not installed; pip install 'nano-vllm[serve]'") from error
-
+    if missing := [name for name in SERVER_PACKAGES if find_spec(name) is None]:
+        raise ImportError(f"{missing[0]} is not installed; pip install 'nano-vllm[serve]'")
     settings = ServerSettings(**given(options, ServerSettings))
     set_up_process()
     own = given(options, Config, skip=("model",))
@@ -133,22 +132,40 @@ def serve(options: argparse.Namespace) -> int:
     if options.model == "tiny-qwen3" and not engine_settings.keys() & {*SMALL_CACHE, "attention_backend"}:
         engine_settings |= SMALL_CACHE
         logging.getLogger("nanovllm").info("a small cache, unless flags set another one: %s", SMALL_CACHE)
-    with server.reserved_address(settings) as listener, ExitStack() as loading:  # an address in use is an error at once
-        loading.enter_context(waiting_for(f"Loading {options.model}"))
+    with reserved_address(settings) as listener, ExitStack() as loading:  # an address in use is an error at once
 
-        def announce() -> None:
+        def prepare() -> None:
+            with waiting_for("Starting"):
+                import_libraries(own)
+            loading.enter_context(waiting_for(f"Loading {options.model}"))
+
+        def on_start() -> None:
             loading.close()
-            server.announce(settings, options.model, listener)
+            announce(settings, options.model, listener)
 
-        if settings.api_server_count > 1:
-            from nanovllm.serve.fronts.engine_process import serve_by_fronts  # imported lazily: few servers have them
+        serve_here = serve_alone
+        if settings.num_fronts:
+            from nanovllm.serve.fronts.engine_process import serve_by_fronts as serve_here
+        return serve_here(options.model, settings, engine_settings, listener, prepare, on_start)
 
-            return serve_by_fronts(options.model, settings, engine_settings, listener, announce)
-        llm = make_client(options.model, settings, engine_settings)
-        try:
-            return server.run_server(llm, settings, options.model, listener, announce)
-        finally:
-            llm.exit()
+
+def serve_alone(
+    model: str,
+    settings: ServerSettings,
+    engine_settings: dict[str, Any],
+    listener: socket,
+    prepare: Callable[[], None],
+    on_start: Callable[[], None],
+) -> int:
+    """Do HTTP in this process; the arguments are those of `serve_by_fronts`."""
+    prepare()
+    from nanovllm.serve.server import run_server  # imported lazily, as PyTorch must come first
+
+    llm = make_client(model, settings, engine_settings)
+    try:
+        return run_server(llm, settings, model, listener, on_start)
+    finally:
+        llm.exit()
 
 
 def make_client(model: str, settings: ServerSettings, engine_settings: dict[str, Any]) -> "EngineClient":

@@ -45,6 +45,7 @@ class EngineClient(ABC):
     """
 
     engine: LLM | None = None  # that runs in this process
+    has_one_engine = True  # and not several replicas
     error: BaseException | None = None  # that ended the engine
 
     def __init__(self, processor: InputProcessor, max_live: int):
@@ -87,9 +88,13 @@ class EngineClient(ABC):
     def _abort(self, request: AsyncRequest) -> None:
         """End a request with the tokens that it has."""
 
-    @abstractmethod
+    async def call(self, name: str, *arguments: Any) -> Any:
+        """Call a method of the EngineCalls of the one engine."""
+        raise NotImplementedError
+
     async def stats(self) -> list[dict[str, Any] | None]:
         """`LLM.stats` of each engine; None for one that does not run at the moment."""
+        return [await self.call("stats")]
 
     def exit(self) -> None:
         """End the engine. Callers get an EngineDeadError. Any thread may call this."""
@@ -295,8 +300,9 @@ class EngineClient(ABC):
     def _deliver(self, events: Iterable[StreamEvent], finals: Iterable[Any]) -> None:
         """Give the requests what has arrived for them."""
         news: dict[Callable[[], None], None] = {}  # a stream of several requests is told once
+        find = self._live.get
         for event in events:
-            if (request := self._live.get(event.request_id)) is not None:
+            if (request := find(event.request_id)) is not None:
                 request.add_event(event)
                 news[request.on_news or request.tell] = None
                 if request.final is not None:

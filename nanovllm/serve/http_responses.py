@@ -107,9 +107,13 @@ class EventStream(Response):
             if data := self._answer.take():
                 self._is_silent = False
                 self._connection.write_chunk(data)
-            if any(request.has_events for request in self._answer.requests):
-                self._is_over.get_loop().call_soon(self._write)
-            elif all(request.final is not None for request in self._answer.requests):
+            is_complete = True
+            for request in self._answer.requests:
+                if request.has_events:
+                    self._is_over.get_loop().call_soon(self._write)
+                    return
+                is_complete = is_complete and request.final is not None
+            if is_complete:
                 self._is_over.set_result(None)
         except Exception as error:
             self._is_over.set_exception(error)

@@ -3,20 +3,21 @@
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from nanovllm.serve.async_request import AsyncRequest
+from nanovllm.serve.engine_calls import STEP_TOKENS
 from nanovllm.serve.engine_client import EngineClient
 from nanovllm.serve.protocol import IGNORED
 
 SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
-STEP_TOKENS = (1, 8, *(2**i for i in range(4, 15)))
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("From a request's arrival to its first token", SECONDS),
     "request_time_per_output_token_seconds": ("Mean time between two tokens of a request", TOKEN_SECONDS),
@@ -24,8 +25,8 @@ HISTOGRAMS = {
     "request_queue_time_seconds": ("From a request's arrival to the first step that computes it", SECONDS),
     "request_prompt_tokens": ("Tokens of a request's prompt", TOKENS),
     "request_generation_tokens": ("Tokens of an answer", TOKENS),
-    "iteration_tokens_total": ("Tokens of prompts that a step computes, and tokens that it samples", STEP_TOKENS),
 }
+STEP_SIZES = "iteration_tokens_total", "Tokens of prompts that a step computes, and tokens that it samples"
 # what an engine says of itself: a description, and where it stands in `LLM.stats`
 Quantities = dict[str, tuple[str, Callable[[dict[str, Any]], int]]]
 GAUGES: Quantities = {
@@ -48,9 +49,9 @@ ZEROS = dict.fromkeys((*GAUGES, *COUNTERS, "blocks"), 0)
 
 
 class Metrics:
-    """Histograms count answers that ended, each once, and steps. All else is read from the engines by `text`.
+    """Histograms count answers that ended, each once. All else is read from the engines by `text`.
 
-    Steps are those of an engine in this process: replicas do not report each of theirs.
+    Steps are those of one engine: replicas do not report each of theirs.
     """
 
     def __init__(self, llm: EngineClient, model: str):
@@ -70,15 +71,11 @@ class Metrics:
         text = "Answers that were given up, mostly as their clients went away"
         self._aborted = Counter("nanovllm:request_aborted", text, **options).labels(model)
         registry.register(IGNORED.count)
-        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # several fronts count together
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # fronts count together, with those that have ended
             self._shown = CollectorRegistry()
-            MultiProcessCollector(self._shown)
+            self._shown.register(_AllFronts(registry))
         self._shown.register(self)  # type: ignore[arg-type]
         llm.on_end.append(self.observe)
-        if llm.engine is not None:
-            observe_step = self._histograms["iteration_tokens_total"].observe
-            num_tokens = lambda step: sum(step.chunk_lens) + len(step.sampled_seqs)
-            llm.engine.core.on_step.append(lambda step, result: observe_step(num_tokens(step)))
 
     async def text(self) -> bytes:
         """The metrics in the text format of Prometheus."""
@@ -121,9 +118,20 @@ class Metrics:
             for position, number in enumerate(numbers):
                 family.add_metric([self._model, str(position)], number)
             yield family
+        yield self._step_sizes()
         if len(self._engines) > 1:
             replicas = [([self._model, str(i)], engine) for i, engine in self._engines.items()]
             yield from _families("nanovllm:replica_", ["model_name", "replica"], replicas)
+
+    def _step_sizes(self) -> Metric:
+        sizes = [stats["step_sizes"] for stats in self._stats if stats and "step_sizes" in stats]
+        counts = map(sum, zip([0] * (len(STEP_TOKENS) + 1), *(each["counts"] for each in sizes)))
+        bounds = [*map(float, STEP_TOKENS), "+Inf"]
+        name, text = STEP_SIZES
+        family = HistogramMetricFamily(f"vllm:{name}", text, labels=["model_name"])
+        buckets = [(str(bound), count) for bound, count in zip(bounds, accumulate(counts))]
+        family.add_metric([self._model], buckets, sum(each["total"] for each in sizes))
+        return family
 
     def _count(self) -> None:
         """Take over what the engines say. Counters never go back: not after a restart, nor when a reading is late."""
@@ -140,6 +148,19 @@ class Metrics:
                 before |= {"restarts": restarts, **{name: engine[name] for name in COUNTERS}}
             engine |= now | {name: max(engine[name], now[name] + before[name]) for name in COUNTERS}
             engine["blocks"] = sum(stats["blocks"].values())
+
+
+class _AllFronts(MultiProcessCollector):
+    """The sums of all fronts, described as those of one process are."""
+
+    def __init__(self, own: CollectorRegistry):
+        super().__init__(None)
+        self._texts = {metric.name: metric.documentation for metric in own.collect()}
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in super().collect():
+            metric.documentation = self._texts.get(metric.name, metric.documentation)
+            yield metric
 
 
 def _drafts(stats: dict[str, Any], name: str, default: Any = 0) -> Any:

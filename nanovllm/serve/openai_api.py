@@ -133,7 +133,7 @@ class Api:
         require(len(prompts) * params.n <= most, problem)
         own_params: Any = params
         if body.use_beam_search:
-            require(self.llm.engine, "use_beam_search: is not supported with several replicas or fronts")
+            require(self.llm.has_one_engine, "use_beam_search: is not supported with several replicas")
             own_params = protocol.beam_search_params(body, params, self.llm.input_processor.max_model_len)
         for prompt in prompts:
             prompt = await self._rendered(body, prompt, template_arguments)

@@ -7,6 +7,7 @@ from pathlib import Path
 from nanovllm.reasoning.formats import FORMATS
 from nanovllm.serve.tool_parsers import PARSERS
 from nanovllm.utils.checks import check_choice, check_fields, check_int, check_real, checked
+from nanovllm.utils.cores import available_cores
 
 # names of vLLM's parsers for the same formats
 ALIASES = {
@@ -19,6 +20,7 @@ ALIASES = {
 }
 KEEP_ALIVE_VARIABLE = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"  # of the environment
 KEEP_ALIVE_SECONDS = 120.0
+CORES_FOR_A_FRONT = 4  # on fewer, its memory matters more than the time that it takes off the engine's GIL
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -64,7 +66,8 @@ class ServerSettings:
     uds: the path of a Unix domain socket to listen on instead of `host` and `port`.
     max_queued_requests: how many answers may wait in addition to the `max_num_seqs` that run; further ones get a 429.
     data_parallel_size: how many engines answer, each on its own GPUs; several are actors of Ray.
-    api_server_count: how many processes do HTTP; several have one engine, in another process.
+    api_server_count: how many processes do HTTP beside the engine's; 0 is one process for all. None is 1 on 4 cores or
+        more, and 0 on fewer, with several replicas, and with `enable_dev_endpoints`.
 
     Raises ValueError or TypeError with the value and the bound.
     """
@@ -95,7 +98,7 @@ class ServerSettings:
     uds: str | None = None
     max_queued_requests: int = checked(1024, check_int, low=0)
     data_parallel_size: int = checked(1, check_int, low=1)
-    api_server_count: int = checked(1, check_int, low=1)
+    api_server_count: int | None = checked(None, check_int, low=0)
 
     def __post_init__(self) -> None:
         if "" in (self.api_key or ()):  # an unset variable of a shell must not open the server
@@ -108,10 +111,21 @@ class ServerSettings:
         check_fields(self)
         if self.timeout_keep_alive is None:
             object.__setattr__(self, "timeout_keep_alive", _keep_alive_of_environment())
-        if self.api_server_count > 1 and self.data_parallel_size > 1:
-            raise ValueError(f"api_server_count={self.api_server_count}: must be 1 with several replicas")
-        if self.enable_dev_endpoints and max(self.api_server_count, self.data_parallel_size) > 1:
-            raise ValueError("enable_dev_endpoints: needs api_server_count=1 and data_parallel_size=1")
+        count, replicas = self.api_server_count or 0, self.data_parallel_size
+        if count > 1 and replicas > 1:
+            raise ValueError(f"api_server_count={count}: must be at most 1 with data_parallel_size={replicas}")
+        if self.enable_dev_endpoints and (count or replicas > 1):
+            problem = f"needs api_server_count=0 and data_parallel_size=1, not {count} and {replicas}"
+            raise ValueError(f"enable_dev_endpoints=True: {problem}")
+
+    @property
+    def num_fronts(self) -> int:
+        """How many processes do HTTP for an engine in another one. Replicas are in other processes anyway."""
+        if self.data_parallel_size > 1 or self.enable_dev_endpoints:
+            return 0
+        if self.api_server_count is None:
+            return int(available_cores() >= CORES_FOR_A_FRONT)
+        return self.api_server_count
 
     @property
     def is_local(self) -> bool:

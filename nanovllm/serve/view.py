@@ -1,7 +1,8 @@
 """HTTP routes of the page: the page itself, and the frames of the steps as server-sent events."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from time import monotonic
 from typing import Any
 
@@ -10,21 +11,21 @@ from fastapi.responses import HTMLResponse, StreamingResponse
 
 from nanovllm.serve.http_responses import COMMENT, EVENT_STREAM_HEADERS, HEARTBEAT
 from nanovllm.serve.page import content_security_policy, render_page
-from nanovllm.serve.trace import StepRecorder
 
 TICK = 0.05  # seconds between two events of a stream
 QUIET = 0.3  # seconds without a step, after which the state is read again
+Call = Callable[..., Awaitable[Any]]
 
 
 def view_router(
-    llm: Any, authorize: Callable[..., Any] | None = None, is_closing: Callable[[], bool] = lambda: False
+    call: Call, authorize: Callable[..., Any] | None = None, is_closing: Callable[[], bool] = lambda: False
 ) -> APIRouter:
     """GET `/`, the page, and GET `/view/events`, which needs `authorize` if that is given (a dependency of FastAPI).
 
-    The engine is `llm.engine`. Streams end when `is_closing()`. Without streams, nothing is recorded.
+    call: that of an EngineClient. Streams end when `is_closing()`. Without streams, nothing is recorded.
     """
     router = APIRouter()
-    watchers = Watchers(StepRecorder(llm.engine))
+    watchers = Watchers(call)
     headers = {
         "Content-Security-Policy": f"{content_security_policy(is_live=True)}; frame-ancestors 'none'",
         "X-Content-Type-Options": "nosniff",
@@ -50,45 +51,45 @@ class Watchers:
     A stream that is too slow misses frames: it goes on with a key frame, and nothing is queued for it.
     """
 
-    def __init__(self, recorder: StepRecorder):
-        self.recorder = recorder
+    def __init__(self, call: Call):
+        self._call = call
         self._num_watching = 0
         self._lock = asyncio.Lock()  # while the recording starts or stops
         self._next_refresh = 0.0
 
     async def events(self, is_disconnected: Callable[[], Any], is_closing: Callable[[], bool]) -> AsyncIterator[str]:
         self._num_watching += 1
-        try:
-            await self._start()
-            last, sent_at = 0, monotonic()
-            while self.recorder.is_recording and not is_closing() and not await is_disconnected():
-                text, last = self.recorder.json_since(last)
-                if text:
-                    sent_at = monotonic()
-                    yield f"data: {text}\n\n"
-                elif monotonic() - sent_at > HEARTBEAT:
-                    sent_at = monotonic()
-                    yield COMMENT.decode()
-                elif monotonic() - sent_at > QUIET and not self.recorder.is_idle:
-                    await self._refresh()
-                # all streams wake up at the same time, and get the same text
-                await asyncio.sleep(TICK - monotonic() % TICK)
-        finally:
-            await asyncio.shield(self._leave())
+        with suppress(RuntimeError):  # the engine has ended
+            try:
+                await self._start()
+                last, sent_at, is_recording = 0, monotonic(), True
+                while is_recording and not is_closing() and not await is_disconnected():
+                    text, last, is_recording, is_idle = await self._call("frames", last)
+                    if text:
+                        sent_at = monotonic()
+                        yield f"data: {text}\n\n"
+                    elif monotonic() - sent_at > HEARTBEAT:
+                        sent_at = monotonic()
+                        yield COMMENT.decode()
+                    elif monotonic() - sent_at > QUIET and not is_idle:
+                        await self._refresh()
+                    # all streams wake up at the same time, and get the same text
+                    await asyncio.sleep(TICK - monotonic() % TICK)
+            finally:
+                await asyncio.shield(self._leave())
 
     async def _start(self) -> None:
         async with self._lock:
-            if not self.recorder.is_recording:
-                await asyncio.to_thread(self.recorder.start)
+            await self._call("start_recording")
 
     async def _leave(self) -> None:
         self._num_watching -= 1
         async with self._lock:
             if not self._num_watching:
-                await asyncio.to_thread(self.recorder.stop)
+                await self._call("stop_recording")
 
     async def _refresh(self) -> None:
         """Requests may have been aborted without a step."""
         if monotonic() >= self._next_refresh:
             self._next_refresh = monotonic() + QUIET
-            await asyncio.to_thread(self.recorder.refresh)
+            await self._call("refresh_recording")

@@ -10,6 +10,7 @@ from time import thread_time
 from typing import Any
 
 from nanovllm.structured_outputs.grammar import Grammar
+from nanovllm.utils.cores import available_cores
 
 TURN_SECONDS = 0.005  # of processor time, after which other requests come next
 
@@ -17,8 +18,7 @@ TURN_SECONDS = 0.005  # of processor time, after which other requests come next
 @cache
 def num_cores() -> int:
     """Those that masks may use: some are left to the engine."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, count * 4 // 5)
+    return max(1, available_cores() * 4 // 5)
 
 
 class MaskThreads:

@@ -173,11 +173,11 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--clients", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--api-server-count", type=int, default=1, help="the number of fronts")
+    parser.add_argument("--api-server-count", type=int, help="the number of fronts; default: the server's own")
     options = parser.parse_args()
     cases = make_cases(random.Random(options.seed))
-    fronts = f"--api-server-count={options.api_server_count}"
-    with running_server("nanovllm", ["serve", "tiny-qwen3", *as_flags(ENGINE), fronts]) as server:
+    flags = as_flags(ENGINE | {"api_server_count": options.api_server_count})
+    with running_server("nanovllm", ["serve", "tiny-qwen3", *flags]) as server:
         watch = Watch(server)
         load = Load(server.port, cases, options.seed)
         asyncio.run(load.run(options.clients, min(20.0, options.minutes * 15)))  # pools and buffers get their size

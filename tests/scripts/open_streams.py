@@ -82,13 +82,13 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=2000)
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--max-num-seqs", type=int, help="default: all streams run at once")
-    parser.add_argument("--api-server-count", type=int, default=1, help="the number of fronts")
+    parser.add_argument("--api-server-count", type=int, help="the number of fronts; default: the server's own")
     options = parser.parse_args()
     blocks = options.streams * (options.tokens // 16 + 3)
     engine = dict(device="cpu", dtype="float32", kvcache_block_size=16, num_kvcache_blocks=blocks)
     engine |= dict(max_num_seqs=options.max_num_seqs or options.streams, max_model_len=options.tokens + 64)
-    flags = [f"--max-queued-requests={options.streams}", f"--api-server-count={options.api_server_count}"]
-    with running_server("nanovllm", ["serve", "tiny-qwen3", *as_flags(engine), *flags]) as server:
+    flags = as_flags(engine | {"max_queued_requests": options.streams, "api_server_count": options.api_server_count})
+    with running_server("nanovllm", ["serve", "tiny-qwen3", *flags]) as server:
         asyncio.run(open_all(server.port, 8, options.tokens))  # what is imported and compiled with the first requests
         streams = asyncio.run(open_all(server.port, options.streams, options.tokens))
     whole = [stream for stream in streams if stream.num_tokens() == options.tokens]

@@ -1,4 +1,7 @@
-"""What a front and the engine's process send each other, as MessagePack: all that is new since the last message."""
+"""What a front and the engine's process send each other, as MessagePack: all that is new since the last message.
+
+Nothing here needs PyTorch, so that the engine's process can start the fronts before it imports that.
+"""
 
 import socket
 import threading
@@ -8,33 +11,32 @@ from typing import Any
 from msgspec import Struct, msgpack
 
 from nanovllm.engine.stream_event import StreamEvent
-from nanovllm.serve.engine_client import QueueFullError
 from nanovllm.serve.replicas.messages import Final, NewRequest
-
-ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, QueueFullError)}  # others become a RuntimeError
 
 
 class FromFront(Struct, array_like=True):
-    """The first one, which is empty, says that the front accepts connections. requests: each with its id, and encoded
-    by itself, so that one which can't be encoded or read takes no other along. wants_stats: it asks for the engine's
-    counts.
+    """The first one says that the front accepts connections, or why it can't: by `problem`. requests: each with its id,
+    and encoded by itself, so that one which can't be encoded or read takes no other along. calls: of EngineCalls; a
+    number, the name of the method, and its arguments.
     """
 
     requests: list[tuple[int, bytes]] = []
     discarded: list[int] = []
     aborted: list[int] = []
-    wants_stats: bool = False
+    calls: list[tuple[int, str, list[Any]]] = []
+    problem: str = ""
 
 
 class FromEngine(Struct, array_like=True):
-    """errors: a request's id, the name of the class of the error, and its text. stats: see `LLM.stats`. failure: that
-    has ended the engine.
+    """The first one, which is empty, says that the engine has started. errors: a request's id, the name of the class of
+    the error, and its text. results: of calls, by number; with a text, that of the error. failure: that has ended the
+    engine.
     """
 
     deltas: list[StreamEvent] = []
     finals: list[Final] = []
     errors: list[tuple[int, str, str]] = []
-    stats: dict[str, Any] = {}
+    results: list[tuple[int, Any, str]] = []
     failure: str = ""
 
 

@@ -1,126 +1,113 @@
-"""The process of the engine, which starts the fronts and computes for them."""
+"""The process of the engine, which starts the fronts and computes for them.
+
+Until the engine is loaded this needs no PyTorch, so that the fronts import their libraries while this process does.
+"""
 
 import gc
 import logging
 import os
 import signal
 import socket
+import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
+from math import inf
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from multiprocessing.sharedctypes import RawArray
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from msgspec import DecodeError
-
-from nanovllm.llm import LLM
-from nanovllm.serve.fronts.channel import Channel, FromEngine, decode_from_front, decode_request
-from nanovllm.serve.fronts.front import FrontPlan, run_front
-from nanovllm.serve.replicas.messages import NewRequest
-from nanovllm.serve.replicas.replica import Replica
+from nanovllm.serve.fronts.channel import Channel, FromEngine, decode_from_front
 from nanovllm.serve.settings import ServerSettings
+from nanovllm.utils.libraries import import_libraries
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
 
 logger = logging.getLogger("nanovllm")
-START_SECONDS = 300.0
+START_SECONDS = 300.0  # of a front, once the engine has started
 MAX_FAILED_STARTS = 10  # in a row, of a front that had to be started again
 END_SECONDS = 10.0  # after the time in which running requests may end
+TURN_SECONDS = 0.1  # after which an end is noticed at the latest
 
 
-class Session(Replica):
-    """The requests of one front. A thread carries out what it asks for, and another one sends what is new."""
+class FrontPlan(NamedTuple):
+    """What all fronts of an engine need to know.
 
-    orders_by_id = False  # ids of several fronts do not say which request came first: that is what the engine knows
+    num_live: in shared memory, the number of answers of each front: the bound holds for their sum, but for what several
+        fronts accept in the same instant.
+    listener: None is one of its own for each front, at the address of `settings`.
+    """
 
-    def __init__(self, engine: LLM, channel: Channel, on_failure: Callable[[], None]):
-        self.attach(engine)
-        self._channel, self._on_failure = channel, on_failure
-        for work in (self._carry_out, self._report):
-            threading.Thread(target=work, name="nanovllm-session", daemon=True).start()
-
-    def _carry_out(self) -> None:
-        try:
-            while True:
-                message = decode_from_front(self._channel.receive())
-                self._submit(self._decoded(message.requests))
-                if message.discarded:
-                    self.discard(message.discarded)
-                for request_id in message.aborted:
-                    self.abort(request_id)
-                if message.wants_stats:
-                    self._channel.send(FromEngine(stats=self.stats()))
-        except OSError:
-            pass  # the front has ended
-        except Exception:
-            logger.exception("a message of a front can't be carried out, and the front is started again")
-        finally:
-            self.discard([*self._requests])
-            self.close()
-            self._channel.close()  # which ends a front that is still there
-
-    def _decoded(self, requests: Iterable[tuple[int, bytes]]) -> Iterator[NewRequest]:
-        """Those that can be read; the others have failed."""
-        for request_id, data in requests:
-            try:
-                yield decode_request(data)
-            except DecodeError as error:
-                self._report_error(request_id, error)
-
-    def _report(self) -> None:
-        try:
-            for deltas, finals, errors in self.new_reports():
-                named = [(request_id, type(error).__name__, _as_text(error)) for request_id, error in errors]
-                try:
-                    self._channel.send(FromEngine(deltas, finals, named))
-                except OSError:
-                    raise
-                except Exception:
-                    self._send_singly(FromEngine(deltas, finals, named))
-        except OSError:
-            pass  # the front has ended
-        except Exception as error:  # the engine has failed: nobody is to wait for ever
-            if not self.is_closed:
-                self._channel.send(FromEngine(failure=repr(error.__cause__ or error)))
-                self._on_failure()
-
-    def _send_singly(self, message: FromEngine) -> None:
-        """Send a message that can't be encoded, but for the requests that are the reason. These have failed."""
-        parts = [(delta.request_id, FromEngine(deltas=[delta])) for delta in message.deltas]
-        parts += [(final.request_id, FromEngine(finals=[final])) for final in message.finals]
-        for request_id, part in parts:
-            try:
-                self._channel.send(part)
-            except OSError:
-                raise
-            except Exception as error:
-                logger.error("an answer can't be sent to its front", exc_info=error)
-                self.discard([request_id])
-                message.errors.append((request_id, "RuntimeError", _as_text(error)))
-        self._channel.send(FromEngine(errors=message.errors))
+    model: str
+    settings: ServerSettings
+    engine_settings: dict[str, Any]
+    num_live: Any
+    listener: socket.socket | None
 
 
-def _as_text(error: Exception) -> str:
-    """An error may quote half of a surrogate pair, which no message can have."""
-    return str(error).encode(errors="replace").decode()
+def make_plan(
+    model: str, settings: ServerSettings, engine_settings: dict[str, Any], listener: socket.socket
+) -> FrontPlan:
+    """listener: has reserved the address. A single front has it; several share it only where that is a file."""
+    count, port = settings.num_fronts, settings.port if settings.uds else listener.getsockname()[1]
+    own = replace(settings, port=port, max_connections=max(1, settings.max_connections // count))
+    is_passed = bool(settings.uds) or count == 1
+    return FrontPlan(model, own, engine_settings, RawArray("q", count), listener if is_passed else None)
+
+
+def run_front(plan: FrontPlan, index: int, end: socket.socket) -> None:
+    """The process of a front. Ctrl-C reaches the engine's process alone, which lets the fronts drain."""
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # also one that has come while it was blocked
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    import_libraries({"device": "cpu"})
+    from nanovllm.serve.fronts.front import serve_front  # imported lazily: only fronts do HTTP
+
+    serve_front(plan, index, end)
+
+
+@contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """A process that is started meanwhile begins with SIGINT blocked, and this one gets it afterwards."""
+    resource_tracker.ensure_running()  # whose start would unblock it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Fronts:
     """The fronts of an engine. One that ends is started again; its requests are dropped, and the others go on."""
 
-    def __init__(self, engine: LLM, plan: FrontPlan):
-        self.engine, self._plan = engine, plan
+    def __init__(self, plan: FrontPlan):
+        self._plan = plan
+        self._make_session: Callable[[Channel], object] = lambda channel: None
+        self._has_engine = False  # it is being loaded
         self._processes: dict[int, SpawnProcess] = {}  # by index, as those that start
         self._starting: dict[int, tuple[Channel, float]] = {}  # that are not ready yet, and until when they must be
         self._num_failures = [0] * len(plan.num_live)  # starts in a row that have failed
         self.is_ending = self.has_failed = False
 
-    def start(self) -> None:
-        """Start all, side by side. RuntimeError if one of them does not start."""
+    def begin(self) -> None:
+        """Start all, side by side. They do not listen before the engine has started."""
         for index in range(len(self._num_failures)):
             self._begin(index)
+
+    def listen(self, make_session: Callable[[Channel], object]) -> None:
+        """The engine has started: wait until all listen. RuntimeError if one does not start, ValueError if it says why.
+
+        make_session: computes what a front asks for over its channel.
+        """
+        self._make_session, self._has_engine = make_session, True
+        for index, (channel, _) in self._starting.items():
+            self._starting[index] = channel, self._say_that_the_engine_has_started(channel)
         while self._starting and not self.is_ending:
             self._turn(max_failures=1)
 
@@ -129,24 +116,34 @@ class Fronts:
         while not self.is_ending:
             self._turn(MAX_FAILED_STARTS)
 
+    @staticmethod
+    def _say_that_the_engine_has_started(channel: Channel) -> float:
+        """Until when the front must be ready."""
+        with suppress(OSError):  # it has ended, which is noticed elsewhere
+            channel.send(FromEngine())
+        return monotonic() + START_SECONDS
+
     def _begin(self, index: int) -> None:
         own_end, other_end = socket.socketpair()
         self._plan.num_live[index] = 0
         process = SpawnProcess(target=run_front, args=(self._plan, index, other_end), name=f"nanovllm-front-{index}")
-        process.start()
+        with _sigint_blocked():
+            process.start()
         self._processes[index] = process
         other_end.close()
-        self._starting[index] = Channel(own_end), monotonic() + START_SECONDS
+        channel = Channel(own_end)
+        until = self._say_that_the_engine_has_started(channel) if self._has_engine else inf
+        self._starting[index] = channel, until
 
     def _turn(self, max_failures: int) -> None:
         """Wait until a front is ready, or has ended. RuntimeError after so many starts in a row that have failed."""
         channels = [channel.fileno() for channel, _ in self._starting.values()]
-        changed = wait([*channels, *(process.sentinel for process in self._processes.values())], timeout=1.0)
+        changed = wait([*channels, *(process.sentinel for process in self._processes.values())], TURN_SECONDS)
         for index, (channel, deadline) in [*self._starting.items()]:
-            if (has_news := channel.fileno() in changed) and self._is_ready(channel):
+            if (has_news := channel.fileno() in changed) and self._is_ready(index, channel, max_failures):
                 del self._starting[index]
                 self._num_failures[index] = 0
-                Session(self.engine, channel, self.fail)
+                self._make_session(channel)
             elif has_news or monotonic() > deadline:
                 self._processes[index].kill()
                 self._processes[index].join()
@@ -154,13 +151,16 @@ class Fronts:
             if not (process.is_alive() or self.is_ending):
                 self._begin_again(index, process, max_failures)
 
-    @staticmethod
-    def _is_ready(channel: Channel) -> bool:
+    def _is_ready(self, index: int, channel: Channel, max_failures: int) -> bool:
         try:
-            channel.receive()
+            problem = decode_from_front(channel.receive()).problem
         except OSError:  # it has ended
             return False
-        return True
+        if problem and max_failures == 1:  # the settings are wrong, or a library is missing
+            raise ValueError(problem)
+        if problem:
+            logger.error("%s: %s", self._processes[index].name, problem)
+        return not problem
 
     def _begin_again(self, index: int, process: SpawnProcess, max_failures: int) -> None:
         ended = f"{process.name} has ended (exit status {process.exitcode})"
@@ -178,16 +178,22 @@ class Fronts:
         self.has_failed = True
         self.end()
 
-    def end(self, *_: Any) -> None:
-        """Let all drain and end."""
+    def end(self, number: int = signal.SIGTERM, *_: Any) -> None:
+        """Let all drain and end; the second Ctrl-C, without waiting for running requests."""
+        is_urgent = self.is_ending and number == signal.SIGINT
         self.is_ending = True
         for process in [*self._processes.values()]:
-            process.terminate()
+            if is_urgent and process.is_alive() and process.pid is not None:
+                os.kill(process.pid, signal.SIGINT)
+            else:
+                process.terminate()
 
     def join(self, seconds: float) -> None:
+        """Wait for their end. Whichever has not ended by then is killed."""
         for process in self._processes.values():
             process.join(seconds)
             process.kill()
+            process.join()
 
 
 def serve_by_fronts(
@@ -195,33 +201,50 @@ def serve_by_fronts(
     settings: ServerSettings,
     engine_settings: dict[str, Any],
     listener: socket.socket,
+    prepare: Callable[[], None],
     on_start: Callable[[], None],
 ) -> int:
     """Serve until SIGTERM, Ctrl-C or a failure of the engine; the exit status of the process.
 
-    listener: has reserved the address, at which the fronts listen. on_start: is called when they do.
+    listener: has reserved the address. prepare: is called before the model is loaded, while the fronts start already.
+    on_start: is called when they listen.
     """
     with tempfile.TemporaryDirectory() as folder:  # it has the metrics that the fronts add up
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
-        num_fronts, port = settings.api_server_count, settings.port if settings.uds else listener.getsockname()[1]
-        own = replace(settings, port=port, max_connections=max(1, settings.max_connections // num_fronts))
-        engine = LLM(model, **engine_settings)
-        gc.collect()
-        gc.freeze()  # as in `run_server`
-        num_live, shared = RawArray("q", num_fronts), listener if settings.uds else None
-        fronts = Fronts(engine, FrontPlan(model, own, engine_settings, num_live, shared))
-        handlers = {number: signal.signal(number, fronts.end) for number in (signal.SIGINT, signal.SIGTERM)}
+        fronts = Fronts(make_plan(model, settings, engine_settings, listener))
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that nothing is left behind
         try:
-            fronts.start()
-            on_start()
-            fronts.watch()
-        except RuntimeError as error:
-            logger.error("%s", error)
-            fronts.fail()
+            fronts.begin()
+            prepare()
+            from nanovllm.llm import LLM  # imported lazily, as is all that needs PyTorch
+
+            engine = LLM(model, **engine_settings)
+            gc.collect()
+            gc.freeze()  # as in `run_server`
+            return _serve(engine, fronts, listener, on_start, settings.drain_seconds + END_SECONDS)
         finally:
-            fronts.end()
-            fronts.join(settings.drain_seconds + END_SECONDS)
-            engine.exit()
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+            fronts.join(0.0)
+
+
+def _serve(
+    engine: "LLM", fronts: Fronts, listener: socket.socket, on_start: Callable[[], None], end_seconds: float
+) -> int:
+    from nanovllm.serve.engine_calls import StepSizes
+    from nanovllm.serve.fronts.session import Session
+
+    handlers = {number: signal.signal(number, fronts.end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        fronts.listen(partial(Session, engine, StepSizes(engine), fronts.fail))
+        on_start()
+        fronts.watch()
+    except RuntimeError as error:
+        logger.error("%s", error)
+        fronts.fail()
+    finally:
+        fronts.end()
+        listener.close()  # else clients would wait for an answer until the last front has drained
+        fronts.join(end_seconds)
+        engine.exit()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     return int(fronts.has_failed)

@@ -1,12 +1,18 @@
 """A front: the process that does HTTP, checks, tokens and text for an engine in another process."""
 
 import asyncio
+import itertools
+import logging
 import os
+import shutil
 import socket
 import sys
 import threading
+from collections import deque
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, NamedTuple
+from multiprocessing import parent_process
+from typing import Any
 
 from msgspec import DecodeError
 
@@ -14,56 +20,51 @@ from nanovllm.engine.outputs import CompletionOutput
 from nanovllm.engine.request import CompletionRequest
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.stream_event import StreamEvent
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.serve.address import listening_socket
 from nanovllm.serve.async_request import AsyncRequest
-from nanovllm.serve.engine_client import EngineClient
-from nanovllm.serve.fronts.channel import ERRORS, Channel, FromFront, decode_from_engine, encode_request
+from nanovllm.serve.beams import BeamCompletion
+from nanovllm.serve.engine_client import EngineClient, EngineDeadError, QueueFullError
+from nanovllm.serve.fronts.channel import Channel, FromEngine, FromFront, decode_from_engine, encode_request
+from nanovllm.serve.fronts.engine_process import FrontPlan
 from nanovllm.serve.process import set_up_process
 from nanovllm.serve.replicas.driver import make_processor
 from nanovllm.serve.replicas.messages import Final, NewRequest
 from nanovllm.serve.replicas.replica_request import ReplicaRequest
-from nanovllm.serve.server import listening_socket, run_server
-from nanovllm.serve.settings import ServerSettings
+from nanovllm.serve.server import run_server
 
+logger = logging.getLogger("nanovllm")
+ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, QueueFullError)}  # others become a RuntimeError
 IDS_PER_FRONT = 2**40  # ids of requests are unique among all fronts of an engine
-
-
-class FrontPlan(NamedTuple):
-    """What all fronts of an engine need to know.
-
-    num_live: in shared memory, the number of answers of each front: the bound holds for their sum, but for what several
-        fronts accept in the same instant.
-    listener: None is one of its own for each front, at the address of `settings`.
-    """
-
-    model: str
-    settings: ServerSettings
-    engine_settings: dict[str, Any]
-    num_live: Any
-    listener: socket.socket | None
 
 
 class FrontRequest(ReplicaRequest):
     """A request that the engine's process computes. Its text is made here, unless the engine needs it as well."""
 
-    def __init__(self, request: CompletionRequest, name: str):
+    def __init__(self, request: Any, name: str):
         super().__init__(request, lambda ended: None, name)
-        params = request.params
-        self._makes_text = params.detokenize and params.logprobs is params.prompt_logprobs is None and not params.stop
+        self._makes_text = not isinstance(request, BeamCompletion) and _makes_text(request.params)
 
     def message(self, replica_index: int = 0) -> NewRequest:
+        if isinstance(self.request, BeamCompletion):
+            root, ids = self.request.group[0], self.prompt_token_ids
+            params, kind = self.request.params, self.request.kind
+            return NewRequest(self.request_id, 0, ids, root.params, root.priority, kind, [], [], beams=params)
         new = super().message(replica_index)
         return new._replace(params=replace(new.params, detokenize=False)) if self._makes_text else new
 
     def add_event(self, event: StreamEvent) -> None:
-        if self._makes_text:
-            seq, is_last = self._extended(event.output_index, event), event.finish_reason is not None
-            text = self.request.detokenizer(seq).take_text(self.request.num_hidden(seq), is_last)
-            ids = event.index, event.output_index, event.request_id
-            event = StreamEvent(*ids, text, event.token_ids, event.finish_reason, event.stop_reason, None)
-        super().add_event(event)
+        if not self._makes_text:
+            super().add_event(event)
+            return
+        seq, is_last = self._extended(event.output_index, event), event.finish_reason is not None
+        num_hidden = self.request.num_hidden(seq) if is_last else 0
+        text = self.request.detokenizer(seq).take_text(num_hidden, is_last)
+        object.__setattr__(event, "text", text)  # it is frozen, and was decoded for this request alone
+        self._events.append(event)
 
     def finish(self, final: Final) -> None:
-        if self._makes_text and final.answers:
+        if self._makes_text:
             for answer in final.answers:
                 self._extended(answer.index, answer)
             final = final._replace(answers=self.request.output().outputs)
@@ -77,6 +78,10 @@ class FrontRequest(ReplicaRequest):
         return seq
 
 
+def _makes_text(params: SamplingParams) -> bool:
+    return params.detokenize and params.logprobs is params.prompt_logprobs is None and not params.stop
+
+
 class FrontClient(EngineClient):
     """The engine as a front reaches it. What is sent within one turn of the event loop is one message."""
 
@@ -85,11 +90,17 @@ class FrontClient(EngineClient):
         super().__init__(processor, processor.config.max_num_seqs + plan.settings.max_queued_requests)
         self._num_live, self._index, self._channel = plan.num_live, index, channel
         self._to_send: FromFront | None = None
-        self._stats: asyncio.Future[dict[str, Any]] | None = None  # that were asked for
+        self._calls: dict[int, asyncio.Future[Any]] = {}  # that have no result yet
+        self._call_numbers = itertools.count()
+        self._has_started = asyncio.Event()
+        self._arrived: deque[bytes] = deque()
+        self._is_told = False  # whether the event loop knows that something has arrived
 
     async def start(self) -> None:
+        """Wait until the engine has started."""
         self._engine_loop = asyncio.get_running_loop()
         threading.Thread(target=self._read, name="nanovllm-channel", daemon=True).start()
+        await self._has_started.wait()
 
     def _start(self, request: CompletionRequest, name: str) -> AsyncRequest:
         started = FrontRequest(request, name)
@@ -102,11 +113,15 @@ class FrontClient(EngineClient):
     def _abort(self, request: AsyncRequest) -> None:
         self.next_message().aborted.append(request.request_id)
 
-    async def stats(self) -> list[dict[str, Any] | None]:
+    async def call(self, name: str, *arguments: Any) -> Any:
         self.check_open()
-        self.next_message().wants_stats = True
-        self._stats = self._stats or asyncio.get_running_loop().create_future()
-        return [await asyncio.shield(self._stats)]  # who asked may go away
+        number = next(self._call_numbers)
+        self._calls[number] = result = asyncio.get_running_loop().create_future()
+        self.next_message().calls.append((number, name, [*arguments]))
+        try:
+            return await result
+        finally:
+            self._calls.pop(number, None)
 
     def next_message(self) -> FromFront:
         """What is sent at the end of this turn."""
@@ -128,49 +143,71 @@ class FrontClient(EngineClient):
         """A thread of its own waits for messages."""
         try:
             while True:
-                self._engine_loop.call_soon_threadsafe(self._receive, self._channel.receive())
+                self._arrived.append(self._channel.receive())
+                if not self._is_told:
+                    self._is_told = True
+                    self._engine_loop.call_soon_threadsafe(self._receive)
         except OSError:
             if not self._is_closing:
                 self._engine_loop.call_soon_threadsafe(self._lose, "its process has ended")
 
-    def _receive(self, data: bytes) -> None:
+    def _receive(self) -> None:
+        """All that has arrived, at once: what is new for a stream in several steps is written in one piece."""
+        self._is_told = False
+        self._has_started.set()
         try:
-            message = decode_from_engine(data)
+            messages = [decode_from_engine(self._arrived.popleft()) for _ in range(len(self._arrived))]
         except DecodeError as error:  # nobody is to wait for what it said
             self._lose(f"its message can't be read: {error}")
             return
-        self._deliver(message.deltas, message.finals)
+        deltas = (delta for message in messages for delta in message.deltas)
+        self._deliver(deltas, (final for message in messages for final in message.finals))
+        for message in messages:
+            self._take_errors_and_results(message)
+
+    def _take_errors_and_results(self, message: FromEngine) -> None:
         for request_id, kind, text in message.errors:
             if (request := self._live.get(request_id)) is not None:
                 self._forget(request)
                 request.fail(ERRORS.get(kind, RuntimeError)(text))
-        if message.stats and self._stats is not None:
-            self._stats.set_result(message.stats)
-            self._stats = None
+        for number, result, problem in message.results:
+            if (call := self._calls.get(number)) is None or call.done():
+                continue  # who asked has gone away
+            if problem:
+                call.set_exception(RuntimeError(problem))
+            else:
+                call.set_result(result)
         if message.failure:
             self._lose(message.failure)
 
     def _lose(self, problem: str) -> None:
         """The engine has failed, or its process has ended."""
         if self.error is None and not self._is_closing:
+            logger.error("the engine is lost, so this HTTP process ends: %s", problem)
             self._fail(RuntimeError(problem))
             self._fail_all()
-            if self._stats is not None:
-                self._stats.set_exception(RuntimeError(problem))
+            for call in self._calls.values():
+                if not call.done():
+                    call.set_exception(EngineDeadError(problem))
 
     def exit(self) -> None:
         super().exit()
         self._channel.close()
 
 
-def run_front(plan: FrontPlan, index: int, channel: socket.socket) -> None:
-    """The whole life of a front's process."""
-    os.setpgid(0, 0)  # Ctrl-C reaches the engine's process alone, which lets the fronts drain
+def serve_front(plan: FrontPlan, index: int, end: socket.socket) -> None:
+    """The whole life of a front's process. What keeps it from starting is told to the engine's process."""
     set_up_process()
-    llm = FrontClient(plan, index, Channel(channel))
-    with plan.listener or listening_socket(plan.settings, is_of_front=True) as listener:
+    channel = Channel(end)
+    with ExitStack() as ending:
         try:
-            status = run_server(llm, plan.settings, plan.model, listener, llm.next_message)
-        finally:
-            llm.exit()
+            llm = FrontClient(plan, index, channel)
+            ending.callback(llm.exit)
+            with plan.listener or listening_socket(plan.settings, is_of_front=True) as listener:
+                status = run_server(llm, plan.settings, plan.model, listener, llm.next_message)
+        except (ValueError, TypeError, OSError, ImportError) as error:
+            channel.send(FromFront(problem=str(error)))
+            status = 2
+    if (parent := parent_process()) is not None and not parent.is_alive():  # it was killed, and can't remove this
+        shutil.rmtree(os.environ["PROMETHEUS_MULTIPROC_DIR"], ignore_errors=True)
     sys.exit(status)

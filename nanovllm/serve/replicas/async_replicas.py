@@ -18,6 +18,8 @@ from nanovllm.utils.checks import check_int
 class AsyncReplicas(EngineClient):
     """An AsyncLLM with several engines. All of it belongs to the event loop that calls `start`, also the replicas."""
 
+    has_one_engine = False
+
     def __init__(
         self,
         model: str,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from nanovllm.engine.outputs import CompletionOutput, Logprob, OutputKind, RequestMetrics
 from nanovllm.engine.stream_event import StreamEvent
+from nanovllm.features.beam_params import BeamSearchParams
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -19,7 +20,7 @@ class NewRequest(NamedTuple):
 
     prompt_index: of the prompt in its call. kind: DELTA if its answers are sent as they grow.
     noise_seeds: of each answer. generated: the tokens of each answer that the caller has from a replica that was lost;
-        they are not sampled again.
+        they are not sampled again. beams: it is a beam search with these parameters.
     """
 
     request_id: int
@@ -31,6 +32,7 @@ class NewRequest(NamedTuple):
     noise_seeds: list[int]
     generated: list[list[int]]
     cache_salt: int = 0
+    beams: BeamSearchParams | None = None
 
 
 class Final(NamedTuple):

@@ -172,7 +172,8 @@ class Replica:
         for request_id, several in events.items():
             if (request := self._requests.get(request_id)) is not None:
                 deltas += merged(several)
-                if self._end_answers(request_id, sum(event.finish_reason is not None for event in several)):
+                num_ended = len([event for event in several if event.finish_reason is not None])
+                if num_ended and self._end_answers(request_id, num_ended):
                     seq, found = request.group[0], request.logprobs
                     logprobs = None if found is None else found.of_prompt(seq)
                     finals.append(make_final(request_id, [], seq.num_cached_tokens, logprobs, request.metrics()))

@@ -1,0 +1,53 @@
+"""What the server asks an engine besides requests, in the process where that runs."""
+
+from bisect import bisect_left
+from typing import Any
+
+from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
+from nanovllm.engine.stats import stats_of
+from nanovllm.llm import LLM
+from nanovllm.serve.trace import StepRecorder
+
+STEP_TOKENS = (1, 8, *(2**i for i in range(4, 15)))  # bounds of the sizes that are counted together
+
+
+class StepSizes:
+    """Counts the steps of an engine by how many tokens of prompts they compute and tokens they sample."""
+
+    def __init__(self, engine: LLM):
+        self.counts, self.total = [0] * (len(STEP_TOKENS) + 1), 0
+        engine.core.on_step.append(self._count)
+
+    def _count(self, step: ScheduledStep, result: StepResult) -> None:
+        num_tokens = sum(step.chunk_lens) + len(step.sampled_seqs)
+        self.counts[bisect_left(STEP_TOKENS, num_tokens)] += 1
+        self.total += num_tokens
+
+
+class EngineCalls:
+    """The methods that `EngineClient.call` has by their names. Results are plain data, as they may be sent."""
+
+    def __init__(self, engine: LLM, sizes: StepSizes):
+        self._engine, self._sizes = engine, sizes
+        self._recorder = StepRecorder(engine)
+
+    def stats(self) -> dict[str, Any]:
+        """`LLM.stats`, and the `step_sizes`."""
+        sizes = self._sizes
+        return stats_of(self._engine.scheduler) | {"step_sizes": {"counts": [*sizes.counts], "total": sizes.total}}
+
+    def start_recording(self) -> None:
+        if not self._recorder.is_recording:
+            self._recorder.start()
+
+    def stop_recording(self) -> None:
+        if self._recorder.is_recording:
+            self._recorder.stop()
+
+    def frames(self, last: int) -> tuple[str, int, bool, bool]:
+        """Those after number `last` as JSON, its last number, whether there may be more, and whether all is idle."""
+        recorder = self._recorder
+        return *recorder.json_since(last), recorder.is_recording, recorder.is_idle
+
+    def refresh_recording(self) -> None:
+        self._recorder.refresh()

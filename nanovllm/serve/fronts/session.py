@@ -1,0 +1,112 @@
+"""What the engine's process does for one front."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+
+from msgspec import DecodeError
+
+from nanovllm.engine.request import TokensPrompt
+from nanovllm.llm import LLM
+from nanovllm.serve.beams import beam_completion
+from nanovllm.serve.engine_calls import EngineCalls, StepSizes
+from nanovllm.serve.fronts.channel import Channel, FromEngine, decode_from_front, decode_request
+from nanovllm.serve.replicas.messages import NewRequest
+from nanovllm.serve.replicas.replica import Replica
+
+logger = logging.getLogger("nanovllm")
+
+
+class Session(Replica):
+    """The requests of one front. A thread carries out what it asks for, and another one sends what is new."""
+
+    orders_by_id = False  # ids of several fronts do not say which request came first: that is what the engine knows
+
+    def __init__(self, engine: LLM, sizes: StepSizes, on_failure: Callable[[], None], channel: Channel):
+        self.attach(engine)
+        self._channel, self._on_failure, self._calls = channel, on_failure, EngineCalls(engine, sizes)
+        for work in (self._carry_out, self._report):
+            threading.Thread(target=work, name="nanovllm-session", daemon=True).start()
+
+    def _carry_out(self) -> None:
+        try:
+            while True:
+                message = decode_from_front(self._channel.receive())
+                self._submit(self._decoded(message.requests))
+                if message.discarded:
+                    self.discard(message.discarded)
+                for request_id in message.aborted:
+                    self.abort(request_id)
+                if message.calls:
+                    self._channel.send(FromEngine(results=[self._result(*call) for call in message.calls]))
+        except OSError:
+            pass  # the front has ended
+        except Exception:
+            logger.exception("a message of a front can't be carried out, and the front is started again")
+        finally:
+            self.discard([*self._requests])
+            self.close()
+            self._channel.close()  # which ends a front that is still there
+            with suppress(RuntimeError):  # the engine was closed
+                self._calls.stop_recording()
+
+    def _result(self, number: int, name: str, arguments: list[Any]) -> tuple[int, Any, str]:
+        try:
+            return number, getattr(self._calls, name)(*arguments), ""
+        except RuntimeError as error:  # the engine was closed
+            return number, None, str(error)
+
+    def _make_request(self, new: NewRequest) -> Any:  # as beams are the answers of a BeamRequest
+        if new.beams is None:
+            return super()._make_request(new)
+        prompt, processor = TokensPrompt(prompt_token_ids=new.token_ids), self.engine.input_processor
+        request = beam_completion(processor, prompt, new.beams, new.priority, new.kind)
+        request.request_id = request.group[0].request_id = new.request_id
+        return request
+
+    def _decoded(self, requests: Iterable[tuple[int, bytes]]) -> Iterator[NewRequest]:
+        """Those that can be read; the others have failed."""
+        for request_id, data in requests:
+            try:
+                yield decode_request(data)
+            except DecodeError as error:
+                self._report_error(request_id, error)
+
+    def _report(self) -> None:
+        try:
+            for deltas, finals, errors in self.new_reports():
+                named = [(request_id, type(error).__name__, _as_text(error)) for request_id, error in errors]
+                try:
+                    self._channel.send(FromEngine(deltas, finals, named))
+                except OSError:
+                    raise
+                except Exception:
+                    self._send_singly(FromEngine(deltas, finals, named))
+        except OSError:
+            pass  # the front has ended
+        except Exception as error:  # the engine has failed: nobody is to wait for ever
+            if not self.is_closed:
+                self._channel.send(FromEngine(failure=repr(error.__cause__ or error)))
+                self._on_failure()
+
+    def _send_singly(self, message: FromEngine) -> None:
+        """Send a message that can't be encoded, but for the requests that are the reason. These have failed."""
+        parts = [(delta.request_id, FromEngine(deltas=[delta])) for delta in message.deltas]
+        parts += [(final.request_id, FromEngine(finals=[final])) for final in message.finals]
+        for request_id, part in parts:
+            try:
+                self._channel.send(part)
+            except OSError:
+                raise
+            except Exception as error:
+                logger.error("an answer can't be sent to its front", exc_info=error)
+                self.discard([request_id])
+                message.errors.append((request_id, "RuntimeError", _as_text(error)))
+        self._channel.send(FromEngine(errors=message.errors))
+
+
+def _as_text(error: Exception) -> str:
+    """An error may quote half of a surrogate pair, which no message can have."""
+    return str(error).encode(errors="replace").decode()
