@@ -162,7 +162,7 @@ class SimulatedEngine:
         assert {seq.status for seq in waiting} <= {SequenceStatus.WAITING}
         orders = [seq.order for seq in waiting]
         assert orders == sorted(orders)
-        waiting += [seq for seq in self.scheduler.awaiting if seq.status is SequenceStatus.WAITING]  # in no queue
+        waiting += [seq for seq in self.scheduler.held if seq.status is SequenceStatus.WAITING]  # in no queue
         assert len(waiting) + len(live) == sum(map(len, scheduler.live.values()))
         assert len(live) <= scheduler.max_num_seqs
         indices = [seq.req_index for seq in live]

@@ -3,22 +3,24 @@
 import numpy as np
 import pytest
 import torch
-from common import generate_by_steps
+from common import TINY, generate_by_steps
 
 from nanovllm.batches import batch as batches
 from nanovllm.batches.batch import VIEWS, Batch, BatchShape
 from nanovllm.batches.batch_runner import BatchRunner
 from nanovllm.batches.request_tables import RequestTables, accept, place_decodes
+from nanovllm.config import Config
 from nanovllm.cuda.graphs import decode_shape
 from nanovllm.cuda.start import dummy_prefill
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.runners import RUNNERS
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels.sampling.sampling_columns import column
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.spec_decode.rows import ChainShape, place_chains
-from nanovllm.utils.context import get_context
+from nanovllm.utils.context import get_context, reset_context
 
 FEATURES = (("one", (("a", (3,)), ("b", (2, 5)))), ("two", (("a", (1, 7)),)))
 MIXED = BatchShape(7, 3, 1, 2, 5, 4, (("tiles", (6, 2)),), False, 1, 2, 1, 3, FEATURES)
@@ -100,7 +102,7 @@ def test_chunks():
     for seq, (start, end) in zip(seqs, [(2, 6), (0, 1), (4, 9)]):
         step.chunks.append(ScheduledSequence(seq, start, end))
         if end == len(seq.token_ids):
-            step.sample(seq)
+            step.add_sampled(seq)
     answer = sequence(3, range(6), [7, 6])
     answer.columns = {"min_len": 33}
     step.sampled_seqs.insert(1, answer)
@@ -127,7 +129,7 @@ def test_chunks_beside_decodes():
     for seq, (start, end) in zip(seqs[2:], [(1, 4), (0, 4)]):
         step.chunks.append(ScheduledSequence(seq, start, end))
         if end == len(seq.token_ids):
-            step.sample(seq)
+            step.add_sampled(seq)
     arrays = {"one": {"a": np.array([5]), "b": [np.arange(3, dtype=np.int32), np.arange(5, 8, dtype=np.int32)]}}
     batch = prepare(step, arrays)
     place_decodes(tables, batch.to(CPU), BLOCK_SIZE)
@@ -188,7 +190,7 @@ def test_drafts():
     assert batch.block_tables[:6].tolist() == [[7, 2, 0]] * 3 + [[3, 0, 0]] * 3
 
     step.chunks.append(ScheduledSequence(seqs[2], 3, 5))
-    step.sample(seqs[2])
+    step.add_sampled(seqs[2])
     batch = prepare(step)
     place_decodes(tables, batch.to(CPU), BLOCK_SIZE)
     assert batch.input_ids.tolist() == [0, 1, 2, 100, 101, 101, 3, 4]
@@ -325,3 +327,32 @@ def test_plain_arrays_are_those_of_the_batch(make_llm, monkeypatch, num_blocks):
     plain = make_llm(**settings)
     assert type(plain.model_runner) is ModelRunner
     assert [x.token_ids for x in outputs] == [x.token_ids for x in generate_by_steps(plain, requests)]
+
+
+def test_sequences_of_a_step_are_prepared_as_it_was_scheduled():
+    """What guides print: chunks, a prefix hit, decodes, and a sequence that was preempted."""
+    config = Config(TINY, device="cpu", kvcache_block_size=16, num_kvcache_blocks=6, max_num_batched_tokens=16)
+    runner, scheduler = ModelRunner(config), Scheduler(config)
+    seqs = [Sequence([5 + i] * 20, SamplingParams(max_tokens=40)) for i in range(2)]
+    scheduler.add(*seqs[:1])
+    for i in range(8):
+        step = scheduler.schedule(prompts_first=True)
+        step_seqs, is_prefill = step
+        prepare = runner.prepare_prefill if is_prefill else runner.prepare_decode
+        found = [x.tolist() for x in (*prepare(step_seqs), get_context().slot_mapping, get_context().context_lens)]
+        expected = [x.tolist() for x in (*prepare(step.rows), get_context().slot_mapping, get_context().context_lens)]
+        assert found == expected and len(found[0]) == len(found[1])
+        reset_context()
+        scheduler.postprocess(step, runner.run(step).wait())
+        if i == 3:
+            scheduler.add(*seqs[1:])
+        if i == 6:
+            scheduler.preempt(seqs[0])
+    assert seqs[0].num_completion_tokens > 2
+
+
+def test_no_step_without_blocks():
+    scheduler = Scheduler(Config(TINY, device="cpu"))
+    scheduler.add(Sequence([1, 2, 3]))
+    with pytest.raises(RuntimeError, match="num_kvcache_blocks is not known: make a ModelRunner"):
+        scheduler.schedule()

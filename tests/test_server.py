@@ -1070,7 +1070,7 @@ def test_slow_masks_of_one_client_do_not_delay_another(monkeypatch):
         try:
             assert post(guided_regex="slow")[0]["text"] == "slow"  # nothing is slow so far
             slow.update(server.llm.engine.input_processor.grammars._grammars.values())
-            held = server.llm.engine.scheduler.awaiting
+            held = server.llm.engine.scheduler.held
             many = pool.submit(post, n=40, guided_regex="slow")
             with httpx.stream("POST", url, json=body | {"n": 40, "guided_regex": "slow", "stream": True}, timeout=20):
                 wait_for(lambda: len(held) == 80)

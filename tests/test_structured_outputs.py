@@ -400,7 +400,7 @@ def test_masks_that_are_not_made_hold_up_no_other_sequence(make_llm, monkeypatch
             llm.engine_thread.call(lambda: llm.scheduler.preempt(rng.choice([*llm.scheduler.running.values()])))
         outputs |= {output.request_id: output for output in llm.step().finished}
     assert [[x.token_ids for x in outputs[i].outputs] for i in ids] == expected
-    assert llm.stats()["blocks"]["used"] == 0 and not llm.scheduler.awaiting
+    assert llm.stats()["blocks"]["used"] == 0 and not llm.scheduler.held
     assert llm.stats()["preemptions"] > 3
 
 
@@ -448,8 +448,8 @@ def test_held_sequences_are_aborted_and_dropped(make_llm, monkeypatch, async_sch
     first, second = requests_of(llm, params("regex", "[ab]{5}", n=3), params("regex", "c{5}"))
     for _ in range(4):
         llm.step()
-    awaited = [seq.awaited for seq in llm.scheduler.awaiting]
-    llm.engine_thread.call(lambda: llm.scheduler.preempt(next(iter(llm.scheduler.awaiting))))
+    awaited = [seq.awaited for seq in llm.scheduler.held]
+    llm.engine_thread.call(lambda: llm.scheduler.preempt(next(iter(llm.scheduler.held))))
     llm.abort(first)
     outputs = [*llm.step().finished]
     while not llm.is_finished():
@@ -464,7 +464,7 @@ def test_held_sequences_are_aborted_and_dropped(make_llm, monkeypatch, async_sch
     requests_of(llm, params("regex", "[ab]{5}", n=2))
     for _ in range(4):
         llm.step()
-    awaited = [seq.awaited for seq in llm.scheduler.awaiting]
+    awaited = [seq.awaited for seq in llm.scheduler.held]
     assert len(awaited) == 2
     llm.exit()
     assert all(future.cancelled() for future in awaited)
@@ -522,7 +522,7 @@ def test_masks_that_take_random_times(make_llm, monkeypatch, async_scheduling):
         if aborted and rng.random() < 0.1:
             llm.abort(aborted.pop())
     assert [[x.token_ids for x in outputs[i].outputs] for i in ids] == expected
-    assert llm.stats()["blocks"]["used"] == 0 and not llm.scheduler.awaiting
+    assert llm.stats()["blocks"]["used"] == 0 and not llm.scheduler.held
 
 
 def test_a_request_that_is_moved_waits_for_its_mask(llm, monkeypatch):
@@ -552,16 +552,16 @@ class HeldSimulation(ConstrainedSimulation):
                 seq.feature_state["later"] = None
 
     def step(self, token_id=7, prompts_first=False):
-        awaited = [seq.awaited for seq in self.scheduler.awaiting]
+        awaited = [seq.awaited for seq in self.scheduler.held]
         for future in awaited:
             if self.random.random() < 0.3 and future.set_running_or_notify_cancel():
                 future.set_result(None)
         self.seen["held"] += len(awaited)
-        self.seen["held without blocks"] += sum(not seq.block_table for seq in self.scheduler.awaiting)
+        self.seen["held without blocks"] += sum(not seq.block_table for seq in self.scheduler.held)
         if awaited:
             awaiting.release(self.scheduler)
             self.check_move()
-        if self.in_flight or len(self.scheduler.awaiting) < sum(map(len, self.scheduler.live.values())):
+        if self.in_flight or len(self.scheduler.held) < sum(map(len, self.scheduler.live.values())):
             return super().step(token_id, prompts_first)
         return None
 
@@ -587,7 +587,7 @@ def test_random_schedules_with_held_sequences(monkeypatch, name, async_schedulin
     monkeypatch.setattr(awaiting, "MAX_WAIT_SECONDS", 0)
     requests = random_requests(11, 24, max_n=3)
     simulation = HeldSimulation(requests, async_scheduling, **SETTINGS[name]).run()
-    assert simulation.seen["held"] > 100 and not simulation.scheduler.awaiting
+    assert simulation.seen["held"] > 100 and not simulation.scheduler.held
 
 
 @pytest.fixture

@@ -119,7 +119,7 @@ def dummy_prefill(num_seqs: int, length: int, block_size: int, tokens_per_row: i
         seq.req_index = i
         step.chunks.append(ScheduledSequence(seq, 0, length))
         step.state_rows.append(i)
-        step.sample(seq)
+        step.add_sampled(seq)
     return step
 
 

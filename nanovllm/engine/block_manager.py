@@ -44,7 +44,7 @@ class BlockManager:
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
         self.hash_to_block_id: dict[int, int] = {}
         self.duplicates: dict[int, set[int]] = {}  # by hash: further blocks of the same contents
-        self.copies: dict[int, int] = {}  # block id -> id of the block to be copied into it before the next step
+        self.copies: dict[int, int] = {}  # to be made before the next step: by the target's id, that of the source
 
     def req_indices(self, max_num_seqs: int):
         """The Scheduler's `free_req_indices`, when no sequence runs."""
@@ -106,7 +106,7 @@ class BlockManager:
         return bool(self.free_block_ids) or not self.needs_block(seq, seq.num_tokens)
 
     def may_append(self, seq: Sequence, num_tokens: int | None = None) -> None:
-        """Add a block if `seq` needs it for its last token, or for `num_tokens` in all."""
+        """Add a block, and no more than one, if `seq` needs it for its last token, or for `num_tokens` in all."""
         if self.needs_block(seq, num_tokens or seq.num_tokens):
             seq.block_table.append(self._allocate_block())
 
@@ -183,6 +183,7 @@ class BlockManager:
         return seq.token_ids[i * self.block_size : (i + 1) * self.block_size]
 
     def _allocate_block(self) -> int:
+        assert self.free_block_ids, "no block is free: can_allocate and can_append say whether one is"
         block_id, _ = self.free_block_ids.popitem(last=False)
         block = self.blocks[block_id]
         if block.hash != -1:

@@ -36,9 +36,9 @@ class Engine:
 
     def step(self) -> None:
         """Launch the next step, and process the result of this one or, with `async_scheduling`, of the one before."""
-        self.output_processor.release_awaiting()
+        self.output_processor.release_held()
         # prompts come first if one `generate` has the engine to itself: it returns all answers together
-        scheduled = self.scheduler.schedule(prompts_first=self.output_processor.is_offline)
+        scheduled = self.scheduler.schedule(prompts_first=self.output_processor.wants_final_outputs_only)
         launched = self.workers.launch(self.model_runner, scheduled) if scheduled else None
         due = launched  # the step whose result is processed now
         if self.config.async_scheduling:

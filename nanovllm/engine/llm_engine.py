@@ -17,6 +17,7 @@ from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.outputs import OutputCollector, OutputKind, RequestOutput, StepOutput
 from nanovllm.engine.request import Prompt
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.stats import described, stats_of_engine
 from nanovllm.engine.step_callers import StepCallers
 from nanovllm.engine.stream_event import StreamEvent
@@ -62,7 +63,6 @@ class LLMEngine:
                 raise
         startup.lap("tokenizer")  # the rest of the wait for it
         self.startup_seconds = startup.seconds
-        self.workers, self.scheduler = self.core.workers, self.core.scheduler
         if self.tokenizer.eos_token_id is not None:
             self.config.resolve(eos=self.tokenizer.eos_token_id)
             self.scheduler.eos = self.config.eos
@@ -165,6 +165,15 @@ class LLMEngine:
     def is_finished(self) -> bool:
         """Whether `step` has nothing more to return to this thread."""
         return self._step_callers.is_finished()
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.core.scheduler
+
+    @property
+    def workers(self) -> Any:
+        """The processes of the other ranks: a distributed.worker.Workers, or a SingleRank."""
+        return self.core.workers
 
     @property
     def model_runner(self) -> ModelRunner | None:

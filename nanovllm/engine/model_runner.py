@@ -40,7 +40,12 @@ class ModelRunner:
 
     budget_name = "the budget on a CPU is"  # of the cache, in messages
 
-    def __init__(self, config: Config, lap: Callable[[str], None], tp: TensorParallel = TensorParallel()):
+    def __init__(
+        self,
+        config: Config,
+        lap: Callable[[str], None] = lambda part: None,
+        tp: TensorParallel = TensorParallel(),
+    ):
         """`lap` is called with the name of each part of the start when that is over."""
         self.config = config
         self.tp = tp
@@ -129,12 +134,11 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, step: ScheduledStep) -> PendingStep:
         """Compute a step: a token for each of its `sampled_seqs`."""
-        rows = step.rows
+        rows, self._sampled_seqs = step.rows, step.sampled_seqs
         with self.on_device(), self.few_threads(sum(end - start for _, start, end in rows)):
             arrays = self.start_features(step) if step.feature_names else {}
             if step.copies:
                 self.copy_blocks(np.array(step.copies, np.int32).T)
-            self.step = step
             try:
                 if step.chunks:
                     input_ids, positions = self.prepare_prefill(rows, step.num_decodes)
@@ -147,7 +151,7 @@ class ModelRunner:
             finally:
                 reset_context()
             token_ids = self.sample(x, step.sampled_seqs)
-            output = ForwardOutput(token_ids, token_ids, hidden_states, x)
+            output = ForwardOutput(token_ids, results=token_ids, hidden_states=hidden_states, sampler_input=x)
             pending = {name: self.features[name].after_forward(found, output) for name, found in arrays.items()}
             return PendingStep(step, token_ids.cpu(), pending, lambda: None)
 
@@ -156,12 +160,9 @@ class ModelRunner:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Set the context of a step with prompts, and return its token ids and positions, both [T] int32.
 
-        The first `num_decodes` rows are of sequences that decode. A sequence by itself is a row of all its tokens that
-        were not found in the prefix cache.
+        The first `num_decodes` rows are of sequences that decode. For a sequence by itself see `ScheduledSequence.of`.
         """
-        rows = [
-            x if isinstance(x, ScheduledSequence) else ScheduledSequence(x, x.num_cached_tokens, len(x)) for x in rows
-        ]
+        rows = [x if isinstance(x, ScheduledSequence) else ScheduledSequence.of(x) for x in rows]
         block_size = self.config.kvcache_block_size
         input_ids, positions, slot_mapping, cu_seqlens_q = [], [], [], [0]
         for seq, start, end in rows:
@@ -185,22 +186,22 @@ class ModelRunner:
 
     def prepare_decode(self, rows: Iterable[ScheduledSequence | Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
         """Set the context of a step in which each sequence decodes its last token, and return ids and positions [B]."""
-        seqs = [row.seq if isinstance(row, ScheduledSequence) else row for row in rows]
+        rows = [x if isinstance(x, ScheduledSequence) else ScheduledSequence.of(x) for x in rows]
         block_size = self.config.kvcache_block_size
         input_ids, positions, slot_mapping, context_lens = [], [], [], []
-        for seq in seqs:
-            position = len(seq.token_ids) - 1  # `num_tokens` already counts the token that this step samples
-            input_ids.append(seq.last_token)
+        for seq, _, end in rows:
+            position = end - 1
+            input_ids.append(seq.token_ids[position])
             positions.append(position)
             slot_mapping.append(seq.block_table[position // block_size] * block_size + position % block_size)
-            context_lens.append(position + 1)
+            context_lens.append(end)
         set_context(
             False,
             slot_mapping=self.int_tensor(slot_mapping),
             context_lens=self.int_tensor(context_lens),
             max_context_len=max(context_lens),
-            block_tables=self.prepare_block_tables(seqs),
-            num_decodes=len(seqs),
+            block_tables=self.prepare_block_tables([seq for seq, _, _ in rows]),
+            num_decodes=len(rows),
         )
         return self.int_tensor(input_ids), self.int_tensor(positions)
 
@@ -221,7 +222,7 @@ class ModelRunner:
 
     def run_model(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Hidden states [T, hidden_size]; the cache then has the step's keys, values and token ids."""
-        # a slot of -1 is the last one, which belongs to no block
+        # a slot of -1, which padding has in batches, is the last one: it belongs to no block
         self.slot_token_ids[get_context().slot_mapping] = input_ids
         return self.model(input_ids, positions)
 
@@ -250,7 +251,7 @@ class ModelRunner:
 
     def sampling_rows(self, x: SamplerInput) -> SamplingRows:
         """What edits of logits and filters know of the rows that are sampled in this step."""
-        params, scratch = self.int_tensor(params_rows(self.step.sampled_seqs)), torch.zeros_like(x.req_indices)
+        params, scratch = self.int_tensor(params_rows(self._sampled_seqs)), torch.zeros_like(x.req_indices)
         return SamplingRows(params, x.req_indices, x.positions, x.block_tables, self._cached_token_ids, scratch)
 
     def int_tensor(self, values: Any) -> torch.Tensor:

@@ -19,7 +19,7 @@ class OutputProcessor:
         self.collectors: set[OutputCollector] = set()  # of those requests
 
     @property
-    def is_offline(self) -> bool:
+    def wants_final_outputs_only(self) -> bool:
         """Whether one caller alone waits, and for complete answers: then only the end of the last one matters."""
         return [collector.kind for collector in self.collectors] == [OutputKind.FINAL_ONLY]
 
@@ -40,9 +40,9 @@ class OutputProcessor:
         for collector in [*self.collectors]:
             self._hand_over(collector, num_prefilled, num_decoded)
 
-    def release_awaiting(self) -> None:
+    def release_held(self) -> None:
         """Let sequences go on that are held by a feature, if it is done with them."""
-        if not self.scheduler.awaiting:
+        if not self.scheduler.held:
             return
         self._deliver(release(self.scheduler))
         for collector in [*self.collectors]:

@@ -15,6 +15,13 @@ class ScheduledSequence(NamedTuple):
     start: int
     end: int
 
+    @classmethod
+    def of(cls, seq: Sequence) -> "ScheduledSequence":
+        """The last row that was scheduled of a sequence; of one that was never scheduled, all that is not cached."""
+        if seq.num_scheduled_tokens:
+            return cls(seq, seq.num_computed_tokens - seq.num_scheduled_tokens, seq.num_computed_tokens)
+        return cls(seq, seq.num_cached_tokens, len(seq.token_ids))
+
 
 @dataclass(slots=True, eq=False)
 class ScheduledStep:
@@ -97,7 +104,7 @@ class ScheduledStep:
         self.sampled_seqs = [seq for seq, _, _ in rows]
         self.tokens_per_row = max((end - start for _, start, end in rows), default=1)
 
-    def sample(self, seq: Sequence) -> None:
+    def add_sampled(self, seq: Sequence) -> None:
         """`seq` gets a token from the last chunk so far."""
         self.sampled_seqs.append(seq)
         self.sampled_rows.append(self.num_decodes + len(self.chunks) - 1)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.features import FEATURES, Ends
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep, StepResult
-from nanovllm.engine.scheduling_policy import GroupAdmission, TokenBudget, WaitingQueue
+from nanovllm.engine.scheduling_policy import AdmissionPause, TokenBudget, WaitingQueue
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.features import awaiting, forks
 
@@ -26,7 +26,7 @@ class Scheduler:
     A sequence with drafts decodes these too, in the same row.
 
     Prompts are computed in their `Sequence.order`, as far as the step's TokenBudget goes. A full engine
-    admits new sequences in groups: see GroupAdmission. `schedule` may be called again before the last step's tokens
+    admits new sequences in groups: see AdmissionPause. `schedule` may be called again before the last step's tokens
     have arrived, but only once; sequences that wait for their tokens are then left out.
 
     The answers to one prompt (`Sequence.group`) are queued together. The first is admitted when all of them fit, or
@@ -47,20 +47,20 @@ class Scheduler:
         self.mixed_budget = TokenBudget(num_mixed, config.model_config.context_of_equal_cost)
         self.num_preemptions = 0
         self.totals: Counter[str] = Counter()
-        self.awaiting: dict[Sequence, None] = {}  # held until what they await is done
+        self.held: dict[Sequence, None] = {}  # held until what they await is done
         self.reset()
 
     def reset(self) -> None:
         """Forget all sequences, and the contents of all blocks: at the start, after an error, and at the end."""
         self.block_manager.reset()
-        for seq in self.awaiting:
+        for seq in self.held:
             seq.awaited.cancel()
         self.live: dict[int, dict[int, Sequence]] = {}  # by request id and index: all that have not ended
         self.waiting = WaitingQueue()  # these hold no blocks
         self.prefilling: dict[tuple[int, int], Sequence] = {}  # these hold blocks, and their prompt is being computed
         self.running: dict[tuple[int, int], Sequence] = {}  # these decode, or have got a token and pause
-        self.awaiting.clear()
-        self.admission = GroupAdmission()
+        self.held.clear()
+        self.admission = AdmissionPause()
         self.free_req_indices = self.block_manager.req_indices(self.max_num_seqs)
 
     def add(self, *group: Sequence) -> None:
@@ -79,8 +79,12 @@ class Scheduler:
     def schedule(self, prompts_first: bool = False) -> ScheduledStep | None:
         """The next step, or None if there is nothing to compute, or all that run wait for tokens in flight.
 
+        RuntimeError if the number of cache blocks is not known yet.
+
         prompts_first: do not decode while prompts can be computed, as that takes less time in all.
         """
+        if not self.block_manager.num_blocks:
+            raise RuntimeError("num_kvcache_blocks is not known: make a ModelRunner with this Config first, or set it")
         # what earlier steps have left to copy; forks of this step copy in the next one, when the contents are complete
         copies = self.block_manager.take_copies()
         step = ScheduledStep()
@@ -120,6 +124,7 @@ class Scheduler:
             self.block_manager.may_append(seq, end)
             step.new_blocks.append((i, len(seq.block_table) - 1, seq.block_table[-1]))
         for seq, _, end in rows:
+            seq.num_scheduled_tokens = end - seq.num_computed_tokens
             seq.num_computed_tokens, seq.num_tokens = end, end + 1
         step.decode(rows)
 
@@ -162,19 +167,20 @@ class Scheduler:
     def _schedule_chunk(self, seq: Sequence, end: int, step: ScheduledStep) -> None:
         step.chunks.append(ScheduledSequence(seq, seq.num_computed_tokens, end))
         step.state_rows.append(self.block_manager.state_row(seq))
+        seq.num_scheduled_tokens = end - seq.num_computed_tokens
         seq.num_computed_tokens = end
         self.block_manager.hash_blocks(seq, end)
         if end == seq.num_tokens:
             is_first_token = not seq.has_sampled
-            self.sample(seq, step)
+            self.start_decoding(seq, step)
             if is_first_token and seq.params.n > 1:
                 forks.start_others(self, seq, step)
 
-    def sample(self, seq: Sequence, step: ScheduledStep) -> None:
+    def start_decoding(self, seq: Sequence, step: ScheduledStep) -> None:
         """The prompt of `seq` is computed: it gets a token from the last row of the step, and decodes from now on."""
         self.prefilling.pop(seq.key, None)
         self.running[seq.key] = seq
-        step.sample(seq)
+        step.add_sampled(seq)
         seq.num_tokens += 1
 
     def _admit(self, seq: Sequence) -> bool:
@@ -270,7 +276,7 @@ class Scheduler:
         A step in flight may still write to its blocks. Whoever gets these writes later: the device keeps the order.
         """
         self.waiting.discard(seq)
-        self.awaiting.pop(seq, None)
+        self.held.pop(seq, None)
         if seq.status is SequenceStatus.RUNNING:
             self.release(seq)
         seq.status = SequenceStatus.FINISHED

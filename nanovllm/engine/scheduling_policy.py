@@ -51,6 +51,9 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._seqs)
 
+    def __repr__(self) -> str:
+        return repr(self._seqs)
+
     def push(self, seq: Sequence) -> None:
         insort(self._seqs, seq, key=attrgetter("order"))
 
@@ -67,7 +70,7 @@ class WaitingQueue:
             del self._seqs[i]
 
 
-class GroupAdmission:
+class AdmissionPause:
     """Admission with hysteresis: once the engine is full, sequences are admitted in groups.
 
     A mixed step for each sequence that ends would hold up all others. So the first sequence that does not fit pauses

@@ -64,6 +64,7 @@ class Sequence:
         self.num_prompt_tokens = len(token_ids)
         self.max_num_tokens = max_len if params.max_tokens is None else min(len(token_ids) + params.max_tokens, max_len)
         self.num_tokens = len(token_ids)
+        self.num_scheduled_tokens = 0  # of these, those of the last step that was scheduled
         self.num_computed_tokens = 0  # their keys and values are in the cache, or in a step that was scheduled
         self.token_limit = self.max_num_tokens  # no decode step is scheduled once `num_tokens` is that
         self.num_drafts = 0  # of the tokens after its next one: a step may give it one token more than that
@@ -84,6 +85,8 @@ class Sequence:
 
     def __repr__(self) -> str:
         num_tokens = f"{self.num_prompt_tokens} + {self.num_completion_tokens} tokens"
+        if (num_in_flight := self.num_tokens - len(self.token_ids)) > 0:
+            num_tokens += f" and {num_in_flight} in flight"
         return f"Sequence({self.request_id}.{self.index}, {self.status.name}, {num_tokens}, blocks {self.block_table})"
 
     @property

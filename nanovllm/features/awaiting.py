@@ -16,7 +16,7 @@ MAX_WAIT_SECONDS = 0.02  # for a held sequence: meanwhile, callers may want some
 
 def hold(scheduler: "Scheduler", seq: Sequence) -> None:
     """Schedule no step of a sequence that has got its last token, whatever its status, until `release`."""
-    seq.is_paused, scheduler.awaiting[seq] = True, None
+    seq.is_paused, scheduler.held[seq] = True, None
     scheduler.waiting.discard(seq)  # if it was preempted while the step was in flight
 
 
@@ -25,12 +25,12 @@ def release(scheduler: "Scheduler") -> list[Sequence]:
 
     Returns those that have ended.
     """
-    are_all = len(scheduler.awaiting) == sum(map(len, scheduler.live.values()))
+    are_all = len(scheduler.held) == sum(map(len, scheduler.live.values()))
     seconds = MAX_WAIT_SECONDS if are_all else 0
-    done, _ = wait([seq.awaited for seq in scheduler.awaiting], seconds, FIRST_COMPLETED)
+    done, _ = wait([seq.awaited for seq in scheduler.held], seconds, FIRST_COMPLETED)
     ended = []
-    for seq in [seq for seq in scheduler.awaiting if seq.awaited in done]:
-        del scheduler.awaiting[seq]
+    for seq in [seq for seq in scheduler.held if seq.awaited in done]:
+        del scheduler.held[seq]
         reasons = seq.awaited.result()
         seq.awaited, seq.is_paused = None, False
         if reasons is not None:

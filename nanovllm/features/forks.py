@@ -25,7 +25,7 @@ def start_others(scheduler: "Scheduler", seq: Sequence, step: ScheduledStep) -> 
         scheduler.waiting.discard(other)
         scheduler.set_running(other)
         scheduler.block_manager.fork(seq, other)
-        scheduler.sample(other, step)
+        scheduler.start_decoding(other, step)
 
 
 def hold(scheduler: "Scheduler", seq: Sequence) -> None:

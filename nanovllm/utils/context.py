@@ -42,9 +42,9 @@ def get_context() -> Context:
     return _context.get() or Context()
 
 
-def set_context(*args: Any, **fields: Any) -> None:
+def set_context(is_prefill: bool = False, **fields: Any) -> None:
     """Set the fields of a Context for the step that this thread computes."""
-    _context.set(Context(*args, **fields))
+    _context.set(Context(is_prefill, **fields))
 
 
 def reset_context() -> None:
