@@ -122,12 +122,12 @@ class SimulatedEngine:
     def step(self, token_id: int = 7, prompts_first: bool = False) -> ScheduledStep | None:
         """Schedule a step, and give the sequences of this one, or of the one before, their tokens."""
         step = self.scheduler.schedule(prompts_first)
-        assert step or self.in_flight, "stuck"
+        assert step or self.in_flight or self.scheduler.held, "stuck"
         if step:
             self.steps.append(step)
             self.in_flight.append((step, self.compute(step, token_id)))
         self.check_move()
-        if len(self.in_flight) > self.max_in_flight or not step:
+        if len(self.in_flight) > self.max_in_flight or (self.in_flight and not step):
             self.postprocess(*self.in_flight.popleft())
             self.check_move()
         return step

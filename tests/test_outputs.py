@@ -9,7 +9,7 @@ import pytest
 import torch
 from common import TINY, step_error
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, BeamSearchParams, SamplingParams
 
 pytestmark = pytest.mark.small_model
 
@@ -581,3 +581,13 @@ def test_parameters_by_position():
     assert (params.temperature, params.max_tokens, params.ignore_eos) == (0.6, 256, True)
     with pytest.raises(TypeError):
         SamplingParams(0.6, 256, True, 5)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 8])
+def test_a_prompt_counts_once(make_llm, max_num_seqs):
+    """Whichever of its answers are admitted later, and however many beams are computed again."""
+    llm = make_llm(max_num_seqs=max_num_seqs, kvcache_block_size=16)
+    llm.generate([[30] * 20], SamplingParams(max_tokens=4, ignore_eos=True, n=4), use_tqdm=False)
+    assert llm.stats()["tokens"]["in"] == 20
+    llm.beam_search([[31] * 20], BeamSearchParams(beam_width=3, max_tokens=5, ignore_eos=True))
+    assert llm.stats()["tokens"]["in"] == 40 and llm.stats()["prefix_hit_rate"] == 0

@@ -441,6 +441,34 @@ def test_the_engine_waits_for_masks(make_llm, monkeypatch):
 
 
 @BOTH_WAYS
+def test_held_sequences_keep_their_blocks(make_llm, monkeypatch, async_scheduling):
+    """Others wait for a place meanwhile. Nothing is preempted for them and computed again."""
+    monkeypatch.setattr(feature, "MAX_SECONDS", -1)  # other threads make all masks
+    llm = make_llm(async_scheduling=async_scheduling, max_num_seqs=1, enable_prefix_caching=False)
+    num_computed = []
+    llm.core.on_step.append(lambda step, result: num_computed.extend(step.chunk_lens))
+    llm.generate([[50 + i] * 40 for i in range(3)], params("regex", "[ab]{9}"), use_tqdm=False)
+    assert num_computed == [40] * 3 and llm.stats()["preemptions"] == 0
+
+
+@BOTH_WAYS
+def test_an_error_of_a_mask_ends_its_request_alone(make_llm, monkeypatch, async_scheduling):
+    monkeypatch.setattr(feature, "MAX_SECONDS", -1)
+    llm, update = make_llm(async_scheduling=async_scheduling), constraints.Constraint.update
+
+    def fail(constraint, *arguments):
+        if len(constraint._seq.completion_token_ids) == 2:
+            raise MemoryError("no room")
+        return update(constraint, *arguments)
+
+    monkeypatch.setattr(constraints.Constraint, "update", fail)
+    other = SamplingParams(max_tokens=20, ignore_eos=True)
+    outputs = llm.generate(["Hello"] * 2, [params("regex", "[ab]{9}"), other], use_tqdm=False)
+    assert outputs[0].finish_reason == "error" and outputs[0].outputs[0].stop_reason == "MemoryError: no room"
+    assert len(outputs[1].token_ids) == 20 and not llm.scheduler.held and llm.stats()["blocks"]["used"] == 0
+
+
+@BOTH_WAYS
 def test_held_sequences_are_aborted_and_dropped(make_llm, monkeypatch, async_scheduling):
     """In the middle of the others; what they wait for is not made."""
     gate = Gate(monkeypatch)
@@ -561,9 +589,7 @@ class HeldSimulation(ConstrainedSimulation):
         if awaited:
             awaiting.release(self.scheduler)
             self.check_move()
-        if self.in_flight or len(self.scheduler.held) < sum(map(len, self.scheduler.live.values())):
-            return super().step(token_id, prompts_first)
-        return None
+        return super().step(token_id, prompts_first)
 
     def postprocess(self, step, result):
         assert not any(seq.awaited and not seq.awaited.done() for seq in step.sampled_seqs if not seq.is_finished)

@@ -1,5 +1,6 @@
 """Which sequence holds which cache block: reference counts, and a prefix cache of full blocks."""
 
+import secrets
 from collections import OrderedDict
 
 import xxhash
@@ -8,7 +9,7 @@ from nanovllm.engine.sequence import Sequence, packed_ids
 
 
 class Block:
-    """One block of the paged cache. A block with a hash can be found; its token ids rule out hash collisions."""
+    """One block of the paged cache. A block with a hash can be found, if its token ids are those of its finder too."""
 
     __slots__ = ("block_id", "hash", "ref_count", "token_ids")
 
@@ -36,6 +37,7 @@ class BlockManager:
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
         self.num_blocks, self.block_size = num_blocks, block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.salt = secrets.randbits(64)  # so that nobody can look for prompts of equal hashes
         self.reset()
 
     def reset(self) -> None:
@@ -176,7 +178,7 @@ class BlockManager:
 
     def _extend_hashes(self, seq: Sequence, num_blocks: int) -> None:
         for i in range(len(seq.block_hashes), num_blocks):
-            prefix_hash = seq.block_hashes[-1] if i else seq.cache_salt
+            prefix_hash = seq.block_hashes[-1] if i else seq.cache_salt ^ self.salt
             seq.block_hashes.append(self.compute_hash(self._block_token_ids(seq, i), prefix_hash))
 
     def _block_token_ids(self, seq: Sequence, i: int) -> list[int]:

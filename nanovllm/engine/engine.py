@@ -9,6 +9,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.features.awaiting import wait_for_one
 from nanovllm.utils.context import reset_context
 from nanovllm.utils.tensor_parallel import TensorParallel
 
@@ -49,6 +50,8 @@ class Engine:
             self.output_processor.process(step, result, changed)
             for hook in [*self.on_step]:
                 hook(step, result)
+        elif not scheduled and self.scheduler.held:
+            wait_for_one(self.scheduler)
 
     def check_open(self) -> None:
         """RuntimeError if the engine was closed or has failed."""

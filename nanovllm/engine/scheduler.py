@@ -197,7 +197,7 @@ class Scheduler:
         self.admission.resume()
         self.waiting.discard(seq)
         self.block_manager.allocate(seq)
-        if not seq.was_admitted:  # else it was preempted, and is counted already
+        if not any(other.was_admitted for other in seq.group):  # the answers to a prompt count once
             self.totals["prompt_tokens"] += seq.num_prompt_tokens
             self.totals["cached_tokens"] += min(seq.num_cached_tokens, seq.num_prompt_tokens)
         self.set_running(seq)

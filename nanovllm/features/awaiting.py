@@ -4,14 +4,14 @@ These functions are the Scheduler's own. A held sequence is paused, as beams are
 """
 
 from concurrent.futures import FIRST_COMPLETED, wait
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
 if TYPE_CHECKING:
     from nanovllm.engine.scheduler import Scheduler
 
-MAX_WAIT_SECONDS = 0.02  # for a held sequence: meanwhile, callers may want something
+MAX_WAIT_SECONDS = 0.02  # meanwhile, callers may want something
 
 
 def hold(scheduler: "Scheduler", seq: Sequence) -> None:
@@ -21,17 +21,11 @@ def hold(scheduler: "Scheduler", seq: Sequence) -> None:
 
 
 def release(scheduler: "Scheduler") -> list[Sequence]:
-    """Let held sequences go on, or end them, if what they await is done. If all are held, wait for one of them.
-
-    Returns those that have ended.
-    """
-    are_all = len(scheduler.held) == sum(map(len, scheduler.live.values()))
-    seconds = MAX_WAIT_SECONDS if are_all else 0
-    done, _ = wait([seq.awaited for seq in scheduler.held], seconds, FIRST_COMPLETED)
+    """Let held sequences go on, or end them, if what they await is done. Returns those that have ended."""
     ended = []
-    for seq in [seq for seq in scheduler.held if seq.awaited in done]:
+    for seq in [seq for seq in scheduler.held if seq.awaited.done()]:
         del scheduler.held[seq]
-        reasons = seq.awaited.result()
+        reasons = outcome(seq.awaited)
         seq.awaited, seq.is_paused = None, False
         if reasons is not None:
             scheduler.finish(seq, *reasons)
@@ -41,3 +35,17 @@ def release(scheduler: "Scheduler") -> list[Sequence]:
         if seq.status is SequenceStatus.WAITING:
             scheduler.waiting.push(seq)
     return ended
+
+
+def outcome(future: Any) -> tuple[str, int | str | None] | None:
+    """The reasons why a sequence is to end, if any. An error ends its sequence, and no other."""
+    if future.cancelled():
+        return "abort", None
+    if (error := future.exception()) is not None:
+        return "error", f"{type(error).__name__}: {error}"
+    return future.result()
+
+
+def wait_for_one(scheduler: "Scheduler") -> None:
+    """No step can be scheduled: wait until a held sequence may go on."""
+    wait([seq.awaited for seq in scheduler.held], MAX_WAIT_SECONDS, FIRST_COMPLETED)

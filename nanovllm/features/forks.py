@@ -66,8 +66,8 @@ def resume(scheduler: "Scheduler", seq: Sequence, token_id: int) -> None:
 
 
 def preempt_paused(scheduler: "Scheduler", step: ScheduledStep) -> None:
-    """Nothing fits into the step: paused sequences give up their blocks, which others of their requests may need."""
-    paused = [seq for seq in scheduler.running.values() if seq.is_paused]
+    """Nothing fits into the step: beams that pause give up their blocks, which others of their requests may need."""
+    paused = [seq for seq in scheduler.running.values() if seq.is_paused and seq not in scheduler.held]
     while paused and scheduler.waiting and not step.chunks:
         scheduler.preempt(paused.pop())
         scheduler.schedule_chunks(step)
