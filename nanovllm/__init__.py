@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-    from nanovllm.engine.request import TextPrompt, TokensPrompt
     from nanovllm.engine.scheduling_policy import SchedulingPolicy
     from nanovllm.features.beam_params import BeamSearchParams
     from nanovllm.llm import LLM
+    from nanovllm.requests.request import TextPrompt, TokensPrompt
     from nanovllm.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
@@ -18,7 +18,7 @@ __all__ += ["CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"]
 
 def __getattr__(name: str) -> Any:
     """A name of `__all__`, imported when it is asked for: the help of commands does without PyTorch."""
-    homes = "sampling_params", "engine.outputs", "engine.request", "engine.scheduling_policy", "llm"
+    homes = "sampling_params", "engine.outputs", "requests.request", "engine.scheduling_policy", "llm"
     for home in (*homes, "features.beam_params"):  # what a plain `generate` imports comes first
         if name in __all__ and hasattr(module := import_module(f"nanovllm.{home}"), name):
             return getattr(module, name)

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.outputs import OutputKind, RequestOutput
-from nanovllm.engine.prompts import as_conversations, check_template_arguments
-from nanovllm.engine.request import Message, Prompt
 from nanovllm.features.beam_params import BeamSearchParams
 from nanovllm.features.beam_search import BeamSearchOutput, beam_requests
+from nanovllm.requests.prompts import as_conversations, check_template_arguments
+from nanovllm.requests.request import Message, Prompt
 from nanovllm.sampling_params import SamplingParams
 
 

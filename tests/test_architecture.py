@@ -28,7 +28,7 @@ RANKS = [
 ]
 LIBRARY = "llm.py"  # imports what `__init__.py` has, which imports nothing until it is asked for
 SCHEDULING = [
-    "engine/detokenizer.py",
+    "requests/detokenizer.py",
     "engine/sequence.py",
     "engine/scheduled_step.py",
     "engine/block_manager.py",
@@ -58,8 +58,8 @@ HOUSE = """
   spec_decode/proposer.py spec_decode/ngram.py spec_decode/suffix.py
   engine/block_manager.py engine/scheduling_policy.py engine/policies.py
   <- engine/state_blocks.py
-  <- engine/scheduler.py features/awaiting.py features/forks.py spec_decode/drafting_scheduler.py <- engine/stats.py
-1 | engine/outputs.py <- engine/stream_event.py
+  <- engine/scheduler.py engine/awaiting.py engine/forks.py spec_decode/drafting_scheduler.py <- engine/stats.py
+1 | engine/outputs.py <- requests/stream_event.py
 1 | kernels/ moe/kernels/ delta_net/kernels/ quantization/kernels/ invariant/kernels/ distributed/kernels/
 2 | cache/ quantization/fp8_cache.py <- attention/base.py attention/sdpa.py <- layers/ <- attention/ moe/experts.py
   delta_net/
@@ -67,7 +67,7 @@ HOUSE = """
 3 | fused/ <- quantization/scaled.py <- quantization/scaled_linear.py quantization/scaled_experts.py <-
   quantization/fp8_linear.py <- quantization/quant_config.py <- quantization/formats/
 4 | engine/forward_output.py
-  features/__init__.py features/block_copies.py <- features/logit_edits.py features/logprob_outputs.py
+  features/__init__.py cache/block_copies.py <- features/logit_edits.py features/logprob_outputs.py
   <- features/logprobs.py engine/model_runner.py
   <- batches/__init__.py batches/batch.py <- batches/request_tables.py spec_decode/rows.py <- batches/batch_runner.py
   spec_decode/speculation.py spec_decode/draft_model.py spec_decode/draft_heads.py
@@ -81,12 +81,12 @@ HOUSE = """
 5 | structured_outputs/grammar.py structured_outputs/json_schema.py structured_outputs/sandbox.py
   <- structured_outputs/masks.py <- structured_outputs/constraint.py <- structured_outputs/grammars.py
   <- structured_outputs/structured_feature.py
-6 | engine/detokenizer.py
-  engine/sentencepiece.py engine/recommended_params.py features/stop_strings.py <- engine/request.py
-  <- engine/chat_templates.py <- engine/prompts.py
-  engine/streamed_request.py <- engine/input_processor.py engine/output_processor.py
+6 | requests/__init__.py requests/detokenizer.py
+  requests/sentencepiece.py requests/recommended_params.py features/stop_strings.py <- requests/request.py
+  <- requests/chat_templates.py <- requests/prompts.py
+  requests/streamed_request.py <- requests/input_processor.py engine/output_processor.py
   <- engine/engine.py features/beam_search.py <- engine/build.py engine/engine_thread.py
-  <- engine/step_callers.py engine/streams.py
+  <- requests/step_callers.py requests/streams.py
   <- engine/llm_engine.py rollout/ <- llm.py <- __init__.py <- compat/vllm_llm.py <- compat/vllm.py <-
   compat/__main__.py
 7 | benchmarks/__init__.py benchmarks/clients.py benchmarks/processes.py benchmarks/requests.py benchmarks/results.py

@@ -16,8 +16,8 @@ from scaling import assert_grows_less
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.engine.engine_thread import EngineThread
 from nanovllm.engine.outputs import OutputCollector, OutputKind, StepOutput
-from nanovllm.engine.request import CompletionRequest
-from nanovllm.engine.streams import MAX_STEPS_AHEAD
+from nanovllm.requests.request import CompletionRequest
+from nanovllm.requests.streams import MAX_STEPS_AHEAD
 
 pytestmark = pytest.mark.small_model
 

@@ -10,8 +10,8 @@ import pytest
 from common import TINY
 from transformers import AutoTokenizer
 
-from nanovllm.engine.chat_templates import TemplateForms, forms_of
-from nanovllm.engine.prompts import render_chat
+from nanovllm.requests.chat_templates import TemplateForms, forms_of
+from nanovllm.requests.prompts import render_chat
 from nanovllm.utils.loader import load_tokenizer
 
 pytest.importorskip("fastapi")

@@ -10,14 +10,14 @@ from simulation import SimulatedEngine
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from nanovllm.engine.detokenizer import Detokenizer, TokenBytes
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.outputs import OutputCollector, OutputKind, StepOutput
-from nanovllm.engine.request import CompletionRequest
 from nanovllm.engine.scheduled_step import StepResult
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.streamed_request import StreamedRequest
 from nanovllm.features.stop_strings import StoppingDetokenizer, StopStrings
+from nanovllm.requests.detokenizer import Detokenizer, TokenBytes
+from nanovllm.requests.request import CompletionRequest
+from nanovllm.requests.streamed_request import StreamedRequest
 from nanovllm.sampling_params import SamplingParams
 
 

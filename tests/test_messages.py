@@ -15,7 +15,7 @@ from common import CharacterTokenizer
 from test_server import MODEL, running
 
 from nanovllm.engine.outputs import CompletionOutput, RequestOutput
-from nanovllm.engine.stream_event import StreamEvent
+from nanovllm.requests.stream_event import StreamEvent
 from nanovllm.serve import anthropic_api
 from nanovllm.serve.answer_formats import Formats
 from nanovllm.serve.anthropic_api import MessagesAnswer, MessagesBody, chat_body

@@ -18,7 +18,7 @@ from fastapi import FastAPI
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.outputs import CompletionOutput, Logprob, OutputKind
-from nanovllm.engine.stream_event import StreamEvent
+from nanovllm.requests.stream_event import StreamEvent
 from nanovllm.serve import replicas
 from nanovllm.serve.api_server import add_info_routes
 from nanovllm.serve.engine_client import EngineDeadError

@@ -16,8 +16,8 @@ from test_server import GREEDY, MODEL, PROMPT, QUESTION, TOOL, expected, offline
 
 from nanovllm import BeamSearchParams, SamplingParams
 from nanovllm.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from nanovllm.engine.prompts import render_chat
-from nanovllm.engine.stream_event import StreamEvent
+from nanovllm.requests.prompts import render_chat
+from nanovllm.requests.stream_event import StreamEvent
 from nanovllm.serve import template_sandbox
 from nanovllm.serve.answer_formats import Formats
 from nanovllm.serve.chat import ChatAnswer

@@ -21,10 +21,10 @@ from simulation import (
     rows,
 )
 
+from nanovllm.engine.forks import fork, resume
 from nanovllm.engine.scheduling_policy import MAX_STEPS_WITHOUT_ADMISSION, MIN_SHARED_CHUNK, TokenBudget
 from nanovllm.engine.sequence import SequenceStatus
 from nanovllm.engine.stats import stats_of
-from nanovllm.features.forks import fork, resume
 
 WITH_DRAFTS = [(False, True, 4), (True, False, 5), (True, True, 6)]
 

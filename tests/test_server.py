@@ -32,9 +32,9 @@ import tokenizers
 
 import nanovllm
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.outputs import OutputKind
-from nanovllm.engine.stream_event import StreamEvent
+from nanovllm.requests.input_processor import InputProcessor
+from nanovllm.requests.stream_event import StreamEvent
 from nanovllm.serve import AsyncLLM, answers, http_responses, request_limits
 from nanovllm.serve.address import listening_socket
 from nanovllm.serve.answer_formats import Formats

@@ -29,10 +29,10 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.batches.batch import Batch, BatchShape
 from nanovllm.cuda.buffers import make_buffers
 from nanovllm.cuda.graphs import decode_shape
+from nanovllm.engine import awaiting
 from nanovllm.engine.features import FEATURES, Feature, StepFeature
 from nanovllm.engine.outputs import OutputKind
 from nanovllm.engine.sequence import Sequence
-from nanovllm.features import awaiting
 from nanovllm.features.logit_edits import mask_of
 from nanovllm.structured_outputs import constraint as constraints
 from nanovllm.structured_outputs import grammar as compiled_grammar

@@ -13,9 +13,9 @@ pytest.importorskip("pydantic")
 
 from common import CharacterTokenizer
 
-from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.reasoning.formats import THINK, format_of, has_unknown_reasoning, template_text
 from nanovllm.reasoning.stage import Reasoning, Stage, TextMarkers
+from nanovllm.requests.stream_event import StreamEvent
 from nanovllm.serve.answer_formats import Formats
 from nanovllm.serve.answers import dump_json, encoded
 from nanovllm.serve.chat import AnswerParser, ChatAnswer, make_tool_parser

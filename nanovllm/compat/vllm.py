@@ -22,7 +22,7 @@ from nanovllm.compat.params import (
 from nanovllm.compat.vllm_llm import LLM, BeamSearchOutput, BeamSearchSequence
 from nanovllm.compat.vllm_settings import select
 from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from nanovllm.engine.request import Prompt, TextPrompt, TokensPrompt
+from nanovllm.requests.request import Prompt, TextPrompt, TokensPrompt
 from nanovllm.utils.loader import find_tokenizer
 
 __version__ = "0.26.0"  # of vLLM, whose names these are

@@ -10,9 +10,9 @@ import nanovllm
 from nanovllm.compat.params import RESTRICTIONS, BeamSearchParams, FlatLogprobs, SamplingParams, restricted_schema
 from nanovllm.compat.vllm_settings import check_accepted, select
 from nanovllm.engine.outputs import RequestOutput
-from nanovllm.engine.prompts import as_list, as_prompts
 from nanovllm.features import beam_search as beams
 from nanovllm.reasoning.formats import FORMATS
+from nanovllm.requests.prompts import as_list, as_prompts
 from nanovllm.utils.checks import check_bool, check_choice, check_int
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 from nanovllm.config import Config
+from nanovllm.engine.awaiting import wait_for_one
 from nanovllm.engine.forward_output import PendingStep
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.features.awaiting import wait_for_one
 from nanovllm.utils.context import reset_context
 from nanovllm.utils.tensor_parallel import TensorParallel
 

@@ -13,7 +13,7 @@ from weakref import ref
 
 from nanovllm.engine.engine import CLOSED, Engine, UnavailableError
 from nanovllm.engine.outputs import OutputCollector, StepOutput
-from nanovllm.engine.request import Request
+from nanovllm.requests.request import Request
 
 T = TypeVar("T")
 

@@ -15,9 +15,9 @@ from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
-    from nanovllm.engine.input_processor import InputProcessor
     from nanovllm.engine.model_runner import ModelRunner
-    from nanovllm.engine.request import CompletionRequest
+    from nanovllm.requests.input_processor import InputProcessor
+    from nanovllm.requests.request import CompletionRequest
 
 Arrays = Mapping[str, Any]  # by name; those of a Batch are int32, NumPy's on the host and PyTorch's on the device
 Ends = dict[Sequence, tuple[str, int | str | None]]  # finish reason and stop reason of the sequences that end
@@ -34,7 +34,7 @@ class StepFeature:
 
     @classmethod
     def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
-        """Check a new engine.request.Request, in the thread of its caller: ValueError or TypeError refuses it.
+        """Check a new requests.request.Request, in the thread of its caller: ValueError or TypeError refuses it.
 
         `seq.feature_state[name]`, None so far, has what the feature keeps of a sequence. It may set more: `columns`,
         numbers for the device by the name of their column, which for `fields` is done here; `is_watched`, so that

@@ -13,15 +13,15 @@ from nanovllm import rollout
 from nanovllm.config import Config, takes_settings_of
 from nanovllm.engine.build import build_engine
 from nanovllm.engine.engine_thread import EngineThread, Submission
-from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.outputs import OutputCollector, OutputKind, RequestOutput, StepOutput
-from nanovllm.engine.request import Prompt
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.stats import described, stats_of_engine
-from nanovllm.engine.step_callers import StepCallers
-from nanovllm.engine.stream_event import StreamEvent
-from nanovllm.engine.streams import events_of
+from nanovllm.requests.input_processor import InputProcessor
+from nanovllm.requests.request import Prompt
+from nanovllm.requests.step_callers import StepCallers
+from nanovllm.requests.stream_event import StreamEvent
+from nanovllm.requests.streams import events_of
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.loader import load_tokenizer

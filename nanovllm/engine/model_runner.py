@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from nanovllm.attention import backend_class
+from nanovllm.cache.block_copies import copy_blocks
 from nanovllm.cache.kv_cache import PagedKV
 from nanovllm.cache.state import fit_states
 from nanovllm.config import Config
@@ -17,7 +18,6 @@ from nanovllm.engine.features import FEATURES, Arrays, StepFeature
 from nanovllm.engine.forward_output import ForwardOutput, PendingStep, SamplerInput
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
-from nanovllm.features.block_copies import copy_blocks
 from nanovllm.kernels.sampling.sampling_columns import GREEDY_BELOW, params_rows
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler, SamplingRows, logit_cutoffs

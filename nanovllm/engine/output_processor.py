@@ -2,12 +2,12 @@
 
 from collections.abc import Collection
 
+from nanovllm.engine.awaiting import release
 from nanovllm.engine.outputs import OutputCollector, OutputKind
-from nanovllm.engine.request import Request
 from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.features.awaiting import release
+from nanovllm.requests.request import Request
 
 
 class OutputProcessor:

@@ -7,12 +7,12 @@ from math import inf
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from nanovllm.engine import awaiting, forks
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.features import FEATURES, Ends
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep, StepResult
 from nanovllm.engine.scheduling_policy import AdmissionPause, TokenBudget, WaitingQueue
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.features import awaiting, forks
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
@@ -222,7 +222,7 @@ class Scheduler:
     def postprocess(self, step: ScheduledStep, result: StepResult) -> Collection[Sequence]:
         """Append the tokens of a step, let features look at them, and end sequences.
 
-        Only a beam search appends tokens of its own choice: see features/forks.py.
+        Only a beam search appends tokens of its own choice: see engine/forks.py.
 
         Returns the watched sequences that have got a token, and all that have ended.
         """

@@ -5,16 +5,16 @@ from itertools import count
 from operator import itemgetter
 from typing import NamedTuple
 
-from nanovllm.engine.detokenizer import Detokenizer, TokenBytes
-from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.forks import fork, resume
 from nanovllm.engine.outputs import OutputKind, Record
-from nanovllm.engine.prompts import as_priorities, as_prompts
-from nanovllm.engine.request import Prompt, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.beam_params import BeamSearchParams
-from nanovllm.features.forks import fork, resume
 from nanovllm.features.logprobs import TokenLogprobs
+from nanovllm.requests.detokenizer import Detokenizer, TokenBytes
+from nanovllm.requests.input_processor import InputProcessor
+from nanovllm.requests.prompts import as_priorities, as_prompts
+from nanovllm.requests.request import Prompt, Request
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 

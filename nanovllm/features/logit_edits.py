@@ -22,9 +22,9 @@ from nanovllm.utils.checks import check_int
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
-    from nanovllm.engine.input_processor import InputProcessor
     from nanovllm.engine.model_runner import ModelRunner
-    from nanovllm.engine.request import CompletionRequest
+    from nanovllm.requests.input_processor import InputProcessor
+    from nanovllm.requests.request import CompletionRequest
 
 MAX_BIASES = 512  # of a request: ids of logit_bias, and stop ids that min_tokens bans
 MAX_BAD_WORDS = 128  # of a request, as token sequences: a word has one with and one without a space before it

@@ -27,9 +27,9 @@ from nanovllm.utils.cuda_driver import DeviceBytes
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
-    from nanovllm.engine.input_processor import InputProcessor
     from nanovllm.engine.model_runner import ModelRunner
-    from nanovllm.engine.request import CompletionRequest
+    from nanovllm.requests.input_processor import InputProcessor
+    from nanovllm.requests.request import CompletionRequest
 
 ALL_TOKENS = 2**30  # for `num_top`: more than any vocabulary has
 # rows that are computed at a time: log-probabilities of all tokens take more memory than logits, that of one takes less

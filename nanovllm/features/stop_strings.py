@@ -4,15 +4,15 @@ from collections.abc import Mapping
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.engine.detokenizer import Detokenizer, TokenBytes
 from nanovllm.engine.features import Ends, StepFeature
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
+from nanovllm.requests.detokenizer import Detokenizer, TokenBytes
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm.engine.input_processor import InputProcessor
-    from nanovllm.engine.request import CompletionRequest
+    from nanovllm.requests.input_processor import InputProcessor
+    from nanovllm.requests.request import CompletionRequest
 
 
 class StopStrings(StepFeature):

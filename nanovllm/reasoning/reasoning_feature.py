@@ -10,8 +10,8 @@ from nanovllm.reasoning.formats import FORMATS
 from nanovllm.reasoning.stage import Markers, Reasoning
 
 if TYPE_CHECKING:
-    from nanovllm.engine.input_processor import InputProcessor
-    from nanovllm.engine.request import CompletionRequest
+    from nanovllm.requests.input_processor import InputProcessor
+    from nanovllm.requests.request import CompletionRequest
 
 
 class ReasoningStage(StepFeature):

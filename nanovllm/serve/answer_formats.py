@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.reasoning.formats import format_of, has_unknown_reasoning, template_text
 from nanovllm.reasoning.reasoning_feature import markers_of
 from nanovllm.reasoning.stage import Markers
+from nanovllm.requests.input_processor import InputProcessor
 from nanovllm.serve.errors import require
 from nanovllm.serve.protocol import ChatBody, GenerationBody
 from nanovllm.serve.settings import ServerSettings

@@ -12,7 +12,7 @@ from uuid import uuid4
 import msgspec
 
 from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestOutput
-from nanovllm.engine.stream_event import StreamEvent
+from nanovllm.requests.stream_event import StreamEvent
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.protocol import GenerationBody, StreamOptions

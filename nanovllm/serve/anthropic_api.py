@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field
 from typing_extensions import NotRequired, TypedDict
 
 from nanovllm.engine.outputs import RequestOutput
-from nanovllm.engine.stream_event import StreamEvent
+from nanovllm.requests.stream_event import StreamEvent
 from nanovllm.serve import chat
 from nanovllm.serve.answers import dump_json, server_sent_event
 from nanovllm.serve.errors import MESSAGES_PATH, ApiError, require

@@ -7,8 +7,8 @@ from typing import Any
 
 from nanovllm.engine.engine import UnavailableError
 from nanovllm.engine.outputs import OutputKind, StepOutput
-from nanovllm.engine.request import CompletionRequest
 from nanovllm.llm import LLM
+from nanovllm.requests.request import CompletionRequest
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.engine_calls import EngineCalls, StepSizes
 from nanovllm.serve.engine_client import EngineClient, EngineDeadError, QueueFullError

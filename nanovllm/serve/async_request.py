@@ -7,8 +7,8 @@ from time import time
 from typing import Any
 
 from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from nanovllm.engine.request import CompletionRequest
-from nanovllm.engine.stream_event import StreamEvent
+from nanovllm.requests.request import CompletionRequest
+from nanovllm.requests.stream_event import StreamEvent
 
 
 class AsyncRequest:

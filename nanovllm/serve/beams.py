@@ -3,11 +3,11 @@
 from dataclasses import replace
 from time import time
 
-from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.outputs import CompletionOutput, OutputKind, RequestOutput
-from nanovllm.engine.request import TokensPrompt
 from nanovllm.features.beam_params import BeamSearchParams
 from nanovllm.features.beam_search import BeamRequest, beam_requests
+from nanovllm.requests.input_processor import InputProcessor
+from nanovllm.requests.request import TokensPrompt
 
 
 class BeamCompletion(BeamRequest):

@@ -5,10 +5,10 @@ from functools import partial
 from itertools import groupby, islice
 from typing import Any, cast
 
-from nanovllm.engine import prompts
 from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestOutput
-from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.reasoning.stage import Reasoning
+from nanovllm.requests import prompts
+from nanovllm.requests.stream_event import StreamEvent
 from nanovllm.serve.answer_formats import Formats
 from nanovllm.serve.answers import Answer, encoded, logprob_value
 from nanovllm.serve.async_request import AsyncRequest

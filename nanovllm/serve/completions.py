@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestOutput
-from nanovllm.engine.stream_event import StreamEvent
+from nanovllm.requests.stream_event import StreamEvent
 from nanovllm.serve.answers import Answer, encoded, logprob_value
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.protocol import CompletionBody

@@ -9,13 +9,13 @@ from functools import cached_property, partial
 from hashlib import blake2b
 from typing import Any, TypeVar
 
-from nanovllm.engine.detokenizer import Detokenizer
-from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.outputs import OutputKind, RequestOutput
-from nanovllm.engine.request import CompletionRequest, Message, Prompt, TokensPrompt
-from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.features.beam_params import BeamSearchParams
 from nanovllm.llm import LLM
+from nanovllm.requests.detokenizer import Detokenizer
+from nanovllm.requests.input_processor import InputProcessor
+from nanovllm.requests.request import CompletionRequest, Message, Prompt, TokensPrompt
+from nanovllm.requests.stream_event import StreamEvent
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.async_request import AsyncRequest, PartialAnswer
 from nanovllm.serve.beams import beam_completion

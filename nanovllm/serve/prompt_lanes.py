@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
 
-from nanovllm.engine.input_processor import InputProcessor
-from nanovllm.engine.prompts import is_conversation, render_chat
-from nanovllm.engine.request import Prompt, TokensPrompt
+from nanovllm.requests.input_processor import InputProcessor
+from nanovllm.requests.prompts import is_conversation, render_chat
+from nanovllm.requests.request import Prompt, TokensPrompt
 from nanovllm.utils.checks import check_int
 
 LONG_TEXT = 2**14  # characters; tokenizing them takes about 15 ms

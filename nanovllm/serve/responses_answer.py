@@ -8,7 +8,7 @@ from uuid import uuid4
 from msgspec import Raw
 
 from nanovllm.engine.outputs import CompletionOutput, RequestOutput
-from nanovllm.engine.stream_event import StreamEvent
+from nanovllm.requests.stream_event import StreamEvent
 from nanovllm.serve.answers import dump_json, server_sent_event
 from nanovllm.serve.chat import ChatAnswer
 from nanovllm.serve.errors import ApiError

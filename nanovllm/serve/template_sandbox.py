@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from nanovllm.engine.prompts import render_chat
-from nanovllm.engine.request import Message
+from nanovllm.requests.prompts import render_chat
+from nanovllm.requests.request import Message
 
 MAX_PROCESSES = 4
 # of processor time for a conversation, so that a busy machine refuses no more; of the clock, twice that

@@ -14,7 +14,7 @@ from nanovllm.structured_outputs.masks import MaskQueue, MaskThreads
 from nanovllm.structured_outputs.sandbox import CompileSandbox
 
 if TYPE_CHECKING:
-    from nanovllm.engine.input_processor import InputProcessor
+    from nanovllm.requests.input_processor import InputProcessor
 
 MAX_CACHED_GRAMMARS = 128
 # one space between two parts of JSON at most: some models, once they may write spaces and newlines, never stop

@@ -10,8 +10,8 @@ from nanovllm.structured_outputs.constraint import update_fast
 from nanovllm.structured_outputs.grammars import constrain
 
 if TYPE_CHECKING:
-    from nanovllm.engine.input_processor import InputProcessor
-    from nanovllm.engine.request import CompletionRequest
+    from nanovllm.requests.input_processor import InputProcessor
+    from nanovllm.requests.request import CompletionRequest
 
 MAX_SECONDS = 0.02  # that a step makes masks; other threads make the rest
 

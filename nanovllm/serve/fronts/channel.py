@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import Struct, msgpack
 
-from nanovllm.engine.stream_event import StreamEvent
+from nanovllm.requests.stream_event import StreamEvent
 from nanovllm.serve.replicas.messages import Final, NewRequest
 
 

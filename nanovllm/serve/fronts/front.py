@@ -17,9 +17,9 @@ from typing import Any
 from msgspec import DecodeError
 
 from nanovllm.engine.outputs import CompletionOutput
-from nanovllm.engine.request import CompletionRequest
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.stream_event import StreamEvent
+from nanovllm.requests.request import CompletionRequest
+from nanovllm.requests.stream_event import StreamEvent
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.address import listening_socket
 from nanovllm.serve.async_request import AsyncRequest

@@ -8,8 +8,8 @@ from typing import Any
 
 from msgspec import DecodeError
 
-from nanovllm.engine.request import TokensPrompt
 from nanovllm.llm import LLM
+from nanovllm.requests.request import TokensPrompt
 from nanovllm.serve.beams import beam_completion
 from nanovllm.serve.engine_calls import EngineCalls, StepSizes
 from nanovllm.serve.fronts.channel import Channel, FromEngine, decode_from_front, decode_request

@@ -4,7 +4,7 @@ import asyncio
 import threading
 from typing import Any
 
-from nanovllm.engine.request import CompletionRequest
+from nanovllm.requests.request import CompletionRequest
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.engine_client import EngineClient
 from nanovllm.serve.replicas import actors

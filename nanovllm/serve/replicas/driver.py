@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.config import Config
-from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.requests.input_processor import InputProcessor
 from nanovllm.utils.loader import load_tokenizer
 
 # settings of devices and weights, which each replica checks itself, have values here that need neither

@@ -10,8 +10,8 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from nanovllm.engine.outputs import CompletionOutput, Logprob, OutputKind, RequestMetrics
-from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.features.beam_params import BeamSearchParams
+from nanovllm.requests.stream_event import StreamEvent
 from nanovllm.sampling_params import SamplingParams
 
 

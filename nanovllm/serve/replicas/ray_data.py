@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from nanovllm.engine.prompts import is_conversation
-from nanovllm.engine.request import Prompt, TokensPrompt
 from nanovllm.llm import LLM
+from nanovllm.requests.prompts import is_conversation
+from nanovllm.requests.request import Prompt, TokensPrompt
 from nanovllm.sampling_params import SamplingParams
 
 

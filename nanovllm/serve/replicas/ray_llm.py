@@ -11,8 +11,8 @@ from time import time
 from typing import Any
 
 from nanovllm.engine.outputs import CompletionOutput, OutputKind, RequestMetrics, RequestOutput
-from nanovllm.engine.request import CompletionRequest, Prompt
 from nanovllm.llm import LLM
+from nanovllm.requests.request import CompletionRequest, Prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.replicas import actors
 from nanovllm.serve.replicas.driver import ANSWERS_PER_SEQ, make_processor

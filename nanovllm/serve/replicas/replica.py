@@ -8,11 +8,11 @@ from typing import Any
 
 from nanovllm.engine.features import FEATURES
 from nanovllm.engine.outputs import OutputKind, StepOutput
-from nanovllm.engine.request import CompletionRequest, TokensPrompt
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.stats import stats_of
-from nanovllm.engine.stream_event import StreamEvent
 from nanovllm.llm import LLM
+from nanovllm.requests.request import CompletionRequest, TokensPrompt
+from nanovllm.requests.stream_event import StreamEvent
 from nanovllm.serve.async_request import merged
 from nanovllm.serve.notifying_collector import NotifyingCollector
 from nanovllm.serve.replicas.messages import Final, NewRequest, Report, decode_requests, encode_report, make_final

@@ -5,8 +5,8 @@ from dataclasses import replace
 from time import time
 
 from nanovllm.engine.outputs import RequestMetrics, RequestOutput
-from nanovllm.engine.request import CompletionRequest
-from nanovllm.engine.stream_event import StreamEvent
+from nanovllm.requests.request import CompletionRequest
+from nanovllm.requests.stream_event import StreamEvent
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.async_request import AsyncRequest, PartialAnswer
 from nanovllm.serve.replicas.messages import Final, NewRequest

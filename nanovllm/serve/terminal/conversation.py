@@ -8,7 +8,7 @@ from pathlib import Path
 from time import perf_counter, strftime
 from typing import Any
 
-from nanovllm.engine.request import Message
+from nanovllm.requests.request import Message
 from nanovllm.serve.terminal.lines import LineReader, write
 from nanovllm.serve.terminal.sources import Piece, Source
 

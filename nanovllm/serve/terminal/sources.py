@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-from nanovllm.engine.request import Message
 from nanovllm.reasoning.formats import THINK, format_of, template_text
 from nanovllm.reasoning.stage import Reasoning, Stage, TextMarkers
+from nanovllm.requests.request import Message
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.reasoning_parser import ReasoningParser
 
@@ -72,8 +72,8 @@ class LocalModel:
         return asdict(replace(self.defaults, **params))
 
     def stream(self, messages: list[Message], params: dict[str, Any]) -> Generator[Piece, None, None]:
-        from nanovllm.engine.request import TokensPrompt
         from nanovllm.reasoning.reasoning_feature import markers_of
+        from nanovllm.requests.request import TokensPrompt
 
         processor = self.llm.input_processor
         markers = markers_of(format_of(template_text(self.llm.tokenizer.chat_template)) or "think", processor)

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from nanovllm.engine.engine_thread import EngineThread, Submission
 from nanovllm.engine.outputs import OutputCollector, OutputKind
-from nanovllm.engine.request import CompletionRequest
-from nanovllm.engine.stream_event import StreamEvent
+from nanovllm.requests.request import CompletionRequest
+from nanovllm.requests.stream_event import StreamEvent
 
 MAX_STEPS_AHEAD = 16  # that wait for the reader, who may have taken as many before
 

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from nanovllm.engine.request import Message, Prompt
+from nanovllm.requests.request import Message, Prompt
 
 if TYPE_CHECKING:
-    from nanovllm.engine.input_processor import InputProcessor
+    from nanovllm.requests.input_processor import InputProcessor
 
 KINDS = "a string, a list of token ids, a dict with 'prompt' or 'prompt_token_ids', or a conversation"
 
@@ -92,7 +92,7 @@ def render_chat(tokenizer, messages: list[Message], template_arguments: Mapping)
     arguments = {"add_generation_prompt": True} | dict(template_arguments) | {"tokenize": False}
     try:
         template = tokenizer.get_chat_template(arguments.get("chat_template"), tools=arguments.get("tools"))
-        from nanovllm.engine.chat_templates import forms_of  # jinja2 takes a tenth of a second to import
+        from nanovllm.requests.chat_templates import forms_of  # jinja2 takes a tenth of a second to import
 
         forms = forms_of(template)
     except Exception as error:  # there is none, or none of this name

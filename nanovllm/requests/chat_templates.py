@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, TemplateError, nodes
 
-from nanovllm.engine.request import Message
+from nanovllm.requests.request import Message
 
 OTHER_ROLES = {"developer": "system", "function": "tool"}  # OpenAI's newer and older names
 REASONING = "reasoning_content", "reasoning", "thinking"  # names of the same entry

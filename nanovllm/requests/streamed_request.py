@@ -3,9 +3,9 @@
 from typing import Any
 
 from nanovllm.engine.outputs import OutputKind
-from nanovllm.engine.request import CompletionRequest
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.stream_event import StreamEvent
+from nanovllm.requests.request import CompletionRequest
+from nanovllm.requests.stream_event import StreamEvent
 
 
 class StreamedRequest(CompletionRequest):

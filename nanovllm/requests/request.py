@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from time import perf_counter, time
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from nanovllm.engine.detokenizer import Detokenizer, TokenBytes
 from nanovllm.engine.outputs import CompletionOutput, OutputCollector, OutputKind, RequestMetrics, RequestOutput
 from nanovllm.engine.sequence import Sequence
+from nanovllm.requests.detokenizer import Detokenizer, TokenBytes
 
 if TYPE_CHECKING:
     from nanovllm.engine.scheduler import Scheduler

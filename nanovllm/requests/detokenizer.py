@@ -7,7 +7,7 @@ SentencePiece (Llama 2, Mistral) writes spaces as U+2581, and may write a byte a
 from codecs import getincrementaldecoder
 from itertools import islice
 
-from nanovllm.engine.sentencepiece import check_decoder, sentencepiece_bytes
+from nanovllm.requests.sentencepiece import check_decoder, sentencepiece_bytes
 
 # Byte-level BPE writes printable Latin-1 bytes as themselves, and the others, in order, as the characters from 256 on.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]

@@ -11,16 +11,16 @@ import numpy as np
 import xxhash
 
 from nanovllm.config import Config
-from nanovllm.engine.detokenizer import TokenBytes
 from nanovllm.engine.features import FEATURES
 from nanovllm.engine.outputs import OutputKind
 from nanovllm.engine.policies import make_policy
-from nanovllm.engine.prompts import as_priorities, as_prompts, read_prompt
-from nanovllm.engine.recommended_params import recommended_params
-from nanovllm.engine.request import CompletionRequest, Prompt
 from nanovllm.engine.scheduling_policy import FCFS, SchedulingPolicy
 from nanovllm.engine.sequence import Sequence, packed_ids
-from nanovllm.engine.streamed_request import StreamedRequest
+from nanovllm.requests.detokenizer import TokenBytes
+from nanovllm.requests.prompts import as_priorities, as_prompts, read_prompt
+from nanovllm.requests.recommended_params import recommended_params
+from nanovllm.requests.request import CompletionRequest, Prompt
+from nanovllm.requests.streamed_request import StreamedRequest
 from nanovllm.sampling_params import SamplingParams, check_token_ids
 from nanovllm.utils.checks import check_int, check_unicode
 
