@@ -3,7 +3,6 @@
 A family gets this test by being in the CASES of test_models.py or test_hybrid.py.
 """
 
-import math
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -236,15 +235,20 @@ def test_what_does_not_match_stays_plain(tmp_path, monkeypatch):
     assert_same(plain, fused, [layer_by_layer(x.model) for x in (plain, fused)])
 
 
-def test_another_scale_is_not_fused(tmp_path):
-    """Kernels scale by the size of a head; the plain layer takes any scale."""
+@pytest.mark.parametrize("backend", ["sdpa", "triton"])
+def test_another_scale(tmp_path, use_ops, backend):
+    """Of scores: it is data of a layer, which kernels take."""
+    if backend == "triton":
+        pytest.importorskip("triton")
     folder = make_folder(tmp_path / "model", "qwen3")
-    plain, fused = (Runner(folder, "sdpa") for _ in range(2))
+    plain, fused = Runner(folder, "sdpa"), Runner(folder, backend)
     before = plain.step(STEPS[0], plain.model)
     for runner in (plain, fused):
-        runner.model.model.layers[0].self_attn.attn.scale = 0.05
+        runner.model.model.layers[0].self_attn.attn.cache.scale = 0.05
     fuse(fused.model)
-    assert not isinstance(fused.model.model.layers[0].self_attn, Fused) and isinstance(fused.model.model, Fused)
+    assert isinstance(fused.model.model.layers[0].self_attn, Fused)
+    if backend == "triton":
+        use_ops()
     assert_same(plain, fused)
     assert not torch.allclose(plain.step(STEPS[0], plain.model), before, rtol=1e-2)
 
@@ -432,10 +436,6 @@ def test_own_products_are_not_quantized(tmp_path, monkeypatch):
         Runner(make_folder(tmp_path / "model", "qwen3"), "sdpa", quantization="int8")
 
 
-def test_scale_that_is_computed_otherwise():
-    assert all(Attention(1, size, 1 / math.sqrt(size), 1).has_usual_scale for size in range(8, 257, 8))
-
-
 def test_sum_over_ranks_has_the_dtype_of_activations(tmp_path, use_ops):
     """The weights of norms may be float32, as in hybrid models."""
     pytest.importorskip("triton")
@@ -513,8 +513,8 @@ def test_forms_that_are_left_out():
     before = dict(FORMS)
     with show_fused.without(("Attention",)):
         assert {before[name] for name in before.keys() - FORMS.keys()} == {
-            "attention:FusedAttention",
-            "attention:FusedGatedAttention",
+            "fused_attention:FusedAttention",
+            "fused_attention:FusedGatedAttention",
         }
     assert before == FORMS
     with show_fused.without(("",)):

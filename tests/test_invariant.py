@@ -252,7 +252,7 @@ def test_attention(window):
     for row, order in zip(tables, torch.randperm(sum(num_blocks)).int().split(num_blocks)):
         row[: len(order)] = order
     cache = KVCache(torch.randn(2, sum(num_blocks), 16, 2, 24))
-    cache.window = window
+    cache.window, cache.scale = window, 0.3
     q = torch.randn(sum(chunks), 6, 24)
 
     def context(lengths, tables, chunks):

@@ -116,10 +116,12 @@ def cache_of(k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> KVC
     return cache
 
 
-def attention_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> torch.Tensor:
+def attention_reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None, scale: float | None = None
+) -> torch.Tensor:
     """The last len(q) queries of a sequence against its keys, causally, or the last `window` of them; or else zeros."""
     k, v = (x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * q.shape[-1] ** -0.5
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * (scale or q.shape[-1] ** -0.5)
     seen = torch.ones(scores.shape[1:], dtype=torch.bool, device=DEVICE).tril(last := len(k) - len(q))
     if window is not None:
         seen = seen.triu(last + 1 - window)
@@ -132,24 +134,25 @@ def forget(tables: torch.Tensor, num_before: list[int], window: int, block_size:
         table[: max(0, before + 1 - window) // block_size] = 0
 
 
-def check_decode(lengths, heads, dtype, stale, splits, window=None):
+def check_decode(lengths, heads, dtype, stale, splits, window=None, scale=None):
     group, kv_heads, head_dim, block_size = heads
     contents, cache, context_lens, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, stale)
-    cache.window = window
+    cache.window, cache.scale = window, scale
     q = randn(len(lengths), group * kv_heads, head_dim, dtype=dtype)
     if window:
         forget(tables, [length - 1 for length in lengths], window, block_size)
     out = ops.decode_attention(q, cache, context_lens, tables, max(lengths), splits)
-    expected = [attention_reference(part, k, v, window) for part, (k, v) in zip(q.split(1), contents, strict=True)]
+    parts = zip(q.split(1), contents, strict=True)
+    expected = [attention_reference(part, k, v, window, scale) for part, (k, v) in parts]
     assert_close(out, torch.cat(expected))
     assert not out[context_lens == 0].any()
 
 
-def check_prefill(num_new, num_before, heads, dtype, stale, window=None):
+def check_prefill(num_new, num_before, heads, dtype, stale, window=None, scale=None):
     group, kv_heads, head_dim, block_size = heads
     lengths = [new + before for new, before in zip(num_new, num_before, strict=True)]
     contents, cache, context_lens, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, stale)
-    cache.window = window
+    cache.window, cache.scale = window, scale
     q = randn(sum(num_new), group * kv_heads, head_dim, dtype=dtype)
     cu_seqlens_q = F.pad(int32(num_new).cumsum(0, dtype=torch.int32), (1, 0))
     size = ops.query_tile_size(group, head_dim, dtype)
@@ -159,8 +162,15 @@ def check_prefill(num_new, num_before, heads, dtype, stale, window=None):
         forget(tables, num_before, window, block_size)
     out = ops.prefill_attention(q, cache, cu_seqlens_q, context_lens, tables, int32(tiles))
     parts = zip(q.split(num_new), contents, strict=True)
-    expected = [attention_reference(part, k, v, window) for part, (k, v) in parts]
+    expected = [attention_reference(part, k, v, window, scale) for part, (k, v) in parts]
     assert_close(out, torch.cat(expected))
+
+
+@each_dtype_or_half
+@pytest.mark.parametrize("heads, window", [((2, 2, 64, 64), None), ((3, 1, 32, 16), 21)])
+def test_another_scale(heads, window, dtype):
+    check_decode([70, 1, 33], heads, dtype, NAN, 2, window, scale=0.05)
+    check_prefill([1, 40, 9], [0, 3, 130], heads, dtype, NAN, window, scale=0.05)
 
 
 @each_dtype_or_half

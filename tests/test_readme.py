@@ -24,7 +24,7 @@ from nanovllm.benchmarks.arguments import make_parser
 from nanovllm.benchmarks.throughput import WORKLOADS
 from nanovllm.config import Config
 from nanovllm.engine.engine import Engine
-from nanovllm.layers.attention import Attention, PagedKV
+from nanovllm.layers.attention import Attention, AttentionSpec
 from nanovllm.serve import cli
 
 ROOT = Path(__file__).parents[1]
@@ -99,7 +99,7 @@ def test_own_backend(capsys, monkeypatch, make_llm, window):
     monkeypatch.setattr(attention, "BACKENDS", attention.BACKENDS.copy())
     run(BACKEND, capsys)
     assert capsys.readouterr().out.strip()
-    spec = lambda layer: PagedKV(layer.num_kv_heads, layer.head_dim, window)
+    spec = lambda layer: AttentionSpec(layer.num_kv_heads, layer.head_dim, window)
     monkeypatch.setattr(Attention, "cache_spec", spec)
     prompts = ["List the primes up to 17.", "HAMLET.", "Who are you? " * 20]
     texts = []

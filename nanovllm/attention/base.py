@@ -38,7 +38,7 @@ class AttentionBackend:
     def attend(self, q, cache: KVCache, context: Context) -> torch.Tensor:
         """Each of a step's queries against the keys of its sequence up to its own -> [T, heads, head_dim].
 
-        With `cache.window`, against the last so many of them. Scores are scaled by head_dim ** -0.5. The rows of
+        With `cache.window`, against the last so many of them. Scores are multiplied by `cache.scale`. The rows of
         decodes come first. Where a sequence has no keys, which is padding, the result may be any.
         """
         raise NotImplementedError

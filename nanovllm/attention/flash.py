@@ -46,6 +46,7 @@ class FlashBackend(AttentionBackend):
             block_table=context.block_tables[n:],
             causal=True,
             window_size=_window_size(cache),
+            softmax_scale=cache.scale,
         )
 
     def _decode(self, q, cache, context):
@@ -58,6 +59,7 @@ class FlashBackend(AttentionBackend):
             block_table=context.block_tables[:n],
             causal=True,
             window_size=_window_size(cache),
+            softmax_scale=cache.scale,
         ).squeeze(1)
 
 

@@ -35,21 +35,22 @@ class SDPABackend(AttentionBackend):
         outputs = []
         for group in context.plans[cache.window]:
             attend = _attend_chunk if group.is_prompt else _attend_one_token
-            outputs.append(attend(q[group.rows], *cache.gather(group.spans, q.dtype), group.mask))
+            outputs.append(attend(q[group.rows], *cache.gather(group.spans, q.dtype), group.mask, cache.scale))
         return (torch.cat(outputs) if len(outputs) > 1 else outputs[0]).flatten(1, 2)
 
 
-def _attend_one_token(q, k, v, mask) -> torch.Tensor:
+def _attend_one_token(q, k, v, mask, scale) -> torch.Tensor:
     """One query for each sequence: q [n, kv_heads, group, head_dim], k and v [n, L, kv_heads, head_dim] -> as q."""
     # Heads of the same keys are rows of one product, but for pairs of them in bfloat16 on a CPU with AMX: it takes 0.4
     # to 0.7 of the time to compute these one by one, and without AMX 1.6 to 8 times as long.
     singly = q.shape[2] == 2 and q.is_cpu and q.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
     queries = q.flatten(1, 2).unsqueeze(2) if singly else q
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # [n, kv_heads, L, head_dim]
-    return F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, enable_gqa=singly).reshape(q.shape)
+    options = dict(attn_mask=mask, scale=scale, enable_gqa=singly)
+    return F.scaled_dot_product_attention(queries, k, v, **options).reshape(q.shape)
 
 
-def _attend_chunk(q, k, v, mask) -> torch.Tensor:
+def _attend_chunk(q, k, v, mask, scale) -> torch.Tensor:
     """The M queries of one sequence: q [M, kv_heads, group, head_dim], k and v [1, L, kv_heads, head_dim] -> as q.
 
     Without a mask, query i sees the keys up to key i.
@@ -60,7 +61,7 @@ def _attend_chunk(q, k, v, mask) -> torch.Tensor:
     k, v = (x.permute(2, 0, 1, 3).expand(-1, group, -1, -1) for x in (k, v))  # [kv_heads, group, L, head_dim]
     if mask is None:  # padding at the end is invisible to the queries of the prompt
         queries = F.pad(queries, (0, 0, 0, k.shape[2] - num_queries))
-    attended = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, is_causal=mask is None)
+    attended = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
     return attended[:, :, :num_queries].permute(2, 0, 1, 3)
 
 

@@ -13,12 +13,13 @@ SPAN_SIZE = 16  # tokens that are gathered as one row; divides every `kvcache_bl
 class KVCache:
     """The keys and values of one layer, in the dtype of the model. Other formats are subclasses: see `quantization/`.
 
-    `k` and `v` are [blocks, block_size, kv_heads, head_dim]. `scales` is what kernels take besides. A token attends to
-    `window` tokens, itself included, or to all.
+    `k` and `v` are [blocks, block_size, kv_heads, head_dim]. `scales` is what kernels take besides. `window` and
+    `scale` are those of the layer's AttentionSpec.
     """
 
     scales: torch.Tensor | None = None
     window: int | None = None
+    scale: float | None = None
 
     def __init__(self, data: torch.Tensor):
         """A layer's part of each tensor of `tensors`, without the dimension of the layers."""
@@ -52,15 +53,16 @@ def gather_spans(cache: torch.Tensor, spans: torch.Tensor) -> torch.Tensor:
     return rows.index_select(0, spans.flatten()).view(len(spans), -1, *cache.shape[2:])
 
 
-class PagedKV(NamedTuple):
-    """The spec of attention: a key and a value of each token and head, in blocks that a sequence's table lists.
+class AttentionSpec(NamedTuple):
+    """What a layer's attention computes, and keeps: a key and a value of each token and head, in blocks.
 
     cache/state.py says what a spec is, and lists the others.
     """
 
     num_kv_heads: int
     head_dim: int
-    window: int | None  # tokens behind it stay in their blocks, and are not read
+    window: int | None = None  # a token attends to so many, itself included; those behind stay in their blocks
+    scale: float | None = None  # of scores; None is 1 / sqrt(head_dim)
     of_states = False
 
     def tensors(self, num_layers: int, num_blocks: int, config: "Config") -> tuple[torch.Tensor, ...]:
@@ -69,7 +71,7 @@ class PagedKV(NamedTuple):
 
     def make(self, parts: list[torch.Tensor], config: "Config") -> KVCache:
         cache = _cache_type(config.kv_cache_dtype)(*parts)
-        cache.window = self.window
+        cache.window, cache.scale = self.window, self.scale
         return cache
 
 

@@ -1,8 +1,8 @@
 """Layers that keep a state of fixed size for each sequence, whatever its length; and what layers keep in general.
 
 A layer with a method `cache_spec()` gets its part of the engine's memory as `layer.cache`. The ModelRunner allocates
-groups of layers with the same spec. That is a `PagedKV` (cache/kv_cache.py), a `PagedHidden` (models/head_models.py)
-or a `StateSpec`, with:
+groups of layers with the same spec. That is an `AttentionSpec` (cache/kv_cache.py), a `PagedHidden`
+(models/head_models.py) or a `StateSpec`, with:
 
 - `of_states`: whether it is of one state for a sequence, and not of blocks of tokens
 - `make(parts, config)`: the `layer.cache` that has these parts of each tensor

@@ -11,7 +11,7 @@ from torch import nn
 
 from nanovllm.attention import backend_class
 from nanovllm.cache.block_copies import copy_blocks
-from nanovllm.cache.kv_cache import PagedKV
+from nanovllm.cache.kv_cache import AttentionSpec
 from nanovllm.cache.state import fit_states
 from nanovllm.config import Config
 from nanovllm.engine.features import FEATURES, Arrays, StepFeature
@@ -299,7 +299,7 @@ class ModelRunner:
     @property
     def kv_cache(self) -> torch.Tensor:
         """[2, layers, blocks, block_size, kv_heads, head_dim]: the keys and values of the first group of layers."""
-        return next(tensors[0] for spec, tensors in self.caches.items() if isinstance(spec, PagedKV))
+        return next(tensors[0] for spec, tensors in self.caches.items() if isinstance(spec, AttentionSpec))
 
     @property
     def _cached_token_ids(self) -> torch.Tensor:

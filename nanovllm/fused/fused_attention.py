@@ -99,7 +99,7 @@ class FusedAttention(Fused):
         attn: Any = module.attn
         has_norms = all(isinstance(norm, FusedRMSNorm) for norm in norms) and norms[0].eps == norms[1].eps
         has_none = all(type(norm) is nn.Identity for norm in norms)
-        is_plain = type(attn) is Attention and attn.has_usual_scale  # that of the kernels
+        is_plain = type(attn) is Attention
         has_rope = isinstance(module.rotary_emb, FusedRotaryEmbedding)
         return (has_norms or has_none) and is_plain and has_rope and are_known(module.qkv_proj, output=module.o_proj)
 

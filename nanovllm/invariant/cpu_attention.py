@@ -37,7 +37,7 @@ class InvariantBackend(AttentionBackend):
         for spans, queries in context.plans[cache.window]:
             k, v = (_blocks(x[0]) for x in cache.gather(spans, q.dtype))
             for rows, hidden in queries:
-                out[rows] = _attend(q[rows], k, v, hidden)
+                out[rows] = _attend(q[rows], k, v, hidden, cache.scale)
         return out
 
 
@@ -64,10 +64,12 @@ def _blocks(x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(0, (-1, KEYS)).transpose(1, 2).contiguous()
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, scale: float | None
+) -> torch.Tensor:
     """Attention of at most QUERIES queries [n, heads, head_dim] to blocks of keys and values -> as q."""
     num_queries = len(q)
-    x = F.pad(q.float(), (0, 0, 0, 0, 0, QUERIES - num_queries)) * q.shape[2] ** -0.5
+    x = F.pad(q.float(), (0, 0, 0, 0, 0, QUERIES - num_queries)) * (scale or q.shape[2] ** -0.5)
     x = x.unflatten(1, (k.shape[1], -1)).transpose(0, 1)  # [kv_heads, QUERIES, group, head_dim]
     rows = x.flatten(1, 2).contiguous()
     scores = [(rows @ keys.transpose(1, 2)).view(*x.shape[:3], KEYS) for keys in k[: len(hidden)]]

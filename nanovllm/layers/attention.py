@@ -1,13 +1,11 @@
 """Causal attention of one layer over the paged cache that it keeps."""
 
-import math
-
 import torch
 from torch import nn
 
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.attention.sdpa import SDPABackend
-from nanovllm.cache.kv_cache import KVCache, PagedKV
+from nanovllm.cache.kv_cache import AttentionSpec, KVCache
 from nanovllm.kernels import operation
 from nanovllm.utils.context import get_context
 
@@ -42,13 +40,8 @@ class Attention(nn.Module):
     def v_cache(self) -> torch.Tensor:
         return self.cache.v
 
-    @property
-    def has_usual_scale(self) -> bool:
-        """Whether the scale is 1 / sqrt(head_dim), however it was computed."""
-        return math.isclose(self.scale, self.head_dim**-0.5)
-
-    def cache_spec(self) -> PagedKV:
-        return PagedKV(self.num_kv_heads, self.head_dim, self.window)
+    def cache_spec(self) -> AttentionSpec:
+        return AttentionSpec(self.num_kv_heads, self.head_dim, self.window, self.scale)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim] -> [T, num_heads * head_dim].
@@ -57,6 +50,4 @@ class Attention(nn.Module):
         """
         context = get_context()
         store_kvcache(k, v, self.cache, context.slot_mapping)
-        if not self.has_usual_scale:  # backends scale by that one; any other goes into q
-            q = q * (self.scale * self.head_dim**0.5)
         return self.backend.attend(q, self.cache, context).flatten(1)

@@ -12,7 +12,7 @@ from nanovllm.invariant.kernels.invariant_attention import (
     store_attended,
     tile_sizes,
 )
-from nanovllm.kernels.attention.paged_cache import LOG2_E, layout_of, prefetch_rows
+from nanovllm.kernels.attention.paged_cache import layout_of, log2_scale, prefetch_rows
 from nanovllm.kernels.attention.split_sequence import NO_KEYS, choose_num_splits
 from nanovllm.kernels.e4m3 import ONES, as_fp8_partner, decode_e4m3
 from nanovllm.kernels.launch.dependent_launch import (
@@ -211,7 +211,7 @@ def decode_attention(
     splits = splits or choose_num_splits(batch_size, layout.kv_heads, max_context_len, SEGMENT.value, q.device)
     parts = empty_parts(batch_size * heads, head_dim, max_context_len, cache.window, q.device)
     seqs, outputs = (num_seqs, context_lens, block_tables), (out, parts)
-    caches, scale = (cache.k, cache.v, cache.scales), head_dim**-0.5 * LOG2_E
+    caches, scale = (cache.k, cache.v, cache.scales), log2_scale(cache)
     constants = dict(GROUP=heads // layout.kv_heads, CACHE=layout, num_warps=4)
     constants["STAGES"] = 3 if head_dim * cache.k.element_size() <= 256 else 2
     launch(_decode_kernel, (layout.kv_heads, batch_size, splits), q.device)(

@@ -12,7 +12,7 @@ from nanovllm.invariant.kernels.invariant_attention import (
     store_attended,
     tile_sizes,
 )
-from nanovllm.kernels.attention.paged_cache import LOG2_E, cache_tiles, layout_of
+from nanovllm.kernels.attention.paged_cache import cache_tiles, layout_of, log2_scale
 from nanovllm.kernels.attention.split_sequence import NO_KEYS
 from nanovllm.kernels.e4m3 import ONES, as_fp8_partner, decode_e4m3
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
@@ -141,7 +141,7 @@ def prefill_attention(
     layout = layout_of(cache, tile_n)
     out = torch.empty_like(q) if out is None else out
     queries, tiles = (query_tiles, cu_seqlens_q, context_lens), cache_tiles(cache, layout)
-    scale = head_dim**-0.5 * LOG2_E
+    scale = log2_scale(cache)
     constants = dict(GROUP=heads // layout.kv_heads, TILE_M=tile_m, CACHE=layout, num_warps=8)
     constants["STAGES"] = 5 if head_dim <= 128 else 4
     launch(_prefill_kernel, (layout.kv_heads, len(query_tiles)), q.device)(

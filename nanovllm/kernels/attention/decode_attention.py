@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.attention.norm_rope_store import load_cos_sin, norm_rope
-from nanovllm.kernels.attention.paged_cache import LOG2_E, layout_of, prefetch_rows
+from nanovllm.kernels.attention.paged_cache import layout_of, log2_scale, prefetch_rows
 from nanovllm.kernels.attention.split_sequence import (
     NO_KEYS,
     PROGRAMS_PER_SM,
@@ -320,7 +320,7 @@ def decode_attention(
     # queries are columns of products, and keys their rows: tensor cores take 8 columns at a time, but 16 rows
     constants["GROUP_PAD"] = max(16 if IS_TRITON_3_4 else 8, triton.next_power_of_2(tokens_per_row * group))
     constants["ROTARY"] = norm_rope_inputs[3].shape[2] if is_qkv else head_dim
-    pointers, scale = (q, norm_rope_inputs, caches, seqs, (out, *parts)), head_dim**-0.5 * LOG2_E
+    pointers, scale = (q, norm_rope_inputs, caches, seqs, (out, *parts)), log2_scale(cache)
     # near that of the products (dependent_launch.py), and the same for all that a compiled kernel is launched for
     shared = (75 if splits == 1 else 50) if is_qkv else 100
     launch(_decode_kernel, (kv_heads, batch_size, splits), q.device, shared=shared)(

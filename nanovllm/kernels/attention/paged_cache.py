@@ -1,8 +1,9 @@
 """What kernels know of the cache of keys and values when they are compiled.
 
 Functions that launch them take a layer's `cache` with keys `k` and values `v` [blocks, block_size, kv_heads, head_dim],
-their `scales` if they are in FP8 (see fp8.py), and the `window` of tokens that one attends to, or None: a KVCache of
-cache/kv_cache.py. Scales are pairs for a key and its value, bfloat16 in an int32, [blocks, kv_heads, block_size].
+their `scales` if they are in FP8 (see e4m3.py), the `window` of tokens that one attends to, or None, and the `scale` of
+scores: a KVCache of cache/kv_cache.py. Scales are pairs for a key and its value, bfloat16 in an int32, [blocks,
+kv_heads, block_size].
 """
 
 from typing import NamedTuple
@@ -30,6 +31,11 @@ def layout_of(cache, max_tile: int) -> CacheLayout:
     """A tile is the largest power of two that divides a block, up to `max_tile`, itself a power of two."""
     block_size = cache.k.shape[1]
     return CacheLayout(*cache.k.shape[1:], min(max_tile, block_size & -block_size), cache.window or 0)
+
+
+def log2_scale(cache) -> float:
+    """What scores are multiplied by: their exponentials are powers of two."""
+    return (cache.scale or cache.k.shape[3] ** -0.5) * LOG2_E
 
 
 def cache_tiles(cache, layout: CacheLayout) -> tuple:

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.attention.paged_cache import LOG2_E, cache_tiles, layout_of
+from nanovllm.kernels.attention.paged_cache import cache_tiles, layout_of, log2_scale
 from nanovllm.kernels.e4m3 import ONES, as_fp8_partner, decode_e4m3, unpack_scales
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.launch.gpu_features import has_hopper_kernels
@@ -186,9 +186,9 @@ def prefill_attention(
     if is_plain and tile >= 64 and q.is_cuda and _is_for_hopper(head_dim, q.dtype):
         from nanovllm.kernels.hopper.hopper_prefill import attend  # which imports what few versions of Triton have
 
-        attend(tokens, tile, q, (cache.k, cache.v), (*queries, block_tables), out)
+        attend(tokens, tile, q, (cache.k, cache.v), log2_scale(cache), (*queries, block_tables), out)
         return out
-    tiles, scale = cache_tiles(cache, layout), head_dim**-0.5 * LOG2_E
+    tiles, scale = cache_tiles(cache, layout), log2_scale(cache)
     constants = dict(GROUP=group, TILE_M=tile_m, CACHE=layout, num_warps=4)
     launch(_prefill_kernel, (len(query_tiles), layout.kv_heads, tokens // (tile_m // group)), q.device)(
         q, *tiles, cache.scales, queries, block_tables, out, scale, block_tables.stride(0), **constants

@@ -29,6 +29,7 @@ class Shape(NamedTuple):
     block_size: int
     tokens: int
     tile: int
+    scale: float  # of scores, whose exponentials are powers of two
 
 
 @gluon.constexpr_function
@@ -110,7 +111,7 @@ def _load_tiles(tiles, rings, plan, SHAPE: gl.constexpr):
 @gluon.jit
 def _softmax(scores, state, position, key, MASKED: gl.constexpr, SHAPE: gl.constexpr):
     """The state is the greatest scaled score of each row, and the sums of weights, by lane so that no lane waits."""
-    scale: gl.constexpr = SHAPE.head_dim**-0.5 * 1.4426950408889634
+    scale: gl.constexpr = SHAPE.scale
     m_i, l_i = state
     if MASKED:
         n = gl.arange(0, SHAPE.tile, gl.SliceLayout(0, scores.type.layout))
@@ -251,7 +252,7 @@ def _prefill_kernel(
     )
 
 
-def attend(tokens: int, tile: int, q: torch.Tensor, caches, plan_ptrs, out: torch.Tensor) -> None:
+def attend(tokens: int, tile: int, q: torch.Tensor, caches, scale: float, plan_ptrs, out: torch.Tensor) -> None:
     """plan_ptrs: query_tiles, of at most `tokens` each, cu_seqlens_q, context_lens and block_tables, as in
     prefill_attention.py.
 
@@ -261,7 +262,7 @@ def attend(tokens: int, tile: int, q: torch.Tensor, caches, plan_ptrs, out: torc
     block_size, kv_heads = caches[0].shape[1:3]
     group = heads // kv_heads
     pack = group & -group
-    shape = Shape(heads // pack, pack, group, head_dim, block_size, tokens, tile)
+    shape = Shape(heads // pack, pack, group, head_dim, block_size, tokens, tile, scale)
     q_tiles = tiles_of(q, 64 // pack, pack, head_dim)
     tiles = (tiles_of(cache.flatten(0, 1).flatten(1), tile, head_dim) for cache in caches)
     num_tiles, stride = len(plan_ptrs[0]), plan_ptrs[3].stride(0)
