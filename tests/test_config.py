@@ -16,6 +16,7 @@ from common import TINY
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.models import MEMORY_LIMITS, ModelConfig, cpu_multiplies
+from nanovllm.utils import cores
 
 MODEL_LEN = 2048  # of the bundled model
 
@@ -353,3 +354,12 @@ def test_utilization_of_a_gpu_has_no_effect_on_a_cpu(caplog):
     caplog.clear()
     Config(TINY, device="cpu")
     assert not caplog.text
+
+
+@pytest.mark.parametrize("limit, most", [("200000 100000", 2), ("50000 100000", 1), ("max 100000", None), (None, None)])
+def test_cores_of_a_container(monkeypatch, tmp_path, limit, most):
+    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda pid: {*range(16)}, raising=False)
+    monkeypatch.setattr(cores, "CPU_LIMIT", tmp_path / "cpu.max")
+    if limit is not None:
+        cores.CPU_LIMIT.write_text(limit)
+    assert cores.available_cores() == (most or 16)

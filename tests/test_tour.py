@@ -86,7 +86,7 @@ def test_same_beginning_is_computed_once(tokenizer):
     scheduler.add(second)
     assert make_step(engine).rows == [(first, 0, first.num_prompt_tokens), (second, 16, second.num_prompt_tokens)]
     assert first.block_table == [0, 1] and second.block_table == [0, 2] and block_manager.blocks[0].ref_count == 2
-    assert block_manager.hash_to_block_id == {block_manager.compute_hash(first.token_ids[:16]): 0}
+    assert block_manager.hash_to_block_id == {block_manager.compute_hash(first.token_ids[:16], block_manager.salt): 0}
 
     # A free block keeps its contents until it is allocated again, so a later prompt still finds it.
     while not scheduler.is_finished():

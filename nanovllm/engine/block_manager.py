@@ -54,7 +54,7 @@ class BlockManager:
 
     @staticmethod
     def compute_hash(token_ids: list[int], prefix: int = -1) -> int:
-        """The hash of a block whose prefix, all blocks before it, has the hash `prefix`; -1: it is the first."""
+        """The hash of a block whose prefix, all blocks before it, has the hash `prefix`; of the first it is a salt."""
         return xxhash.xxh3_64_intdigest(packed_ids(token_ids), max(prefix, 0))
 
     @property
