@@ -79,7 +79,8 @@ def decodes(seqs: list[Sequence], num_drafts: int = 0) -> ScheduledStep:
     step = ScheduledStep()
     for seq in seqs:
         seq.num_drafts = num_drafts
-    step.decode([ScheduledSequence(seq, seq.num_tokens - 1, seq.decode_end) for seq in seqs])
+    ends = [min(seq.token_limit - 1, seq.num_tokens + seq.num_drafts) for seq in seqs]
+    step.decode([ScheduledSequence(seq, seq.num_tokens - 1, end) for seq, end in zip(seqs, ends)])
     step.new_blocks = [(0, len(seqs[0].block_table) - 1, seqs[0].block_table[-1])]
     return step
 

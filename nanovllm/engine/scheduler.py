@@ -112,11 +112,8 @@ class Scheduler:
 
     def _schedule_decodes(self, step: ScheduledStep) -> None:
         """Decode all that can. Sequences are preempted, the last in order first, until the others have blocks."""
-        needs_block, free_block_ids = self.block_manager.needs_block, self.block_manager.free_block_ids
         rows = self._ready()
-        while len(growing := [i for i, (seq, _, end) in enumerate(rows) if needs_block(seq, end)]) > len(
-            free_block_ids
-        ):
+        while len(growing := self._without_slot(rows)) > len(self.block_manager.free_block_ids):
             self.preempt(max((*self.running.values(), *self.prefilling.values()), key=attrgetter("order")))
             rows = self._ready()
         for i in growing:
@@ -136,7 +133,15 @@ class Scheduler:
         """
         ready = [seq for seq in self.running.values() if seq.num_tokens < seq.token_limit and not seq.pauses]
         ready.sort(key=attrgetter("num_tokens"), reverse=True)
-        return [ScheduledSequence(seq, seq.num_tokens - 1, seq.decode_end) for seq in ready]
+        return [
+            ScheduledSequence(seq, n := seq.num_tokens - 1, min(seq.token_limit - 1, n + 1 + seq.num_drafts))
+            for seq in ready
+        ]
+
+    def _without_slot(self, rows: list[ScheduledSequence]) -> list[int]:
+        """The indices of those rows whose sequences need another block."""
+        block_size = self.block_manager.block_size
+        return [i for i, (seq, _, end) in enumerate(rows) if len(seq.block_table) * block_size < end]
 
     def schedule_chunks(self, step: ScheduledStep, is_mixed: bool = False) -> None:
         """Schedule chunks of the prompts that are being computed, and of those that can be admitted, in order."""
@@ -237,7 +242,7 @@ class Scheduler:
         arrived, ends, num_late = dict[int, Sequence](), Ends(), 0
         block_size = self.block_manager.block_size
         for i, (seq, token_id) in enumerate(zip(seqs, token_ids, strict=True)):
-            if seq.is_finished:
+            if seq.finish_reason is not None:
                 num_late += 1  # it ended while this token was in flight, which is not part of the answer
                 continue
             if "first_token" not in seq.timing:

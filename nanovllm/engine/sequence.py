@@ -161,11 +161,6 @@ class Sequence:
         return self.num_tokens > self.num_prompt_tokens
 
     @property
-    def decode_end(self) -> int:
-        """Up to where a step computes that decodes its last token and its drafts."""
-        return min(self.token_limit - 1, self.num_tokens + self.num_drafts)
-
-    @property
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
 
