@@ -25,7 +25,8 @@ KEY_VARIABLES = ("NANOVLLM_API_KEY", "VLLM_API_KEY")  # of the environment
 HEADER_SECONDS = 10.0  # within which the headers of a request must have arrived
 MAX_HEADER_BYTES = 32 * 2**10
 LONG_HEADERS = f"the headers are longer than {MAX_HEADER_BYTES} bytes"
-ADMITTED_PER_TURN = 4  # requests for an answer, each of which takes less than a millisecond
+ADMITTED_PER_TURN = 4, 16  # requests for an answer: at least, and at most where turns are long
+REQUEST_SECONDS = 0.0007  # that each of them takes, about
 UNREAD_SECONDS = 120.0  # after which a connection is reset whose client takes nothing of what was sent
 
 
@@ -39,7 +40,7 @@ class RequestLimits:
         """endpoints: what answers POST requests to these paths in the place of `app`; a few in each turn of the event
         loop, so that a burst of requests does not hold up what else is due.
         """
-        self._endpoints, self._turns = endpoints, LoopTurns(ADMITTED_PER_TURN)
+        self._endpoints, self._turns = endpoints, LoopTurns(*ADMITTED_PER_TURN, REQUEST_SECONDS)
         self.app, self.settings, self._root_path = app, settings, settings.root_path.rstrip("/")
         keys = [*(settings.api_key or ()), *(os.environ.get(name, "") for name in KEY_VARIABLES)]
         self._keys = [key.encode() for key in keys if key]

@@ -1,8 +1,10 @@
 """Who may use what takes long: a client with many slow requests waits for its own, and not the others for them."""
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Hashable
 from contextvars import ContextVar
+from time import perf_counter
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
@@ -26,10 +28,40 @@ class ClientTurns:
         return await asyncio.shield(task)
 
 
-class LoopTurns(asyncio.Semaphore):
-    """Lets at most `value` tasks go on in each turn of the event loop, in the order in which they come."""
+class LoopTurns:
+    """Lets a few tasks go on in each turn of the event loop, in the order in which they come.
+
+    There are `least` of them, or, up to `most`, as many as take half of the time of the turn before, at `seconds` each:
+    else those that wait would take a turn for every few of them, however long other work makes the turns.
+    """
+
+    def __init__(self, least: int, most: int = 0, seconds: float = 1.0):
+        self._least, self._most, self._seconds = least, max(least, most), seconds
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._num_left = least  # that may still go on in this turn
+        self._begin: float | None = None  # of this turn, if its end is awaited
 
     async def next(self) -> None:
         """Wait until it is this task's turn."""
-        await self.acquire()
-        asyncio.get_running_loop().call_soon(self.release)
+        loop = asyncio.get_running_loop()
+        if self._begin is None:
+            self._begin = perf_counter()
+            loop.call_soon(self._next_turn)
+        if self._num_left > 0 and not self._waiting:
+            self._num_left -= 1
+            return
+        self._waiting.append(turn := loop.create_future())
+        await turn
+
+    def _next_turn(self) -> None:
+        assert self._begin is not None
+        now = perf_counter()
+        num_fitting, self._begin = int((now - self._begin) / (2 * self._seconds)), None
+        self._num_left = min(self._most, max(self._least, num_fitting))
+        while self._num_left > 0 and self._waiting:
+            if not (turn := self._waiting.popleft()).done():  # else it was cancelled
+                turn.set_result(None)
+                self._num_left -= 1
+        if self._waiting or self._num_left < self._least:
+            self._begin = now
+            asyncio.get_running_loop().call_soon(self._next_turn)
