@@ -119,7 +119,7 @@ def test_chunks():
     assert batch.req_indices.tolist() == [5, 2, 4]
     assert batch.block_copies.tolist() == [[4], [6]]
     assert batch.shape.max_seqlen_q == 5 and column(batch.params, "min_len").tolist() == [0, 33, 0]
-    assert batch.shape.num_decodes == 0 and batch.new_req_indices.tolist() == [5, 2, 4]
+    assert batch.shape.num_decode_rows == 0 and batch.new_req_indices.tolist() == [5, 2, 4]
 
 
 def test_chunks_beside_decodes():
@@ -140,12 +140,12 @@ def test_chunks_beside_decodes():
     assert batch.cu_seqlens_q.tolist() == [0, 1, 2, 5, 9] and batch.context_lens.tolist() == [6, 3, 4, 4]
     assert batch.logits_indices.tolist() == [0, 1, 8] and batch.sampled_rows.tolist() == [0, 1, 3]
     assert batch.req_indices.tolist() == [5, 4, 2] and batch.new_req_indices.tolist() == [2]
-    assert batch.shape.num_decodes == 2 and len(batch.params) == 1
+    assert batch.shape.num_decode_rows == 2 and len(batch.params) == 1
     assert {name: x.tolist() for name, x in batch.feature_arrays["one"].items()} == {
         "a": [5],
         "b": [[0, 1, 2], [5, 6, 7]],
     }
-    assert batch.backend_arrays["tiles"].tolist() == [[0, 1], [2, 3]] and batch.num_decodes == 2
+    assert batch.backend_arrays["tiles"].tolist() == [[0, 1], [2, 3]] and batch.num_decode_rows == 2
 
     bounds = BatchShape(20, 9, 5, 7, 3, 0, (("tiles", (6, 2)),))
     bounds = bounds._replace(is_padded=True)
@@ -157,7 +157,7 @@ def test_chunks_beside_decodes():
         assert np.array_equal(ours[: len(real)], real) and (ours[len(real) :] == padding).all()
     assert padded.cu_seqlens_q.tolist() == [0, 1, 2, 5, 9, *[9] * 5]
     assert padded.backend_arrays["tiles"].tolist() == [[0, 1], [2, 3], *[[-1, -1]] * 4]
-    assert padded.num_decodes == 2 and np.array_equal(padded.params, batch.params)
+    assert padded.num_decode_rows == 2 and np.array_equal(padded.params, batch.params)
     assert np.array_equal(padded.new_req_indices, batch.new_req_indices)
 
 
@@ -226,7 +226,7 @@ def test_kernels_of_request_tables(seed, use_ops):
     host.num_reserved[:num_real] = rng.integers(1, k + 1, num_real)
     host.new_blocks[0] = W - 1, 77
     if seed % 2:
-        host.num_decodes[:] = num_real * k
+        host.num_decode_rows[:] = num_real * k
     token_ids, results = numbers(0, 3, num_real * k), []
     for names in ((), ("place_decodes", "accept")):
         use_ops(*names, table=None if names else {})
@@ -285,7 +285,7 @@ class BothRunner(BatchRunner):
         plain = self.prepare_prefill(step.rows, step.num_decodes) if step.chunks else self.prepare_decode(step.rows)
         other = get_context()
         assert input_ids.tolist() == plain[0].tolist() and positions.tolist() == plain[1].tolist()
-        for name in ("is_prefill", "max_seqlen_q", "num_decodes", "tokens_per_row"):
+        for name in ("is_prefill", "max_seqlen_q", "num_decode_rows", "tokens_per_row"):
             assert getattr(context, name) == getattr(other, name)
         for name in ("slot_mapping", "context_lens", "cu_seqlens_q"):
             assert (name == "cu_seqlens_q" and not step.chunks) or torch.equal(

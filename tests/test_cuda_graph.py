@@ -106,7 +106,7 @@ def test_padding_changes_nothing(make_llm, one_layer, use_ops, monkeypatch, draf
     runner, k = llm.model_runner, 1 + num_drafts
     assert llm.config.tokens_per_row == k
     shapes = graph_shapes(llm.config, runner.backend)
-    found = [(shape.tokens_per_row, shape.num_decodes, shape.num_tokens) for shape in shapes]
+    found = [(shape.tokens_per_row, shape.num_decode_rows, shape.num_tokens) for shape in shapes]
     expected_shapes = [(1, 0, 4), (1, 0, 12), (1, 4, 4), (1, 5, 12), *([(3, 3, 4), (3, 12, 12)] if k > 1 else [])]
     assert found == expected_shapes
     runs_as_on_cuda(runner)
@@ -119,14 +119,16 @@ def test_padding_changes_nothing(make_llm, one_layer, use_ops, monkeypatch, draf
     runner.graphs, runner.mixed_graphs = decode_graphs, graphs
     outputs = generate_by_steps(llm, zip(prompts, params))
     replayed = {
-        (shape.tokens_per_row, shape.num_decodes // shape.tokens_per_row)
+        (shape.tokens_per_row, shape.num_decode_rows // shape.tokens_per_row)
         for shape in decode_graphs.shapes
         if decode_graphs.graphs[shape.graph_shape].num_replays
     }
     assert replayed >= {(1, size) for size in (1, 2, 4, 5)} if k == 1 else {width for width, _ in replayed} == {1, k}
     num_replays = {shape: graphs.models[shape.graph_shape].num_replays for shape in shapes}
     assert sum(num_replays.values()) == sum(graph.num_replays for graph in graphs.samplers.values())
-    assert {shape.num_decodes for shape, count in num_replays.items() if count} >= {0, 5 if k == 1 else 12}, num_replays
+    assert {shape.num_decode_rows for shape, count in num_replays.items() if count} >= {0, 5 if k == 1 else 12}, (
+        num_replays
+    )
     for output, reference in zip(outputs, expected, strict=True):
         for ours, theirs in zip(output.outputs, reference.outputs, strict=True):
             assert ours.token_ids == theirs.token_ids
@@ -257,7 +259,7 @@ def test_the_smallest_graph_that_holds_a_step(make_llm):
 
     def found(num_decodes: int, num_tokens: int, num_chunks: int, num_sampled_tokens: int) -> tuple[int, int] | None:
         step = BatchShape(num_tokens, num_decodes + num_chunks, num_decodes, num_sampled_tokens, max_blocks_per_seq=1)
-        return (shape := graphs.shape_for(step)) and (shape.num_decodes, shape.num_tokens)
+        return (shape := graphs.shape_for(step)) and (shape.num_decode_rows, shape.num_tokens)
 
     assert found(0, 1, 1, 1) == (0, 16) and found(0, 17, 1, 0) == (0, 32) and found(3, 43, 1, 4) == (64, 64)
     assert found(33, 80, 2, 35) == (64, 128) and found(0, 256, 32, 32) == (0, 256) and found(20, 32, 1, 21) == (32, 32)

@@ -100,7 +100,7 @@ class Runner:
         arrays = self.backend.prepare_chunks(chunks, num_decodes) if chunks else {}
         context = Context(
             bool(chunks),
-            num_decodes=num_decodes,
+            num_decode_rows=num_decodes,
             slot_mapping=slots.int(),
             context_lens=int32(ends),
             block_tables=tables,

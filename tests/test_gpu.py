@@ -152,7 +152,7 @@ def test_small_cache_and_chunks(make_llm, chat, block_size):
 def test_no_short_step_is_eager(make_llm, monkeypatch):
     """Every batch size up to max_num_seqs has a graph that fits it, and so have chunks up to a number of tokens."""
     llm = make_llm(device="cuda", dtype="auto", max_num_seqs=20, gpu_memory_utilization=0.1)
-    longest = max(shape.num_tokens for shape in llm.model_runner.mixed_graphs.shapes if not shape.num_decodes)
+    longest = max(shape.num_tokens for shape in llm.model_runner.mixed_graphs.shapes if not shape.num_decode_rows)
     eager = []
     forward = llm.model_runner.run_batch
     monkeypatch.setattr(llm.model_runner, "run_batch", lambda batch: eager.append(batch.shape) or forward(batch))

@@ -394,7 +394,7 @@ def test_padded_steps(make_hybrid, checkpoints, use_ops, drafts, monkeypatch, nu
     assert not num_drafts or accepted(llm)[0] > 3
     assert_same_as_reference(checkpoints.model("qwen3_5-yarn"), outputs)
     if has_graphs:
-        replayed = {shape.num_decodes for shape in shapes if graphs.models[shape.graph_shape].num_replays}
+        replayed = {shape.num_decode_rows for shape in shapes if graphs.models[shape.graph_shape].num_replays}
         assert replayed >= {0, 4 * (1 + num_drafts)}
 
 
@@ -684,7 +684,7 @@ def logits_of_rank(rank: int, size: int, folder: str, store: Path, prompt: list[
             int32 = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)
             positions, starts = torch.arange(begin, end, dtype=torch.int32), int32(0, end - begin)
             is_prefill, table = begin < 90, torch.zeros(1, 1, dtype=torch.int32)
-            shape = dict(max_seqlen_q=end - begin, cu_seqlens_q=starts) if is_prefill else dict(num_decodes=1)
+            shape = dict(max_seqlen_q=end - begin, cu_seqlens_q=starts) if is_prefill else dict(num_decode_rows=1)
             shape |= dict(slot_mapping=positions, context_lens=int32(end), block_tables=table, max_context_len=end)
             with attention_context(Context(is_prefill, state_rows=int32(0, 0)[:, None], **shape)):
                 outputs.append(model.compute_logits(model(torch.tensor(prompt[begin:end]), positions)))

@@ -259,7 +259,7 @@ def test_attention(window):
         starts = torch.tensor([0, *chunks]).cumsum(0).int()
         lengths = torch.tensor(lengths, dtype=torch.int32)
         of_chunks = dict(cu_seqlens_q=starts, max_seqlen_q=max(chunks)) if max(chunks) > 1 else {}
-        return Context(bool(of_chunks), context_lens=lengths, block_tables=tables, num_decodes=3, **of_chunks)
+        return Context(bool(of_chunks), context_lens=lengths, block_tables=tables, num_decode_rows=3, **of_chunks)
 
     found = InvariantBackend().attend(q, cache, context(lengths, tables, chunks))
     torch.testing.assert_close(found, SDPABackend().attend(q, cache, context(lengths, tables, chunks)))

@@ -511,7 +511,7 @@ def test_sdpa_attention(monkeypatch, block_size, group, num_decodes):
         rows = [(i, slice(a, b)) for i, (a, b) in enumerate(zip(first, last))]
         context = Context(
             num_decodes < len(LENGTHS),
-            num_decodes=num_decodes,
+            num_decode_rows=num_decodes,
             slot_mapping=torch.cat([slots[i, part] for i, part in rows]),
             context_lens=torch.tensor(last, dtype=torch.int32),
             block_tables=tables,
@@ -542,7 +542,7 @@ def test_sdpa_decodes_in_bfloat16(monkeypatch, group, has_amx):
     cache = KVCache(torch.randn(2, 7, 16, kv_heads, DIM).bfloat16())
     q = torch.randn(3, group * kv_heads, DIM).bfloat16()
     context_lens = torch.tensor(lengths, dtype=torch.int32)
-    context = Context(context_lens=context_lens, block_tables=tables, num_decodes=3, max_context_len=48)
+    context = Context(context_lens=context_lens, block_tables=tables, num_decode_rows=3, max_context_len=48)
     stored = [[x[table].flatten(0, 1)[:n] for x in (cache.k, cache.v)] for table, n in zip(tables, lengths)]
     expected = torch.cat([dense(row[None], *pair) for row, pair in zip(q, stored)])
     assert_close(SDPABackend().attend(q, cache, context), expected)
@@ -587,7 +587,7 @@ def test_attention_from_qkv(monkeypatch, use_ops, path, has_norm):
         tiles = layer.backend.prepare_chunks(chunks, num_decodes) if chunks and path not in ("layers", "plain") else {}
         context = Context(
             num_decodes < len(rows),
-            num_decodes=num_decodes,
+            num_decode_rows=num_decodes,
             slot_mapping=torch.cat(slots).int(),
             context_lens=torch.tensor(last, dtype=torch.int32),
             block_tables=tables[: len(rows)],

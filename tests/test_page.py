@@ -46,7 +46,7 @@ def check_view(view: View, llm: LLM) -> None:
     for name, shown in view.seqs.items():
         seq = live[name]
         assert (shown.prompt, shown.max_tokens) == (seq.num_prompt_tokens, seq.max_num_tokens)
-        if not seq.pauses:
+        if not seq.pauses_after_token:
             assert shown.tokens == len(seq.token_ids)
         was_preempted = seq.status is SequenceStatus.WAITING and seq.was_admitted
         assert (shown.status == "preempted") == was_preempted or len(waiting) > MAX_WAITING
@@ -192,7 +192,7 @@ def test_beams_that_an_error_drops_are_no_longer_shown():
     recorder = StepRecorder(engine)
     recorder.start()
     beam = engine.add([5] * 20, max_tokens=5)
-    beam.pauses = True
+    beam.pauses_after_token = True
     engine.step()
     scheduler.preempt(beam)
     recorder.refresh()

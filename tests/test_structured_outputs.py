@@ -313,11 +313,11 @@ class RerunDecodes:
         return not shape.has_chunks
 
     def shape_for(self, step: BatchShape) -> BatchShape:
-        return decode_shape(step.num_decodes, self.width)
+        return decode_shape(step.num_decode_rows, self.width)
 
     @torch.inference_mode()
     def replay(self, shape: BatchShape):
-        batch = Batch.from_buffer(decode_shape(shape.num_decodes, self.width), self.runner.buffers.device)
+        batch = Batch.from_buffer(decode_shape(shape.num_decode_rows, self.width), self.runner.buffers.device)
         num_words = batch.input_ids.storage_offset()
         batch.buffer[:num_words] = self.host_buffers.current.batch[:num_words]
         output = self.runner.forward(batch)

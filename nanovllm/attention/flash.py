@@ -22,7 +22,7 @@ class FlashBackend(AttentionBackend):
         return ("cuda",)
 
     def attend(self, q, cache, context):
-        n = context.num_decodes
+        n = context.num_decode_rows
         if not context.is_prefill:
             return self._decode(q, cache, context)
         out = self._prefill(q, cache, context)
@@ -32,7 +32,7 @@ class FlashBackend(AttentionBackend):
 
     def _prefill(self, q, cache, context):
         """Of all rows; those of decodes get any values."""
-        n = context.num_decodes
+        n = context.num_decode_rows
         if "cu_seqlens_k" not in context.plans:
             context.plans["cu_seqlens_k"] = F.pad(context.context_lens[n:].cumsum(0, dtype=torch.int32), (1, 0))
         return self.flash_attn.flash_attn_varlen_func(
@@ -50,7 +50,7 @@ class FlashBackend(AttentionBackend):
         )
 
     def _decode(self, q, cache, context):
-        n = context.num_decodes
+        n = context.num_decode_rows
         return self.flash_attn.flash_attn_with_kvcache(
             q.unsqueeze(1),
             cache.k,

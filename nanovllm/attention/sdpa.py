@@ -70,7 +70,7 @@ def _plan(context: Context, window: int | None, block_size: int, dtype: torch.dt
     lengths, starts = context.context_lens.tolist(), []
     num_single = len(lengths)
     if context.is_prefill and context.max_seqlen_q > 1:  # beams compute one token each
-        num_single, starts = context.num_decodes, context.cu_seqlens_q.tolist()
+        num_single, starts = context.num_decode_rows, context.cu_seqlens_q.tolist()
 
     # Adjacent sequences of similar length, which the scheduler sorts, longest first. Padding to the longest of a group
     # adds at most a seventh and 18 tokens to each: larger groups would gather more padding, smaller ones need more

@@ -27,7 +27,7 @@ class TritonBackend(AttentionBackend):
 
     def attend(self, q, cache, context):
         q = q.contiguous()  # as it is after our kernels, but not after plain PyTorch
-        out, n = torch.empty_like(q), context.num_decodes
+        out, n = torch.empty_like(q), context.num_decode_rows
         lengths, tables = context.context_lens, context.block_tables
         if context.is_prefill:
             size = self.tile_sizes[q.shape[1] // cache.k.shape[2], q.shape[2]]
@@ -35,7 +35,7 @@ class TritonBackend(AttentionBackend):
             self.ops.prefill_attention(q, cache, starts, lengths, tables, tiles, out)
         if n:
             args = q[:n], cache, lengths[:n], tables[:n], context.max_context_len
-            others = dict(num_seqs=context.num_decodes_on_device, tokens_per_row=context.tokens_per_row)
+            others = dict(num_seqs=context.num_decode_rows_on_device, tokens_per_row=context.tokens_per_row)
             self.ops.decode_attention(*args, out=out[:n], **others)
         return out
 

@@ -32,7 +32,7 @@ class BatchShape(NamedTuple):
 
     num_tokens: int
     num_seqs: int
-    num_decodes: int  # of the sequences, those that come first and have one token each
+    num_decode_rows: int  # of the sequences, those that come first and have one token each
     num_sampled_tokens: int
     max_blocks_per_seq: int  # the width of the block tables
     max_seqlen_q: int = 1
@@ -48,7 +48,7 @@ class BatchShape(NamedTuple):
     @property
     def has_chunks(self) -> bool:
         """Whether there are tokens of prompts, and not decodes alone."""
-        return self.num_seqs > self.num_decodes
+        return self.num_seqs > self.num_decode_rows
 
     @property
     def graph_shape(self) -> tuple[int, ...]:
@@ -78,8 +78,10 @@ class Batch(Generic[Array]):
     buffer: Array
 
     req_indices: Array = _view(lambda s: (s.num_sampled_tokens // s.tokens_per_row,))  # of each sampled sequence
-    num_reserved: Array = _view(lambda s: (s.num_decodes // s.tokens_per_row,))  # see ScheduledStep; 0: padding
-    new_blocks: Array = _view(lambda s: (s.num_decodes // s.tokens_per_row, 2))  # column and block id; column -1: none
+    num_reserved: Array = _view(lambda s: (s.num_decode_rows // s.tokens_per_row,))  # see ScheduledStep; 0: padding
+    new_blocks: Array = _view(
+        lambda s: (s.num_decode_rows // s.tokens_per_row, 2)
+    )  # column and block id; column -1: none
 
     input_ids: Array = _view(lambda s: (s.num_tokens,))
     positions: Array = _view(lambda s: (s.num_tokens,))
@@ -91,7 +93,7 @@ class Batch(Generic[Array]):
     logits_indices: Array = _view(lambda s: (s.num_sampled_tokens,), chunks_only=True)  # token whose logits are sampled
     sampled_rows: Array = _view(lambda s: (s.num_sampled_tokens,), chunks_only=True)  # its row in `block_tables`
     state_rows: Array = _view(lambda s: (2, s.num_seqs), chunks_only=True)  # read and written: see cache/state.py
-    num_decodes: Array = _view(lambda s: (1,), chunks_only=True)  # for CUDA graphs, whose shape has an upper bound
+    num_decode_rows: Array = _view(lambda s: (1,), chunks_only=True)  # for CUDA graphs, whose shape has an upper bound
     params: Array = _view(lambda s: (s.num_new_requests, WIDTH), chunks_only=True)  # new requests are sampled last
     new_block_tables: Array = _view(lambda s: (s.num_new_requests, s.max_blocks_per_seq), chunks_only=True)
 
@@ -150,7 +152,7 @@ def shape_of(step: ScheduledStep, block_size: int, backend_arrays: Mapping[str, 
     return BatchShape(
         num_tokens=n + sum(chunk_lens),
         num_seqs=n + len(chunk_lens),
-        num_decodes=n,
+        num_decode_rows=n,
         num_sampled_tokens=len(step.sampled_seqs) * k,
         max_blocks_per_seq=max([-(-longest_decode // block_size), *(len(seq.block_table) for seq in others)]),
         max_seqlen_q=max(chunk_lens, default=1),
@@ -215,7 +217,7 @@ def _fill_chunks(batch: HostBatch, step: ScheduledStep, block_size: int, pad_req
     lengths = np.array([1] * n + step.chunk_lens)
     ends = lengths.cumsum(dtype=np.int32)  # [B], into the flat tokens of the step
     B, T = len(lengths), int(ends[-1])
-    batch.num_decodes[:] = n
+    batch.num_decode_rows[:] = n
     batch.cu_seqlens_q[0] = 0
     _fill(batch.cu_seqlens_q[1:], ends, padding=T)
     seqs, _, chunk_ends = zip(*step.chunks)
@@ -257,7 +259,7 @@ def largest_batch(config: Config) -> int:
     largest = BatchShape(
         num_tokens=T + B,
         num_seqs=B + MAX_CHUNKS,
-        num_decodes=B,
+        num_decode_rows=B,
         num_sampled_tokens=B + MAX_CHUNKS * config.tokens_per_row,
         max_blocks_per_seq=W,
         max_seqlen_q=T,

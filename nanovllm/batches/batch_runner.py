@@ -103,7 +103,7 @@ class BatchRunner(ModelRunner):
 
     def run_batch(self, batch: DeviceBatch) -> tuple[torch.Tensor, SamplerInput]:
         """Hidden states [T, hidden_size] and the sampler's input, of a batch whose decodes are placed here."""
-        if batch.shape.num_decodes:
+        if batch.shape.num_decode_rows:
             request_tables.place_decodes(self.tables, batch, self.config.kvcache_block_size)
         with attention_context(self._context(batch)):
             hidden_states = self.run_model(batch.input_ids, batch.positions)
@@ -117,7 +117,7 @@ class BatchRunner(ModelRunner):
         shape = batch.shape
         return Context(
             shape.has_chunks,
-            num_decodes=shape.num_decodes,
+            num_decode_rows=shape.num_decode_rows,
             tokens_per_row=shape.tokens_per_row,
             slot_mapping=batch.slot_mapping,
             context_lens=batch.context_lens,
@@ -127,7 +127,7 @@ class BatchRunner(ModelRunner):
             cu_seqlens_q=batch.cu_seqlens_q,
             state_rows=batch.state_rows if shape.has_chunks else batch.req_indices.expand(2, -1),
             backend_arrays=batch.backend_arrays,
-            num_decodes_on_device=batch.num_decodes if shape.is_padded else None,
+            num_decode_rows_on_device=batch.num_decode_rows if shape.is_padded else None,
         )
 
     def sample_and_accept(self, x: SamplerInput) -> tuple[torch.Tensor, torch.Tensor]:

@@ -39,7 +39,7 @@ def place_decodes(tables: RequestTables, batch: DeviceBatch, block_size: int) ->
     A sequence has one row for its last token, or with drafts `tokens_per_row`. Padding has no tokens, and slots of -1.
     """
     k = batch.shape.tokens_per_row
-    n = int(batch.num_decodes) if batch.shape.is_padded else batch.shape.num_decodes
+    n = int(batch.num_decode_rows) if batch.shape.is_padded else batch.shape.num_decode_rows
     inputs = batch.req_indices[: n // k], batch.num_reserved[: n // k], batch.new_blocks[: n // k]
     rows, num_reserved, new_blocks = arrays(*inputs)
     last_token_ids, num_tokens, block_tables = arrays(*tables[:3])

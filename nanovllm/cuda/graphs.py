@@ -107,7 +107,10 @@ class DecodeGraphs:
 
     def shape_for(self, step: BatchShape) -> BatchShape | None:
         """The smallest captured shape that holds a step; None if there is none."""
-        fits = lambda shape: shape.tokens_per_row == step.tokens_per_row and shape.num_decodes >= step.num_decodes
+
+        def fits(shape: BatchShape) -> bool:
+            return shape.tokens_per_row == step.tokens_per_row and shape.num_decode_rows >= step.num_decode_rows
+
         return next(filter(fits, self.shapes), None)
 
     def replay(self, shape: BatchShape) -> tuple[torch.Tensor, ForwardOutput]:
@@ -143,14 +146,14 @@ def graph_shapes(config: Config, backend: AttentionBackend) -> list[BatchShape]:
     widest = max_seqs_of(config, config.tokens_per_row), config.tokens_per_row
     for max_decodes, k in ((0, 1), (config.max_num_seqs, 1), *((widest,) if config.tokens_per_row > 1 else ())):
         for num_tokens in (size for size in sizes if size >= k):
-            num_decodes = min(max_decodes, num_tokens // k) * k
+            num_decode_rows = min(max_decodes, num_tokens // k) * k
             num_chunks = min(num_tokens, MAX_CHUNKS)
             shapes.append(
                 BatchShape(
                     num_tokens=num_tokens,
-                    num_seqs=num_decodes + num_chunks,
-                    num_decodes=num_decodes,
-                    num_sampled_tokens=num_decodes + num_chunks * k,
+                    num_seqs=num_decode_rows + num_chunks,
+                    num_decode_rows=num_decode_rows,
+                    num_sampled_tokens=num_decode_rows + num_chunks * k,
                     max_blocks_per_seq=config.max_blocks_per_seq,
                     max_seqlen_q=num_tokens,
                     backend_shapes=backend.array_shapes(num_tokens, num_chunks),
@@ -229,14 +232,15 @@ class MixedGraphs:
 
     def shape_for(self, step: BatchShape) -> BatchShape | None:
         """The smallest captured shape that holds a step; None if there is none."""
-        num_chunks = step.num_seqs - step.num_decodes
+        num_chunks = step.num_seqs - step.num_decode_rows
         for shape in self.shapes:
             if (
                 step.tokens_per_row == shape.tokens_per_row
-                and (step.num_decodes <= shape.num_decodes and step.num_tokens <= shape.num_tokens)
-                and num_chunks <= shape.num_seqs - shape.num_decodes
+                and (step.num_decode_rows <= shape.num_decode_rows and step.num_tokens <= shape.num_tokens)
+                and num_chunks <= shape.num_seqs - shape.num_decode_rows
                 and step.num_sampled_tokens <= shape.num_sampled_tokens
-                and (step.num_decodes or not shape.num_decodes)  # a kernel of which no program works does not wait
+                # a kernel of which no program works does not wait
+                and (step.num_decode_rows or not shape.num_decode_rows)
             ):
                 return shape
         return None

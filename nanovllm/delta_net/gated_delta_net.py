@@ -135,7 +135,7 @@ class GatedDeltaNet(nn.Module):
         """
         context = get_context()
         out = qkvz.new_empty(len(qkvz), self.heads.sizes[2])
-        n, count, rows = context.num_decodes, context.num_decodes_on_device, context.state_rows
+        n, count, rows = context.num_decode_rows, context.num_decode_rows_on_device, context.state_rows
         kept, starts = self.cache.kept_drafts, context.cu_seqlens_q
         if n and kept is None:  # they come first
             delta_net_step(qkvz[:n], ba[:n], self, self.cache, rows[1, :n], out[:n], count)

@@ -137,7 +137,7 @@ class BlockManager:
         copies, self.copies = self.copies, {}
         return copies
 
-    def chunk_end(self, seq: Sequence, end: int) -> int:
+    def end_for_state(self, seq: Sequence, end: int) -> int:
         """Where a chunk of a prompt ends that may go up to `end`. With layers that keep a state it may be earlier."""
         return end
 

@@ -29,7 +29,7 @@ def start_others(scheduler: "Scheduler", seq: Sequence, step: ScheduledStep) -> 
 
 
 def hold(scheduler: "Scheduler", seq: Sequence) -> None:
-    """A token of a sequence that `pauses` has arrived: it waits for `resume`, and may be forked before that."""
+    """A token of a sequence that pauses after each has arrived: it waits for `resume`, and may be forked first."""
     seq.is_paused, seq.num_tokens = True, len(seq.token_ids)
     scheduler.waiting.discard(seq)  # if it was preempted while the step was in flight
 

@@ -179,7 +179,7 @@ class ModelRunner:
             context_lens=self.int_tensor([end for _, _, end in rows]),
             max_context_len=max(end for _, _, end in rows),
             block_tables=self.prepare_block_tables([seq for seq, _, _ in rows]),
-            num_decodes=num_decodes,
+            num_decode_rows=num_decodes,
             backend_arrays={k: self.int_tensor(x) for k, x in self.backend.prepare_chunks(chunks, num_decodes).items()},
         )
         return self.int_tensor(input_ids), self.int_tensor(positions)
@@ -201,7 +201,7 @@ class ModelRunner:
             context_lens=self.int_tensor(context_lens),
             max_context_len=max(context_lens),
             block_tables=self.prepare_block_tables([seq for seq, _, _ in rows]),
-            num_decodes=len(rows),
+            num_decode_rows=len(rows),
         )
         return self.int_tensor(input_ids), self.int_tensor(positions)
 

@@ -131,7 +131,9 @@ class Scheduler:
         Attention to the longest starts first, so that the shorter ones fill the gaps at the end. Of equal ones, the one
         that has decoded for longer comes first.
         """
-        ready = [seq for seq in self.running.values() if seq.num_tokens < seq.token_limit and not seq.pauses]
+        ready = [
+            seq for seq in self.running.values() if seq.num_tokens < seq.token_limit and not seq.pauses_after_token
+        ]
         ready.sort(key=attrgetter("num_tokens"), reverse=True)
         return [
             ScheduledSequence(seq, n := seq.num_tokens - 1, min(seq.token_limit - 1, n + 1 + seq.num_drafts))
@@ -165,7 +167,7 @@ class Scheduler:
                 continue
             others_wait = bool(started) or (can_admit and len(self.waiting) > 0)
             end = budget.chunk_end(seq.num_computed_tokens, seq.num_tokens, others_wait)
-            end = self.block_manager.chunk_end(seq, end)
+            end = self.block_manager.end_for_state(seq, end)
             budget = budget.minus(seq.num_computed_tokens, end)
             self._schedule_chunk(seq, end, step)
 
@@ -249,7 +251,7 @@ class Scheduler:
                 seq.record_time("first_token")
             if seq.is_watched:
                 arrived[i] = seq
-            if seq.pauses:
+            if seq.pauses_after_token:
                 forks.hold(self, seq)
                 continue
             seq.append_token(token_id)

@@ -56,7 +56,7 @@ class Sequence:
         self.is_watched = False  # a feature or a caller looks at each token when it arrives
         self.waits_for_token = False  # a token is decoded when the one before it has reached the host
         self.skips_prefix_hits = False  # all of the prompt is computed
-        self.pauses = False  # after each token, until it is resumed; the token is not appended
+        self.pauses_after_token = False  # after each token, until it is resumed; the token is not appended
         self.is_paused = False  # it may hold blocks, and no step computes it
         self.awaited: Any = None  # a feature's Future: until it is done, no step computes the sequence
         self.noise_seed = noise_seed  # 64 bits, from which every random number of this sequence is made

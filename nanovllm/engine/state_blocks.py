@@ -107,7 +107,7 @@ class StateBlockManager(BlockManager):
         super().fork(seq, other)
         self.copies[self.num_blocks + other.req_index] = self.num_blocks + seq.req_index
 
-    def chunk_end(self, seq: Sequence, end: int) -> int:
+    def end_for_state(self, seq: Sequence, end: int) -> int:
         return min([end, *self._boundaries.get(seq, ())[-1:]])
 
     def state_row(self, seq: Sequence) -> int:

@@ -169,7 +169,7 @@ def beam_requests(
     for (text, token_ids), own_priority in zip(tokenized, as_priorities(priority, len(tokenized))):
         request_id, max_len = processor.next_request_id(), processor.max_model_len
         root = Sequence([*token_ids], sampling_params, request_id=request_id, max_len=max_len)
-        root.pauses, root.priority = True, processor.check_priority(own_priority)
+        root.pauses_after_token, root.priority = True, processor.check_priority(own_priority)
         TokenLogprobs.watch(root)
         processor.set_order(root)
         requests.append(request_class(root, params, text, kind, processor.token_bytes, eos_token_ids))

@@ -128,7 +128,7 @@ class TokenLogprobs(StepFeature):
         for i, seq in arrived.items():
             if (of_token := result.of_tokens[i]) is None:
                 continue
-            if seq.pauses:
+            if seq.pauses_after_token:
                 seq.feature_state["logprobs"].candidates = unpack(of_token)
             else:
                 seq.feature_state["logprobs"].of_tokens.append(of_token)

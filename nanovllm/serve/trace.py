@@ -290,4 +290,5 @@ class StepRecorder:
 
 def sequence_name(seq: Sequence) -> str:
     """ "12", or "12.3" where the request has several answers."""
-    return str(seq.request_id) if len(seq.group) == 1 and not seq.pauses else f"{seq.request_id}.{seq.index}"
+    is_only_one = len(seq.group) == 1 and not seq.pauses_after_token
+    return str(seq.request_id) if is_only_one else f"{seq.request_id}.{seq.index}"

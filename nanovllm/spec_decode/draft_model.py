@@ -141,7 +141,7 @@ class DraftModel:
                 slot_mapping=slots,
                 context_lens=context_lens,
                 block_tables=tables_of_rows,
-                num_decodes=len(slots),
+                num_decode_rows=len(slots),
                 max_context_len=runner.config.max_model_len,
                 tokens_per_row=width,
             )

@@ -190,7 +190,7 @@ class DraftingScheduler(Scheduler):
     def _may_draft(self, seq: Sequence) -> bool:
         if "structured_outputs" in seq.feature_state:
             return self.settings.drafts_with_masks
-        return not (seq.pauses or seq.waits_for_token)
+        return not (seq.pauses_after_token or seq.waits_for_token)
 
     def _drafts_of(self, seq: Sequence, pace: Pace) -> tuple[list[int], bool]:
         """Drafts, and whether there may be some in later steps."""

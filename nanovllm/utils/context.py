@@ -15,7 +15,7 @@ _UNSET: Any = None  # outside of a step
 class Context:
     """The B sequences of a step, whose T new tokens are concatenated.
 
-    The first `num_decodes` rows have one token each; then come chunks of prompts, if the step `is_prefill`. Attention
+    The first `num_decode_rows` have one token each; then come chunks of prompts, if the step `is_prefill`. Attention
     reads all keys from the cache, those of this step included, so `context_lens` are the lengths of the keys.
     """
 
@@ -25,12 +25,12 @@ class Context:
     slot_mapping: torch.Tensor = _UNSET  # [T] int32: where keys and values are stored; -1: nowhere
     context_lens: torch.Tensor = _UNSET  # [B] int32: tokens to attend to, this step's included
     block_tables: torch.Tensor = _UNSET  # [B, W] int32
-    num_decodes: int = 0  # in a CUDA graph with chunks an upper bound
+    num_decode_rows: int = 0  # in a CUDA graph with chunks an upper bound
     max_context_len: int = 0  # upper bound of context_lens, known to the host
     state_rows: torch.Tensor = _UNSET  # [2, B] int32: see cache/state.py
     backend_arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of `AttentionBackend.prepare_chunks`
-    tokens_per_row: int = 1  # with drafts, so many of the first `num_decodes` rows belong to one sequence
-    num_decodes_on_device: torch.Tensor | None = None  # [1] int32, in a CUDA graph with chunks
+    tokens_per_row: int = 1  # with drafts, so many of the first `num_decode_rows` rows belong to one sequence
+    num_decode_rows_on_device: torch.Tensor | None = None  # [1] int32, in a CUDA graph with chunks
     plans: dict[Any, Any] = field(default_factory=dict)  # the attention backend's, made by the first layer of a step
 
 

@@ -17,7 +17,7 @@ from nanovllm.delta_net.kernels.delta_net_operands import (
     Plan,
     Sequences,
     chunk_of,
-    num_decodes,
+    num_decode_rows,
     operands_of,
     pad_of,
     sequence_of,
@@ -177,7 +177,7 @@ def _outputs_kernel(
     i, d, e = tl.arange(0, CHUNK), tl.arange(0, HEADS.key_pad), tl.arange(0, HEADS.value_pad)
     head, index = tl.program_id(0), tl.program_id(1)
     own_key, own_value = head // HEADS.group * HEADS.key_dim, head * HEADS.value_dim
-    num_tokens = tl.load(seq_ptrs.starts + num_decodes(seq_ptrs) + num_seqs)
+    num_tokens = tl.load(seq_ptrs.starts + num_decode_rows(seq_ptrs) + num_seqs)
     if index * CHUNK + CHUNK > num_tokens:
         own_out, is_row = _of_chunk(out_ptr, HEADS.values, index * CHUNK, num_rows, own_value, e, HEADS.value_dim)
         is_padding = is_row & (index * CHUNK + i >= num_tokens)[:, None]

@@ -89,7 +89,7 @@ def pad_of(num_seqs: int) -> int:
 
 
 @triton.jit
-def num_decodes(seq_ptrs):
+def num_decode_rows(seq_ptrs):
     """How many sequences come before those with chunks."""
     return 0 if seq_ptrs.count is None else tl.load(seq_ptrs.count)
 
@@ -102,7 +102,7 @@ def sequence_of(seq_ptrs, seq, stride, PLAN: tl.constexpr):
         read = tl.load(seq_ptrs.rows + seq * stride)
         written = read
     else:
-        seq += num_decodes(seq_ptrs)
+        seq += num_decode_rows(seq_ptrs)
         own, end = tl.load(seq_ptrs.starts + seq), tl.load(seq_ptrs.starts + seq + 1)
         read, written = tl.load(seq_ptrs.rows + seq), tl.load(seq_ptrs.rows + stride + seq)
     return own, end, read.to(tl.int64), written.to(tl.int64)
@@ -112,7 +112,7 @@ def sequence_of(seq_ptrs, seq, stride, PLAN: tl.constexpr):
 def chunk_of(seq_ptrs, num_seqs, index, CHUNK: tl.constexpr, PAD: tl.constexpr):
     """Of all chunks in order, the index-th: its sequence, or a number from `num_seqs` on, and its number in that."""
     seq = tl.arange(0, PAD)
-    starts_ptr = seq_ptrs.starts + num_decodes(seq_ptrs) + seq
+    starts_ptr = seq_ptrs.starts + num_decode_rows(seq_ptrs) + seq
     lengths = tl.load(starts_ptr + 1, seq < num_seqs, 0) - tl.load(starts_ptr, seq < num_seqs, 0)
     totals = tl.cumsum(tl.cdiv(lengths, CHUNK), 0)
     is_before = totals <= index

@@ -71,13 +71,13 @@ def _accept_kernel(batch_ptrs, table_ptrs, counts_ptr, NUM_IDS: tl.constexpr, K:
 def place_decodes(tables, batch, block_size: int) -> None:
     """`batch` is a batches.batch.Batch on the device, and `tables` are batches.request_tables.RequestTables."""
     k, widths = batch.shape.tokens_per_row, (tables.last_token_ids.shape[1], tables.block_tables.shape[1])
-    num_decodes = batch.num_decodes if batch.shape.is_padded else None
-    inputs = batch.req_indices, batch.num_reserved, batch.new_blocks, num_decodes
+    num_decode_rows = batch.num_decode_rows if batch.shape.is_padded else None
+    inputs = batch.req_indices, batch.num_reserved, batch.new_blocks, num_decode_rows
     outputs = batch.input_ids, batch.positions, batch.slot_mapping, batch.context_lens, batch.block_tables
     own = tables.last_token_ids, tables.num_tokens, tables.block_tables
     constants = dict(WIDTHS=widths, BLOCK_SIZE=block_size, K=k)
     constants["num_warps"] = max(1, min(8, triton.next_power_of_2(widths[1] - 1) // 512))
-    launch_ordinary(_place_decodes_kernel, (batch.shape.num_decodes // k,))(
+    launch_ordinary(_place_decodes_kernel, (batch.shape.num_decode_rows // k,))(
         inputs, own, outputs, batch.block_tables.shape[1], **constants
     )
 
