@@ -651,7 +651,7 @@ def test_processes():
             assert "nanovllm:ignored_request_fields_total 16.0" in lines
             assert 'vllm:request_success_total{finished_reason="length",model_name="tiny-qwen3"} 8.0' in lines
             assert 'vllm:generation_tokens_total{model_name="tiny-qwen3"} 96.0' in lines
-        assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+        assert httpx.get(f"{url}/health", timeout=60).json() == {"status": "ok"}
 
         endless = body | {"max_tokens": 1500, "stream": True}
         with httpx.Client() as one, one.stream("POST", f"{url}/v1/completions", json=endless, timeout=60) as stream:
@@ -672,7 +672,7 @@ def test_processes():
         assert 'vllm:num_requests_running{model_name="tiny-qwen3"} 0.0' in lines
 
         with (
-            httpx.Client() as one,
+            httpx.Client(timeout=60) as one,
             one.stream("POST", f"{url}/v1/completions", json=endless | {"max_tokens": 100}) as x,
         ):
             chunks = x.iter_lines()
