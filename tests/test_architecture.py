@@ -342,101 +342,21 @@ def code_lines(source: str) -> int:
     return len(lines)
 
 
-ROOMS = (
-    "core",
-    "batches",
-    "states",
-    "attention",
-    "fused",
-    "kernels",
-    "hopper kernels",
-    "delta rule kernels",
-    "distributed",
-    "models",
-    "gated delta rule",
-    "features",
-    "cuda",
-    "invariant",
-    "invariant kernels",
-    "mixture of experts",
-    "quantization",
-    "8-bit kernels",
-    "rollout",
-    "spec_decode",
-    "structured_outputs",
-    "reasoning",
-    "compat",
-    "serve",
-    "fronts",
-    "replicas",
-    "page",
-    "terminal",
-    "benchmarks",
-)
-ROOM_FILES = {
-    "__main__.py": "serve",
-    "attention/base.py": "core",
-    "attention/sdpa.py": "core",
-    "engine/state_blocks.py": "states",
-    "cache/state.py": "states",
-    "delta_net/gated_delta_net.py": "gated delta rule",
-    "delta_net/delta_net_drafts.py": "gated delta rule",
-    "delta_net/hybrid_config.py": "gated delta rule",
-    "delta_net/scattered_linear.py": "gated delta rule",
-    "layers/sigmoid_gate.py": "gated delta rule",
-    "delta_net/kernels/delta_net_chunks.py": "delta rule kernels",
-    "delta_net/kernels/delta_net_inputs.py": "delta rule kernels",
-    "delta_net/kernels/delta_net_operands.py": "delta rule kernels",
-    "delta_net/kernels/delta_net_tokens.py": "delta rule kernels",
-    "moe/kernels/hopper_experts.py": "hopper kernels",
-    "kernels/hopper/hopper_gemm.py": "hopper kernels",
-    "kernels/hopper/hopper_prefill.py": "hopper kernels",
-    "kernels/hopper/hopper_product.py": "hopper kernels",
-    "kernels/hopper/hopper_qkv.py": "hopper kernels",
-    "kernels/hopper/hopper_ring.py": "hopper kernels",
-    "quantization/kernels/hopper_scaled_gemm.py": "hopper kernels",
-    "kernels/hopper/hopper_swiglu.py": "hopper kernels",
-    "kernels/hopper/hopper_tiles.py": "hopper kernels",
-    "invariant/kernels/invariant_attention.py": "invariant kernels",
-    "invariant/kernels/invariant_decode.py": "invariant kernels",
-    "invariant/kernels/invariant_gemm.py": "invariant kernels",
-    "invariant/kernels/invariant_prefill.py": "invariant kernels",
-    "moe/kernels/mix_experts.py": "mixture of experts",
-    "moe/kernels/moe_gemm.py": "mixture of experts",
-    "moe/kernels/moe_gemv.py": "mixture of experts",
-    "moe/kernels/moe_routing.py": "mixture of experts",
-    "quantization/kernels/dequantize.py": "8-bit kernels",
-    "kernels/e4m3.py": "8-bit kernels",
-    "kernels/linear/quantize_rows.py": "8-bit kernels",
-    "quantization/kernels/scaled_gemv.py": "8-bit kernels",
-    "quantization/kernels/multiply_scaled.py": "8-bit kernels",
-    "utils/cuda_driver.py": "distributed",
-    "utils/flags.py": "serve",
-    "utils/libraries.py": "serve",
-    "serve/dev_api.py": "rollout",
-    "serve/frames.py": "page",
-    "serve/page.py": "page",
-    "serve/trace.py": "page",
-    "serve/view.py": "page",
-}
-
-
 def room_of(file: str) -> str:
-    folder = file.split("/")[1 if file.startswith(("serve/replicas/", "serve/fronts/", "serve/terminal/")) else 0]
-    folder = "mixture of experts" if folder == "moe" else folder
-    return ROOM_FILES.get(file) or (folder if folder in ROOMS else "core")
+    """The folder of a file."""
+    return file.split("/")[0] if "/" in file else "nanovllm"
 
 
 def test_sizes_are_printed(record_property, capsys):
-    """How much there is to read, room by room: a figure to look at, not a bound."""
-    code = dict.fromkeys(ROOMS, 0)
+    """How much there is to read, folder by folder: a figure to look at, not a bound."""
+    code = dict.fromkeys(map(room_of, FILES), 0)
     for file in FILES:
         code[room_of(file)] += code_lines((ROOT / file).read_text())
     record_property("lines", code)
     with capsys.disabled():
         rooms = ", ".join(f"{room} {lines:,}" for room, lines in code.items())
         print(f"\nnanovllm, lines of code: {rooms}; {sum(code.values()):,} in all, in {len(FILES)} files")
-    assert all(code.values()), "a room without files"
+    assert code["engine"] > 500
 
 
 FOLDERS_OF_ROOMS = (
