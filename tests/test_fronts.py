@@ -102,6 +102,33 @@ def assert_same(answers, expected) -> None:
         assert answer.logprobs == own.logprobs and answer.cumulative_logprob == pytest.approx(own.cumulative_logprob)
 
 
+def test_what_a_lost_front_has_asked_for_is_dropped(setup, monkeypatch):
+    """Also what the thread of grammars is still making."""
+    is_made, make = threading.Event(), Session._make_request
+
+    def make_late(session, new):
+        assert is_made.wait(20)
+        return make(session, new)
+
+    monkeypatch.setattr(Session, "_make_request", make_late)
+
+    async def main():
+        async with setup.front() as client:
+            params = SamplingParams(max_tokens=100, min_tokens=100, structured_outputs={"regex": "[a-z]*"})
+            requests = [await client.submit(PROMPTS[0], params) for _ in range(2)]
+            while len(client.session._in_grammar_thread) != len(requests):
+                await asyncio.sleep(0.005)
+            client.session._channel.close()
+        while not client.session.is_closed:
+            await asyncio.sleep(0.005)
+        is_made.set()
+        while client.session._in_grammar_thread:
+            await asyncio.sleep(0.005)
+        await setup.wait_until_free()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 def test_answers_are_those_of_generate(setup, params):
     """Streamed and whole; a front makes the text, unless the engine needs it to stop, or for log-probabilities."""
@@ -726,6 +753,16 @@ def test_the_second_ctrl_c_waits_for_no_request():
         with pytest.raises(httpx.RemoteProtocolError):
             assert len([*chunks]) < 1500
         assert process.wait(30) == 0
+
+
+def test_the_second_ctrl_c_waits_for_no_front_that_hangs():
+    with serving(1) as (process, _url):
+        (front,) = children(process.pid)
+        os.kill(front, signal.SIGSTOP)
+        os.kill(process.pid, signal.SIGINT)
+        time.sleep(0.5)
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(20) == 0 and not os.path.exists(f"/proc/{front}")
 
 
 def test_what_keeps_a_front_from_starting_is_the_servers_error(monkeypatch):

@@ -33,7 +33,9 @@ logger = logging.getLogger("nanovllm")
 START_SECONDS = 300.0  # of a front, once the engine has started
 MAX_FAILED_STARTS = 10  # in a row, of a front that had to be started again
 END_SECONDS = 10.0  # after the time in which running requests may end
+URGENT_SECONDS = 3.0  # after a second Ctrl-C
 TURN_SECONDS = 0.1  # after which an end is noticed at the latest
+BLOCKED = signal.SIGINT, signal.SIGTERM  # while a front is started
 
 
 class FrontPlan(NamedTuple):
@@ -64,8 +66,9 @@ def make_plan(
 def run_front(plan: FrontPlan, index: int, end: socket.socket) -> None:
     """The process of a front. Ctrl-C reaches the engine's process alone, which lets the fronts drain."""
     os.setpgid(0, 0)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # which a terminal may send for the log of such a group
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # also one that has come while it was blocked
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
     import_libraries({"device": "cpu"})
     from nanovllm.serve.fronts.front import serve_front  # imported lazily: only fronts do HTTP
 
@@ -73,10 +76,10 @@ def run_front(plan: FrontPlan, index: int, end: socket.socket) -> None:
 
 
 @contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    """A process that is started meanwhile begins with SIGINT blocked, and this one gets it afterwards."""
-    resource_tracker.ensure_running()  # whose start would unblock it
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+def _signals_blocked() -> Iterator[None]:
+    """A process that is started meanwhile begins with these signals blocked, and this one gets them afterwards."""
+    resource_tracker.ensure_running()  # whose start would unblock them
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     try:
         yield
     finally:
@@ -94,6 +97,7 @@ class Fronts:
         self._starting: dict[int, tuple[Channel, float]] = {}  # that are not ready yet, and until when they must be
         self._num_failures = [0] * len(plan.num_live)  # starts in a row that have failed
         self.is_ending = self.has_failed = False
+        self._deadline = inf  # when all must have ended
 
     def begin(self) -> None:
         """Start all, side by side. They do not listen before the engine has started."""
@@ -127,9 +131,9 @@ class Fronts:
         own_end, other_end = socket.socketpair()
         self._plan.num_live[index] = 0
         process = SpawnProcess(target=run_front, args=(self._plan, index, other_end), name=f"nanovllm-front-{index}")
-        with _sigint_blocked():
+        with _signals_blocked():
             process.start()
-        self._processes[index] = process
+            self._processes[index] = process
         other_end.close()
         channel = Channel(own_end)
         until = self._say_that_the_engine_has_started(channel) if self._has_engine else inf
@@ -180,7 +184,8 @@ class Fronts:
 
     def end(self, number: int = signal.SIGTERM, *_: Any) -> None:
         """Let all drain and end; the second Ctrl-C, without waiting for running requests."""
-        is_urgent = self.is_ending and number == signal.SIGINT
+        if is_urgent := self.is_ending and number == signal.SIGINT:
+            self._deadline = monotonic() + URGENT_SECONDS
         self.is_ending = True
         for process in [*self._processes.values()]:
             if is_urgent and process.is_alive() and process.pid is not None:
@@ -189,9 +194,13 @@ class Fronts:
                 process.terminate()
 
     def join(self, seconds: float) -> None:
-        """Wait for their end. Whichever has not ended by then is killed."""
+        """Wait for their end. Whichever has not ended by then, or soon after a second Ctrl-C, is killed."""
+        end = monotonic() + seconds
+        while any(process.is_alive() for process in self._processes.values()) and monotonic() < min(
+            end, self._deadline
+        ):
+            wait([process.sentinel for process in self._processes.values() if process.is_alive()], TURN_SECONDS)
         for process in self._processes.values():
-            process.join(seconds)
             process.kill()
             process.join()
 

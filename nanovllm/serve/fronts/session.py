@@ -34,6 +34,8 @@ class Session(Replica):
         try:
             while True:
                 message = decode_from_front(self._channel.receive())
+                if message.problem:  # after its start: then it ends, and is started again
+                    logger.error("an HTTP process can't go on: %s", message.problem)
                 self._submit(self._decoded(message.requests))
                 if message.discarded:
                     self.discard(message.discarded)
@@ -46,7 +48,7 @@ class Session(Replica):
         except Exception:
             logger.exception("a message of a front can't be carried out, and the front is started again")
         finally:
-            self.discard([*self._requests])
+            self.discard({*self._requests, *self._in_grammar_thread})
             self.close()
             self._channel.close()  # which ends a front that is still there
             with suppress(RuntimeError):  # the engine was closed
