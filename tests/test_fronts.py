@@ -521,7 +521,20 @@ def test_a_front_is_started_again_each_time_it_ends(monkeypatch, caplog):
         fronts.turn_until(lambda: not fronts._starting)
         assert fronts.pids()[1] == other and fronts.pids()[0] != first and fronts._processes[1].is_alive()
         assert caplog.text.count("nanovllm-front-0 has ended (exit status -9), and starts again") >= 9
-        assert fronts._num_failures == [0, 0]
+        assert fronts._num_failures[1] == 0
+
+
+def test_a_front_that_ends_whenever_it_is_ready_ends_the_server(monkeypatch):
+    def run(plan, index, end):
+        Channel(end).send(FromFront())
+        os._exit(2)
+
+    with closing(FakeFronts(monkeypatch, 1, [0])) as fronts:
+        monkeypatch.setattr(engine_process, "run_front", run)
+        fronts.start()
+        with pytest.raises(RuntimeError, match="soon after it was ready, 10 times in a row"):
+            fronts.watch()
+        assert len(fronts.ready) == 10
 
 
 @pytest.mark.parametrize("num_deaths, is_fatal", [(3, False), (100, True)])

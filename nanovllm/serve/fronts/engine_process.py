@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nanovllm")
 START_SECONDS = 300.0  # of a front, once the engine has started
 MAX_FAILED_STARTS = 10  # in a row, of a front that had to be started again
+SETTLED_SECONDS = 10.0  # a front that ends by itself sooner after it was ready counts as one that has not started
 END_SECONDS = 10.0  # after the time in which running requests may end
 URGENT_SECONDS = 3.0  # after a second Ctrl-C
 TURN_SECONDS = 0.1  # after which an end is noticed at the latest
@@ -96,6 +97,7 @@ class Fronts:
         self._processes: dict[int, SpawnProcess] = {}  # by index, as those that start
         self._starting: dict[int, tuple[Channel, float]] = {}  # that are not ready yet, and until when they must be
         self._num_failures = [0] * len(plan.num_live)  # starts in a row that have failed
+        self._ready_at = [-inf] * len(plan.num_live)  # when each was ready last
         self.is_ending = self.has_failed = False
         self._deadline = inf  # when all must have ended
 
@@ -146,7 +148,7 @@ class Fronts:
         for index, (channel, deadline) in [*self._starting.items()]:
             if (has_news := channel.fileno() in changed) and self._is_ready(index, channel, max_failures):
                 del self._starting[index]
-                self._num_failures[index] = 0
+                self._ready_at[index] = monotonic()
                 self._make_session(channel)
             elif has_news or monotonic() > deadline:
                 self._processes[index].kill()
@@ -168,12 +170,14 @@ class Fronts:
 
     def _begin_again(self, index: int, process: SpawnProcess, max_failures: int) -> None:
         ended = f"{process.name} has ended (exit status {process.exitcode})"
-        if index in self._starting:
+        if not (has_started := index not in self._starting):
             self._starting.pop(index)[0].close()
-            self._num_failures[index] += 1
-            if self._num_failures[index] == max_failures:
-                again = f", {max_failures} times in a row" if max_failures > 1 else ""
-                raise RuntimeError(f"{ended} before it was ready{again}")
+        # killed from outside, or it has worked for a while
+        is_well = (process.exitcode or 0) < 0 or monotonic() > self._ready_at[index] + SETTLED_SECONDS
+        self._num_failures[index] = 0 if has_started and is_well else self._num_failures[index] + 1
+        if self._num_failures[index] >= max_failures and (max_failures > 1 or not has_started):
+            again = f", {max_failures} times in a row" if max_failures > 1 else ""
+            raise RuntimeError(f"{ended} {'soon after' if has_started else 'before'} it was ready{again}")
         logger.warning("%s, and starts again", ended)
         self._begin(index)
 
