@@ -69,6 +69,8 @@ class ModelRunner:
             fit_states(self)
         self.caches: dict[Any, list[torch.Tensor]] = {}  # the tensors of each group
         self.sampler = Sampler(self.tp, self.model.lm_head.first_id)
+        model = config.model_config
+        self.milliseconds_per_token = model.num_hidden_layers * model.layer_operations / CPU_OPERATIONS_PER_MS
         self.features: dict[str, StepFeature] = {}
         self.make_tables()
         self.add_features([name for name, feature in FEATURES.items() if isinstance(feature.home, type)])  # of the user
@@ -83,9 +85,8 @@ class ModelRunner:
         if config.num_kvcache_blocks is None:
             self.size_kv_cache(self.warmup_model())
         self.allocate_kv_cache(config.num_kvcache_blocks)
-        self.milliseconds_per_token = self.time_per_token()
         if config.max_num_mixed_tokens is None:
-            self.size_mixed_steps(self.milliseconds_per_token)
+            self.size_mixed_steps(self.time_per_token())
         lap("cache")
         self.capture_cudagraph()
 
@@ -98,9 +99,8 @@ class ModelRunner:
         return CPU_KV_CACHE_BYTES
 
     def time_per_token(self) -> float:
-        """Milliseconds that a token of a prompt takes: an estimate, which CUDA measures."""
-        model = self.config.model_config
-        return model.num_hidden_layers * model.layer_operations / CPU_OPERATIONS_PER_MS
+        """Milliseconds that a token of a prompt takes. CUDA measures it."""
+        return self.milliseconds_per_token
 
     def capture_cudagraph(self) -> None:
         """Only CUDA has graphs of steps."""
