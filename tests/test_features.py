@@ -188,3 +188,17 @@ def test_registered_features_need_one_rank(make_llm):
     register_feature(TopNSigma)
     with pytest.raises(ValueError, match="tensor_parallel_size=2: must be 1 with features of register_feature"):
         make_llm(tensor_parallel_size=2)
+
+
+def test_steps_of_plain_requests_edit_no_logits(make_llm, monkeypatch):
+    """Also after a request that had a feature; beside one, they do."""
+    llm, calls = make_llm(), []
+    plain, penalized = SamplingParams(max_tokens=3), SamplingParams(max_tokens=3, presence_penalty=1.0)
+    llm.generate([[5, 6]], penalized, use_tqdm=False)
+    edit_logits = type(llm.model_runner).edit_logits
+    spy = lambda runner, logits, rows: calls.append(len(logits)) or edit_logits(runner, logits, rows)
+    monkeypatch.setattr(type(llm.model_runner), "edit_logits", spy)
+    llm.generate([[5, 6]], plain, use_tqdm=False)
+    assert not calls
+    llm.generate([[5, 6], [7, 8]], [plain, penalized], use_tqdm=False)
+    assert calls[0] == 2

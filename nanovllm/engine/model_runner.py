@@ -73,7 +73,9 @@ class ModelRunner:
         self.milliseconds_per_token = model.num_hidden_layers * model.layer_operations / CPU_OPERATIONS_PER_MS
         self.features: dict[str, StepFeature] = {}
         self.make_tables()
-        self.add_features([name for name, feature in FEATURES.items() if isinstance(feature.home, type)])  # of the user
+        from_outside = [name for name, feature in FEATURES.items() if isinstance(feature.home, type)]
+        self.add_features(from_outside)
+        self.edits_all_rows = bool(from_outside)  # also those of requests that ask for no feature
         self.warm_up(lap)
 
     def make_tables(self) -> None:
@@ -238,7 +240,7 @@ class ModelRunner:
     def sample(self, x: SamplerInput, seqs: list[Sequence]) -> torch.Tensor:
         """Token ids [S] int32, one for each of `seqs`."""
         logits, cutoffs = self.model.compute_logits(x.hidden_states), None  # [S, vocabulary]
-        if self.features or any(seq.params.has_filters for seq in seqs):
+        if self.edits_all_rows or any(seq.feature_state or seq.params.has_filters for seq in seqs):
             cutoffs = self.edit_logits(logits, self.sampling_rows(x))
         seeds = np.array([seq.noise_seed for seq in seqs], np.uint64).view(np.int32).reshape(-1, 2)
         return self.sampler(logits, self.prepare_sample(seqs), self.int_tensor(seeds), x.positions, cutoffs)
