@@ -64,8 +64,9 @@ def margins(monkeypatch):
         def look(sampler, inputs):
             logits, temperatures, seeds, positions, cutoffs = inputs
             scores, is_drawn = logits.clone(), temperatures > 0
-            keys = token_keys(scores, torch.arange(scores.shape[1]))
-            scores[(keys < cutoffs[:, None]) & (cutoffs > KEEPS_ALL)[:, None]] = -torch.inf
+            if cutoffs is not None:
+                keys = token_keys(scores, torch.arange(scores.shape[1]))
+                scores[(keys < cutoffs[:, None]) & (cutoffs > KEEPS_ALL)[:, None]] = -torch.inf
             scores[is_drawn] /= temperatures[is_drawn, None]
             scores[is_drawn] += noise_of_rows(seeds[is_drawn], positions[is_drawn], scores.shape[1])
             best = scores.topk(2).values
