@@ -79,9 +79,8 @@ class Batch(Generic[Array]):
 
     req_indices: Array = _view(lambda s: (s.num_sampled_tokens // s.tokens_per_row,))  # of each sampled sequence
     num_reserved: Array = _view(lambda s: (s.num_decode_rows // s.tokens_per_row,))  # see ScheduledStep; 0: padding
-    new_blocks: Array = _view(
-        lambda s: (s.num_decode_rows // s.tokens_per_row, 2)
-    )  # column and block id; column -1: none
+    # of each of these sequences the column and the block id; column -1: none
+    new_blocks: Array = _view(lambda s: (s.num_decode_rows // s.tokens_per_row, 2))
 
     input_ids: Array = _view(lambda s: (s.num_tokens,))
     positions: Array = _view(lambda s: (s.num_tokens,))

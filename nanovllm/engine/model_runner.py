@@ -18,7 +18,7 @@ from nanovllm.engine.features import FEATURES, Arrays, StepFeature
 from nanovllm.engine.forward_output import ForwardOutput, PendingStep, SamplerInput
 from nanovllm.engine.scheduled_step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.sequence import Sequence
-from nanovllm.kernels.sampling.sampling_columns import GREEDY_BELOW, params_rows
+from nanovllm.kernels.sampling.sampling_columns import params_rows, seeds_of, temperatures_of
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler, SamplingRows, logit_cutoffs
 from nanovllm.models import make_model
@@ -219,8 +219,7 @@ class ModelRunner:
 
     def prepare_sample(self, seqs: list[Sequence]) -> torch.Tensor:
         """Temperatures [S] float32; 0 is greedy."""
-        temperatures = [seq.temperature if seq.temperature >= GREEDY_BELOW else 0.0 for seq in seqs]
-        return torch.tensor(temperatures, dtype=torch.float32, device=self.device)
+        return torch.tensor(temperatures_of(seqs), dtype=torch.float32, device=self.device)
 
     def run_model(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Hidden states [T, hidden_size]; the cache then has the step's keys, values and token ids."""
@@ -242,8 +241,8 @@ class ModelRunner:
         logits, cutoffs = self.model.compute_logits(x.hidden_states), None  # [S, vocabulary]
         if self.edits_all_rows or any(seq.feature_state or seq.params.has_filters for seq in seqs):
             cutoffs = self.edit_logits(logits, self.sampling_rows(x))
-        seeds = np.array([seq.noise_seed for seq in seqs], np.uint64).view(np.int32).reshape(-1, 2)
-        return self.sampler(logits, self.prepare_sample(seqs), self.int_tensor(seeds), x.positions, cutoffs)
+        seeds = self.int_tensor(seeds_of(seqs))
+        return self.sampler(logits, self.prepare_sample(seqs), seeds, x.positions, cutoffs)
 
     def edit_logits(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         """Let features edit logits [S, vocabulary] in place, and return the cutoffs [S] of min-p, top-k and top-p."""

@@ -56,15 +56,24 @@ def seeds(params):
     return params[:, WIDTH - 2 :]
 
 
+def temperatures_of(seqs: Any) -> list[float]:
+    """The temperature of each sequence; 0, which is greedy, for one that is too small to divide by."""
+    return [seq.temperature if seq.temperature >= GREEDY_BELOW else 0.0 for seq in seqs]
+
+
+def seeds_of(seqs: Any) -> np.ndarray:
+    """The seeds of the sampling noise of sequences [S, 2] int32, low and high word."""
+    return np.array([seq.noise_seed for seq in seqs], np.uint64).view(np.int32).reshape(-1, 2)
+
+
 def params_rows(seqs: Any) -> np.ndarray:
     """The rows [S, WIDTH] int32 of engine.sequence.Sequences; what depends on a feature is 0 if one does not use it."""
     params = np.zeros((len(seqs), WIDTH), np.int32)
-    for name in ("temperature", "top_p", "min_p", "top_k"):
+    column(params, "temperature")[:] = temperatures_of(seqs)
+    for name in ("top_p", "min_p", "top_k"):
         column(params, name)[:] = [getattr(seq.params, name) for seq in seqs]
-    temperatures = column(params, "temperature")
-    temperatures[temperatures < GREEDY_BELOW] = 0
     for i, seq in enumerate(seqs):
         for name, value in seq.columns.items():
             column(params, name)[i] = value
-    seeds(params)[:] = np.array([seq.noise_seed for seq in seqs], np.uint64).view(np.int32).reshape(-1, 2)
+    seeds(params)[:] = seeds_of(seqs)
     return params
