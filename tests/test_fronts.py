@@ -23,6 +23,9 @@ pytest.importorskip("fastapi")
 pytest.importorskip("msgspec")
 httpx = pytest.importorskip("httpx")
 
+from prometheus_client import CollectorRegistry
+from prometheus_client.mmap_dict import MmapedDict, mmap_key
+
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.serve import EngineDeadError, QueueFullError
 from nanovllm.serve.address import listening_socket, reserved_address
@@ -39,6 +42,7 @@ from nanovllm.serve.fronts.channel import (
 from nanovllm.serve.fronts.engine_process import FrontPlan, Fronts, run_front
 from nanovllm.serve.fronts.front import FrontClient
 from nanovllm.serve.fronts.session import Session
+from nanovllm.serve.metrics import AllFronts
 from nanovllm.serve.settings import ServerSettings
 
 MODEL = "tiny-qwen3"
@@ -722,6 +726,17 @@ def test_processes():
             assert events[-1]["choices"][0]["finish_reason"] == "length"
         assert process.wait(30) == 0
         assert not any(os.path.exists(f"/proc/{pid}") for pid in children(process.pid))
+
+
+def test_metrics_while_a_front_creates_its_files(tmp_path, monkeypatch):
+    """A file is empty for a moment, and stays so if the front is killed then."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    counter = MmapedDict(str(tmp_path / "counter_1.db"))
+    counter.write_value(mmap_key("answers", "answers_total", [], [], "Answers"), 3.0, 0.0)
+    counter.close()
+    (tmp_path / "counter_2.db").touch()
+    (metric,) = AllFronts(CollectorRegistry()).collect()
+    assert [(sample.name, sample.value) for sample in metric.samples] == [("answers_total", 3.0)]
 
 
 def test_one_front():

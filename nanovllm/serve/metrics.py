@@ -4,6 +4,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -73,7 +74,7 @@ class Metrics:
         registry.register(IGNORED.count)
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # fronts count together, with those that have ended
             self._shown = CollectorRegistry()
-            self._shown.register(_AllFronts(registry))
+            self._shown.register(AllFronts(registry))
         self._shown.register(self)  # type: ignore[arg-type]
         llm.on_end.append(self.observe)
 
@@ -150,15 +151,18 @@ class Metrics:
             engine["blocks"] = sum(stats["blocks"].values())
 
 
-class _AllFronts(MultiProcessCollector):
+class AllFronts(MultiProcessCollector):
     """The sums of all fronts, described as those of one process are."""
 
     def __init__(self, own: CollectorRegistry):
         super().__init__(None)
+        self._folder = Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])
         self._texts = {metric.name: metric.documentation for metric in own.collect()}
 
     def collect(self) -> Iterator[Metric]:
-        for metric in super().collect():
+        # an empty file belongs to a front that is creating it, or that was killed at that moment
+        files = [str(file) for file in self._folder.glob("*.db") if file.stat().st_size]
+        for metric in self.merge(files):
             metric.documentation = self._texts.get(metric.name, metric.documentation)
             yield metric
 
