@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Collection, Mapping
 from inspect import signature
 from multiprocessing import resource_tracker, util
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 from tqdm import tqdm
@@ -49,6 +51,7 @@ def fork_python(
     Like a new process it has its own modules of ours, no signal handlers, and no descriptors but `pass_fds` and its
     standard streams; `streams` has by number what these are here.
     """
+    _wait_until_other_threads_sleep()
     if pid := os.fork():
         return pid
     status = 1
@@ -69,6 +72,26 @@ def fork_python(
         status = _run(arguments)
     finally:
         os._exit(status)
+
+
+def _wait_until_other_threads_sleep(seconds: float = 2.0) -> None:
+    """A thread that has just ended gives MKL its memory back, under a lock: the fork would wait for that lock for ever.
+
+    Also threads that compute may hold such locks. One that computes for longer than this is not waited for.
+    """
+    end = time.perf_counter() + seconds
+    while any(map(_is_running, os.listdir("/proc/self/task"))) and time.perf_counter() < end:
+        time.sleep(0.001)
+
+
+def _is_running(thread: str) -> bool:
+    if int(thread) == threading.get_native_id():
+        return False
+    try:
+        state = Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:  # it has ended
+        return False
+    return state == "R"
 
 
 def _run(arguments: list[str]) -> int:
