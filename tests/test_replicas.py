@@ -319,7 +319,7 @@ def children(pid: int) -> set[int]:
 
 
 def test_ray_data(cluster, tmp_path):
-    """The example of docs/replicas.md: JSON lines in, Parquet and JSON lines out."""
+    """The example of docs/several-gpus.md: JSON lines in, Parquet and JSON lines out."""
     pytest.importorskip("pyarrow")
     pytest.importorskip("pandas")
     import ray.data

@@ -1,8 +1,8 @@
 """When Hopper's kernels are used: for which products in FP8 (hopper_scaled_gemm.py), and in which tiles; for which rows
 of qkv (hopper_qkv.py). Importing this takes no Gluon.
 
-Kernels, one by one, says what they gain: [in FP8](../../docs/kernel-timings.md#few-rows-in-fp8), [with the
-store](../../docs/kernel-timings.md#norm-rope-and-store-in-the-product).
+Kernels, one by one, says what they gain: [in FP8](../../docs/lab-notes.md#few-rows-in-fp8), [with the
+store](../../docs/lab-notes.md#norm-rope-and-store-in-the-product).
 """
 
 from typing import NamedTuple
