@@ -149,8 +149,16 @@ def test_wrong_commands_change_nothing(typed, tmp_path):
         "No closing quotation",
     ):
         assert f"Error: {text}" in errors, text
-    assert "File exists" in errors
+    assert f"Error: {file} exists already; /save! {file} overwrites it\n" in errors
     assert all(command in errors for command in COMMANDS)
+
+
+def test_save_overwrites_a_file_when_told_to(typed, tmp_path):
+    file = tmp_path / "my chat.json"
+    _, _, errors, _ = typed("one", f"/save {file}", "two", f"/save {file}", f"/save! {file}")
+    saved = json.loads(file.read_text())["messages"]
+    assert [message["content"] for message in saved] == ["one", "one ", "two", "two "]
+    assert errors.count(f"saved to {file}\n") == 2 and errors.count("Error: ") == 1
 
 
 def test_wrong_parameters_are_refused_at_once(typed):

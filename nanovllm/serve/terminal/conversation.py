@@ -17,7 +17,7 @@ COMMANDS = {
     "/clear": "forget the conversation; the system prompt stays",
     "/system": "[TEXT]: set the system prompt, or show it; /system - removes it",
     "/params": "[NAME=VALUE ...]: set sampling parameters, or show them; NAME= takes one back",
-    "/save": "[FILE]: write the conversation as JSON into a new file",
+    "/save": "[FILE]: write the conversation as JSON into a new file; /save! FILE overwrites one",
     "/exit": "end the chat, as Ctrl-D or two Ctrl-C do",
 }
 
@@ -91,11 +91,14 @@ class Conversation:
                 values = self.source.all_params(self.params).items()
                 texts = [f"{name}={json.dumps(value)}" for name, value in values if name in self.names]
                 self._note(" ".join(texts) or "the server's own")
-            case "/save":
+            case "/save" | "/save!":
                 file = Path(argument or strftime("chat-%Y%m%d-%H%M%S.json")).expanduser()
                 content = {"model": self.source.name, "params": self.params, "messages": self._prompt(self.messages)}
-                with file.open("x", encoding="utf-8") as stream:  # an existing file stays as it is
-                    json.dump(content, stream, indent=1, ensure_ascii=False)
+                try:
+                    with file.open("w" if name == "/save!" else "x", encoding="utf-8") as stream:
+                        json.dump(content, stream, indent=1, ensure_ascii=False)
+                except FileExistsError:
+                    raise ValueError(f"{file} exists already; /save! {file} overwrites it") from None
                 self._note(f"saved to {file}")
             case "/exit" | "/quit":
                 raise EOFError
