@@ -21,54 +21,59 @@ LOGPROBS_MODES = ("raw_logprobs", "temperature_logprobs", "processed_logprobs")
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The settings of an engine. `None` and `"auto"` are resolved to the value in use.
+    """The settings of an engine. Settings that are `None` or `"auto"` are replaced by the values in use.
 
-    PyTorch is imported when one is made, not with its class: the command line's help does without.
+    Importing this module does not import PyTorch, because `nanovllm --help` does without. Making a Config does.
 
-    model: a folder in the Hugging Face layout, a hub id, or `"tiny-qwen3"`, the model inside this package.
-    max_num_batched_tokens: maximum number of tokens of a step; longer prompts are computed in chunks.
-    max_mixed_step_ms: about how long a step may take that computes chunks of prompts while other sequences decode; None
-        is 50 on CUDA and 250 on a CPU.
-    max_num_mixed_tokens: maximum number of tokens of such a step; None is as many as take that long, which is measured
-        on CUDA and estimated on a CPU. A step has half of them while few tokens wait; see `TokenBudget.for_mixed_step`.
-    scheduling_policy: "fcfs" (first come, first served), "priority" (see `add_request`), or an object with a method
-        `priority_key` (see `SchedulingPolicy` in `engine/scheduling_policy.py`).
-    max_num_seqs: maximum number of sequences that run at the same time. It is lowered for models with layers that keep
-        a state, unless `num_kvcache_blocks` is set, so that states take at most half of the cache's memory.
-    max_model_len: maximum number of tokens of a prompt and its completion; None is 4096, or the model's own bound
-        if it is smaller.
-    gpu_memory_utilization: the fraction of the GPU's memory that this engine may use for weights and cache together. On
-        a CPU it has no effect.
-    tensor_parallel_size: 1, 2, 4 or 8 ranks that share the model; on CUDA each has a device, starting with `device`.
-    expert_parallel: with several ranks, each has whole experts of a mixture; False: a part of each expert.
+    model: a folder in the Hugging Face layout, a hub id, or `"tiny-qwen3"`, the model in this package.
+    max_num_batched_tokens: maximum number of tokens in a step. Longer prompts are computed in chunks.
+    max_mixed_step_ms: how many milliseconds a step should take that computes prompt chunks while other sequences
+        decode; by default 50 on CUDA and 250 on a CPU.
+    max_num_mixed_tokens: maximum number of tokens in such a step; by default as many as take `max_mixed_step_ms`, which
+        is measured on CUDA and estimated on a CPU. A step uses half of them while few prompt tokens wait.
+    scheduling_policy: "fcfs" (first come, first served) or "priority" (the lowest `priority` of a request comes first).
+        In Python also an object with a method `priority_key`: see `SchedulingPolicy` in `engine/scheduling_policy.py`.
+    max_num_seqs: maximum number of sequences that run at the same time. If the model has layers that keep a state, it
+        is lowered so that the states take at most half of the cache's memory, unless `num_kvcache_blocks` is set.
+    max_model_len: maximum number of tokens of a prompt and its answer together; by default 4096, or the model's own
+        limit if that is smaller.
+    gpu_memory_utilization: the fraction of the GPU's memory that weights and cache may use together. It has no effect
+        on a CPU.
+    tensor_parallel_size: the number of ranks that share the model: 1, 2, 4 or 8. On CUDA each rank has a GPU of its
+        own; the first one is `device`.
+    expert_parallel: with several ranks, each rank has whole experts of a mixture-of-experts model. Otherwise each rank
+        has a part of every expert.
     enforce_eager: do not use CUDA graphs.
-    kvcache_block_size: tokens of a cache block, a multiple of 16 (of 256 for the `flash` backend, of 64
-        with `batch_invariant` on CUDA).
-    num_kvcache_blocks: None is as many as fit into memory, and is replaced by that number once the engine has started.
-        A given number also bounds `max_model_len`.
-    kv_cache_dtype: "auto" is `dtype`; "fp8" is e4m3 with a scale for each key and value, for "triton" and "sdpa".
-    dtype: "auto" is the checkpoint's, or float32 on a CPU that would emulate it, if such weights take at most half of
-        the memory; or "float32" ("float"), "float16" ("half"), "bfloat16", or a torch.dtype.
-    device: "auto" is "cuda" if there is a CUDA device, else "cpu".
-    attention_backend: "auto" is "triton" on CUDA if Triton is installed, else "sdpa"; or "flash".
+    kvcache_block_size: tokens per cache block, a multiple of 16. The backend "flash" needs a multiple of 256, and
+        `batch_invariant` on CUDA a multiple of 64.
+    num_kvcache_blocks: the number of cache blocks; by default as many as fit into memory, or into 1 GiB on a CPU. A
+        number that is given also limits `max_model_len`.
+    kv_cache_dtype: "auto" is `dtype`. "fp8" stores e4m3 with a scale for each key and value; it needs the backend
+        "triton" or "sdpa".
+    dtype: "auto" is the checkpoint's dtype. On a CPU that has no instructions for that dtype, "auto" is float32 if
+        float32 weights take at most half of the memory. Other values: "float32" ("float"), "float16" ("half"),
+        "bfloat16". In Python also a torch.dtype.
+    device: "cpu", "cuda", or one GPU, such as "cuda:1". "auto" is "cuda" if there is a CUDA device, else "cpu".
+    attention_backend: "triton", "sdpa" or "flash". "auto" is "triton" on CUDA if Triton is installed, else "sdpa".
     enable_prefix_caching: reuse the cache blocks of earlier requests that begin with the same tokens.
-    async_scheduling: prepare a step while the one before runs; None is True on CUDA alone.
-    seed: makes requests without a seed of their own repeatable; with None every run differs.
-    tokenizer: where the tokenizer's files are, in the form of `model`; None is the model's folder.
-    revision: branch, tag or commit of a hub id in `model`; None is the hub's default.
-    quantization: None is the checkpoint's own; "fp8" or "int8" quantize the weights of linear layers while they are
-        loaded, see quantization/.
-    load_format: "auto" and "safetensors" read the weights; "dummy" makes random ones and needs no weight files.
-    logprobs_mode: what a request's `logprobs` are of: "raw_logprobs", the model's own logits; "temperature_logprobs",
-        these divided by the request's temperature (by 1 if it is 0), which is what trainers compute; or
-        "processed_logprobs", the distribution that is sampled from, after penalties, temperature and filters.
+    async_scheduling: prepare a step while the previous step runs; by default on CUDA only.
+    seed: makes requests without their own seed repeatable; by default every run differs.
+    tokenizer: the folder or hub id of the tokenizer; by default that of the model.
+    revision: the branch, tag or commit of a model from the hub; by default the hub's default.
+    quantization: "fp8" or "int8" quantize the weights of linear layers while they are loaded; by default the weights
+        stay in the checkpoint's format. See docs/8-bit.md.
+    load_format: "auto" and "safetensors" read the weights. "dummy" makes random weights and needs no weight files.
+    logprobs_mode: which distribution the `logprobs` of a request describe. "raw_logprobs": the model's own logits.
+        "temperature_logprobs": these logits divided by the request's temperature (by 1 if that is 0), which is what
+        trainers compute. "processed_logprobs": the distribution that is sampled from, after penalties, temperature and
+        filters.
     enable_sleep_mode: `sleep` gives memory back until `wake_up`; see docs/training.md.
     batch_invariant: the tokens and log-probabilities of a request are the same bits in any batch; see
         docs/batch-invariance.md.
-    max_logprobs: the bound of a request's `logprobs` and `prompt_logprobs`, also over HTTP; -1 is the size of the
-        vocabulary.
-    speculative_config: how tokens are drafted, a dict with the keys of `SpeculativeConfig` in
-        `spec_decode/speculative_config.py`, or JSON of one; None: not at all.
+    max_logprobs: the upper limit of `logprobs` and `prompt_logprobs` of a request, also over HTTP. -1 is the size of
+        the vocabulary.
+    speculative_config: how tokens are drafted, as JSON with the keys of docs/speculation.md; by default there are no
+        drafts. In Python also a dict.
 
     Raises ValueError or TypeError with the value and the bound, FileNotFoundError if there is no such model.
     """

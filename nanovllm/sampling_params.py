@@ -18,39 +18,40 @@ class SamplingParams:
 
     The first three may be passed by position.
 
-    temperature: the logits are divided by it; 0 is greedy, and so is anything below 1e-5.
-    max_tokens: maximum number of tokens to generate; the engine's `max_model_len` is always a bound too.
+    temperature: the logits are divided by it. With 0, or anything below 1e-5, the most likely token is taken.
+    max_tokens: maximum number of tokens to generate. The setting `max_model_len` limits the answer too. In Python, None
+        leaves that as the only limit.
     ignore_eos: do not end at the model's end-of-sequence ids.
-    top_k: sample from the k most likely tokens only; of equally likely tokens the lower id comes first. 0 or -1: all.
+    top_k: sample from the k most likely tokens only. Of equally likely tokens, the lower id comes first. 0 or -1: all.
     top_p: sample from the smallest set of most likely tokens that together have at least this probability.
     min_p: sample from tokens with at least this fraction of the most likely token's probability.
-    seed: with it the noise of a draw does not depend on the other requests of a batch. The logits do in their last bits
-        on a GPU, whose kernels differ by the number of rows, so that a token may differ where two are nearly equally
-        likely. None or -1: derived from the engine's `seed`, or random if there is none.
-    n: the number of answers; the prompt is computed once.
-    min_tokens: nothing but `max_tokens` ends the request before it has generated this many tokens.
-    stop: strings that end the request; the text is cut before them, or after them with `include_stop_str_in_output`.
-    stop_token_ids: at most 128 ids that end the request like the model's own; cut from the text like `stop`.
-    bad_words: strings that are not generated, tokenized both with and without a space before them.
+    seed: the same seed draws the same noise, whatever else is in the batch. A token may still differ where two are
+        nearly equally likely, because on a GPU the last bits of the logits depend on the batch size. Without a seed, or
+        with -1, it is derived from the engine's seed, or random if there is none.
+    n: the number of answers. The prompt is computed once.
+    min_tokens: until the answer has this many tokens, only `max_tokens` ends it.
+    stop: strings that end the answer. The text is cut before them.
+    stop_token_ids: at most 128 ids that end the answer as end-of-sequence ids do. They are cut like `stop`.
+    bad_words: strings that are not generated. Each is tokenized both with and without a space before it.
     allowed_token_ids: the only ids that may be generated.
     include_stop_str_in_output: the text ends after the stop string or stop token, not before it.
     skip_special_tokens: leave special tokens out of the text.
-    detokenize: decode the answer to text; False: no text, and no stop strings.
-    presence_penalty: subtracted from the logits of tokens that were generated.
-    frequency_penalty: the same, times how often each was generated.
-    repetition_penalty: for tokens in the prompt or the answer, positive logits are divided by it, others multiplied.
-    logit_bias: added to the logits of at most 300 token ids.
-    structured_outputs: the form of the answer: a dict with one key, which is "json" (a JSON schema, as a dict or text),
-        "json_object" (True), "regex" (of the whole answer, in the syntax of Rust's regex crate), "choice" (a list of
-        strings) or "grammar" (llguidance's variant of Lark). An answer that ends by itself has this form. Needs
-        llguidance: `pip install 'nano-vllm[serve]'`. docs/structured-outputs.md has the rest.
-    reasoning_parser: how the model marks what it thinks before it answers, by the name of vLLM's parser: "qwen3",
-        "deepseek_r1", "mistral" and others. `structured_outputs` and `stop` then hold for the answer alone.
-    thinking_token_budget: maximum number of tokens that it thinks; then the end of the reasoning is forced. None or -1:
-        no bound. Needs `reasoning_parser`.
-    logprobs: return the log-probability of each generated token and of this many of the most likely ones (-1 is all).
-        They are the model's own, before penalties, temperature and filters, unless `logprobs_mode` says otherwise.
-    prompt_logprobs: the same for the tokens of the prompt, always the model's own; such a request does not read the
+    detokenize: decode the answer to text. Without it there is no text, and `stop` is refused.
+    presence_penalty: subtracted from the logits of the tokens that the answer has so far; -2 to 2.
+    frequency_penalty: subtracted from the same logits once for each time that the token was generated; -2 to 2.
+    repetition_penalty: for tokens in the prompt or the answer, positive logits are divided by it, and negative logits
+        are multiplied by it; 0.01 to 100.
+    logit_bias: a dict from at most 300 token ids to numbers from -100 to 100, which are added to their logits.
+    structured_outputs: the form of the answer, as a dict with one key: "json" (a JSON schema, as a dict or text),
+        "json_object" (True), "regex", "choice" (a list of strings) or "grammar". See docs/structured-outputs.md.
+    reasoning_parser: how the model marks its reasoning: "qwen3", "deepseek_r1", "mistral" or another name of
+        docs/reasoning.md. `structured_outputs` and `stop` then apply only to the answer after the reasoning.
+    thinking_token_budget: maximum number of tokens of reasoning. Then its end is forced. None or -1: no limit. Needs
+        `reasoning_parser`.
+    logprobs: return the log-probability of each generated token and of this many of the most likely tokens; -1 is all.
+        They are the model's own, before penalties, temperature and filters, unless the setting `logprobs_mode` says
+        otherwise.
+    prompt_logprobs: the same for the tokens of the prompt, always the model's own. Such a request does not read the
         prefix cache.
 
     Raises ValueError (TypeError for a value of the wrong type) with the value and the bound. What depends on the model

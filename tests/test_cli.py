@@ -190,9 +190,22 @@ def test_every_flag_has_help(settings, capsys):
     assert (
         end.value.code == 0
         and "--kvcache-block-size N" in text
-        and "None is 4096, or the model's own bound" in " ".join(text.split())
+        and "by default 4096, or the model's own limit" in " ".join(text.split())
     )
     assert max(map(len, text.splitlines())) <= 110
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "bench"])
+def test_help_is_in_the_words_of_a_shell(command, capsys):
+    """No Python, and flags instead of the names of fields; `chat` has a default of its own."""
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert end.value.code == 0 and "(default: )" not in text
+    assert not re.search(r"None|True|False|VALUE|torch\.|priority_key", text)
+    assert "of a request comes first) (default: fcfs)" in text and "also limits --max-model-len" in text
+    assert "--dtype DTYPE" in text and "do not use CUDA graphs (default: off)" in text
+    assert ("(default: as long as the context)" in text) == (command == "chat")
 
 
 def test_an_address_in_use(capsys):

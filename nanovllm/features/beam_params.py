@@ -1,4 +1,4 @@
-"""The parameters of a beam search, which check themselves."""
+"""The parameters of a beam search, which are checked on construction."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from nanovllm.utils.checks import check_bool, check_fields, check_int, check_rea
 class BeamSearchParams:
     """The parameters of `LLM.beam_search`.
 
-    beam_width: the number of beams, and of answers; at most half the vocabulary.
+    beam_width: the number of beams, which is also the number of answers; at most half the vocabulary.
     max_tokens: maximum number of tokens of a beam.
     length_penalty: the score of a beam is its cumulative log-probability / its number of tokens ** length_penalty.
     ignore_eos: no beam ends before `max_tokens`.
@@ -25,4 +25,4 @@ class BeamSearchParams:
     def __post_init__(self) -> None:
         check_fields(self)
         for name in ("beam_width", "max_tokens"):
-            object.__setattr__(self, name, check_int(name, getattr(self, name), 1, MAX_INT))  # it is frozen
+            object.__setattr__(self, name, check_int(name, getattr(self, name), 1, MAX_INT))  # the class is frozen

@@ -26,48 +26,48 @@ LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Who may use the server, under which names, and the bounds of what a client can take.
+    """Who may use the server, under which names, and how much a client may use.
 
-    host: the address to listen on; the default can't be reached from other machines.
-    port: the port to listen on; 0 is any free one.
-    api_key: clients must send one of these keys as `Authorization: Bearer KEY` or `x-api-key: KEY`; the environment
-        variables NANOVLLM_API_KEY and VLLM_API_KEY are two more, and are not visible in the list of processes. None: no
-        key is needed.
-    allowed_origins: web pages of these origins may call the server from a browser; None is no other page than its own.
-    allowed_hosts: the names that a request's Host header may have; None is any, or those of this machine if `host` is
-        one of them, so that no web page can reach the server through a name of its own (DNS rebinding).
-    served_model_name: the names of the model in the API; None is MODEL, without the path
-        if it is a folder.
-    chat_template: the chat template, or the file that has it; None is the model's own.
+    host: the address to listen on. Other machines can't reach the default.
+    port: the port to listen on; 0 is any free port.
+    api_key: a key that clients must send as `Authorization: Bearer KEY` or `x-api-key: KEY`; by default no key is
+        needed. The environment variables NANOVLLM_API_KEY and VLLM_API_KEY are two more keys, which the list of
+        processes does not show.
+    allowed_origins: web pages of this origin may call the server from a browser; by default only its own page may.
+    allowed_hosts: a name that a request's Host header may have. By default any name is accepted, or only the names of
+        this machine if `host` is one of them: then no web page can reach the server through a name of its own (DNS
+        rebinding).
+    served_model_name: the names of the model in the API; by default MODEL, or the folder's name if that is a path.
+    chat_template: the chat template, or a file that contains it; by default the model's own.
     tool_call_parser: the format of tool calls: "hermes" ("qwen", "qwen25", "qwen3"), "qwen3_coder" ("qwen3_xml"),
-        "llama3_json" ("llama4_json"), "mistral", "deepseek_v3" ("deepseek_v31"), "none", which leaves them in the
-        content, or "auto", which looks at the chat template. If that shows none, requests with tools are refused.
-    reasoning_parser: the format of reasoning, which is put into `reasoning` and `reasoning_content`: "think" ("qwen3",
-        "deepseek_v3", "glm45"), "deepseek_r1", whose answers may have only the end marker, "mistral", "none", which
-        leaves it in the content, or "auto", which looks at the chat template.
-    trust_request_chat_template: a request may have a chat template of its own. Templates are programs: they run in
-        jinja2's sandbox, in a process that has 2 seconds and 512 MiB for each.
+        "llama3_json" ("llama4_json"), "mistral" or "deepseek_v3" ("deepseek_v31"). "none" leaves the calls in the
+        content. "auto" takes the format from the chat template, and refuses requests with tools if that shows none.
+    reasoning_parser: the format of reasoning, which is returned as `reasoning` and `reasoning_content`: "think"
+        ("qwen3", "deepseek_v3", "glm45"), "deepseek_r1" (answers may have only the end marker) or "mistral". "none"
+        leaves the reasoning in the content. "auto" takes the format from the chat template.
+    trust_request_chat_template: a request may have its own chat template. Templates are programs: they run in jinja2's
+        sandbox, in a process that has 2 seconds and 512 MiB for each.
     max_body_bytes: maximum size of a request's body.
     max_answers: maximum number of answers of one request: prompts times `n`.
     request_timeout: seconds after which a request that is still running is ended.
     body_timeout: seconds within which a request's body must have arrived.
-    timeout_keep_alive: seconds after which a connection without a request is closed; None is the environment variable
-        VLLM_HTTP_TIMEOUT_KEEP_ALIVE, or 120. Clients keep idle connections for up to 90 seconds, and a request that
-        they send just when one is closed fails.
-    max_connections: maximum number of open connections; for a further one, the one that has been idle for longest is
-        closed, and if none is idle, it is answered with 503.
-    drain_seconds: after SIGTERM or Ctrl-C, how long requests that are running may go on.
+    timeout_keep_alive: seconds after which a connection without a request is closed; by default the environment
+        variable VLLM_HTTP_TIMEOUT_KEEP_ALIVE, or 120. Clients keep idle connections for up to 90 seconds, and a request
+        fails if it is sent just when its connection is closed.
+    max_connections: maximum number of open connections. For a further connection, the server closes the one that has
+        been idle for longest. If none is idle, the answer is 503.
+    drain_seconds: how long running requests may go on after SIGTERM or Ctrl-C.
     access_log: print a line for each request.
     enable_openapi: describe the API at `/openapi.json`.
     enable_dev_endpoints: clients may pause the engine and replace its weights.
-    enable_force_include_usage: every chunk of a stream has the usage, whether its request asks for it or not.
+    enable_force_include_usage: every chunk of a stream has the usage, even if the request does not ask for it.
     return_tokens_as_token_ids: log-probabilities name every token as `token_id:ID`.
     root_path: the path under which a proxy shows this server.
     uds: the path of a Unix domain socket to listen on instead of `host` and `port`.
-    max_queued_requests: how many answers may wait in addition to the `max_num_seqs` that run; further ones get a 429.
-    data_parallel_size: how many engines answer, each on its own GPUs; several are actors of Ray.
-    api_server_count: how many processes do HTTP beside the engine's; 0 is one process for all. None is 1 on 4 cores or
-        more, and 0 on fewer, with several replicas, and with `enable_dev_endpoints`.
+    max_queued_requests: how many answers may wait in addition to the `max_num_seqs` that run. Further ones get a 429.
+    data_parallel_size: the number of engines, each on its own GPUs; several are actors of Ray.
+    api_server_count: the number of HTTP processes next to the engine's process; 0 does HTTP in the engine's process. By
+        default 1 on 4 cores or more, and 0 on fewer, with several engines, and with `enable_dev_endpoints`.
 
     Raises ValueError or TypeError with the value and the bound.
     """

@@ -5,10 +5,13 @@ import inspect
 import json
 import re
 import types
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from typing import Any, NoReturn, Union, get_args, get_origin
+
+# of flags whose value is not named by the last word of the flag
+METAVARS = {"stop": "TEXT", "uds": "PATH", "speculative_config": "JSON"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,18 +40,26 @@ def add_flags(
     title: str,
     skip: Container[str] = (),
     several: Container[str] = (),
+    defaults: Mapping[str, str] | None = None,
 ) -> None:
     """A flag `--like-this` for each field, in a group. A flag that is not given leaves nothing in the namespace.
 
-    Of the fields with several values, those in `several` take all that follow the flag; others have a flag for each.
+    several: fields whose flag takes all values that follow it. Other fields with several values repeat the flag.
+    defaults: what the help states as the default, where that is not the field's own.
     """
     group = parser.add_argument_group(title)
     help_texts = descriptions(settings)
+    flags = {field.name: _flag(field.name) for field in fields(settings) if field.init and field.name not in skip}
     for field in fields(settings):
-        if field.init and field.name not in skip:
-            options = _options(field.type) | {"help": _help(help_texts.get(field.name, ""), field)}
-            options |= {"nargs": "+"} if field.name in several else {}
-            group.add_argument(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS, **options)
+        if field.name not in flags:
+            continue
+        options = _options(field) | ({"nargs": "+"} if field.name in several else {})
+        text = _in_words_of_a_shell(help_texts.get(field.name, ""), flags)
+        if options.get("action") == "extend":
+            text += "; may be given several times"
+        if default := (defaults or {}).get(field.name) or _default(field):
+            text += f" (default: {default})"
+        group.add_argument(flags[field.name], default=argparse.SUPPRESS, help=text.replace("%", "%%"), **options)
 
 
 def given(arguments: argparse.Namespace, settings: type, skip: Container[str] = ()) -> dict[str, Any]:
@@ -72,21 +83,33 @@ def descriptions(settings: type) -> dict[str, str]:
     return found
 
 
-def _help(text: str, field: Field) -> str:
-    default = field.default if field.default is not MISSING else None
-    suffix = "" if default in (None, ()) else f" (default: {default})"
-    repeated = "; may be given several times" if _options(field.type).get("action") == "extend" else ""
-    return f"{text.removesuffix('.')}{repeated}{suffix}".replace("%", "%%").replace("`", "")
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
-def _options(hint: Any) -> dict[str, Any]:
-    """How argparse reads a value of this type, of several the first of this order; a type that is a name is a text."""
+def _default(field: Field) -> str:
+    """The default of a field in the words of a shell. It is empty where the text of the field states it."""
+    if isinstance(field.default, bool):
+        return "on" if field.default else "off"
+    return "" if field.default is MISSING or field.default in (None, (), "") else str(field.default)
+
+
+def _in_words_of_a_shell(text: str, flags: Mapping[str, str]) -> str:
+    """Names of fields become flags, and what a docstring says about Python alone, at its end, is left out."""
+    text = text.partition(" In Python")[0].removesuffix(".")
+    return re.sub(r"`([^`]*)`", lambda name: flags.get(name[1], name[1]), text)
+
+
+def _options(field: Field) -> dict[str, Any]:
+    """How argparse reads the values of a field: the first of these types that it may have. A type's name is a text."""
+    hint = field.type
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if bool in kinds:
         return {"action": argparse.BooleanOptionalAction}
+    metavar = METAVARS.get(field.name) or field.name.rpartition("_")[2].upper().removesuffix("S")
     if any(get_origin(kind) in (tuple, Sequence) for kind in kinds):
-        return {"action": "extend", "nargs": 1, "metavar": "VALUE"}
-    for kind, metavar in ((int, "N"), (float, "X")):
+        return {"action": "extend", "nargs": 1, "metavar": metavar}
+    for kind, letter in ((int, "N"), (float, "X")):
         if kind in kinds:
-            return {"type": kind, "metavar": metavar}
-    return {"metavar": "VALUE"}
+            return {"type": kind, "metavar": letter}
+    return {"metavar": metavar}

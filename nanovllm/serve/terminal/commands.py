@@ -19,20 +19,22 @@ CHAT_SAMPLING = (
 NO_ENGINE_FLAGS = ("model", "seed")  # --seed is that of the sampling
 
 
-def _add_settings(parser: argparse.ArgumentParser, sampling: tuple[str, ...]) -> None:
+def _add_settings(parser: argparse.ArgumentParser, sampling: tuple[str, ...], is_chat: bool) -> None:
     skip = {name for name in SamplingParams.__dataclass_fields__ if name not in sampling}
-    add_flags(parser, SamplingParams, "sampling (without a flag, what the model recommends)", skip=skip)
+    title = "sampling (the model's own recommendation comes before these defaults)"
+    defaults = {"max_tokens": "as long as the context"} if is_chat else {}
+    add_flags(parser, SamplingParams, title, skip=skip, defaults=defaults)
     add_flags(parser, Config, "engine", skip=NO_ENGINE_FLAGS)
 
 
 def add_flags_of(name: str, parser: argparse.ArgumentParser) -> None:
-    """The arguments of `generate` or `chat` behind MODEL."""
+    """The arguments of `generate` or `chat` after MODEL."""
     if name == "generate":
         parser.set_defaults(run=generate)
         parser.add_argument("prompt", metavar="PROMPT", help="the prompt, or - to read it from the standard input")
         text = "the prompt is a user's message (default: if the model has a chat template)"
         parser.add_argument("--chat", action=argparse.BooleanOptionalAction, help=text)
-        _add_settings(parser, (*CHAT_SAMPLING, "n"))
+        _add_settings(parser, (*CHAT_SAMPLING, "n"), is_chat=False)
         return
     parser.set_defaults(run=chat)
     text = "talk to the server at this address instead; MODEL is its name there, by default the first one"
@@ -40,7 +42,7 @@ def add_flags_of(name: str, parser: argparse.ArgumentParser) -> None:
     text = "the key for that server (default: the environment variable NANOVLLM_API_KEY or OPENAI_API_KEY)"
     parser.add_argument("--api-key", metavar="KEY", help=text)
     parser.add_argument("--system", metavar="TEXT", help="the system prompt")
-    _add_settings(parser, CHAT_SAMPLING)
+    _add_settings(parser, CHAT_SAMPLING, is_chat=True)
 
 
 def _load(options: argparse.Namespace) -> Any:
