@@ -57,21 +57,28 @@ def blocks(text: str) -> list[str]:
 
 # -- code --------------------------------------------------------------------------------------------------------------
 
+NOT_PROGRAMS = ".github/CONTRIBUTING.md", *(f"nanovllm/docs/{name}.md" for name in ("experiments", "tour", "training"))
 EXPERIMENTS = blocks(page("experiments"))
 FEATURE, BACKEND, STATE = blocks(DOCUMENTS[".github/CONTRIBUTING.md"])
 PROGRAMS = {
     f"{document}:{i}": code
     for document, text in DOCUMENTS.items()
-    if document not in (".github/CONTRIBUTING.md", "nanovllm/docs/experiments.md", "nanovllm/docs/training.md")
+    if document not in NOT_PROGRAMS
     for i, code in enumerate(blocks(text))
     if 'LLM("tiny-qwen3"' in code
 }
 
 
-def run(code: str, capsys) -> None:
-    """Output that stands in the code, as comments, is what the code prints; or one line of it is an example."""
-    names = {"LLM": LLM, "SamplingParams": SamplingParams, "SchedulingPolicy": SchedulingPolicy}
-    exec(code.replace('LLM("tiny-qwen3"', 'LLM("tiny-qwen3", device="cpu"'), names)
+def run(code: str, capsys, names: dict | None = None) -> None:
+    """Output that stands in the code, as comments, is what the code prints; or one line of it is an example.
+
+    names: of the session in which it runs, by default a new one.
+    """
+    if names is None:
+        names = {"LLM": LLM, "SamplingParams": SamplingParams, "SchedulingPolicy": SchedulingPolicy}
+    if 'device="cpu"' not in code:
+        code = code.replace('LLM("tiny-qwen3"', 'LLM("tiny-qwen3", device="cpu"')
+    exec(code, names)
     expected = [line[2:] for line in code.splitlines() if line.startswith("# ")]
     if expected:
         pairs = zip_longest(expected, capsys.readouterr().out.splitlines(), fillvalue="nothing")
@@ -86,6 +93,15 @@ def test_experiment(code, capsys):
 
 def test_there_are_seven():
     assert len(EXPERIMENTS) == 7
+
+
+def test_tour(capsys):
+    """Its blocks are pasted into one session, which begins with nothing."""
+    session, codes = {}, blocks(page("tour"))
+    assert len(codes) >= 7 and len([line for line in codes[0].splitlines() if line and line[0] != "#"]) <= 12
+    for code in codes:
+        assert "\n# " in code
+        run(code, capsys, session)
 
 
 def test_own_feature(capsys):
@@ -123,6 +139,14 @@ CONSOLE = "\n".join(re.findall(r"```console\n(.*?)```", README, re.DOTALL)).spli
 COMMANDS = {command: shown for command, _, shown in (text.partition("\n") for text in CONSOLE) if "pip" not in command}
 
 
+def test_installation_of_the_readme():
+    """Two commands are the first that one sees. The second is run here; .ci/run installs by the first."""
+    first, example = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)[0].splitlines()
+    assert "```" not in README.split(first)[0].removesuffix("```sh\n")
+    assert first == "python3 -m venv .venv && source .venv/bin/activate && pip install -e '.[serve]'"
+    assert example == "python example.py" and (ROOT / "example.py").exists()
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_of_the_readme(command, capsys, monkeypatch):
     """What it shows is printed, in that order; dots stand for other lines. Commands run in this process."""
@@ -146,7 +170,7 @@ def test_command_of_the_readme(command, capsys, monkeypatch):
 
 
 def test_programs_were_found():
-    assert len(COMMANDS) == 3
+    assert len(COMMANDS) == 2
     assert len(PROGRAMS) >= 5 and {"README.md:0", "nanovllm/docs/how-a-request-is-served.md:0"} <= PROGRAMS.keys()
 
 
@@ -299,11 +323,36 @@ def test_reading_order_has_true_sizes():
     sizes = {file: len((ROOT / file.strip("`")).read_text().splitlines()) for file, _, _ in rows}
     for file, lines, _ in rows:
         assert abs(int(lines) - sizes[file]) <= 0.25 * sizes[file] + 10, (file, lines, sizes[file])
-    for text in (README, page("what-to-read")):
-        (number,) = re.findall(r"(\d+)(?: of them| files are the heart of the engine), about", text)
-        (total,) = re.findall(r"about ([\d,]+) lines with comments", text)
-        assert int(number) == len(rows)
-        assert abs(int(total.replace(",", "")) - sum(sizes.values())) <= 0.05 * sum(sizes.values())
+    assert len(rows) == 12 and "these twelve files" in page("what-to-read") and "twelve files" in README
+    (total,) = re.findall(r"about ([\d,]+) lines with comments", page("what-to-read"))
+    assert abs(int(total.replace(",", "")) - sum(sizes.values())) <= 0.05 * sum(sizes.values())
+
+
+def lines_of(text: str) -> list[str]:
+    """Those that are not empty, without their indentation."""
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+CONCEPTS = page("concepts").split("\n## ")[1:-1]  # the last is the glossary
+
+
+@pytest.mark.parametrize("concept", CONCEPTS, ids=lambda text: text.partition("\n")[0])
+def test_code_of_a_concept_is_quoted(concept):
+    """Its lines follow each other in the file that is named above them."""
+    quotes = re.findall(r"\n`([^`\n]+\.py)`\n\n```python\n(.*?)```", concept, re.DOTALL)
+    assert len(quotes) == concept.count("```python") == 1
+    for file, code in quotes:
+        source, quoted = lines_of((ROOT / "nanovllm" / file).read_text()), lines_of(code)
+        assert quoted in [source[i : i + len(quoted)] for i in range(len(source))]
+
+
+def test_concepts_are_short():
+    assert len(CONCEPTS) >= 14
+    words = {
+        concept.partition("\n")[0]: len(re.sub(r"```.*?```", "", concept, flags=re.DOTALL).split())
+        for concept in CONCEPTS
+    }
+    assert {name: number for name, number in words.items() if not 50 <= number <= 160} == {}
 
 
 # -- links -------------------------------------------------------------------------------------------------------------
