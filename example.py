@@ -3,9 +3,7 @@
 import argparse
 import logging
 
-from nanovllm import LLM, SamplingParams
-
-QUESTIONS = ["introduce yourself", "list all prime numbers within 100", "What is 17 + 25?"]
+QUESTIONS = ["What is 17 + 25?", "list all prime numbers within 100", "introduce yourself"]
 VERSE = "HAMLET.\nTo be, or not to be"
 
 
@@ -22,14 +20,15 @@ def main() -> None:
     settings = vars(parser.parse_args())
     model, max_tokens, temperature = (settings.pop(name) for name in ("model", "max_tokens", "temperature"))
 
+    print(f"Loading {model} ...", flush=True)
+    from nanovllm import LLM, SamplingParams  # not at the top: importing PyTorch takes seconds
+
     logging.basicConfig(format="%(message)s")
-    logger = logging.getLogger("nanovllm")
-    logger.setLevel(logging.INFO)  # a line on what runs, once the engine has started
-    logger.info("Loading %s", model)
+    logging.getLogger("nanovllm").setLevel(logging.INFO)  # the engine logs one line when it has started
     with LLM(model, **settings) as llm:
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
         conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
-        answers = llm.chat(conversations, params) + llm.generate(VERSE, params)
+        answers = llm.chat(conversations, params, use_tqdm=False) + llm.generate(VERSE, params, use_tqdm=False)
     for question, answer in zip([*QUESTIONS, VERSE], answers):
         print(f"\n> {question}\n{answer['text']}")
 
