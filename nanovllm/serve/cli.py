@@ -33,8 +33,11 @@ COMMANDS = {
     "completion": "Print a script by which bash, zsh or fish completes commands and flags.",
 }
 SERVER_PACKAGES = "fastapi", "pydantic", "uvicorn", "httptools", "prometheus_client", "msgspec"
-# of the bundled model: few and small blocks, so that its page shows sharing and preemptions with a few chats
-SMALL_CACHE = {"kvcache_block_size": 16, "num_kvcache_blocks": 200}
+SMALL_CACHE = {"kvcache_block_size": 16, "num_kvcache_blocks": 200}  # of the bundled model
+SMALL_CACHE_MESSAGE = (
+    "the bundled model gets a small cache, so that the page shows shared blocks and preemptions with a few chats: %s; "
+    "either flag turns this off"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -131,7 +134,7 @@ def serve(options: argparse.Namespace) -> int:
     engine_settings = translate(own | options.vllm_settings, Config.__dataclass_fields__)
     if options.model == "tiny-qwen3" and not engine_settings.keys() & {*SMALL_CACHE, "attention_backend"}:
         engine_settings |= SMALL_CACHE
-        logging.getLogger("nanovllm").info("a small cache, unless flags set another one: %s", SMALL_CACHE)
+        logging.getLogger("nanovllm").info(SMALL_CACHE_MESSAGE, SMALL_CACHE)
     with reserved_address(settings) as listener, ExitStack() as loading:  # an address in use is an error at once
 
         def prepare() -> None:
