@@ -1,6 +1,6 @@
 """Holds sequences that await a feature's work in other threads, such as a mask of structured outputs.
 
-Only the Scheduler's side calls these functions. A held sequence is paused, as beams are: it may lose its blocks.
+These functions belong to the Scheduler. A held sequence is paused, like beams, and may lose its blocks.
 """
 
 from concurrent.futures import FIRST_COMPLETED, wait

@@ -113,7 +113,7 @@ class BlockManager:
             seq.block_table.append(self._allocate_block())
 
     def hash_blocks(self, seq: Sequence, num_tokens: int | None = None) -> None:
-        """Put the full blocks of `seq` into the prefix cache: all of them, or those of the first `num_tokens` tokens.
+        """Put the full blocks of `seq` into the prefix cache: all of them, or only of the first `num_tokens` tokens.
 
         A prompt's blocks enter the cache when the step that computes them is scheduled, so that other sequences of the
         same step can share them. That is safe: each layer stores the keys and values of a step before it attends, and

@@ -165,11 +165,11 @@ class EngineThread:
                     self._recover(error)
         finally:
             self._is_closing = True
-            with ExitStack() as ends:  # the last first; an error of one does not stop the others
-                ends.callback(setattr, self, "_has_ended", True)
-                ends.callback(self.engine.exit)
-                ends.callback(self.engine.drop_requests)
-                ends.callback(self._fail_callers, CLOSED)
+            with ExitStack() as cleanup:  # calls the last one first; an error of one does not stop the others
+                cleanup.callback(setattr, self, "_has_ended", True)
+                cleanup.callback(self.engine.exit)
+                cleanup.callback(self.engine.drop_requests)
+                cleanup.callback(self._fail_callers, CLOSED)
 
     def _carry_out_commands(self) -> None:
         for _ in range(len(self._commands)):

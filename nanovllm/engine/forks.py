@@ -39,15 +39,15 @@ def fork(scheduler: "Scheduler", seq: Sequence, index: int, token_id: int) -> Se
 
     It shares the blocks of `seq` if a request index and a block are free. Otherwise it is recomputed.
     """
-    other = _copy(seq, index, token_id)
-    scheduler.live[seq.request_id][index] = other
+    new_seq = _copy(seq, index, token_id)
+    scheduler.live[seq.request_id][index] = new_seq
     if seq.block_table and scheduler.free_req_indices and scheduler.block_manager.free_block_ids:
-        scheduler.set_running(other)
-        scheduler.block_manager.fork(seq, other)
-        scheduler.prefilling[other.key] = other
+        scheduler.set_running(new_seq)
+        scheduler.block_manager.fork(seq, new_seq)
+        scheduler.prefilling[new_seq.key] = new_seq
     else:
-        scheduler.waiting.push(other)
-    return other
+        scheduler.waiting.push(new_seq)
+    return new_seq
 
 
 def resume(scheduler: "Scheduler", seq: Sequence, token_id: int) -> None:
@@ -75,12 +75,12 @@ def preempt_paused(scheduler: "Scheduler", step: ScheduledStep) -> None:
 
 def _copy(seq: Sequence, index: int, token_id: int) -> Sequence:
     """A new answer without blocks to the same request: the tokens of `seq`, then `token_id`."""
-    other = copy(seq)
-    other.index, other.token_ids = index, [*seq.token_ids, token_id]
-    other.set_order(seq.order[0])
-    other.num_tokens, other.num_computed_tokens = len(other.token_ids), 0
-    other.token_limit, other.num_drafts = seq.max_num_tokens, 0
-    other.block_table, other.block_hashes, other.req_index = [], [], -1
-    other.status, other.is_paused, other.was_admitted = SequenceStatus.WAITING, False, False
-    other.feature_state, other.timing = deepcopy(seq.feature_state), dict(seq.timing)
-    return other
+    new_seq = copy(seq)
+    new_seq.index, new_seq.token_ids = index, [*seq.token_ids, token_id]
+    new_seq.set_order(seq.order[0])
+    new_seq.num_tokens, new_seq.num_computed_tokens = len(new_seq.token_ids), 0
+    new_seq.token_limit, new_seq.num_drafts = seq.max_num_tokens, 0
+    new_seq.block_table, new_seq.block_hashes, new_seq.req_index = [], [], -1
+    new_seq.status, new_seq.is_paused, new_seq.was_admitted = SequenceStatus.WAITING, False, False
+    new_seq.feature_state, new_seq.timing = deepcopy(seq.feature_state), dict(seq.timing)
+    return new_seq

@@ -26,12 +26,12 @@ class CheckedPolicy(SchedulingPolicy):
     def priority_key(self, seq: Sequence) -> Any:
         """TypeError for a key that can't be compared with the previous one."""
         key = self._policy.priority_key(seq)
-        other = key if self._last_key is None else self._last_key
-        if not _are_ordered(key, other):
+        known_key = key if self._last_key is None else self._last_key
+        if not _are_ordered(key, known_key):
             name = type(self._policy).__name__
             raise TypeError(
                 f"scheduling_policy: priority_key of {name} returned {key!r:.80}, which must be less than, "
-                f"equal to or greater than other keys, as {other!r:.80}"
+                f"equal to or greater than other keys, such as {known_key!r:.80}"
             )
         self._last_key = key
         return key

@@ -100,8 +100,8 @@ class Scheduler:
             self.block_manager.copies = copies
             return None
         watched = [seq for seq in step.sampled_seqs if seq.is_watched]
-        with_features = *watched, *(x.seq for x in step.chunks), *step.new_seqs
-        step.feature_names = {name for seq in with_features for name in seq.feature_state}
+        seqs = *watched, *(x.seq for x in step.chunks), *step.new_seqs  # features have host work only for these
+        step.feature_names = {name for seq in seqs for name in seq.feature_state}
         step.copies = [(source, target) for target, source in copies.items()]
         self.totals[f"{step.kind}_steps"] += 1
         return step
@@ -249,7 +249,7 @@ class Scheduler:
                 forks.hold(self, seq)
                 continue
             seq.append_token(token_id)
-            if len(seq.token_ids) % block_size <= 1:  # this token, or the one before it, was the last of a block
+            if len(seq.token_ids) % block_size <= 1:  # this token or the previous one filled a block
                 self.block_manager.hash_blocks(seq, seq.num_computed_tokens)
             if reasons := seq.finish_reasons(self.eos_token_ids, self.eos):
                 ends[seq] = reasons

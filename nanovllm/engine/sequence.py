@@ -67,7 +67,7 @@ class Sequence:
         self.num_scheduled_tokens = 0  # how many tokens the last scheduled step computes
         self.num_computed_tokens = 0  # keys and values are in the cache, or will be after the scheduled steps
         self.token_limit = self.max_num_tokens  # no step decodes the sequence once `num_tokens` reaches this
-        self.num_drafts = 0  # guesses of the tokens after its next one; a step gives it up to this plus 1 tokens
+        self.num_drafts = 0  # drafted tokens after its next one; a step gives it at most num_drafts + 1 tokens
         self.num_cached_tokens = 0  # found in the prefix cache when it was first admitted
         self.block_table: list[int] = []
         self.block_hashes: list[int] = []  # of the full blocks of token_ids, computed when needed

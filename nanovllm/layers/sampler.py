@@ -8,7 +8,7 @@ Logits are edited in this order, which is vLLM's:
 4. features that were registered from outside
 5. temperature, min-p, top-k, top-p
 
-features/logit_edits.py does 1 to 3. Log-probabilities are by default those of the model's logits, before all edits.
+features/logit_edits.py does 1 to 3. Log-probabilities come by default from the model's logits, before all edits.
 
 With several ranks, each computes the logits of its range of the vocabulary, edits them, and draws a token from them.
 The best draw of all ranks wins. Only min-p, top-k and top-p need complete rows of logits.
