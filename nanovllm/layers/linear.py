@@ -130,5 +130,5 @@ class RowParallelLinear(LinearBase):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, inputs of this rank] -> [T, outputs], the same on all ranks."""
-        bias = self.bias if self.tp.rank == 0 else None  # the sum over the ranks must contain it once
+        bias = self.bias if self.tp.rank == 0 else None  # the sum over ranks must contain it once
         return self.tp.all_reduce(self.multiply(x, bias))
