@@ -56,7 +56,7 @@ class EngineThread:
         for request in requests:
             request.collector = collector
         self._post(partial(self._output_processor.add, requests), collector)
-        self.check_open()  # again: if the engine is not closing now, the command will be carried out
+        self.check_open()  # again: if the engine is not closing now, the thread will see the command
         if reasons := [*self.engine.unavailable.values()]:  # again: later changes of it see these requests
             self.discard([request.request_id for request in requests])
             raise UnavailableError(reasons[0])
@@ -94,7 +94,7 @@ class EngineThread:
         self.check_open()
         result: SimpleQueue[Any] = SimpleQueue()
         self._post(lambda: result.put(work()), result)
-        self.check_open()  # again: if the engine is not closing now, the command will be carried out
+        self.check_open()  # again: if the engine is not closing now, the thread will see the command
         if isinstance(value := result.get(), RuntimeError):
             raise value
         return value
