@@ -1,4 +1,4 @@
-"""Responses, and work on behalf of a client that ends when the client goes away."""
+"""Responses, and the work for a client, which ends when the client goes away."""
 
 import asyncio
 import json
@@ -17,28 +17,28 @@ from nanovllm.serve.errors import ApiError, api_error, body_error
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 CONNECTION = "connection"  # in the state of a request: its BoundedProtocol (request_limits.py)
-# no cache keeps a stream, and nginx does not buffer it
+# caches must not store a stream, and nginx must not buffer it
 EVENT_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-HEARTBEAT = 10.0  # seconds without an event, after which a comment is sent: many proxies end a stream that is silent
+HEARTBEAT = 10.0  # seconds without an event until a comment is sent: many proxies end a silent stream
 COMMENT = b":\n\n"
-WRITE_SECONDS = 30.0  # in addition to the time of the request: for a client that reads slowly
+WRITE_SECONDS = 30.0  # added to the request's time limit, for clients that read slowly
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """content: bytes are JSON already."""
+    """Make a JSON response. Content of type bytes is already JSON."""
     data = content if isinstance(content, bytes) else dump_json(content)
     return Response(data, status, headers, media_type="application/json")
 
 
 def error_response(error: ApiError, path: str, **headers: str) -> Response:
-    """An error, in the form of the API whose path was called. headers: in addition to those of the error."""
+    """Make the response for an error, in the format of the API at `path`. `headers` are added to the error's own."""
     return json_response(error.body(path), error.status, error.headers | headers)
 
 
 def endpoint(route: APIRoute, seconds: float) -> Endpoint:
-    """What answers the requests to a route with a body. It ends if the client goes away, and after `seconds`.
+    """Return a function that answers requests to a route with a body, without the layers of FastAPI.
 
-    FastAPI's layers would cost as much as the rest.
+    The layers would cost as much time as everything else. The work ends when the client goes away, or after `seconds`.
     """
     kind: TypeAdapter[Any] = TypeAdapter(route.endpoint.__annotations__["body"])
 
@@ -57,14 +57,14 @@ def endpoint(route: APIRoute, seconds: float) -> Endpoint:
 
 
 class EventStream(Response):
-    """Server-sent events. An error after the first event is one more event.
+    """A response of server-sent events. An error after the first event is sent as another event.
 
-    Whoever delivers what the engine has made writes it to the connection, in one piece for each step: no task is woken
-    for that. While the client has not taken the last piece, nothing is written, and the events of several steps merge.
+    The code that delivers the outputs of a step also writes them to the connection, in one piece per step. So no task
+    must wake up. While the client has not taken the last piece, nothing is written, and events of several steps merge.
     """
 
     def __init__(self, answer: Answer, end: Callable[[], None], until: float):
-        """end: called when no more events are needed. until: a time of the event loop's clock, when they end anyway."""
+        """end: called when no more events are needed. until: the deadline of the events, on the event loop's clock."""
         self.status_code, self.background = 200, None
         self.init_headers({"content-type": "text/event-stream; charset=utf-8"} | EVENT_STREAM_HEADERS)
         self._answer, self._end, self._until = answer, end, until
@@ -75,7 +75,7 @@ class EventStream(Response):
         self._is_over: asyncio.Future[None] = loop.create_future()
         self._is_silent, self._timer = False, loop.call_later(HEARTBEAT, self._send_heartbeat)
         try:
-            # once the client is gone, or late, nothing reads the rest
+            # nothing reads the rest once the client has gone or its time is over
             with suppress(ApiError, TimeoutError), while_connected(connection, self._until + WRITE_SECONDS):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 if begin := self._answer.begin():
@@ -100,7 +100,7 @@ class EventStream(Response):
             request.on_news = write
 
     def _write(self) -> None:
-        """Write what has arrived. It is called when there is more, and when the client has taken the last piece."""
+        """Write what has arrived. Called when there is more, and when the client has taken the last piece."""
         if not self._connection.is_writable or self._is_over.done():
             return
         try:
@@ -128,9 +128,10 @@ class EventStream(Response):
 
 @contextmanager
 def while_connected(connection: Any, until: float) -> Iterator[None]:
-    """A block that is cancelled if the client goes away (an ApiError), or when its time is over (TimeoutError).
+    """A block that is cancelled if the client goes away (ApiError) or the deadline passes (TimeoutError).
 
-    connection: the BoundedProtocol of the request, whose body was read. until: a time of the event loop's clock.
+    connection: the BoundedProtocol of the request. The body must already be read.
+    until: the deadline, on the event loop's clock.
     """
     with CancelScope(deadline=until) as scope:
         connection.on_lost = scope.cancel
@@ -141,5 +142,5 @@ def while_connected(connection: Any, until: float) -> Iterator[None]:
         finally:
             connection.on_lost = None
     if scope.cancelled_caught:
-        # nothing reads the first any more
+        # nobody reads the ApiError, because the client has gone
         raise ApiError(499, "the client has closed its connection") if connection.is_lost else TimeoutError

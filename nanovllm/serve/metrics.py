@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, with vLLM's names where they mean the same."""
+"""Metrics for Prometheus. Names are vLLM's if the meaning is the same."""
 
 import os
 from collections import defaultdict
@@ -28,7 +28,7 @@ HISTOGRAMS = {
     "request_generation_tokens": ("Tokens of an answer", TOKENS),
 }
 STEP_SIZES = "iteration_tokens_total", "Tokens of prompts that a step computes, and tokens that it samples"
-# what an engine says of itself: a description, and where it stands in `LLM.stats`
+# by metric: its description, and a function that reads it from `LLM.stats()`
 Quantities = dict[str, tuple[str, Callable[[dict[str, Any]], int]]]
 GAUGES: Quantities = {
     "num_requests_running": ("Answers that hold cache blocks", lambda now: now["requests"]["running"]),
@@ -39,27 +39,30 @@ COUNTERS: Quantities = {
     "prompt_tokens": ("Tokens of prompts", lambda now: now["tokens"]["in"]),
     "generation_tokens": ("Generated tokens", lambda now: now["tokens"]["out"]),
     "prefix_cache_queries": ("Tokens of prompts that were looked up", lambda now: now["tokens"]["in"]),
-    "prefix_cache_hits": ("Those that were found", lambda now: round(now["prefix_hit_rate"] * now["tokens"]["in"])),
+    "prefix_cache_hits": (
+        "Tokens of prompts that were found in the cache",
+        lambda now: round(now["prefix_hit_rate"] * now["tokens"]["in"]),
+    ),
     "num_preemptions": ("Sequences that gave up their cache blocks", lambda now: now["preemptions"]),
     "spec_decode_num_drafts": ("Steps of sequences with drafts", lambda now: _drafts(now, "drafts")),
     "spec_decode_num_draft_tokens": ("Drafted tokens", lambda now: _drafts(now, "draft_tokens")),
-    "spec_decode_num_accepted_tokens": ("Drafts that were right", lambda now: _drafts(now, "accepted_tokens")),
+    "spec_decode_num_accepted_tokens": ("Accepted drafts", lambda now: _drafts(now, "accepted_tokens")),
 }
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 ZEROS = dict.fromkeys((*GAUGES, *COUNTERS, "blocks"), 0)
 
 
 class Metrics:
-    """Histograms count answers that ended, each once. All else is read from the engines by `text`.
+    """The metrics of a server. Histograms count each answer when it ends; `text` reads all else from the engines.
 
-    Steps are those of one engine: replicas do not report each of theirs.
+    Sizes of steps are reported only for a single engine, not for replicas.
     """
 
     def __init__(self, llm: EngineClient, model: str):
         self._llm, self._model = llm, model
-        self._stats: list[dict[str, Any] | None] = []  # of each engine, as they were read last
-        self._engines: defaultdict[int, dict[str, int]] = defaultdict(ZEROS.copy)  # the quantities that are shown
-        # how far the counters were when a replica was lost, and how often that has happened
+        self._stats: list[dict[str, Any] | None] = []  # the last stats of each engine
+        self._engines: defaultdict[int, dict[str, int]] = defaultdict(ZEROS.copy)  # the values that are shown
+        # the values of the counters when a replica was last restarted, and the number of restarts
         self._before_restart: defaultdict[int, dict[str, int]] = defaultdict((ZEROS | {"restarts": 0}).copy)
         registry = self._shown = CollectorRegistry()
         options: dict = {"labelnames": ("model_name",), "registry": registry}
@@ -72,19 +75,19 @@ class Metrics:
         text = "Answers that were given up, mostly as their clients went away"
         self._aborted = Counter("nanovllm:request_aborted", text, **options).labels(model)
         registry.register(IGNORED.count)
-        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # fronts count together, with those that have ended
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # all fronts count together, including fronts that have ended
             self._shown = CollectorRegistry()
             self._shown.register(AllFronts(registry))
         self._shown.register(self)  # type: ignore[arg-type]
         llm.on_end.append(self.observe)
 
     async def text(self) -> bytes:
-        """The metrics in the text format of Prometheus."""
+        """Return the metrics in the text format of Prometheus."""
         self._stats = await self._llm.stats()
         return generate_latest(self._shown)
 
     def observe(self, request: AsyncRequest) -> None:
-        """Count a request that has ended. If it was dropped, its times say nothing about the engine."""
+        """Count a request that has ended. The times of a dropped request do not count, because they mean nothing."""
         final = request.final
         if final is None or (times := final.metrics).first_token_time is None or times.finished_time is None:
             self._aborted.inc(request.num_answers)
@@ -105,16 +108,16 @@ class Metrics:
                 self._histograms[name].observe(value or 0.0)
 
     def collect(self) -> Iterator[Metric]:
-        """The state of the engine, for the registry: of several replicas the sums, and then each of them."""
+        """Yield the state of the engine, for the registry. With several replicas, first the sums, then each replica."""
         self._count()
         total = {name: sum(engine[name] for engine in self._engines.values()) for name in ZEROS}
-        waiting = self._llm.num_unfinished - total["num_requests_running"]  # also those that are being tokenized
+        waiting = self._llm.num_unfinished - total["num_requests_running"]  # includes answers that are being tokenized
         total["num_requests_waiting"] = max(0, waiting)
         yield from _families("vllm:", ["model_name"], [([self._model], total)])
         accepted = [_drafts(stats, "accepted_per_position", []) for stats in self._stats if stats]
         if numbers := [sum(column) for column in zip(*accepted)]:
             family = CounterMetricFamily(
-                f"vllm:{PER_POSITION}", "The same by position", labels=["model_name", "position"]
+                f"vllm:{PER_POSITION}", "Accepted drafts by position", labels=["model_name", "position"]
             )
             for position, number in enumerate(numbers):
                 family.add_metric([self._model, str(position)], number)
@@ -135,7 +138,7 @@ class Metrics:
         return family
 
     def _count(self) -> None:
-        """Take over what the engines say. Counters never go back: not after a restart, nor when a reading is late."""
+        """Update the values from the stats. Counters never decrease, even after a restart or a late reading."""
         for i, stats in enumerate(self._stats):
             engine, before = self._engines[i], self._before_restart[i]
             if stats is None:
@@ -143,7 +146,7 @@ class Metrics:
                 continue
             now = {name: read(stats) for name, (_, read) in (GAUGES | COUNTERS).items()}
             restarts = stats.get("restarts", 0)
-            if restarts < before["restarts"]:  # read before the replica was lost
+            if restarts < before["restarts"]:  # a late reading, from before the restart
                 continue
             if restarts > before["restarts"]:
                 before |= {"restarts": restarts, **{name: engine[name] for name in COUNTERS}}
@@ -152,7 +155,7 @@ class Metrics:
 
 
 class AllFronts(MultiProcessCollector):
-    """The sums of all fronts, described as those of one process are."""
+    """The sums over all fronts, with the same descriptions as for a single process."""
 
     def __init__(self, own: CollectorRegistry):
         super().__init__(None)
@@ -160,7 +163,7 @@ class AllFronts(MultiProcessCollector):
         self._texts = {metric.name: metric.documentation for metric in own.collect()}
 
     def collect(self) -> Iterator[Metric]:
-        # an empty file belongs to a front that is creating it, or that was killed at that moment
+        # an empty file belongs to a front that is creating it, or that was killed while it did
         files = [str(file) for file in self._folder.glob("*.db") if file.stat().st_size]
         for metric in self.merge(files):
             metric.documentation = self._texts.get(metric.name, metric.documentation)
@@ -168,12 +171,12 @@ class AllFronts(MultiProcessCollector):
 
 
 def _drafts(stats: dict[str, Any], name: str, default: Any = 0) -> Any:
-    """What an engine with `speculative_config` counts; any other one has counted nothing."""
+    """Return a count of speculation; `default` for an engine without `speculative_config`."""
     return stats.get("spec_decode", {}).get(name, default)
 
 
 def _families(prefix: str, labels: list[str], engines: list[tuple[list[str], dict[str, int]]]) -> Iterator[Metric]:
-    """A gauge or a counter for each quantity, with an entry for each of `engines`, after the values of its labels."""
+    """Yield a gauge or a counter for each quantity. `engines` has the values of the labels, and the quantities."""
     for kind, quantities in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
         for name, (text, _) in quantities.items():
             family = kind(f"{prefix}{name}", text, labels=labels)

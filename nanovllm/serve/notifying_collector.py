@@ -1,4 +1,4 @@
-"""A collector whose caller does not wait for it in a thread."""
+"""A collector of outputs that calls functions, so that no thread must wait for it."""
 
 from collections.abc import Callable
 
@@ -6,14 +6,14 @@ from nanovllm.engine.outputs import OutputCollector, OutputKind
 
 
 class NotifyingCollector(OutputCollector):
-    """Calls functions in the engine's thread when there is something to take, and when its requests were dropped."""
+    """Calls functions in the engine's thread when there is new output, and when the engine has failed."""
 
     def __init__(self, kind: OutputKind, on_output: Callable[[], None], on_failure: Callable[[RuntimeError], None]):
         super().__init__(kind)
         self._on_output, self._on_failure = on_output, on_failure
 
     def put(self, num_prefill_tokens: int = 0, num_decode_tokens: int = 0) -> None:
-        self.new.new_tokens.clear()  # OutputKind.TOKENS is for callers who wait for complete answers beside others
+        self.new.new_tokens.clear()  # nobody takes the single tokens of OutputKind.TOKENS here
         super().put(num_prefill_tokens, num_decode_tokens)
 
     def flush(self) -> None:

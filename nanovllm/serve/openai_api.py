@@ -1,4 +1,4 @@
-"""The routes of OpenAI's API that generate text or tokens, and how each of them uses the engine."""
+"""The routes of OpenAI's API that generate text or handle tokens."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -23,30 +23,30 @@ from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.structured import structured_outputs, with_own_field
 from nanovllm.serve.template_sandbox import may_take_long
 
-# what is longer is prepared by a thread, so that no other client waits
+# longer requests are prepared in a thread, so that no other client waits
 MAX_BODY_IN_LOOP = 2**16  # bytes
-MAX_MESSAGES_IN_LOOP = 256  # with those of previous responses
+MAX_MESSAGES_IN_LOOP = 256  # including the messages of previous responses
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
-# what a body says, in the terms of the engine: prompts, parameters, arguments of the chat template
+# a body, translated for the engine: prompts, parameters, arguments of the chat template
 Prepared = tuple[list, SamplingParams, dict[str, Any] | None]
 Prepare = Callable[[], Prepared]
 MakeAnswer = Callable[[Sequence[AsyncRequest]], Awaitable[Answer]]
 
 
 class Api:
-    """The routes, and what they share."""
+    """The routes, and the objects that they share."""
 
     def __init__(self, llm: EngineClient, settings: ServerSettings, model_names: Sequence[str], root: str):
-        """root: the model behind the names."""
+        """root: the model that `model_names` stand for."""
         self.llm, self.settings, self.model_names, self.root = llm, settings, model_names, root
         if settings.chat_template is not None:
             llm.input_processor.tokenizer.chat_template = settings.chat_template
         self.chat_template = getattr(llm.input_processor.tokenizer, "chat_template", None)
         self.formats = find_formats(llm.input_processor, settings)
-        # what the model recommends; the length of an answer is the API's own
-        own, recommended = asdict(SamplingParams()), asdict(llm.input_processor.default_sampling_params())
+        # the parameters that the model recommends, except for max_tokens, which the API defines
+        plain, recommended = asdict(SamplingParams()), asdict(llm.input_processor.default_sampling_params())
         del recommended["max_tokens"]
-        self.defaults = {name: value for name, value in recommended.items() if value != own[name]}
+        self.defaults = {name: value for name, value in recommended.items() if value != plain[name]}
 
     def add_routes(self, app: FastAPI) -> None:
         app.post("/v1/completions")(self.completions)
@@ -67,12 +67,12 @@ class Api:
             if body.max_tokens is None:
                 special["max_tokens"] = COMPLETION_TOKENS
             elif body.max_tokens == 0 and body.echo:
-                special["max_tokens"] = 1  # of which CompletionAnswer shows nothing
+                special["max_tokens"] = 1  # CompletionAnswer does not show this token
             params = protocol.sampling_params(body, self.defaults, structured_outputs(body), **special)
             return body.prompts(), params, None
 
         async def make_answer(requests: Sequence[AsyncRequest]) -> Answer:
-            echoes = [await self._echo(own) if body.echo else Echo() for own in requests]
+            echoes = [await self._echo(prompt_request) if body.echo else Echo() for prompt_request in requests]
             return CompletionAnswer(body, self.model_name(body.model), requests, echoes)
 
         return await self._respond(body, request, prepare, make_answer)
@@ -81,7 +81,7 @@ class Api:
         return await self.converse(body, request, chat.ChatAnswer)
 
     async def converse(self, body: protocol.ChatBody, request: Request, form: Callable[..., Answer]) -> Response:
-        """Answer a conversation. form: makes the answer, from the arguments of ChatAnswer."""
+        """Answer a conversation. form: makes the answer; it takes the same arguments as ChatAnswer."""
 
         def prepare() -> Prepared:
             require(body.logprobs or not body.top_logprobs, "top_logprobs: needs logprobs=true")
@@ -101,7 +101,7 @@ class Api:
     async def _respond(
         self, body: protocol.GenerationBody, request: Request, prepare: Prepare, make_answer: MakeAnswer
     ) -> Response:
-        """Check and queue the requests for all prompts, then answer at the end or piece by piece."""
+        """Check and queue the requests for all prompts. Then answer at the end, or stream."""
         if self.settings.enable_force_include_usage and body.stream:
             body.stream_options = protocol.StreamOptions(include_usage=True, continuous_usage_stats=True)
         body.return_tokens_as_token_ids = body.return_tokens_as_token_ids or self.settings.return_tokens_as_token_ids
@@ -156,13 +156,13 @@ class Api:
         return chat.template_arguments(body, self.chat_template, self.settings.trust_request_chat_template)
 
     async def _rendered(self, body: protocol.TextBody, prompt: Any, template_arguments: dict[str, Any] | None) -> Any:
-        """A conversation as its text, if it takes unknown time to render; any other prompt as it is."""
+        """Render a conversation now if that may take long. Return any other prompt unchanged."""
         if isinstance(body, protocol.ChatFields) and may_take_long(body, self.chat_template):
             return await self.llm.render(prompt, template_arguments or {})
         return prompt
 
     def model_name(self, name: str | None) -> str:
-        """The name that an answer states. ApiError for a model that is not served here."""
+        """Return the model name for an answer. Raises ApiError for a model that is not served here."""
         if name is not None and name not in self.model_names:
             raise ApiError(404, f"model {name!r:.80} is not served here", "model", "model_not_found")
         return self.model_names[0] if name is None else name
@@ -176,7 +176,7 @@ class Api:
         return json_response(lengths | {"tokens": tokens, "token_strs": names})
 
     async def prompt_token_ids(self, body: protocol.TextBody) -> list[int]:
-        """ApiError for a model that is not served here, or a prompt that can't be tokenized."""
+        """Tokenize the prompt of a body. Raises ApiError for another model, or a prompt that can't be tokenized."""
         self.model_name(body.model)
         with about(type(body).model_fields):
             prompt, arguments = getattr(body, "prompt", None), None

@@ -1,4 +1,4 @@
-"""The page: one HTML file without outside addresses, which shows the engine live, or a recording that it contains."""
+"""The page: one HTML file that loads nothing from other addresses. It shows the engine live, or its own recording."""
 
 import json
 from base64 import b64encode
@@ -21,7 +21,7 @@ def source() -> str:
 
 
 def content_security_policy(is_live: bool) -> str:
-    """Allows the script and the style of the page by their hashes; and requests to its own server if it is live."""
+    """Return a policy that allows the page's script and style by hash and, if live, requests to its own server."""
     hashes = {}
     for tag in ("script", "style"):
         _, text = source().split(f"<{tag}>")
@@ -31,10 +31,10 @@ def content_security_policy(is_live: bool) -> str:
 
 
 def render_page(frames: list[dict[str, Any]] | None = None) -> str:
-    """The page for a server, or with the frames of a recording."""
+    """Return the page: live for a server, or with the frames of a recording."""
     policy = f'<meta http-equiv="Content-Security-Policy" content="{content_security_policy(frames is None)}">'
     page = source().replace(META, f"{META}\n{policy}")
-    if frames is not None:  # inside of a script element, nothing but "<" could end it
+    if frames is not None:  # inside a script element, only "<" could end it
         recording = json.dumps(frames, separators=(",", ":")).replace("<", "\\u003c")
         page = page.replace("".join(RECORDING), recording.join(RECORDING))
     return page

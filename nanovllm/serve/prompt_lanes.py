@@ -1,4 +1,4 @@
-"""Prompts to token ids: what can't fit is refused before it is tokenized, and no short text waits for a long one."""
+"""Tokenizes prompts. Texts that can't fit are refused before they are tokenized; long texts do not delay short ones."""
 
 import json
 import threading
@@ -12,7 +12,7 @@ from nanovllm.requests.request import Prompt, TokensPrompt
 from nanovllm.utils.checks import check_int
 
 LONG_TEXT = 2**14  # characters; tokenizing them takes about 15 ms
-# normalizers and pre-tokenizers that leave no part of a text without a token, see `longest_token`
+# normalizers and pre-tokenizers that drop no part of a text; see `longest_token`
 _KEEPING = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend"}
 _KEEPING |= {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split", "UnicodeScripts"}
 PromptSource = Prompt | Callable[["PromptLane"], Prompt]
@@ -23,11 +23,11 @@ class LongTextError(Exception):
 
 
 class RenderedChat(str):
-    """What a chat template has made of a conversation. No special tokens are added to it, as the template has them."""
+    """The output of a chat template. The template has written the special tokens, so tokenizing adds none."""
 
 
 class PromptLane(InputProcessor):
-    """Tokenizes for one lane. The lane of long texts has a tokenizer and a lock of its own."""
+    """Tokenizes for one lane. The lane of long texts has a separate tokenizer and a separate lock."""
 
     def __init__(self, processor: InputProcessor, takes_long_texts: bool):
         tokenizer = deepcopy(processor.tokenizer) if takes_long_texts else processor.tokenizer
@@ -37,9 +37,9 @@ class PromptLane(InputProcessor):
         self.takes_long_texts, self._longest_token = takes_long_texts, longest_token(tokenizer)
 
     def encode(self, text: str, add_special_tokens: bool = True, is_cut: bool = False) -> list[int]:
-        """The token ids of a text; LongTextError if it belongs to the other lane.
+        """Return the token ids of a text. Raises LongTextError if it belongs to the other lane.
 
-        ValueError if the text can't fit, whatever its tokens are, unless the caller cuts the tokens (`is_cut`).
+        Raises ValueError if the text is too long for any tokens, unless the caller will cut the tokens (`is_cut`).
         """
         is_elsewhere = len(text) > LONG_TEXT and not self.takes_long_texts
         if self._longest_token is not None and not is_cut:
@@ -49,7 +49,7 @@ class PromptLane(InputProcessor):
         return super().encode(text, add_special_tokens)
 
     def tokens_of(self, prompt: PromptSource, chat_template_kwargs: Mapping | None) -> TokensPrompt:
-        """The token ids of a prompt, or of what a function returns for this lane, and the text if it has one."""
+        """Return the token ids, and the text if there is one. `prompt` may be a function that takes this lane."""
         text, token_ids = self.tokenize(prompt(self) if callable(prompt) else prompt, chat_template_kwargs)
         return _tokens_prompt(token_ids, text)
 
@@ -59,7 +59,7 @@ class PromptLane(InputProcessor):
         if num_bytes > most and (normalizer := self.tokenizer.backend_tokenizer.normalizer) is not None:
             if is_elsewhere:
                 raise LongTextError
-            num_bytes = len(normalizer.normalize_str(data.decode()).encode())  # which may be fewer
+            num_bytes = len(normalizer.normalize_str(data.decode()).encode())  # may be fewer
         if num_bytes > most:
             num_tokens = -(-num_bytes // longest_token)
             raise ValueError(f"prompt: has at least {num_tokens} tokens; must be fewer than {self.length_bound}")
@@ -68,10 +68,10 @@ class PromptLane(InputProcessor):
 def tokenized(
     body: Any, prompt: Any, template_arguments: Mapping | None, max_tokens: int | None, lane: PromptLane
 ) -> TokensPrompt:
-    """The token ids of a prompt as the fields of a protocol.TextBody say, and its text.
+    """Return the token ids and the text of a prompt, as the fields of a protocol.TextBody ask.
 
-    ValueError if more tokens are to be kept than fit before `max_tokens`.
-    Unless the request says otherwise, special tokens are added to text, but not to what a chat template makes.
+    By default, special tokens are added to text, but not to the output of a chat template. Raises ValueError if more
+    tokens should be kept than fit before `max_tokens`.
     """
     adds_special, num_kept, tokenizer = body.add_special_tokens, body.truncate_prompt_tokens, lane.tokenizer
     with lane.tokenizer_lock:
@@ -97,11 +97,11 @@ def _tokens_prompt(token_ids: list[int], text: str | None) -> TokensPrompt:
 
 
 def longest_token(tokenizer: Any) -> int | None:
-    """How many bytes of normalized UTF-8 a token stands for at most; None if there may be any number of them.
+    """Return the most bytes of normalized UTF-8 that a token can stand for; None if there is no bound.
 
-    There is a bound if the vocabulary has every byte, so that there is no token for something unknown; if normalizers
-    and pre-tokenizers remove nothing between tokens, and do the same to a whole text as to the parts between special
-    tokens; and if no special token takes the spaces around it as well.
+    There is a bound under three conditions. The vocabulary has every byte, so no token stands for unknown text.
+    Normalizers and pre-tokenizers remove nothing, and treat a whole text like the parts between special tokens. No
+    special token includes the spaces around it.
     """
     backend, added = tokenizer.backend_tokenizer, tokenizer.added_tokens_decoder.values()
     vocab = backend.get_vocab(with_added_tokens=False)
@@ -124,13 +124,13 @@ def longest_token(tokenizer: Any) -> int | None:
 
 
 def _steps(part: Any) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, as tokenizer.json describes them."""
+    """Return the steps of a normalizer or pre-tokenizer, in the format of tokenizer.json."""
     return [] if part is None else _flat(json.loads(part.__getstate__()))
 
 
 def _flat(step: dict[str, Any]) -> list[dict[str, Any]]:
     inner = step.get("normalizers", step.get("pretokenizers"))
-    return [step] if inner is None else [x for own in inner for x in _flat(own)]
+    return [step] if inner is None else [x for part in inner for x in _flat(part)]
 
 
 def _keeps_all(step: dict[str, Any]) -> bool:

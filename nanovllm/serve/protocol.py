@@ -1,7 +1,8 @@
-"""The bodies of requests to the HTTP API: OpenAI's fields, and vLLM's in addition. Any other field is ignored.
+"""The bodies of requests to the HTTP API: OpenAI's fields, and additional fields of vLLM. Other fields are ignored.
 
-Checks of a body run in the event loop, so their time is bounded: a list ends with its first wrong item, and a dict of
-any size has no checks of its own. Without that, two megabytes of wrong items are a million errors, which take seconds.
+Checks of a body run in the event loop, so their time must be bounded. The check of a list stops at the first wrong
+item, and the contents of large dicts are not checked here. Otherwise, two megabytes of wrong items would make a million
+errors, which take seconds.
 """
 
 import logging
@@ -31,12 +32,12 @@ from nanovllm.serve.errors import body_error, require
 
 logger = logging.getLogger("nanovllm")
 
-MAX_STOPS = 64  # strings that are looked for at every token
+MAX_STOPS = 64  # stop strings, which are searched at every token
 MAX_STOP_CHARACTERS = 1024
 MAX_TOOLS = 128  # OpenAI's bound
-MAX_MESSAGES = 10_000  # of a conversation; also parts of a message
-MAX_LOGIT_BIASES = 300  # OpenAI's bound, and SamplingParams'
-MAX_LOGGED_NAMES = 100  # of unknown fields
+MAX_MESSAGES = 10_000  # of a conversation; also the most parts of a message
+MAX_LOGIT_BIASES = 300  # the bound of OpenAI and of SamplingParams
+MAX_LOGGED_NAMES = 100  # names of unknown fields
 
 String = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 Strings = Annotated[list[str], Field(fail_fast=True)]
@@ -46,7 +47,7 @@ ToolDicts = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX
 
 
 class IgnoredFields:
-    """Counts the unknown fields of all bodies, and logs each name once, as far as there are few."""
+    """Counts the unknown fields of all bodies, and logs each name once, up to MAX_LOGGED_NAMES."""
 
     def __init__(self) -> None:
         self.count = Counter("nanovllm:ignored_request_fields", "Unknown fields of requests", registry=None)
@@ -63,7 +64,7 @@ IGNORED = IgnoredFields()
 
 
 def only(*allowed: Any) -> AfterValidator:
-    """The type of a field that can't have an effect here: it may have these values, or be null."""
+    """Make a type for a field without an effect here: its value must be one of `allowed`, or null."""
 
     def check(value: Any) -> Any:
         if value not in allowed:
@@ -75,25 +76,25 @@ def only(*allowed: Any) -> AfterValidator:
 
 
 class Item(BaseModel):
-    """A part of a body. Its unknown fields are ignored too."""
+    """A part of a body. Unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=())
 
 
 class Body(Item):
-    """A null is the default of its field."""
+    """A body. A null means the default of its field."""
 
-    # what the client calls the engine's parameters, and fields that another endpoint's request was translated into
+    # client names of the engine's parameters, and of fields that the request of another endpoint is translated into
     own_names: ClassVar[Mapping[str, str]] = {}
 
-    # fields whose values are kept as the client has sent them: with keys that are unknown here, and in their order
+    # fields whose values are also kept as the client has sent them, with unknown keys and in the client's order
     kept_fields: ClassVar[tuple[str, ...]] = ()
 
     model: str | None = None
     _kept: Mapping[str, Any] = PrivateAttr(default_factory=dict)
 
     def as_sent(self, name: str) -> Any:
-        """The value of one of `kept_fields`, which a chat template is to read; None if the client has sent none."""
+        """Return the value of one of `kept_fields` for a chat template; None if the client has not sent it."""
         assert name in self.kept_fields, name
         return self._kept.get(name)
 
@@ -125,7 +126,7 @@ class ResponseFormat(Item):
 
 
 class TextBody(Body):
-    """The fields that say how the text of a body becomes tokens."""
+    """The fields that control how the text of a body is tokenized."""
 
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
@@ -133,7 +134,7 @@ class TextBody(Body):
 
 
 class GenerationBody(TextBody):
-    """The fields that both ways to generate have in common. None is the model's or the engine's default."""
+    """The fields that completions and chats have in common. None means the default of the model or of the engine."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -159,8 +160,8 @@ class GenerationBody(TextBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = None  # vLLM's
-    guided_json: dict[str, Any] | str | None = None  # these four are vLLM's older names of its kinds
+    structured_outputs: dict[str, Any] | None = None  # an extension of vLLM
+    guided_json: dict[str, Any] | str | None = None  # these four are older names of vLLM for structured_outputs
     guided_regex: str | None = None
     guided_choice: Strings | None = None
     guided_grammar: str | None = None
@@ -168,10 +169,10 @@ class GenerationBody(TextBody):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     use_beam_search: bool | None = None
-    length_penalty: float | None = None  # of a beam search
+    length_penalty: float | None = None  # for beam search
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)] | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    # these change nothing here, and clients send them
+    # clients send these, but they change nothing here
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -179,9 +180,9 @@ class GenerationBody(TextBody):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    spaces_between_special_tokens: bool | None = None  # text has none, whatever this says
+    spaces_between_special_tokens: bool | None = None  # text never has such spaces
     thinking_token_budget: int | None = Field(None, ge=-1)
-    # this would have to change something
+    # this would change the answer, and is not supported
     logprob_token_ids: Annotated[Any, only([])] = None
 
 
@@ -226,7 +227,7 @@ class Message(Item):
 
 
 class ChatFields(TextBody):
-    """The fields that make the prompt of a conversation."""
+    """The fields that make up the prompt of a conversation."""
 
     kept_fields: ClassVar[tuple[str, ...]] = ("messages", "tools")
 
@@ -259,7 +260,7 @@ class ChatBody(ChatFields, GenerationBody):
 
     @model_validator(mode="after")
     def _use_functions_as_tools(self) -> "ChatBody":
-        """Take functions, OpenAI's older form of tools, as tools. ChatAnswer answers in the same form."""
+        """Convert functions, OpenAI's older form of tools, to tools. ChatAnswer answers in the older form, too."""
         if self.functions is not None:
             tools = [Tool(type="function", function=function) for function in self.functions]
             self.tools = [*(self.tools or ()), *tools]
@@ -269,11 +270,11 @@ class ChatBody(ChatFields, GenerationBody):
 
 
 def translated(form: type[ChatBody], fields: dict[str, Any]) -> ChatBody:
-    """A body that was made from another endpoint's. ApiError as for a client's own, with the other endpoint's names."""
+    """Make a chat body from the fields of another endpoint. An ApiError has the field names of that endpoint."""
     try:
         return form.model_validate(fields)
-    except ValidationError as found:
-        error = body_error(found)
+    except ValidationError as validation_error:
+        error = body_error(validation_error)
         error.rename(form.own_names)
         raise error from None
 
@@ -287,7 +288,7 @@ class TokenizeChatBody(ChatFields):
     return_token_strs: bool | None = None
 
 
-# an error is one of the body that was meant; the tags are dropped from where it was found, as they end in "Body"
+# the discriminator selects the body, so errors are about that body only; tags end in "Body", which errors leave out
 AnyTokenizeBody = Annotated[
     Annotated[TokenizeBody, Tag("TokenizeBody")] | Annotated[TokenizeChatBody, Tag("TokenizeChatBody")],
     Discriminator(lambda body: "TokenizeChatBody" if isinstance(body, dict) and "messages" in body else "TokenizeBody"),
@@ -301,9 +302,9 @@ class DetokenizeBody(Body):
 def sampling_params(
     body: GenerationBody, defaults: dict[str, Any], structured_outputs: dict[str, Any] | None, **special: Any
 ) -> SamplingParams:
-    """The parameters of a request: `special`, else the body's fields of the same name, else `defaults`.
+    """Return the parameters of a request: from `special`, else from the body's field, else from `defaults`.
 
-    special: among others `logprobs`, which the endpoints define differently. Errors are SamplingParams'.
+    `special` has, among others, `logprobs`, which endpoints define differently. Raises the errors of SamplingParams.
     """
     names = SamplingParams.__dataclass_fields__
     given = {name: value for name in names if (value := getattr(body, name, None)) is not None}
@@ -319,10 +320,10 @@ def sampling_params(
 
 
 def beam_search_params(body: GenerationBody, params: SamplingParams, max_model_len: int) -> BeamSearchParams:
-    """A search for `n` beams. ApiError for a request that also wants what a search does not have."""
-    others = {name: getattr(params, name) for name in ("logprobs", "prompt_logprobs", "structured_outputs")}
-    others |= {"stream": body.stream or None, "stop": params.stop or None, "cache_salt": body.cache_salt}
-    for name, value in others.items():
+    """Return parameters for a search with `n` beams. Raises ApiError for options that a beam search does not have."""
+    unsupported = {name: getattr(params, name) for name in ("logprobs", "prompt_logprobs", "structured_outputs")}
+    unsupported |= {"stream": body.stream or None, "stop": params.stop or None, "cache_salt": body.cache_salt}
+    for name, value in unsupported.items():
         require(value is None, f"use_beam_search: can't be combined with {name}")
     penalty = 1.0 if body.length_penalty is None else body.length_penalty
     return BeamSearchParams(params.n, params.max_tokens or max_model_len, penalty, params.ignore_eos)

@@ -5,26 +5,26 @@ from nanovllm.serve.tool_parsers import length_before
 
 
 class ReasoningParser:
-    """The text of one answer, whose tokens say where the reasoning ends."""
+    """Splits the text of one answer. The token ids tell where the reasoning ends."""
 
     def __init__(self, reasoning: Reasoning):
-        """reasoning: at the beginning of the answer; it belongs to this parser."""
+        """reasoning: the state at the beginning of the answer. Only this parser may use it."""
         self.reasoning = reasoning
         self._begin, self._end = (marker.decode() for marker in (reasoning.markers.begin, reasoning.markers.end))
-        self._held = ""  # text that may be part of a marker, or stands between the reasoning and the answer
-        self._num_ends = 0  # texts of the end marker that were passed
-        # "opened" is the beginning of "inside", and "space" is behind it
+        self._held = ""  # text that may be part of a marker, or space between the reasoning and the answer
+        self._num_ends = 0  # how many texts of the end marker were passed
+        # the order is "before", "opened" (at the start of the reasoning), "inside", "space" (after it), "after"
         self._place = {Stage.BEFORE: "before", Stage.INSIDE: "opened", Stage.ENDED: "after"}[reasoning.stage]
 
     @property
     def is_over(self) -> bool:
-        """Whether all text that follows is that of the answer."""
+        """Whether all further text belongs to the answer."""
         return self._place == "after"
 
     def feed(self, text: str, is_last: bool = False, token_ids: list[int] | None = None) -> tuple[str, str]:
-        """Reasoning and other text that are complete; what may be part of a marker is held back until the end.
+        """Return the new reasoning and the new answer text. Text that may be part of a marker is held back.
 
-        token_ids: all that are new, also those whose text comes later; None if they are not known.
+        token_ids: all new token ids, even if their text comes later; None if they are not known.
         """
         if token_ids is None:
             self.reasoning.take_text(text.encode())
@@ -43,8 +43,8 @@ class ReasoningParser:
                 self._place = "after"
         if self._place != "after":
             return reasoning, ""
-        rest, self._held = self._held, ""
-        return reasoning, rest
+        content, self._held = self._held, ""
+        return reasoning, content
 
     def _passes_begin(self, is_last: bool) -> bool:
         begun = self._held.lstrip()
@@ -55,7 +55,7 @@ class ReasoningParser:
         return self._place != "before"
 
     def _passes_repetition(self, is_last: bool) -> bool:
-        """Models write the begin marker also where the prompt has it, or where their template leaves it to them."""
+        """Drop a begin marker that the model writes although its prompt has already opened the reasoning."""
         begun = self._held.lstrip()
         if not is_last and self._begin.startswith(begun):
             return False
@@ -73,5 +73,5 @@ class ReasoningParser:
             if self.reasoning.stage is Stage.ENDED and self._num_ends == self.reasoning.num_ends:
                 self._place = "space"
             else:
-                taken += self._end  # it is written by several tokens, and so is not the marker
+                taken += self._end  # several tokens spell it, so it is not the marker
         return taken

@@ -1,4 +1,4 @@
-"""What a request must pass before any route sees it, and what a connection must pass before there is a request."""
+"""Limits for requests before any route sees them, and for connections before there is a request."""
 
 import asyncio
 import hmac
@@ -20,25 +20,26 @@ from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.turns import CLIENT, LoopTurns
 
 logger = logging.getLogger("nanovllm")
-OPEN_PATHS = ("/", "/health", "/ping")  # need no key: the page asks for one, and monitors of the server have none
-KEY_VARIABLES = ("NANOVLLM_API_KEY", "VLLM_API_KEY")  # of the environment
-HEADER_SECONDS = 10.0  # within which the headers of a request must have arrived
+OPEN_PATHS = ("/", "/health", "/ping")  # they need no key: the page asks for it, and monitoring has none
+KEY_VARIABLES = ("NANOVLLM_API_KEY", "VLLM_API_KEY")  # environment variables
+HEADER_SECONDS = 10.0  # time for the headers of a request to arrive
 MAX_HEADER_BYTES = 32 * 2**10
 LONG_HEADERS = f"the headers are longer than {MAX_HEADER_BYTES} bytes"
-ADMITTED_PER_TURN = 4, 16  # requests for an answer: at least, and at most where turns are long
-REQUEST_SECONDS = 0.0007  # that each of them takes, about
-UNREAD_SECONDS = 120.0  # after which a connection is reset whose client takes nothing of what was sent
+ADMITTED_PER_TURN = 4, 16  # the least and the most generation requests per turn of the event loop
+REQUEST_SECONDS = 0.0007  # approximate time to admit a request
+UNREAD_SECONDS = 120.0  # until a connection is reset whose client does not read what was sent
 
 
 class RequestLimits:
-    """ASGI middleware: checks the host and the key, and reads the whole body, which is bounded in size and in time.
+    """ASGI middleware that checks the host and the key, and reads the whole body, with limits on size and time.
 
-    Routes therefore never wait for a client that sends slowly.
+    So routes never wait for a client that sends slowly.
     """
 
     def __init__(self, app: Any, settings: ServerSettings, endpoints: Mapping[str, Endpoint]):
-        """endpoints: what answers POST requests to these paths in the place of `app`; a few in each turn of the event
-        loop, so that a burst of requests does not hold up what else is due.
+        """endpoints: by path, the functions that answer POST requests instead of `app`.
+
+        Each turn of the event loop admits only a few of these requests, so that a burst does not delay other work.
         """
         self._endpoints, self._turns = endpoints, LoopTurns(*ADMITTED_PER_TURN, REQUEST_SECONDS)
         self.app, self.settings, self._root_path = app, settings, settings.root_path.rstrip("/")
@@ -56,10 +57,10 @@ class RequestLimits:
             path = scope["path"].removeprefix(self._root_path)
             if path not in OPEN_PATHS:
                 keys = self._checked_keys(headers)
-                CLIENT.set((*keys, *(scope.get("client") or ())[:1]))  # with the address, without the port
+                CLIENT.set((*keys, *(scope.get("client") or ())[:1]))  # the address without the port
             has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
             content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-            # a web page of another origin can send any other type without asking first (a CORS preflight)
+            # a web page of another origin could send some other types without a CORS preflight
             if scope["method"] == "POST" and has_body and content_type != b"application/json":
                 raise ApiError(400, "the content-type of the body must be application/json")
             await self._read(request, headers.get(b"content-length", b""))
@@ -68,16 +69,16 @@ class RequestLimits:
                 await self._turns.next()
                 answer = await self._endpoints[path](request)
         except ApiError as error:
-            # the rest of a body is not read, so the connection can't be used again
+            # the rest of the body is not read, so the connection can't be used again
             answer = error_response(error, scope["path"], connection="close")
-        scope = scope | {"root_path": self._root_path}  # a proxy may have left out the path or not
+        scope = scope | {"root_path": self._root_path}  # a proxy may or may not have removed it from the path
         if scope["method"] == "HEAD":
             await _answer_head(answer, scope, receive, send)
         else:
             await answer(scope, receive, send)
 
     def _check_host(self, hosts: list[bytes]) -> None:
-        if len(hosts) > 1:  # a proxy may have looked at the other one
+        if len(hosts) > 1:  # a proxy may have checked another one
             raise ApiError(400, "there must be one Host header")
         name = b"".join(hosts).decode("latin-1").lower()
         if not name.endswith("]"):  # an IPv6 address without a port
@@ -86,11 +87,11 @@ class RequestLimits:
             raise ApiError(403, "the Host header is none of the names that this server answers to")
 
     def _checked_keys(self, headers: dict[bytes, bytes]) -> list[bytes]:
-        """The server's keys that a client has sent; none is needed if it has none."""
+        """Return the server's keys that the client has sent. Raises ApiError if it needs one and has sent none."""
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
-        # clients of Anthropic's API send the other header
+        # clients of Anthropic's API send x-api-key
         given = (bearer.strip() if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b""))
-        # all keys are compared, so that the time does not tell which one is close
+        # all keys are compared, in constant time, so that the time reveals nothing about them
         matches = [key for key in self._keys if any(hmac.compare_digest(value, key) for value in given)]
         if self._keys and not matches:
             message = "a valid API key is needed, as `Authorization: Bearer KEY` or `x-api-key: KEY`"
@@ -98,7 +99,7 @@ class RequestLimits:
         return matches
 
     async def _read(self, request: Request, length: bytes) -> None:
-        """Read the body, which the request keeps. ApiError with 413 or 408 if it is too long or too slow."""
+        """Read the body; `request` caches it. Raises ApiError with 413 if it is too long, or 408 if it is too slow."""
         self._check_length(int(length[:20]) if length.isdigit() else 0)
         try:
             with fail_after(self.settings.body_timeout):
@@ -109,7 +110,7 @@ class RequestLimits:
             raise ApiError(400, "the connection was closed within the body") from None
 
     def _bounded(self, receive: Receive) -> Receive:
-        """`receive`, with an ApiError instead of more than a body may have."""
+        """Wrap `receive` to raise ApiError if the body gets too long."""
         length = 0
 
         async def receive_some() -> Message:
@@ -127,7 +128,7 @@ class RequestLimits:
 
 
 async def _answer_head(answer: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """The headers of the answer to GET. Its body is not made, as it may be a stream without an end."""
+    """Send the headers of the answer to GET, and cancel its body, which may be an endless stream."""
     with CancelScope() as body:
 
         async def send_headers(message: Message) -> None:
@@ -140,15 +141,15 @@ async def _answer_head(answer: ASGIApp, scope: Scope, receive: Receive, send: Se
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1, with bounds on the size of headers and on the time that they take. No pipelining.
+    """uvicorn's HTTP/1.1 protocol, with limits on the size of headers and on their time. It refuses pipelining.
 
-    Between requests uvicorn closes an idle connection after some seconds, but any byte ends that time; so does the
-    first byte of a connection. From then on it is `HEADER_SECONDS`. A request to upgrade the protocol is ignored, as
-    HTTP allows. What is no request, and what is refused before a route is known, is answered as any other error.
+    uvicorn closes idle connections, but its timer ends with the first byte. This class limits the time from there to
+    the end of the headers: `HEADER_SECONDS`. It ignores requests to upgrade the protocol, as HTTP allows. Invalid
+    requests, and requests that are refused before a route is known, get an answer like any other error.
     """
 
-    is_lost = False  # the client has closed it
-    on_lost: Callable[[], object] | None = None  # called when it does
+    is_lost = False  # True when the client has closed the connection
+    on_lost: Callable[[], object] | None = None  # called when the client closes the connection
     on_writable: Callable[[], None] | None = None  # called when the client has taken all that was written
     _header_timer: asyncio.TimerHandle | None = None
     _num_header_bytes = 0
@@ -160,14 +161,14 @@ class BoundedProtocol(HttpToolsProtocol):
         return not self.flow.write_paused
 
     def write_chunk(self, data: bytes) -> None:
-        """Write a part of a body that has no length, as a chunk of HTTP/1.1."""
+        """Write a part of a body as an HTTP/1.1 chunk."""
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)
         connection = transport.get_extra_info("socket")
-        # only Linux has it; elsewhere closing waits for such a client without an end
+        # only Linux has this option; elsewhere, a connection whose client never reads can't be closed
         if hasattr(socket, "TCP_USER_TIMEOUT") and connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNREAD_SECONDS))
         self._begin_headers()
@@ -179,24 +180,27 @@ class BoundedProtocol(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError as error:
-            own = error.__context__  # of a callback
-            self._refuse(own if isinstance(own, ApiError) else ApiError(400, f"this is not valid HTTP/1.1: {error}"))
+            cause = error.__context__  # raised in a callback
+            self._refuse(
+                cause if isinstance(cause, ApiError) else ApiError(400, f"this is not valid HTTP/1.1: {error}")
+            )
         if self._header_timer is not None:
             self._num_header_bytes += len(data)
             if self._num_header_bytes > MAX_HEADER_BYTES:
                 self._refuse(ApiError(400, LONG_HEADERS))
 
     def _parse(self, data: bytes) -> None:
-        """The parser ends a request that asks for an upgrade before its body: begin it again without that header.
+        """Feed the parser. If a request asks for an upgrade, feed it again without that header.
 
-        A new parser does that, as after `connection: close`, or in HTTP/1.0, the first one takes no further request.
+        The parser stops such a request before its body. The second time, a new parser takes the request, because the
+        old parser takes no further request after `connection: close`, or in HTTP/1.0.
         """
         while data:
             try:
                 self.parser.feed_data(data)
                 data = b""
             except httptools.HttpParserUpgrade as upgrade:
-                if b"upgrade" not in dict(self.headers):  # as with the method CONNECT
+                if b"upgrade" not in dict(self.headers):  # such as the method CONNECT
                     raise httptools.HttpParserError("it asks for another protocol") from None
                 version = self.parser.get_http_version().encode()
                 lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
@@ -214,20 +218,20 @@ class BoundedProtocol(HttpToolsProtocol):
         self._end_headers()
         if sum(len(name) + len(value) for name, value in self.headers) + len(self.url) > MAX_HEADER_BYTES:
             raise ApiError(400, LONG_HEADERS)
-        if self.cycle is not None and not self.cycle.response_complete:  # which would hide its disconnection
+        if self.cycle is not None and not self.cycle.response_complete:  # pipelining would hide a lost connection
             raise ApiError(400, "a request before the answer to the previous one: pipelining is not supported")
         if self.limit_concurrency and max(len(self.connections), len(self.tasks)) >= self.limit_concurrency:
             self._close_idle_connection()
         super().on_headers_complete()
 
     def _close_idle_connection(self) -> None:
-        """Close the connection that has waited longest for its next request. ApiError with 503 if there is none."""
+        """Close the connection that has been idle for longest. Raises ApiError with 503 if none is idle."""
         all_protocols: set[Any] = self.connections  # type: ignore[assignment]
         idle = [other for other in all_protocols if other.timeout_keep_alive_task is not None]
         if not idle:
             raise ApiError(503, f"there are {self.limit_concurrency} connections, which is as many as may be open")
         oldest = min(idle, key=lambda other: other.timeout_keep_alive_task.when())
-        all_protocols.discard(oldest)  # now, as uvicorn counts them next
+        all_protocols.discard(oldest)  # now, because uvicorn counts them next
         oldest.transport.close()
 
     def on_message_complete(self) -> None:
@@ -247,7 +251,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.on_writable()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer without the application, and close the connection."""
+        """Send an error without the application, and close the connection."""
         self._end_headers()
         if not self.transport.is_closing():
             response = error_response(error, self.url.decode("latin-1"), connection="close")

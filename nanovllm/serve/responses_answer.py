@@ -1,4 +1,4 @@
-"""Answers of /v1/responses: output items, and the typed events of a stream."""
+"""Answers of /v1/responses: output items, or a stream of typed events."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
@@ -21,7 +21,7 @@ REPEATED = (
     *("tool_choice", "tools", "top_logprobs", "truncation", "user"),
 )
 
-# items that have text: the prefix of the id, and further entries of the item and of its only part
+# items with text: the prefix of the id, further entries of the item, and entries of its only part
 TEXT_ITEMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "reasoning": ("rs", {"summary": []}, {"type": "reasoning_text"}),
     "message": ("msg", {"role": "assistant"}, {"type": "output_text", "annotations": [], "logprobs": []}),
@@ -32,20 +32,21 @@ class ResponsesAnswer(ChatAnswer):
     id_prefix = "resp_"
 
     def __init__(self, request: GenerationBody, keep: Callable[[str, bytes], None], *arguments: Any):
-        """request: the body as the client sent it. keep: is called with the id and the JSON of the complete response.
-        arguments: those of ChatAnswer.
+        """request: the body as the client sent it. keep: called with the id and the JSON of the complete response.
+
+        arguments: the arguments of ChatAnswer.
         """
         super().__init__(*arguments)
         self._request, self._keep = request, keep
         self._parser, self._numbers = self._make_parser(), count()
         self._status = "in_progress"
         self._output: list[dict[str, Any]] = []
-        self._open_kind: str | None = None  # of the last item, if its text is still arriving
-        self._part: dict[str, Any] = {}  # of the last item, but for its text
-        self._texts: list[str] = []  # of the last item
-        self._text_logprobs: list[Any] = []  # of the last message
-        self._held_logprobs: list[Any] = []  # of tokens whose text has not arrived yet
-        self._generated: list[int] = []  # token ids
+        self._open_kind: str | None = None  # the kind of the last item, if its text is still arriving
+        self._part: dict[str, Any] = {}  # the part of the last item, without its text
+        self._texts: list[str] = []  # the text of the last item, in pieces
+        self._text_logprobs: list[Any] = []  # the log-probabilities of the last message
+        self._held_logprobs: list[Any] = []  # log-probabilities of tokens whose text has not arrived yet
+        self._generated: list[int] = []  # all token ids
 
     def _whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         self._events(0, outputs[0].outputs)
@@ -66,7 +67,7 @@ class ResponsesAnswer(ChatAnswer):
         return self._event(self._status, response=response)
 
     def _kept(self) -> bytes:
-        """The JSON of the complete response, which may be stored now."""
+        """Return the JSON of the complete response, after `keep` has got it."""
         data = dump_json(self._response())
         self._keep(self.id, data)
         return data
@@ -77,16 +78,19 @@ class ResponsesAnswer(ChatAnswer):
     # -- items ---------------------------------------------------------------------------------------------------------
 
     def _take(self, piece: CompletionOutput | StreamEvent) -> Iterator[bytes]:
-        """Add a piece of the answer to the output. Each event is encoded before the next one changes the same item."""
+        """Add a piece of the answer to the output, and yield its events.
+
+        Each event is encoded before the next event changes the same item.
+        """
         is_last = piece.finish_reason is not None
         self._generated += piece.token_ids
         self._held_logprobs += (self._logprobs(piece.token_ids, piece.logprobs) or {"content": []})["content"]
-        for found in self._found(self._parser, piece, is_last):
-            yield from self._add_text("reasoning", found.get("reasoning", ""))
-            if self._open_kind == "reasoning" and "reasoning" not in found:
+        for part in self._found(self._parser, piece, is_last):
+            yield from self._add_text("reasoning", part.get("reasoning", ""))
+            if self._open_kind == "reasoning" and "reasoning" not in part:
                 del self._held_logprobs[: self._parser.num_reasoning_tokens]
-            yield from self._add_text("message", found.get("content", ""))
-            for call in found.get("tool_calls", ()):
+            yield from self._add_text("message", part.get("content", ""))
+            for call in part.get("tool_calls", ()):
                 yield from self._add_call(call)
         if is_last:
             self._status = "incomplete" if piece.finish_reason == "length" else "completed"
@@ -95,11 +99,11 @@ class ResponsesAnswer(ChatAnswer):
             yield from self._close(self._status)
 
     def _place(self) -> dict[str, Any]:
-        """The place of the last item."""
+        """Return the id and the index of the last item."""
         return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
 
     def _item_event(self, name: str, **changes: Any) -> bytes:
-        """An event with the whole last item, after these changes of it."""
+        """Change the last item, and return an event with the whole item."""
         self._output[-1] |= changes
         return self._event(f"output_item.{name}", output_index=len(self._output) - 1, item=self._output[-1])
 
@@ -151,7 +155,7 @@ class ResponsesAnswer(ChatAnswer):
     # -- the response --------------------------------------------------------------------------------------------------
 
     def _response(self) -> dict[str, Any]:
-        """The response, as far as it has arrived."""
+        """Return the response, as far as it has arrived."""
         params = self.requests[0].request.params
         return {
             "id": self.id,

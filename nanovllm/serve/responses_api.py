@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's Responses API, translated into conversations. Responses are kept in a bounded store."""
+"""/v1/responses: translates OpenAI's Responses API to conversations. A bounded store keeps responses."""
 
 import asyncio
 import json
@@ -17,8 +17,8 @@ from nanovllm.serve.protocol import ChatBody, Dicts, GenerationBody, Strings, To
 from nanovllm.serve.responses_answer import ResponsesAnswer
 
 MAX_STORED = 1000  # responses
-MAX_STORED_BYTES = 64 * 2**20  # of their JSON, and of the conversations before them
-MAX_CONVERSATION_BYTES = 4 * 2**20  # of its JSON, together with previous responses; truncation would tokenize any
+MAX_STORED_BYTES = 64 * 2**20  # of the JSON of responses, and of the conversations before them
+MAX_CONVERSATION_BYTES = 4 * 2**20  # of JSON, with previous responses; truncation would tokenize text of any length
 NOT_FOUND = "It was not stored, is not kept any more, or another process of this server has it."
 
 
@@ -28,7 +28,7 @@ class ResponsesBody(GenerationBody):
     previous_response_id: str | None = None
     store: bool = True
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_INT)
-    max_tool_calls: int | None = None  # of tools that a server runs; here is none
+    max_tool_calls: int | None = None  # for tools that a server runs, which this server does not have
     tools: ToolDicts = Field([])
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
@@ -39,7 +39,7 @@ class ResponsesBody(GenerationBody):
     top_logprobs: int = Field(0, ge=-1)
     truncation: Literal["auto", "disabled"] = "disabled"
     chat_template_kwargs: dict[str, Any] | None = None
-    # without these, an answer would be another one
+    # these would change the answer, and are not supported
     background: Annotated[Any, only(False)] = False
     conversation: Annotated[Any, only()] = None
     prompt: Annotated[Any, only()] = None
@@ -47,7 +47,7 @@ class ResponsesBody(GenerationBody):
 
 
 class Conversation(ChatBody):
-    """What a request to /v1/responses is translated into."""
+    """A chat body that a request to /v1/responses is translated to."""
 
     own_names: ClassVar = ChatBody.own_names | {
         "messages": "input",
@@ -58,9 +58,10 @@ class Conversation(ChatBody):
 
 
 class ResponseStore:
-    """Keeps (response, items of the conversation before it), both as JSON, by the response's id.
+    """Keeps pairs (response, items of the conversation before it), both as JSON, by the id of the response.
 
-    The least recently used go when there are too many or they are too long. Belongs to the event loop's thread.
+    It drops the least recently used responses if there are too many, or if they are too long. Only the event loop's
+    thread may use it.
     """
 
     def __init__(self, max_number: int = MAX_STORED, max_bytes: int = MAX_STORED_BYTES):
@@ -75,7 +76,7 @@ class ResponseStore:
             self.remove(next(iter(self._entries)))
 
     def get(self, name: str) -> tuple[bytes, bytes]:
-        """ApiError with 404 if it is not there."""
+        """Return the response and the items before it. Raises ApiError with 404 if it is not stored."""
         if name not in self._entries:
             raise ApiError(404, f"Response with id {name!r:.80} not found. {NOT_FOUND}")
         self._entries[name] = self._entries.pop(name)
@@ -90,7 +91,7 @@ def add_routes(app: FastAPI, api: Api) -> None:
 
     @app.post("/v1/responses")
     async def create(body: ResponsesBody, request: Request) -> Response:
-        with about(ResponsesBody.model_fields):  # also where no log-probabilities are included
+        with about(ResponsesBody.model_fields):  # even if log-probabilities are not included
             check_num_logprobs("top_logprobs", body.top_logprobs, api.llm.input_processor.config)
         previous = None if body.previous_response_id is None else store.get(body.previous_response_id)
         conversation, items = await asyncio.to_thread(_translate, body, previous)
@@ -119,9 +120,9 @@ def add_routes(app: FastAPI, api: Api) -> None:
 
 
 def _translate(body: ResponsesBody, previous: tuple[bytes, bytes] | None) -> tuple[ChatBody, bytes]:
-    """The conversation, and the JSON of its items: those of a previous response, its output, and the new ones.
+    """Return the conversation, and the JSON of its items: the items before a previous response, its output, new items.
 
-    The instructions are those of this request alone. ApiError for what is not supported.
+    Instructions of previous requests do not count. Raises ApiError for what is not supported.
     """
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     if previous is not None:
@@ -136,10 +137,10 @@ def _translate(body: ResponsesBody, previous: tuple[bytes, bytes] | None) -> tup
     if isinstance(answer_format, dict) and answer_format.get("type") == "json_schema":
         answer_format = {"type": "json_schema", "json_schema": answer_format}
     has_logprobs = "message.output_text.logprobs" in body.include
-    # whoever has the id of a stored response can read it, so it can be neither chosen nor guessed
+    # whoever knows the id of a stored response can read it, so clients must not choose ids
     names = body.model_fields_set & ChatBody.model_fields.keys() - {"request_id"}
     common = {name: getattr(body, name) for name in names}
-    own = {
+    translated_fields = {
         "messages": instructions + _messages(items),
         "n": 1,
         "max_completion_tokens": body.max_output_tokens,
@@ -151,11 +152,11 @@ def _translate(body: ResponsesBody, previous: tuple[bytes, bytes] | None) -> tup
         "add_generation_prompt": not is_cut,
         "continue_final_message": is_cut,
     }
-    return translated(Conversation, common | own | _tools(body)), dumped
+    return translated(Conversation, common | translated_fields | _tools(body)), dumped
 
 
 def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Reasoning, text and calls of one answer are several items, and one message."""
+    """Translate items to messages. The reasoning, text and calls of one answer are several items, but one message."""
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(items):
         kind, last = item.get("type") or "message", messages[-1] if messages else {}
@@ -182,13 +183,13 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _content(content: Any, index: int) -> str | list[dict[str, Any]]:
-    """A chat's content: a text, or a part for each of several texts."""
+    """Return the content of a chat message: a text, or a part for each of several texts."""
     texts = _texts(content, index)
     return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
 
 
 def _texts(content: Any, index: int) -> list[str]:
-    """A string, or what parts have as text."""
+    """Return the texts of a string or of parts."""
     parts = content if isinstance(content, list) else [] if content is None else [{"text": content}]
     texts: list[Any] = [part.get("text", part.get("refusal")) if isinstance(part, dict) else None for part in parts]
     is_text = all(isinstance(text, str) for text in texts)
@@ -197,7 +198,7 @@ def _texts(content: Any, index: int) -> list[str]:
 
 
 def _tools(body: ResponsesBody) -> dict[str, Any]:
-    """The functions have one level less here; and a choice may name those that are allowed."""
+    """Translate tools, which are nested one level less here, and a tool choice, which may name allowed tools."""
     tools, choice = body.tools, cast(Any, body.tool_choice)
     if isinstance(choice, dict) and isinstance(allowed := choice.get("tools"), list):  # "allowed_tools"
         names = [tool.get("name") for tool in allowed if isinstance(tool, dict)]

@@ -1,4 +1,4 @@
-"""The process that serves the application: its signals, and its end."""
+"""Runs the application in this process: its start, its signals, and its end."""
 
 import asyncio
 import gc
@@ -19,11 +19,11 @@ from nanovllm.serve.settings import ServerSettings
 
 logger = logging.getLogger("nanovllm")
 BACKLOG = 2048  # connections that the system accepts before the server does
-OTHER_FILES = 256  # that are open besides connections: of devices, libraries, ranks and grammars
+OTHER_FILES = 256  # open files other than connections: for devices, libraries, ranks and grammars
 
 
 def allow_connections(number: int) -> None:
-    """A connection is an open file. Systems commonly grant 1,024 to a process that does not ask for more."""
+    """Raise the limit of open files for `number` connections. Many systems grant 1,024 files unless asked for more."""
     limits, needed = resource.getrlimit(resource.RLIMIT_NOFILE), number + OTHER_FILES
     granted, most = [inf if limit == resource.RLIM_INFINITY else limit for limit in limits]
     if granted < needed:
@@ -34,7 +34,7 @@ def allow_connections(number: int) -> None:
 
 
 class Server(uvicorn.Server):
-    """Starts the engine in its own event loop, and listens when that is done."""
+    """A server that starts the engine in its event loop, and then listens."""
 
     def __init__(self, config: uvicorn.Config, llm: EngineClient):
         super().__init__(config)
@@ -60,7 +60,7 @@ class Server(uvicorn.Server):
 
 
 def make_server(llm: EngineClient, settings: ServerSettings, model: str) -> Server:
-    """A server that ends when the engine fails."""
+    """Make a server that ends when the engine fails."""
     config = uvicorn.Config(
         create_app(llm, settings, model, is_closing=lambda: server.should_exit),
         http=BoundedProtocol,
@@ -70,7 +70,7 @@ def make_server(llm: EngineClient, settings: ServerSettings, model: str) -> Serv
         access_log=settings.access_log,
         server_header=False,
         backlog=BACKLOG,
-        timeout_keep_alive=cast(Any, settings.timeout_keep_alive),  # uvicorn says int, and adds it to a time
+        timeout_keep_alive=cast(Any, settings.timeout_keep_alive),  # annotated as int, but a float works
         limit_concurrency=settings.max_connections,
         timeout_graceful_shutdown=settings.drain_seconds,
     )
@@ -86,19 +86,19 @@ def run_server(
     listener: socket.socket,
     on_start: Callable[[], object] = lambda: None,
 ) -> int:
-    """Serve until SIGTERM, Ctrl-C or a failure of the engine; the exit status of the process.
+    """Serve until SIGTERM, Ctrl-C or a failure of the engine, and return the exit status of the process.
 
-    on_start: is called when the server listens.
+    on_start: called when the server listens.
     """
     allow_connections(settings.max_connections)
     server = make_server(llm, settings, model)
-    # uvicorn sets its handlers later than that, and when it has drained it raises the signal again
+    # uvicorn sets its handlers later, and after it has drained, it raises the signal again
     handlers = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def listen() -> None:
         listener.listen(BACKLOG)
         gc.collect()
-        gc.freeze()  # a collection that goes through the tokenizer and all modules halts every stream for 0.4 s
+        gc.freeze()  # a full collection, with the tokenizer and all modules, would halt every stream for 0.4 s
         on_start()
 
     server.on_start = listen

@@ -1,4 +1,4 @@
-"""What a request says about the structure of its answer, as `SamplingParams.structured_outputs`."""
+"""Translates the fields of a request about the structure of its answer to `SamplingParams.structured_outputs`."""
 
 from typing import Any
 
@@ -7,46 +7,46 @@ from nanovllm.serve.protocol import ChatBody, GenerationBody, NamedToolChoice, T
 
 
 def structured_outputs(body: GenerationBody) -> dict[str, Any] | None:
-    """None if any text will do. ApiError for a request that states two structures, or one in an incomplete way."""
-    found = _structures(body)
-    if len(found) > 1:
-        first, second, *_ = found
+    """Return the structure of the answer; None for free text. ApiError if there are two, or if one is incomplete."""
+    structures = _structures(body)
+    if len(structures) > 1:
+        first, second, *_ = structures
         raise ApiError(400, f"{second}: can't be combined with {first}", second)
-    return next(iter(found.values()), None)
+    return next(iter(structures.values()), None)
 
 
 def with_own_field(error: ApiError, body: GenerationBody) -> ApiError:
-    """An error of `structured_outputs` is one of the field that stated the structure, by the name that it has there."""
-    if error.param == "structured_outputs" and (found := _structures(body)):
-        field = next(iter(found))
+    """Rename the field of an error: `structured_outputs` becomes the field of the request that gave the structure."""
+    if error.param == "structured_outputs" and (structures := _structures(body)):
+        field = next(iter(structures))
         error.rename({"structured_outputs": "tools" if field == "tool_choice" else field})
     error.rename(body.own_names)
     return error
 
 
 def _structures(body: GenerationBody) -> dict[str, dict[str, Any]]:
-    """The structures of the answer, by the names of the fields that state them."""
+    """Return the structures of the answer, by the names of the fields that give them."""
     calls = _of_tool_choice(body) if isinstance(body, ChatBody) else None
-    found = {"structured_outputs": body.structured_outputs}
+    structures = {"structured_outputs": body.structured_outputs}
     for kind in ("json", "regex", "choice", "grammar"):
         if (value := getattr(body, f"guided_{kind}")) is not None:
-            found[f"guided_{kind}"] = {kind: value}
+            structures[f"guided_{kind}"] = {kind: value}
     # if a call is required, there is no text to format
-    found |= {"response_format": _of_response_format(body) if calls is None else None, "tool_choice": calls}
-    return {name: value for name, value in found.items() if value is not None}
+    structures |= {"response_format": _of_response_format(body) if calls is None else None, "tool_choice": calls}
+    return {name: value for name, value in structures.items() if value is not None}
 
 
 def _of_response_format(body: GenerationBody) -> dict[str, Any] | None:
-    if (wanted := body.response_format) is None or wanted.type == "text":
+    if (response_format := body.response_format) is None or response_format.type == "text":
         return None
-    if wanted.type == "json_object":
+    if response_format.type == "json_object":
         return {"json_object": True}
-    schema = require(wanted.json_schema, "response_format: the type 'json_schema' needs a json_schema")
+    schema = require(response_format.json_schema, "response_format: the type 'json_schema' needs a json_schema")
     return {"json": schema.schema_}
 
 
 def _of_tool_choice(body: ChatBody) -> dict[str, Any] | None:
-    """A list of calls for "required", the arguments for a function that is named; see WholeParser."""
+    """Return the schema of a list of calls for "required", or of the arguments of a named function. See WholeParser."""
     if body.tool_choice in (None, "none"):
         return None
     tools = require(body.tools, "tool_choice: there are no tools")
@@ -64,8 +64,10 @@ def _of_tool_choice(body: ChatBody) -> dict[str, Any] | None:
 
 
 def _call_schema(tool: Tool, uri: str) -> dict[str, Any]:
-    """With `uri` as the `$id` of its parameters, a reference of theirs, such as `#/$defs/Item`, stays within them."""
-    # the whole schema has one draft, the newest: before 2019-09, a `$ref` hides the `$id` beside it
+    """Return the schema of a call. `uri` is the `$id` of its parameters, so that a reference such as `#/$defs/Item`
+    stays within the parameters.
+    """
+    # without $schema, the newest draft applies to all; before 2019-09, a `$ref` would hide the `$id` next to it
     parameters = {name: value for name, value in _parameters(tool).items() if name != "$schema"} | {"$id": uri}
     properties = {"name": {"const": tool.function.name}, "parameters": parameters}
     return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}

@@ -1,7 +1,7 @@
-"""Renders chat templates of clients, and the server's own with what may make it slow, in processes of their own.
+"""Renders chat templates of clients, and the server's template with arguments that may make it slow, in processes.
 
-A template is a program. jinja2's sandbox bounds neither its time nor its memory: `'a' * 10**10`, a width of a format or
-a few loops within each other are enough. A thread that renders can't be ended; a process can.
+A template is a program. jinja2's sandbox limits neither its time nor its memory: `'a' * 10**10`, a format width, or a
+few nested loops exhaust them. A process that renders can be killed; a thread can't.
 """
 
 import json
@@ -15,14 +15,14 @@ from nanovllm.requests.prompts import render_chat
 from nanovllm.requests.request import Message
 
 MAX_PROCESSES = 4
-# of processor time for a conversation, so that a busy machine refuses no more; of the clock, twice that
+# of CPU time per conversation, so that a busy machine refuses no more; the wall-clock limit is twice that
 MAX_SECONDS = 2.0
 MAX_MEMORY = 2**29  # bytes of address space, in addition to the program's own
-MAX_CHARACTERS = 2**24  # of the text
-MANY_MESSAGES = 1000  # a template may go through all of them for each
-MAX_PLAIN_CHARACTERS = 1024  # of an argument that takes no time worth mentioning
-# Reads settings, then conversations, and writes their texts and errors, as lines of JSON. `apply_chat_template` needs
-# no more of a tokenizer than the stand-in has.
+MAX_CHARACTERS = 2**24  # of the rendered text
+MANY_MESSAGES = 1000  # a template may loop over all messages for each message
+MAX_PLAIN_CHARACTERS = 1024  # of an argument that can't make a template slow
+# Reads settings and then conversations as lines of JSON, and writes the text or the error of each conversation.
+# `apply_chat_template` needs only those attributes of a tokenizer that the stand-in has.
 PROGRAM = """
 import json, resource, signal, sys
 from types import SimpleNamespace
@@ -59,8 +59,10 @@ Process = subprocess.Popen[bytes]
 
 
 def may_take_long(body: Any, own_template: Any) -> bool:
-    """Whether a protocol.ChatFields has a template that is not the server's own, or what that template could count,
-    repeat or nest: arguments of more than a few words, or many messages.
+    """Return whether a protocol.ChatFields may take long to render.
+
+    It may if it brings its own template, or if the server's template could loop over much: arguments that are not short
+    texts, or many messages.
     """
     values = (body.chat_template_kwargs or {}).values()
     is_plain = all(x is None or isinstance(x, bool) or _is_short_text(x) for x in values)
@@ -72,10 +74,10 @@ def _is_short_text(value: Any) -> bool:
 
 
 class TemplateSandbox:
-    """Any thread may use it. Its processes start when they are needed, and end with `close`, or with this object."""
+    """Runs the rendering processes. They start on demand, and end with `close`. Any thread may use it."""
 
     def __init__(self, tokenizer: Any):
-        """tokenizer: has the template of conversations that bring none."""
+        """tokenizer: has the template for conversations that do not bring one."""
         self._tokenizer = tokenizer
         self._processes: set[Process] = set()
         self._idle: list[Process] = []
@@ -83,13 +85,13 @@ class TemplateSandbox:
 
     def close(self) -> None:
         """End the processes. Threads that wait for them get an error."""
-        self._is_closed = True  # before `_processes` is read: `_start` uses them in the other order
+        self._is_closed = True  # before `_processes` is read; `_start` uses the two in the opposite order
         for process in [*self._processes]:
             process.kill()
             process.wait()
 
     def render(self, messages: list[Message], template_arguments: Mapping[str, Any]) -> str:
-        """As `render_chat`, with its errors, also if it takes too long or too much memory. RuntimeError if closed."""
+        """Call `render_chat` in a process. Too much time or memory is a ValueError; RuntimeError after `close`."""
         process = self._take()
         try:
             return render_chat(_Renderer(process, self._tokenizer), messages, template_arguments)
@@ -121,12 +123,12 @@ class TemplateSandbox:
     def _end(self, process: Process) -> None:
         self._processes.discard(process)
         process.kill()
-        with suppress(BrokenPipeError, ValueError):  # a line that was not sent; pipes that are closed already
-            process.communicate()  # closes the pipes, and waits
+        with suppress(BrokenPipeError, ValueError):  # a line that was not sent, or closed pipes
+            process.communicate()  # closes the pipes, and waits for the end
 
 
 class _Renderer(NamedTuple):
-    """What `render_chat` needs of a tokenizer."""
+    """A stand-in for a tokenizer, with the methods that `render_chat` needs."""
 
     process: Process
     tokenizer: Any
@@ -147,7 +149,7 @@ class _Renderer(NamedTuple):
 
 
 def _ask(process: Process, question: str) -> bytes:
-    """The answer. Empty if there is none, as the process has ended; it also ends if this is interrupted."""
+    """Return the answer of a process; empty if the process has ended. If interrupted, this kills the process."""
     assert process.stdin is not None and process.stdout is not None
     answer = b""
     try:

@@ -1,8 +1,8 @@
-"""Calls of tools within generated text, found while the text arrives.
+"""Finds tool calls in generated text, while the text arrives.
 
-A parser is fed pieces of one answer. It returns the text that is content, and the calls that are complete, in their
-order. Text that may belong to a call is held back; text that turns out not to be a valid call is content. How the
-answer is cut into pieces changes nothing.
+A parser takes the pieces of one answer, and returns content and complete calls, in order. It holds back text that may
+belong to a call. Text that turns out not to be a valid call is content. The result does not depend on how the answer is
+cut into pieces.
 """
 
 import json
@@ -21,39 +21,42 @@ class ToolCall(NamedTuple):
     arguments: str  # a JSON object
 
 
-Part = str | ToolCall  # content, or a call
+Part = str | ToolCall  # content or a call
 
 
 class ToolParser:
-    """Finds nothing: all text is content."""
+    """A parser that finds no calls: all text is content."""
 
-    markers: ClassVar[tuple[str, ...]] = ()  # what a call begins with, and what stands within it, if not plain text
+    markers: ClassVar[tuple[str, ...]] = ()  # texts that begin a call, and special texts within it
 
     def __init__(self, schemas: Mapping[str, Any] = MappingProxyType({})):
-        """schemas: the JSON schemas of the arguments, by the names of the functions."""
+        """schemas: the JSON schemas of the arguments, by function name."""
         self._schemas = schemas
         self._held = ""  # text that may belong to a call
 
     def feed(self, text: str, is_last: bool = False) -> list[Part]:
-        """The content and the complete calls in `text` and in what was held back; nothing is held back at the end."""
+        """Return the content and the complete calls in `text` and in the text that was held back.
+
+        With `is_last`, nothing is held back.
+        """
         return [text] if text else []
 
     @staticmethod
     def new_id() -> str:
-        """The id of a call. The model reads it in the next turn."""
+        """Return a new id for a call. The model reads the id in the next turn."""
         return f"call_{secrets.token_hex(12)}"
 
 
 class MarkedParser(ToolParser):
-    """Any number of calls, each behind a marker, and text between them.
+    """A parser for any number of calls, each after a marker, with text between them.
 
-    A call has a head, which says where its arguments begin, and a body. White space is no content where it has nothing
-    but calls, the beginning or the end around it. The time is linear in the length of the text, in pieces of any size.
+    A call has a head, which ends where its arguments begin, and a body. White space is not content if there are only
+    calls, the beginning or the end around it. The time is linear in the length of the text, for pieces of any size.
     """
 
-    HEAD: ClassVar[re.Pattern[str]]  # from the marker on, at most MAX_HEAD characters
-    closers: ClassVar[tuple[str, ...]] = ()  # what may stand behind a call, and is no content
-    BLANK: ClassVar[re.Pattern[str]] = re.compile(r"\s*")  # what may stand between calls
+    HEAD: ClassVar[re.Pattern[str]]  # the head, from the marker on; at most MAX_HEAD characters
+    closers: ClassVar[tuple[str, ...]] = ()  # texts that may follow a call, and are not content
+    BLANK: ClassVar[re.Pattern[str]] = re.compile(r"\s*")  # text between calls that is not content
     _marker: ClassVar[re.Pattern[str]]
 
     def __init_subclass__(cls) -> None:
@@ -61,13 +64,13 @@ class MarkedParser(ToolParser):
 
     def __init__(self, schemas: Mapping[str, Any] = MappingProxyType({})):
         super().__init__(schemas)
-        self._start = 0  # of what is held: all before has been returned
-        self._head: re.Match[str] | None = None  # of the call that begins there
+        self._start = 0  # in the held text: everything before it has been returned
+        self._head: re.Match[str] | None = None  # the head of the call that begins at `_start`
         self._has_call = self._is_after_call = False
-        self._space: list[str] | None = []  # white space since the last call or the beginning; None: there is a text
+        self._space: list[str] | None = []  # white space since the last call or the beginning; None after other text
 
     def feed(self, text: str, is_last: bool = False) -> list[Part]:
-        held, self._held = self._held, ""  # Python adds in place what has a single reference
+        held, self._held = self._held, ""  # with a single reference, += works in place
         held += text
         self._held = held
         parts: list[Part] = []
@@ -77,9 +80,9 @@ class MarkedParser(ToolParser):
             parts.append(self._content(self._call_start(is_last)))
             if not self._is_at_call():
                 break
-            if (found := self._read_call(is_last)) is None:
+            if (call_and_end := self._read_call(is_last)) is None:
                 break
-            self._head, (new, end) = None, found
+            self._head, (new, end) = None, call_and_end
             if new:
                 parts += new
                 self._has_call, self._is_after_call, self._space, self._start = True, True, [], end
@@ -92,9 +95,9 @@ class MarkedParser(ToolParser):
         return [part for part in parts if part]
 
     def _read_call(self, is_last: bool) -> tuple[list[ToolCall], int] | None:
-        """The calls that begin at the start, and where they end. Without calls, the text up to there is content.
+        """Return the calls that begin at `_start`, and their end. Without calls, the text up to this end is content.
 
-        None if more text is needed to know.
+        Returns None if more text is needed.
         """
         start, held = self._start, self._held
         if self._head is None:
@@ -102,20 +105,20 @@ class MarkedParser(ToolParser):
                 return ([], start + 1) if is_last or len(held) >= start + MAX_HEAD else None
             self._head = head
             self._begin_body(head)
-        if (found := self._read_body(self._head, is_last)) is None and is_last:
-            return [], len(held)  # it was cut
-        return found
+        if (result := self._read_body(self._head, is_last)) is None and is_last:
+            return [], len(held)  # the call was cut off
+        return result
 
     def _begin_body(self, head: re.Match[str]) -> None:
-        """Get ready to look for the end of the call."""
+        """Prepare to look for the end of the call."""
         raise NotImplementedError
 
     def _read_body(self, head: re.Match[str], is_last: bool) -> tuple[list[ToolCall], int] | None:
-        """As `_read_call`, behind this head. It looks at new text only."""
+        """Do the work of `_read_call` after the head. Only new text is searched."""
         raise NotImplementedError
 
     def _takes_bare_call(self) -> bool:
-        """Whether a JSON object is a call here without a marker."""
+        """Return whether a JSON object without a marker is a call at this point."""
         return False
 
     def _is_at_call(self) -> bool:
@@ -123,32 +126,32 @@ class MarkedParser(ToolParser):
         return is_bare or self._held.startswith(self.markers, self._start)
 
     def _call_start(self, is_last: bool) -> int:
-        """Where the next call begins, or may begin if more text follows."""
+        """Return where the next call begins, or where it may begin if more text follows."""
         held = self._held
         begin = _end_of(self.BLANK, held, self._start)
         if self._takes_bare_call() and held.startswith("{", begin):
             return begin
-        if (found := self._marker.search(held, self._start)) is not None:
-            return found.start()
+        if (match := self._marker.search(held, self._start)) is not None:
+            return match.start()
         tail = held[max(self._start, len(held) - max(map(len, self.markers))) :]
         return len(held) - len(tail) + min(length_before(marker, tail, is_last) for marker in self.markers)
 
     def _passes_closers(self, is_last: bool) -> bool:
-        """Go behind what ends a call. False if more text is needed to know."""
+        """Skip the closers of a call. Returns False if more text is needed."""
         while True:
             self._content(_end_of(self.BLANK, self._held, self._start))
-            rest = self._held[self._start : self._start + max(map(len, self.closers), default=0)]
-            closer = next((x for x in self.closers if rest.startswith(x)), None)
+            following = self._held[self._start : self._start + max(map(len, self.closers), default=0)]
+            closer = next((x for x in self.closers if following.startswith(x)), None)
             if closer is None:
                 break
             self._start, self._space = self._start + len(closer), []
-        if not is_last and any(x.startswith(rest) for x in self.closers):
+        if not is_last and any(x.startswith(following) for x in self.closers):
             return False
         self._is_after_call = self._held.startswith("{", self._start)
         return True
 
     def _content(self, end: int) -> str:
-        """Go to `end`. The content is returned up to there, as far as it is known to be content."""
+        """Move `_start` to `end`, and return the text before it, if it is known to be content."""
         text, self._start = self._held[self._start : end], end
         if self._space is not None:
             self._space.append(text)
@@ -160,7 +163,7 @@ class MarkedParser(ToolParser):
 
 
 class JsonParser(MarkedParser):
-    """Calls whose arguments are JSON. The group "name" of a head is the name, if that is none of the JSON."""
+    """A parser for calls with JSON arguments. If the name is not in the JSON, it is the group "name" of the head."""
 
     def _begin_body(self, head: re.Match[str]) -> None:
         self._json = JsonScanner(head.end())
@@ -178,14 +181,14 @@ class JsonParser(MarkedParser):
         return ([_call(name.strip(), value)] if isinstance(value, dict) else []), end
 
     def _may_lack_arguments(self, head: re.Match[str]) -> bool:
-        """Whether an object with nothing but a name is a call."""
+        """Return whether an object with only a name is a call."""
         return True
 
 
 class HermesParser(JsonParser):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen2.5, Qwen3.
 
-    The models sometimes leave out the end, write an end of the object too many, or several objects.
+    The models sometimes leave out the end, write one `}` too many, or write several objects.
     """
 
     markers: ClassVar[tuple[str, ...]] = ("<tool_call>",)
@@ -207,7 +210,7 @@ class XmlParser(HermesParser):
         </function>
         </tool_call>
 
-    The models sometimes leave out the first line or the last but one, or write JSON instead.
+    The models sometimes leave out the first line or the line `</function>`, or write JSON instead.
     """
 
     markers = ("<tool_call>", "<function=")
@@ -215,7 +218,7 @@ class XmlParser(HermesParser):
         r"(?:<tool_call>)?\s*(?:<function=(?P<function>[^>\n]+)>\s*(?=<parameter=|</function>|</tool_call>)|(?=[{\[]))"
     )
     CALL_END, FUNCTION_END, PARAMETER_END = "</tool_call>", "</function>", "</parameter>"
-    # the text of a value may have any of these tags within it
+    # a value may contain any of these tags as text
     FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>(?=\s*(?:(?:<tool_call>\s*)?<function=|\Z))", re.DOTALL)
     PARAMETER = re.compile(
         r"<parameter=([^>\n]+)>(.*?)(?:</parameter>(?=\s*(?:<parameter=|\Z))|(?=\n<parameter=)|\Z)", re.DOTALL
@@ -238,7 +241,7 @@ class XmlParser(HermesParser):
             if last == head.end() or self._held.endswith(before, head.end(), last):
                 return self._calls(self._held[self._start : self._searched]), self._searched
         self._searched = max(self._searched, len(self._held) - len(tag) + 1)
-        calls = self._calls(self._held[self._start :]) if is_last and is_marked else []  # the end was the stop string
+        calls = self._calls(self._held[self._start :]) if is_last and is_marked else []  # the tag was the stop string
         return (calls, len(self._held)) if calls else None
 
     def _calls(self, text: str) -> list[ToolCall]:
@@ -255,7 +258,7 @@ class XmlParser(HermesParser):
 class MistralParser(JsonParser):
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}` for each call.
 
-    An id that a call has, behind `[CALL_ID]`, is not used.
+    An id after `[CALL_ID]` is ignored.
     """
 
     markers = ("[TOOL_CALLS]",)
@@ -265,14 +268,14 @@ class MistralParser(JsonParser):
 
     @staticmethod
     def new_id() -> str:
-        """Its templates refuse other ids."""
+        """Return an id of nine letters and digits. The templates of Mistral refuse other ids."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 class DeepSeekParser(JsonParser):
     """A list of calls between special tokens: DeepSeek-R1 and its distillations, V3, and V3.1, which has no fence."""
 
-    BAR, LOW = "\uff5c", "\u2581"  # of the tokens' names
+    BAR, LOW = "\uff5c", "\u2581"  # characters in the names of the tokens
     markers = (f"<{BAR}tool{LOW}calls{LOW}begin{BAR}>", f"<{BAR}tool{LOW}call{LOW}begin{BAR}>")
     closers = ("```", f"<{BAR}tool{LOW}call{LOW}end{BAR}>", f"<{BAR}tool{LOW}calls{LOW}end{BAR}>")
     SEP = f"<{BAR}tool{LOW}sep{BAR}>"
@@ -285,7 +288,7 @@ class DeepSeekParser(JsonParser):
 class Llama3Parser(JsonParser):
     """`{"name": ..., "parameters": {...}}`, or several with `;` between them: Llama 3.1 and later.
 
-    They are the whole answer, or stand behind the special token `<|python_tag|>`.
+    The calls are the whole answer, or follow the special token `<|python_tag|>`.
     """
 
     markers = ("<|python_tag|>",)
@@ -296,14 +299,14 @@ class Llama3Parser(JsonParser):
         return self._space is not None
 
     def _may_lack_arguments(self, head: re.Match[str]) -> bool:
-        return head["tag"] is not None  # else it is an answer in JSON, more likely
+        return head["tag"] is not None  # otherwise, it is more likely an answer in JSON
 
 
 class WholeParser(ToolParser):
-    """The whole answer is JSON that describes the calls, as structured output makes it. It is content if it was cut.
+    """A parser for answers that are JSON as a whole, from structured outputs. An answer that was cut off is content.
 
-    `[{"name": ..., "parameters": {...}}, ...]`: for `tool_choice="required"`. With the name of a function, it is the
-    arguments of one call: for a named `tool_choice`.
+    With `tool_choice="required"`, the answer is `[{"name": ..., "parameters": {...}}, ...]`. With a named
+    `tool_choice`, `name` is the name of the function, and the answer has only the arguments of one call.
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -331,7 +334,7 @@ PARSERS: dict[str, type[ToolParser]] = {
     "none": ToolParser,
 }
 MAX_HEAD = 512  # characters from a marker to the arguments of its call
-# what the template of a model that calls tools has, by the name of its parser: the first that is found
+# by name of the parser: a text in the chat template that shows the format; the first match counts
 SIGNS = {
     "mistral": "[TOOL_CALLS]",
     "deepseek_v3": DeepSeekParser.markers[0],
@@ -342,10 +345,7 @@ SIGNS = {
 
 
 def parser_for(chat_template: str) -> str | None:
-    """The name of the parser for what a model writes, from the chat template that tells the model how to write it.
-
-    None if the template shows no format that is known.
-    """
+    """Return the name of the parser for a model, by the format in its chat template; None if it shows none."""
     return next((name for name, sign in SIGNS.items() if sign in chat_template), None)
 
 
@@ -362,12 +362,12 @@ def _finite(text: str) -> float:
     return value
 
 
-# strings may have line ends and tabs as they are; what has no JSON form, and so can't be handed on, is refused
+# strings may contain unescaped line ends and tabs; numbers that JSON can't represent are refused
 _DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse_constant, parse_float=_finite)
 
 
 def parsed(text: str) -> Any:
-    """The value of JSON; None if it is no JSON."""
+    """Return the value of a JSON text; None if the text is not JSON."""
     try:
         return _DECODER.decode(text)
     except (ValueError, RecursionError):
@@ -375,25 +375,28 @@ def parsed(text: str) -> Any:
 
 
 class JsonScanner:
-    """Finds where an object or a list ends whose text is still arriving. It looks at each character once.
+    """Finds the end of a JSON object or list whose text is still arriving. It reads each character once.
 
-    What can't go on to be JSON is found early, such as a word behind a string; not all of it is: see `parsed`.
+    It detects some invalid JSON early, such as a word after a string. `parsed` detects the rest.
     """
 
-    _NEXT = re.compile(r"[ \t\r\n]*([\w.+-]+|[^ \t\r\n]?)")  # a word is a number, or one of true, false and null
+    _NEXT = re.compile(r"[ \t\r\n]*([\w.+-]+|[^ \t\r\n]?)")  # a word is a number, true, false or null
     _IN_STRING = re.compile(r'["\\]')
 
     def __init__(self, start: int):
         self._place = start
         self._depth = 0
         self._is_in_string = False
-        self._last = "open"  # or "value" or "word": what may come next
+        self._last = "open"  # or "value" or "word": decides what may come next
 
     def end(self, text: str) -> int | None:
-        """The end; None if it is not in this text, which begins with that of the last call. ValueError for no JSON."""
+        """Return the end; None if `text` does not have it. `text` must begin with the text of the last call.
+
+        Raises ValueError if the text is not JSON.
+        """
         while not self._is_in_string or self._passes_string(text):
-            found: Any = self._NEXT.match(text, self._place)
-            token, self._place = found[1], found.end()
+            match: Any = self._NEXT.match(text, self._place)
+            token, self._place = match[1], match.end()
             if not token:
                 return None
             if token in ("}", "]"):
@@ -413,13 +416,13 @@ class JsonScanner:
         return None
 
     def _passes_string(self, text: str) -> bool:
-        """Go behind the string that has begun. False if its end is not there."""
-        while (found := self._IN_STRING.search(text, self._place)) is not None:
-            if found[0] == "\\" and found.end() == len(text):
-                self._place = found.start()
+        """Skip to the end of the current string. Returns False if the end has not arrived."""
+        while (match := self._IN_STRING.search(text, self._place)) is not None:
+            if match[0] == "\\" and match.end() == len(text):
+                self._place = match.start()
                 return False
-            self._place = found.end() + (found[0] == "\\")
-            if found[0] == '"':
+            self._place = match.end() + (match[0] == "\\")
+            if match[0] == '"':
                 self._is_in_string = False
                 return True
         self._place = len(text)
@@ -427,13 +430,16 @@ class JsonScanner:
 
 
 def _calls_of(value: Any, may_lack: bool = True) -> list[ToolCall]:
-    """The calls of a value or a list of them; none if any is no call. may_lack: it is one without arguments as well."""
+    """Return the calls of a value or of a list of values; none if any of them is not a call.
+
+    may_lack: whether a call may have no arguments.
+    """
     calls = [_call_of(item, may_lack) for item in (value if isinstance(value, list) else [value])]
     return [] if None in calls else [call for call in calls if call is not None]
 
 
 def _call_of(value: Any, may_lack: bool) -> ToolCall | None:
-    """The call that a JSON value describes, or None if it is none."""
+    """Return the call that a JSON value describes; None if it is not a call."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):  # as OpenAI's clients write it
         value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
@@ -448,9 +454,9 @@ def _call_of(value: Any, may_lack: bool) -> ToolCall | None:
 
 
 def _end_of(pattern: re.Pattern[str], text: str, start: int) -> int:
-    """Where the longest match of a pattern that may be empty ends."""
-    found = pattern.match(text, start)
-    return start if found is None else found.end()
+    """Return the end of the longest match at `start`; `start` if there is none."""
+    match = pattern.match(text, start)
+    return start if match is None else match.end()
 
 
 def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
@@ -458,7 +464,7 @@ def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
 
 
 def length_before(tag: str, text: str, is_last: bool) -> int:
-    """How many characters stand before the tag, or, unless the text ends here, before what may be its beginning."""
+    """Return the number of characters before the tag or, unless the text ends here, before a possible start of it."""
     if (begin := text.find(tag)) >= 0 or is_last:
         return begin if begin >= 0 else len(text)
     longest = min(len(text), len(tag) - 1)
@@ -477,12 +483,12 @@ _TYPES: dict[str, Any] = {
 
 
 def _plain_value(text: str) -> str:
-    """The text between two tags, without the line end behind the first one and the one before the second one."""
+    """Return the text between two tags, without one line end at its beginning and one at its end."""
     return text.removeprefix("\r\n" if text.startswith("\r\n") else "\n").removesuffix("\n").removesuffix("\r")
 
 
 def _typed(text: str, schema: Any, key: str) -> Any:
-    """A parameter's value, of one of the types that its schema allows. It is text where that fits, or nothing does."""
+    """Convert a parameter to a type that its schema allows. It stays text if that is allowed, or if no type fits."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     types = _types_of(properties.get(key) if isinstance(properties, dict) else None, schema)
     word = text.strip().lower()
@@ -500,19 +506,19 @@ def _typed(text: str, schema: Any, key: str) -> Any:
 
 
 def _types_of(schema: Any, root: Any, depth: int = 8) -> set[str]:
-    """The types that a schema allows; none if it does not say."""
+    """Return the types that a schema allows; an empty set if it does not say."""
     if not isinstance(schema, dict) or depth == 0:
         return set()
     types = schema.get("type")
-    found = {types} if isinstance(types, str) else {name for name in types or () if isinstance(name, str)}
+    allowed = {types} if isinstance(types, str) else {name for name in types or () if isinstance(name, str)}
     if schema.get("nullable") is True:
-        found.add("null")
+        allowed.add("null")
     if isinstance(path := schema.get("$ref"), str) and path.startswith("#/"):
-        found |= _types_of(referred(path, root), root, depth - 1)
+        allowed |= _types_of(referred(path, root), root, depth - 1)
     for name in ("anyOf", "oneOf", "allOf"):
         for option in schema.get(name) or ():
-            found |= _types_of(option, root, depth - 1)
+            allowed |= _types_of(option, root, depth - 1)
     for value in [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else [])]:
         other = "null" if value is None else "string"
-        found |= {name for name, kind in _TYPES.items() if isinstance(value, kind)} or {other}
-    return found
+        allowed |= {name for name, kind in _TYPES.items() if isinstance(value, kind)} or {other}
+    return allowed

@@ -1,4 +1,4 @@
-"""Records what the engine does, step by step, for the page: live, or as a file to step through.
+"""Records the engine step by step for the page, which shows it live, or as a file to step through.
 
 ```python
 with trace(llm, "run.html"):
@@ -31,10 +31,10 @@ logger = logging.getLogger("nanovllm")
 
 @contextmanager
 def trace(llm: LLM, path: str | Path, max_steps: int = 20_000) -> Iterator["StepRecorder"]:
-    """Record the steps of the block, and write them to one HTML file that a browser opens without a network.
+    """Record the steps of the block, and write them to one HTML file, which a browser can open without a network.
 
-    It keeps the last `max_steps` steps, and is written also if the block raises an error. FileNotFoundError if the
-    folder of `path` does not exist.
+    The file has the last `max_steps` steps. It is written even if the block raises an error. Raises FileNotFoundError
+    if the folder of `path` does not exist.
     """
     if not (path := Path(path)).absolute().parent.is_dir():
         raise FileNotFoundError(f"path={str(path)!r}: there is no such folder")
@@ -48,11 +48,11 @@ def trace(llm: LLM, path: str | Path, max_steps: int = 20_000) -> Iterator["Step
 
 
 class StepRecorder:
-    """Turns the engine's state after each step into a frame, and keeps the last `max_frames` of them.
+    """Makes a frame of the engine's state after each step, and keeps the last `max_frames` frames.
 
-    Frames are differences, so that a step costs time in proportion to what runs in it and to the blocks that it
-    changes, and not to the size of the cache. Any number of threads may read the frames. Frames that are dropped are
-    added up in a key frame, with which every reader begins.
+    Frames are differences. So the time per step depends on the running sequences and on the blocks that have changed,
+    and not on the size of the cache. Any number of threads may read the frames. Dropped frames are merged into a key
+    frame, with which every reader begins.
     """
 
     def __init__(self, llm: LLM, max_frames: int = 512):
@@ -71,26 +71,26 @@ class StepRecorder:
         self._max_frames = max_frames
         self._frames: deque[Frame] = deque()
         self._first = 1
-        self._lock = Lock()  # of the frames
+        self._lock = Lock()  # protects the frames
         self._encoded = (-1, -1, "")
         self._reset()
 
     def _reset(self) -> None:
-        # what viewers know from the last frame; block tables are lists that only grow while a sequence holds them
+        # the state that viewers know from the last frame; a block table only grows while a sequence holds it
         self._tables: dict[Sequence, list[int]] = {}
-        self._num_shown: dict[Sequence, int] = {}  # entries of the table
+        self._num_shown: dict[Sequence, int] = {}  # entries of its table that are shown
         self._names: dict[Sequence, str] = {}
         self._cached: set[int] = set()  # free blocks whose contents can be found
-        self._outside: set[Sequence] = set()  # shown, and hold no blocks
-        self._just_released: set[Sequence] = set()  # since the last step
+        self._outside: set[Sequence] = set()  # sequences that are shown, but hold no blocks
+        self._just_released: set[Sequence] = set()  # sequences released since the last step
         self._hashes: object = None
         self._decodes: list[str] = []
         self._waiting: list = [0]
         self._counts: list[int] = []
         self._num_steps = 0
         self._began = perf_counter()
-        self._last_end = 0.0  # of a step, in seconds of `perf_counter`
-        # frames are numbered, across recordings too; those before `_first`, and the state at the start, are in `_base`
+        self._last_end = 0.0  # the end of the last step, in seconds of `perf_counter`
+        # frame numbers go on across recordings; `_base` is the state before frame `_first`
         self._base = View(self._engine)
         self._first += len(self._frames) + 1
         self._frames.clear()
@@ -98,15 +98,15 @@ class StepRecorder:
     # -- what threads call ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to record, with the state as it is. Waits for the step that is running."""
+        """Begin to record, from the current state. Waits for the end of the current step."""
         self._engine_thread.call(self._start)
 
     def stop(self) -> None:
-        """Record no further step; the frames can still be read."""
+        """Stop recording. The frames can still be read."""
         self._engine_thread.call(self._stop)
 
     def refresh(self) -> None:
-        """Add a frame if something has changed without a step, as when the last running request was aborted."""
+        """Add a frame if something has changed without a step, such as when the last running request was aborted."""
         self._engine_thread.call(self._refresh)
 
     @property
@@ -115,13 +115,13 @@ class StepRecorder:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the last frame has no sequence that waits or runs."""
+        """Whether the last frame has no waiting or running sequence."""
         return not self._tables and not self._waiting[0]
 
     def frames_since(self, last: int) -> tuple[list[Frame], int]:
-        """The frames after number `last`, and the number of the last of these.
+        """Return the frames after frame number `last`, and the number of the last returned frame.
 
-        If the next one was dropped, and for last=0, they begin with a key frame and the oldest frame there is.
+        If the next frame was dropped, and for last=0, the frames are a key frame and all frames that are kept.
         """
         with self._lock:
             if last >= self._first - 1 and last > 0:
@@ -131,7 +131,7 @@ class StepRecorder:
         return [base.key_frame(), *frames], last
 
     def json_since(self, last: int) -> tuple[str, int]:
-        """`frames_since` as JSON; "" without new frames. Readers that ask for the same frames share the encoding."""
+        """Return `frames_since` as JSON; "" without new frames. Readers of the same frames share the encoding."""
         begin, end, text = self._encoded
         if last != begin or end != self._first + len(self._frames) - 1:
             frames, end = self.frames_since(last)
@@ -143,7 +143,7 @@ class StepRecorder:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """An error within the block is a defect of this class. It ends the recording, and no request."""
+        """A block whose errors, which are bugs of this class, end the recording, but no request."""
         try:
             yield
         except Exception:
@@ -182,7 +182,7 @@ class StepRecorder:
                 self._first += 1
 
     def _frame(self, step: ScheduledStep | None) -> Frame:
-        """The next frame; without a step, only what has changed since the last one."""
+        """Make the next frame. Without a step, it has only what has changed since the last frame."""
         end = perf_counter()
         self._num_steps += step is not None
         frame: Frame = {"step": self._num_steps, "time": round(end - self._began, 4)}
@@ -207,7 +207,7 @@ class StepRecorder:
         return {key: value for key, value in frame.items() if value or key in KEPT_FIELDS}
 
     def _update_tables(self, frame: Frame) -> set[int]:
-        """Which sequences hold which blocks; returns the ids of the blocks that one of them has released."""
+        """Add changes of block tables to the frame. Returns the ids of blocks that sequences have released."""
         prefilling, running = self._scheduler.prefilling, self._scheduler.running
         unused: set[int] = set()
         for seq in chain(prefilling.values(), running.values()):
@@ -231,7 +231,10 @@ class StepRecorder:
         return unused
 
     def _release(self, seq: Sequence, frame: Frame) -> list[int]:
-        """The ids of the blocks that `seq` held: the list still has them, as the sequence got a new one."""
+        """Add a released sequence to the frame, and return the ids of the blocks that it held.
+
+        Its old table still has these ids, because the sequence has got a new table.
+        """
         frame["released"].append([self._names[seq], seq.finish_reason or "preempted"])
         if seq.is_finished:
             del self._names[seq]
@@ -242,20 +245,20 @@ class StepRecorder:
         return self._tables.pop(seq)
 
     def _update_cached(self, frame: Frame, blocks: Iterable[Block]) -> None:
-        """Which of these blocks, as far as they are free, can still be found as a prefix."""
+        """Add to the frame which of these blocks, if they are free, have become or stopped being cached."""
         cached = self._cached
-        found = [b.block_id for b in blocks if not b.ref_count and (b.hash != -1) != (b.block_id in cached)]
-        frame["cached"] = sorted(block_id for block_id in found if block_id not in cached)
-        frame["free"] = sorted(block_id for block_id in found if block_id in cached)
-        cached.symmetric_difference_update(found)
+        changed = [b.block_id for b in blocks if not b.ref_count and (b.hash != -1) != (b.block_id in cached)]
+        frame["cached"] = sorted(block_id for block_id in changed if block_id not in cached)
+        frame["free"] = sorted(block_id for block_id in changed if block_id in cached)
+        cached.symmetric_difference_update(changed)
 
     def _update_waiting(self, frame: Frame) -> None:
-        first = [*islice(self._scheduler.waiting, MAX_WAITING)]
-        waiting = [len(self._scheduler.waiting), *(self._name(seq, frame) for seq in first)]
+        shown = [*islice(self._scheduler.waiting, MAX_WAITING)]
+        waiting = [len(self._scheduler.waiting), *(self._name(seq, frame) for seq in shown)]
         if waiting != self._waiting:
             frame["waiting"] = self._waiting = waiting
-        self._outside.update(first)
-        for seq in self._outside.difference(first):
+        self._outside.update(shown)
+        for seq in self._outside.difference(shown):
             # a paused beam waits without being in the queue; an error drops sequences that have not finished
             is_paused = seq.is_paused and not seq.is_finished and seq.request_id in self._scheduler.live
             if not is_paused:
@@ -263,17 +266,17 @@ class StepRecorder:
                 frame["released"].append([self._names.pop(seq), seq.finish_reason or "hidden"])
 
     def _name(self, seq: Sequence, frame: Frame) -> str:
-        """The name of a sequence that is shown from now on."""
+        """Return the name of a sequence, and show it from now on."""
         if (name := self._names.get(seq)) is None:
             name = self._names[seq] = sequence_name(seq)
             num_tokens = len(seq.token_ids)
-            num_computed = min(seq.num_computed_tokens, num_tokens)  # what is in flight may count already
+            num_computed = min(seq.num_computed_tokens, num_tokens)  # tokens in flight may count already
             numbers = seq.num_prompt_tokens, seq.max_num_tokens, num_tokens, num_computed
             frame.setdefault("seqs", []).append([name, *numbers])
         return name
 
     def _has_missed(self, step: ScheduledStep) -> bool:
-        """Whether a sequence was admitted and aborted between two frames. What it evicted is not known then."""
+        """Return whether a sequence was admitted and aborted between two frames, so that its evictions are unknown."""
         seqs = chain((seq for seq, _, _ in step.chunks), step.sampled_seqs[step.num_decodes :])
         return any(seq not in self._tables and seq not in self._just_released for seq in seqs)
 
@@ -289,6 +292,6 @@ class StepRecorder:
 
 
 def sequence_name(seq: Sequence) -> str:
-    """ "12", or "12.3" where the request has several answers."""
+    """Return the id of the request, such as "12", or "12.3" if the request has several answers."""
     is_only_one = len(seq.group) == 1 and not seq.pauses_after_token
     return str(seq.request_id) if is_only_one else f"{seq.request_id}.{seq.index}"

@@ -1,4 +1,4 @@
-"""Who may use what takes long: a client with many slow requests waits for its own, and not the others for them."""
+"""Fairness between clients: a client with many slow requests waits for its own requests, and does not delay others."""
 
 import asyncio
 from collections import deque
@@ -9,18 +9,18 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 T = TypeVar("T")
-CLIENT: ContextVar[Hashable] = ContextVar("client", default=None)  # that has sent the request of this task
+CLIENT: ContextVar[Hashable] = ContextVar("client", default=None)  # the client whose request this task handles
 
 
 class ClientTurns:
-    """At most `num_turns` calls at a time for each client. For the event loop's thread only."""
+    """Runs at most `num_turns` calls at a time for each client. Only the event loop's thread may use it."""
 
     def __init__(self, num_turns: int):
         self._num_turns = num_turns
-        self._turns: WeakValueDictionary[Hashable, asyncio.Semaphore] = WeakValueDictionary()  # those in use
+        self._turns: WeakValueDictionary[Hashable, asyncio.Semaphore] = WeakValueDictionary()  # only those in use
 
     async def run(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Run `call`. It keeps its turn until it has ended, as a thread goes on if its client has gone."""
+        """Run `call`. It keeps its turn until it ends, even if its client has gone, because its thread goes on."""
         turn = self._turns.setdefault(CLIENT.get(), asyncio.Semaphore(self._num_turns))
         await turn.acquire()
         task = asyncio.ensure_future(call())
@@ -29,17 +29,18 @@ class ClientTurns:
 
 
 class LoopTurns:
-    """Lets a few tasks go on in each turn of the event loop, in the order in which they come.
+    """Lets a few tasks go on in each turn of the event loop, in order of arrival.
 
-    There are `least` of them, or, up to `most`, as many as take half of the time of the turn before, at `seconds` each:
-    else those that wait would take a turn for every few of them, however long other work makes the turns.
+    At least `least` tasks go on, and at most `most`. Between these bounds, they may take half of the time of the
+    previous turn, at `seconds` per task. Otherwise, with long turns due to other work, waiting tasks would need as many
+    long turns.
     """
 
     def __init__(self, least: int, most: int = 0, seconds: float = 1.0):
         self._least, self._most, self._seconds = least, max(least, most), seconds
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._num_left = least  # that may still go on in this turn
-        self._begin: float | None = None  # of this turn, if its end is awaited
+        self._num_left = least  # tasks that may still go on in this turn
+        self._begin: float | None = None  # the begin of this turn, if its end is awaited
 
     async def next(self) -> None:
         """Wait until it is this task's turn."""
@@ -59,7 +60,7 @@ class LoopTurns:
         num_fitting, self._begin = int((now - self._begin) / (2 * self._seconds)), None
         self._num_left = min(self._most, max(self._least, num_fitting))
         while self._num_left > 0 and self._waiting:
-            if not (turn := self._waiting.popleft()).done():  # else it was cancelled
+            if not (turn := self._waiting.popleft()).done():  # skip cancelled tasks
                 turn.set_result(None)
                 self._num_left -= 1
         if self._waiting or self._num_left < self._least:

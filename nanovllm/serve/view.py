@@ -1,4 +1,4 @@
-"""HTTP routes of the page: the page itself, and the frames of the steps as server-sent events."""
+"""HTTP routes of the page: the page itself, and frames as server-sent events."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,16 +13,17 @@ from nanovllm.serve.http_responses import COMMENT, EVENT_STREAM_HEADERS, HEARTBE
 from nanovllm.serve.page import content_security_policy, render_page
 
 TICK = 0.05  # seconds between two events of a stream
-QUIET = 0.3  # seconds without a step, after which the state is read again
+QUIET = 0.3  # seconds without a frame until the state is read again
 Call = Callable[..., Awaitable[Any]]
 
 
 def view_router(
     call: Call, authorize: Callable[..., Any] | None = None, is_closing: Callable[[], bool] = lambda: False
 ) -> APIRouter:
-    """GET `/`, the page, and GET `/view/events`, which needs `authorize` if that is given (a dependency of FastAPI).
+    """Make the routes GET `/`, which is the page, and GET `/view/events`.
 
-    call: that of an EngineClient. Streams end when `is_closing()`. Without streams, nothing is recorded.
+    call: `EngineClient.call`. authorize: a FastAPI dependency of `/view/events`. Streams end when `is_closing()` is
+    True. Without streams, nothing is recorded.
     """
     router = APIRouter()
     watchers = Watchers(call)
@@ -46,15 +47,16 @@ def view_router(
 
 
 class Watchers:
-    """All streams share one recorder, which runs while there are any. Each stream knows the last frame that it sent.
+    """The streams of frames. They share one recorder, which runs while there are streams.
 
-    A stream that is too slow misses frames: it goes on with a key frame, and nothing is queued for it.
+    Each stream knows the last frame that it has sent. Nothing is queued for a slow stream: it skips frames, and goes on
+    with a key frame.
     """
 
     def __init__(self, call: Call):
         self._call = call
         self._num_watching = 0
-        self._lock = asyncio.Lock()  # while the recording starts or stops
+        self._lock = asyncio.Lock()  # held while the recording starts or stops
         self._next_refresh = 0.0
 
     async def events(self, is_disconnected: Callable[[], Any], is_closing: Callable[[], bool]) -> AsyncIterator[str]:
@@ -89,7 +91,7 @@ class Watchers:
                 await self._call("stop_recording")
 
     async def _refresh(self) -> None:
-        """Requests may have been aborted without a step."""
+        """Read the state again: requests may have been aborted without a step."""
         if monotonic() >= self._next_refresh:
             self._next_refresh = monotonic() + QUIET
             await self._call("refresh_recording")
