@@ -1,13 +1,14 @@
-"""Fused forms: several operations of plain layers as one kernel. They replace the `forward` of modules that match.
+"""Fused forms replace the `forward` of modules, so that one kernel computes several operations of plain layers.
 
-The plain layers say what is computed, and each form computes the same. `FORMS` is the table: whatever its family, a
-module matches by the function that is its `forward`, so a class that inherits a plain `forward` gets the fused one, and
-a class that has another stays plain. So does a module with a part that the form does not know (`Fused.matches`). Fused
-neighbours pass each other norms that are not computed yet (NormInput) and sums that are not added up yet (PartialSum);
-plain ones get tensors.
+The plain layers define what is computed, and each form computes the same. `FORMS` maps functions to forms: a class that
+inherits a plain `forward` gets the form of that function, and a class with a different `forward` stays plain. A module
+also stays plain if it has a part that the form does not know (`Fused.matches`).
 
-CUDA replaces all modules of a model that match, when it is loaded. fused/README.md says what the forms save, and
-`nanovllm show-fused MODEL` lists what is replaced.
+Fused neighbours pass each other norms that are not computed yet (NormInput) and sums that are not added yet
+(PartialSum). Plain neighbours get tensors.
+
+On CUDA, all matching modules of a model are replaced when the model is loaded. fused/README.md shows what the forms
+save. `nanovllm show-fused MODEL` lists what is replaced.
 """
 
 from pkgutil import resolve_name
@@ -17,7 +18,7 @@ from torch import nn
 
 from nanovllm.utils.replace import replace_methods
 
-# module:function of a plain forward -> the form in its place
+# module:function of a plain forward -> the form that replaces it
 FORMS = {
     "nanovllm.layers.rotary_embedding:RotaryEmbedding.forward": "forms:FusedRotaryEmbedding",
     "nanovllm.layers.layernorm:RMSNorm.forward": "forms:FusedRMSNorm",
@@ -39,8 +40,11 @@ FORMS = {
 
 
 def find_form(module: nn.Module) -> str | None:
-    """The value of FORMS for a module's forward, whatever its parts are; None for another forward, or a wrapped one."""
-    forward = getattr(type(module), "forward", None)  # of a module that TorchScript made, it is no function
+    """Return the value of FORMS for a module's forward; None if FORMS does not have it, or if it is wrapped.
+
+    The parts of the module are not checked.
+    """
+    forward = getattr(type(module), "forward", None)  # not a function if TorchScript made the module
     key = f"{getattr(forward, '__module__', '')}:{getattr(forward, '__qualname__', '')}"
     if key not in FORMS or resolve_name(key) is not forward or "forward" in vars(module):
         return None
@@ -48,7 +52,7 @@ def find_form(module: nn.Module) -> str | None:
 
 
 def form_of(module: nn.Module) -> Any:
-    """The form that takes the place of a module's forward; None: it stays plain. Its parts must be replaced already."""
+    """Return the form that replaces a module's forward; None if it stays plain. Its parts must be replaced already."""
     home = find_form(module)
     form = home and resolve_name(f"{__name__}.{home}")
     return form if form and form.matches(module) else None
@@ -63,7 +67,7 @@ def fuse(model: nn.Module) -> None:
     seen = set()
 
     def visit(module: nn.Module) -> None:
-        if module in seen or isinstance(module, Fused):  # layers, and even models, may share the rotary embedding
+        if module in seen or isinstance(module, Fused):  # layers, and even models, may share a rotary embedding
             return
         seen.add(module)
         for part in module.children():

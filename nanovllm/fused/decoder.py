@@ -1,4 +1,4 @@
-"""Decoder layers whose norms belong to the products around them, and the model that calls them."""
+"""Decoder layers whose norms are fused with the matmuls before and after them, and the model that calls them."""
 
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from nanovllm.utils.partial_sum import PartialSum, sum_over_ranks
 
 
 class FusedMLP(Fused):
-    """In the place of `Qwen3MLP.forward`."""
+    """Replaces `Qwen3MLP.forward`."""
 
     what = "norm, gate_up and SwiGLU (one row); gate_up and SwiGLU (from 512 rows on Hopper)"
 
@@ -40,7 +40,7 @@ class FusedMLP(Fused):
 
 
 class FusedDecoderLayer(Fused):
-    """In the place of `Qwen3DecoderLayer.forward`, and of layers with the same order of norms."""
+    """Replaces `Qwen3DecoderLayer.forward`, and the `forward` of layers with the same order of norms."""
 
     what = "norms with the products after them, sums with the norms after them"
 
@@ -55,7 +55,7 @@ class FusedDecoderLayer(Fused):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         copied = partial(torch.clone, memory_format=torch.contiguous_format)
         if residual is None:
-            hidden_states = copied(hidden_states)  # the residual of the second norm, which overwrites it
+            hidden_states = copied(hidden_states)  # becomes the residual of the second norm, which overwrites it
         else:
             residual = copied(residual)
         rope = rope_at(getattr(self.self_attn, "rotary_emb", None), positions)
@@ -63,26 +63,26 @@ class FusedDecoderLayer(Fused):
         return x.reduce(), residual
 
     def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
-        """What the layer adds to the residual, and the residual before that addition."""
+        """Return what the layer adds to the residual, and the residual before this addition."""
         normed = self.input_layernorm(x, residual)
         x = self.mix(normed, rope)
         normed = self.post_attention_layernorm(x, normed.residual)
         return run_fused(self.mlp, normed), normed.residual
 
     def mix(self: Any, x: NormInput, rope: Rope) -> PartialSum:
-        """The part of the layer that reads other tokens."""
+        """Compute the part of the layer that reads other tokens."""
         return run_fused(self.self_attn, x, rope)
 
 
 class FusedHybridLayer(FusedDecoderLayer):
-    """In the place of `HybridLayer.forward`."""
+    """Replaces `HybridLayer.forward`."""
 
     def mix(self: Any, x: NormInput, rope: Rope) -> PartialSum:
         return run_fused(self.linear_attn, x) if self.self_attn is None else super().mix(x, rope)
 
 
 class FusedEmbedding(Fused):
-    """In the place of `VocabParallelEmbedding.forward`."""
+    """Replaces `VocabParallelEmbedding.forward`."""
 
     what = "the sum over ranks with the first norm"
 
@@ -97,10 +97,10 @@ class FusedEmbedding(Fused):
 
 
 class FusedLMHead(Fused):
-    """In the place of `ParallelLMHead.forward`.
+    """Replaces `ParallelLMHead.forward`.
 
-    While `sampling_params` are set, those of `SamplingRows`, rows that are not filtered may lack the logits of the
-    other ranks' ranges, from which they are not sampled.
+    `sampling_params` are the `params` of SamplingRows, while logits are computed for sampling. Then rows without
+    filters may lack the logits of other ranks, because these rows do not need them.
     """
 
     what = "the product and the exchange of logits between ranks, without those that are not needed"
@@ -115,7 +115,7 @@ class FusedLMHead(Fused):
 
 
 class FusedModel(Fused):
-    """In the place of `Qwen3Model.forward`."""
+    """Replaces `Qwen3Model.forward`."""
 
     what = "the last sum of a layer with the first norm of the next"
 
@@ -125,10 +125,10 @@ class FusedModel(Fused):
         return has_parts and isinstance(shared_rope(module), FusedRotaryEmbedding)
 
     def prepare(self: Any) -> None:
-        self.ropes = (shared_rope(self),)  # a tuple: it stays a module of its layers alone
+        self.ropes = (shared_rope(self),)  # in a tuple, so that it does not become a submodule of the model
 
     def forward(self: Any, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        # The lookup comes first: attention may read cos_sin while the kernel before it still runs, which is safe only
+        # The lookup must come first. Attention may read cos_sin while the previous kernel still runs. This is safe only
         # because the embedding, an ordinary launch, starts after the lookup is complete: see dependent_launch.py.
         rope = self.ropes[0].rows(positions)
         x, residual = self.embed_tokens.fused(input_ids), None

@@ -1,4 +1,4 @@
-"""The gated delta rule with the norm before its projections, and these as one product."""
+"""The gated delta rule: its input projections as one matmul, with the norm before them."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from nanovllm.fused.fused_linear import UNQUANTIZED, are_known, norm_linear, par
 from nanovllm.fused.norm_input import Normed, NormInput
 from nanovllm.utils.partial_sum import PartialSum
 
-MAX_MERGED_ROWS = 2048  # of one product for all inputs: of many, its last tiles take longer than a second product
+MAX_MERGED_ROWS = 2048  # with more rows, the last tiles of one matmul take longer than a second matmul
 
 
 class FusedGatedDeltaNet(Fused):
-    """In the place of `GatedDeltaNet.forward`.
+    """Replaces `GatedDeltaNet.forward`.
 
-    For few rows, `in_proj` is the weight of both input projections as one, of which their own weights are views. It is
-    None if they are quantized, as the weight of b and a never is, or have biases.
+    For few rows, `in_proj` is the joint weight of both input projections. The weights of the projections are views of
+    it. It is None if a projection is quantized or has a bias.
     """
 
     what = "both input projections (up to 2,048 rows), with the norm before them (one row)"

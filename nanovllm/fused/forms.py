@@ -1,4 +1,4 @@
-"""What a fused form is, and what is passed between them."""
+"""The base class of fused forms, the forms of rotary embedding and RMSNorm, and what fused forms pass each other."""
 
 from typing import Any, NamedTuple
 
@@ -12,36 +12,36 @@ from nanovllm.utils.partial_sum import PartialSum
 
 
 class Rope(NamedTuple):
-    """Where the tokens of a step are, for all layers."""
+    """The positions of a step's tokens, with cos and sin, for all layers."""
 
     positions: torch.Tensor  # [T]
     cos_sin: torch.Tensor | None  # [T, 2, N] float32, see FusedRotaryEmbedding
 
 
 class Fused:
-    """Comes before the class of a module (utils/replace.py), whose attributes it uses.
+    """The base class of forms. A form comes before the class of a module (utils/replace.py), and uses its attributes.
 
-    `forward` takes and returns what that of the plain module does, for plain neighbours. Parts of a layer also have
-    `fused`, for fused neighbours: it takes a norm that is possibly not computed yet, and returns a sum that is
-    possibly not added up yet. FusedRMSNorm makes such a norm, and FusedRotaryEmbedding has `rows`.
+    `forward` is for plain neighbours: it takes and returns what the plain `forward` does. Parts of a layer also have
+    `fused` for fused neighbours. It takes a norm that may not be computed yet, and returns a sum that may not be added
+    yet. FusedRMSNorm makes such a norm, and FusedRotaryEmbedding has `rows` instead.
     """
 
-    what = ""  # what is fused
+    what = ""  # what is fused, for `nanovllm show-fused`
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        """Whether a module whose `forward` is known has parts that this form computes as well."""
+        """Whether this form can compute the parts of a module whose `forward` it replaces."""
         return True
 
     def prepare(self) -> None:
-        """Called once, when the module has become this form and its weights are loaded."""
+        """Called once, after the module has become this form and its weights are loaded."""
 
 
 class FusedRotaryEmbedding(Fused):
-    """Cosines and sines in the order of the kernels. FusedModel looks them up once for all layers of a step.
+    """Adds a table of cos and sin in the order of the kernels. FusedModel looks them up once per step.
 
-    The table [max_position, 2, N] has each position's cosines, and its sines negated in their first half, so that the
-    rotation of x is x * cos + (x with its halves swapped) * sin.
+    The table [max_position, 2, N] has the cosines of each position, and its sines, which are negated in their first
+    half. So the rotation of x is x * cos + (x with its halves swapped) * sin.
     """
 
     what = "the lookup of cos and sin: once a step, if the model is fused"
@@ -60,7 +60,7 @@ class FusedRotaryEmbedding(Fused):
 
 
 class FusedRMSNorm(Fused):
-    """In the place of `RMSNorm.forward`: the norm of a PartialSum is computed by the layer that reads it."""
+    """Replaces `RMSNorm.forward`. The layer that reads the norm of a PartialSum computes it."""
 
     what = "the sum of what ranks or splits of a product have computed, with the residual and the norm"
 
@@ -76,27 +76,27 @@ class FusedRMSNorm(Fused):
 
 
 def rope_at(rotary_emb: Any, positions: torch.Tensor) -> Rope:
-    """For a form between plain layers. A plain attention may have another rotary embedding, or none."""
+    """Look up the Rope for a form between plain layers, whose attention may have another rotary embedding, or none."""
     if not isinstance(rotary_emb, FusedRotaryEmbedding):
         return Rope(positions, None)
     rope = rotary_emb.rows(positions)
-    positions.clone()  # an ordinary launch after the lookup, so that kernels may read it early: see FusedModel
+    positions.clone()  # an ordinary launch after the lookup, so that kernels may read rope early: see FusedModel
     return rope
 
 
 def shared_rope(module: nn.Module) -> Any:
-    """The rotary embedding of all attention layers of a module, if they share one; else None."""
+    """Return the rotary embedding of a module's attention layers if they share one; None otherwise."""
     found = {part.rotary_emb for part in module.modules() if hasattr(part, "rotary_emb")}
     return found.pop() if len(found) == 1 else None
 
 
 def takes_fused(module: nn.Module) -> bool:
-    """Whether a neighbour calls `fused` of a module. One with hooks is called as PyTorch does it, like a plain one."""
+    """Whether neighbours call `fused` of a module. A module with hooks is called like a plain one, so that they run."""
     return isinstance(module, Fused) and not (module._forward_hooks or module._forward_pre_hooks)
 
 
 def run_fused(module: nn.Module, x: NormInput, *rope: Rope) -> PartialSum:
-    """A part of a layer between two norms, fused or plain; attention gets `rope`."""
+    """Call a part of a layer between two norms, fused or plain. Only attention gets `rope`."""
     if takes_fused(module):
         return module.fused(x, *rope)  # type: ignore[operator]
     positions = [x.positions for x in rope]

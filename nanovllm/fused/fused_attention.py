@@ -1,4 +1,4 @@
-"""Attention with the norm, product, rotary embedding and store before it."""
+"""Attention with the operations before it: norm, qkv matmul, q and k norm, rotary embedding and store."""
 
 from typing import Any, NamedTuple
 
@@ -20,16 +20,16 @@ from nanovllm.utils.partial_sum import PartialSum
 
 
 class QKNormRope(NamedTuple):
-    """What attention does to queries and keys before it stores keys: RMS norm of every head, and rotary embedding."""
+    """The RMS norm of each head of queries and keys, and the rotary embedding."""
 
-    q_weight: torch.Tensor | None  # [head_dim], of the norm; None: no norm
-    k_weight: torch.Tensor | None  # [head_dim]; None if and only if q_weight is
+    q_weight: torch.Tensor | None  # [head_dim]; None: no norm
+    k_weight: torch.Tensor | None  # [head_dim]; None if and only if q_weight is None
     eps: float  # of the norm
     cos_sin: torch.Tensor  # [T, 2, N], see FusedRotaryEmbedding
 
 
 def apply_rotary(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, head_dim], of which the first N numbers are rotated by cos_sin [T, 2, N]."""
+    """Rotate the first N numbers of each head of x [T, heads, head_dim] by cos_sin [T, 2, N]."""
     cos, sin = cos_sin.to(x.dtype).unsqueeze(2).unbind(1)  # [T, 1, N]
     size = cos.shape[-1]
     rotated = torch.addcmul(x[..., :size] * cos, x[..., :size].roll(size // 2, -1), sin)
@@ -37,9 +37,9 @@ def apply_rotary(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
 
 
 def norm_rope(x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor) -> torch.Tensor:
-    """RMS norm of every head of x [T, heads, head_dim] with weight [heads, head_dim], then `apply_rotary`.
+    """Compute the RMS norm of each head of x [T, heads, head_dim] with weight [heads, head_dim], then `apply_rotary`.
 
-    There is no norm if `weight` is None. Computed in float32 and rounded once.
+    Without a weight there is no norm. Computes in float32 and rounds once.
     """
     y = x.float()
     if weight is not None:
@@ -51,9 +51,10 @@ def norm_rope(x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos_sin:
 def norm_rope_and_store(
     qkv: torch.Tensor, qk_norm_rope: QKNormRope, slot_mapping: torch.Tensor, cache: KVCache
 ) -> torch.Tensor:
-    """The queries [T, heads, head_dim] of qkv [T, heads + 2 kv_heads, head_dim]; keys and values go to their slots [T].
+    """Norm and rotate queries and keys of qkv [T, heads + 2 kv_heads, head_dim]; store keys and values in slots [T].
 
-    Here no slot may be -1; kernels skip such tokens, which are padding.
+    Return the queries [T, heads, head_dim]. In this definition, no slot may be -1. Kernels do not store tokens with a
+    slot of -1, which are padding.
     """
     q_weight, k_weight, eps, cos_sin = qk_norm_rope
     num_kv_heads = cache.k.shape[2]
@@ -67,13 +68,13 @@ def norm_rope_and_store(
 
 
 def attend(attn: Attention, x: Any, qkv_proj: LinearBase | None, qk_norm_rope: QKNormRope) -> torch.Tensor:
-    """Attention of the product of `qkv_proj` with the norm x, or of x itself, [T, (heads + 2 kv_heads) * head_dim].
+    """Compute attention [T, heads * head_dim] from the norm x, or from qkv itself if `qkv_proj` is None.
 
-    -> [T, heads * head_dim]. If few sequences decode, norms of q and k, RoPE, store and attention are one kernel. For
-    many rows of prompts, the product, norms, RoPE and store are one.
+    qkv is [T, (heads + 2 kv_heads) * head_dim]. If few sequences decode, one kernel computes q and k norm, RoPE, store
+    and attention. For many rows of prompts, one kernel computes the qkv matmul, norm, RoPE and store.
     """
     backend, cache, context = attn.backend, attn.cache, get_context()
-    kernels, slots = getattr(backend, "ops", None), context.slot_mapping  # the backend with our kernels has `ops`
+    kernels, slots = getattr(backend, "ops", None), context.slot_mapping  # only the backend with our kernels has `ops`
     q: Any = NotImplemented
     if kernels and context.is_prefill and qkv_proj is not None:
         q = kernels.qkv_norm_rope_store(x, qkv_proj, qk_norm_rope, slots, cache)
@@ -89,7 +90,7 @@ def attend(attn: Attention, x: Any, qkv_proj: LinearBase | None, qk_norm_rope: Q
 
 
 class FusedAttention(Fused):
-    """In the place of `Qwen3Attention.forward`."""
+    """Replaces `Qwen3Attention.forward`."""
 
     what = "norms of q and k, RoPE, store of k and v (few decodes: with attention; over 8,192 rows on Hopper: with qkv)"
 
@@ -116,7 +117,7 @@ class FusedAttention(Fused):
 
 
 class FusedGatedAttention(FusedAttention):
-    """In the place of `GatedAttention.forward`: the first part of the product are the gates."""
+    """Replaces `GatedAttention.forward`. The first part of the qkv matmul's result are the gates."""
 
     def fused(self: Any, x: NormInput, rope: Rope) -> PartialSum:
         gate, qkv = product(self.qkv_proj, x).tensor_split((self.num_heads * self.head_dim,), 1)

@@ -1,4 +1,4 @@
-"""Mixtures of experts, from the norm before the router to the sum that the next norm adds up."""
+"""Mixtures of experts, from the norm before the router to the partial sum that the next norm adds."""
 
 from typing import Any
 
@@ -17,10 +17,9 @@ from nanovllm.utils.partial_sum import Compute, PartialSum, sum_over_ranks
 
 @operation
 def mix_experts(x: NormInput, layer: Any, slot_mapping: torch.Tensor) -> PartialSum:
-    """The sum over the ranks, [T, hidden], of the experts of a MoE that its router chooses for each row of x, and of
-    shared ones.
+    """Compute a MoE layer for the norm x [T, hidden]: the weighted sum of each row's experts and of shared experts.
 
-    Tokens whose slot [T] is negative pad a batch, and may get any values.
+    Return the sum [T, hidden] over the ranks. Tokens whose slot [T] is negative are padding, and may get any values.
     """
     rows = x.tensor()
     routing = route(layer.gate(rows), layer.top_k, layer.renormalize, layer.num_shared)
@@ -28,7 +27,7 @@ def mix_experts(x: NormInput, layer: Any, slot_mapping: torch.Tensor) -> Partial
 
 
 class FusedMoE(Fused):
-    """In the place of `MoE.forward`."""
+    """Replaces `MoE.forward`."""
 
     uses_cuda_graphs = True
     what = "the norm with the router, and with the experts' first product (one row); the sum of a token's experts"
@@ -46,12 +45,12 @@ class FusedMoE(Fused):
         return mix_experts(x, self, get_context().slot_mapping)
 
     def sum_over_ranks(self: Any, compute: Compute, *rows_width_dtype: Any) -> PartialSum:
-        """See the function of that name."""
+        """See `sum_over_ranks` in utils/partial_sum.py."""
         return sum_over_ranks(self.tp, compute, *rows_width_dtype)
 
 
 class FusedSharedExpertMoE(FusedMoE):
-    """In the place of `SharedExpertMoE.forward`."""
+    """Replaces `SharedExpertMoE.forward`."""
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""The layers of heads that draft (models/head_models.py)."""
+"""The layers of draft heads (models/head_models.py)."""
 
 from typing import Any
 
@@ -12,14 +12,14 @@ from nanovllm.utils.partial_sum import PartialSum
 
 
 class FusedEagle3Layer(FusedDecoderLayer):
-    """In the place of `Eagle3Layer.forward`."""
+    """Replaces `Eagle3Layer.forward`."""
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
         return super().matches(module) and isinstance(module.hidden_norm, FusedRMSNorm)
 
     def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
-        """`x` are embeddings and `residual` hidden states, which may be overwritten."""
+        """`x` are embeddings [T, hidden], and `residual` hidden states [T, hidden], which may be overwritten."""
         assert residual is not None
         normed = self.hidden_norm(PartialSum(residual)).tensor()
         both = torch.cat((self.input_layernorm(x).tensor(), normed), -1)
@@ -29,7 +29,7 @@ class FusedEagle3Layer(FusedDecoderLayer):
 
 
 class FusedEagle3Head(Fused):
-    """In the place of `Eagle3Head.forward`. The hidden states that it is given may be overwritten."""
+    """Replaces `Eagle3Head.forward`. It may overwrite the hidden states that it is given."""
 
     what = "the last sum with the residual"
 
@@ -48,7 +48,7 @@ class FusedEagle3Head(Fused):
 
 
 class FusedMtpHead(FusedEagle3Head):
-    """In the place of `MtpHead.forward`."""
+    """Replaces `MtpHead.forward`."""
 
     what = "the last sum with the norm"
 

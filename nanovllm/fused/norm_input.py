@@ -1,4 +1,4 @@
-"""Norms that are not computed yet: the layer that reads one may do it in one kernel with its product."""
+"""Norms that are not computed yet: the layer that reads one may compute it in one kernel with its matmul."""
 
 import torch
 
@@ -11,13 +11,13 @@ from nanovllm.utils.partial_sum import PartialSum
 def add_rms_norm(
     x: PartialSum, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of x + residual, and x + residual, both [T, N]; the latter may overwrite the residual."""
+    """Return the norm of x + residual, and x + residual, both [T, N]. The sum may overwrite the residual."""
     total = x.reduce() if residual is None else residual.add_(x.reduce())
     return rms_norm(total, weight, eps), total
 
 
 class NormInput:
-    """The norm of x + residual, [T, N], which the layer that takes it may compute in one kernel with its product."""
+    """The norm of x + residual, [T, N]. The layer that reads it may compute it in one kernel with its matmul."""
 
     __slots__ = ("device", "eps", "normed", "residual_before", "total", "weight", "x")
 
@@ -25,14 +25,14 @@ class NormInput:
         self.x, self.residual_before = x, residual
         self.weight, self.eps, self.device = norm.weight, norm.eps, norm.weight.device
         self.normed: torch.Tensor | None = None
-        self.total: torch.Tensor | None = None  # x + residual; whoever computes the norm sets it
+        self.total: torch.Tensor | None = None  # x + residual; set by the code that computes the norm
 
     def __len__(self) -> int:
-        """T, the number of rows."""
+        """Return T, the number of rows."""
         return len(self.x)
 
     def tensor(self) -> torch.Tensor:
-        """The norm."""
+        """Return the norm [T, N]. Computes it at the first call."""
         if self.normed is None:
             x, residual = (self.x, self.residual_before) if self.total is None else (PartialSum(self.total), None)
             self.normed, self.total = add_rms_norm(x, residual, self.weight, self.eps)
@@ -40,23 +40,23 @@ class NormInput:
 
     @property
     def residual(self) -> torch.Tensor:
-        """x + residual: the residual of the next norm. It may have overwritten the one before."""
+        """x + residual [T, N]: the residual of the next norm. It may have overwritten the old residual."""
         if self.total is None:
             self.tensor()
         return self.total
 
     def summands(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """What is normed: x, and the residual if there is one to be added; None while x is in parts."""
+        """Return x, and the residual to add or None. Return only None if x is still a sum of parts."""
         if self.total is not None:
             return self.total, None
         return None if self.x.tensor is None else (self.x.tensor, self.residual_before)
 
 
 class Normed(NormInput):
-    """The result of a norm that was computed already, by a plain layer."""
+    """The result of a norm that a plain layer has already computed."""
 
     def __init__(self, normed: torch.Tensor):
-        normed = normed.contiguous()  # as kernels take it
+        normed = normed.contiguous()  # kernels need it
         self.x, self.residual_before = PartialSum(normed), None
         self.normed, self.device, self.total = normed, normed.device, normed  # so that no kernel computes a norm
         self.weight, self.eps = normed.new_empty(normed.shape[1]), 0.0  # only the shape counts
