@@ -1,1 +1,1 @@
-"""What CUDA adds to the plain engine: steps that are queued and captured in graphs, and their start."""
+"""What CUDA adds to the plain engine: queued steps, CUDA graphs, and the start that compiles and captures them."""

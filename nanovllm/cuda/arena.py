@@ -1,6 +1,6 @@
-"""Memory of a GPU that is given back and comes again at the same addresses, by CUDA's virtual memory management.
+"""GPU memory that can be freed and allocated again at the same addresses, with CUDA's virtual memory management.
 
-So the CUDA graphs that read and write it stay valid. Nothing may use it in between.
+So CUDA graphs that use this memory stay valid. Nothing may use the memory while it is freed.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanovllm.utils.cuda_driver import DeviceBytes, call_driver
 
 PINNED, ON_DEVICE, READ_AND_WRITE = 1, 1, 3  # CUmemAllocationType, CUmemLocationType, CUmemAccess_flags
-_ZERO = ctypes.c_uint64(0)  # flags, and no address in particular
+_ZERO = ctypes.c_uint64(0)  # flags; or as an address, any address
 
 
 class _Location(ctypes.Structure):
@@ -36,10 +36,10 @@ class _AccessDesc(ctypes.Structure):
 
 
 class Arena(TorchDispatchMode):
-    """Tensors that lie in address ranges of their own, whose physical memory comes and goes for all at the same time.
+    """Tensors whose physical memory is freed and allocated again together. Each tensor has its own address range.
 
-    Within a `with` block, the tensors that `torch.empty` makes on the device lie here. Those that are smaller than the
-    unit of physical memory, which is 2 MiB, do not. A tensor that is no longer used gives back its range.
+    Within a `with` block, `torch.empty` on the device allocates its tensors here, except tensors that are smaller than
+    the granularity of physical memory (2 MiB). A tensor that is no longer used gives back its range.
     """
 
     def __init__(self, device: torch.device):
@@ -64,7 +64,7 @@ class Arena(TorchDispatchMode):
         return func(*args, **options)
 
     def empty(self, like: torch.Tensor) -> torch.Tensor:
-        """A tensor of that shape and dtype."""
+        """Return a tensor with the shape and dtype of `like`, with any content."""
         assert self.is_mapped
         size = -(-like.nbytes // self._granularity) * self._granularity
         new = _Range(size, like.nbytes, self.device)
@@ -77,7 +77,7 @@ class Arena(TorchDispatchMode):
         return sum(found.size for found in self._ranges.values())
 
     def keep(self) -> None:
-        """Copy the contents to host memory. RuntimeError, and nothing is kept, if that does not suffice."""
+        """Copy the contents to host memory. RuntimeError if there is too little; then nothing is kept."""
         options: Any = {"dtype": torch.uint8, "device": "cpu", "pin_memory": self.device.type == "cuda"}
         copies = {address: torch.empty(found.num_bytes, **options) for address, found in [*self._ranges.items()]}
         for address, copy in copies.items():
@@ -85,22 +85,22 @@ class Arena(TorchDispatchMode):
         self._copies = copies
 
     def unmap(self) -> int:
-        """Give the memory back, and return how many bytes that are."""
+        """Free the physical memory. Return the number of freed bytes."""
         ranges = [*self._ranges.values()]
-        _synchronize(self.device)  # what is queued still uses them
+        _synchronize(self.device)  # queued kernels may still use them
         for found in ranges:
             found.unmap()
-        torch.cuda.empty_cache()  # what PyTorch keeps for later is given back, too
+        torch.cuda.empty_cache()  # also frees what PyTorch caches
         self.is_mapped = False
         return sum(found.size for found in ranges)
 
     def drop_copies(self) -> int:
-        """Forget what was kept. Returns how many bytes the device gets back by that: none."""
+        """Drop the copies of `keep`. Return the number of freed bytes of device memory, which is 0."""
         self._copies = {}
         return 0
 
     def map(self) -> None:
-        """Get memory again, for all tensors or, with a torch.OutOfMemoryError, for none. It holds any values."""
+        """Allocate memory for all tensors again, with any content. torch.OutOfMemoryError: then for none of them."""
         with ExitStack() as undo:
             for found in [*self._ranges.values()]:
                 found.map(self._prop, self._access)
@@ -109,17 +109,17 @@ class Arena(TorchDispatchMode):
         self.is_mapped = True
 
     def fill(self) -> None:
-        """Bring back the contents that were kept, and fill the rest with zeros."""
+        """Restore the contents that `keep` has copied, and fill all other tensors with zeros."""
         for found in [*self._ranges.values()]:
             tensor = found.tensor(self.device)
             copy = self._copies.get(found.address)
             tensor.zero_() if copy is None else tensor.copy_(copy, non_blocking=True)
-        _synchronize(self.device)  # the copies are read until then
+        _synchronize(self.device)  # until then, the copies are read
         self.drop_copies()
 
 
 class _Range(DeviceBytes):
-    """A range of addresses, which has physical memory or not. `num_bytes` of its `size` are used."""
+    """A range of `size` bytes of addresses, with or without physical memory. A tensor uses the first `num_bytes`."""
 
     def __init__(self, size: int, num_bytes: int, device: torch.device):
         address = ctypes.c_uint64()
@@ -155,7 +155,7 @@ class _Range(DeviceBytes):
         return ctypes.c_size_t(self.size)
 
     def __del__(self) -> None:
-        with suppress(Exception):  # the driver may be gone, and a constructor that has failed leaves no address
+        with suppress(Exception):  # the driver may be gone, or the constructor may have failed
             if self._handle is not None:
                 _synchronize(self.device)
                 self.unmap()

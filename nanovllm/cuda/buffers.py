@@ -1,4 +1,4 @@
-"""Memory that is allocated once, for the largest step: of batches on the host and on the device, and of token ids."""
+"""Memory for batches and sampled tokens on the host and on the device, allocated once for the largest step."""
 
 from typing import NamedTuple
 
@@ -10,18 +10,18 @@ from nanovllm.utils.double_buffer import DoubleBuffer
 
 
 class StepBuffers(NamedTuple):
-    """Pinned host memory of one step: int32 words of its batch, and what it samples."""
+    """Pinned host memory of one step: int32 words of its batch and of its results."""
 
     batch: torch.Tensor
-    results: torch.Tensor  # has room for those of any ForwardOutput
+    results: torch.Tensor  # large enough for any ForwardOutput.results
 
     def results_like(self, on_device: torch.Tensor) -> torch.Tensor:
-        """Where the host finds the results `on_device`."""
+        """Return a view of `results` with the shape of `on_device`."""
         return self.results[: on_device.numel()].view_as(on_device)
 
 
 class Buffers(NamedTuple):
-    """The batches and token ids of two steps on the host, and one batch on the device."""
+    """The batches and results of two steps on the host, and one batch on the device."""
 
     host: DoubleBuffer[StepBuffers]
     device: torch.Tensor
@@ -35,7 +35,7 @@ def make_buffers(config: Config, device: torch.device) -> Buffers:
 
 
 def to_device(batch: HostBatch, buffer: torch.Tensor) -> DeviceBatch:
-    """Copy a batch to the beginning of a buffer, asynchronously."""
+    """Copy a batch to the beginning of a device buffer, asynchronously."""
     on_device = Batch.from_buffer(batch.shape, buffer)
     on_device.buffer.copy_(torch.from_numpy(batch.buffer), non_blocking=True)
     return on_device
@@ -44,6 +44,9 @@ def to_device(batch: HostBatch, buffer: torch.Tensor) -> DeviceBatch:
 def host_memory(
     size: int, max_num_seqs: int, tokens_per_row: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The memory of two steps: batches [2, size], and results, of a sequence `tokens_per_row` ids and their number."""
+    """Allocate the memory of two steps: batches [2, size], and results [2, max_num_seqs * (tokens_per_row + 1)], int32.
+
+    The results of a sequence are up to `tokens_per_row` ids and their number.
+    """
     options = dict(dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     return torch.zeros(2, size, **options), torch.zeros(2, max_num_seqs * (tokens_per_row + 1), **options)

@@ -1,4 +1,4 @@
-"""What a model or a head drafts for a step, as CUDA graphs."""
+"""CUDA graphs of a draft model or a draft head."""
 
 from functools import partial
 from typing import Any
@@ -10,19 +10,20 @@ from nanovllm.config import Config
 from nanovllm.cuda.graphs import capture, capture_sizes, max_seqs_of
 from nanovllm.utils.context import Context
 
-ROWS = 16, 64, 256, 1024, 2048  # with which sequences catch up; with more, the device takes longer than the host
+# rows of catch-up steps; with more rows, graphs save no time, because the device takes longer than the launches
+ROWS = 16, 64, 256, 1024, 2048
 
 
 class DraftGraphs:
-    """All drafts of a step in one graph: the rows that the drafter has not computed yet, then one row for each draft.
+    """One graph computes all drafts of a step: first the rows that the drafter has not computed, then a row per draft.
 
-    There is a graph for each number of sequences, up to as many as may draft. It reads its sequences in a buffer, and
-    leaves its drafts in RequestTables, where the graph of the step itself reads them. There are also graphs for numbers
-    of rows, with which sequences catch up.
+    There are graphs for numbers of sequences, up to the number that may draft. A graph reads its sequences from a
+    buffer, and writes its drafts to RequestTables, where the graph of the step reads them. More graphs, by numbers of
+    rows, let sequences catch up: they compute the rows of prompts.
     """
 
     def __init__(self, config: Config, drafter: Any, pad_req_index: int, pool: Any):
-        """`drafter` is a spec_decode.draft_model.DraftModel, and `pool` the memory pool of the other graphs."""
+        """`drafter` is a spec_decode.draft_model.DraftModel; `pool` is the memory pool of the other graphs."""
         self.drafter, self.num_steps = drafter, config.speculative_config.num_speculative_tokens
         self.sizes = capture_sizes(max_seqs_of(config, 1 + self.num_steps), config.batch_invariant)
         self.padding = torch.tensor([[pad_req_index], [0]], dtype=torch.int32, device=drafter.num_computed.device)
@@ -30,7 +31,7 @@ class DraftGraphs:
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         for size in reversed(self.sizes):
             work = partial(drafter.draft_chains, *self.inputs[:, :size], self.num_steps)
-            work()  # compiles the remaining kernels, which a capture must not do
+            work()  # compiles the remaining kernels: a capture must not compile
             self.graphs[size], _ = capture(work, pool)
         self.chunks: dict[int, tuple[torch.cuda.CUDAGraph, Context, torch.Tensor, torch.Tensor]] = {}
         sizes = [size for size in ROWS if size <= config.max_num_batched_tokens]
@@ -40,7 +41,7 @@ class DraftGraphs:
             self.chunks[size] = capture(partial(drafter.forward_chunks, *rows), pool)[0], *rows
 
     def run(self, req_indices: torch.Tensor, num_drafts: torch.Tensor, num_steps: int) -> None:
-        """`DraftModel.draft_chains`; that itself if there are too many sequences."""
+        """Replay `DraftModel.draft_chains`, or call it if there are too many sequences."""
         n = len(req_indices)
         size = next((size for size in self.sizes if size >= n), None)
         if size is None:
@@ -51,7 +52,7 @@ class DraftGraphs:
         self.graphs[size].replay()
 
     def run_chunks(self, context: Context, token_slots: torch.Tensor, positions: torch.Tensor) -> None:
-        """`DraftModel.forward_chunks`; that itself if there are too many rows or sequences."""
+        """Replay `DraftModel.forward_chunks`, or call it if there are too many rows or sequences."""
         n, num_seqs = len(positions), len(context.context_lens)
         size = min((size for size in self.chunks if size >= n), default=None)
         if size is None or num_seqs > MAX_CHUNKS:
@@ -70,7 +71,7 @@ class DraftGraphs:
 
 
 def padded_chunks(config: Config, drafter: Any, num_rows: int) -> tuple[Context, torch.Tensor, torch.Tensor]:
-    """What `DraftModel.forward_chunks` takes, for so many rows at most: padding."""
+    """Return arguments of `DraftModel.forward_chunks` for up to `num_rows` rows, filled with padding."""
     num_seqs = min(num_rows, MAX_CHUNKS)
     ints = lambda *dims, value=0: torch.full(dims, value, dtype=torch.int32, device=drafter.num_computed.device)
     arrays = drafter.backend.array_shapes(num_rows, num_seqs)

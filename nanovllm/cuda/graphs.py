@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs, which are captured once for each padded size and replayed."""
+"""Steps as CUDA graphs: captured once for each padded size, and replayed."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,9 +17,10 @@ from nanovllm.utils.double_buffer import DoubleBuffer
 
 
 def capture_sizes(max_num_seqs: int, fills_tiles: bool) -> list[int]:
-    """Batch sizes to capture, ascending: densest where steps are short, and always max_num_seqs itself.
+    """Return the batch sizes to capture, ascending and ending with max_num_seqs. Small sizes are closer together.
 
-    With `fills_tiles` only those that fill the tiles of our products, which are slow where they exceed the rows.
+    With `fills_tiles`, above 64 only sizes that fill the tiles of our GEMM kernels, which are slow if tiles exceed the
+    rows.
     """
     sizes = [1, 2, 4, 8, *range(16, 256, 16), *range(256, max_num_seqs, 32)]
     if fills_tiles:
@@ -28,7 +29,7 @@ def capture_sizes(max_num_seqs: int, fills_tiles: bool) -> list[int]:
 
 
 def capture(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of `work`, and what `work` returned: tensors that each replay overwrites."""
+    """Capture `work`. Return the graph and the result of `work`: tensors that each replay overwrites."""
     graph = torch.cuda.CUDAGraph()
     # thread_local: other threads may use CUDA during the capture
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -37,19 +38,19 @@ def capture(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, A
 
 
 def decode_shape(num_seqs: int, max_blocks_per_seq: int, tokens_per_row: int = 1) -> BatchShape:
-    """The shape of a step that only decodes."""
+    """Return the shape of a step that only decodes."""
     n = num_seqs * tokens_per_row
     return BatchShape(n, n, n, n, max_blocks_per_seq, tokens_per_row=tokens_per_row)
 
 
 def max_seqs_of(config: Config, tokens_per_row: int) -> int:
-    """The most sequences of a step whose rows are so wide: with drafts, as many as may draft."""
+    """Return the most sequences of a step with `tokens_per_row` tokens each. With drafts, fewer sequences may run."""
     limit = config.speculative_config.disable_by_batch_size if tokens_per_row > 1 else config.max_num_seqs
     return min(config.max_num_seqs, limit)
 
 
 def decode_shapes(config: Config) -> list[BatchShape]:
-    """The shapes of steps that only decode to capture: rows of one token and, of engines that draft, of several."""
+    """Return the shapes of decode steps to capture: rows of one token and, if the engine drafts, of several tokens."""
     return [
         decode_shape(size, config.max_blocks_per_seq, k)
         for k in sorted({1, config.tokens_per_row})
@@ -58,11 +59,11 @@ def decode_shapes(config: Config) -> list[BatchShape]:
 
 
 class DecodeGraphs:
-    """Steps that only decode, model and sampler in one: a graph for each of `decode_shapes`.
+    """Decode steps: a graph for each of `decode_shapes`, with model and sampler.
 
-    A graph copies its batch from pinned host memory and its results back to it, so nothing runs between two
-    steps but the launch of the next graph. Host memory is double-buffered: the host prepares a step while the previous
-    one runs. Host and device each keep the index of their current buffer, and each replay advances both.
+    A graph copies its batch from pinned host memory, and its results back to it. So between two steps, the host only
+    launches the next graph. Host memory is double-buffered: the host prepares a step while the previous step runs. Host
+    and device each keep the index of their current buffer, and each replay advances both.
     """
 
     def __init__(
@@ -73,32 +74,35 @@ class DecodeGraphs:
         pool: Any,
         few_layers: Callable[[], AbstractContextManager] = nullcontext,
     ):
-        """`forward` runs a decode batch that lies in `buffer`, without waiting for the device. `pool` is the graphs'
-        memory pool, which all graphs of a rank can share, as they run one after the other. In `few_layers` the model
-        has only as many layers as compile all of its kernels.
+        """Capture the graphs.
+
+        buffer: device memory of a batch, int32 words
+        forward: runs a decode batch in `buffer`, without waiting for the device
+        pool: the memory pool of the graphs. All graphs of a rank can share it, because they run one after the other.
+        few_layers: a context in which the model has only the layers that are needed to compile all kernels
         """
         from nanovllm.kernels import ops
 
         self.shapes = decode_shapes(config)
         self.graphs: dict[tuple[int, ...], torch.cuda.CUDAGraph] = {}
         self.outputs: dict[tuple[int, ...], ForwardOutput] = {}  # tensors that each replay overwrites
-        # the batches are zeros: padding
+        # batches of zeros are padding
         batches, results = host_memory(len(buffer), config.max_num_seqs, config.tokens_per_row, buffer.device)
         self.host_buffers = DoubleBuffer(*map(StepBuffers, batches, results))
         self._device_buffer_index = torch.zeros(1, dtype=torch.int32, device=buffer.device)
 
         def step(batch: DeviceBatch) -> ForwardOutput:
-            num_words = batch.input_ids.storage_offset()  # those that the host fills in come first
+            num_words = batch.input_ids.storage_offset()  # the host fills in the first words
             ops.copy_from_host(batch.buffer[:num_words], batches, self._device_buffer_index)
             output = forward(batch)
             ops.copy_to_host(output.results.flatten(), results, self._device_buffer_index)
             return output
 
-        # the largest first, so that the others fit into its memory
+        # the largest graph first, so that the others can reuse its memory
         for shape in sorted(self.shapes, key=lambda shape: shape.num_tokens, reverse=True):
             batch, key = Batch.from_buffer(shape, buffer), shape.graph_shape
             with few_layers():
-                step(batch)  # compiles the remaining kernels, which a capture must not do
+                step(batch)  # compiles the remaining kernels: a capture must not compile
             self.graphs[key], self.outputs[key] = capture(partial(step, batch), pool)
         self.reset()
 
@@ -114,9 +118,9 @@ class DecodeGraphs:
         return next(filter(fits, self.shapes), None)
 
     def replay(self, shape: BatchShape) -> tuple[torch.Tensor, ForwardOutput]:
-        """Run the batch in the current host buffer; returns its results in host memory, and its output.
+        """Run the batch in the current host buffer. Return its results in host memory, and its output on the device.
 
-        Read the results when the replay is over, and before the replay after the next one begins.
+        Read the results after this replay has finished, and before the second replay after it begins.
         """
         self.graphs[shape.graph_shape].replay()
         output = self.outputs[shape.graph_shape]
@@ -124,21 +128,21 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def reset(self) -> None:
-        """Let host and device begin with the same buffer again, after an error and with an idle device."""
+        """Set host and device to the same buffer again after an error. The device must be idle."""
         self.host_buffers.reset()
         self._device_buffer_index.zero_()
 
 
-# tokens of a step with chunks: the time of matrix products grows by tiles of 128
+# tokens of a step with chunks; the time of GEMMs grows in steps of 128 rows, the size of a tile
 TOKEN_SIZES = (16, 32, 64, *range(128, 2048, 128), *range(2048, 4096, 512), *range(4096, 8193, 1024))
 
 
 def graph_shapes(config: Config, backend: AttentionBackend) -> list[BatchShape]:
-    """The shapes of steps with chunks to capture: the first that holds a step is the smallest that does.
+    """Return the shapes of steps with chunks to capture, ordered: the first shape that holds a step is the smallest.
 
-    Without graphs the host would launch the kernels of so short a step for longer than the device computes it. As long
-    as `max_num_mixed_tokens` is not known, these are all shapes that may be captured. Rows of several tokens stand
-    beside sequences that decode alone.
+    Without graphs, the host would need longer to launch the kernels of such a short step than the device to compute it.
+    Until `max_num_mixed_tokens` is known, the result is all shapes that may be captured. If the engine drafts, there
+    are also shapes with rows of several tokens.
     """
     largest = min(config.max_num_mixed_tokens or TOKEN_SIZES[-1], config.max_num_batched_tokens, TOKEN_SIZES[-1])
     sizes = [*(size for size in TOKEN_SIZES if size < largest), largest]
@@ -165,11 +169,11 @@ def graph_shapes(config: Config, backend: AttentionBackend) -> list[BatchShape]:
 
 
 class MixedGraphs:
-    """Steps with chunks of prompts, in two graphs: the model by `graph_shape`, and the sampler by sampled rows.
+    """Steps with chunks of prompts, as two graphs: the model, by `graph_shape`, and the sampler, by sampled rows.
 
-    So a chunk does not pay for the logits of all its tokens. Before the two, the sampling parameters of new requests
-    and the arrays of features are written. No graph can contain this, as their sizes differ. The batch lies in the
-    device's buffer before.
+    So a chunk does not compute the logits of all its tokens. Before the first graph, the sampling parameters of new
+    requests and the arrays of features are written. No graph can contain this, because the sizes differ from step to
+    step. The batch must already be in the device's buffer.
     """
 
     def __init__(
@@ -183,16 +187,19 @@ class MixedGraphs:
         pool: Any,
         few_layers: Callable[[], AbstractContextManager] = nullcontext,
     ):
-        """`run_model` returns the hidden states of a batch in `buffer` and the sampler's input, `sample` what a
-        ForwardOutput begins with. `few_layers` is that of DecodeGraphs.
+        """Capture the graphs.
+
+        run_model: returns the hidden states of a batch in `buffer`, and the sampler's input
+        sample: returns the first two fields of a ForwardOutput
+        pool, few_layers: see DecodeGraphs
         """
         self.shapes = shapes
-        most: dict[int, int] = {}  # sampled sequences, by the width of rows
+        most: dict[int, int] = {}  # most sampled sequences, by tokens per row
         for shape in shapes:
             num_seqs, k = shape.num_sampled_tokens // shape.tokens_per_row, shape.tokens_per_row
             most[k] = min(max_num_seqs, max(most.get(k, 0), num_seqs))
         sizes = 1, 2, 4, 8, 16, *range(32, 257, 32)
-        # sequences, and the width of their rows
+        # (sequences, tokens per row)
         self.sample_sizes = [(n, k) for k, end in most.items() for n in (*(x for x in sizes if x < end), end)]
         self.models: dict[tuple[int, ...], torch.cuda.CUDAGraph] = {}
         self.samplers: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
@@ -204,7 +211,7 @@ class MixedGraphs:
         max_tokens = max(shape.num_tokens for shape in shapes)
         self.hidden_states = hidden_states.new_zeros(max_tokens, hidden_states.shape[1])
         self.input = SamplerInput(*(x.new_zeros(num_rows, *x.shape[1:]) for x in example))
-        sample(self._rows(1))  # a forward is complete, which matters to ranks: see PeerMemory
+        sample(self._rows(1))  # completes the forward pass, which PeerMemory requires
 
         def model_part(shape: BatchShape) -> None:
             hidden_states, found = run_model(Batch.from_buffer(shape, buffer))
@@ -215,7 +222,7 @@ class MixedGraphs:
 
         for shape in sorted(shapes, key=lambda shape: shape.num_tokens, reverse=True):
             with few_layers():
-                model_part(shape)  # compiles kernels, which a capture must not do
+                model_part(shape)  # compiles kernels: a capture must not compile
                 sample(self._rows(1))
             self.models[shape.graph_shape], _ = capture(partial(model_part, shape), pool)
             sample(self._rows(1))
@@ -239,7 +246,8 @@ class MixedGraphs:
                 and (step.num_decode_rows <= shape.num_decode_rows and step.num_tokens <= shape.num_tokens)
                 and num_chunks <= shape.num_seqs - shape.num_decode_rows
                 and step.num_sampled_tokens <= shape.num_sampled_tokens
-                # a kernel of which no program works does not wait
+                # a kernel none of whose programs has work would never wait, which breaks the contract of dependent
+                # launch
                 and (step.num_decode_rows or not shape.num_decode_rows)
             ):
                 return shape

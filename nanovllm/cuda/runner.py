@@ -1,4 +1,4 @@
-"""A rank on CUDA: steps are queued, and run by graphs where these were captured."""
+"""A rank on CUDA: it queues steps, and runs captured steps as CUDA graphs."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -44,14 +44,14 @@ class CUDAModelRunner(BatchRunner):
 
     def compute_logits(self, hidden_states: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         head = self.model.lm_head
-        head.sampling_params = rows.params  # of the other ranks' logits, it needs those of filtered rows
+        head.sampling_params = rows.params  # only rows with filters need the other ranks' logits
         try:
             return super().compute_logits(hidden_states, rows)
         finally:
             head.sampling_params = None
 
     def arena(self, tag: str) -> AbstractContextManager:
-        """Where new tensors lie that `sleep` is to give back under this tag."""
+        """Return a context in which new tensors lie in memory that `sleep` can free under this tag."""
         if not self.config.enable_sleep_mode:
             return nullcontext()
         self.sleepers[tag] = Arena(self.device)
@@ -59,7 +59,7 @@ class CUDAModelRunner(BatchRunner):
 
     def warm_up(self, lap: Callable[[str], None]) -> None:
         self.buffers = make_buffers(self.config, self.device)
-        self.add_features(FEATURES)  # graphs contain their edits of logits
+        self.add_features(FEATURES)  # graphs contain the features' edits of logits
         if start.has_graphs(self):
             start.compile_kernels(self)
         lap("kernels")
@@ -98,11 +98,11 @@ class CUDAModelRunner(BatchRunner):
 
     def prepare(self, step: ScheduledStep) -> HostBatch:
         if step.tokens_per_row > 1:
-            step.tokens_per_row = self.config.tokens_per_row  # as rows of graphs have; some are copies of the last
+            step.tokens_per_row = self.config.tokens_per_row  # as in graphs; spare tokens are copies of the last one
         return super().prepare(step)
 
     def host_buffer(self, shape: BatchShape) -> np.ndarray:
-        """Pinned memory. Two buffers take turns: the step that used this one must be over before the call."""
+        """Return pinned memory for a batch. Two buffers alternate: the step that used this one must have finished."""
         buffers = self.graphs.host_buffers if self._has_decode_graph(shape) else self.buffers.host
         return buffers.current.batch.numpy()
 
@@ -116,7 +116,7 @@ class CUDAModelRunner(BatchRunner):
     @torch.inference_mode()
     def compute(self, batch: HostBatch) -> tuple[torch.Tensor, ForwardOutput]:
         if self._has_decode_graph(batch.shape):
-            if batch.feature_arrays:  # the graph has only the edits of logits, not what they read
+            if batch.feature_arrays:  # the graph edits logits, but does not upload what the edits read
                 self.upload(self._to_device(batch))
             return self.graphs.replay(batch.shape)
         output = self.execute(batch)
@@ -134,7 +134,7 @@ class CUDAModelRunner(BatchRunner):
         return to_device(batch, self.buffers.device)
 
     def end_of_step(self) -> Callable[[], None]:
-        """RuntimeError of that function if another rank is lost, or hangs."""
+        """Return a function that waits for this step. It raises RuntimeError if another rank is lost or hangs."""
         done = torch.cuda.Event()
         done.record()
         return done.synchronize if self.tp.size == 1 else lambda: self._wait(done)
@@ -147,10 +147,10 @@ class CUDAModelRunner(BatchRunner):
                 raise RuntimeError(f"a step was not over after {STEP_TIMEOUT:.0f} s")
 
     def zeros(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.empty(like.shape, dtype=like.dtype, device=self.device).zero_()  # `empty`: see Arena
+        return torch.empty(like.shape, dtype=like.dtype, device=self.device).zero_()  # an Arena replaces torch.empty
 
     def synchronize(self) -> None:
-        """Wait until the device has nothing left to do."""
+        """Wait until the device is idle."""
         torch.cuda.synchronize(self.device)
 
     def recover(self) -> None:
@@ -160,7 +160,7 @@ class CUDAModelRunner(BatchRunner):
                 self.graphs.reset()
 
     def exit(self) -> None:
-        """Free the device's memory, unless the device hangs because another rank is lost."""
+        """Free the device's memory. If another rank is lost and the device hangs, do nothing."""
         if self.tp.lost and not self._becomes_idle():
             return
         self.graphs = self.mixed_graphs = None
@@ -169,7 +169,7 @@ class CUDAModelRunner(BatchRunner):
         torch.cuda.empty_cache()
 
     def _becomes_idle(self, timeout: float = 5.0) -> bool:
-        """Whether the device's current stream is done within `timeout` seconds."""
+        """Return whether the device's current stream becomes idle within `timeout` seconds."""
         begin = perf_counter()
         with torch.cuda.device(self.device):
             while not torch.cuda.current_stream().query():

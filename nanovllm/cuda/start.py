@@ -1,6 +1,6 @@
-"""The start of a rank on CUDA: kernels are compiled ahead, memory and time are measured, and graphs are captured.
+"""The start of a rank on CUDA: compile kernels, measure memory and time, and capture graphs.
 
-`runner` is the CUDAModelRunner, which calls these functions when its model is loaded.
+The CUDAModelRunner `runner` calls these functions after its model is loaded.
 """
 
 import sys
@@ -25,7 +25,7 @@ from nanovllm.engine.sequence import Sequence
 if TYPE_CHECKING:
     from nanovllm.cuda.runner import CUDAModelRunner
 
-RESERVE_BYTES = 512 * 2**20  # left for graphs, and for libraries that allocate without PyTorch's allocator
+RESERVE_BYTES = 512 * 2**20  # for graphs, and for libraries that bypass PyTorch's allocator
 
 
 def has_graphs(runner: "CUDAModelRunner") -> bool:
@@ -34,7 +34,7 @@ def has_graphs(runner: "CUDAModelRunner") -> bool:
 
 
 def warm_up_rest(runner: "CUDAModelRunner") -> None:
-    """What is still to be compiled or measured once graphs were captured. Then the tables are zeros again."""
+    """Compile and measure what is left after graphs are captured. Afterwards, reset the tables to zeros."""
     if runner.mixed_graphs is None:
         warm_up_kernels(runner)
     for length in warm_up_lengths(runner.config):
@@ -47,10 +47,10 @@ def warm_up_rest(runner: "CUDAModelRunner") -> None:
 
 @contextmanager
 def threads_in_turn() -> Iterator[None]:
-    """A context in which threads that want to run get Python's lock after 0.1 ms, not 5.
+    """A context in which a waiting thread gets the GIL after 0.1 ms instead of 5 ms.
 
-    The tokenizer's imports hold it for more than a second. Whoever gives it up for an operation of CUDA, or to read a
-    file, would wait for it so long each time.
+    The tokenizer's imports hold the GIL for more than a second. A thread that releases it for a CUDA call or to read a
+    file would wait 5 ms each time to get it back.
     """
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
@@ -61,27 +61,27 @@ def threads_in_turn() -> Iterator[None]:
 
 
 def hash_compiler() -> None:
-    """Let Triton compute what the keys of its cache begin with: the hash of itself, of 400 MB."""
-    with suppress(ImportError):  # there is no Triton, or an old one, which then does so when the first kernel is needed
+    """Let Triton hash itself, 400 MB, for the keys of its cache."""
+    with suppress(ImportError):  # without Triton; or an old version, which does this for the first kernel
         from triton.runtime.cache import triton_key
 
         triton_key()
 
 
 def memory_left(runner: "CUDAModelRunner", memory_before: int) -> int:
-    """Bytes for the cache: our fraction of the device's memory, less what the largest step needs."""
+    """Return the bytes left for the cache: our fraction of device memory, less what the largest step needs."""
     config = runner.config
     peak = peak_of_largest_step(runner)
     free, total = torch.cuda.mem_get_info(runner.device)
-    uncounted = runner.tp.num_bytes + sum(arena.num_bytes for arena in runner.sleepers.values())  # by PyTorch
+    uncounted = runner.tp.num_bytes + sum(arena.num_bytes for arena in runner.sleepers.values())  # not by PyTorch
     ours = int(total * config.gpu_memory_utilization) - (peak - memory_before) - uncounted
-    # other processes may use the rest
+    # other processes may use some of it
     left = free - (peak - torch.cuda.memory_allocated(runner.device)) - RESERVE_BYTES
     return max(0, min(ours, left))
 
 
 def peak_of_largest_step(runner: "CUDAModelRunner") -> int:
-    """Run the largest possible prefill; the peak of allocated memory without the cache, in bytes."""
+    """Run the largest possible prefill. Return the peak of allocated memory without the cache, in bytes."""
     step = largest_prefill(runner.config)
     num_blocks = sum(len(row.seq.block_table) for row in step.chunks)
     runner.allocate_kv_cache(num_blocks, num_layers=1)
@@ -95,7 +95,7 @@ def peak_of_largest_step(runner: "CUDAModelRunner") -> int:
 
 
 def free_kv_cache(runner: "CUDAModelRunner") -> None:
-    """Otherwise there would be two while the next one is allocated; states take the same with any number of blocks."""
+    """Free the cache, so that there are never two when the next one is allocated."""
     for layer in chain(*runner.cache_groups.values()):
         layer.cache = None
     runner.caches = {}
@@ -103,14 +103,14 @@ def free_kv_cache(runner: "CUDAModelRunner") -> None:
 
 
 def largest_prefill(config: Config) -> ScheduledStep:
-    """A step of as many tokens and sequences as the settings allow."""
+    """Return a prefill step with as many tokens and sequences as the settings allow."""
     num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
     length = min(config.max_num_batched_tokens // num_seqs, config.max_model_len - 1)
     return dummy_prefill(num_seqs, length, config.kvcache_block_size, config.tokens_per_row)
 
 
 def dummy_prefill(num_seqs: int, length: int, block_size: int, tokens_per_row: int = 1) -> ScheduledStep:
-    """A prefill step of `num_seqs` prompts of `length` tokens that share no blocks, for warm-up and tests."""
+    """Return a prefill step of `num_seqs` prompts of `length` tokens that share no blocks, for warm-up and tests."""
     per_seq = -(-length // block_size)
     step = ScheduledStep(tokens_per_row=tokens_per_row)
     for i in range(num_seqs):
@@ -124,13 +124,13 @@ def dummy_prefill(num_seqs: int, length: int, block_size: int, tokens_per_row: i
 
 
 def milliseconds_per_token(runner: "CUDAModelRunner") -> float:
-    """The measured time of a prefill per token of the prompts."""
+    """Measure the time of a prefill, in milliseconds per token of the prompts."""
     config = runner.config
     length = max(1, min(4096, config.max_num_batched_tokens // 2, config.max_model_len - 1))
     num_fitting = config.num_kvcache_blocks // -(-length // config.kvcache_block_size)
     num_seqs = min(2, num_fitting, config.max_num_seqs)
     seconds = []
-    for _ in range(4):  # the first run warms up, and others may have waited for Python's lock
+    for _ in range(4):  # the first run warms up, and later runs may have waited for the GIL
         step = dummy_prefill(num_seqs, length, config.kvcache_block_size, config.tokens_per_row)
         begin = perf_counter()
         runner.run(step).wait()
@@ -140,10 +140,11 @@ def milliseconds_per_token(runner: "CUDAModelRunner") -> float:
 
 @torch.inference_mode()
 def compile_kernels(runner: "CUDAModelRunner") -> None:
-    """Compile the kernels of steps that graphs will contain, and of the longest, all at the same time. No kernel runs.
+    """Compile the kernels of the steps in graphs, and of the longest step, in parallel. No kernel runs.
 
-    Otherwise each would be compiled when it is first launched, one after the other. They change with powers of two of
-    the number of tokens, or of those beyond 128; a kernel that these steps lack is compiled at its first launch.
+    Otherwise each kernel would be compiled at its first launch, one after the other. Kernels change at powers of two of
+    the number of tokens, and of the tokens beyond 128. A kernel that these steps do not use is compiled at its first
+    launch.
     """
     from nanovllm.kernels.launch.dependent_launch import compile_only
 
@@ -163,7 +164,7 @@ def compile_kernels(runner: "CUDAModelRunner") -> None:
     def run_steps() -> None:
         for shape in shapes:
             _, x = runner.run_batch(Batch.from_buffer(shape, buffer))
-            # the graphs of decodes have the same numbers of samples as those of chunks
+            # with chunks, sample only one row: the decode shapes already have all numbers of sampled rows
             first = SamplerInput(*(rows[: shape.tokens_per_row] for rows in x))._replace(req_indices=x.req_indices[:1])
             runner.sample_and_accept(first if shape.has_chunks else x)
             if drafter is not None and shape.tokens_per_row > 1 and not shape.has_chunks:
@@ -180,7 +181,7 @@ def compile_kernels(runner: "CUDAModelRunner") -> None:
 
 
 def measure_drafts(runner: "CUDAModelRunner") -> None:
-    """Set `SpeculativeConfig.step_cost`: what steps take with drafts, and without."""
+    """Measure the time of steps with and without drafts, and set `SpeculativeConfig.step_cost`."""
     from nanovllm.spec_decode.proposer import Drafts
     from nanovllm.spec_decode.speculative_config import StepCost  # few engines draft tokens
 
@@ -190,12 +191,12 @@ def measure_drafts(runner: "CUDAModelRunner") -> None:
     length = max(
         1, min(64, config.max_num_batched_tokens // most, config.kvcache_block_size, config.max_model_len // 2)
     )
-    num_steps = max(1, min(4, (config.max_model_len - length) // k - 1))  # in each, a sequence may grow by k tokens
+    num_steps = max(1, min(4, (config.max_model_len - length) // k - 1))  # a sequence may grow by k tokens in each step
     times: dict[int, list[float]] = {1: [], k: []}
     for n, (width, found) in product(sizes, times.items()):
         prompts = dummy_prefill(n, length, config.kvcache_block_size)
-        for i, seq in enumerate(prompts.sampled_seqs):  # which catch up at first, as kernels are loaded when launched
-            seq.feature_state["spec_decode"] = Drafts([*range(i, i + k - 1)])  # different ones, also for experts
+        for i, seq in enumerate(prompts.sampled_seqs):  # the first run catches up and loads kernels
+            seq.feature_state["spec_decode"] = Drafts([*range(i, i + k - 1)])  # different tokens for different experts
         step = ScheduledStep()
         step.decode([ScheduledSequence(seq, length, length + width) for seq in prompts.sampled_seqs])
         seconds = []
@@ -205,7 +206,7 @@ def measure_drafts(runner: "CUDAModelRunner") -> None:
             for _ in range(num_steps):
                 pending.append(runner.run(step))
                 if len(pending) > 1:
-                    pending.pop(0).wait()  # one runs while the next is launched
+                    pending.pop(0).wait()  # one step runs while the next one is launched
             pending[0].wait()
             seconds.append(perf_counter() - begin)
         found.append(min(seconds) / num_steps)
@@ -213,13 +214,13 @@ def measure_drafts(runner: "CUDAModelRunner") -> None:
 
 
 def captures_chunks(runner: "CUDAModelRunner") -> bool:
-    """Whether CUDA graphs can contain steps with chunks of prompts."""
+    """Return whether CUDA graphs can contain steps with chunks of prompts."""
     layers = chain(*runner.cache_groups.values())
     return runner.backend.captures_chunks and all(getattr(layer, "captures_chunks", True) for layer in layers)
 
 
 def few_layers(runner: "CUDAModelRunner") -> Callable[[], AbstractContextManager]:
-    """A context in which the model has only the layers that need kernels of their own."""
+    """Return a context in which the model has only the layers that are needed to compile all of its kernels."""
     model = getattr(runner.model.model, "language_model", runner.model.model)
     layers, few = model.layers, first_layers_of_each_kind(model.layers)
 
@@ -235,21 +236,21 @@ def few_layers(runner: "CUDAModelRunner") -> Callable[[], AbstractContextManager
 
 
 def first_layers_of_each_kind(layers: nn.ModuleList) -> nn.ModuleList:
-    """The fewest layers, from the first on, that have every kind of layer after every kind that it follows."""
+    """Return the shortest prefix of layers that contains every pair of consecutive kinds of layers."""
     kinds = [tuple(map(type, layer.modules())) for layer in layers]
     pairs = list(zip([None, *kinds], kinds))
     return layers[: 1 + max(map(pairs.index, set(pairs)))]
 
 
 def warm_up_kernels(runner: "CUDAModelRunner") -> None:
-    """Compile and load the kernels of short prefills; otherwise the first requests would wait for that."""
+    """Compile and load the kernels of short prefills, so that the first requests do not wait for this."""
     for length in warm_up_lengths(runner.config):
         runner.run(dummy_prefill(1, length, runner.config.kvcache_block_size, runner.config.tokens_per_row)).wait()
 
 
 @torch.inference_mode()
 def catch_up_drafter(runner: "CUDAModelRunner", num_seqs: int, length: int) -> None:
-    """Let what drafts, if anything, compute so many rows of each of the first request indices."""
+    """If there is a drafter, let it compute `length` rows for each of the first `num_seqs` request indices."""
     if (drafter := runner.features["spec_decode"].drafter) is not None:
         req_indices = torch.arange(num_seqs, device=runner.device)
         drafter.compute_chunks(req_indices, 0 * req_indices, 0 * req_indices + length)
@@ -262,10 +263,10 @@ def warm_up_lengths(config: Config) -> list[int]:
 
 @torch.inference_mode()
 def capture_graphs(runner: "CUDAModelRunner") -> None:
-    """Capture decode steps, what drafts for them, and the shorter ones of those with chunks."""
+    """Capture graphs of decode steps, of the drafter, and of short steps with chunks."""
     config, pool, buffer = runner.config, torch.cuda.graph_pool_handle(), runner.buffers.device
     drafter = runner.features["spec_decode"].drafter
-    # heads read the hidden states of later layers
+    # with a drafter, all layers run, because heads read the hidden states of later layers
     rest = pool, few_layers(runner) if drafter is None else nullcontext
     runner.graphs = DecodeGraphs(config, buffer, runner.forward, *rest)
     if drafter is not None:
