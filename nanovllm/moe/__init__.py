@@ -1,1 +1,1 @@
-"""Mixtures of experts: a layer in place of a feed-forward layer, its configuration, and how its weights are loaded."""
+"""Mixtures of experts: a layer that replaces a feed-forward layer, its configuration, and how its weights load."""

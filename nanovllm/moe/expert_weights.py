@@ -1,4 +1,4 @@
-"""Weights of a mixture of experts, which a checkpoint has for all experts together or for each. Imported for those."""
+"""Loads the weights of experts from checkpoints that have a tensor for each expert instead of stacked tensors."""
 
 from collections.abc import Callable, Collection
 from functools import partial
@@ -7,9 +7,9 @@ from torch import nn
 
 
 def split_experts(loaders: dict[str, tuple[Callable, list[int]]], model: nn.Module, stored: Collection[str]) -> None:
-    """Replace loaders of stacked experts by those of each expert's tensors where the checkpoint has no stacked ones.
+    """Replace loaders of stacked experts by loaders of each expert's tensors, if the checkpoint has no stacked tensors.
 
-    `loaders` are those of `weight_loaders`, and `stored` are the names in the checkpoint.
+    `loaders` is the result of `weight_loaders`; `stored` are the names of the tensors in the checkpoint.
     """
     for path, experts in model.named_modules():
         if not hasattr(experts, "tensors_of_experts"):

@@ -1,4 +1,4 @@
-"""Mixture of experts: a router chooses a few of many feed-forward networks for each token (arXiv:1701.06538)."""
+"""Mixture of experts: for each token, a router chooses a few of many feed-forward networks (arXiv:1701.06538)."""
 
 from typing import Any, ClassVar
 
@@ -19,11 +19,12 @@ GATE, UP, DOWN = 0, 1, 2  # the shard ids of an expert's weights
 def route(
     logits: torch.Tensor, top_k: int, renormalize: bool, num_shared: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights [T, top_k + num_shared] in float32 and expert ids of the same shape, from logits [T, experts].
+    """Choose the experts of each token from logits [T, experts].
 
-    The weights are the largest values of the softmax over all experts but the last `num_shared`; with `renormalize`
-    they add up to 1. Of equal logits, the lower expert id comes first. Then come the shared experts, whose weights are
-    the sigmoids of their logits.
+    Return weights [T, top_k + num_shared] float32, and expert ids of the same shape. First come the `top_k` chosen
+    experts: their weights are the largest values of the softmax over all experts except the last `num_shared`. With
+    `renormalize`, these weights add up to 1. If logits are equal, the lower expert id comes first. Then come the shared
+    experts, whose weights are the sigmoids of their logits.
     """
     logits, gates = logits.float().tensor_split((logits.shape[1] - num_shared,), 1)
     expert_ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
@@ -31,40 +32,41 @@ def route(
     weights = weights / weights.sum(-1, keepdim=True) if renormalize else weights
     if not num_shared:
         return weights, expert_ids
-    shared = F.pad(gates[..., None], (0, 1)).softmax(-1)[..., 0]  # sigmoids, by rows: see invariant/cpu_ops.py
+    shared = F.pad(gates[..., None], (0, 1)).softmax(-1)[..., 0]  # sigmoids, row by row: see invariant/cpu_ops.py
     shared_ids = torch.arange(num_shared, device=logits.device).expand_as(shared) + logits.shape[1]
     return torch.cat((weights, shared), 1), torch.cat((expert_ids, shared_ids), 1)
 
 
 class ExpertsFormat:
-    """How `Experts` store and multiply their weights: in the dtype of the activations; quantization/ has others."""
+    """How `Experts` store and multiply weights: here in the dtype of the activations. quantization/ has others."""
 
-    # the end of a checkpoint's name for a tensor of one expert, and of the stacked parameter that holds it
+    # end of the name of a checkpoint's tensor of one expert -> suffix of the stacked parameter that holds it
     suffixes: ClassVar = {"weight": ""}
-    is_scaled = False  # `stacks` have scales
-    quantizes_activations = False  # of many tokens
+    is_scaled = False  # whether `stacks` have scales
+    quantizes_activations = False  # whether steps with many tokens quantize activations
 
     def weight(self, experts: "Experts", name: str, index: int, dtype: torch.dtype) -> torch.Tensor:
-        """One expert's weight as a matrix of this dtype."""
+        """Return one expert's weight as a matrix of this dtype."""
         return getattr(experts, name)[index]
 
     def stacks(self, experts: "Experts") -> tuple[Any, Any]:
-        """The stacked weights of gate_up and down, as kernels take them."""
+        """Return the stacked weights of gate_up and down for kernels."""
         return experts.gate_up_proj, experts.down_proj
 
 
 class Experts(nn.Module):
-    """This rank's part of the experts' weights, stacked: each expert is a SwiGLU network, divided over the ranks.
+    """This rank's part of the experts' weights, stacked. Each expert is a SwiGLU network, divided over the ranks.
 
-    With `config.expert_parallel`, each rank has an equal number of whole experts instead, and none is shared. Shared
-    ones are the last of the stacks. Checkpoints have them elsewhere: they are loaded through views of other modules.
+    With `config.expert_parallel`, each rank has the same number of whole experts instead, and there are no shared
+    experts in the stacks. Shared experts are the last ones of the stacks. Checkpoints have their weights elsewhere, so
+    they are loaded through views in other modules.
     """
 
     def __init__(self, hidden_size: int, config: MoEConfig):
         super().__init__()
         tp = get_construction().tp
         self.num_experts, self.hidden_size, self.size = config.num_experts, hidden_size, config.intermediate_size
-        # of the two dimensions that could be divided, one is divided over the ranks, and the other over a single one
+        # either the experts or their inner size is divided over the ranks; the other is divided over a single rank
         self.expert_tp = tp if config.expert_parallel else TensorParallel()
         self.size_tp = TensorParallel() if config.expert_parallel else tp
         self.num_local = self.expert_tp.shard_size("experts", self.num_experts)
@@ -78,10 +80,10 @@ class Experts(nn.Module):
         self.format = ExpertsFormat()
 
     def tensors_of_experts(self) -> dict[str, tuple[nn.Parameter, tuple[int, int]]]:
-        """The tensors of a checkpoint that has one for each expert and projection, by their names below this module.
+        """Return the tensors of a checkpoint with one tensor for each expert and projection, by name in this module.
 
-        Each belongs to a parameter, whose `weight_loader` takes it with (expert, shard id). The other kind of
-        checkpoint has the two stacked parameters under their own names.
+        A tensor belongs to a parameter, whose `weight_loader` takes the tensor with (expert, shard id). Other
+        checkpoints have the two stacked parameters under their own names.
         """
         projections = ("gate_proj", "gate_up_proj"), ("up_proj", "gate_up_proj"), ("down_proj", "down_proj")
         return {
@@ -92,14 +94,14 @@ class Experts(nn.Module):
         }
 
     def shard(self, shard_id: int) -> Shard:
-        """The shard of one expert's gate or up [size, hidden], or down [hidden, size]."""
+        """Return this rank's shard of one expert's gate or up [size, hidden], or down [hidden, size]."""
         if shard_id == DOWN:
             return Shard((self.hidden_size, self.size), columns=self.size_tp.local_slice(self.size))
         first_row = shard_id * self.local_size
         return Shard((self.size, self.hidden_size), self.size_tp.local_slice(self.size), first_row=first_row)
 
     def _load_gate_up(self, target: torch.Tensor, weight, *expert_and_shard_id: int) -> torch.Tensor | None:
-        """All experts' gate and up [experts, 2 * size, hidden], or what `_load_one` takes."""
+        """Load gate and up of all experts [experts, 2 * size, hidden], or one expert's weight as in `_load_one`."""
         if expert_and_shard_id:
             return self._load_one(target, weight, *expert_and_shard_id)
         weight = check_shape(weight, (self.num_experts, 2 * self.size, self.hidden_size))
@@ -111,7 +113,7 @@ class Experts(nn.Module):
         return target
 
     def _load_down(self, target: torch.Tensor, weight, *expert_and_shard_id: int) -> torch.Tensor | None:
-        """All experts' down [experts, hidden, size], or what `_load_one` takes."""
+        """Load down of all experts [experts, hidden, size], or one expert's weight as in `_load_one`."""
         if expert_and_shard_id:
             return self._load_one(target, weight, *expert_and_shard_id)
         weight = check_shape(weight, (self.num_experts, self.hidden_size, self.size))
@@ -120,14 +122,15 @@ class Experts(nn.Module):
         return target[: self.num_local].copy_(weight[experts, :, begin : begin + self.local_size])
 
     def _load_one(self, stacked: torch.Tensor, weight, expert: int, shard_id: int) -> torch.Tensor | None:
-        """The part of the stacked weights that is filled with one expert's weight; None if another rank has it."""
+        """Load one expert's weight. Return the part of the stack that it fills; None if another rank has the expert."""
         index = expert - self.first_expert
         return self.shard(shard_id).copy(stacked[index], weight) if 0 <= index < self.num_local else None
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-        """The weighted sum [T, hidden] of the outputs of this rank's experts, for x [T, hidden] and its routing.
+        """Return the weighted sum [T, hidden] of the outputs of this rank's experts, for x [T, hidden] and its routing.
 
-        It is what the kernels compute, in plain PyTorch: expert by expert, each for the tokens that have chosen it.
+        `weights` and `expert_ids` [T, choices] come from `route`. Each expert computes the tokens that chose it.
+        Kernels compute the same.
         """
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         order = expert_ids.flatten().argsort(stable=True)
@@ -144,7 +147,7 @@ class Experts(nn.Module):
 
 
 class Router(ReplicatedLinear):
-    """Scores of all experts for each token; a checkpoint has those of shared experts elsewhere."""
+    """The logits of all experts for each token. Checkpoints have the weights for shared experts in another tensor."""
 
     def __init__(self, hidden_size: int, config: MoEConfig):
         super().__init__(hidden_size, config.num_experts + config.num_shared)
@@ -155,7 +158,7 @@ class Router(ReplicatedLinear):
 
 
 class MoE(nn.Module):
-    """A router, and the weighted sum of the `top_k` experts that it chooses for each token."""
+    """A router, and the weighted sum of the experts that it chooses for each token."""
 
     uses_cuda_graphs = False  # the host reads how many tokens each expert has
 

@@ -1,8 +1,11 @@
-"""The product behind SwiGLU of moe_gemm.py, for Hopper and many rows of 16 bits: two warpgroups multiply, one warp
-loads, two store, and one looks up tiles. Written in Gluon, which changes with Triton's version.
+"""The second GEMM of moe_gemm.py, after SwiGLU, for Hopper and many rows in 16 bits.
 
-A tile has 128 rows of one expert, 64 for each warpgroup, and 256 outputs. With an expert's few inputs, a tile takes but
-10 microseconds: its 64 KiB of output are stored, and the next tile is looked up, while another is multiplied.
+It is written in Gluon, which changes with Triton's version. Two warpgroups multiply, one warp loads, two warps store,
+and one warp looks up tiles.
+
+A tile has 128 rows of one expert, 64 for each warpgroup, and 256 outputs. An expert has few inputs, so a tile takes
+only 10 microseconds. So its 64 KiB of output are stored, and the next tile is looked up, while another tile is
+multiplied.
 """
 
 from typing import NamedTuple
@@ -28,11 +31,11 @@ from nanovllm.moe.kernels.moe_routing import TILE_FIELDS, ExpertRows, Routing
 
 ROWS = gl.constexpr(128)
 COLUMNS = gl.constexpr(256)
-STEP = gl.constexpr(64)  # inputs of a buffer, and outputs of a piece that is stored: their rows have 128 bytes
-GROUP = gl.constexpr(8)  # tiles of rows that take the same weights one after the other, which are then in the L2 cache
+STEP = gl.constexpr(64)  # inputs of a buffer, and outputs of a stored piece; their rows have 128 bytes
+GROUP = gl.constexpr(8)  # consecutive tiles of rows that use the same weights, which then stay in the L2 cache
 STAGES = gl.constexpr(4)  # steps that are loaded ahead
 SUMS = gl.constexpr(sums_of(256))
-PIECE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0]))  # [64, 64], by the warps that store
+PIECE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0]))  # the layout [64, 64] of the warps that store
 
 
 class Plan(NamedTuple):
@@ -54,7 +57,7 @@ def _get(fields, i: gl.constexpr):
 
 @gluon.jit
 def _look_up(table_ptr, num_tiles, num_blocks, lookup):
-    """The warp that tells the others their next tile, while they are at the one before it."""
+    """The warp that tells the other warps their next tile, while they work on the current one."""
     fields, full, empty = lookup
     per_group = GROUP * num_blocks
     use = 0
@@ -78,7 +81,7 @@ def _look_up(table_ptr, num_tiles, num_blocks, lookup):
 
 @gluon.jit
 def _next_tile(lookup, use):
-    """A tile's expert, or -1 after the last, its block of outputs, its first row, and the row after its last."""
+    """Return the next tile: (expert, or -1 after the last tile; block of outputs; first row; end row)."""
     fields, full, empty = lookup
     mbarrier.wait(full.index(0), use & 1)
     expert, block = _get(fields, 0), _get(fields, 1)
@@ -89,7 +92,7 @@ def _next_tile(lookup, use):
 
 @gluon.jit
 def _load(x_tiles, w_tiles, num_blocks, lookup, rings, PLAN: gl.constexpr):
-    """The warp that loads, with one thread. What it loads behind a tile's last row is not used."""
+    """The warp that loads, with one thread. Rows after the end of a tile are loaded, but not used."""
     x_ring, w_ring, full, empty = rings
     i, use = 0, 0
     tile = _next_tile(lookup, use)
@@ -110,14 +113,14 @@ def _load(x_tiles, w_tiles, num_blocks, lookup, rings, PLAN: gl.constexpr):
 
 @gluon.jit
 def _load_pairs(pairs_ptr, tile, rows):
-    """The pairs of some rows of a tile; 0 where there are none."""
+    """Load the pairs of some rows of a tile; 0 for rows that do not exist."""
     expert, _, first_row, end_row = tile
     return gl.load(pairs_ptr + first_row + rows, (first_row + rows < end_row) & (expert >= 0), 0)
 
 
 @gluon.jit
 def _multiply(weights_ptr, pairs_ptr, lookup, rings, out, W: gl.constexpr, PLAN: gl.constexpr):
-    """A warpgroup: 64 rows, times their routing weights, whose addresses it loads a tile ahead."""
+    """A warpgroup: multiply 64 rows, and scale them by their routing weights, whose addresses it loads a tile ahead."""
     x_ring, w_ring, full, empty = rings
     out_ring, ready, free = out
     rows = W * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
@@ -132,7 +135,7 @@ def _multiply(weights_ptr, pairs_ptr, lookup, rings, out, W: gl.constexpr, PLAN:
             mbarrier.wait(full.index(stage), i // STAGES & 1)
             x, w = x_ring.index(stage).slice(W * 64, 64), w_ring.index(stage).permute((1, 0))
             sums = hopper.warpgroup_mma(x, w, sums, is_async=True)
-            sums = hopper.warpgroup_mma_wait(1, deps=[sums])  # for the one before
+            sums = hopper.warpgroup_mma_wait(1, deps=[sums])  # for the previous one
             mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=k > 0)
             i += 1
         sums = hopper.warpgroup_mma_wait(0, deps=[sums])
@@ -151,7 +154,7 @@ def _multiply(weights_ptr, pairs_ptr, lookup, rings, out, W: gl.constexpr, PLAN:
 
 @gluon.jit
 def _store(out_ptr, pairs_ptr, num_tokens, num_blocks, lookup, out, PLAN: gl.constexpr):
-    """The warps that store the rows of both warpgroups, piece by piece."""
+    """The warps that store the results of both warpgroups, piece by piece."""
     out_ring, ready, free = out
     width = num_blocks * COLUMNS
     rows, columns = gl.arange(0, 64, gl.SliceLayout(1, PIECE)), gl.arange(0, STEP, gl.SliceLayout(0, PIECE))
@@ -178,6 +181,7 @@ def _store(out_ptr, pairs_ptr, num_tokens, num_blocks, lookup, out, PLAN: gl.con
 def _down_kernel(
     x_tiles, w_tiles, routing_ptrs, out_ptr, num_tiles, num_tokens, num_blocks, PLAN: gl.constexpr, PDL: gl.constexpr
 ):
+    # A program loops over tiles of 128 rows and 256 outputs.
     gdc_launch_dependents(PDL)
     gdc_wait(PDL)
     weights_ptr, pairs_ptr, table_ptr = routing_ptrs
@@ -194,7 +198,7 @@ def _down_kernel(
             (_load, (x_tiles, w_tiles, num_blocks, lookup, rings, PLAN)),
             (_look_up, (table_ptr, num_tiles, num_blocks, lookup)),
         ],
-        [4, 2, 1, 1],  # warps of all but the first
+        [4, 2, 1, 1],  # warps of the second and later partitions
         [200, 104, 104, 104],  # registers of their threads; the first has as many as the second
     )
 
@@ -202,9 +206,10 @@ def _down_kernel(
 def experts_down(
     x: torch.Tensor, weight: torch.Tensor, rows: ExpertRows, routing: Routing, out: torch.Tensor
 ) -> torch.Tensor:
-    """x [rows, K] times the weight [experts, N, K] of each row's expert and its routing weight, to its place in `out`.
+    """Multiply each row of x [rows, K] by its expert's weight [N, K] and by its routing weight. Store it in `out`.
 
-    `out` is [top_k, T, N]. N is a multiple of 256, a tile has 128 rows, and rows of x and the weight 16 n bytes.
+    The weight is [experts, N, K], and `out` is [top_k, T, N]. N is a multiple of 256. Rows of x and of the weight have
+    a multiple of 16 bytes. The tiles of `rows` have 128 rows.
     """
     (num_tokens, top_k), (n, k) = routing.weights.shape, weight.shape[1:]
     num_tiles, num_blocks = len(rows.table), n // COLUMNS.value

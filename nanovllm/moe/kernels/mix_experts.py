@@ -1,4 +1,4 @@
-"""A mixture of experts from the norm before its router on, by the kernels that are fastest for so many tokens."""
+"""A mixture of experts, from the norm before its router on, with the fastest kernels for the number of tokens."""
 
 from functools import partial
 
@@ -18,9 +18,9 @@ def mix_experts(x, layer, slot_mapping):
 
 
 def _by_gemv(x, layer, slot_mapping):
-    """Mix the experts by matrix-vector products. Those that read a single whole row normalize it as well.
+    """Compute the experts with matrix-vector kernels. If there is one row, they also compute the norm.
 
-    Products of 8-bit weights don't: their instructions are a bound, too, and every program would compute the norm.
+    Kernels for 8-bit weights do not compute the norm: instructions limit them too, and every program would repeat it.
     """
     gate, experts = layer.gate.weight, layer.experts
     summands = x.summands() if len(x) == 1 else None
@@ -38,14 +38,14 @@ def _by_gemv(x, layer, slot_mapping):
     else:
         rows, norm = x.total, (x.weight, x.eps)
 
-    def compute(out):  # [1, T, hidden] or None; kernels take it for [T, hidden]
+    def compute(out):  # [1, T, hidden] or None; kernels treat it as [T, hidden]
         return moe_gemv(rows, routing, *weights, first, norm, out)
 
     return layer.sum_over_ranks(compute, *rows.shape, rows.dtype)
 
 
 def mix_by_gemm(x, layer, slot_mapping, router=router_logits):
-    """Mix the experts by grouped products. On a single rank, the next norm adds up each token's `top_k` parts."""
+    """Compute the experts with grouped GEMMs. On a single rank, the next norm adds the `top_k` parts of each token."""
     experts, tp, rows = layer.experts, layer.tp, x.tensor()
     logits = router(rows, layer.gate.weight)
     routing = route(logits, layer.top_k, layer.renormalize, slot_mapping, layer.num_shared)

@@ -1,10 +1,10 @@
-"""Mixture of experts for many tokens: grouped products over rows that are sorted by expert (moe_routing.py).
+"""Mixture of experts for many tokens: grouped GEMMs over rows that are sorted by expert (moe_routing.py).
 
-Weights may be 8-bit values times scales. Then as in split_k_gemm.py, the products are those of e4m3 where there are FP8
-units, for which the inputs of both products are quantized before; elsewhere weights are converted to the dtype of x.
+Weights may be 8-bit values times scales. On GPUs with FP8 units, the inputs of both GEMMs are then quantized, and the
+GEMMs multiply e4m3. On other GPUs, weights are converted to the dtype of x.
 
-Each token's `top_k` parts of the output are stored apart, for the next norm to add up: rows in the order of experts
-could be added to their tokens only by atomic additions, in an order that would change from run to run.
+The `top_k` parts of each token's output are stored separately, and the next norm adds them. Rows are in the order of
+experts, so adding them here would need atomic additions, whose order changes from run to run.
 """
 
 from typing import NamedTuple
@@ -20,23 +20,23 @@ from nanovllm.kernels.linear.quantize_rows import quantize_rows
 from nanovllm.kernels.linear.tiles import Tiles, Weight, add_product, block_shape, load_tile, operands_of, times_scales
 from nanovllm.moe.kernels.moe_routing import TILE_FIELDS, ExpertRows, Routing, sort_by_expert
 
-# tiles of rows that take the same tile of weights one after the other, which is then in the L2 cache
+# consecutive tiles of rows that use the same tile of weights, which then stays in the L2 cache
 GROUP_M = tl.constexpr(4)
 
-# by TILE_M, for elements of two bytes; where weights are the bound, two programs fit on a multiprocessor, so that one
-# reads while the other begins or ends. In GATE_UP, tile_n outputs need twice as many rows of weights.
+# By TILE_M, for elements of two bytes. If reading weights is the limit, two programs fit on a multiprocessor, so that
+# one reads while the other begins or ends. In GATE_UP, tile_n outputs need 2 * tile_n rows of weights.
 GATE_UP = {16: Tiles(64, 128, 3, 4), 32: Tiles(64, 64, 5, 4), 64: Tiles(64, 64, 4, 4), 128: Tiles(128, 64, 4, 8)}
 DOWN = {16: Tiles(128, 128, 3, 4), 32: Tiles(128, 64, 5, 4), 64: Tiles(128, 64, 4, 4), 128: Tiles(128, 64, 3, 4)}
-FLOAT32 = Tiles(32, 16, 3, 4)  # without tensor cores, for tests: larger tiles exceed the registers
-# of 8-bit values. While a program multiplies its products by scales, it leaves the tensor cores to others on the same
-# multiprocessor. With a larger TILE_M registers would spill.
+FLOAT32 = Tiles(32, 16, 3, 4)  # without tensor cores, for tests; larger tiles exceed the registers
+# For 8-bit values. While a program multiplies its results by scales, other programs on the same multiprocessor use the
+# tensor cores. With a larger TILE_M, registers would spill.
 SCALED_GATE_UP = {16: Tiles(64, 128, 4, 4), 32: Tiles(64, 128, 3, 4), 64: Tiles(64, 128, 4, 4)}
 SCALED_DOWN = {16: Tiles(128, 128, 4, 4), 32: Tiles(128, 128, 3, 4), 64: Tiles(128, 128, 3, 4)}
 MAX_SCALED_TILE_M = 64
 
 
 def choose_tile_m(num_pairs: int, num_experts: int) -> int:
-    """TILE_M: about one and a half times an expert's mean number of rows, as each tile reads the expert's weights."""
+    """Return TILE_M: about 1.5 times the mean number of rows of an expert, because each tile reads its weights."""
     return next((size for size in (16, 32, 64) if 2 * size * num_experts >= 3 * num_pairs), 128)
 
 
@@ -56,7 +56,10 @@ def _grouped_kernel(
     IS_GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x_tiles is a pointer if IS_GATED: the rows of x are those of tokens, in the order of experts."""
+    """A program computes a tile of at most TILE_M rows of one expert and tile_n outputs.
+
+    IS_GATED is the first GEMM, with SwiGLU. Then x_tiles is a pointer, because rows of x are in the order of tokens.
+    """
     gdc_launch_and_wait(PDL)
     weights_ptr, pairs_ptr, table_ptr = routing_ptrs
     tiles_of_n = tl.cdiv(N, TILES.tile_n)
@@ -73,7 +76,7 @@ def _grouped_kernel(
     pair = tl.load(pairs_ptr + row, is_used, 0)
     k = tl.arange(0, TILES.tile_k)
     n = first_n + tl.arange(0, TILES.tile_n)
-    first_w = expert * (2 * N if IS_GATED else N) + first_n  # of gate; the rows of up are N rows behind these
+    first_w = expert * (2 * N if IS_GATED else N) + first_n  # of gate; the rows of up begin N rows later
     end_w = first_w - first_n + N
     w_scales = scale_ptrs.w, first_w, end_w
     if IS_GATED:
@@ -83,7 +86,7 @@ def _grouped_kernel(
         up_scales = scale_ptrs.w, first_w + N, end_w + N
     else:
         x_row = row
-        weight = tl.load(weights_ptr + pair, is_used, 0.0)  # before the products, which take long
+        weight = tl.load(weights_ptr + pair, is_used, 0.0)  # before the long loop
     x_scales = scale_ptrs.x, x_row, is_used, scale_ptrs.x_stride
     # transposed, as in split_k_gemm.py
     acc = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
@@ -112,10 +115,10 @@ def _grouped_kernel(
 def _grouped_product(
     x: torch.Tensor, weight: Weight, rows: ExpertRows, routing: Routing, out: torch.Tensor, quantize: bool
 ) -> torch.Tensor:
-    """Fill `out`: [rows, size] is what gate and up give, [top_k, T, hidden] what down gives."""
+    """Fill `out` with the result of gate and up [rows, size], or of down [top_k, T, hidden]."""
     is_gated, is_scaled, is_float32 = out.dim() == 2, isinstance(weight, tuple), x.dtype == torch.float32
     if rows.tile_m == 128 and not is_gated and not is_float32 and out.shape[2] % 256 == 0 and has_hopper_kernels():
-        from nanovllm.moe.kernels import hopper_experts  # which imports what few versions of Triton have
+        from nanovllm.moe.kernels import hopper_experts  # it needs Gluon of Triton 3.6
 
         return hopper_experts.experts_down(x, weight, rows, routing, out)
     inputs = quantize_rows(x, block_shape(*weight)[1]) if quantize else x
@@ -124,7 +127,7 @@ def _grouped_product(
         tiles = (SCALED_GATE_UP if is_gated else SCALED_DOWN)[rows.tile_m]
     else:
         tiles = FLOAT32 if is_float32 else (GATE_UP if is_gated else DOWN)[rows.tile_m]
-    if shape.block_k < shape.k:  # a tile lies in one block
+    if shape.block_k < shape.k:  # a tile must lie in one block
         tiles = tiles._replace(tile_k=min(tiles.tile_k, shape.block_k & -shape.block_k))
     if has_tma(x.device) and shape.k * values.element_size() % 16 == 0 and not (is_scaled and is_float32):
         weight_tiles = TensorDescriptor.from_tensor(values.flatten(0, 1), [tiles.tile_n, tiles.tile_k])
@@ -144,12 +147,12 @@ def _grouped_product(
 def moe_gemm(
     x: torch.Tensor, routing: Routing, gate_up: Weight, down: Weight, first_expert: int = 0, quantize: bool = False
 ) -> torch.Tensor:
-    """x [T, hidden] -> [top_k, T, hidden], whose sum over the choices is the output; T is not 0.
+    """Compute the experts for x [T, hidden], T > 0. Return parts [top_k, T, hidden], whose sum is the output.
 
-    The weights are those of this rank's experts, from `first_expert` on: gate_up [experts, 2 * size, hidden] and
-    down [experts, hidden, size]. Parts of tokens whose experts are on other ranks are not written. All contiguous, rows
-    of a multiple of 16 bytes. Of 8-bit values, the scales are [experts, N / block rows, K / block columns], with at
-    least 32 columns; with `quantize`, the products are those of e4m3.
+    The weights belong to this rank's experts, from `first_expert` on: gate_up [experts, 2 * size, hidden] and down
+    [experts, hidden, size]. Parts whose experts are on other ranks are not written. All tensors are contiguous, and
+    their rows have a multiple of 16 bytes. Scales of 8-bit values are [experts, N / block rows, K / block columns],
+    with blocks of at least 32 columns. With `quantize`, activations are quantized to e4m3.
     """
     is_scaled = isinstance(down, tuple)
     num_local, hidden, size = (down[0] if is_scaled else down).shape
@@ -162,7 +165,7 @@ def moe_gemm(
 
 
 class SumSizes(NamedTuple):
-    """What the kernel below is compiled for."""
+    """The sizes that the kernel below is compiled for."""
 
     num_local: int  # experts of this rank
     top_k: int
@@ -174,6 +177,7 @@ class SumSizes(NamedTuple):
 def _sum_parts_kernel(
     parts_ptr, ids_ptr, out_ptr, num_tokens, first_expert, SIZES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
+    # A program computes BLOCK outputs of a token.
     gdc_launch_and_wait(PDL)
     TOP_K: tl.constexpr = SIZES.top_k
     N: tl.constexpr = SIZES.n
@@ -190,9 +194,9 @@ def _sum_parts_kernel(
 def sum_local_parts(
     parts: torch.Tensor, routing: Routing, first_expert: int, num_experts: int, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The sum of the parts [top_k, T, hidden] of this rank's experts: [T, hidden]; `out` takes it.
+    """Return the sum [T, hidden] of the parts [top_k, T, hidden] of this rank's experts. `out` receives it.
 
-    A single rank leaves this to the next norm. Several would read the parts of all other ranks there.
+    A single rank leaves this to the next norm. With several ranks, the norm would have to read all parts of all ranks.
     """
     top_k, num_tokens, n = parts.shape
     out = torch.empty_like(parts[0]) if out is None else out

@@ -1,7 +1,7 @@
-"""Mixture of experts for a few tokens: matrix-vector products with the weights of the experts that are chosen.
+"""Mixture of experts for a few tokens: matrix-vector products with the weights of the chosen experts.
 
-All kernels are bound by the reading of weights, which may be 8-bit values times scales. Of those a thread loads LANE at
-once, a part of a tile, in which no border of blocks lies.
+Reading weights limits all kernels. The weights may be 8-bit values times scales. A thread loads LANE of these values at
+once; no border of a block lies between them.
 """
 
 from typing import NamedTuple
@@ -15,14 +15,14 @@ from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launc
 from nanovllm.kernels.linear.tiles import NO_NORM, Weight, as_loadable, columns_of_parts, shape_of, values_and_scales
 from nanovllm.moe.kernels.moe_routing import Routing
 
-MAX_GEMV_TOKENS = 4  # with more tokens, several choose the same expert, whose weights a grouped product reads once
-# TILE_N, TILE_K and warps; a warp alone has no barriers, and all its loads are in flight
+MAX_GEMV_TOKENS = 4  # with more tokens, several choose the same expert, and a grouped GEMM reads its weights only once
+# TILE_N, TILE_K, warps; a program with one warp needs no barriers, and all its loads are in flight
 GATE_UP_TILE, SCALED_GATE_UP_TILE, DOWN_TILE = (1, 1024, 1), (4, 2048, 4), (2, 256, 1)
 LANE = tl.constexpr(8)
 
 
 class Sizes(NamedTuple):
-    """What the kernels are compiled for, beside the shape of the product."""
+    """The sizes that the kernels are compiled for, besides the shape of the matmul."""
 
     num_local: int  # experts of this rank
     top_k: int
@@ -35,6 +35,7 @@ class Sizes(NamedTuple):
 def _gate_up_gemv_kernel(
     x_ptrs, w_ptrs, ids_ptr, out_ptr, first_expert, eps, N, SHAPE: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr
 ):
+    # A program computes tile_n outputs of SwiGLU, for a pair of a token and an expert.
     gdc_launch_and_wait(PDL)
     x_ptr, norm_weight_ptr = x_ptrs
     K: tl.constexpr = SHAPE.k
@@ -70,7 +71,7 @@ def _gate_up_gemv_kernel(
 def _down_gemv_kernel(
     h_ptr, w_ptrs, choice_ptrs, out_ptr, first_expert, N, SHAPE: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr
 ):
-    """The sum over a token's experts, all in one program."""
+    """A program computes tile_n outputs of a token: the sum over all its experts."""
     weights_ptr, ids_ptr = choice_ptrs
     K: tl.constexpr = SHAPE.k
     TILE_K: tl.constexpr = SIZES.tile_k
@@ -95,9 +96,9 @@ def _down_gemv_kernel(
 
 @triton.jit
 def _scales_of_parts(scale_ptr, begin, k, SHAPE: tl.constexpr):
-    """The scales [parts] that columns begin + k have in the row of blocks from scale_ptr on, 1 if it is a single block.
+    """Load the scales [parts] of columns begin + k in the row of blocks at scale_ptr; 1 if a row is a single block.
 
-    k are those of `columns_of_parts`.
+    k [parts, LANE] comes from `columns_of_parts`.
     """
     part = tl.arange(0, k.shape[0])
     if SHAPE.block_k < SHAPE.k:
@@ -110,7 +111,7 @@ def _scales_of_parts(scale_ptr, begin, k, SHAPE: tl.constexpr):
 
 @triton.jit
 def _load_parts(ptr, k, is_row, SHAPE: tl.constexpr, TILE_K: tl.constexpr):
-    """Weights at pointers [rows, parts, LANE] to the columns k [parts, LANE] of rows, 0 outside; is_row is [rows]."""
+    """Load weights at pointers [rows, parts, LANE] to columns k [parts, LANE]; 0 outside. is_row is [rows]."""
     inside = is_row[:, None, None]
     if SHAPE.k % TILE_K > 0:
         inside &= (k < SHAPE.k)[None]
@@ -119,14 +120,14 @@ def _load_parts(ptr, k, is_row, SHAPE: tl.constexpr, TILE_K: tl.constexpr):
 
 @triton.jit
 def _load_parts_of_x(x_ptr, k, SHAPE: tl.constexpr, TILE_K: tl.constexpr):
-    """The elements at k [parts, LANE] of a row as float32 [1, parts, LANE], 0 outside."""
+    """Load the elements k [parts, LANE] of a row as float32 [1, parts, LANE]; 0 outside."""
     x = tl.load(x_ptr + k) if SHAPE.k % TILE_K == 0 else tl.load(x_ptr + k, k < SHAPE.k, 0.0)
     return x.to(tl.float32)[None]
 
 
 @triton.jit
 def _multiply_parts(w, x, scales):
-    """Sums [rows, parts] of weights [rows, parts, LANE] times x [1, parts, LANE], and times scales [parts]."""
+    """Multiply weights [rows, parts, LANE] by x [1, parts, LANE] and scales [parts]; sum over LANE: [rows, parts]."""
     return tl.sum(decode_e4m3(w, tl.float32) * x, 2) * scales[None, :]
 
 
@@ -135,7 +136,7 @@ def _multiply_parts(w, x, scales):
 def _scaled_gate_up_gemv_kernel(
     x_ptrs, w_ptrs, ids_ptr, out_ptr, first_expert, eps, N, SHAPE: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr
 ):
-    """With 8-bit weights, and without a norm."""
+    """As `_gate_up_gemv_kernel`, but with 8-bit weights and without a norm."""
     gdc_launch_and_wait(PDL)
     w_ptr, scale_ptr = w_ptrs
     pair = tl.program_id(1)
@@ -180,7 +181,7 @@ def _scaled_gate_up_gemv_kernel(
 def _scaled_down_gemv_kernel(
     h_ptr, w_ptrs, choice_ptrs, out_ptr, first_expert, N, SHAPE: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr
 ):
-    """With 8-bit weights."""
+    """As `_down_gemv_kernel`, but with 8-bit weights."""
     K: tl.constexpr = SHAPE.k
     TILE_K: tl.constexpr = SIZES.tile_k
     COLUMNS: tl.constexpr = K // SHAPE.block_k
@@ -216,10 +217,10 @@ def _scaled_down_gemv_kernel(
 
 
 def _operands(weight: Weight, tile: tuple[int, int, int], top_k: int) -> tuple[tuple, dict]:
-    """What a kernel takes for a weight [experts, N, K], and its constants."""
+    """Return what a kernel takes for a weight [experts, N, K], and the constants of the kernel."""
     values, scales = values_and_scales(weight)
     shape, (tile_n, tile_k, num_warps) = shape_of(values, scales), tile
-    if shape.block_k < shape.k:  # all rows of a program are in the same row of blocks
+    if shape.block_k < shape.k:  # all rows of a program must be in the same row of blocks
         tile_n = min(tile_n, shape.block_n)
     sizes = Sizes(len(values), top_k, tile_n, min(tile_k, 1 << (shape.k - 1).bit_length()))
     return (as_loadable(values), scales), dict(SHAPE=shape, SIZES=sizes, num_warps=num_warps)
@@ -228,11 +229,11 @@ def _operands(weight: Weight, tile: tuple[int, int, int], top_k: int) -> tuple[t
 def moe_gemv(
     x: torch.Tensor, routing: Routing, gate_up: Weight, down: Weight, first_expert: int = 0, norm=NO_NORM, out=None
 ) -> torch.Tensor:
-    """The sum over each token's experts, of those that this rank has: x [T, hidden] -> [T, hidden]; T is not 0.
+    """Compute the experts for x [T, hidden], T > 0. Return the sum [T, hidden] over each token's experts on this rank.
 
     `gate_up` [experts, 2 * size, hidden] and `down` [experts, hidden, size] are the weights of this rank's experts,
-    from `first_expert` on. With a `norm`, its weight [hidden] and its eps, the RMS norm of x takes its place. `out`
-    takes the result. All contiguous.
+    from `first_expert` on. With `norm`, the weight [hidden] and the eps of a norm, the RMS norm of x replaces x. `out`
+    receives the result. All tensors are contiguous.
     """
     (num_tokens, top_k), kernels = routing.expert_ids.shape, (_gate_up_gemv_kernel, _down_gemv_kernel)
     tile = GATE_UP_TILE

@@ -1,7 +1,7 @@
-"""Mixture of experts: which experts each token is routed to, and the order of the rows of the grouped products.
+"""Mixture of experts: the experts of each token, and the order of the rows of the grouped GEMMs.
 
-A pair is a token and one of its `top_k` choices, with the index token * top_k + choice; its expert computes one row of
-the grouped products. Rows are pairs sorted by expert. A tile is a range of at most TILE_M rows of one expert.
+A pair is a token and one of its `top_k` choices, with the index token * top_k + choice. A pair is one row of the
+grouped GEMMs. Rows are the pairs sorted by expert. A tile is a range of at most TILE_M rows of one expert.
 """
 
 from typing import NamedTuple
@@ -14,15 +14,16 @@ from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launc
 from nanovllm.kernels.launch.gpu_features import has_tma, num_sms
 from nanovllm.kernels.linear.split_k_gemm import TILE_K, TILE_N, split_k_gemm
 
-MAX_SPLIT_K = 8  # of the router's product, whose partial sums are added up by the programs that route
-# up to LONE_SHARE pairs are one share; all pairs of a share are compared, those of a block by one program
+MAX_SPLIT_K = 8  # of the router's matmul; the routing kernel adds the parts
+# All pairs of a share are compared with each other; a program handles a block of pairs. Up to LONE_SHARE pairs are one
+# share.
 LONE_SHARE, LONE_BLOCK, SHARE, BLOCK = 2048, 16, 256, 64
-MIN_SHARE, MAX_SHARES = 128, tl.constexpr(1024)  # a pair for each thread at least
+MIN_SHARE, MAX_SHARES = 128, tl.constexpr(1024)  # at least one pair for each thread
 TILE_FIELDS = tl.constexpr(3)  # expert or -1, first row, and the row after the last
 
 
 class Routing(NamedTuple):
-    """Where each token goes. Experts of a token are sorted by probability, equal ones by id; shared ones are last."""
+    """The experts of each token, sorted by descending probability, then by id. Shared experts come last."""
 
     weights: torch.Tensor  # [T, top_k] float32
     expert_ids: torch.Tensor  # [T, top_k] int32
@@ -32,15 +33,15 @@ class Routing(NamedTuple):
 class ExpertRows(NamedTuple):
     """The rows of the grouped products."""
 
-    pairs: torch.Tensor  # [T * top_k] int32: the pair of each row
+    pairs: torch.Tensor  # [T * top_k] int32: the index of each row's pair
     table: torch.Tensor  # [num_tiles, TILE_FIELDS] int32; unused tiles have an expert of -1
     tile_m: int
 
 
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [T, K] times the router's weight [experts, K] transposed, as partial sums [split_k, T, experts].
+    """Multiply x [T, K] by the router's weight [experts, K] transposed. Return parts [split_k, T, experts].
 
-    They are float32 on Hopper, so that few experts have equal logits. Elsewhere they have the dtype of x.
+    The parts are float32 on Hopper, so that experts rarely have equal logits. Elsewhere they have the dtype of x.
     """
     num_experts, k = weight.shape
     if not has_tma(x.device) or x.dtype == torch.float32 or k % 8:
@@ -53,7 +54,7 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _load_logits(ptr, is_inside, part_size, SPLIT_K: tl.constexpr):
-    """Sums of partial sums. NaN, which unused rows may have, becomes -inf."""
+    """Load and add the parts of logits. NaN, which unused rows may have, becomes -inf."""
     logits = tl.load(ptr, is_inside, float("-inf")).to(tl.float32)
     for part in tl.static_range(1, SPLIT_K):
         logits += tl.load(ptr + part * part_size, is_inside, 0.0).to(tl.float32)
@@ -61,20 +62,20 @@ def _load_logits(ptr, is_inside, part_size, SPLIT_K: tl.constexpr):
 
 
 class RouteSizes(NamedTuple):
-    """What the kernel below is compiled for."""
+    """The sizes that the kernel below is compiled for."""
 
-    num_experts: int  # of which a token chooses `top_k`
+    num_experts: int  # without shared experts
     top_k: int
-    num_shared: int  # experts behind these, which each token has
+    num_shared: int  # experts that every token uses, after the others
     split_k: int
     renormalize: bool
-    block_t: int  # tokens of a program, a warp for each
+    block_t: int  # tokens of a program, one warp for each
 
 
 @dependent_kernel(early=("slot_mapping_ptr",))
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_kernel(logits_ptr, slot_mapping_ptr, out_ptrs, num_tokens, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """An id without an expert counts as -inf, as NaN does: ids are always valid."""
+    """A program routes `block_t` tokens. Columns without an expert, and NaN, count as -inf, so ids are always valid."""
     weights_ptr, ids_ptr = out_ptrs
     E: tl.constexpr = SIZES.num_experts
     TOP_K: tl.constexpr = SIZES.top_k
@@ -91,10 +92,10 @@ def _route_kernel(logits_ptr, slot_mapping_ptr, out_ptrs, num_tokens, SIZES: tl.
     is_token = (token < num_tokens)[:, None]
     row, part_size = logits_ptr + source[:, None] * (E + SHARED), num_tokens * (E + SHARED)
     logits = _load_logits(row + expert, is_token & (expert < E), part_size, SIZES.split_k)
-    logits = tl.where(logits == 0.0, 0.0, logits)  # -0.0 has other bits
+    logits = tl.where(logits == 0.0, 0.0, logits)  # -0.0 has other bits than 0.0
 
-    # integers in the order of logits, as a warp finds the largest in one instruction: of a negative number, all bits
-    # but the sign are inverted
+    # integers with the same order as the logits, because a warp finds the largest integer in one instruction: for a
+    # negative number, all bits except the sign are inverted
     bits = logits.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     choice = tl.arange(0, BLOCK_K)[None, :]
@@ -126,18 +127,18 @@ def _route_kernel(logits_ptr, slot_mapping_ptr, out_ptrs, num_tokens, SIZES: tl.
 def route(
     logits: torch.Tensor, top_k: int, renormalize: bool, slot_mapping: torch.Tensor | None = None, num_shared: int = 0
 ) -> Routing:
-    """The `top_k` experts of each token, by the softmax over all experts in float32, and then `num_shared` ones.
+    """Return the `top_k` experts of each token, by a float32 softmax over all experts, and `num_shared` shared experts.
 
-    `logits` [split_k, T, experts] are partial sums; T is not 0. With `renormalize`, a token's weights add up to 1. Of
-    equal logits, the lower expert id comes first (torch.topk leaves their order open). Tokens whose slot [T] is
-    negative pad a batch: they go where the first token goes, so that no more weights are read for them. Shared experts
-    are the last ones, and no part of the softmax: each token has them, by the sigmoids of their logits.
+    `logits` [split_k, T, experts], T > 0, are parts of a sum. With `renormalize`, the weights of the chosen experts add
+    up to 1. If logits are equal, the lower expert id comes first (torch.topk leaves this order open). Tokens whose slot
+    [T] is negative are padding: they get the experts of the first token, so that no further weights are read. Shared
+    experts are the last experts. They are not part of the softmax; their weights are the sigmoids of their logits.
     """
     split_k, num_tokens, num_logits = logits.shape
     num_experts, shape = num_logits - num_shared, (num_tokens, top_k + num_shared)
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
     expert_ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
-    block_t = 1 if num_shared else 4  # unaligned rows would be spread over all warps
+    block_t = 1 if num_shared else 4  # with more, the unaligned rows would be spread over all warps
     sizes = RouteSizes(num_experts, top_k, num_shared, split_k, renormalize, block_t)
     operands, grid = (logits, slot_mapping, (weights, expert_ids), num_tokens), (triton.cdiv(num_tokens, block_t),)
     launch(_route_kernel, grid, logits.device)(*operands, SIZES=sizes, num_warps=block_t)
@@ -145,17 +146,17 @@ def route(
 
 
 class SortSizes(NamedTuple):
-    """What the kernels that sort are compiled for."""
+    """The sizes that the sorting kernels are compiled for."""
 
     num_experts: int  # of this rank
     share: int  # pairs that are compared with each other
-    block: int  # those of a program
-    bins: int  # a power of two, more than there are experts
+    block: int  # pairs of a program
+    bins: int  # a power of two, larger than num_experts
 
 
 @triton.jit
 def _load_keys(ids_ptr, pair, num_pairs, first_expert, SIZES: tl.constexpr):
-    """The order of a share's pairs: by this rank's experts, the rest behind the last, and then by pair."""
+    """Return the sort keys of a share's pairs: by expert, with other ranks' experts at the end, then by pair."""
     expert = tl.load(ids_ptr + pair, pair < num_pairs, -1) - first_expert
     is_local = (expert >= 0) & (expert < SIZES.num_experts) & (pair < num_pairs)
     return tl.where(is_local, expert, SIZES.num_experts) * SIZES.share + pair % SIZES.share
@@ -164,7 +165,7 @@ def _load_keys(ids_ptr, pair, num_pairs, first_expert, SIZES: tl.constexpr):
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_pairs", "first_expert"])
 def _count_kernel(ids_ptr, rows_ptr, num_pairs, first_expert, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """Each expert's first row and number of rows, if there were only the pairs of a share: [2, bins, shares]."""
+    """A program counts a share: each expert's first row and number of rows within it, into [2, bins, shares]."""
     gdc_launch_and_wait(PDL)
     share, num_shares = tl.program_id(0), tl.num_programs(0)
     pair = share * SIZES.share + tl.arange(0, SIZES.share)
@@ -179,7 +180,11 @@ def _count_kernel(ids_ptr, rows_ptr, num_pairs, first_expert, SIZES: tl.constexp
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_shares"])
 def _scan_kernel(rows_ptr, num_shares, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """Replace an expert's first rows by how many pairs of other shares come before, its first count by the sum."""
+    """A program sums one expert over all shares.
+
+    It replaces the expert's first row of each share by the number of rows of other shares that come before, and the
+    expert's first count by the sum of its counts.
+    """
     gdc_launch_and_wait(PDL)
     share = tl.arange(0, MAX_SHARES)
     field = rows_ptr + tl.program_id(0) * num_shares
@@ -192,10 +197,10 @@ def _scan_kernel(rows_ptr, num_shares, SIZES: tl.constexpr, PDL: tl.constexpr):
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_pairs", "first_expert", "num_tiles"])
 def _sort_kernel(in_ptrs, out_ptrs, num_pairs, first_expert, num_tiles, tile_m, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """The first program writes the tiles, and each other one the rows of a block of pairs.
+    """The first program writes the table of tiles. Each other program writes the rows of a block of pairs.
 
-    A row is the number of pairs that come before. Those of the same share are compared. Without `rows_ptr` there are no
-    others, which saves two kernels.
+    The row of a pair is the number of pairs that come before it. Pairs of the same share are compared. Without
+    `rows_ptr`, there is only one share, and the two kernels above are not needed.
     """
     gdc_launch_and_wait(PDL)
     ids_ptr, rows_ptr = in_ptrs
@@ -232,14 +237,15 @@ def _sort_kernel(in_ptrs, out_ptrs, num_pairs, first_expert, num_tiles, tile_m, 
 
 
 def max_tiles(num_pairs: int, num_experts: int, tile_m: int) -> int:
-    """The largest possible number of tiles: each has a row, and each expert's last one may lack all rows but one."""
+    """Return the largest possible number of tiles. Each tile has a row, and only an expert's last tile is not full."""
     return min(num_pairs, (num_pairs + num_experts * (tile_m - 1)) // tile_m)
 
 
 def sort_by_expert(expert_ids: torch.Tensor, first_expert: int, num_experts: int, tile_m: int) -> ExpertRows:
-    """The rows and tiles of this rank's experts, `num_experts` from `first_expert` on; rows of an expert by pair.
+    """Return the rows and tiles of this rank's experts: `num_experts` experts from `first_expert` on.
 
-    `expert_ids` is [T, top_k] int32; T is not 0. Sizes depend on shapes only. What is left of `pairs` is not written.
+    expert_ids [T, top_k] int32, T > 0. The rows of an expert are in the order of pairs. Sizes depend only on shapes, so
+    the end of `pairs` may not be written.
     """
     num_pairs, device = expert_ids.numel(), expert_ids.device
     num_tiles = max_tiles(num_pairs, num_experts, tile_m)
