@@ -1,9 +1,9 @@
-"""Drafts in a layer of the gated delta rule, whose states can't go back: what may be wrong never gets there.
+"""Drafts in a layer of the gated delta rule. A state can't go back, so no draft that may be wrong enters it.
 
-Of a sequence's tokens in a step, the first is certain, and the state after it is stored. The drafts are computed from
-there, and only their inputs are kept, which take about a hundredth of a state each. In the next step the sequence is
-longer by the drafts that were right: these are computed again, into the state. How many they are is read on the host,
-so this is for a CPU.
+The first token of a sequence in a step is certain, and the state after it is stored. The drafts are computed from
+there, and only their inputs are kept, which take about a hundredth of a state each. In the next step, the sequence has
+grown by the accepted drafts. These are computed again, into the state. This definition reads their number on the host,
+so it is meant for a CPU.
 """
 
 from typing import Any
@@ -24,11 +24,12 @@ from nanovllm.kernels import operation
 
 @operation
 def delta_net_drafts(qkvz, ba, layer: GatedDeltaNet, states: State, rows, context_lens, out, count=None) -> None:
-    """As `delta_net_step`, of a token and the drafts after it for each of B sequences, whose states are in `rows` [B].
+    """As `delta_net_step`, for a token and the drafts after it of each of B sequences. Their states are in `rows` [B].
 
-    qkvz [B * k, channels + heads * value_dim]; ba [B * k, 2 heads]; context_lens [B * k]: how many tokens there are up
-    to each; out [B * k, heads * value_dim]. A draft that is no token further than the one before is a copy of that.
-    With `count` [1] int32, only so many of the B * k rows are there.
+    qkvz [B * k, channels + heads * value_dim]; ba [B * k, 2 heads]; out [B * k, heads * value_dim]
+    context_lens [B * k]: the number of tokens up to and including each token. If it does not grow, the token is a copy
+        of the token before it.
+    count [1] int32: if given, only so many of the B * k rows exist
     """
     assert states.kept_drafts is not None
     (inputs, num_tokens), k = states.kept_drafts, len(qkvz) // len(rows)
@@ -44,12 +45,12 @@ def delta_net_drafts(qkvz, ba, layer: GatedDeltaNet, states: State, rows, contex
     inputs[rows, :num_drafts] = drafts = torch.cat((qkv, ba[:, 1:]), 2)
     _, read, _ = _advance(drafts, layer, states, rows)
     out[:, 1:] = gated_norm(read.flatten(0, 1), z.flatten(0, 1), layer).unflatten(0, z.shape[:2])
-    # the copies too, as their keys and values go to the same slots
+    # copies need the same outputs, because their keys and values go to the same slots
     out.copy_(out[torch.arange(len(rows), device=rows.device)[:, None], lengths - lengths[:, :1]])
 
 
 def _replay(layer: GatedDeltaNet, states: State, rows: torch.Tensor, counts: torch.Tensor) -> None:
-    """Compute the first `counts` [B] kept drafts of the sequences in `rows` again, and store their states."""
+    """Compute the first `counts` [B] kept drafts of the sequences in `rows` again, into their states."""
     some = counts.nonzero()[:, 0]
     if not len(some):
         return
@@ -59,17 +60,17 @@ def _replay(layer: GatedDeltaNet, states: State, rows: torch.Tensor, counts: tor
     is_wrong = (torch.arange(inputs.shape[1], device=rows.device) >= counts)[:, :, None]
     qkv, gates = inputs.split((windows.shape[2], inputs.shape[2] - windows.shape[2]), 2)
     qkv.masked_fill_(is_wrong, 0)
-    gates.masked_fill_(is_wrong, -torch.inf)  # a token neither decays nor corrects the matrix then
+    gates.masked_fill_(is_wrong, -torch.inf)  # then the token neither decays nor corrects the matrix
     seen, _, matrices[rows] = _advance(inputs, layer, states, rows)
     last = counts + torch.arange(windows.shape[1], device=rows.device)
     windows[rows] = seen[torch.arange(len(rows), device=rows.device)[:, None], last]
 
 
 def _advance(inputs: torch.Tensor, layer: GatedDeltaNet, states: State, rows: torch.Tensor) -> tuple[Any, ...]:
-    """T tokens from the states in `rows` [B] on, with inputs [B, T, channels + 2 heads].
+    """Compute T tokens, with inputs [B, T, channels + 2 heads], from the states in `rows` [B] on.
 
-    Returns the inputs of the convolution [B, conv_size - 1 + T, channels], what the tokens read [B, T, heads,
-    value_dim], and the matrices after them.
+    Return the inputs of the convolution [B, conv_size - 1 + T, channels], the outputs [B, T, heads, value_dim], and the
+    matrices after the tokens.
     """
     windows, matrices = states.tensors
     qkv, ba = inputs.split((windows.shape[2], inputs.shape[2] - windows.shape[2]), 2)

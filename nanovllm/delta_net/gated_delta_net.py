@@ -1,11 +1,11 @@
-"""The gated delta rule: a layer with a state of fixed size in place of attention (Yang et al. 2024, arXiv:2412.06464).
+"""The gated delta rule: a layer with a state of fixed size instead of attention (Yang et al. 2024, arXiv:2412.06464).
 
-Each head keeps a matrix S [value_dim, key_dim], an associative memory. A token decays it, corrects what it returns for
-the token's key by a part of the error, and reads it with the token's query:
+Each head keeps a matrix S [value_dim, key_dim], an associative memory. A token decays S, corrects the value that S
+returns for the token's key by a fraction of its error, and reads S with the token's query:
 
     S = exp(log_decay) S;  S = S + beta (v - S k) k^T;  out = S q
 
-Queries, keys and values come out of a short causal convolution.
+Queries, keys and values are the outputs of a short causal convolution.
 """
 
 from typing import Any, NamedTuple
@@ -23,11 +23,11 @@ from nanovllm.utils.context import get_context
 from nanovllm.utils.loader import Shard, default_weight_loader, parameter
 from nanovllm.utils.tensor_parallel import TensorParallel
 
-CHUNK = 64  # tokens whose updates of a state are made at once
+CHUNK = 64  # tokens that update a state together
 
 
 class DeltaHeads(NamedTuple):
-    """The heads of a layer, or those of a rank. A query and a key serve `num_values / num_keys` adjacent values."""
+    """The heads of a layer, or of one rank. A query and a key head serve num_values / num_keys adjacent value heads."""
 
     num_keys: int
     num_values: int
@@ -37,7 +37,7 @@ class DeltaHeads(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """How many numbers of a token are its queries, keys and values."""
+        """The sizes of a token's queries, keys and values, in numbers."""
         return *2 * (self.num_keys * self.key_dim,), self.num_values * self.value_dim
 
     def of_rank(self, tp: TensorParallel) -> "DeltaHeads":
@@ -47,9 +47,9 @@ class DeltaHeads(NamedTuple):
 
 
 def delta_rule_step(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token, by the definition: q and k [..., key_dim], v [..., value_dim], log_decay and beta [...], float32.
+    """Compute one token by the definition, in float32. Return its output [..., value_dim] and the new state.
 
-    Returns what the token reads [..., value_dim], and the state [..., value_dim, key_dim] after it.
+    q and k [..., key_dim], v [..., value_dim], log_decay and beta [...], state [..., value_dim, key_dim].
     """
     state = state * log_decay.exp()[..., None, None]
     error = beta[..., None] * (v - _read(state, k))
@@ -58,12 +58,12 @@ def delta_rule_step(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, torc
 
 
 def _read(state: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """The product [..., value_dim], which a CPU's library computes much faster in this order."""
+    """Return state @ key [..., value_dim]. The CPU library is much faster in this order of the operands."""
     return (key[..., None, :] @ state.mT)[..., 0, :]
 
 
 def recurrent_delta_rule(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, torch.Tensor]:
-    """T tokens of a sequence, one after the other: as `delta_rule_step`, with a first dimension T but for the state."""
+    """Compute T tokens one after the other: `delta_rule_step` with a first dimension T, except for the state."""
     outputs = []
     for token in zip(q, k, v, log_decay, beta):
         out, state = delta_rule_step(*token, state)
@@ -72,14 +72,14 @@ def recurrent_delta_rule(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor,
 
 
 def chunk_delta_rule(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `recurrent_delta_rule` of inputs [T, heads, ...], by matrix products of CHUNK tokens."""
+    """Compute `recurrent_delta_rule` of inputs [T, heads, ...] with matmuls over CHUNK tokens."""
     by_head = (x.transpose(0, 1).split(CHUNK, 1) for x in (q, k, v, log_decay, beta))  # [heads, C, ...] each
     outputs = []
     for q, k, v, log_decay, beta in zip(*by_head):
-        decay = log_decay.cumsum(1)  # of the state since the chunk began, as a logarithm
-        between = (decay[:, :, None] - decay[:, None]).tril().exp().tril()  # [heads, C, C]: since a token before
+        decay = log_decay.cumsum(1)  # log of the decay since the chunk began
+        between = (decay[:, :, None] - decay[:, None]).tril().exp().tril()  # [heads, C, C]: since an earlier token
         from_start, to_end = decay.exp()[..., None], (decay[:, -1:] - decay).exp()[..., None]
-        # each token's correction depends on those before it: a triangular system
+        # each token's correction depends on the corrections before it: a triangular system
         overlap = beta[..., None] * (k @ k.mT) * between
         wanted = beta[..., None] * (v - from_start * (k @ state.mT))
         errors = torch.linalg.solve_triangular(overlap, wanted, upper=False, unitriangular=True)
@@ -89,17 +89,17 @@ def chunk_delta_rule(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, tor
 
 
 class GatedDeltaNet(nn.Module):
-    """The products before and after the rule, and the state of each sequence.
+    """The projections before and after the gated delta rule, and the state of each sequence.
 
-    `layer.cache.tensors` are `windows` [rows, conv_size - 1, channels], the last inputs of the convolution, oldest
-    first, whose channels are those of queries, keys and values; and `matrices` [rows, heads, value_dim, key_dim].
-
+    `layer.cache.tensors` are `windows` [rows, conv_size - 1, channels] and `matrices` [rows, heads, value_dim,
+    key_dim]. Windows are the last inputs of the convolution, oldest first, with the channels of queries, keys and
+    values.
     """
 
-    l2_eps = 1e-6  # of queries and keys
+    l2_eps = 1e-6  # of the norms of queries and keys
 
     def __init__(self, hidden_size: int, heads: DeltaHeads, eps: float, weights: tuple):
-        """`weights`: as ScatteredColumnParallelLinear takes them, of [q, k, v, z] and of [b, a]."""
+        """`weights`: the arguments `weights` of ScatteredColumnParallelLinear for [q, k, v, z] and for [b, a]."""
         super().__init__()
         tp = get_construction().tp
         self.heads, self.eps = heads.of_rank(tp), eps
@@ -117,7 +117,7 @@ class GatedDeltaNet(nn.Module):
 
     @property
     def captures_chunks(self) -> bool:
-        """Whether a CUDA graph can contain chunks: the definition reads their lengths on the host."""
+        """Whether a CUDA graph can contain chunks: not with the definition, which reads their lengths on the host."""
         return "delta_net_chunks" in ops_for(self.A_log.device)
 
     def cache_spec(self) -> StateSpec:
@@ -130,14 +130,15 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(self.mix(self.in_proj_qkvz(x), self.in_proj_ba(x)))
 
     def mix(self, qkvz: torch.Tensor, ba: torch.Tensor) -> torch.Tensor:
-        """What lies between the projections: [T, channels + heads * value_dim] and [T, 2 heads] -> [T, heads *
-        value_dim]. The states of the step's sequences are read and overwritten.
+        """Compute everything between the projections, and update the states of the step's sequences.
+
+        qkvz [T, channels + heads * value_dim], ba [T, 2 heads] -> [T, heads * value_dim].
         """
         context = get_context()
         out = qkvz.new_empty(len(qkvz), self.heads.sizes[2])
         n, count, rows = context.num_decode_rows, context.num_decode_rows_on_device, context.state_rows
         kept, starts = self.cache.kept_drafts, context.cu_seqlens_q
-        if n and kept is None:  # they come first
+        if n and kept is None:  # rows of decodes come first
             delta_net_step(qkvz[:n], ba[:n], self, self.cache, rows[1, :n], out[:n], count)
         elif n:
             from nanovllm.delta_net.delta_net_drafts import delta_net_drafts  # few engines draft tokens
@@ -153,18 +154,18 @@ class GatedDeltaNet(nn.Module):
 
 
 def ranges_of_rank(sizes: tuple[int, ...], tp: TensorParallel) -> tuple[range, ...]:
-    """A rank's rows of a weight that has those of several layers side by side, `sizes` of each."""
+    """Return a rank's rows of a weight in which several layers, with these `sizes`, follow each other."""
     starts = (sum(sizes[:i]) for i in range(len(sizes)))
     return tuple(range(start, start + size)[tp.local_slice(size)] for start, size in zip(starts, sizes))
 
 
 @operation
 def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -> None:
-    """Convolution, gates, delta rule and gated norm of one token for each of B sequences, into `out`.
+    """Compute convolution, gates, delta rule and gated norm of one token of each of B sequences, into `out`.
 
-    qkvz [B, channels + heads * value_dim]; ba [B, 2 heads]; layer: a GatedDeltaNet; out [B, heads * value_dim]. The
-    states in `rows` [B], all different but for padding, are read and overwritten. With `count` [1] int32, only so many
-    of the sequences are there.
+    qkvz [B, channels + heads * value_dim]; ba [B, 2 heads]; out [B, heads * value_dim]; layer: a GatedDeltaNet
+    rows [B]: the states that are read and overwritten, all different except padding
+    count [1] int32: if given, only so many of the sequences exist
     """
     n = len(rows) if count is None else int(count)
     (windows, matrices), rows = states.tensors, rows[:n].long()
@@ -172,17 +173,17 @@ def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -
     inputs = torch.cat((windows[rows], qkv[:, None]), 1)
     windows[rows] = inputs[:, 1:]
     values = rule_inputs(convolve(inputs, layer)[:, 0], ba[:n], layer)
-    states_before = matrices.index_select(0, rows)  # which copies faster than matrices[rows]
+    states_before = matrices.index_select(0, rows)  # faster than matrices[rows]
     read, matrices[rows] = delta_rule_step(*values, states_before)
     out[:n] = gated_norm(read, z, layer)
 
 
 @operation
 def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, num_seqs: int, out, count=None) -> None:
-    """As `delta_net_step`, of several tokens for each of B sequences: its own are `starts[i]` to `starts[i + 1]`.
+    """As `delta_net_step`, for several tokens of each of B sequences: tokens `starts[i]` to `starts[i + 1]`.
 
-    The states are read from the rows `state_rows[0]` [B], and written to `state_rows[1]`. With `count` [1] int32, so
-    many other sequences stand before these in `starts` and `state_rows`. Rows of `out` after the last token become 0.
+    States are read from rows `state_rows[0]` [B], and written to rows `state_rows[1]`. With `count` [1] int32, `starts`
+    and `state_rows` have so many other sequences before these. Rows of `out` after the last token become 0.
     """
     windows, matrices = states.tensors
     qkv, z = qkvz.split((windows.shape[2], layer.heads.sizes[2]), 1)
@@ -201,14 +202,14 @@ def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, nu
 
 
 def convolve(inputs: torch.Tensor, layer: GatedDeltaNet) -> torch.Tensor:
-    """Each channel's convolution over time, and SiLU: [B, conv_size - 1 + T, channels] -> [B, T, channels], float32."""
+    """Convolve each channel over time, then SiLU: [B, conv_size - 1 + T, channels] -> [B, T, channels] float32."""
     taps = layer.conv1d.weight[:, 0].float().T  # [conv_size, channels]
     num_tokens = inputs.shape[1] - len(taps) + 1
     return F.silu(sum(inputs[:, i : i + num_tokens] * tap for i, tap in enumerate(taps)))
 
 
 def rule_inputs(qkv: torch.Tensor, ba: torch.Tensor, layer: GatedDeltaNet) -> tuple[torch.Tensor, ...]:
-    """Queries, keys, values, logarithms of decays, and betas, of each value head: [T, heads, ...] float32."""
+    """Return queries, keys, values, log decays and betas of each value head, [T, heads, ...] float32."""
     heads, (num_queries, _, num_values) = layer.heads, layer.heads.sizes
     qk, v = qkv.split((2 * num_queries, num_values), 1)
     qk = qk.unflatten(1, (2, heads.num_keys, heads.key_dim))
@@ -220,6 +221,6 @@ def rule_inputs(qkv: torch.Tensor, ba: torch.Tensor, layer: GatedDeltaNet) -> tu
 
 
 def gated_norm(x: torch.Tensor, z: torch.Tensor, layer: GatedDeltaNet) -> torch.Tensor:
-    """RMS norm of each head of x [T, heads, value_dim] float32, times SiLU of z -> as z [T, heads * value_dim]."""
+    """Return RMS norm of each head of x [T, heads, value_dim] float32, times SiLU(z), for z [T, heads * value_dim]."""
     normed = F.rms_norm(x, x.shape[2:], layer.norm.weight, layer.eps).flatten(1)
     return (normed * F.silu(z.float())).to(z.dtype)

@@ -1,4 +1,4 @@
-"""Which layers of a model keep a state by the gated delta rule, and their heads: read from config.json."""
+"""Which layers of a model use the gated delta rule, and with which heads: read from config.json."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,28 +12,28 @@ LAYER_TYPES = "linear_attention", "full_attention"  # as config.json names them
 
 @dataclass(frozen=True, slots=True)
 class HybridConfig:
-    """What ModelConfig does not have of such a model."""
+    """The configuration of a model with such layers, as far as ModelConfig does not have it."""
 
-    attention_layers: frozenset[int]
+    attention_layers: frozenset[int]  # indices of the layers with attention
     heads: DeltaHeads
     num_layers: int
-    shared_size: int  # the inner size of a shared expert; 0: there is none
-    is_nested: bool  # the decoder is a part of a checkpoint, where its weights are under `model.language_model`
-    unused_parts: tuple[str, ...]  # of the checkpoint, for the log
+    shared_size: int  # inner size of the shared expert; 0: there is none
+    is_nested: bool  # whether the decoder's weights are under `model.language_model` in the checkpoint
+    unused_parts: tuple[str, ...]  # of the checkpoint; for the log
 
     @property
     def left_out(self) -> str:
         return f" without its {' and '.join(self.unused_parts)} part" if self.unused_parts else ""
 
     def more_weights(self, queries: int, keys: int) -> float:
-        """Of a layer's input, on average: weights that multiply it beside those of plain attention and experts."""
+        """Return the mean number of weights per number of a layer's input, beyond plain attention and experts."""
         state_inputs, fraction = sum(self.heads.sizes), len(self.attention_layers) / self.num_layers
         values = self.heads.sizes[2]
         state = state_inputs + 2 * values + 2 * self.heads.num_values - 2 * (queries + keys)
         return fraction * queries + (1 - fraction) * state + 3 * self.shared_size
 
     def state_bytes(self, itemsize: int) -> int:
-        """Of a sequence, with inputs of so many bytes each."""
+        """Bytes of a sequence's states, if inputs of the convolution have `itemsize` bytes each."""
         heads = self.heads
         window, matrices = (heads.conv_size - 1) * sum(heads.sizes), heads.sizes[2] * heads.key_dim
         return (self.num_layers - len(self.attention_layers)) * (itemsize * window + 4 * matrices)
@@ -44,7 +44,7 @@ class HybridConfig:
 
 
 def read_hybrid(raw: dict, file: Path) -> HybridConfig:
-    """ValueError or TypeError that names `file` and the entry for a model that can't be computed."""
+    """Read the content of config.json. ValueError or TypeError, with `file` and the entry, if it is not supported."""
     names = "num_key_heads num_value_heads key_head_dim value_head_dim conv_kernel_dim"
     heads = DeltaHeads(*(check_int(f"{file}: linear_{n}", raw[f"linear_{n}"], low=1) for n in names.split()))
     if heads.num_values % heads.num_keys:

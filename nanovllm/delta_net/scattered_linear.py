@@ -1,4 +1,4 @@
-"""Column-parallel layers whose rows lie apart in a checkpoint's weight: interleaved by heads, or side by side."""
+"""Column-parallel layers whose rows are not contiguous in a checkpoint's weight."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -10,9 +10,9 @@ from nanovllm.utils.loader import Shard, check_shape
 
 
 class RowRanges(NamedTuple):
-    """In place of a Shard: several ranges of the rows of a checkpoint's weight, which become one in the rank's own."""
+    """Like a Shard, but with several ranges of a checkpoint's rows, which become contiguous in the rank's weight."""
 
-    shape: tuple[int, ...]  # of the whole weight
+    shape: tuple[int, ...]  # of the whole weight of the checkpoint
     ranges: tuple[range, ...]
     first_row: int = 0  # in the rank's own weight
 
@@ -33,7 +33,7 @@ class RowRanges(NamedTuple):
 
 
 class ScatteredColumnParallelLinear(LinearBase):
-    """`weights` lists for each weight of the checkpoint its number of rows, and the ranges of them that a rank has."""
+    """`weights` has, for each weight of the checkpoint, its number of rows and the ranges of rows of this rank."""
 
     def __init__(self, input_size: int, weights: Iterable[tuple[int, tuple[range, ...]]]):
         self.weights, self.input_size = [*weights], input_size
@@ -49,9 +49,9 @@ class ScatteredColumnParallelLinear(LinearBase):
 
 
 class GatedQKVParallelLinear(QKVParallelLinear):
-    """Gates, queries, keys and values: a checkpoint has the gate of each head after its query, in the same weight.
+    """Gates, queries, keys and values. In a checkpoint's weight, the gate of each head follows the head's query.
 
-    `num_heads` and the result's first part count gates and queries, of which the gates of all heads come first.
+    `num_heads` heads have both a gate and a query. The result has the gates of all heads first, then the queries.
     """
 
     def __init__(self, hidden_size: int, head_size: int, num_heads: int, num_kv_heads: int, bias: bool = False):
@@ -62,6 +62,6 @@ class GatedQKVParallelLinear(QKVParallelLinear):
         shard = super().shard(shard_id)
         if shard_id != "q":
             return shard
-        starts = range(shard.shape[0])[shard.rows][:: self.head_dim]  # of queries and gates in turn
+        starts = range(shard.shape[0])[shard.rows][:: self.head_dim]  # queries and gates alternate
         ranges = [range(start, start + self.head_dim) for start in (*starts[1::2], *starts[::2])]
         return RowRanges(shard.shape, tuple(ranges))  # type: ignore[return-value]

@@ -1,9 +1,14 @@
-"""Chunks of prompts by the gated delta rule (arXiv:2412.06464): matrix products of CHUNK tokens, with tensor cores.
+"""The gated delta rule for chunks of prompts (arXiv:2412.06464): matmuls over CHUNK tokens, with tensor cores.
 
-Four kernels: convolution and gates; what can be computed of all chunks without their states; the states, from chunk to
-chunk; what each chunk reads of the state before it, and gated norm, again of all chunks at the same time. In between,
-numbers have the dtype of the model, decays float32. A state goes through a sequence in float32, and is rounded where it
-is multiplied.
+There are four kernels:
+
+1. convolution and gates
+2. for all chunks in parallel: everything that does not depend on their states
+3. the states, from chunk to chunk
+4. for all chunks in parallel: the reads of the state before the chunk, and the gated norm
+
+Between kernels, numbers have the dtype of the model; decays are float32. A state passes through a sequence in float32,
+and is rounded only for matmuls.
 """
 
 from typing import Any
@@ -26,15 +31,15 @@ from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launc
 from nanovllm.kernels.launch.gpu_features import has_tma, num_sms
 
 CHUNK = tl.constexpr(64)
-HEADS_EACH = 2  # value heads of a chunk that a program takes one after the other, and loads ahead
+HEADS_EACH = 2  # value heads of a chunk that a program computes one after the other, and loads ahead
 
 
 @triton.jit
 def _inverse(system, IS_FLOAT32: tl.constexpr):
-    """Of the unit lower triangular matrix whose part below the diagonal is `system` [CHUNK, CHUNK].
+    """Invert the unit lower triangular matrix whose part below the diagonal is `system` [CHUNK, CHUNK].
 
-    By blocks of twice the size each time: the inverse of [[A, 0], [B, C]] is [[A', 0], [-C' B A', C']]. As keys have
-    norm 1, and betas and decays are at most 1, so are all numbers here, and 16 bits can hold them well.
+    The size of blocks doubles in each iteration: the inverse of [[A, 0], [B, C]] is [[A', 0], [-C' B A', C']]. Keys
+    have norm 1, and betas and decays are at most 1. So all numbers here are at most 1, and 16 bits can hold them well.
     """
     DTYPE: tl.constexpr = tl.float32 if IS_FLOAT32 else tl.float16
     i = tl.arange(0, CHUNK)
@@ -53,7 +58,7 @@ def _inverse(system, IS_FLOAT32: tl.constexpr):
 
 @triton.jit
 def _of_chunk(ptr, stride, first, end, column, d, DIM: tl.constexpr):
-    """Where DIM numbers of each token lie, from a column of its row on [CHUNK, d], and which of them are there."""
+    """Return pointers [CHUNK, d] to DIM numbers of each token, from a column of its row on, and which of them exist."""
     i, d = tl.arange(0, CHUNK)[:, None], d[None, :]
     return ptr + tl.cast(first, tl.int64) * stride + column + (i * stride + d), (first + i < end) & (d < DIM)
 
@@ -72,14 +77,14 @@ def _store(ptr, stride, first, end, column, d, DIM: tl.constexpr, x):
 
 @triton.jit
 def _state_at(states_ptr, seq, first, head, d, e, HEADS: tl.constexpr):
-    """Where the state of a head before a chunk lies, transposed. No other chunk has the same place."""
+    """Return pointers to the state of a head before a chunk, transposed. Each chunk has its own place."""
     place = (seq + first // CHUNK).to(tl.int64) * HEADS.num_values + head
     return states_ptr + place * (HEADS.key_dim * HEADS.value_dim) + (d[:, None] * HEADS.value_dim + e[None, :])
 
 
 @triton.jit
 def _load_gates(gates_ptr, t, end, first_head, EACH: tl.constexpr, HEADS: tl.constexpr):
-    """Of a chunk's tokens and EACH heads [CHUNK, EACH]."""
+    """Load the gates [CHUNK, EACH] of a chunk's tokens and EACH heads."""
     head = first_head + tl.arange(0, EACH)[None, :]
     is_there = (t < end)[:, None] & (head < HEADS.num_values)
     return tl.load(gates_ptr + t[:, None] * HEADS.num_values + head, is_there, 0.0)
@@ -93,8 +98,10 @@ def _of_head(gates, n):
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_seqs"])
 def _chunks_kernel(rule_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.constexpr):
-    """A program takes a chunk and some value heads: with T the inverse of the triangular system, v becomes T (beta v),
-    and w is T (beta decay k), by which what the state returns for the keys is corrected.
+    """A program computes some value heads of a chunk.
+
+    T is the inverse of the triangular system. v becomes T (beta v). w is T (beta decay k); multiplied by the state, it
+    corrects v for what the state already returns.
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads
@@ -128,9 +135,9 @@ def _chunks_kernel(rule_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.co
 @dependent_kernel()
 @triton.jit(do_not_specialize=["stride"])
 def _states_kernel(x_rows, rule_ptrs, seq_ptrs, state_ptrs, stride, PLAN: tl.constexpr, PDL: tl.constexpr):
-    """A program takes a sequence, a value head and some of its values, from the first chunk to the last.
+    """A program computes some values of a value head of a sequence, from the first chunk to the last.
 
-    The errors take the place of v. Windows are written here, as no program reads them any more.
+    The errors replace v. This kernel writes the windows, because no later program reads them.
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads
@@ -167,9 +174,9 @@ def _states_kernel(x_rows, rule_ptrs, seq_ptrs, state_ptrs, stride, PLAN: tl.con
 def _outputs_kernel(
     x_rows, rule_ptrs, seq_ptrs, norm_ptrs, out_ptr, num_seqs, num_rows, PLAN: tl.constexpr, PDL: tl.constexpr
 ):
-    """A program takes a chunk and a value head: what is read of the state before it and of its own errors, and norm.
+    """A program computes the outputs of a value head of a chunk: reads of the state and of the errors, and the norm.
 
-    The rows after the last token become 0: as many as a chunk has, by each program.
+    Rows after the last token become 0. Each program clears at most as many rows as a chunk has.
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads
@@ -206,7 +213,7 @@ def _outputs_kernel(
 
 
 def delta_net_chunks(qkvz, ba, layer: Any, states: Any, state_rows, starts, num_seqs: int, out, count=None) -> None:
-    """As its definition in delta_net/gated_delta_net.py."""
+    """See the definition in delta_net/gated_delta_net.py."""
     heads, x, state_tensors = operands = operands_of(qkvz, ba, layer, states)
     seqs, pad = Sequences(state_rows, count, starts), pad_of(num_seqs)
     plan = Plan(heads, CHUNK.value, seqs_pad=pad, is_summed=True)
@@ -215,12 +222,12 @@ def delta_net_chunks(qkvz, ba, layer: Any, states: Any, state_rows, starts, num_
         w=qkvz.new_empty(num_tokens, heads.num_values * heads.key_dim),
         states=qkvz.new_empty(num_chunks, heads.values * heads.key_dim),
     )
-    fits = has_tma(qkvz.device) and qkvz.dtype != torch.float32  # into shared memory, what is loaded ahead
+    fits = has_tma(qkvz.device) and qkvz.dtype != torch.float32  # whether shared memory is large enough to load ahead
     each = min(HEADS_EACH, heads.num_values)
     launch(_chunks_kernel, (triton.cdiv(heads.num_values, each), num_chunks), qkvz.device)(
         inputs, seqs, num_seqs, PLAN=Plan(heads, each, seqs_pad=pad, stages=2 if fits else 1)
     )
-    # a state is divided over more programs where they are few
+    # if there are few states, each is divided over more programs
     is_few = heads.num_values * num_seqs * triton.cdiv(heads.value_dim, 32) <= num_sms(qkvz.device)
     tile, stages = min(32 if is_few else 64, heads.value_pad), (3 if is_few else 2) if fits else 1
     launch(_states_kernel, (triton.cdiv(heads.value_dim, tile), heads.num_values, num_seqs), qkvz.device)(

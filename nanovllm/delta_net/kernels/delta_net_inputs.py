@@ -1,4 +1,4 @@
-"""Convolution and gates of the gated delta rule, of all tokens of a step at the same time; and what of them is kept."""
+"""Convolution and gates of the gated delta rule, for all tokens of a step; and the inputs that states keep."""
 
 from typing import Any, NamedTuple
 
@@ -11,16 +11,16 @@ from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launc
 
 
 class RuleInputs(NamedTuple):
-    """Of each token. For chunks also what their kernels leave for each other."""
+    """The inputs of the delta rule for each token. For chunks, also intermediate results of their kernels."""
 
-    q: torch.Tensor  # [T, key heads * key_dim], as k
-    k: torch.Tensor
+    q: torch.Tensor  # [T, key heads * key_dim]
+    k: torch.Tensor  # [T, key heads * key_dim]
     v: torch.Tensor  # [T, value heads * value_dim]
-    decay: torch.Tensor  # [T, value heads] float32; with `is_summed`, the sum of the logarithms since the tile began
+    decay: torch.Tensor  # [T, value heads] float32; with `is_summed`, the sum of log decays since the tile began
     beta: torch.Tensor  # [T, value heads] float32
-    num_right: torch.Tensor | None  # of each sequence, how many drafts of the step before were right
+    num_right: torch.Tensor | None  # the number of accepted drafts of the previous step, for each sequence
     w: torch.Tensor | None = None  # [T, value heads * key_dim]
-    states: torch.Tensor | None = None  # of each chunk and value head, the one before it
+    states: torch.Tensor | None = None  # the state before each chunk, for each value head
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def silu(x):
 
 @triton.jit
 def _load_inputs(source, first, t, channel, inside, PLAN: tl.constexpr):
-    """What the convolution reads of tokens t, from the `first` on."""
+    """Load the inputs of the convolution for tokens t, which begin at `first`."""
     HEADS: tl.constexpr = PLAN.heads
     x_rows, state_ptrs, row, begin, own = source
     x = tl.load(x_rows.qkvz + t.to(tl.int64) * x_rows.stride + channel, inside & (t >= own), 0.0)
@@ -50,8 +50,9 @@ def _load_inputs(source, first, t, channel, inside, PLAN: tl.constexpr):
 def _inputs_kernel(
     x_rows, weight_ptrs, seq_ptrs, state_ptrs, out_ptrs, num_seqs, stride, PLAN: tl.constexpr, PDL: tl.constexpr
 ):
-    """A program takes a head, first of queries, then of keys, then of values with their gates; and a tile of the tokens
-    of a sequence.
+    """A program computes one head for a tile of tokens of a sequence.
+
+    Heads of queries come first, then heads of keys, then heads of values, with their gates.
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads
@@ -68,7 +69,7 @@ def _inputs_kernel(
     begin, shift = own, 0
     if PLAN.kept:
         num_right = tl.load(seq_ptrs.context_lens + own) - 1 - tl.load(state_ptrs.num_tokens + row)
-        num_right = tl.minimum(tl.maximum(num_right, 0), PLAN.kept)  # of padding it may be anything
+        num_right = tl.minimum(tl.maximum(num_right, 0), PLAN.kept)  # for padding, it may be any number
         begin -= num_right
         if tile + head == 0:
             tl.store(out_ptrs.num_right + seq, num_right)
@@ -82,7 +83,7 @@ def _inputs_kernel(
     inside, column, width = d < dim, own_head * dim + d, tl.where(kind < 2, HEADS.keys, HEADS.values)
     channel = kind * HEADS.keys + column
     weight = tl.load(conv_ptr + channel[:, None] * SIZE + i, (i < SIZE) & inside[:, None], 0.0).to(tl.float32)
-    # parts of the tokens, whose inputs fit into registers
+    # in parts of tokens, so that the inputs fit into registers
     PART: tl.constexpr = PLAN.tile if PLAN.tile < 16 else 16
     first = begin + tile * PLAN.tile
     stop = tl.minimum(first + PLAN.tile, end)
@@ -120,9 +121,10 @@ def _inputs_kernel(
 
 @triton.jit
 def keep_inputs(source, written, head, certain, end, PLAN: tl.constexpr):
-    """What the next step reads of a sequence besides its matrix: the window after the tokens before `certain`, and the
-    inputs of the drafts from there on. They are those of a value head, and for the first of a group also those of its
-    key head.
+    """Store what the next step reads besides the matrix: the window, and the inputs of drafts.
+
+    The window ends before token `certain`, and drafts begin there. A call stores the channels of one value head; for
+    the first value head of a group, it also stores the channels of the key head.
     """
     HEADS: tl.constexpr = PLAN.heads
     SIZE: tl.constexpr = HEADS.conv_size
@@ -131,13 +133,13 @@ def keep_inputs(source, written, head, certain, end, PLAN: tl.constexpr):
     kind, d = column // HEADS.pad, column % HEADS.pad  # 0 is a query, 1 a key, 2 a value
     key_channel = kind * HEADS.keys + head // HEADS.group * HEADS.key_dim + d
     channel = tl.where(kind < 2, key_channel, 2 * HEADS.keys + head * HEADS.value_dim + d)
-    is_key = (d < HEADS.key_dim) & (head % HEADS.group + 0 * d == 0)  # the interpreter takes no scalar in a mask
+    is_key = (d < HEADS.key_dim) & (head % HEADS.group + 0 * d == 0)  # Triton's interpreter needs a tensor here
     inside = ((kind < 2) & is_key) | ((kind == 2) & (d < HEADS.value_dim))
     i, first = tl.arange(0, next_power_of_2(SIZE - 1))[:, None], certain - (SIZE - 1)
     in_window = (i < SIZE - 1) & inside
     window_ptr = state_ptrs.windows + written * ((SIZE - 1) * HEADS.channels)
     window = _load_inputs(source, first, first + i, channel, in_window, PLAN)
-    tl.debug_barrier()  # all threads have read the window: what it keeps moves to the front
+    tl.debug_barrier()  # until all threads have read the window, whose kept part moves to the front
     tl.store(window_ptr + i * HEADS.channels + channel, window, in_window)
     if state_ptrs.num_tokens is not None and head == 0:
         tl.store(state_ptrs.num_tokens + written, tl.load(state_ptrs.num_tokens + read) + certain - begin)
@@ -156,7 +158,10 @@ def keep_inputs(source, written, head, certain, end, PLAN: tl.constexpr):
 def rule_inputs(
     operands: tuple, layer: Any, seqs: Sequences, num_seqs: int, plan: Plan, dtype, num_warps: int = 4
 ) -> RuleInputs:
-    """q, k and v have this dtype. A sequence that decodes has room for all drafts of the step before, and its rows."""
+    """Compute the inputs of the delta rule, with q, k and v in `dtype`.
+
+    The result has `kept` + `rows` tokens for each decoding sequence: the drafts of the previous step, and its rows.
+    """
     heads, x, states = operands
     if plan.rows:
         num_tokens = num_seqs * (plan.kept + plan.rows)

@@ -1,7 +1,7 @@
-"""What the kernels of the gated delta rule know of a layer and of the sequences of a step.
+"""The arguments of the kernels of the gated delta rule: a layer, and the sequences of a step.
 
-Tokens of a sequence are numbered like the rows of x that they have in the step, from `own` on. Before them, from
-`begin` on, may come drafts of the step before that were right, whose inputs were kept; before these comes the window.
+Tokens of a sequence have the numbers of their rows of x in the step, from `own` on. The accepted drafts of the previous
+step, whose inputs were kept, come before them, from `begin` on. The window comes before `begin`.
 """
 
 from functools import cache
@@ -13,7 +13,7 @@ import triton.language as tl
 
 
 class Heads(NamedTuple):
-    """The DeltaHeads of a layer, and what follows from them."""
+    """The DeltaHeads of a layer, and sizes derived from them."""
 
     num_keys: int
     num_values: int
@@ -21,29 +21,29 @@ class Heads(NamedTuple):
     value_dim: int
     conv_size: int
     group: int  # value heads of a key head
-    keys: int  # numbers of all keys of a token, as of its queries
-    values: int
+    keys: int  # numbers of a token's keys, and of its queries
+    values: int  # numbers of a token's values
     channels: int  # of the convolution: queries, keys, values
     draft: int  # numbers that are kept of a draft: channels and gates
-    key_pad: int  # powers of two
-    value_pad: int
-    pad: int  # the larger one
+    key_pad: int  # key_dim, rounded up to a power of two
+    value_pad: int  # value_dim, rounded up to a power of two
+    pad: int  # the larger of both
 
 
 class Plan(NamedTuple):
-    """What a kernel is compiled for."""
+    """The constants that a kernel is compiled for."""
 
     heads: Heads
     tile: int  # tokens, value heads or values of a program
-    rows: int = 0  # of a sequence that decodes; 0 for chunks
-    kept: int = 0  # of the drafts of the step before, at most
-    seqs_pad: int = 0  # a power of two: so many sequences may have chunks
-    stages: int = 1  # of what is loaded ahead
-    is_summed: bool = False  # of decays, the logarithms are summed within a tile
+    rows: int = 0  # of a decoding sequence; 0 for chunks
+    kept: int = 0  # most kept drafts of the previous step
+    seqs_pad: int = 0  # a power of two, at least the number of sequences with chunks
+    stages: int = 1  # of the pipeline that loads ahead
+    is_summed: bool = False  # whether log decays are summed within a tile
 
 
 class Inputs(NamedTuple):
-    """Of a layer, whose rows may lie apart."""
+    """The inputs of a layer. Their rows may have any stride."""
 
     qkvz: torch.Tensor
     stride: int
@@ -52,7 +52,7 @@ class Inputs(NamedTuple):
 
 
 class States(NamedTuple):
-    """A State of cache/state.py."""
+    """The tensors of a State of cache/state.py."""
 
     windows: torch.Tensor
     matrices: torch.Tensor
@@ -61,12 +61,12 @@ class States(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """What kernels read of sequences that decode, or of those with chunks."""
+    """What kernels read about decoding sequences, or about sequences with chunks."""
 
-    rows: torch.Tensor  # of states [B]; with chunks [2, B], those that are read, and those that are written
-    count: torch.Tensor | None  # how many rows decode, where there is room for more
-    starts: torch.Tensor | None = None  # of chunks
-    context_lens: torch.Tensor | None = None  # with drafts
+    rows: torch.Tensor  # of states [B]; for chunks [2, B]: rows to read, and rows to write
+    count: torch.Tensor | None  # [1] int32: the number of decode rows, if a batch is padded
+    starts: torch.Tensor | None = None  # of chunks; None: decodes
+    context_lens: torch.Tensor | None = None  # only with drafts
 
 
 @cache
@@ -78,25 +78,25 @@ def heads_of(heads: Any) -> Heads:
 
 
 def operands_of(qkvz: torch.Tensor, ba: torch.Tensor, layer: Any, states: Any) -> tuple[Heads, Inputs, States]:
-    """What kernels take of a layer."""
+    """Return the arguments of kernels for a layer: heads, inputs and states."""
     kept_drafts = states.kept_drafts or (None, None)
     return heads_of(layer.heads), Inputs(qkvz, qkvz.stride(0), ba, ba.stride(0)), States(*states.tensors, *kept_drafts)
 
 
 def pad_of(num_seqs: int) -> int:
-    """Two variants up to 1,024 sequences, as each is compiled."""
+    """Round up the number of sequences. Only two values up to 1,024, because kernels are compiled for each value."""
     return 32 if num_seqs <= 32 else max(1024, triton.next_power_of_2(num_seqs))
 
 
 @triton.jit
 def num_decode_rows(seq_ptrs):
-    """How many sequences come before those with chunks."""
+    """Return how many decoding sequences come before the sequences with chunks."""
     return 0 if seq_ptrs.count is None else tl.load(seq_ptrs.count)
 
 
 @triton.jit
 def sequence_of(seq_ptrs, seq, stride, PLAN: tl.constexpr):
-    """Of a sequence: its first token and the one after the last; the rows of the states that it reads and writes."""
+    """Return the first token and the end of a sequence, and the rows of the states to read and to write."""
     if PLAN.rows:
         own, end = seq * PLAN.rows, seq * PLAN.rows + PLAN.rows
         read = tl.load(seq_ptrs.rows + seq * stride)
@@ -110,7 +110,7 @@ def sequence_of(seq_ptrs, seq, stride, PLAN: tl.constexpr):
 
 @triton.jit
 def chunk_of(seq_ptrs, num_seqs, index, CHUNK: tl.constexpr, PAD: tl.constexpr):
-    """Of all chunks in order, the index-th: its sequence, or a number from `num_seqs` on, and its number in that."""
+    """Return the sequence of the index-th chunk (>= num_seqs if there is no such chunk), and its number in it."""
     seq = tl.arange(0, PAD)
     starts_ptr = seq_ptrs.starts + num_decode_rows(seq_ptrs) + seq
     lengths = tl.load(starts_ptr + 1, seq < num_seqs, 0) - tl.load(starts_ptr, seq < num_seqs, 0)

@@ -1,9 +1,11 @@
-"""The gated delta rule token by token: decode steps, drafts, and chunks too where no bit may depend on the batch.
+"""The gated delta rule token by token: for decode steps and drafts, and with `batch_invariant` also for chunks.
 
-Two kernels: convolution and gates of all tokens; then each state goes through the tokens of its sequence, in registers.
-A decode step is bound by the states, 64 KiB for each head of the published models, which it reads and writes once.
-A token is computed by the same instructions in a chunk, in a decode step and as a draft. With another number of warps
-the bits were seen to differ.
+The first kernel computes convolution and gates of all tokens. In the second kernel, each state passes through the
+tokens of its sequence, in registers. Memory bandwidth limits a decode step: it reads and writes each state once, 64 KiB
+for each head of the published models.
+
+The same instructions compute a token in a chunk, in a decode step and as a draft. With another number of warps, the
+bits of the result can differ.
 """
 
 from typing import Any
@@ -19,12 +21,12 @@ from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launc
 from nanovllm.kernels.launch.gpu_features import num_sms
 
 NUM_WARPS = 8
-TILE = 8  # tokens whose inputs, or whose norms, are computed together
+TILE = 8  # tokens whose inputs or norms are computed together
 
 
 @triton.jit
 def _through_tokens(state, rule_ptrs, head, key_at, begin, end, shift, HEADS: tl.constexpr):
-    """The state after the tokens from begin to end; what each reads takes the place of v."""
+    """Return the state after the tokens from `begin` to `end`. The output of each token replaces its v."""
     e, in_key = tl.arange(0, state.shape[0]), key_at < HEADS.key_dim
     key_at += head // HEADS.group * HEADS.key_dim
     value_at = head * HEADS.value_dim + e
@@ -35,7 +37,7 @@ def _through_tokens(state, rule_ptrs, head, key_at, begin, end, shift, HEADS: tl
         k = tl.load(rule_ptrs.k + token * HEADS.keys + key_at, in_key, 0.0)
         v = tl.load(v_ptr + value_at, e < HEADS.value_dim, 0.0)
         decay, beta = tl.load(rule_ptrs.decay + gate_at), tl.load(rule_ptrs.beta + gate_at)
-        # both sums are of the state before, so that neither waits for the other
+        # both sums use the old state, so that neither waits for the other
         error = fma(tl.sum(tl.sum(state * k, 1), 1), -decay, v) * beta
         read = fma(error, tl.sum(tl.sum(q * k, 1), 1), decay * tl.sum(tl.sum(state * q, 1), 1))
         state = fma(tl.broadcast_to(k, state.shape), error[:, None, None], state * decay)
@@ -43,16 +45,17 @@ def _through_tokens(state, rule_ptrs, head, key_at, begin, end, shift, HEADS: tl
     return state
 
 
-# the states were written by the step before, and there is an ordinary launch, the embedding, between
+# the previous step wrote the states, and an ordinary launch, the embedding, comes between
 @dependent_kernel(early=("seq_ptrs", "state_ptrs"))
 @triton.jit(do_not_specialize=["num_rows", "stride"])
 def _tokens_kernel(
     x_rows, rule_ptrs, seq_ptrs, state_ptrs, norm_ptrs, out_ptr, num_rows, stride, PLAN: tl.constexpr, PDL: tl.constexpr
 ):
-    """A program takes a value head of a sequence: its tokens one after the other, then their gated norms.
+    """A program computes a value head of a sequence: its tokens one after the other, then their gated norms.
 
-    Of sequences that decode, drafts of the step before that were right come first. Then the state is stored after a
-    token more, and what follows is computed without it. The last tokens may be copies of the one before them.
+    For a decoding sequence, the accepted drafts of the previous step come first. The state is stored after these and
+    one more token. The drafts of this step follow, and do not change the stored state. The last tokens may be copies of
+    the token before them.
     """
     gdc_launch_dependents(PDL)
     HEADS: tl.constexpr = PLAN.heads
@@ -60,13 +63,13 @@ def _tokens_kernel(
     own, end, read, written = sequence_of(seq_ptrs, seq, stride, PLAN)
     stop, has_work = end, True
     if PLAN.rows == 0:
-        is_last = seq == tl.num_programs(1) - 1  # which has the rows of padding
+        is_last = seq == tl.num_programs(1) - 1  # which also fills the rows of padding
         stop, has_work = tl.where(is_last, num_rows, end), (own < end) | is_last
     elif seq_ptrs.count is not None:
         has_work = own < tl.load(seq_ptrs.count)
     if not has_work:
         return
-    # [value_dim, key_dim / P, P], so that a thread has many keys of a few values: it adds up most of a sum
+    # [value_dim, key_dim / P, P]: a thread has many keys of a few values, so that it computes most of a sum by itself
     PART: tl.constexpr = HEADS.key_pad if HEADS.key_pad < 32 else 32
     d = (tl.arange(0, HEADS.key_pad // PART)[:, None] * PART + tl.arange(0, PART)[None, :])[None, :, :]
     e = tl.arange(0, HEADS.value_pad)[:, None, None]
@@ -80,17 +83,17 @@ def _tokens_kernel(
         end_own = own + 1 + tl.load(seq_ptrs.context_lens + end - 1) - tl.load(seq_ptrs.context_lens + own)
     if PLAN.rows:
         certain, shift = own + 1, seq * (PLAN.kept + PLAN.rows) - begin
-    # 1. what the next step reads besides
+    # 1. inputs that the next step reads
     source = x_rows, state_ptrs, read, begin, own
     keep_inputs(source, written, head, certain, end, PLAN)
-    # 2. up to the last token that is certain
+    # 2. tokens up to the last certain token
     state = _through_tokens(state, rule_ptrs, head, d, begin, certain, shift, HEADS)
     tl.store(state_ptrs.matrices + written * (HEADS.values * HEADS.key_dim) + state_at, state, of_state)
-    # 3. drafts, from there on
+    # 3. drafts after it
     if PLAN.rows > 1:
         _through_tokens(state, rule_ptrs, head, d, certain, end_own, shift, HEADS)
-    # 4. gated norms: of a copy, those of what it is a copy of, and zeros for padding
-    tl.debug_barrier()  # all threads have written what was read
+    # 4. gated norms; a copy gets the norm of its original, and padding gets zeros
+    tl.debug_barrier()  # until all threads have written the outputs
     norm_ptr, eps = norm_ptrs
     e = tl.arange(0, HEADS.value_pad)[None, :]
     in_value, own_value = e < HEADS.value_dim, head * HEADS.value_dim + e
@@ -108,9 +111,9 @@ def _tokens_kernel(
 def _launch_tokens(
     qkvz, ba, layer: Any, states: Any, seqs: Sequences, sizes: tuple, out, num_warps: int | None
 ) -> None:
-    """`sizes`: how many sequences, rows of each, and drafts of the step before, at most.
+    """Launch both kernels. `sizes`: (sequences, rows of each, most drafts of the previous step).
 
-    Without `num_warps`, as many as are fastest: of many programs fewer warps, as these repeat less.
+    Without `num_warps`, the fastest number is chosen. Many programs get fewer warps, because these repeat less work.
     """
     heads, x, state_tensors = operands = operands_of(qkvz, ba, layer, states)
     num_seqs, rows, kept = sizes
@@ -129,20 +132,20 @@ def _launch_tokens(
 
 
 def delta_net_step(qkvz, ba, layer: Any, states: Any, rows, out, count=None, num_warps: int | None = None) -> None:
-    """As its definition in delta_net/gated_delta_net.py."""
+    """See the definition in delta_net/gated_delta_net.py."""
     _launch_tokens(qkvz, ba, layer, states, Sequences(rows, count), (len(rows), 1, 0), out, num_warps)
 
 
 def delta_net_drafts(
     qkvz, ba, layer: Any, states: Any, rows, context_lens, out, count=None, num_warps: int | None = None
 ) -> None:
-    """As its definition in delta_net/delta_net_drafts.py."""
+    """See the definition in delta_net/delta_net_drafts.py."""
     seqs = Sequences(rows, count, context_lens=context_lens)
     sizes = len(rows), len(qkvz) // len(rows), states.kept_drafts.inputs.shape[1]
     _launch_tokens(qkvz, ba, layer, states, seqs, sizes, out, num_warps)
 
 
 def delta_net_chunks(qkvz, ba, layer: Any, states: Any, state_rows, starts, num_seqs: int, out, count=None) -> None:
-    """As its definition in delta_net/gated_delta_net.py, by the arithmetic of decode steps with NUM_WARPS."""
+    """See the definition in delta_net/gated_delta_net.py. It uses the arithmetic of decode steps with NUM_WARPS."""
     seqs = Sequences(state_rows, count, starts)
     _launch_tokens(qkvz, ba, layer, states, seqs, (num_seqs, 0, 0), out, NUM_WARPS)
