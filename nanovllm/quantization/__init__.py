@@ -1,11 +1,11 @@
-"""The formats of 8-bit weights. docs/8-bit.md tells more.
+"""The formats of 8-bit weights, and `fp8_cache.py`, the format of an 8-bit cache. docs/8-bit.md explains both.
 
-`fp8_cache.py` is the format of an 8-bit cache, which `layers/attention.py` chooses.
+A format is a module of `formats/`. It has one or both of these functions:
 
-A format is a module of `formats/`. With `read_config(raw, file)`, it makes a `QuantConfig` of the `quantization_config`
-in a config.json whose `quant_method` has the module's name, or raises a ValueError that names `file`. With
-`config_on_load()`, it returns the QuantConfig of a checkpoint that is quantized while it is loaded, for the setting
-`quantization` of that name.
+- `read_config(raw, file)`: turns the `quantization_config` of a config.json into a QuantConfig, if its `quant_method`
+  is the module's name with dashes. ValueError, with `file`, if it is not supported.
+- `config_on_load()`: returns the QuantConfig of a checkpoint that is quantized while it is loaded, if the setting
+  `quantization` is the module's name with dashes.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ from typing import Any
 
 
 def find_quantization(raw: dict | None, file: Path, setting: str | None) -> Any:
-    """The QuantConfig for a config.json's `quantization_config` and the setting `quantization`; None without both.
+    """Return the QuantConfig for `raw`, the `quantization_config` of a config.json, and `setting`; None without both.
 
-    ValueError for a format that is not supported, and for a setting that differs from the checkpoint's.
+    ValueError if the format is not supported, or if the setting `quantization` differs from the checkpoint's format.
     """
     if not raw:
         return None if setting is None else _format("quantization", setting, "config_on_load")()
@@ -30,7 +30,7 @@ def find_quantization(raw: dict | None, file: Path, setting: str | None) -> Any:
 
 
 def _format(name: str, value: Any, maker: str) -> Callable:
-    """The function `maker` of the format `value`. ValueError, which starts with `name`, if no format has both."""
+    """Return the function `maker` of the format `value`. ValueError, which starts with `name`, if there is none."""
     names = [module.name for module in iter_modules([f"{path}/formats" for path in __path__])]
     modules = {name.replace("_", "-"): import_module(f"{__name__}.formats.{name}") for name in names}
     known = {name: getattr(module, maker) for name, module in modules.items() if hasattr(module, maker)}

@@ -1,11 +1,11 @@
-"""Keys and values in FP8 (e4m3): half the bytes of a cache in bfloat16, so nearly twice the tokens in the same memory.
+"""Keys and values in FP8 (e4m3): half the bytes of a bfloat16 cache, so nearly twice the tokens in the same memory.
 
-The key and the value of a token and head have a scale each, computed from nothing but themselves when they are stored.
-So there is no calibration, and what the cache holds for a token depends neither on its neighbours in a block, nor on
-the chunks of a prompt, nor on the number of ranks. All attention reads it from there, that of the step which stores it
-too: an answer is the same after a prefix hit, a preemption, or a copy of blocks.
+The key and the value of each token and head have their own scales, which depend only on the key or the value itself. So
+there is no calibration. The cached numbers of a token do not depend on its neighbours in a block, on the chunks of a
+prompt, or on the number of ranks. Attention always reads the cache, even in the step that stores a token. So an answer
+is the same after a prefix hit, a preemption, or a copy of blocks.
 
-With two scales in bfloat16 (see `kernels/e4m3.py`), a key and a value of 128 numbers take 260 bytes, not 512.
+With two bfloat16 scales (see `kernels/e4m3.py`), a key and a value of 128 numbers take 260 bytes instead of 512.
 """
 
 import torch
@@ -17,10 +17,11 @@ MIN_SCALE = 2.0**-32  # as in kernels/e4m3.py
 
 
 class FP8KVCache(KVCache):
-    """The keys and values of one layer in e4m3, `torch.float8_e4m3fn` or its bits as uint8, as the kernels take them.
+    """The keys and values of one layer in e4m3: `torch.float8_e4m3fn`, or bits as uint8 where kernels need these.
 
-    `scales` [blocks, kv_heads, block_size] int32 has pairs of bfloat16, that of a key and that of its value. Those of a
-    head are adjacent, because a program of a kernel reads the tokens of one head; a pair is what it can load ahead.
+    `scales` [blocks, kv_heads, block_size] int32 has pairs of bfloat16 scales: of a key and of its value. The pairs of
+    a head are adjacent, because a program of a kernel reads the tokens of one head. A pair is one word, because kernels
+    can load 32-bit words ahead.
     """
 
     def __init__(self, data: torch.Tensor, scales: torch.Tensor):
@@ -29,7 +30,7 @@ class FP8KVCache(KVCache):
 
     @staticmethod
     def tensors(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """The numbers as uint8: PyTorch can't copy rows of float8 on every device."""
+        """See KVCache. Keys and values are uint8, because PyTorch can't copy rows of float8 on every device."""
         _, layers, blocks, block_size, kv_heads, _ = shape
         scales = torch.empty((1, layers, blocks, kv_heads, block_size), dtype=torch.int32, device="meta")
         return torch.empty(shape, dtype=torch.uint8, device="meta"), scales
@@ -54,9 +55,10 @@ class FP8KVCache(KVCache):
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., head_dim] -> bits of e4m3 of the same shape, uint8, and a scale for each row [...], bfloat16.
+    """Quantize x [..., head_dim] to e4m3. Return its bits as uint8 [..., head_dim], and bfloat16 scales [...] of rows.
 
-    A scale is the row's largest magnitude / 448, the largest number in e4m3; infinite if there is NaN or infinity.
+    A scale is the row's largest magnitude / 448, the largest number in e4m3. It is infinite if the row has NaN or
+    infinity.
     """
     x = x.float()
     largest = x.abs().amax(-1)
@@ -66,7 +68,7 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantize(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What `quantize` has made -> [..., head_dim] float32; nothing finite of a row that had NaN or infinity."""
-    # A float16 with these bits has an exponent that is 8 too small. PyTorch converts float8 one number at a time.
+    """Invert `quantize`: return [..., head_dim] float32. A row that had NaN or infinity has no finite number."""
+    # These bits as float16 have an exponent that is 8 too small. PyTorch's own conversion handles one number at a time.
     bits = data.view(torch.int8).short().bitwise_left_shift_(7).bitwise_and_(-0x4080)
     return bits.view(torch.float16).float().mul_((scales.float() * 256).unsqueeze(-1))

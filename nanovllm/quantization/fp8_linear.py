@@ -1,7 +1,7 @@
-"""Linear layers with FP8 weights on GPUs that multiply FP8: the activations are quantized too (W8A8).
+"""Linear layers with FP8 weights on GPUs with FP8 units: the activations are quantized too (W8A8).
 
-One row is bound by reading the weights, and stays as it is. Several rows are quantized by the norm or the activation
-before the product, if there is one, else by a kernel of their own.
+A single row is not quantized, because reading the weights is the limit. Several rows are quantized by the norm or the
+activation before the matmul, or by a separate kernel if there is none.
 """
 
 from functools import cache
@@ -17,28 +17,28 @@ from nanovllm.layers.linear import LinearBase
 from nanovllm.quantization.scaled import QuantScheme
 from nanovllm.quantization.scaled_linear import ScaledLinear
 
-BLOCK = (128, 128)  # of weights that the library multiplies, beside those of whole rows
-MAX_GEMM_ROWS = 32  # with more rows, the library multiplies what `quantized_linear` does not
+BLOCK = (128, 128)  # the only block that the library multiplies, besides whole rows
+MAX_GEMM_ROWS = 32  # with more rows, the library computes what `quantized_linear` does not
 
 
 class FP8Linear(ScaledLinear):
-    """Rows come as a tensor, or quantized by the norm or the activation before."""
+    """Quantizes rows, unless the norm or the activation before the layer has quantized them."""
 
-    max_split_k_rows = 160  # a product with few output tiles is faster split than by the library
-    min_rows = 2  # that are quantized: one row is bound by reading the weights
+    max_split_k_rows = 160  # up to so many rows, a split GEMM with few output tiles is faster than the library
+    min_rows = 2  # fewer rows are not quantized: for one row, reading the weights is the limit
 
     def __init__(self, layer: LinearBase, scheme: QuantScheme):
         super().__init__(layer, scheme)
         self.suits_gemm = self.block.columns >= ops.min_block_columns(self.values)
         n, k = self.values.shape
         is_row = self.block.columns == k
-        self.group = k if is_row else self.block.columns  # inputs of a row of activations that share a scale
-        # what the library takes: scales of whole rows, or of blocks, which it reads four at a time
+        self.group = k if is_row else self.block.columns  # inputs of activations that share a scale
+        # the library takes scales of whole rows, or of blocks, which it reads four at a time
         has_library_scales = self.block.rows == 1 if is_row else self.block == BLOCK and k // 128 % 4 == 0
         self.library_multiplies = (
             has_library_scales and n % 16 == k % 16 == 0 and _has_scaled_mm(self.values.device, is_row)
         )
-        if variant.get():  # all numbers of rows are computed in the same way
+        if variant.get():  # batch_invariant: any number of rows is computed in the same way
             self.min_rows, self.library_multiplies = 1, False
 
     def linear(self, layer: LinearBase, x: Any, bias=None, split_k: int = 1, out=None) -> torch.Tensor:
@@ -69,13 +69,13 @@ class FP8Linear(ScaledLinear):
         return (self._quantized(x), self.values, self.scales) if self.group == self.block.rows == 128 else None
 
     def _swiglu(self, layer: LinearBase, rows: ops.QuantizedRows, act: "FP8SiluAndMul") -> Any:
-        """Product and activation in one kernel, where there is one."""
+        """Compute matmul and activation in one kernel. NotImplemented if there is no such kernel."""
         if variant.get() or layer.bias is not None or act.consumer.group != ops.SWIGLU_GROUP:
             return NotImplemented
         return ops.swiglu_quantize(rows, self.values, self.scales)
 
     def _quantized(self, x: NormInput) -> ops.QuantizedRows:
-        """By the norm, unless it is computed already, or also adds up the parts of several ranks."""
+        """Quantize in the kernel of the norm, unless the norm is already computed or adds parts of several ranks."""
         parts, residual = x.x, x.residual_before
         if x.total is not None or parts.barrier is not None:
             return ops.quantize_rows(x.tensor(), self.group)
@@ -92,14 +92,14 @@ class FP8Linear(ScaledLinear):
             scale_a=x.scales,
             scale_b=self.scales.t(),
             out_dtype=x.dtype,
-            use_fast_accum=self.block.rows == 1,  # blocks are added up in float32
+            use_fast_accum=self.block.rows == 1,  # blocks are added in float32
         )[: len(x)]
         if bias is not None:
             y += bias
         return y if out is None else out[0].copy_(y)
 
     def act_fn(self) -> "FP8SiluAndMul":
-        """The activation before this layer, which quantizes several rows for it."""
+        """Return an activation that quantizes its results for this layer."""
         return FP8SiluAndMul(self)
 
 
@@ -119,7 +119,7 @@ SWIGLU.add(FP8SiluAndMul.forward)
 
 @cache
 def _has_scaled_mm(device: torch.device, is_row: bool) -> bool:
-    """Whether the library multiplies e4m3 with a scale for each row, or each block: it depends on its CUDA version."""
+    """Whether the library multiplies e4m3 with scales of rows, or of blocks. This depends on its CUDA version."""
     if device.type != "cuda":
         return False
     size = 512

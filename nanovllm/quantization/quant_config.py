@@ -1,4 +1,4 @@
-"""Which layers of a model are quantized, and how: from the names that a checkpoint gives them."""
+"""Which layers of a model are quantized, and how, by their names in the checkpoint."""
 
 import re
 from collections.abc import Callable
@@ -20,26 +20,27 @@ from nanovllm.quantization.scaled_linear import Quantized, ScaledLinear
 from nanovllm.utils.loader import parameter
 from nanovllm.utils.replace import replace_methods
 
-ALL = "Linear"  # a target: every linear layer
+ALL = "Linear"  # a pattern for every linear layer
 
 
 @dataclass(frozen=True)
 class QuantConfig:
     """How each linear layer of a model is quantized.
 
-    groups: (patterns of names, scheme) of each; a layer has the scheme of the first group with a pattern that matches.
+    groups: (patterns of names, scheme) for each group; a layer gets the scheme of the first group with a matching
+        pattern.
     ignore: patterns of names of layers that are not quantized.
 
-    A pattern is "Linear"; a module's name in the checkpoint, or its end, or that of a module around it; or "re:" and a
-    regular expression that matches the beginning of a name. Embeddings, the output head and routers are never
-    quantized.
+    A pattern is one of these: "Linear", which matches all layers; a module's name in the checkpoint, or the end of it;
+    the name of a module that contains it; or "re:" and a regular expression that matches the beginning of the name.
+    Embeddings, the output head and routers are never quantized.
     """
 
-    name: str  # as the setting `quantization` says it
+    name: str  # its name in the setting `quantization`
     groups: tuple[tuple[tuple[str, ...], QuantScheme], ...]
     ignore: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()  # of the checkpoint's tensors, as safetensors names them
-    # scales of activations: each row is quantized by its own largest value, which is at least as accurate
+    # scales of activations: each row has a scale from its own largest value instead, which is at least as accurate
     unused_tensors: tuple[str, ...] = (".input_scale", ".activation_scale")
 
     @property
@@ -48,7 +49,7 @@ class QuantConfig:
         return self.groups[0][1].dtype
 
     def scheme_of(self, module: str) -> QuantScheme | None:
-        """The scheme of the module with this name in the checkpoint; None if it is not quantized."""
+        """Return the scheme of the module with this name in the checkpoint; None if it is not quantized."""
         if any(_matches(pattern, module) for pattern in self.ignore):
             return None
         return next((s for targets, s in self.groups if any(_matches(p, module) for p in targets)), None)
@@ -59,7 +60,7 @@ class QuantConfig:
         make_experts: Callable = ScaledExperts
         has_units = "quantize_rows" in ops_for(device) and has_fp8_units(device)
         if quantizes_rows := has_units and self.dtype == torch.float8_e4m3fn:
-            from nanovllm.quantization.fp8_linear import FP8Linear  # imported lazily, as it needs Triton
+            from nanovllm.quantization.fp8_linear import FP8Linear  # imported lazily, because it needs Triton
 
             make_linear, make_experts = FP8Linear, FP8Experts
         routers = {module.gate for module in model.modules() if isinstance(module, MoE)}
@@ -72,7 +73,7 @@ class QuantConfig:
                 self._prepare(path, module, names, make_linear, model.config.dtype, device)
         for module in model.modules() if quantizes_rows else ():
             consumer = getattr(getattr(module, "down_proj", None), "format", None)
-            is_mlp = find_form(module) == "decoder:FusedMLP"  # else it may do anything with the activation's result
+            is_mlp = find_form(module) == "decoder:FusedMLP"  # another module may need unquantized results
             if is_mlp and isinstance(consumer, FP8Linear) and type(module.act_fn) is SiluAndMul:
                 module.act_fn = consumer.act_fn()
 
@@ -95,7 +96,7 @@ class QuantConfig:
 
 
 def _checkpoint_names(path: str, packed_modules_mapping: dict) -> list[str]:
-    """The checkpoint's modules that the model's module at `path` holds."""
+    """Return the names of the checkpoint's modules that are merged in the model's module at `path`."""
     parent, _, own = path.rpartition(".")
     parts = [name for name, (merged, _) in packed_modules_mapping.items() if merged == own] or [own]
     return [f"{parent}.{name}" for name in parts]

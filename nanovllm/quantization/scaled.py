@@ -1,6 +1,6 @@
-"""Weights as 8-bit values times scales that blocks of them share: how they are stored, loaded and made.
+"""Weights as 8-bit values times scales of blocks: how they are stored, loaded and quantized.
 
-A matrix [N, K] has values [N, K] and float32 scales [N / rows, K / columns], each for a block of rows x columns.
+A matrix [N, K] has values [N, K] and float32 scales [N / rows, K / columns], one for each block of rows x columns.
 """
 
 import math
@@ -15,7 +15,7 @@ from nanovllm.delta_net.scattered_linear import RowRanges
 from nanovllm.kernels import operation
 from nanovllm.utils.loader import QUANTIZED_DTYPES, Shard, check_shape, parameter
 
-ROWS_AT_A_TIME = 2048  # are quantized, as float32 takes four times the memory of the result
+ROWS_AT_A_TIME = 2048  # rows that are quantized together; few, because float32 takes four times the memory
 
 
 class Block(NamedTuple):
@@ -27,32 +27,36 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """How a weight is quantized: in the checkpoint, or while it is loaded."""
+    """How a weight is quantized, in the checkpoint or while it is loaded."""
 
     dtype: torch.dtype  # of the values: float8_e4m3fn or int8
-    max_value: float  # what the largest value of a block becomes
-    block_rows: int | None  # that share a scale in the checkpoint; None: all
-    block_columns: int | None
-    scale_name: str | None = None  # the end of the name of the checkpoint's scales; None: it is not quantized yet
+    max_value: float  # the quantized value of a block's largest magnitude
+    block_rows: int | None  # rows that share a scale in the checkpoint; None: all
+    block_columns: int | None  # columns that share a scale; None: all
+    scale_name: str | None = None  # the end of the names of the checkpoint's scales; None: it is not quantized
 
     def block_of(self, shape: tuple[int, int]) -> Block:
-        """The block of a whole weight of the checkpoint."""
+        """Return the block of a whole weight of the checkpoint."""
         return Block(self.block_rows or shape[0], self.block_columns or shape[1])
 
     def local_block(self, shards: list[Shard], columns: int) -> Block:
-        """The largest block, of powers of two, that no border of a shard cuts, for this rank's part of some weights.
+        """Return the block of this rank's part of some weights: the largest that no border of a shard cuts.
 
-        So ranks may cut a block of the checkpoint, whose scale then belongs to several smaller ones.
+        Its sides are powers of two. If a border between ranks cuts a block of the checkpoint, the scale of this block
+        belongs to several smaller blocks.
         """
         if self.block_columns is not None:
             columns = _power_of_two(self.block_columns, columns)
-        if self.block_rows is None:  # weights that share a layer have different scales
+        if self.block_rows is None:  # the merged weights of a layer have different scales
             return Block(1, columns)
         parts = [part for shard in shards for part in _parts_of(shard)]
         return Block(_power_of_two(self.block_rows, *(len(range(p.shape[0])[p.rows]) for p in parts)), columns)
 
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values [N, K], and scales [N / rows, K / columns] rounded up; the last blocks may be smaller."""
+        """Quantize a weight [N, K]. Return values [N, K], and scales [ceil(N / rows), ceil(K / columns)].
+
+        The last blocks may be smaller.
+        """
         rows, columns = self.block_of(tuple(weight.shape))
         parts = [self._quantize(part, rows, columns) for part in weight.split(-(-ROWS_AT_A_TIME // rows) * rows)]
         values, scales = zip(*parts)
@@ -63,7 +67,7 @@ class QuantScheme:
         padded = nn.functional.pad(weight.float(), (0, -k % columns, 0, -n % rows))
         blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))  # [n / rows, rows, k / columns, columns]
         scales = blocks.abs().amax((1, 3)) / self.max_value
-        # zeros need no scale; and a scale must not be so small that its inverse is infinite
+        # blocks of zeros have a scale of 0, and the inverse of a scale must not be infinite
         values = blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None, :, None]
         if not self.dtype.is_floating_point:
             values = values.round()
@@ -79,7 +83,7 @@ def _power_of_two(*sizes: int) -> int:
 
 @operation
 def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[..., N, K] in `dtype`, of values [..., N, K] and scales [..., N / rows, K / columns]."""
+    """Return values [..., N, K] times scales [..., N / rows, K / columns], as [..., N, K] in `dtype`."""
     rows, columns = (a // b for a, b in zip(values.shape[-2:], scales.shape[-2:]))
     blocks = values.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows)).float()
     return (blocks * scales[..., :, None, :, None]).to(dtype).flatten(-2, -1).flatten(-3, -2)
@@ -87,17 +91,17 @@ def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
 
 @operation
 def min_block_columns(values: torch.Tensor) -> int:
-    """How many inputs must share a scale where experts multiply several rows by such values."""
+    """Return the fewest inputs that must share a scale in experts that multiply several rows."""
     return 1
 
 
 class ScaledWeight:
-    """Values [..., N, K] and scales [..., N / rows, K / columns] of a layer, as parameters that load themselves.
+    """Values [..., N, K] and scales [..., N / rows, K / columns] of a layer, as parameters with weight loaders.
 
-    Scales that the checkpoint does not have are no parameter.
+    If the checkpoint has no scales, they are a tensor, not a parameter.
 
-    `select` tells for the arguments of a `weight_loader` which shard of a checkpoint's weight it is given, and the
-    index of the matrix that the shard belongs to, () if there is only one; None if it belongs to another rank.
+    `select` maps the arguments of a `weight_loader` to the shard of the checkpoint's weight, and to the index of the
+    matrix that it belongs to: () if there is only one matrix. It returns None if another rank has the shard.
     """
 
     def __init__(
@@ -111,13 +115,13 @@ class ScaledWeight:
         self.scheme, self.block, self.select = scheme, block, select
         self.values = parameter(shape, self._load_values, scheme.dtype)
         shape = (*stack, n // block.rows, k // block.columns)
-        if scheme.scale_name is None:  # a loader would refer to its parameter, and the runner deletes those of a layer
+        if scheme.scale_name is None:  # nothing loads them, so they need no loader
             self.scales = torch.empty(shape, dtype=torch.float32)
         else:
             self.scales = parameter(shape, self._load_scales, torch.float32)
 
     def _load_values(self, values: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
-        """A shard of a checkpoint's values, or of a weight that is quantized now; returns what tells NaN."""
+        """Load a shard of a checkpoint's values, or quantize a weight. The result has NaN if the weight has NaN."""
         if (selected := self.select(*arguments)) is None:
             return None
         shard, index = selected
@@ -129,12 +133,12 @@ class ScaledWeight:
         return _nan_of(shard.copy(values[index], weight))
 
     def must_quantize(self, weight) -> bool:
-        """Whether a weight has no scales: random numbers, a trainer's tensor, or one of an unquantized checkpoint."""
+        """Whether a weight has no scales: a random weight, a trainer's tensor, or part of an unquantized checkpoint."""
         return callable(weight) or isinstance(weight, torch.Tensor) or self.scheme.scale_name is None
 
     def quantize_shard(self, weight: torch.Tensor, shard: Shard, index: tuple[int, ...]) -> torch.Tensor:
-        """Quantize a whole weight, as blocks may be larger than a rank's part, and copy a shard; returns its scales."""
-        # wherever it comes from, by the arithmetic of one device: on CUDA, a quotient may be rounded otherwise
+        """Quantize a whole weight, because blocks may be larger than a rank's part. Copy a shard; return its scales."""
+        # always on this device, because CUDA may round quotients differently than a CPU
         values, scales = self.scheme.quantize(weight.to(self.values.device))
         shard.copy(self.values[index], values)
         return self._copy_scales(scales, shard, index)
@@ -145,7 +149,7 @@ class ScaledWeight:
         return self._copy_scales(weight[...], *selected)
 
     def _copy_scales(self, scales: torch.Tensor, shard: Shard, index: tuple[int, ...]) -> torch.Tensor:
-        """Copy a shard's part of the checkpoint's scales, [N / rows, K / columns] for the whole weight; return it."""
+        """Copy a shard's part of the scales [N / rows, K / columns] of the whole weight, and return this part."""
         (n, k), block = shard.shape, self.scheme.block_of(shard.shape)
         needed = -(-n // block.rows), -(-k // block.columns)
         if scales.numel() != needed[0] * needed[1]:
@@ -165,13 +169,13 @@ def _parts_of(shard: Shard | RowRanges) -> list[Shard]:
 
 
 def _slice_of(indices: list[int]) -> slice | list[int]:
-    """A slice if they follow each other: a list is copied to the device, which has to be waited for."""
+    """Return a slice if the indices are consecutive. A list would be copied to the device, and the copy waited for."""
     begin, end = indices[0], indices[-1] + 1
     return slice(begin, end) if indices == list(range(begin, end)) else indices
 
 
 def _nan_of(values: torch.Tensor) -> torch.Tensor:
-    """A tensor with one element, which is NaN if a value is; PyTorch has no `aminmax` of float8."""
+    """Return a tensor with one element, which is NaN if a value is NaN. PyTorch has no `aminmax` for float8."""
     if values.dtype == torch.int8:
         return torch.zeros(1, device=values.device)
     has_nan = (values.view(torch.uint8) & 0x7F).amax() == 0x7F

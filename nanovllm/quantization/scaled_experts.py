@@ -8,7 +8,7 @@ from nanovllm.utils.loader import Shard, check_shape
 
 
 class ScaledExperts(ExpertsFormat):
-    """Weights that are read as 8-bit values, and multiplied in the dtype of the activations (W8A16)."""
+    """8-bit weights that are multiplied in the dtype of the activations (W8A16)."""
 
     is_scaled = True
 
@@ -35,18 +35,18 @@ class ScaledExperts(ExpertsFormat):
         return dequantize(weight.values[index], weight.scales[index], dtype)
 
     def stacks(self, experts: Experts) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-        """Values and scales of gate_up and down."""
+        """Return (values, scales) of gate_up and of down."""
         return tuple((weight.values, weight.scales) for weight in self.weights.values())
 
 
 class FP8Experts(ScaledExperts):
-    """The format on GPUs that multiply FP8: products of many tokens quantize the activations too (W8A8)."""
+    """The format on GPUs with FP8 units: with many tokens, the activations are quantized too (W8A8)."""
 
     quantizes_activations = True
 
 
 class StackedWeight(ScaledWeight):
-    """One of the two weights of all experts of a rank."""
+    """One of the two stacked weights of a rank's experts."""
 
     def __init__(self, shape: tuple[int, ...], scheme: QuantScheme, block: Block, experts: Experts, shard_ids: tuple):
         self.first_expert, self.num_local = experts.first_expert, experts.num_local
@@ -59,7 +59,7 @@ class StackedWeight(ScaledWeight):
         return (self.shards[shard_id], (index,)) if 0 <= index < self.num_local else None
 
     def _load_values(self, values: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
-        """Load one expert's weight or, without arguments, those of all experts, which are not quantized yet."""
+        """Load one expert's weight or, without arguments, the unquantized weights of all experts."""
         if arguments:
             return super()._load_values(values, weight, *arguments)
         if not self.must_quantize(weight):

@@ -1,4 +1,4 @@
-"""Linear layers with 8-bit weights, whose products are those of the dtype of the activations (W8A16)."""
+"""Linear layers with 8-bit weights that multiply in the dtype of the activations (W8A16)."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def scaled_linear(
     split_k: int = 1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`split_linear` with a weight of values times scales (scaled.py), and an activation."""
+    """Compute `split_linear` with a weight of values times scales (scaled.py), and the activation."""
     y = split_linear(x, dequantize(values, scales, x.dtype), bias, 1, out)
     return y if act is None else act(y)
 
@@ -31,23 +31,22 @@ def scaled_linear(
 def best_scaled_split_k(
     values: torch.Tensor, scales: torch.Tensor, num_rows: int, max_split_k: int, max_rows: int | None = None
 ) -> int:
-    """The best number of partial sums, at most `max_split_k`, for `scaled_linear` to split a product along its inputs.
+    """Return the best number of parts, up to `max_split_k`, into which `scaled_linear` should split a matmul.
 
-    A product of more than one row and more than `max_rows` is not split, but by a kernel that takes quantized rows:
-    these alone come with `max_rows`.
+    `max_rows` is only given if rows are quantized. With more rows, only a kernel for quantized rows splits.
     """
     return 1
 
 
 class Quantized:
-    """In the place of `LinearBase.multiply`, for layers whose `format` is one of those here."""
+    """Replaces `LinearBase.multiply` in layers with a format of this folder."""
 
     def multiply(self: Any, x: Any, bias: torch.Tensor | None) -> torch.Tensor:
         return self.format.linear(self, x, bias)
 
 
 class ScaledLinear(WeightFormat):
-    """8-bit values that are converted where they are read."""
+    """8-bit weights that are converted when they are read."""
 
     max_split_k_rows: int | None = None
 

@@ -1,1 +1,1 @@
-"""A module for each format: of checkpoints, and those that are made while loading. `quantization/` finds them."""
+"""A module for each format of checkpoints, or of weights that are quantized while loading. `quantization/` finds it."""

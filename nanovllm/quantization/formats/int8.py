@@ -1,6 +1,6 @@
-"""`quantization="int8"`: weights of 8-bit integers, a scale for each output; activations stay as they are.
+"""`quantization="int8"`: weights as 8-bit integers with a scale for each output. Activations are not quantized.
 
-It is the example of another format: kernels and loaders of scaled.py serve any 8-bit values with scales.
+It is an example of a new format: kernels and the loaders of scaled.py work for any 8-bit values with scales.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""8-bit weights to the dtype of activations, for products of many rows where 8-bit ones are not possible."""
+"""Converts 8-bit weights to the dtype of the activations, for GEMMs of many rows that can't use 8-bit ones."""
 
 import torch
 import triton
@@ -14,6 +14,7 @@ BLOCK = 2048
 @dependent_kernel()
 @triton.jit
 def _dequantize_kernel(w_ptr, scale_ptr, out_ptr, SHAPE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    # A program converts BLOCK inputs of a row.
     gdc_launch_and_wait(PDL)
     row = tl.program_id(0)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -26,7 +27,7 @@ def _dequantize_kernel(w_ptr, scale_ptr, out_ptr, SHAPE: tl.constexpr, BLOCK: tl
 
 
 def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Values [N, K] times scales [N / block rows, K / block columns] -> [N, K] in `dtype`."""
+    """Return values [N, K] times scales [N / block rows, K / block columns], as [N, K] in `dtype`."""
     n, k = values.shape
     out = torch.empty((n, k), dtype=dtype, device=values.device)
     block = min(BLOCK, triton.next_power_of_2(k))

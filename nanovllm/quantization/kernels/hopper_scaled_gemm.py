@@ -1,9 +1,10 @@
-"""y = x W^T in FP8 for Hopper and 17 to 256 rows, with a scale for 128 inputs of a row and for 128 x 128 weights.
+"""y = x W^T in FP8 for Hopper and 17 to 256 rows. Written in Gluon.
 
-One warpgroup loads, one or two multiply. The tensor cores add up the products of 128 inputs, with few digits; these
-sums times their scales are added up in float32, 64 rows and outputs at a time, while the next ones are multiplied. The
-scales of a row and of the weights come as one number, by way of shared memory: the 256 x 192 sums of the largest tiles
-take nearly all registers. Written in Gluon.
+There is a scale for each 128 inputs of a row, and for each 128 x 128 block of weights. One warpgroup loads, and one or
+two warpgroups multiply. The tensor cores add the products of 128 inputs, with few digits. These sums are multiplied by
+their scales and added in float32, for 64 rows and 64 outputs at a time, while the tensor cores compute the next ones.
+The scale of a row and the scale of the weights are multiplied in advance and pass through shared memory, because the
+256 x 192 sums of the largest tiles take nearly all registers.
 """
 
 from typing import NamedTuple
@@ -21,38 +22,38 @@ from nanovllm.kernels.launch.dependent_launch import dependent_kernel, launch
 from nanovllm.kernels.launch.gpu_features import num_sms
 from nanovllm.kernels.linear.tiles import QuantizedRows
 
-BLOCK = gl.constexpr(128)  # inputs and weights that share a scale; a buffer has so many inputs
-WIDTH = gl.constexpr(64)  # rows, and outputs, of a product
+BLOCK = gl.constexpr(128)  # the size of groups and blocks that share a scale, and the inputs of a buffer
+WIDTH = gl.constexpr(64)  # rows and outputs of one tensor core matmul
 SUMS = gl.constexpr(sums_of(64, 8))
 SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-OUTPUTS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # as they are stored, 16 bytes of a row each
-LOADING_REGISTERS = gl.constexpr(24)  # of a thread that loads
-SHARED_BYTES = 226 * 2**10  # of all buffers, and of 8 KiB for what each warpgroup stores
+OUTPUTS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # stores of 16 bytes
+LOADING_REGISTERS = gl.constexpr(24)  # registers of a thread that loads
+SHARED_BYTES = 226 * 2**10  # of all buffers, and of 8 KiB for the stores of each warpgroup
 
 
 class Plan(NamedTuple):
     """Constants of the kernel."""
 
-    groups: int  # warpgroups that multiply, for rows of their own
-    parts: int  # of 64 rows, that each of them has
-    chunks: int  # of 64 outputs, that a tile has
+    groups: int  # warpgroups that multiply, each with its own rows
+    parts: int  # of 64 rows, for each of these warpgroups
+    chunks: int  # of 64 outputs, in a tile
     split_k: int
-    k_blocks: int  # of 128 inputs, and
-    blocks: int  # those of a part of the product
+    k_blocks: int  # blocks of 128 inputs of the whole matmul
+    blocks: int  # blocks of 128 inputs of a split
     stages: int  # blocks that are loaded ahead
-    burst: int  # blocks that are loaded together: memory is faster with longer pieces of a row
+    burst: int  # blocks that are loaded together, because memory is faster with longer pieces of a row
     registers: int  # of a thread that multiplies
 
 
 @gluon.constexpr_function
 def _boxes(PLAN):
-    """Of 64 rows, in a tile."""
+    """Return the number of boxes of 64 rows in a tile."""
     return PLAN.groups * PLAN.parts
 
 
 @gluon.constexpr_function
 def _early(PLAN):
-    """Blocks whose weights are loaded before the kernel waits."""
+    """Return the number of blocks whose weights are loaded before the kernel waits."""
     return min(PLAN.stages, PLAN.blocks) // PLAN.burst * PLAN.burst
 
 
@@ -63,7 +64,7 @@ def _least(a, b):
 
 @gluon.jit
 def _place(tile, sizes, PLAN: gl.constexpr):
-    """The first row, output and block of a tile, and its part. Tiles of the same weights follow each other."""
+    """Return the first row, output and block of a tile, and its split. Tiles with the same weights are consecutive."""
     _, _, row_tiles, _ = sizes
     split = tile // row_tiles % PLAN.split_k
     n = tile // row_tiles // PLAN.split_k * (PLAN.chunks * WIDTH)
@@ -72,7 +73,7 @@ def _place(tile, sizes, PLAN: gl.constexpr):
 
 @gluon.jit
 def _load_weights(w_tiles, rings, i, n, block, X_ROWS: gl.constexpr, PLAN: gl.constexpr):
-    """Those of a burst, whose first block is the i-th; a buffer is full when rows and scales have come too."""
+    """Load the weights of a burst that starts at the i-th block. A buffer is full when rows and scales arrive too."""
     _, w_ring, _, full, empty = rings
     BURST: gl.constexpr = PLAN.burst
     CHUNKS: gl.constexpr = PLAN.chunks
@@ -89,7 +90,7 @@ def _load_weights(w_tiles, rings, i, n, block, X_ROWS: gl.constexpr, PLAN: gl.co
 
 @gluon.jit
 def _load_scales(scale_ptrs, row, n, block, sizes, PLAN: gl.constexpr):
-    """For a block of inputs: of a tile's rows, and of the two blocks of weights that its outputs may be in."""
+    """Load the scales for a block of inputs: of a tile's rows, and of the two blocks of weights with its outputs."""
     x_ptr, w_ptr, stride = scale_ptrs
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     block = gl.minimum(block, PLAN.k_blocks - 1)
@@ -101,7 +102,7 @@ def _load_scales(scale_ptrs, row, n, block, sizes, PLAN: gl.constexpr):
 
 @gluon.jit
 def _load(tiles, scale_ptrs, rings, sizes, PLAN: gl.constexpr):
-    """The warpgroup that loads. The weights of the first buffers are already on their way."""
+    """The warpgroup that loads. The loads of the first buffers' weights have already started."""
     x_tiles, w_tiles = tiles
     x_ring, scale_ring, full = rings[0], rings[2], rings[3]
     ROWS: gl.constexpr = x_tiles.block_shape[0]
@@ -130,7 +131,7 @@ def _load(tiles, scale_ptrs, rings, sizes, PLAN: gl.constexpr):
 
 @gluon.jit
 def _add_block(sums, rings, stage, phase, n, G: gl.constexpr, PLAN: gl.constexpr):
-    """Add the products of a block of inputs to the sums. Two run at once, unless their sums leave no registers."""
+    """Add the products of a block of inputs to the sums. Two matmuls run at once if there are enough registers."""
     x_ring, w_ring, scale_ring, full, empty = rings
     PARTS: gl.constexpr = PLAN.parts
     CHUNKS: gl.constexpr = PLAN.chunks
@@ -158,7 +159,7 @@ def _add_block(sums, rings, stage, phase, n, G: gl.constexpr, PLAN: gl.constexpr
             if i == STEPS - 1:
                 mbarrier.arrive(empty.index(stage), count=1)
             y = sums[i - AHEAD] + y * scales[i - AHEAD][:, None]
-            # keeps the compiler from moving the addition behind the next product, which would take more registers
+            # this wait keeps the compiler from moving the addition after the next matmul, which needs more registers
             y = hopper.warpgroup_mma_wait(_least(AHEAD, STEPS - 1 - i), deps=[y])
             added = added + (y,)  # noqa: RUF005
     return added
@@ -175,7 +176,7 @@ def _store(out_ptr, sums, row, n, sizes):
 
 @gluon.jit
 def _multiply(out_ptr, rings, sizes, G: gl.constexpr, PLAN: gl.constexpr):
-    """A warpgroup: its rows of a tile times all outputs."""
+    """A warpgroup: multiply its rows of each tile by all weights of the tile."""
     zeros = gl.full([WIDTH, WIDTH], 0.0, gl.float32, SUMS)
     COUNT: gl.constexpr = PLAN.parts * PLAN.chunks
     stage, phase = 0, 0
@@ -199,6 +200,7 @@ def _multiply(out_ptr, rings, sizes, G: gl.constexpr, PLAN: gl.constexpr):
 def _gemm_kernel(
     x_tiles, w_tiles, out_ptr, scale_ptrs, num_rows, n, row_tiles, num_tiles, PLAN: gl.constexpr, PDL: gl.constexpr
 ):
+    # A program loops over tiles; its first tile has its own index.
     gdc_launch_dependents(PDL)
     STAGES: gl.constexpr = PLAN.stages
     EARLY: gl.constexpr = _early(PLAN)
@@ -221,8 +223,8 @@ def _gemm_kernel(
                 (_multiply, (out_ptr, rings, sizes, gl.constexpr(0), PLAN)),
                 (_load, (tiles, scale_ptrs, rings, sizes, PLAN)),
             ],
-            [4],  # warps of all but the first
-            [LOADING_REGISTERS],  # registers of their threads
+            [4],  # warps of the second partition
+            [LOADING_REGISTERS],  # registers of its threads
         )
     else:
         gl.warp_specialize(
@@ -250,7 +252,7 @@ def _plan(tile: HopperTile, k: int) -> Plan:
 def hopper_scaled_gemm(
     x: QuantizedRows, values: torch.Tensor, scales: torch.Tensor, tile: HopperTile, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`split_k_gemm` of quantized rows and weights."""
+    """Compute `split_k_gemm` of quantized rows x [M, K] and weights [N, K] with scales -> [split_k, M, N]."""
     m, (n, k) = len(x), values.shape
     out = torch.empty((tile.split_k, m, n), dtype=x.dtype, device=values.device) if out is None else out
     x_tiles, w_tiles = tiles_of(x.values, 32 if m <= 32 else 64, 128), tiles_of(values, 64, 128)

@@ -1,4 +1,4 @@
-"""Products with 8-bit weights, by the kernel that is fastest for so many rows."""
+"""Matmuls with 8-bit weights, with the fastest kernel for the number of rows."""
 
 import triton
 
@@ -8,8 +8,8 @@ from nanovllm.kernels.linear.split_k_gemm import TILE_N, split_k_gemm, tile_m_of
 from nanovllm.kernels.linear.tiles import SWIGLU_GROUP, QuantizedRows, block_shape
 from nanovllm.quantization.kernels.scaled_gemv import choose_gemv_split_k, scaled_gemv
 
-MAX_SCALED_ROWS = 64  # with more rows, weights are converted once, for a product of the library
-MIN_BLOCK_COLUMNS = 32  # the least that tensor cores multiply in FP8, and so do our matrix products
+MAX_SCALED_ROWS = 64  # with more rows, a kernel converts the weights for a GEMM of the library
+MIN_BLOCK_COLUMNS = 32  # the fewest inputs of a step of tensor cores in FP8, and of our GEMM kernels
 
 
 def scaled_linear(x, values, scales, bias=None, act=None, split_k=1, out=None):
@@ -36,7 +36,7 @@ def min_block_columns(values) -> int:
 def best_scaled_split_k(values, scales, num_rows, max_split_k, max_rows=None):
     if num_rows == 1:
         return choose_gemv_split_k(values.shape[1], max_split_k)
-    # quantized rows alone come with max_rows
+    # max_rows is only given for quantized rows
     if max_rows is not None and (tile := hopper_tile(num_rows, values, scales, max_split_k)) is not None:
         return tile.split_k
     if not 1 < num_rows <= (max_rows or MAX_SCALED_ROWS) or not suits_scaled_gemm(values, scales):
@@ -46,15 +46,16 @@ def best_scaled_split_k(values, scales, num_rows, max_split_k, max_rows=None):
 
 
 def swiglu_quantize(x: QuantizedRows, values, scales) -> QuantizedRows:
-    """`silu_and_mul_quantize` of x W^T, in groups of SWIGLU_GROUP: [M, K] -> [M, N / 2], without rounding in between.
+    """Return `silu_and_mul_quantize` of x W^T, in groups of SWIGLU_GROUP: [M, K] -> [M, N / 2].
 
-    NotImplemented where there is no kernel for it, or as long as too few rows would leave it idle.
+    Gate and up are not rounded in between. NotImplemented if there is no kernel for it, or if too few rows would leave
+    the GPU partly idle.
     """
     n, k = values.shape
     groups = *block_shape(values, scales), k // x.scales.shape[1]
     num_tiles = triton.cdiv(len(x), 128) * (n // 256)
     if not has_hopper_kernels() or groups != (SWIGLU_GROUP,) * 3 or n % 256 or num_tiles < 2.7 * num_sms(values.device):
         return NotImplemented
-    from nanovllm.kernels.hopper.hopper_swiglu import swiglu  # which imports what few versions of Triton have
+    from nanovllm.kernels.hopper.hopper_swiglu import swiglu  # it needs Gluon of Triton 3.6
 
     return swiglu(x, values, scales)
