@@ -36,9 +36,9 @@ class Runner(BatchRunner):
 
 @torch.inference_mode()
 def check_products(model: nn.Module, dtype: torch.dtype) -> None:
-    """RuntimeError if this CPU's library multiplies equal rows of a block with different results.
+    """RuntimeError if this CPU's library gives different results for equal rows of a block.
 
-    That it does not is all that the promise rests on, beside that equal calls have equal results.
+    Batch invariance on a CPU relies on only two facts: on this one, and that equal calls have equal results.
     """
     random = torch.Generator().manual_seed(0)
     results = {}  # by what is multiplied

@@ -1,4 +1,4 @@
-"""Attention whose sums have one order, by the positions of the keys, for each query."""
+"""Attention that adds up keys in the order of their positions, for each query."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,28 +10,28 @@ from nanovllm.attention.base import AttentionBackend
 from nanovllm.attention.sdpa import spans_of
 from nanovllm.utils.context import Context
 
-QUERIES = 4  # of a block: the fewer, the less a decode step computes in vain
-KEYS = 128  # of a block; block j has the keys of the positions from j * KEYS on
+QUERIES = 4  # of a block; few, because a decode step uses only one of them
+KEYS = 128  # of a block; block j has the keys from position j * KEYS on
 
 
 class _Sequence(NamedTuple):
-    """What all layers with the same window know of a sequence."""
+    """The plan of a sequence, which all layers with the same window share."""
 
-    spans: torch.Tensor  # as `spans_of` returns them
-    queries: list[tuple[slice, torch.Tensor]]  # blocks: rows of q, and [key blocks, QUERIES, 1, KEYS], which are hidden
+    spans: torch.Tensor  # the result of `spans_of`
+    queries: list[tuple[slice, torch.Tensor]]  # blocks: rows of q, and hidden keys [key blocks, QUERIES, 1, KEYS]
 
 
 class InvariantBackend(AttentionBackend):
-    """Multiplies blocks of queries of a sequence by blocks of its keys, in float32.
+    """Multiplies blocks of a sequence's queries by blocks of its keys, in float32.
 
-    All calls have the same shapes. The exponentials are relative to the largest score of all blocks; the blocks are
-    added up from the first position on. A block that a query does not see adds zeros to it.
+    All calls have the same shapes. Exponentials are relative to the largest score of all blocks. Blocks are added from
+    the first position on. A block that a query does not see adds zeros.
     """
 
     uses_cuda_graphs = False
 
     def attend(self, q, cache, context):
-        if cache.window not in context.plans:  # by the first layer of a step
+        if cache.window not in context.plans:  # computed by the first layer of a step
             context.plans[cache.window] = [*_plan(context, cache.window, cache.k.shape[1])]
         out = torch.empty_like(q)
         for spans, queries in context.plans[cache.window]:
@@ -48,7 +48,7 @@ def _plan(context: Context, window: int | None, block_size: int) -> Iterator[_Se
         queries = []
         for begin in range(starts[i], starts[i + 1], QUERIES):
             end = min(begin + QUERIES, starts[i + 1])
-            last = length - 1 - (starts[i + 1] - end)  # the position of the last query; padding repeats it
+            last = length - 1 - (starts[i + 1] - end)  # position of the last query; padding repeats it
             positions = torch.arange(last - (end - begin) + 1, last - (end - begin) + 1 + QUERIES).clamp_(max=last)
             positions, keys = positions[:, None, None], torch.arange((last // KEYS + 1) * KEYS)
             hidden = keys > positions  # [QUERIES, 1, keys]
@@ -59,7 +59,7 @@ def _plan(context: Context, window: int | None, block_size: int) -> Iterator[_Se
 
 
 def _blocks(x: torch.Tensor) -> torch.Tensor:
-    """[L, kv_heads, head_dim] -> [blocks, kv_heads, KEYS, head_dim] float32, with zeros at the end."""
+    """Convert x [L, kv_heads, head_dim] to blocks [blocks, kv_heads, KEYS, head_dim] float32, padded with zeros."""
     x = F.pad(x.float(), (0, 0, 0, 0, 0, -len(x) % KEYS))
     return x.unflatten(0, (-1, KEYS)).transpose(1, 2).contiguous()
 
@@ -67,7 +67,7 @@ def _blocks(x: torch.Tensor) -> torch.Tensor:
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """Attention of at most QUERIES queries [n, heads, head_dim] to blocks of keys and values -> as q."""
+    """Return the attention [n, heads, head_dim] of n <= QUERIES queries over blocks of keys and values."""
     num_queries = len(q)
     x = F.pad(q.float(), (0, 0, 0, 0, 0, QUERIES - num_queries)) * (scale or q.shape[2] ** -0.5)
     x = x.unflatten(1, (k.shape[1], -1)).transpose(0, 1)  # [kv_heads, QUERIES, group, head_dim]

@@ -1,10 +1,15 @@
-"""The operations whose definitions depend on the number of rows, for a CPU.
+"""Replacements on a CPU for operations whose definitions depend on the number of rows.
 
-A runner computes a step in one thread, so no loop over elements is cut at a place that depends on the batch. Then all
-that is elementwise, and what is reduced over the last dimension, depends on its own row. Products do not, as the
-library chooses its method by their shape: they are computed in blocks of the same shape, in all threads. Nor do
-functions of few elements, of which some are computed in vectors and the rest one by one. Nor does the chunked form of
-the gated delta rule, whose sums depend on where a chunk begins: each token is computed alone, as in a decode step.
+A runner computes a step in one thread, so that no loop over elements is divided at a place that depends on the batch.
+Then elementwise operations, and reductions over the last dimension, depend only on their own row. These operations need
+a replacement:
+
+- Matmuls, because the library chooses its method by their shape. They are computed in blocks of one shape, in all
+  threads.
+- Functions of few elements, because some elements are computed in vectors and the rest one by one. They are computed
+  row by row.
+- The chunked form of the gated delta rule, because its sums depend on where a chunk begins. Each token is computed
+  alone, as in a decode step.
 """
 
 from collections.abc import Iterator
@@ -22,13 +27,13 @@ from nanovllm.layers import sampler
 from nanovllm.layers import sigmoid_gate as gates
 from nanovllm.layers.sampler import SamplingRows
 
-ROWS = 16  # of a product
+ROWS = 16  # of a block of a matmul
 num_threads: ContextVar[int] = ContextVar("threads of a product")
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """For a step, whose products take as many threads as PyTorch had before."""
+    """Compute a step in one thread, except its matmuls, which use as many threads as PyTorch had before."""
     before = torch.get_num_threads()
     token = num_threads.set(before)
     torch.set_num_threads(1)
@@ -44,7 +49,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     torch.set_num_threads(num_threads.get())
     for begin in range(0, len(x), ROWS):
         rows = slice(begin, begin + ROWS)
-        block = x.new_zeros(ROWS, x.shape[1])  # always a copy, whose memory is aligned in the same way
+        block = x.new_zeros(ROWS, x.shape[1])  # always a copy, so that its memory has the same alignment
         num_rows = len(x[rows])
         block[:num_rows] = x[rows]
         y[rows] = F.linear(block, weight, bias)[:num_rows]
@@ -56,14 +61,14 @@ gate_scores = linear
 
 
 def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Row by row, as a gate may be a single number of each."""
+    """Compute row by row, because a gate may be a single number per row."""
     if len(x) <= 1:
         return NotImplemented
     return torch.cat([gates.sigmoid_gate(*row) for row in zip(x.split(1), gate.split(1))])
 
 
 def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -> None:
-    """Token by token, in their order: the same row may occur several times, for the tokens of a sequence."""
+    """Compute token by token, in order. The same state may occur several times, for the tokens of a sequence."""
     if len(rows) == 1:
         return NotImplemented
     for x, gates_of_x, row, y in zip(qkvz.split(1), ba.split(1), rows.split(1), out.split(1)):
@@ -72,7 +77,7 @@ def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -
 
 
 def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, num_seqs: int, out, count=None) -> None:
-    """By decode steps, so no state and no output shows where a chunk began. A CPU's steps have no padding."""
+    """Compute decode steps, so that no result depends on where a chunk begins. Steps on a CPU have no padding."""
     lengths = starts.diff().tolist()
     inputs = (x[starts[0] :].split(lengths) for x in (qkvz, ba, out))
     for *tokens, y, (read, written) in zip(*inputs, state_rows.T):
@@ -83,7 +88,7 @@ def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, nu
 
 
 def delta_net_drafts(qkvz, ba, layer: Any, states: State, rows, context_lens, out, count=None) -> None:
-    """Token by token too: those that were right into the state, this step's drafts into it for the time being."""
+    """Compute token by token: accepted drafts of the previous step, a token, and new drafts, which are undone."""
     (kept, num_tokens), k = states.kept_drafts, len(qkvz) // len(rows)
     sizes = qkvz.shape[1] - out.shape[1], ba.shape[1]
     for x, gates_of_x, lengths, y, row in zip(*(t.split(k) for t in (qkvz, ba, context_lens, out)), rows.split(1)):
@@ -95,7 +100,7 @@ def delta_net_drafts(qkvz, ba, layer: Any, states: State, rows, context_lens, ou
         num_tokens[row], kept[row, : k - 1] = lengths[0], torch.cat((x[1:, : sizes[0]], gates_of_x[1:]), 1)
         stored = [tensor[row] for tensor in states.tensors]
         for i in range(1, k):
-            y[i] = y[i - 1]  # of a copy
+            y[i] = y[i - 1]  # stays for a copy of the token before
             if lengths[i] > lengths[i - 1]:
                 gated_delta_net.delta_net_step(x[i : i + 1], gates_of_x[i : i + 1], *own, y[i : i + 1])
         for tensor, values in zip(states.tensors, stored):
@@ -110,7 +115,7 @@ def sample(
     first_id: int = 0,
     cutoffs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row by row, as each draws other tokens whose noise is computed."""
+    """Compute row by row, because the tokens whose noise is computed differ between rows."""
     if len(logits) <= 1:
         return NotImplemented
     found = []
@@ -133,7 +138,7 @@ def logit_cutoffs(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, temperatures: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The log-probabilities that a request also gets in a step in which others want those of the most likely tokens."""
+    """Compute the same log-probabilities as steps in which other requests want those of the most likely tokens."""
     _, ranks = logprobs.token_logprobs.__wrapped__(logits, token_ids, temperatures)  # the definition
     values = logprobs.divided(logits, temperatures).log_softmax(-1)
     return values.gather(1, token_ids.unsqueeze(1).long()).squeeze(1), ranks

@@ -26,11 +26,11 @@ class InvariantTritonBackend(TritonBackend):
 
 
 class Runner(CUDAModelRunner):
-    """Computes each row of a step by kernels to which the other rows make no difference."""
+    """Computes each row of a step with kernels whose results do not depend on other rows."""
 
     def _load_model(self) -> nn.Module:
         check_choice("batch_invariant=True on CUDA: dtype", self.config.dtype, (torch.bfloat16, torch.float16))
-        if not has_tma(self.device):  # which has the instructions whose results are known to agree
+        if not has_tma(self.device):  # results agree only with the matmul instructions of these GPUs
             raise ValueError(f"batch_invariant=True: {torch.cuda.get_device_name(self.device)} is older than Hopper")
         self.backend = InvariantTritonBackend()
         return super()._load_model()
@@ -40,7 +40,7 @@ class Runner(CUDAModelRunner):
         super().warm_up(lap)
 
     def size_kv_cache(self, available: int) -> None:
-        """Without what the largest decode step needs besides, which `largest_prefill` does not show."""
+        """Also leave memory for the parts of decode attention, which the largest prefill does not allocate."""
         num_rows, max_len = self.config.max_num_seqs * self.config.tokens_per_row, self.config.max_model_len
         layers = (layer for layer in self.model.modules() if isinstance(layer, Attention))
         shapes = {(num_rows * layer.num_heads, layer.head_dim, max_len, layer.window) for layer in layers}

@@ -1,6 +1,6 @@
-"""The operations whose kernels depend on the number of rows, by kernels that don't: for the table of CUDA.
+"""Replacements in the table of CUDA for operations whose kernels depend on the number of rows.
 
-What is not here computes each row in the same way wherever it stands.
+All other operations already compute each row in the same way, wherever it is.
 """
 
 from functools import partial
@@ -80,5 +80,5 @@ def token_logprobs(logits, token_ids, temperatures=None):
 
 
 def gather_logprobs(logits, ids):
-    """For requests that also want those of the most likely tokens; of the same token it is the same."""
+    """Compute log-probabilities of several tokens; for the same token, the result equals `token_logprobs`."""
     return logits.gather(1, ids) - log_sums_and_ranks(logits, ids[:, 0])[0].unsqueeze(1)

@@ -1,12 +1,12 @@
-"""Attention whose results depend in no bit on the batch, on chunks, or on how keys are split over programs.
+"""Attention in which no bit depends on the batch, on chunks, or on how keys are split over programs.
 
-The kernels of chunks (invariant_prefill.py) and of decodes (invariant_decode.py) have the arithmetic of this file for
-each query. Keys are added up in tiles, and tiles in segments, which begin at absolute positions. Each segment has sums
-of its own, which are added up in order: so a query's segments may be computed by one program, or by several
-(flash-decoding).
+Prefill (invariant_prefill.py) and decode (invariant_decode.py) use the arithmetic of this file for each query. Keys are
+added up in tiles, and tiles in segments, which begin at absolute positions. Each segment has its own sums, and segments
+are added in order. So one program may compute all segments of a query, or several programs (flash-decoding).
 
-That products are the same in tiles of any number of rows, transposed or not, is a property of Hopper's instructions for
-64 rows (wgmma; mma.sync was seen to round otherwise). tests/test_invariant_kernels.py checks it.
+This requires that a matmul gives the same result in tiles with any number of rows, transposed or not. Hopper's
+instructions for 64 rows (wgmma) have this property; mma.sync was seen to round differently.
+tests/test_invariant_kernels.py checks it.
 """
 
 import torch
@@ -16,26 +16,26 @@ import triton.language as tl
 from nanovllm.kernels.attention.split_sequence import NO_KEYS
 from nanovllm.kernels.e4m3 import unpack_scales
 
-# keys, a multiple of every tile: the fewer, the more programs a sequence has, and the more often sums are added up
+# keys, a multiple of every tile; with fewer, a sequence has more programs, but sums are added more often
 SEGMENT = tl.constexpr(512)
 
 
 @triton.jit
 def fma(x, factor, y):
-    """x * factor + y, rounded once. Whether a compiler fuses a multiplication and an addition is otherwise up to it."""
+    """Return x * factor + y, rounded once. Otherwise the compiler decides whether it fuses both operations."""
     return tl.fma(x, tl.broadcast_to(factor, x.shape), tl.broadcast_to(y, x.shape))
 
 
 @triton.jit
 def add_tile(sums, scores, v, scale, pairs, visible, stored_dtype: tl.constexpr, KEYS: tl.constexpr):
-    """Add a tile of keys to the sums: of weighted values and of weights, relative to the largest score.
+    """Add a tile of keys to the sums: (weighted values, weights, largest score so far).
 
-    Scores are products of queries and keys, whose dimension is KEYS: 1, or 0 where all is transposed. `visible` is None
-    if all keys are; else values of others are zeros. In FP8 `pairs` are the scales of keys and values. A product with
-    ones adds up the weights, in an order that does not depend on which threads have them.
+    Scores are products of queries and keys. KEYS is the dimension of the keys: 1, or 0 if everything is transposed.
+    `visible` is None if all keys are visible; values of hidden keys must be zeros. In FP8, `pairs` are the scales of
+    keys and values. A matmul with ones adds the weights, so that the order does not depend on which threads hold them.
     """
     acc, total, largest = sums
-    # over small scales of values, weights may exceed the range of float16
+    # weights are divided by the scales of values, and may exceed the range of float16 if these are small
     DTYPE: tl.constexpr = tl.bfloat16 if pairs is not None and v.dtype == tl.float16 else v.dtype
     factor = tl.full([1, 1], 1.0, tl.float32)
     if pairs is None:
@@ -68,14 +68,14 @@ def add_tile(sums, scores, v, scale, pairs, visible, stored_dtype: tl.constexpr,
 
 @triton.jit
 def segment_of(sums, KEYS: tl.constexpr):
-    """The sums after the last tile, of which those of weights are all the same."""
+    """Return the sums after the last tile of a segment. All sums of weights of a query are equal; keep one."""
     acc, total, largest = sums
     return acc, tl.max(total, KEYS, keep_dims=True), largest
 
 
 @triton.jit
 def add_segment(done, segment):
-    """The sums of some segments and of the next one."""
+    """Add the sums of the next segment to the sums of the segments before it."""
     acc_before, total_before, largest_before = done
     acc, total, largest = segment
     new_largest = tl.maximum(largest_before, largest)
@@ -90,5 +90,5 @@ def store_attended(out_ptr, at, done, mask):
 
 
 def tile_sizes(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Query rows of a tile, and keys, also of one of decodes."""
+    """Return the query rows of a prefill tile, and the keys of a prefill or decode tile."""
     return (64 if dtype == torch.float32 or head_dim > 128 else 128), 64

@@ -1,4 +1,4 @@
-"""One query a sequence against its keys, whose results depend in no bit on the batch or on how keys are split."""
+"""Decode attention in which no bit depends on the batch, or on how keys are split over programs."""
 
 import torch
 import triton
@@ -28,7 +28,7 @@ NUM_IDS = tl.constexpr(16)  # block ids that are loaded at a time
 
 @triton.jit
 def _segments_of(context_lens_ptr, seq, splits, CACHE: tl.constexpr):
-    """The first key that a decoding query sees, the first and the end of its segments, and how many a split has."""
+    """Return (length, first visible key, first segment, end segment, segments of a split) of a decoding query."""
     length = tl.load(context_lens_ptr + seq)
     first = 0
     if CACHE.window:
@@ -48,7 +48,7 @@ def _store_part(part_ptrs, part, sums, mask, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _add_parts(part_ptrs, row, num_parts, stride, mask, HEAD_DIM: tl.constexpr):
-    """The sums [HEAD_DIM, ROWS] of all segments of some rows [1, ROWS], of which each has stored its own."""
+    """Load and add the stored sums [HEAD_DIM, ROWS] of all segments of rows [1, ROWS]."""
     acc_ptr, total_ptr, largest_ptr = part_ptrs
     ROWS: tl.constexpr = row.shape[1]
     acc, total = tl.zeros([HEAD_DIM, ROWS], tl.float32), tl.zeros([1, ROWS], tl.float32)
@@ -76,9 +76,10 @@ def _decode_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """As in decode_attention.py, but a split has whole segments. Of a sequence with several, it stores each one's sums.
+    """As in decode_attention.py, program (kv_head, sequence, split); but a split has whole segments.
 
-    All is transposed, so that tensor cores multiply 64 keys at a time by the same instructions as in chunks.
+    If a sequence has several segments, the program stores the sums of each one. Everything is transposed, so that
+    tensor cores multiply 64 keys at a time, with the same instructions as in prefill.
     """
     gdc_launch_dependents(PDL)
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
@@ -108,9 +109,9 @@ def _decode_kernel(
     in_group = g < GROUP
     row = seq * (KV_HEADS * GROUP) + kv_head * GROUP + g
     stride = tl.num_programs(1) * (KV_HEADS * GROUP)
-    part = row - first_segment * stride  # of segment 0
+    part = row - first_segment * stride  # where the sums of segment 0 would be
     if PDL:
-        # the cached keys and values are prefetched while the kernel before still runs
+        # prefetch cached keys and values while the previous kernel still runs
         tokens = tl.maximum(tl.minimum(begin + n, end - 1), 0)
         blocks = tl.load(table_ptr + tokens // BLOCK_SIZE).to(tl.int64)
         rows = ((blocks * BLOCK_SIZE + tokens % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
@@ -125,7 +126,7 @@ def _decode_kernel(
     largest = tl.full([1, GROUP_PAD], NO_KEYS, tl.float32)
     b = tl.arange(0, NUM_IDS)
     for first_block in range(begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE), NUM_IDS):
-        # many block ids at once: if each tile first had to load its block id, the pipeline of tiles would stall
+        # load many block ids at once: a load per tile would stall the pipeline of tiles
         block_ids = tl.load(table_ptr + first_block + b, (first_block + b) * BLOCK_SIZE < end, 0)
         known_end = tl.minimum((first_block + NUM_IDS) * BLOCK_SIZE, end)
         for tile in tl.range(tl.maximum(first_block * BLOCK_SIZE, begin), known_end, TILE, num_stages=STAGES):
@@ -148,15 +149,15 @@ def _decode_kernel(
             next_tile = tile + TILE
             if (next_tile // SEGMENT * SEGMENT == next_tile) & (end_segment - first_segment > 1):
                 _store_part(part_ptrs, part + stride * (tile // SEGMENT), (acc, total, largest), in_group, HEAD_DIM)
-                # so these sums shrink to nothing when the next ones begin
+                # then a factor of 0 clears these sums when the next segment begins
                 largest = tl.full([1, GROUP_PAD], NO_KEYS, tl.float32)
     if end_segment - first_segment <= 1:
         store_attended(out_ptr, row_at, segment_of((acc, total, largest), 0), in_group)
     else:
         end_tile = tl.cdiv(end, TILE) * TILE
-        if end_tile // SEGMENT * SEGMENT != end_tile:  # else the loop has stored it
+        if end_tile // SEGMENT * SEGMENT != end_tile:  # otherwise the loop has stored it
             _store_part(part_ptrs, part + stride * (end // SEGMENT), (acc, total, largest), in_group, HEAD_DIM)
-        if first_segment + per_split >= end_segment:  # this program has all
+        if first_segment + per_split >= end_segment:  # this program has computed all
             tl.debug_barrier()
             done = _add_parts(part_ptrs, row, end_segment - first_segment, stride, in_group, HEAD_DIM)
             store_attended(out_ptr, row_at, done, in_group)
@@ -165,7 +166,7 @@ def _decode_kernel(
 @dependent_kernel(early=("seq_ptrs",))
 @triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(seq_ptrs, out_ptrs, splits, HEADS: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr):
-    """The result of one query and head whose segments several programs have computed."""
+    """A program adds the segments of one query and head, if several programs have computed them."""
     gdc_launch_dependents(PDL)
     num_seqs_ptr, context_lens_ptr = seq_ptrs
     out_ptr, part_ptrs = out_ptrs
@@ -187,7 +188,7 @@ def _combine_kernel(seq_ptrs, out_ptrs, splits, HEADS: tl.constexpr, CACHE: tl.c
 def empty_parts(
     num_rows: int, head_dim: int, max_context_len: int, window: int | None, device: torch.device | str
 ) -> tuple[torch.Tensor, ...]:
-    """What takes the sums of each segment, for so many queries times heads; nothing if there is one segment at most."""
+    """Allocate memory for the sums of each segment, for `num_rows` queries times heads; empty if there is only one."""
     num_segments = triton.cdiv(min(max_context_len, (window or max_context_len) + SEGMENT.value), SEGMENT.value)
     shape = (num_segments, num_rows) if num_segments > 1 else (0, 0)
     return tuple(torch.empty((*shape, *x), dtype=torch.float32, device=device) for x in ((head_dim,), (), ()))
@@ -204,7 +205,7 @@ def decode_attention(
     out: torch.Tensor | None = None,
     tokens_per_row: int = 1,
 ) -> torch.Tensor:
-    """What decode_attention.py has under this name, with the same arguments. Each row reads its keys for itself."""
+    """See `decode_attention` of decode_attention.py, which has the same arguments. Here each row reads its own keys."""
     batch_size, heads, head_dim = q.shape
     out = torch.empty_like(q) if out is None else out
     layout = layout_of(cache, tile_sizes(head_dim, q.dtype)[1])

@@ -1,8 +1,8 @@
-"""y = x W^T + b whose rows depend in no bit on how many there are: each output is one sum, in the order of inputs.
+"""y = x W^T + b in which no bit of a row depends on the number of rows: each output is one sum in the order of inputs.
 
-Tensor cores add up 16-bit products in the same way in tiles of any size, by their instructions for 64 rows. These are
-rows of weights here, and tiles are chosen by the number of rows of x. With 8-bit numbers steps have one length, as each
-ends with a multiplication by scales.
+With their instructions for 64 rows, tensor cores add 16-bit products in the same way in tiles of any size. Here the 64
+rows are rows of weights, and the tile depends on the number of rows of x. With 8-bit numbers, all steps over the inputs
+have the same length, because each step ends with a multiplication by scales.
 """
 
 import torch
@@ -22,10 +22,10 @@ from nanovllm.kernels.linear.tiles import (
     times_scales,
 )
 
-GROUP_M = tl.constexpr(8)  # tiles of rows that take the same tile of weights one after the other
-FEW_OUTPUTS = 1024, 4096  # up to so many, tiles are narrower than the rows: else they would be too few
+GROUP_M = tl.constexpr(8)  # consecutive tiles of rows that use the same tile of weights
+FEW_OUTPUTS = 1024, 4096  # up to so many outputs, tiles have fewer rows than x, because there would be too few tiles
 
-# by the rows of x that a tile has
+# by the rows of x in a tile
 TILES = {m: Tiles(64, 128, 6, 4, m) for m in (16, 32, 64)} | {128: Tiles(64, 128, 4, 4, 128)}
 WIDE_128 = Tiles(128, 64, 4, 4, 128)
 WIDE_256 = Tiles(128, 64, 4, 8, 256)
@@ -38,6 +38,7 @@ FLOAT32 = {m: Tiles(32, 32, 3, 4, m) for m in (16, 32, 64)}  # without tensor co
 def _product_kernel(
     x_tiles, w_tiles, scale_ptrs, bias_ptr, out_ptr, M, N, SHAPE: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr
 ):
+    # A program computes an output tile [tile_m, tile_n] over all inputs.
     gdc_launch_and_wait(PDL)
     tiles_per_group = GROUP_M * tl.cdiv(N, TILES.tile_n)
     first_tile = tl.program_id(0) // tiles_per_group * GROUP_M
@@ -62,7 +63,7 @@ def _product_kernel(
 
 
 def _choose_tiles(num_rows: int, num_outputs: int, is_scaled: bool, is_float32: bool, device: torch.device) -> Tiles:
-    """Measured on an H100; any other choice has the same results, as the head of this file says."""
+    """Choose the fastest tiles, measured on an H100. All choices give the same results: see the top of this file."""
     size = max(16, triton.next_power_of_2(num_rows))
     if is_scaled or is_float32:
         table = SCALED_TILES if is_scaled else FLOAT32
@@ -85,10 +86,10 @@ def invariant_product(
     out: torch.Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """x [M, K] times W transposed, plus the bias [N] -> [M, N]; `out` takes it.
+    """Return x [M, K] times W transposed, plus the bias [N], as [M, N]. `out` receives it.
 
-    W [N, K] may be 8-bit values times scales [N / block rows, K / block columns], of at least 32 columns. All
-    contiguous, rows of a multiple of 16 bytes.
+    W [N, K] may be 8-bit values times scales [N / block rows, K / block columns], with blocks of at least 32 columns.
+    All tensors are contiguous, and their rows have a multiple of 16 bytes.
     """
     rows, values, scales, shape = operands_of(x, weight)
     (n, k), m, device, is_scaled = values.shape, len(x), values.device, isinstance(weight, tuple)
@@ -96,7 +97,7 @@ def invariant_product(
     if m == 0:
         return out
     tiles = tiles or _choose_tiles(m, n, is_scaled, x.dtype == torch.float32, device)
-    if shape.block_k < k:  # a tile lies in one block
+    if shape.block_k < k:  # a tile must lie in one block
         tiles = tiles._replace(tile_k=min(tiles.tile_k, shape.block_k & -shape.block_k))
     if has_tma(device) and k * values.element_size() % 16 == 0 and (x.dtype != torch.float32 or not is_scaled):
         rows = TensorDescriptor.from_tensor(rows, [tiles.tile_m, tiles.tile_k])

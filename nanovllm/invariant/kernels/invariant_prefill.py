@@ -1,4 +1,4 @@
-"""Causal attention of new tokens whose results depend in no bit on other sequences or on how a prompt is cut."""
+"""Prefill attention in which no bit depends on other sequences, or on how a prompt is divided into chunks."""
 
 import torch
 import triton
@@ -22,7 +22,7 @@ from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launc
 def _add_tiles(
     sums, q, begin, end, position, keys, scale, length, CACHE: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Add the keys from begin to end to a segment's sums."""
+    """Add the keys from `begin` to `end` to the sums of a segment."""
     k_tiles, v_tiles, scales_ptr, table_ptr, kv_head = keys
     BLOCK_SIZE: tl.constexpr = CACHE.block_size
     HEAD_DIM: tl.constexpr = CACHE.head_dim
@@ -36,7 +36,7 @@ def _add_tiles(
         pairs, visible = None, None
         if scales_ptr is not None:
             scale_at = (block.to(tl.int64) * CACHE.kv_heads + kv_head) * BLOCK_SIZE + tile % BLOCK_SIZE + n
-            pairs = tl.load(scales_ptr + scale_at)  # without a mask, so that several are loaded at once
+            pairs = tl.load(scales_ptr + scale_at)  # without a mask, so that vectors are loaded
             if MASKED:
                 pairs = tl.where(tile + n < length, pairs, ONES)
             k, v = decode_e4m3(k, q.dtype), decode_e4m3(v, q.dtype)
@@ -68,13 +68,13 @@ def _prefill_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """As in prefill_attention.py, but segment by segment."""
+    """Program (kv_head, i) computes the i-th tile of queries, as in prefill_attention.py, but segment by segment."""
     gdc_launch_dependents(PDL)
     query_tiles_ptr, cu_seqlens_q_ptr, context_lens_ptr = query_ptrs
     HEADS: tl.constexpr = CACHE.kv_heads * GROUP
     HEAD_DIM: tl.constexpr = CACHE.head_dim
     TOKENS: tl.constexpr = TILE_M // GROUP  # a tile has TOKENS tokens with all query heads of one kv head
-    if not PDL:  # pointers: the descriptors are made here, where the strides are constants, so that loads stay wide
+    if not PDL:  # without TMA, make descriptors from pointers here, where strides are constants: loads stay wide
         ROW: tl.constexpr = CACHE.kv_heads * HEAD_DIM
         k_tiles = tl.make_tensor_descriptor(k_tiles, [2147483647, ROW], [ROW, 1], [CACHE.tile, HEAD_DIM])
         v_tiles = tl.make_tensor_descriptor(v_tiles, [2147483647, ROW], [ROW, 1], [CACHE.tile, HEAD_DIM])
@@ -112,7 +112,7 @@ def _prefill_kernel(
         middle = tl.minimum(tl.maximum(unmasked_begin, first_key), end_key)
         last = tl.minimum(tl.maximum(unmasked_end, middle), end_key)
         sums = acc, tl.zeros([TILE_M, 16], tl.float32), no_keys
-        if CACHE.window:  # what the window cuts, what all queries see, what causality cuts
+        if CACHE.window:  # keys that the window cuts; then keys that all queries see; then keys that causality cuts
             sums = _add_tiles(sums, q, first_key, middle, position, keys, scale, length, CACHE, STAGES, True)
             first_key = middle
         sums = _add_tiles(sums, q, first_key, last, position, keys, scale, length, CACHE, STAGES, False)
@@ -122,7 +122,7 @@ def _prefill_kernel(
 
 
 def query_tile_size(group: int, head_dim: int, dtype: torch.dtype) -> int:
-    """The number of tokens of a tile, where `group` query heads share a key-value head."""
+    """Return the number of tokens of a tile of queries, if `group` query heads share a key-value head."""
     return tile_sizes(head_dim, dtype)[0] // group
 
 
@@ -135,7 +135,7 @@ def prefill_attention(
     query_tiles: torch.Tensor,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What prefill_attention.py has under this name, with the same arguments."""
+    """See `prefill_attention` of prefill_attention.py, which has the same arguments."""
     heads, head_dim = q.shape[1:]
     tile_m, tile_n = tile_sizes(head_dim, q.dtype)
     layout = layout_of(cache, tile_n)
