@@ -124,7 +124,7 @@ def _place_chains_kernel(batch_ptrs, table_ptrs, out_ptrs, num_rows, SHAPE: tl.c
     start = tl.load(num_computed_ptr + req_index).to(tl.int32)
     start = tl.minimum(tl.maximum(start, end - WIDTH), end - 1)
     tl.store(num_computed_ptr + req_index, end.to(tl.int64))
-    for i in tl.static_range(WIDTH + STEPS - 1):  # rows of the first step, then one of each other
+    for i in tl.static_range(WIDTH + STEPS - 1):  # rows of the first step, then one row per later step
         if i < WIDTH:
             row = seq * WIDTH + i
             token = tl.minimum(start + SHAPE.shift + i, length - 1)
