@@ -19,6 +19,7 @@ It may have:
 - `layer_types`: those of config.json that the class computes; without it, `full_attention`
 - `defaults`: entries of config.json, or of its `text_config`, that may be absent
 - `unused_prefixes`: how the names of tensors begin that a checkpoint may have, and the class does not take
+- `may_be_nested`: whether there are checkpoints with images, of which the class takes the text model
 
 Layers find their rank and the dtype of their weights when they are constructed (utils/construction.py).
 """
@@ -46,7 +47,11 @@ MEMORY_LIMITS = [Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory
 # `model_type` -> module:class
 MODELS = {
     name: f"{__name__}.{name}:" + re.sub(r"_(?!\d)", "", name.title()) + "ForCausalLM"
-    for name in sorted({x.name for x in iter_modules(__path__)} - {"architectures", "head_models", "hybrid"})
+    for name in sorted({x.name for x in iter_modules(__path__)} - {"architectures", "head_models", "hybrid", "windows"})
+}
+MODELS |= {
+    "gemma3_text": f"{__name__}.gemma3_text:Gemma3ForCausalLM",
+    "smollm3": f"{__name__}.smollm3:SmolLM3ForCausalLM",
 }
 
 
@@ -97,9 +102,10 @@ class ModelConfig:
     mlp_bias: bool = False
     sliding_window: int | None = None  # the number of tokens that a token attends to, itself included
     moe: Any = None  # MoEConfig of moe/, if there are layers with a mixture of experts
-    attention_fraction: float = 1.0  # of the layers
+    attention_fraction: float = 1.0  # of the layers: those that attend to all tokens
     hybrid: Any = None  # HybridConfig of delta_net/, if there are layers with a state
     quantization: Any = None  # the formats of the linear layers' weights, see quantization/
+    details: Any = None  # what only its family reads
 
     @classmethod
     def read(cls, folder: Path, quantization: str | None = None, raw: dict | None = None) -> "ModelConfig":
@@ -135,7 +141,7 @@ class ModelConfig:
                 raise ValueError(
                     f"{file}: layer_types: lists {len(kinds)} layers, not {num_layers} (num_hidden_layers)"
                 )
-            inv_freq, rope_scale, plain["max_position_embeddings"] = _read_rope(raw, head_dim, file)
+            inv_freq, rope_scale, plain["max_position_embeddings"] = read_rope(raw, head_dim, file)
         except KeyError as error:
             raise ValueError(f"{file}: has no {error}") from error
         dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
@@ -181,8 +187,10 @@ class ModelConfig:
         return self.layer_operations / (4 * self.num_attention_heads * self.head_dim * self.attention_fraction * 1.5)
 
 
-def _read_rope(raw: dict, head_dim: int, file: Path) -> tuple[tuple[float, ...], float, int]:
-    """Inverse frequencies, the scale of cos and sin, and the longest sequence.
+def read_rope(
+    raw: dict, head_dim: int, file: Path, layer_type: str = "full_attention"
+) -> tuple[tuple[float, ...], float, int]:
+    """Inverse frequencies, the scale of cos and sin, and the longest sequence, for layers of a type.
 
     They are in `rope_parameters`, where transformers 5 writes them, or in `rope_theta` and `rope_scaling`. If there are
     both, the latter counts, as users add it to switch a longer context on.
@@ -192,7 +200,7 @@ def _read_rope(raw: dict, head_dim: int, file: Path) -> tuple[tuple[float, ...],
         given = raw.get(name) or {}
         if not isinstance(given, dict):
             raise TypeError(f"{file}: {name}={given!r:.80}: must be an object")
-        given = given.get("full_attention") or given  # other kinds of layers may have others
+        given = given.get(layer_type) or given  # each type of layer may have its own
         kind = given.get("rope_type") or given.get("type")
         rope |= {name: value for name, value in (given | {"rope_type": kind}).items() if value is not None}
     theta = rope.pop("rope_theta", 10000.0)
