@@ -387,8 +387,9 @@ def test_older_forms_of_windows(tmp_path):
     )
     assert ModelConfig.read(Path(folder)) == expected
     edit(folder, rope_scaling=LINEAR)  # of layers without a window
-    assert ModelConfig.read(Path(folder)).details == expected.details
-    assert ModelConfig.read(Path(folder)).rope_inv_freq != expected.rope_inv_freq
+    scaled = ModelConfig.read(Path(folder))
+    assert scaled.details == expected.details and scaled.max_position_embeddings == expected.max_position_embeddings
+    assert scaled.rope_inv_freq != expected.rope_inv_freq
     folder = make_checkpoint(tmp_path / "olmo3", "olmo3-yarn")
     expected = ModelConfig.read(Path(folder))
     edit(folder, ("rope_parameters",), rope_theta=5000.0, rope_scaling=YARN)

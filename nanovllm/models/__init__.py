@@ -130,7 +130,7 @@ class ModelConfig:
         heads = raw.get("num_attention_heads")
         names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings"
         try:
-            plain = {name: check_int(f"{file}: {name}", raw[name], low=1) for name in names.split()}
+            plain: dict[str, Any] = {name: check_int(f"{file}: {name}", raw[name], low=1) for name in names.split()}
             head_dim = check_int(f"{file}: head_dim", raw.get("head_dim") or raw["hidden_size"] // heads, low=2)
             kv_heads = check_int(f"{file}: num_key_value_heads", raw.get("num_key_value_heads") or heads, low=1)
             if heads % kv_heads:
@@ -154,7 +154,6 @@ class ModelConfig:
             formats = find_quantization(quantized, file, quantization)
         return cls(
             model_type=model_type,
-            **plain,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
             rms_norm_eps=check_real(f"{file}: rms_norm_eps", raw.get("rms_norm_eps", 1e-6), low=0.0, high=1.0),
@@ -164,7 +163,7 @@ class ModelConfig:
             rope_scale=rope_scale,
             eos_token_ids=eos_token_ids,
             quantization=formats,
-            **family.read_config(raw, file),
+            **(plain | family.read_config(raw, file)),
         )
 
     @property

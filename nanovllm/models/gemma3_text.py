@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.layers.embed_head import VocabParallelEmbedding
+from nanovllm.layers.embed_head import ScaledEmbedding
 from nanovllm.layers.layernorm import ZeroCenteredRMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models import ModelConfig
@@ -23,12 +23,6 @@ class GeluAndMul(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = x.chunk(2, -1)
         return F.gelu(gate, approximate="tanh") * up
-
-
-class ScaledEmbedding(VocabParallelEmbedding):
-    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        scale = torch.tensor(self.weight.shape[1] ** 0.5, dtype=self.weight.dtype)  # rounded as in training
-        return super().forward(token_ids) * scale.item()
 
 
 class Gemma3Attention(Qwen3Attention):
@@ -79,7 +73,10 @@ class Gemma3ForCausalLM(WindowsForCausalLM):
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
-        self.model.embed_tokens = ScaledEmbedding(config.vocab_size, config.hidden_size)
+        factor = torch.tensor(
+            config.hidden_size**0.5, dtype=config.dtype, device="cpu"
+        ).item()  # rounded as in training
+        self.model.embed_tokens = ScaledEmbedding(config.vocab_size, config.hidden_size, factor)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.model.norm = ZeroCenteredRMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -103,4 +100,5 @@ class Gemma3ForCausalLM(WindowsForCausalLM):
         fields = read_windows(raw, file, 6, raw.get("rope_local_base_freq", 1e4))
         fields["details"] = fields["details"]._replace(scale=scalar**-0.5)
         bias = raw.get("attention_bias", False)
-        return {"qkv_bias": bias, "o_bias": bias, **fields}
+        # the length is that of the scaled rotary embedding already
+        return {"qkv_bias": bias, "o_bias": bias, "max_position_embeddings": raw["max_position_embeddings"], **fields}

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.layers.embed_head import VocabParallelEmbedding
+from nanovllm.layers.embed_head import ScaledEmbedding
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models import ModelConfig
 from nanovllm.models.llama import LlamaForCausalLM
@@ -21,13 +21,6 @@ class Factors(NamedTuple):
     residual_multiplier: float
     attention_multiplier: float
     logits_scaling: float
-
-
-class ScaledEmbedding(VocabParallelEmbedding):
-    factor = 1.0
-
-    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return super().forward(token_ids) * self.factor
 
 
 class GraniteDecoderLayer(Qwen3DecoderLayer):
@@ -46,8 +39,8 @@ class GraniteDecoderLayer(Qwen3DecoderLayer):
 class GraniteForCausalLM(LlamaForCausalLM):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
-        self.model.embed_tokens = ScaledEmbedding(config.vocab_size, config.hidden_size)
-        self.model.embed_tokens.factor = config.details.embedding_multiplier
+        factor = config.details.embedding_multiplier
+        self.model.embed_tokens = ScaledEmbedding(config.vocab_size, config.hidden_size, factor)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
