@@ -1,9 +1,9 @@
-"""The headline benchmark of nano-vllm: tokens per second of many random requests that are generated together.
+"""The headline benchmark of nano-vllm: the throughput of many random requests in one batch, in tokens per second.
 
-    python bench.py                                      what stands in this file
-    python bench.py headline --model Qwen/Qwen3-0.6B     the same requests for another model, with more figures
-    python bench.py --shape qwen3-8b --compare vllm      other workloads too, and vLLM beside them
-    python bench.py --help                               all of them
+    python bench.py                                      the benchmark in this file
+    python bench.py headline --model Qwen/Qwen3-0.6B     the same requests with another model, and more figures
+    python bench.py --shape qwen3-8b --compare vllm      other workloads too, compared with vLLM
+    python bench.py --help                               all benchmarks and flags
 
 With any argument this is the command `nanovllm bench`, which needs no clone of the repository.
 """
@@ -14,11 +14,11 @@ from time import perf_counter
 
 from nanovllm import LLM, SamplingParams
 
-MODEL = "tiny-qwen3"  # is part of the package; or a folder in the Hugging Face layout, or a hub id
+MODEL = "tiny-qwen3"  # bundled with the package; a folder in the Hugging Face layout or a hub id works too
 
 
 def random_requests(num_seqs: int, max_len: int, vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of random token ids, and how many tokens each gets; lengths are from a tenth of `max_len` up to it."""
+    """Prompts of random token ids, and parameters with output lengths: about `max_len` / 10 to `max_len` each."""
     rng = Random(0)
     min_len, max_id = max_len * 100 // 1024, min(10_000, vocab_size - 1)
     prompts = [[rng.randint(0, max_id) for _ in range(rng.randint(min_len, max_len))] for _ in range(num_seqs)]
@@ -31,7 +31,7 @@ def main() -> None:
         num_seqs, max_len = (64, 256) if llm.config.device == "cpu" else (256, 1024)
         vocab_size = llm.config.model_config.vocab_size
         prompts, params = random_requests(num_seqs, max_len, vocab_size)
-        # the first run compiles kernels; with other ids, so that the second finds no prefix in the cache
+        # a warm-up, which compiles kernels; its ids differ, so that the timed run has no prefix hits
         llm.generate([[(i + 1) % vocab_size for i in prompt] for prompt in prompts], params)
 
         begin = perf_counter()

@@ -1,4 +1,4 @@
-"""Four questions to the bundled model, or to any other: `python example.py --model Qwen/Qwen3-0.6B`."""
+"""Sends four prompts to the bundled model, or to another one: `python example.py --model Qwen/Qwen3-0.6B`."""
 
 import argparse
 import logging

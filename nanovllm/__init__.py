@@ -17,9 +17,9 @@ __all__ += ["CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"]
 
 
 def __getattr__(name: str) -> Any:
-    """A name of `__all__`, imported when it is asked for: the help of commands does without PyTorch."""
+    """Import a name of `__all__` on first use, so that `--help` of commands does not import PyTorch."""
     homes = "sampling_params", "engine.outputs", "requests.request", "engine.scheduling_policy", "llm"
-    for home in (*homes, "features.beam_params"):  # what a plain `generate` imports comes first
+    for home in (*homes, "features.beam_params"):  # modules that a plain `generate` imports come first
         if name in __all__ and hasattr(module := import_module(f"nanovllm.{home}"), name):
             return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

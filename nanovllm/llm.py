@@ -14,7 +14,7 @@ from nanovllm.sampling_params import SamplingParams
 class LLM(LLMEngine):
     """An engine for offline generation: `LLM(model, **settings).generate(prompts, sampling_params)`.
 
-    `generate`, `stream`, `step` and the other methods that are not here are LLMEngine's.
+    `generate`, `stream`, `step` and other methods are in LLMEngine.
     """
 
     def get_tokenizer(self):
@@ -22,7 +22,7 @@ class LLM(LLMEngine):
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's `generation_config.json` recommends, and SamplingParams' own defaults for the rest."""
+        """Parameters from the model's `generation_config.json`, with SamplingParams' defaults for all others."""
         return self.input_processor.default_sampling_params()
 
     def chat(
@@ -37,8 +37,7 @@ class LLM(LLMEngine):
         chat_template_kwargs: Mapping | None = None,
         priority: list[int] | None = None,
     ) -> list[RequestOutput]:
-        """Like `generate`, for one conversation or a list of them. A conversation is a list of dicts with `role` and
-        `content`.
+        """Like `generate`, for one conversation or several. A conversation is a list of dicts: `role` and `content`.
 
         `chat_template_kwargs` are further arguments of the chat template, for example `{"enable_thinking": False}`.
         ValueError for a conversation that the template can't render.
@@ -60,5 +59,5 @@ class LLM(LLMEngine):
         use_tqdm: bool = False,
         priority: list[int] | None = None,
     ) -> list[BeamSearchOutput]:
-        """The most likely answers to each prompt that a beam search finds, the best first. Errors are `generate`'s."""
+        """The most likely answers to each prompt that beam search finds, best first. Errors are as in `generate`."""
         return self._run(beam_requests(self.input_processor, prompts, params, priority), use_tqdm)

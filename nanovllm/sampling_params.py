@@ -25,9 +25,8 @@ class SamplingParams:
     top_k: sample from the k most likely tokens only. Of equally likely tokens, the lower id comes first. 0 or -1: all.
     top_p: sample from the smallest set of most likely tokens that together have at least this probability.
     min_p: sample from tokens with at least this fraction of the most likely token's probability.
-    seed: the same seed draws the same noise, whatever else is in the batch. A token may still differ where two are
-        nearly equally likely, because on a GPU the last bits of the logits depend on the batch size. Without a seed, or
-        with -1, it is derived from the engine's seed, or random if there is none.
+    seed: the same seed draws the same noise in any batch; docs/sampling.md says what may still differ. Without a seed,
+        or with -1, it is derived from the engine's seed, or random if there is none.
     n: the number of answers. The prompt is computed once.
     min_tokens: until the answer has this many tokens, only `max_tokens` ends it.
     stop: strings that end the answer. The text is cut before them.
@@ -49,8 +48,7 @@ class SamplingParams:
     thinking_token_budget: maximum number of tokens of reasoning. Then its end is forced. None or -1: no limit. Needs
         `reasoning_parser`.
     logprobs: return the log-probability of each generated token and of this many of the most likely tokens; -1 is all.
-        They are the model's own, before penalties, temperature and filters, unless the setting `logprobs_mode` says
-        otherwise.
+        The setting `logprobs_mode` says of which logits.
     prompt_logprobs: the same for the tokens of the prompt, always the model's own. Such a request does not read the
         prefix cache.
 

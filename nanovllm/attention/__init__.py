@@ -1,6 +1,7 @@
-"""Attention backends: which there are. A module is imported when its backend is used.
+"""The table of attention backends, and the checks of a choice among them.
 
-A backend is a module here; `triton` has the class `TritonBackend`. `base` has their interface.
+Each module here is a backend, except `base`, which has the interface: `triton` has the class `TritonBackend`. A module
+is imported when its backend is used.
 """
 
 import importlib.util
@@ -12,7 +13,7 @@ from nanovllm.utils.checks import check_choice
 if TYPE_CHECKING:
     from nanovllm.config import Config
 
-# the setting `attention_backend` -> "module:class" or a class, besides "sdpa", which is plain PyTorch
+# "module:class" or a class, by the setting `attention_backend`; without "sdpa", which needs PyTorch alone
 NAMES = sorted({module.name for module in iter_modules(__path__)} - {"base", "sdpa"})
 BACKENDS: dict[str, Any] = {name: f"{__name__}.{name}:{name.title()}Backend" for name in NAMES}
 
@@ -23,13 +24,13 @@ def backend_class(name: str) -> Any:
 
 
 def resolve_backend(config: "Config", device: str) -> tuple[str, int]:
-    """The backend in use, and what `kvcache_block_size` must be a multiple of. ValueError if it can't run here."""
+    """The backend's name, and the number that must divide `kvcache_block_size`. ValueError if it can't run here."""
     name, kv_cache_dtype = config.attention_backend, config.kv_cache_dtype
     check_choice("attention_backend", name, ("auto", *BACKENDS, "sdpa"))
     if config.batch_invariant:
         own = "sdpa" if device == "cpu" else "triton"
         check_choice("batch_invariant=True has its own backend: attention_backend", name, ("auto", own))
-        if device == "cpu":  # gloo adds up the parts of more ranks in an order that depends on the size of the batch
+        if device == "cpu":  # with more ranks, gloo's order of adding up depends on the size of the batch
             check_choice("batch_invariant=True: tensor_parallel_size", config.tensor_parallel_size, (1, 2))
         name = own
     if name == "auto":
@@ -46,11 +47,11 @@ def resolve_backend(config: "Config", device: str) -> tuple[str, int]:
     if kv_cache_dtype not in backend.kv_cache_dtypes:
         accepted = " or ".join(map(repr, backend.kv_cache_dtypes))
         raise ValueError(f"kv_cache_dtype={kv_cache_dtype!r}: must be {accepted} for attention_backend={name!r}")
-    return name, 64 if config.batch_invariant else backend.block_multiple  # its tiles of keys, which lie in one block
+    return name, 64 if config.batch_invariant else backend.block_multiple  # a tile of 64 keys lies in one block
 
 
 def check_head_dim(head_dim: int, device: str, backend: str) -> None:
-    """ValueError if our kernels would run, and can't: tiles of theirs have `head_dim` columns."""
+    """ValueError if our kernels would run but can't: their tiles have `head_dim` columns."""
     runs_kernels = backend == "triton" or (device.startswith("cuda") and importlib.util.find_spec("triton") is not None)
     if runs_kernels and (head_dim < 16 or head_dim & (head_dim - 1)):
         raise ValueError(f"head_dim={head_dim} of the model: must be a power of two from 16 on, unless device='cpu'")

@@ -7,7 +7,7 @@ from nanovllm.attention.base import AttentionBackend
 
 
 class FlashBackend(AttentionBackend):
-    """The flash-attn package (arXiv:2307.08691)."""
+    """Calls the flash-attn package (FlashAttention-2, arXiv:2307.08691)."""
 
     package, install = "flash_attn", "pip install 'nano-vllm[flash]'"
     block_multiple = 256
@@ -31,7 +31,7 @@ class FlashBackend(AttentionBackend):
         return out
 
     def _prefill(self, q, cache, context):
-        """Of all rows; those of decodes get any values."""
+        """Attention of chunks, in an output for all rows; the rows of decodes are arbitrary."""
         n = context.num_decode_rows
         if "cu_seqlens_k" not in context.plans:
             context.plans["cu_seqlens_k"] = F.pad(context.context_lens[n:].cumsum(0, dtype=torch.int32), (1, 0))
@@ -64,5 +64,5 @@ class FlashBackend(AttentionBackend):
 
 
 def _window_size(cache) -> tuple[int, int]:
-    """How many tokens before its own and after it a query sees; -1 is no bound."""
+    """The number of tokens before and after its own that a query sees; -1 is no bound."""
     return (-1, -1) if cache.window is None else (cache.window - 1, 0)

@@ -1,4 +1,4 @@
-"""Attention by plain PyTorch, for any device: each sequence's keys and values are gathered out of the cache."""
+"""Attention in plain PyTorch, for any device."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -12,24 +12,24 @@ from nanovllm.utils.context import Context
 
 
 class _Group(NamedTuple):
-    """What is computed in one call: sequences with one query each, or one sequence with several.
+    """What one call computes: several sequences with one query each, or one sequence with several queries.
 
-    L, the number of their keys, is padded to a multiple of SPAN_SIZE: CPU kernels are compiled for fewer shapes.
+    L, the number of keys, is padded to a multiple of SPAN_SIZE, so that CPU kernels are compiled for fewer shapes.
     """
 
     rows: slice  # of q
     spans: torch.Tensor  # [sequences, L / SPAN_SIZE] int32: the spans of the cache that hold their keys and values
-    mask: torch.Tensor | None  # added to the scores; None: a single query sees all keys, a chunk's those up to its own
+    mask: torch.Tensor | None  # added to the scores; None: all keys for single queries, a causal mask for a chunk
     is_prompt: bool
 
 
 class SDPABackend(AttentionBackend):
-    """Gathers each sequence's keys and values out of the cache."""
+    """Gathers each sequence's keys and values from the cache, then calls `scaled_dot_product_attention`."""
 
     uses_cuda_graphs = False
 
     def attend(self, q, cache, context):
-        if cache.window not in context.plans:  # by the first layer of a step, for all with the same window
+        if cache.window not in context.plans:  # the first layer of a step plans for all with the same window
             context.plans[cache.window] = [*_plan(context, cache.window, cache.k.shape[1], q.dtype)]
         q = q.unflatten(1, (cache.k.shape[2], -1))  # [T, kv_heads, group, head_dim]
         outputs = []
@@ -40,9 +40,9 @@ class SDPABackend(AttentionBackend):
 
 
 def _attend_one_token(q, k, v, mask, scale) -> torch.Tensor:
-    """One query for each sequence: q [n, kv_heads, group, head_dim], k and v [n, L, kv_heads, head_dim] -> as q."""
-    # Heads of the same keys are rows of one product, but for pairs of them in bfloat16 on a CPU with AMX: it takes 0.4
-    # to 0.7 of the time to compute these one by one, and without AMX 1.6 to 8 times as long.
+    """One query per sequence: q [n, kv_heads, group, head_dim], k and v [n, L, kv_heads, head_dim] -> as q."""
+    # The query heads that share keys are the rows of one matmul. The exception is two heads in bfloat16 on a CPU with
+    # AMX: one by one they take 0.4 to 0.7 of the time (without AMX, 1.6 to 8 times as long).
     singly = q.shape[2] == 2 and q.is_cpu and q.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
     queries = q.flatten(1, 2).unsqueeze(2) if singly else q
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # [n, kv_heads, L, head_dim]
@@ -51,13 +51,13 @@ def _attend_one_token(q, k, v, mask, scale) -> torch.Tensor:
 
 
 def _attend_chunk(q, k, v, mask, scale) -> torch.Tensor:
-    """The M queries of one sequence: q [M, kv_heads, group, head_dim], k and v [1, L, kv_heads, head_dim] -> as q.
+    """M queries of one sequence: q [M, kv_heads, group, head_dim], k and v [1, L, kv_heads, head_dim] -> as q.
 
-    Without a mask, query i sees the keys up to key i.
+    Without a mask, query i sees the keys 0 to i.
     """
     num_queries, _, group, _ = q.shape
     queries = q.permute(1, 2, 0, 3)  # [kv_heads, group, M, head_dim]
-    # key-value heads are the batch dimension, and `expand` repeats them for the query heads without a copy
+    # key-value heads are the batch; `expand` repeats them for the query heads without a copy
     k, v = (x.permute(2, 0, 1, 3).expand(-1, group, -1, -1) for x in (k, v))  # [kv_heads, group, L, head_dim]
     if mask is None:  # padding at the end is invisible to the queries of the prompt
         queries = F.pad(queries, (0, 0, 0, k.shape[2] - num_queries))
@@ -66,18 +66,18 @@ def _attend_chunk(q, k, v, mask, scale) -> torch.Tensor:
 
 
 def _plan(context: Context, window: int | None, block_size: int, dtype: torch.dtype) -> Iterator[_Group]:
-    """The groups of a step, in the order of its rows."""
+    """Yield the groups of a step, in the order of its rows."""
     lengths, starts = context.context_lens.tolist(), []
     num_single = len(lengths)
     if context.is_prefill and context.max_seqlen_q > 1:  # beams compute one token each
         num_single, starts = context.num_decode_rows, context.cu_seqlens_q.tolist()
 
-    # Adjacent sequences of similar length, which the scheduler sorts, longest first. Padding to the longest of a group
-    # adds at most a seventh and 18 tokens to each: larger groups would gather more padding, smaller ones need more
-    # calls.
+    # A group is adjacent sequences of similar length; the scheduler sorts them, the longest first. Padding to the
+    # longest of a group adds at most a seventh and 18 tokens to each. Larger groups would gather more padding, and
+    # smaller ones need more calls.
     begin = 0
     for end in range(1, num_single + 1):
-        longest = _padded(lengths[begin])  # drafts attend to a few more
+        longest = _padded(lengths[begin])  # rows of drafts attend to a few keys more than the row before
         if end < num_single and longest * 7 // 8 - 16 <= lengths[end] <= longest:
             continue
         bounds, mask = context.context_lens[begin:end, None, None, None], None
@@ -100,7 +100,7 @@ def _padded(length: int) -> int:
 
 
 def _mask(bounds: torch.Tensor, num_keys: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """-> [..., num_keys]: 0 for the keys that a query sees, the last `window` of those before its bound [..., 1]."""
+    """A mask [..., num_keys]: 0 for the keys that a query sees, the last `window` before its bound [..., 1]."""
     positions = torch.arange(num_keys, device=bounds.device)
     visible = positions < bounds
     if window is not None:
@@ -109,7 +109,7 @@ def _mask(bounds: torch.Tensor, num_keys: int, window: int | None, dtype: torch.
 
 
 def spans_of(block_tables: torch.Tensor, length: int, block_size: int) -> torch.Tensor:
-    """The spans [B, L / SPAN_SIZE] int32 that hold the first `length` tokens behind each table."""
+    """The spans [B, L / SPAN_SIZE] int32 that hold the first `length` tokens of each block table [B, W]."""
     per_block = block_size // SPAN_SIZE
     offsets = torch.arange(per_block, device=block_tables.device, dtype=torch.int32)
     tables = block_tables[:, : -(-length // block_size), None]

@@ -1,4 +1,4 @@
-"""Attention by our own kernels, which are imported when the backend is constructed."""
+"""Attention by the Triton kernels of this package."""
 
 import os
 
@@ -9,7 +9,7 @@ from nanovllm.attention.base import AttentionBackend
 
 
 class TritonBackend(AttentionBackend):
-    """Our own paged kernels."""
+    """Calls the paged kernels of `kernels/attention/`, which are imported when it is constructed."""
 
     package, install = "triton", "pip install triton"
     kv_cache_dtypes = ("auto", "fp8")
@@ -19,14 +19,14 @@ class TritonBackend(AttentionBackend):
         from nanovllm.kernels import ops
 
         self.ops = ops
-        self.tile_sizes: dict[tuple[int, int], int] = {}  # by group and head_dim
+        self.tile_sizes: dict[tuple[int, int], int] = {}  # queries of a tile, by group and head_dim
 
     @staticmethod
     def devices():
         return ("cuda", "cpu") if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
 
     def attend(self, q, cache, context):
-        q = q.contiguous()  # as it is after our kernels, but not after plain PyTorch
+        q = q.contiguous()  # plain layers may leave it strided
         out, n = torch.empty_like(q), context.num_decode_rows
         lengths, tables = context.context_lens, context.block_tables
         if context.is_prefill:
@@ -52,9 +52,9 @@ class TritonBackend(AttentionBackend):
 
 
 def query_tiles(chunks: list[tuple[int, int]], first_row: int, size: int) -> np.ndarray:
-    """The tiles of queries [N, 2] int32 that programs of the prefill kernel compute: (row, first of its new tokens).
+    """The tiles of queries that the programs of the prefill kernel compute [N, 2] int32: (row, first new token).
 
-    Chunks are (start, end) in their sequences. Tiles have `size` tokens; those with the most keys come first.
+    Chunks are (start, end) in their sequences. A tile has `size` tokens. Tiles with the most keys come first.
     """
     starts, ends = np.array(chunks, np.int64).T
     counts = -((starts - ends) // size)

@@ -1,7 +1,7 @@
-"""Everything that one step needs, as one flat int32 buffer with named views.
+"""The inputs of one step, as one flat int32 buffer with named views.
 
-The host turns the scheduler's counts into arrays here. The buffer then crosses to the device in a single copy, and the
-same views are taken of the copy. What runs on the device knows of no sequences.
+The host fills the buffer from the scheduler's decisions. One copy brings it to the device, where it has the same views.
+Code that runs on the device does not know sequences.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,8 +19,8 @@ from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence, packed_ids
 from nanovllm.kernels.sampling.sampling_columns import WIDTH, params_rows
 
-MAX_CHUNKS = 32  # of a step that a CUDA graph computes
-VIEW_ALIGNMENT = 4  # words, which are 16 bytes: Triton compiles another kernel for an address that is not aligned so
+MAX_CHUNKS = 32  # in a step that a CUDA graph computes
+VIEW_ALIGNMENT = 4  # words, or 16 bytes: Triton compiles another kernel for addresses that are not aligned to them
 
 Array = TypeVar("Array", np.ndarray, torch.Tensor)
 Dims = tuple[int, ...]
@@ -32,27 +32,27 @@ class BatchShape(NamedTuple):
 
     num_tokens: int
     num_seqs: int
-    num_decode_rows: int  # of the sequences, those that come first and have one token each
+    num_decode_rows: int  # the first sequences, which have one token each
     num_sampled_tokens: int
     max_blocks_per_seq: int  # the width of the block tables
     max_seqlen_q: int = 1
     backend_shapes: ArrayShapes = ()  # of `backend_arrays`
-    is_padded: bool = False  # whether these are upper bounds, in a step with chunks; the real numbers are on the device
-    tokens_per_row: int = 1  # see ScheduledStep; a sequence that decodes has this many, each a token longer
+    is_padded: bool = False  # in a step with chunks: these numbers are upper bounds, and the real ones on the device
+    tokens_per_row: int = 1  # see ScheduledStep: how many of the rows belong to one sequence, each a token longer
 
     num_sampled_seqs: int = 0  # without padding
-    num_new_requests: int = 0  # sampled for the first time since they were admitted
+    num_new_requests: int = 0  # sampled for the first time since admission
     num_block_copies: int = 0  # of cache blocks and states, before the forward pass
-    feature_shapes: tuple[tuple[str, ArrayShapes], ...] = ()  # the arrays of each that the step uses
+    feature_shapes: tuple[tuple[str, ArrayShapes], ...] = ()  # arrays of each feature that the step uses
 
     @property
     def has_chunks(self) -> bool:
-        """Whether there are tokens of prompts, and not decodes alone."""
+        """Whether the step computes tokens of prompts."""
         return self.num_seqs > self.num_decode_rows
 
     @property
     def graph_shape(self) -> tuple[int, ...]:
-        """The first group of fields, by which a CUDA graph is found."""
+        """The first group of fields, which selects a CUDA graph."""
         return self[: self._fields.index("num_sampled_seqs")]
 
     @property
@@ -67,11 +67,11 @@ def _view(dims: Callable[[BatchShape], Dims], chunks_only: bool = False) -> Any:
 
 @dataclass(slots=True, eq=False)
 class Batch(Generic[Array]):
-    """The int32 arrays of one step: numpy on the host, torch on the device. Each field states its shape.
+    """The int32 arrays of one step: NumPy's on the host, PyTorch's on the device. Each field states its shape.
 
-    What depends on prompts is None in steps that only decode. Of rows that decode, the host knows the first three
-    fields; the device fills in their rows of the next five (batches.request_tables.place_decodes). Views whose shapes
-    depend on BatchShape.graph_shape come before the rest: CUDA graphs read these and no others.
+    Steps that only decode have None in fields with `chunks_only`. For decode rows, the host fills the first three
+    fields, and the device fills the next five (batches.request_tables.place_decodes). Views whose shapes depend on
+    BatchShape.graph_shape come first, because CUDA graphs read only these.
     """
 
     shape: BatchShape
@@ -79,46 +79,46 @@ class Batch(Generic[Array]):
 
     req_indices: Array = _view(lambda s: (s.num_sampled_tokens // s.tokens_per_row,))  # of each sampled sequence
     num_reserved: Array = _view(lambda s: (s.num_decode_rows // s.tokens_per_row,))  # see ScheduledStep; 0: padding
-    # of each of these sequences the column and the block id; column -1: none
+    # for each of these sequences (column in its block table, id of its new block); column -1: no new block
     new_blocks: Array = _view(lambda s: (s.num_decode_rows // s.tokens_per_row, 2))
 
     input_ids: Array = _view(lambda s: (s.num_tokens,))
     positions: Array = _view(lambda s: (s.num_tokens,))
     slot_mapping: Array = _view(lambda s: (s.num_tokens,))  # cache slot of a token's key and value; -1: do not store
-    context_lens: Array = _view(lambda s: (s.num_seqs,))  # tokens to attend to, this step's included
+    context_lens: Array = _view(lambda s: (s.num_seqs,))  # how many tokens to attend to, including this step's
     block_tables: Array = _view(lambda s: (s.num_seqs, s.max_blocks_per_seq))
 
     cu_seqlens_q: Array = _view(lambda s: (s.num_seqs + 1,), chunks_only=True)
     logits_indices: Array = _view(lambda s: (s.num_sampled_tokens,), chunks_only=True)  # token whose logits are sampled
     sampled_rows: Array = _view(lambda s: (s.num_sampled_tokens,), chunks_only=True)  # its row in `block_tables`
-    state_rows: Array = _view(lambda s: (2, s.num_seqs), chunks_only=True)  # read and written: see cache/state.py
+    state_rows: Array = _view(lambda s: (2, s.num_seqs), chunks_only=True)  # read, written: see cache/state.py
     num_decode_rows: Array = _view(lambda s: (1,), chunks_only=True)  # for CUDA graphs, whose shape has an upper bound
-    params: Array = _view(lambda s: (s.num_new_requests, WIDTH), chunks_only=True)  # new requests are sampled last
+    params: Array = _view(lambda s: (s.num_new_requests, WIDTH), chunks_only=True)  # of new requests
     new_block_tables: Array = _view(lambda s: (s.num_new_requests, s.max_blocks_per_seq), chunks_only=True)
 
-    block_copies: Array = _view(lambda s: (2, s.num_block_copies))  # from, to; states have ids after those of blocks
+    block_copies: Array = _view(lambda s: (2, s.num_block_copies))  # from, to; ids of states follow ids of blocks
     feature_arrays: dict[str, dict[str, Array]] = field(default_factory=dict)  # of `StepFeature.prepare`
     backend_arrays: dict[str, Array] = field(default_factory=dict)  # of `AttentionBackend.prepare_chunks`
 
     @property
     def new_req_indices(self) -> Array:
-        """[new requests]: the last of `req_indices` but the padding."""
+        """[new requests]: the end of `req_indices`, without the padding."""
         end = self.shape.num_sampled_seqs
         return self.req_indices[end - self.shape.num_new_requests : end]
 
     @classmethod
     def from_buffer(cls, shape: BatchShape, buffer: Array) -> "Batch[Array]":
-        """The views of a buffer that may be longer than the batch."""
+        """The batch in a buffer, which may be longer than the batch."""
         layout, size = _layout(shape)
         arrays = {
             owner: {name: buffer[begin:end].reshape(dims) for name, begin, end, dims in views}
             for owner, views in layout
         }
-        own, of_backend = arrays.pop(OWN), arrays.pop(BACKEND)
-        return cls(shape, buffer[:size], **own, feature_arrays=arrays, backend_arrays=of_backend)
+        batch_arrays, backend_arrays = arrays.pop(BATCH), arrays.pop(BACKEND)
+        return cls(shape, buffer[:size], **batch_arrays, feature_arrays=arrays, backend_arrays=backend_arrays)
 
     def to(self, device: torch.device) -> "Batch[torch.Tensor]":
-        """This host batch as tensors."""
+        """A copy of this host batch on a device."""
         return Batch.from_buffer(self.shape, torch.from_numpy(self.buffer).to(device))
 
 
@@ -126,16 +126,16 @@ FeatureArrays = Mapping[str, Mapping[str, Any]]  # by feature and name: arrays, 
 HostBatch = Batch[np.ndarray]
 DeviceBatch = Batch[torch.Tensor]
 VIEWS = [f for f in fields(Batch) if "dims" in f.metadata]
-OWN, BACKEND = "the batch itself", "the attention backend"  # where a feature has a name
+BATCH, BACKEND = "the batch itself", "the attention backend"  # owners of arrays, next to features
 
 
 @lru_cache(maxsize=1024)
 def _layout(shape: BatchShape) -> tuple[list[tuple[str, list[tuple[str, int, int, Dims]]]], int]:
-    """For each owner of arrays the name, begin, end and shape of its views, in words; and the buffer's size."""
-    own = [view for view in VIEWS if shape.has_chunks or not view.metadata["chunks_only"]]
-    own_shapes = [(view.name, view.metadata["dims"](shape)) for view in own]
+    """For each owner of arrays (name, begin, end, shape) of its views, in words; and the buffer's size."""
+    views_used = [view for view in VIEWS if shape.has_chunks or not view.metadata["chunks_only"]]
+    batch_shapes = [(view.name, view.metadata["dims"](shape)) for view in views_used]
     layout, begin = [], 0
-    for owner, shapes in ((BACKEND, shape.backend_shapes), (OWN, own_shapes), *shape.feature_shapes):
+    for owner, shapes in ((BACKEND, shape.backend_shapes), (BATCH, batch_shapes), *shape.feature_shapes):
         layout.append((owner, views := []))
         for name, dims in shapes:
             views.append((name, begin, begin + prod(dims), dims))
@@ -144,16 +144,16 @@ def _layout(shape: BatchShape) -> tuple[list[tuple[str, list[tuple[str, int, int
 
 
 def shape_of(step: ScheduledStep, block_size: int, backend_arrays: Mapping[str, np.ndarray]) -> BatchShape:
-    """The shape of a step without padding, and without what is empty in most steps."""
+    """The shape of a step without padding; only the fields of `graph_shape` are set."""
     k, chunk_lens = step.tokens_per_row, step.chunk_lens
-    n, others = step.num_decodes * k, (*step.new_seqs, *(seq for seq, _, _ in step.chunks))
+    n, prompt_seqs = step.num_decodes * k, (*step.new_seqs, *(seq for seq, _, _ in step.chunks))
     longest_decode = max((end for _, _, end in step.decodes), default=0)
     return BatchShape(
         num_tokens=n + sum(chunk_lens),
         num_seqs=n + len(chunk_lens),
         num_decode_rows=n,
         num_sampled_tokens=len(step.sampled_seqs) * k,
-        max_blocks_per_seq=max([-(-longest_decode // block_size), *(len(seq.block_table) for seq in others)]),
+        max_blocks_per_seq=max([-(-longest_decode // block_size), *(len(seq.block_table) for seq in prompt_seqs)]),
         max_seqlen_q=max(chunk_lens, default=1),
         backend_shapes=tuple((name, x.shape) for name, x in backend_arrays.items()),
         tokens_per_row=k,
@@ -169,10 +169,10 @@ def prepare_batch(
     block_size: int,
     pad_req_index: int = 0,
 ) -> HostBatch:
-    """The batch of a step in the `host_buffer` of its shape, with what the attention backend and features have for it.
+    """The batch of a step in the `host_buffer` of its shape, with the arrays of the attention backend and features.
 
-    If `shape` is larger than the step, the rest is padding: empty sequences that store nothing, and whose samples are
-    dropped; and numbers of -1 in the backend's arrays.
+    If `shape` is larger than the step, the batch is padded with empty sequences, which store nothing and whose samples
+    are dropped, and with -1 in the backend's arrays.
     """
     new = step.new_seqs
     shape = shape._replace(
@@ -195,8 +195,8 @@ def prepare_batch(
         batch.block_copies[:] = np.array(step.copies, np.int32).T
     for name, values in backend_arrays.items():
         _fill(batch.backend_arrays[name], values, padding=-1)
-    for name, found in feature_arrays.items():
-        for key, values in found.items():
+    for name, arrays in feature_arrays.items():
+        for key, values in arrays.items():
             if isinstance(values, list):
                 np.stack(values, out=batch.feature_arrays[name][key])
             else:
@@ -205,13 +205,13 @@ def prepare_batch(
 
 
 def _fill(array: np.ndarray, values: Any, padding: int) -> None:
-    """Write `values` to the beginning of an array, and `padding` after them."""
+    """Write `values` to the beginning of an array, and `padding` to its end."""
     array[: len(values)] = values
     array[len(values) :] = padding
 
 
 def _fill_chunks(batch: HostBatch, step: ScheduledStep, block_size: int, pad_req_index: int) -> None:
-    """The rows and tokens of chunks, which follow those of decodes, and what says where they are."""
+    """Fill the rows and tokens of chunks, which follow the decodes, and the arrays that locate them."""
     k, n = step.tokens_per_row, step.num_decodes * step.tokens_per_row
     lengths = np.array([1] * n + step.chunk_lens)
     ends = lengths.cumsum(dtype=np.int32)  # [B], into the flat tokens of the step
@@ -222,9 +222,9 @@ def _fill_chunks(batch: HostBatch, step: ScheduledStep, block_size: int, pad_req
     seqs, _, chunk_ends = zip(*step.chunks)
     _fill(batch.context_lens[n:], chunk_ends, padding=0)
     _fill_tables(batch.block_tables[n:], seqs)
-    of_decodes = np.repeat(np.array(step.req_indices, np.int64), k)
-    for rows, of_chunks in zip(batch.state_rows, (step.state_rows, [seq.req_index for seq in seqs])):
-        _fill(rows, np.concatenate((of_decodes, of_chunks)), pad_req_index)
+    decode_states = np.repeat(np.array(step.req_indices, np.int64), k)
+    for rows, chunk_states in zip(batch.state_rows, (step.state_rows, [seq.req_index for seq in seqs])):
+        _fill(rows, np.concatenate((decode_states, chunk_states)), pad_req_index)
     for (seq, start, end), last in zip(step.chunks, ends[n:].tolist()):
         batch.input_ids[last - (end - start) : last] = np.frombuffer(packed_ids(seq.token_ids[start:end]), np.int32)
     batch.input_ids[T:] = 0
@@ -233,14 +233,14 @@ def _fill_chunks(batch: HostBatch, step: ScheduledStep, block_size: int, pad_req
     columns = positions // block_size
     _fill(batch.positions[n:], positions, padding=0)
     _fill(batch.slot_mapping[n:], positions + (batch.block_tables[rows, columns] - columns) * block_size, padding=-1)
-    of_chunks = np.repeat(np.array(step.sampled_rows[step.num_decodes :], np.int64) - step.num_decodes + n, k)
-    sampled = np.concatenate((np.arange(n), of_chunks))
+    chunk_rows = np.repeat(np.array(step.sampled_rows[step.num_decodes :], np.int64) - step.num_decodes + n, k)
+    sampled = np.concatenate((np.arange(n), chunk_rows))
     _fill(batch.sampled_rows, sampled, padding=0)
     _fill(batch.logits_indices, ends[sampled] - 1, padding=0)
 
 
 def _fill_tables(tables: np.ndarray, seqs: Iterable[Sequence]) -> None:
-    """Write the sequences' block tables, and zeros after each."""
+    """Write the sequences' block tables, padded with zeros."""
     tables[:] = 0
     for table, seq in zip(tables, seqs):
         table[: len(seq.block_table)] = seq.block_table
@@ -248,7 +248,7 @@ def _fill_tables(tables: np.ndarray, seqs: Iterable[Sequence]) -> None:
 
 def _feature_shapes(arrays: FeatureArrays) -> tuple[tuple[str, ArrayShapes], ...]:
     dims = lambda rows: (len(rows), *rows[0].shape) if isinstance(rows, list) else rows.shape
-    return tuple((name, tuple((key, dims(x)) for key, x in found.items())) for name, found in arrays.items())
+    return tuple((name, tuple((key, dims(x)) for key, x in by_key.items())) for name, by_key in arrays.items())
 
 
 def largest_batch(config: Config) -> int:
@@ -262,7 +262,7 @@ def largest_batch(config: Config) -> int:
         num_sampled_tokens=B + MAX_CHUNKS * config.tokens_per_row,
         max_blocks_per_seq=W,
         max_seqlen_q=T,
-        backend_shapes=(("", (T + B + MAX_CHUNKS, 2)),),  # of any backend: two words for each tile of queries
+        backend_shapes=(("", (T + B + MAX_CHUNKS, 2)),),  # enough for any backend: two words for each tile of queries
         num_sampled_seqs=num_seqs,
         num_new_requests=num_seqs,
         num_block_copies=3 * num_seqs,  # a sequence may copy a block and its state, and leave a snapshot

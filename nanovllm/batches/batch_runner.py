@@ -1,4 +1,4 @@
-"""A runner whose steps are flat batches: the host prepares one without knowing the tokens of the step before."""
+"""A runner whose steps are flat batches. The host prepares a batch before it knows the tokens of the previous step."""
 
 from collections.abc import Callable
 
@@ -17,14 +17,14 @@ from nanovllm.utils.context import Context, attention_context
 
 
 class BatchRunner(ModelRunner):
-    """Takes the place of the plain ModelRunner where steps overlap, several ranks compute them, or tokens are drafted.
+    """Replaces the plain ModelRunner for overlapping steps, several ranks or drafts.
 
-    A step is one buffer of int32 numbers, which crosses to the device, and to other ranks, in a single copy. What it
-    samples stays on the device, in RequestTables. The next step reads its input there, so it can be queued before the
-    host knows it.
+    A step is one buffer of int32 numbers, which one copy brings to the device or to another rank. Sampled tokens stay
+    on the device, in RequestTables. The next step reads its input there, so it can be queued before the host knows
+    these tokens.
 
-    This class is for a device that computes each step at once, such as a CPU. On CUDA, `cuda/runner.py` has a
-    subclass that queues steps and replays graphs.
+    This class is for a device that computes each step at once, such as a CPU. On CUDA, the subclass in cuda/runner.py
+    queues steps and replays graphs.
     """
 
     def make_tables(self) -> None:
@@ -32,7 +32,7 @@ class BatchRunner(ModelRunner):
         sizes = config.max_num_seqs, config.tokens_per_row, config.max_blocks_per_seq, WIDTH
         self.tables = RequestTables.zeros(*sizes, self.device)
         self.pad_req_index = config.max_num_seqs
-        # zeros that kernels of filters count in, and leave as zeros
+        # counters of the filters' kernels, which leave them at zero
         num_rows = config.max_num_seqs * config.tokens_per_row
         self._num_finished_programs = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
         if config.tokens_per_row > 1:
@@ -54,45 +54,45 @@ class BatchRunner(ModelRunner):
         return prepare_batch(step, shape, backend_arrays, arrays, self.host_buffer, block_size, self.pad_req_index)
 
     def padded(self, shape: BatchShape) -> BatchShape:
-        """The shape in which a step is computed."""
+        """The shape in which a step is computed; a subclass may add padding."""
         return shape
 
     def host_buffer(self, shape: BatchShape) -> np.ndarray:
-        """The memory in which the next batch is prepared: at least `shape.size` words."""
+        """The memory for the next batch: at least `shape.size` words."""
         return np.empty(shape.size, np.int32)
 
     def launch(self, batch: HostBatch, step: ScheduledStep | None = None) -> PendingStep:
-        """Launch a prepared batch. On CUDA it is only queued: this returns while it, or even the step before, runs."""
+        """Launch a prepared batch. On CUDA it is only queued: this returns before it has run."""
         self.tp.check()
         with self.on_device():
             if batch.shape.num_block_copies:
                 self.copy_blocks(batch.block_copies)
             on_host, output = self.compute(batch)
             arrays = batch.feature_arrays.items()
-            pending = {name: self.features[name].after_forward(found, output) for name, found in arrays}
+            pending = {name: self.features[name].after_forward(x, output) for name, x in arrays}
             return PendingStep(step, on_host, pending, self.end_of_step())
 
     @torch.inference_mode()
     def compute(self, batch: HostBatch) -> tuple[torch.Tensor, ForwardOutput]:
-        """Run a batch; returns its results in host memory, where they are at the end of the step, and its output."""
+        """Run a batch. Returns its output, and its results in host memory, which are valid at the end of the step."""
         with self.few_threads(batch.shape.num_tokens):
             output = self.forward(batch.to(self.device))
             return output.results.cpu(), output
 
     def end_of_step(self) -> Callable[[], None]:
-        """A function that waits until the device is done with what was queued so far."""
+        """A function that waits until the device has finished all work queued so far."""
         return lambda: None
 
     # -- on the device -------------------------------------------------------------------------------------------------
 
     def forward(self, batch: DeviceBatch) -> ForwardOutput:
-        """A whole step on the device. CUDA graphs capture this for decode batches, so it never waits for the device."""
+        """A whole step on the device. CUDA graphs capture it for decode batches, so it never waits for the device."""
         self.upload(batch)
         hidden_states, x = self.run_batch(batch)
         return ForwardOutput(*self.sample_and_accept(x), hidden_states, x)
 
     def upload(self, batch: DeviceBatch) -> None:
-        """Write the parameters and block tables of new requests to the device's tables; features take their arrays."""
+        """Write the parameters and block tables of new requests to the device's tables, and upload features' arrays."""
         if batch.shape.num_new_requests:
             new = batch.new_req_indices.long()
             self.tables.params[new] = batch.params
@@ -102,7 +102,7 @@ class BatchRunner(ModelRunner):
             self.features[name].upload(arrays)
 
     def run_batch(self, batch: DeviceBatch) -> tuple[torch.Tensor, SamplerInput]:
-        """Hidden states [T, hidden_size] and the sampler's input, of a batch whose decodes are placed here."""
+        """Fill in the decode rows, and run the model: hidden states [T, hidden_size] and the sampler's input."""
         if batch.shape.num_decode_rows:
             request_tables.place_decodes(self.tables, batch, self.config.kvcache_block_size)
         with attention_context(self._context(batch)):
@@ -131,7 +131,7 @@ class BatchRunner(ModelRunner):
         )
 
     def sample_and_accept(self, x: SamplerInput) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sample a token for each row, and keep them in the tables: ForwardOutput's `token_ids` and `results`."""
+        """Sample tokens, and store them in the tables. Returns ForwardOutput's `token_ids` and `results`."""
         rows = self.sampling_rows(x)
         logits = self.compute_logits(x.hidden_states, rows)
         cutoffs = self.edit_logits(logits, rows)

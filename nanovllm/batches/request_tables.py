@@ -1,7 +1,7 @@
-"""What the device knows of each request, and what a step leaves there: the host learns of it one step later, if at all.
+"""The device's tables of running requests, which each step reads and updates. The host learns the result later.
 
-A sequence that decodes may get several tokens in a step: the next one, and one for each draft that is right. So only
-the device knows how long it is when the next step is queued, and works out where that step's tokens go.
+With drafts a sequence gets several tokens in a step: one for each accepted draft, and one more. So only the device
+knows its length when the next step is queued, and computes the positions and slots of that step.
 """
 
 from typing import Any, NamedTuple
@@ -13,11 +13,11 @@ from nanovllm.kernels import operation
 
 
 class RequestTables(NamedTuple):
-    """Arrays of int32, by request index. The last row is for padding: its parameters, zeros, mean greedy sampling."""
+    """int32 arrays by request index. The last row is for padding: its parameters are zeros, for greedy sampling."""
 
-    last_token_ids: torch.Tensor  # [requests, K]: the last token, and drafts of those after it, -1 where there is none
-    num_tokens: torch.Tensor  # [requests]: the last token included
-    block_tables: torch.Tensor  # [requests, W + 1]; the last column takes new blocks of column -1: none
+    last_token_ids: torch.Tensor  # [requests, K]: the last token and drafts after it; -1: no draft
+    num_tokens: torch.Tensor  # [requests], including the last token
+    block_tables: torch.Tensor  # [requests, W + 1]; the last column takes entries of `new_blocks` with column -1
     params: torch.Tensor  # [requests, WIDTH]: see kernels/sampling/sampling_columns.py
 
     @property
@@ -34,9 +34,9 @@ class RequestTables(NamedTuple):
 
 @operation
 def place_decodes(tables: RequestTables, batch: DeviceBatch, block_size: int) -> None:
-    """Fill in the rows of a batch that decode: token ids, positions, slots, lengths and block tables.
+    """Fill in the decode rows of a batch: token ids, positions, slots, lengths and block tables.
 
-    A sequence has one row for its last token, or with drafts `tokens_per_row`. Padding has no tokens, and slots of -1.
+    A sequence has one row, for its last token, or `tokens_per_row` rows with drafts. Padding has length 0 and slot -1.
     """
     k = batch.shape.tokens_per_row
     n = int(batch.num_decode_rows) if batch.shape.is_padded else batch.shape.num_decode_rows
@@ -55,8 +55,8 @@ def place_decodes(tables: RequestTables, batch: DeviceBatch, block_size: int) ->
         is_real = num_reserved > 0
         lengths, positions, slots = lengths * is_real, positions * is_real, (slots + 1) * is_real - 1
     fields = batch.input_ids, batch.positions, batch.slot_mapping, batch.context_lens, batch.block_tables
-    tables_of_rows = block_tables[rows, : fields[-1].shape[1]]
-    for field, values in zip(arrays(*fields), (token_ids, positions, slots, lengths, tables_of_rows)):
+    row_tables = block_tables[rows, : fields[-1].shape[1]]
+    for field, values in zip(arrays(*fields), (token_ids, positions, slots, lengths, row_tables)):
         field[:n] = values
 
 
@@ -64,10 +64,10 @@ def place_decodes(tables: RequestTables, batch: DeviceBatch, block_size: int) ->
 def accept(
     req_indices: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, tables: RequestTables
 ) -> torch.Tensor | None:
-    """Each sequence's sampled token becomes its next input, and its length grows.
+    """Make each sequence's sampled token its next input, and increase its length.
 
-    req_indices [S]; positions and token_ids [S * k]. With drafts, where k is more than 1, returns how many of its k
-    tokens each sequence gets, the right drafts and one more: counts [S] int32.
+    req_indices [S]; positions and token_ids [S * k]. With drafts (k > 1), returns how many of its k tokens each
+    sequence gets, which are the accepted drafts and one more: counts [S] int32.
     """
     if len(token_ids) > len(req_indices):
         from nanovllm.spec_decode.rows import accept_drafts
@@ -80,5 +80,5 @@ def accept(
 
 
 def arrays(*tensors: torch.Tensor) -> list[Any]:
-    """Views by NumPy of tensors on a CPU, where it takes a fraction of PyTorch's time; both have the same operators."""
+    """NumPy views of CPU tensors, because NumPy takes a fraction of PyTorch's time there; operators are the same."""
     return [x.numpy() if x.is_cpu else x for x in tensors]

@@ -1,7 +1,7 @@
-"""Throughput and latency, behind `nanovllm bench`, which lists all workloads and arguments with `--help`.
+"""Measures throughput and latency: the command `nanovllm bench`. `nanovllm bench --help` lists workloads and flags.
 
-`command.py` reads the arguments, asks `throughput.py` or `sweeps.py` for requests, gives them to each of `engines/`,
-and prints the results as tables or draws them. `host.py`, `http.py`, `profiling.py` and `calls.py` measure something
-else instead: the host's part of a step, servers, kernels, and one call beside another. `http.py` starts `servers.py`'s
-processes, and runs `clients.py` in others.
+`command.py` reads the arguments, takes requests from `throughput.py` or `sweeps.py`, gives them to each engine in
+`engines/`, and prints or draws the results. Four modules measure something else: `host.py` the host's part of a step,
+`http.py` servers, `profiling.py` kernels, and `calls.py` two calls next to each other. `http.py` starts a server with
+`servers.py`, and runs `clients.py` in several processes.
 """

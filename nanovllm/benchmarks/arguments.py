@@ -1,71 +1,76 @@
-"""Throughput and latency of nano-vllm, and of other engines on the same requests in the same call.
+"""Measure throughput and latency of nano-vllm, and of other engines with the same requests.
 
-    nanovllm bench --model MODEL                      the first three workloads below
-    nanovllm bench --model MODEL --compare vllm       the same with vLLM beside it (or transformers, or both)
-    nanovllm bench --shape llama-3.1-8b               the same with random weights of a published shape: no download
+    nanovllm bench --model MODEL                      the workloads headline, single and prefill
+    nanovllm bench --model MODEL --compare vllm       the same for nano-vllm and vLLM (or transformers, or both)
+    nanovllm bench --shape llama-3.1-8b               a published model shape with random weights: no download
     nanovllm bench online --model MODEL --request-rate 8,16,24      latency while requests keep arriving
-    nanovllm bench latency --model MODEL --max-model-len 32768      one prompt; decode behind a context
+    nanovllm bench latency --model MODEL --max-model-len 32768      one prompt; decode after long contexts
     nanovllm bench batches --model MODEL --batch-sizes 2,8,32       throughput by batch size
-    nanovllm bench all,batches --model MODEL --compare vllm         both in one run
-    nanovllm bench http --model MODEL --compare vllm  clients of a server that ask again when they are answered
-    nanovllm bench host                               what a step costs the host, on any machine
-    nanovllm bench --model MODEL --profile FOLDER     where a step's time goes, and traces
-    nanovllm bench --streaming                        the headline workload by generate() and by stream()
-    nanovllm bench --beams 4                          beam search, compared with that of transformers
-    nanovllm bench --figure FILE.svg                  a bar chart of the numbers that --save FILE.json has collected
+    nanovllm bench all,batches --model MODEL --compare vllm         several workloads in one run
+    nanovllm bench http --model MODEL --compare vllm  clients of an HTTP server
+    nanovllm bench host                               host time of a step, on any machine
+    nanovllm bench --model MODEL --profile FOLDER     GPU time of a step by kind of kernel, and traces
+    nanovllm bench --streaming                        the workload headline with generate() and with stream()
+    nanovllm bench --beams 4                          beam search, compared with transformers
+    nanovllm bench --figure FILE.svg                  a bar chart of the results in FILE.json (see --save)
 
 In a clone of the repository, `python bench.py` takes the same arguments.
 
-Workloads, all with random token ids, temperature 0.6 and no end-of-sequence token:
+Workloads. All requests have random token ids and temperature 0.6, and ignore the end-of-sequence token:
 
-    headline    --num-seqs requests; their input and output lengths are uniform between a tenth of the maximum and the
+    headline    --num-seqs requests. Input and output lengths are uniform between a tenth of the maximum and the
                 maximum
-    single      one request; its input is an eighth of --max-input-len, its output half of --max-output-len
-    prefill     an eighth of --num-seqs requests of --prefill-len tokens, with one output token each
-    online      for each request rate, 20 seconds of requests, or --num-seqs; the gaps between arrivals are exponential,
-                the lengths log-normal (sigma 0.9 for inputs, 0.7 for outputs) and cut to max_model_len. On a CPU 6
-                seconds, and unless rates are given, three parts of what a short run finds possible
-    latency     one prompt of 16 to 32,000 tokens and one output token, --num-seqs times; then 1 and 8 sequences that
-                decode behind contexts of 500 to 30,000 tokens, three times. --max-model-len and --max-input-len bound
-                the lengths
-    batches     for each batch size, requests with 512 input and 256 output tokens
-    http        clients of `nanovllm serve`, which starts on a free port; each sends its next request when its last
-                answer has ended. Each of --clients is a row: 64x256/128 are 64 clients that stream answers of 128
-                tokens to prompts of 256, 256x200/256-chat are conversations, and 512x128/128-whole are answers that are
-                not streamed. --num-seqs is the number of requests of a row
-    host        no model runs: the device is replaced by one that samples at once. For 1 to 1,024 sequences that decode,
-                the microseconds of a step's schedule, prepare and process; then those of a step of 512 sequences in the
-                whole process, until the caller of `generate` or `stream` has the text. The time of a loop of Python
-                says how fast the machine is
+    single      one request. Its input is an eighth of --max-input-len, its output half of --max-output-len
+    prefill     an eighth of --num-seqs requests, with --prefill-len input tokens and one output token each
+    online      for each --request-rate, 20 seconds of requests, or --num-seqs requests. The gaps between arrivals are
+                exponential. The lengths are log-normal (sigma 0.9 for inputs, 0.7 for outputs), cut to
+                --max-model-len. On a CPU, 6 seconds of requests; the default rates are 30, 60 and 90% of the highest
+                rate, which a short run measures
+    latency     first, one prompt of 16 to 32,000 tokens with one output token, --num-seqs times. Then 1 and 8
+                sequences decode after contexts of 500 to 30,000 tokens, three times. --max-model-len and
+                --max-input-len bound the lengths
+    batches     for each of --batch-sizes, requests with 512 input and 256 output tokens
+    http        clients of `nanovllm serve`, which is started on a free port. Each client sends its next request when
+                its last answer has ended. Each value of --clients is a row: 64x256/128 means 64 clients that stream
+                answers of 128 tokens to prompts of 256 tokens. 256x200/256-chat sends conversations, and
+                512x128/128-whole does not stream. --num-seqs is the number of requests per row
+    host        no model runs: a fake device samples at once. For 1 to 1,024 sequences that decode, the
+                microseconds of a step's schedule, prepare and process. Then the CPU time of a step of 512 sequences in
+                the whole process, until the caller of `generate` or `stream` has the text. The time of a Python loop
+                shows how fast the machine is
 
-Before what is reported, each workload runs once with other ids (online with a quarter of its requests). Of headline,
-single, prefill and batches, --rounds runs follow, each with ids of its own, and the fastest is reported: vLLM's FP8
-compiles kernels whenever a step has a new number of tokens, also after the first run. When engines are compared, each
-of them runs in its own process, and vLLM with its own defaults: of our settings it gets the model, its dtypes,
-max_model_len, the number of GPUs and what drafts, and another bound only if the command line states it. The output
-names the versions, and the VLLM_* variables of the environment. --plot FILE.svg draws online, latency or batches.
+Runs. Each workload first runs once as a warm-up, with other token ids (online with a quarter of its requests). Then
+headline, single, prefill and batches run --rounds times, each time with other ids, and the fastest run is reported.
+One run is not enough: with FP8, vLLM compiles kernels whenever a step has a new number of tokens, even after the
+warm-up. With --compare, each engine runs in its own process. vLLM keeps its own defaults, except for the model, the
+dtypes, --max-model-len, the number of GPUs and --speculative-config. It gets --max-num-seqs and
+--max-num-batched-tokens only if they are given. The output names all versions, and the VLLM_* variables of the
+environment. --plot FILE.svg draws online, latency or batches.
 
-With --shape, the model of --speculative-config may be a shape too, and a head of "eagle3" needs none. Random weights
-draft nothing that is right: '{"method": "eagle3", "num_speculative_tokens": 2, "rejection_sample_method": "synthetic",
-"synthetic_acceptance_rates": [0.8, 0.64]}' takes drafts so often, in both engines.
+Random weights. With --shape, the model of --speculative-config may be a shape, too, and the method "eagle3" needs no
+model. Drafts from random weights are never right. To accept them at given rates in both engines, add for example
+'{"method": "eagle3", "num_speculative_tokens": 2, "rejection_sample_method": "synthetic",
+"synthetic_acceptance_rates": [0.8, 0.64]}'.
 
-Online is an open loop: a request is submitted when it is due, however busy the engine is, and its times count from when
-it was due. TTFT is the time to its first token. The time per output token is the time from its first token to its last,
-divided by the number of tokens after the first. ITL are all gaps between two tokens of a request, and the longest of
-them is reported as well. Decode speed counts the tokens that arrive while all sequences of a batch decode. Percentiles
-are interpolated between the two nearest values, so that p50 is the median. For online and latency, one loop steps both
-engines, and vLLM has the defaults of its server. Http runs the servers, and the other workloads call `LLM.generate`.
+Latency. Online is an open loop: each request is submitted when it is due, even if the engine is busy, and its times
+count from when it was due. TTFT is the time to first token. "time per output token" is the time from the first token
+of a request to its last, divided by the number of tokens after the first. ITL (inter-token latency) covers all gaps
+between two tokens of a request; the longest gap is reported as well. Decode speed counts the tokens that arrive while
+all sequences of a batch decode. Percentiles are interpolated between the two nearest values, so p50 is the median. For
+online and latency, the same loop steps both engines, and vLLM has the defaults of its server. For http, both servers
+run. The other workloads call `LLM.generate`.
 
-With --profile, a run of headline, single, prefill, batches or latency is traced on a GPU, with up to 65 tokens of each
-request. A table says how many microseconds of a mean step each kind of kernels takes: in the steps until the last that
-computes prompts, and in the decodes after it. Kernels overlap, so the time of a kernel counts from the end of the one
-before it. "products" are those of the layers, with what a kernel computes beside them. "limit" is what such a step
-takes at least, see below.
+Profiles. --profile traces a run of headline, single, prefill, batches or latency on a GPU, with up to 65 tokens of each
+request. A table shows the microseconds of each kind of kernel in a mean step: first for the steps up to the last one
+that computes prompts, then for the decode steps after it. Kernels overlap, so the time of a kernel counts from the end
+of the previous kernel. "products" are the GEMMs of the layers, with everything fused into them. "limit" is the least
+time that the hardware needs for such a step.
 
-On CUDA the table says which part of the measured time the hardware needs at least. A step reads weights, keys and
-values, and multiplies; "of limit" is the sum over the steps of what takes longer, where a step computes prompts or
-decodes, and "of overlap" is the longer of all reading and all multiplying of the run. The memory's bandwidth and the
-rate of matrix products are measured on this device under load; several ranks count as several times the rates of one.
+Limits. On CUDA, two columns compare the measured time with the least time that the hardware needs. A step reads
+weights, keys and values, and it multiplies. "of limit" assumes that each step computes either prompts or decodes, and
+takes the longer of reading and multiplying. "of overlap" takes the longer of all reading and all multiplying of the
+run. Memory bandwidth and GEMM throughput are measured on this device under load. Several ranks count as that many times
+the rates of one.
 """
 
 import argparse
@@ -89,11 +94,11 @@ from nanovllm.config import Config
 from nanovllm.utils.flags import Parser, add_flags, given
 
 OTHERS = "http", "host"  # workloads that are no calls of an engine
-OWN_FLAGS = "model", "seed"  # are not the settings of these names: one may be a shape, and one is of the requests
+OWN_FLAGS = "model", "seed"  # not the engine settings with these names: `seed` is the seed of the requests
 
 
 def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """`prog`: the name of the command in its help and errors, by default that of the script."""
+    """Make the parser. `prog` is the name of the command in help and errors; the default is the name of the script."""
     parser = Parser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     size = integer(1)
     model = parser.add_mutually_exclusive_group()
@@ -142,7 +147,7 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Arguments that belong together; others end with an error."""
+    """Parse the arguments. Combinations that make no sense end the program with an error."""
     args = parser.parse_args(arguments)
     args.workload = args.name or args.workload
     names, first = ",".join(args.workload), args.workload[0]
@@ -173,7 +178,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings of LLM(...) that the arguments state."""
+    """Return the settings for LLM(...) that were given as flags."""
     return given(args, Config, skip=OWN_FLAGS) | ({"load_format": "dummy"} if args.shape else {})
 
 
@@ -181,7 +186,7 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def workload_names(text: str) -> list[str]:
-    """Comma-separated names of workloads, where "all" stands for the first three."""
+    """Comma-separated names of workloads. "all" stands for headline, single and prefill."""
     names = dict.fromkeys(name for part in text.split(",") for name in (WORKLOADS if part == "all" else [part]))
     for name in names:
         if name not in (*WORKLOADS, *SWEEPS, *OTHERS):
@@ -194,11 +199,11 @@ def workload_names(text: str) -> list[str]:
 
 def other_engines(text: str) -> list[str]:
     """Comma-separated names of engines to compare with."""
-    others = [name for name in ENGINES if name != "nanovllm"]
+    other_names = [name for name in ENGINES if name != "nanovllm"]
     names = list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
     for name in names:
-        if name not in others:
-            raise ArgumentTypeError(f"{name!r}: must be of {', '.join(others)}; nanovllm always runs")
+        if name not in other_names:
+            raise ArgumentTypeError(f"{name!r}: must be of {', '.join(other_names)}; nanovllm always runs")
     return names
 
 
@@ -224,13 +229,13 @@ positive = checked(float, "a number", lambda value: 0 < value < inf, "greater th
 
 def load(text: str) -> Load:
     """A row of the workload http."""
-    if not (found := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)/([1-9]\d*)(?:-(whole|chat))?", text)):
+    if not (match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)/([1-9]\d*)(?:-(whole|chat))?", text)):
         raise ArgumentTypeError(f"{text!r}: must be CLIENTSxINPUT/OUTPUT, and -whole or -chat after it, or nothing")
-    return Load(*map(int, found.groups()[:3]), found[4] or "")
+    return Load(*map(int, match.groups()[:3]), match[4] or "")
 
 
 def words(text: str) -> list[str]:
-    """As a shell splits them."""
+    """Words, split as by a shell."""
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -238,7 +243,7 @@ def words(text: str) -> list[str]:
 
 
 def each(parse: Callable[[str], Any]) -> Callable[[str], list]:
-    """One value or several with commas between them, in ascending order, each of them once."""
+    """Comma-separated values, sorted in ascending order and without duplicates."""
 
     def parse_all(text: str) -> list:
         if not (parts := list(filter(None, map(str.strip, text.split(","))))):
@@ -249,7 +254,7 @@ def each(parse: Callable[[str], Any]) -> Callable[[str], list]:
 
 
 def writable_folder(text: str) -> Path:
-    """A folder that exists or can be created, and in which files can be written."""
+    """A folder that exists or can be created, and that is writable."""
     folder = Path(text)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -261,7 +266,7 @@ def writable_folder(text: str) -> Path:
 
 
 def results_file(text: str) -> Path:
-    """A JSON file, new or `{"notes": text, "results": {setup: {workload: {engine: rate}}}}`."""
+    """A JSON file: a new one, or `{"notes": text, "results": {setup: {workload: {engine: rate}}}}`."""
     file = Path(text)
     writable_folder(str(file.parent))
     if file.exists():
@@ -282,7 +287,7 @@ def svg_file(text: str) -> Path:
 
 
 def figure_file(text: str) -> Path:
-    """An svg file with a results file of the same name beside it."""
+    """An svg file, next to a results file of the same name."""
     file = svg_file(text)
     if not file.with_suffix(".json").is_file():
         raise ArgumentTypeError(f"{text!r}: must have a .json of the same name beside it")

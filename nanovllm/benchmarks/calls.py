@@ -1,4 +1,4 @@
-"""Two calls on the same requests: `generate` and `stream`, or our beam search and that of transformers."""
+"""Compares two calls on the same requests: `generate` and `stream`, or our beam search and that of transformers."""
 
 from collections.abc import Callable
 from statistics import median
@@ -12,7 +12,7 @@ from nanovllm.benchmarks.requests import Request
 
 
 def time_alternately(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each call in each round, after a round of warm-up; every other round is in reverse order."""
+    """Return the seconds of each call in each round, after a warm-up round. Every other round is in reverse order."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(rounds + 1):
         for name in list(calls)[:: 1 if i % 2 else -1]:
@@ -23,7 +23,7 @@ def time_alternately(calls: dict[str, Callable[[], object]], rounds: int) -> dic
 
 
 def compare_streaming(model: str, settings: dict, requests: list[Request], rounds: int = 7) -> None:
-    """Time the same requests by `generate` and by `stream`, alternating, `rounds` times each."""
+    """Time the same requests with `generate` and with `stream`, in `rounds` alternating runs."""
     prompts, params = inputs(requests)
     num_tokens = sum(r.max_tokens for r in requests)
     with LLM(model, **settings, enable_prefix_caching=False) as llm:
@@ -42,19 +42,21 @@ def compare_streaming(model: str, settings: dict, requests: list[Request], round
 
 
 def compare_beam_search(model: str, settings: dict, width: int, max_tokens: int, rounds: int = 5) -> None:
-    """Time both beam searches on a prompt of 20 tokens, alternating, `rounds` times each."""
+    """Time both beam searches on a prompt of 20 tokens, in `rounds` alternating runs."""
     from transformers import AutoModelForCausalLM
 
     prompt = list(range(300, 320))
     with LLM(model, **settings) as llm:
         config = llm.config
-        other = AutoModelForCausalLM.from_pretrained(config.model, torch_dtype=config.dtype).to(config.device).eval()
+        reference = (
+            AutoModelForCausalLM.from_pretrained(config.model, torch_dtype=config.dtype).to(config.device).eval()
+        )
         ids = torch.tensor([prompt], device=config.device)
         plain = dict(do_sample=False, temperature=None, top_p=None, top_k=None, eos_token_id=None, pad_token_id=0)
         plain |= dict(attention_mask=torch.ones_like(ids), num_beams=width, max_new_tokens=max_tokens)
         calls = {
             "nanovllm": lambda: llm.beam_search(prompt, BeamSearchParams(width, max_tokens, ignore_eos=True)),
-            "transformers": lambda: other.generate(ids, **plain),
+            "transformers": lambda: reference.generate(ids, **plain),
         }
         seconds = time_alternately(calls, rounds)
     print(f"{width} beams, {len(prompt)} tokens in, {max_tokens} out, in seconds:")

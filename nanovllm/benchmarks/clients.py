@@ -1,7 +1,7 @@
-"""Clients of an HTTP server that send one request after the other, as a program of its own.
+"""A program with HTTP clients that send one request after the other.
 
-They must not be what limits the server. So `http.py` runs this file, which imports nothing but the standard library, in
-several processes, and gives each of them jobs: arguments of `drive`, pickled.
+The clients must not limit the server. So `http.py` runs this file, which imports only the standard library, in several
+processes. It sends them jobs, which are pickled arguments of `drive`.
 """
 
 import pickle
@@ -17,11 +17,11 @@ MAX_SILENCE = 300.0  # seconds without any data from the server: vLLM may compil
 
 
 class AnswerError(Exception):
-    """An answer that is not the right one."""
+    """An answer is wrong or incomplete."""
 
 
 class Client:
-    """A connection, with one request at a time."""
+    """A connection that has one request at a time."""
 
     def __init__(self, port: int):
         self.socket = socket.create_connection(("127.0.0.1", port))
@@ -30,25 +30,28 @@ class Client:
     def send(self, number: int, request: bytes) -> None:
         self.number, self.times = number, list[float]()
         self._unread, self._body = b"", list[bytes]()
-        self._status, self._num_missing = 0, -1  # bytes of the body; -1 if it comes in chunks
+        self._status, self._num_missing = 0, -1  # missing bytes of the body; -1 with chunked encoding
         self._begin = perf_counter()
         self.socket.sendall(request)
 
     def receive(self) -> bool:
-        """Read what has arrived; whether that is all. `times` are those of data with new tokens, since the request."""
+        """Read the data that has arrived, and return whether the answer is complete.
+
+        `times` are the times at which data with new tokens arrived, in seconds since the request was sent.
+        """
         data = self.socket.recv(65536)
-        if b"[{" in data:  # as all choices are; the list in the event that has the usage is empty
+        if b"[{" in data:  # a list of choices; in the event with the usage, this list is empty
             self.times.append(perf_counter() - self._begin)
         if not data:
             raise AnswerError("the server closed the connection within the answer")
         data = self._unread + data
         if not self._status:
-            head, end, rest = data.partition(b"\r\n\r\n")
+            head, end, body = data.partition(b"\r\n\r\n")
             if not end:
                 self._unread = data
                 return False
             self._read_head(head.lower())
-            self._unread, data = b"", rest
+            self._unread, data = b"", body
         if self._num_missing < 0:
             return self._read_chunks(data)
         self._body.append(data)
@@ -56,31 +59,31 @@ class Client:
         return self._num_missing <= 0
 
     def _read_head(self, head: bytes) -> None:
-        found = re.match(rb"http/1\.1 (\d+)", head)
+        match = re.match(rb"http/1\.1 (\d+)", head)
         length = re.search(rb"\r\ncontent-length: *(\d+)", head)
-        if not found or not (length or b"\r\ntransfer-encoding: chunked" in head):
+        if not match or not (length or b"\r\ntransfer-encoding: chunked" in head):
             raise AnswerError(f"this is no answer: {head[:200]!r}")
-        self._status, self._num_missing = int(found[1]), int(length[1]) if length else -1
+        self._status, self._num_missing = int(match[1]), int(length[1]) if length else -1
 
     def _read_chunks(self, data: bytes) -> bool:
-        """Add all chunks that are complete to the body; whether the last one is among them."""
+        """Add all complete chunks to the body, and return whether the last chunk is among them."""
         while data:
-            size_text, _, rest = data.partition(b"\r\n")
+            size_text, _, chunk = data.partition(b"\r\n")
             try:
                 size = int(size_text or b"0", 16)
             except ValueError:
                 raise AnswerError(f"this is no chunk: {data[:200]!r}") from None
-            if len(rest) < size + 2:
+            if len(chunk) < size + 2:
                 break
-            self._body.append(rest[:size])
+            self._body.append(chunk[:size])
             if not size:
                 return True
-            data = rest[size + 2 :]
+            data = chunk[size + 2 :]
         self._unread = data
         return False
 
     def check(self, num_tokens: int) -> None:
-        """The status, the end, and the number of tokens by the answer's usage."""
+        """Raise AnswerError if the status, the end, or the number of tokens in the answer's usage is wrong."""
         body = b"".join(self._body)
         counts = NUM_TOKENS.findall(body)
         if self._status != 200:
@@ -95,10 +98,10 @@ class Client:
 def drive(
     port: int, requests: Sequence[tuple[int, bytes]], num_clients: int, num_tokens: int
 ) -> tuple[float, float, float, list[list[float]]]:
-    """Send the numbered requests: each client takes the next one when the last of its answers has ended.
+    """Send the numbered requests. Each client sends the next request when its last answer has ended.
 
-    When it began and ended, the seconds of CPU time between, and the `Client.times` of each request. AnswerError for an
-    answer without `num_tokens` tokens.
+    Returns the begin and the end, the CPU time between them, all in seconds, and the `Client.times` of each request.
+    Raises AnswerError for an answer without exactly `num_tokens` tokens.
     """
     waiting = iter(requests)
     client = None
@@ -130,7 +133,7 @@ def drive(
 
 
 def main() -> None:
-    """Do jobs from the standard input until it ends; the result of each, or its error, goes to the standard output."""
+    """Do jobs from standard input until it ends. Each result, or the text of an error, goes to standard output."""
     while True:
         try:
             job = pickle.load(sys.stdin.buffer)

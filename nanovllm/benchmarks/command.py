@@ -1,4 +1,4 @@
-"""The command `nanovllm bench`: from its arguments to the tables and pictures."""
+"""The command `nanovllm bench`: it reads arguments, runs measurements, and prints tables or draws pictures."""
 
 import argparse
 import sys
@@ -19,7 +19,7 @@ from nanovllm.utils.libraries import import_libraries
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
-    """Run the command; `arguments` are those of the process unless they are given."""
+    """Run the command. The default of `arguments` is the command line of the process."""
     parser = make_parser(prog)
     args = parse(parser, arguments)
     if args.figure:
@@ -46,8 +46,8 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
 
 
 def run(args: argparse.Namespace, settings: dict[str, Any], config: Config) -> None:
-    """The workloads, or what is measured instead of them."""
-    from nanovllm.benchmarks import calls, host, profiling  # with PyTorch, which the command's help does without
+    """Run the workloads, or the measurement that was asked for instead."""
+    from nanovllm.benchmarks import calls, host, profiling  # they import PyTorch, which --help does not need
 
     if args.profile:
         workloads, swept, _ = requested(args, config)
@@ -85,9 +85,9 @@ def compare_engines(args: argparse.Namespace, settings: dict[str, Any], config: 
             continue
         num_runs = results["nanovllm"][name].num_runs
         print(describe(name, [request for run in runs[-num_runs:] for request in run]))
-        for engine, found in results.items():
-            if name in found and found[name].note:
-                print(f"  {engine}: {found[name].note}")
+        for engine, by_workload in results.items():
+            if name in by_workload and by_workload[name].note:
+                print(f"  {engine}: {by_workload[name].note}")
     for panel in panels:
         panel.print(results)
 
@@ -108,7 +108,7 @@ def compare_engines(args: argparse.Namespace, settings: dict[str, Any], config: 
 
 
 def requested(args: argparse.Namespace, config: Config) -> tuple[Workloads, Workloads, list[Panel]]:
-    """The workloads that have a table each, and those over a range of a variable, with their tables."""
+    """Return the workloads with a table each, the workloads that vary a variable, and the tables for these."""
     workloads = throughput.workloads(args, config)
     swept: Workloads = {}
     panels: list[Panel] = []
@@ -121,7 +121,7 @@ def requested(args: argparse.Namespace, config: Config) -> tuple[Workloads, Work
 
 
 def print_setup(args: argparse.Namespace, config: Config, results: Results) -> str:
-    """What ran where; the notes of a results file say the same."""
+    """Print the model, the device and the versions, and return a summary for the notes of a results file."""
     versions = engines.versions(results)
     dtypes = str(config.dtype) + ("" if config.kv_cache_dtype == "auto" else f", cache {config.kv_cache_dtype}")
     print(f"{args.shape or args.model}, {dtypes}, {config.device}, attention {config.attention_backend}")

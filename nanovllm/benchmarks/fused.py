@@ -1,4 +1,4 @@
-"""`nanovllm show-fused MODEL`: which modules have a fused form on CUDA, and with --measure what groups of them save."""
+"""`nanovllm show-fused MODEL`: lists modules with a fused form on CUDA. --measure shows how much time they save."""
 
 import argparse
 from collections import Counter
@@ -12,7 +12,7 @@ from nanovllm.benchmarks.tables import print_table
 from nanovllm.config import Config
 from nanovllm.utils.flags import Parser
 
-# what is left out to see what it saves: ends of names in FORMS
+# groups of fused forms that --measure leaves out, given as ends of names in FORMS
 PARTS = {
     "attention: norms, RoPE and store": ("Attention",),
     "feed-forward: product and activation, experts": ("MLP", "MoE"),
@@ -24,8 +24,8 @@ STEPS = {"1 sequence": (1, 128, 129), "32 sequences": (32, 128, 129), "a prompt 
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("--quantization", choices=["fp8", "int8"], help="as the setting of the engine")
-    parser.add_argument("--load-format", choices=["auto", "dummy"], default="auto", help="dummy: random weights")
+    parser.add_argument("--quantization", choices=["fp8", "int8"], help="quantize the weights, as the engine does")
+    parser.add_argument("--load-format", choices=["auto", "dummy"], default="auto", help="dummy makes random weights")
     text = "run the model on this GPU without one group of forms at a time, and print how much longer steps take"
     parser.add_argument("--measure", action="store_true", help=text)
     parser.set_defaults(run=show_fused)
@@ -50,7 +50,7 @@ def show_fused(options: argparse.Namespace) -> int:
 
 
 def make_fused(model: str, settings: dict[str, Any]) -> Any:
-    """The model with its fused forms, without memory for weights."""
+    """Return the model with its fused forms, on the meta device: without memory for weights."""
     import torch
 
     from nanovllm.fused import fuse
@@ -58,15 +58,15 @@ def make_fused(model: str, settings: dict[str, Any]) -> Any:
 
     config = Config.create(model, {"device": "cpu", **settings}).model_config
     with torch.device("meta"):
-        found = make_model(config, 16)
+        module = make_model(config, 16)
     if config.quantization is not None:
-        config.quantization.prepare(found, torch.device("meta"))
-    fuse(found)
-    return found
+        config.quantization.prepare(module, torch.device("meta"))
+    fuse(module)
+    return module
 
 
 def plain_name(module: Any) -> str:
-    """The class of a fused module before it was fused."""
+    """Return the name of the class that a fused module had before it was fused."""
     return type(module).__bases__[1].__name__
 
 
@@ -78,7 +78,7 @@ def stays_plain(module: Any) -> bool:
 
 @contextmanager
 def without(names: tuple[str, ...]) -> Iterator[None]:
-    """Without the forms of plain classes whose names end so."""
+    """A context without the fused forms of classes whose names end with one of `names`."""
     from nanovllm.fused import FORMS
 
     kept = dict(FORMS)
@@ -94,7 +94,7 @@ def without(names: tuple[str, ...]) -> Iterator[None]:
 def step_times(
     model: str, settings: dict[str, Any], left_out: tuple[str, ...] = ("no such class",)
 ) -> dict[str, float]:
-    """Microseconds of steps, the least of three runs, without some forms."""
+    """Return the microseconds of each kind of step, the least of three runs, without the forms in `left_out`."""
     from nanovllm import LLM, SamplingParams
 
     with without(left_out), LLM(model, device="cuda", enable_prefix_caching=False, **settings) as llm:
@@ -116,15 +116,15 @@ def step_times(
 
 
 def measure(model: str, settings: dict[str, Any], fused: list[str]) -> None:
-    """A table of what a step takes, and how much more it takes without some forms."""
+    """Print the time of a step, and how much longer a step takes without each group of forms."""
     import torch
 
     base = run_in_process(step_times, model, settings)
     rows = [["a step", *(f"{base[name]:,.0f}" for name in base)]]
     for part, names in PARTS.items():
         if any(plain.endswith(names) for plain in fused):
-            found = run_in_process(step_times, model, settings, names)
-            rows.append([part, *(f"{found[name] - base[name]:+,.0f}" for name in base)])
+            times = run_in_process(step_times, model, settings, names)
+            rows.append([part, *(f"{times[name] - base[name]:+,.0f}" for name in base)])
     print_table(
         f"microseconds on {torch.cuda.get_device_name()}: a step, and how much longer it is without", ["", *base], rows
     )

@@ -1,4 +1,4 @@
-"""What a step costs the host, on any machine: the workload `host` runs no model."""
+"""The workload `host`: the host time of a step. It runs no model, so it works on any machine."""
 
 import random
 from dataclasses import replace
@@ -20,10 +20,10 @@ HOST_SEQS = (1, 8, 64, 256, 512, 1024)
 
 
 def measure_host(model: str, settings: dict) -> None:
-    """Print what a step costs the host, for numbers of sequences up to `max_num_seqs`."""
+    """Print the host time of a step, for several numbers of sequences up to `max_num_seqs`."""
     settings = {"max_num_seqs": max(HOST_SEQS)} | settings | {"device": "cpu", "async_scheduling": True}
     max_num_seqs = settings["max_num_seqs"]
-    # one step computes all prompts, and each sequence has a block in reserve
+    # large enough that one step computes all prompts, and no sequence runs out of blocks
     bounds = dict(max_num_batched_tokens=512 * max_num_seqs, num_kvcache_blocks=4 * max_num_seqs + 8)
     with LLM(model, **settings | bounds) as llm:
         vocab_size = llm.config.model_config.vocab_size
@@ -43,14 +43,14 @@ def measure_host(model: str, settings: dict) -> None:
 
 
 def host_requests(num_seqs: int, max_input_len: int, output_len: int, vocab_size: int) -> list[Request]:
-    """Prompts of random lengths, so that the sequences do not all need their next block in the same step."""
+    """Make prompts of random lengths, so that the sequences do not all need their next block in the same step."""
     rng = random.Random(num_seqs)
     lengths = [rng.randint(1, max_input_len) for _ in range(num_seqs)]
     return [Request(random_ids(rng, length, vocab_size), output_len) for length in lengths]
 
 
 def host_step(llm: LLM, requests: list[Request]) -> list[float]:
-    """Microseconds of schedule, prepare and process, and of all three: medians of the steps that only decode."""
+    """Return the microseconds of schedule, prepare, process, and their sum: medians over the decode steps."""
     scheduler, runner, config = llm.scheduler, llm.model_runner, llm.config
     device = FakeDevice(len(requests), config.model_config.vocab_size)
     for i, r in enumerate(requests):
@@ -73,7 +73,7 @@ def host_step(llm: LLM, requests: list[Request]) -> list[float]:
 
 
 def host_calls(llm: LLM, requests: list[Request], rounds: int = 3) -> dict[str, float]:
-    """Microseconds of CPU time for a step of `generate` and `stream`; the least of `rounds`."""
+    """Return the CPU time of a step of `generate` and `stream`, in microseconds: the least of `rounds` runs."""
     prompts, params = inputs(requests)
     with_stop = [replace(p, stop=["a string that never comes"]) for p in params]
     calls = {
@@ -93,9 +93,9 @@ def host_calls(llm: LLM, requests: list[Request], rounds: int = 3) -> dict[str, 
 
 
 class FakeDevice:
-    """Its `launch` takes the place of a BatchRunner's: every step is over at once, and samples random token ids.
+    """A device whose steps end at once, with random token ids. Its `launch` replaces `BatchRunner.launch`.
 
-    decoding_since: the CPU time of the process when the first step that only decodes was launched.
+    decoding_since: the CPU time of the process when the first decode step was launched, in seconds.
     """
 
     def __init__(self, num_seqs: int, vocab_size: int):

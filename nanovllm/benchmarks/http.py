@@ -1,4 +1,4 @@
-"""The workload `http`: clients of a server, each of which sends its next request when its last answer has ended."""
+"""The workload `http`: clients of a server. Each client sends its next request when its last answer has ended."""
 
 import argparse
 import json
@@ -27,11 +27,13 @@ from nanovllm.utils.cores import available_cores
 
 HEADER = ["clients, tokens", "server", "tok/s", "requests/s", "first ms", "p99", "gap ms", "p99", "longest ms", "p99"]
 HEADER += ["CPU %", "GPU %", "client %"]
-LEAST_CPU = 5  # percent of a core: what uses less is not listed
+LEAST_CPU = 5  # percent of a core; processes and threads that use less are not listed
 
 
 class Load(NamedTuple):
-    """`kind`: "" is a completion that is streamed, "whole" one that is not, "chat" a conversation that is streamed."""
+    """A row of the workload. `kind` is "" for streamed completions, "whole" for completions that are not streamed, and
+    "chat" for streamed chat answers.
+    """
 
     num_clients: int
     input_len: int  # of the prompt, in tokens
@@ -42,7 +44,7 @@ class Load(NamedTuple):
         return f"{self.num_clients}x{self.input_len}/{self.output_len}" + (f"-{self.kind}" if self.kind else "")
 
 
-# how many requests: for about 10 seconds on an H200, and for one on a CPU
+# numbers of requests that take about 10 seconds on an H200, and about 1 second on a CPU
 GPU_LOADS = {
     Load(1, 128, 256): 60,
     Load(64, 256, 256): 768,
@@ -58,7 +60,7 @@ NUM_ROUNDS = 4  # requests of each client, for other loads
 
 @dataclass
 class LoadResult(Result):
-    """`gpu` and `client`: how busy the busiest GPU was, and the busiest process of clients, in percent."""
+    """`gpu` is the utilization of the busiest GPU, `client` that of the busiest client process, both in percent."""
 
     num_requests: int = 0
     threads: Threads = field(default_factory=dict)
@@ -67,7 +69,7 @@ class LoadResult(Result):
 
 
 def compare_servers(args: argparse.Namespace, settings: dict, config: Config) -> Results:
-    """Both servers, one after the other, get the same requests. RuntimeError if an answer is not the right one."""
+    """Send the same requests to each server, one server after the other. RuntimeError if an answer is wrong."""
     commands = {
         "nanovllm": ("nanovllm", ["serve", args.model, *as_flags(settings), *args.server_flags]),
         "vllm": ("vllm.entrypoints.openai.api_server", as_flags(vllm_settings(args.model, settings))),
@@ -91,10 +93,11 @@ def compare_servers(args: argparse.Namespace, settings: dict, config: Config) ->
 
 
 class ClientProcesses:
-    """Up to eight, and at most half of the cores: the server needs the others."""
+    """Up to eight client processes, on at most half of the cores. The server needs the other cores."""
 
     def __enter__(self) -> "ClientProcesses":
-        # -I: the files beside that one have names of other modules; a session: Ctrl-C is for this process alone
+        # -I, because files in the same folder have names of other modules; a new session, so that Ctrl-C does not reach
+        # the clients
         command = [sys.executable, "-I", clients.__file__]
         self._processes = [
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
@@ -109,7 +112,7 @@ class ClientProcesses:
             process.communicate()
 
     def run(self, server: Server, load: Load, requests: list[bytes]) -> LoadResult:
-        """AnswerError for an answer without as many tokens as the load says."""
+        """Send the requests and measure. Raises AnswerError if an answer has another number of tokens than the load."""
         numbered, before = list(enumerate(requests)), cpu_times(server)
         step = min(len(self._processes), load.num_clients, len(requests))
         with gpu_samples() as gpu:
@@ -141,7 +144,7 @@ class ClientProcesses:
 
 
 def make_runs(args: argparse.Namespace, config: Config) -> Iterator[tuple[Load, list[bytes], list[bytes]]]:
-    """Each load, with one request for each client as the warm-up, and the requests that are measured."""
+    """Yield each load, its warm-up of one request per client, and the requests that are measured."""
     from nanovllm.utils.loader import load_tokenizer
 
     known = CPU_LOADS if config.device == "cpu" else GPU_LOADS
@@ -203,13 +206,13 @@ def row(load: str, engine: str, result: LoadResult) -> list[str]:
 
 
 def busy(result: LoadResult) -> list[str]:
-    """Each process with its busy threads, which have numbers in the order of their creation."""
+    """Describe each busy process and its busy threads. Threads are numbered in the order of their creation."""
     shares: dict[int, list[tuple[str, float]]] = {}
     for (pid, _), (name, seconds) in sorted(result.threads.items()):
         shares.setdefault(pid, []).append((name, 100 * seconds / result.seconds))
-    found = []
+    lines = []
     for threads in shares.values():
         if (whole := sum(share for _, share in threads)) >= LEAST_CPU:
             parts = [f"{name} {i}: {share:.0f}%" for i, (name, share) in enumerate(threads) if share >= LEAST_CPU]
-            found.append(f"{threads[0][0]} {whole:.0f}% ({', '.join(parts)})")
-    return found
+            lines.append(f"{threads[0][0]} {whole:.0f}% ({', '.join(parts)})")
+    return lines

@@ -1,4 +1,4 @@
-"""The least time that the hardware needs for a workload."""
+"""Computes the least time that the hardware needs for a workload."""
 
 from itertools import islice
 from time import perf_counter
@@ -7,25 +7,25 @@ from typing import Any, NamedTuple
 from nanovllm.benchmarks.requests import Request
 from nanovllm.config import Config
 
-SECONDS = 2.0  # of load before a rate is measured: the clocks of a chip that draws much power fall within a second
-Steps = list[tuple[float, float]]  # the seconds to read and to multiply
+SECONDS = 2.0  # of load before a rate is measured: clocks of a GPU fall within a second if it draws much power
+Steps = list[tuple[float, float]]  # seconds of reading and seconds of multiplying, for each step
 
 
 class Rates(NamedTuple):
-    """What a chip sustains; several ranks have several times as much."""
+    """The rates that a GPU sustains. Several ranks have a multiple of them."""
 
     bytes_per_s: float
-    operations_per_s: float  # of products in bf16; FP8 units multiply twice as fast
+    operations_per_s: float  # of GEMMs in bf16; FP8 units are twice as fast
 
     def times(self, num_ranks: int) -> "Rates":
         return Rates(*(num_ranks * rate for rate in self))
 
 
 class Limits(NamedTuple):
-    """The least seconds of a run.
+    """The least seconds that a run can take.
 
-    stepwise: if each step computes either prompts or decodes, and reads while it multiplies.
-    overlap: if all reading and all multiplying of the run does so.
+    stepwise: if each step computes either prompts or decodes, and reading overlaps with multiplying within a step.
+    overlap: if all reading of the run overlaps with all multiplying.
     """
 
     stepwise: float
@@ -36,7 +36,7 @@ def measured_rates(device: str) -> Rates:
     import torch
 
     def seconds(function) -> float:
-        """Of one call, while the chip is under load."""
+        """Return the seconds of one call, while the GPU is under load."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         loaded = perf_counter() + SECONDS
         while perf_counter() < loaded:
@@ -55,18 +55,18 @@ def measured_rates(device: str) -> Rates:
 
 
 def limits(requests: list[Request], config: Config, rates: Rates) -> Limits:
-    """Of the steps of requests that are given at once."""
+    """Return the limits of a run in which all requests arrive at once."""
     steps = [step for part in least_steps(requests, config, rates) for step in part]
     return Limits(sum(map(max, steps)), max(map(sum, zip(*steps))))
 
 
 def least_steps(requests: list[Request], config: Config, rates: Rates) -> tuple[Steps, Steps]:
-    """The steps of prompts, and those of decodes.
+    """Return the prompt steps and the decode steps of a run.
 
-    The requests are given at once, and begin in their order as soon as fewer than `max_num_seqs` run.
+    All requests arrive at once. They start in order, as soon as fewer than `max_num_seqs` run.
     """
     costs, waiting = StepCosts(config, rates), iter(requests)
-    running: list[list[int]] = []  # tokens of each sequence, and how many more it gets
+    running: list[list[int]] = []  # for each sequence: its number of tokens, and how many tokens are left to generate
     prompts: Steps = []
     decodes: Steps = []
     while True:
@@ -82,12 +82,12 @@ def least_steps(requests: list[Request], config: Config, rates: Rates) -> tuple[
 
 
 class StepCosts:
-    """The seconds that a step's reading takes, and those of its products."""
+    """Computes the seconds of reading and the seconds of multiplying of a step."""
 
     def __init__(self, config: Config, rates: Rates):
         shape: Any = config.model_config
         self.shape, self.rates, self.max_num_tokens = shape, rates, config.max_num_batched_tokens
-        # those that a token is multiplied with
+        # the weights that a token is multiplied with
         self.weights = shape.layer_operations // 2 * shape.num_hidden_layers
         self.head_weights = shape.hidden_size * shape.vocab_size
         self.weight_size, self.head_size = 1 if shape.quantization else config.dtype.itemsize, config.dtype.itemsize
@@ -96,9 +96,10 @@ class StepCosts:
         head_bytes = shape.head_dim + 2 if config.kv_cache_dtype == "fp8" else shape.head_dim * self.head_size
         num_attention_layers = round(shape.num_hidden_layers * shape.attention_fraction)
         self.kv_bytes = 2 * num_attention_layers * shape.num_key_value_heads * head_bytes  # of a token
-        # of a query and a key: their product, and that of the value
+        # operations of a query and a key: the dot product, and the sum of values
         self.attention = 4 * shape.num_attention_heads * shape.head_dim * num_attention_layers
-        # of a sequence, and of a token for each number of it: decay, product with the key, correction, with the query
+        # bytes of a sequence's state; operations of a token per number of the state: decay, product with the key,
+        # correction, product with the query
         self.state_bytes = shape.hybrid.state_bytes(self.head_size) if shape.hybrid else 0
         self.rule = 7 * self.state_bytes // 4
 
@@ -111,7 +112,7 @@ class StepCosts:
 
     def of_decodes(self, num_seqs: int, num_keys: int) -> tuple[float, float]:
         num_bytes = self._weight_bytes(num_seqs) + num_keys * self.kv_bytes
-        num_bytes += 2 * num_seqs * self.state_bytes  # which are read and written
+        num_bytes += 2 * num_seqs * self.state_bytes  # states are read and written
         return self._seconds(num_seqs, num_seqs, num_bytes, num_keys)
 
     def _seconds(self, num_tokens: int, num_sampled: int, num_bytes: float, num_pairs: float) -> tuple[float, float]:
@@ -120,11 +121,15 @@ class StepCosts:
         return num_bytes / self.rates.bytes_per_s, operations / self.rates.operations_per_s
 
     def _weight_bytes(self, num_tokens: float) -> float:
-        """Of a mixture, as many experts as so many tokens choose on average if each expert is as likely."""
+        """Return the bytes of weights that a step reads.
+
+        In a mixture of experts, these are the experts that `num_tokens` tokens choose on average, if all experts are
+        equally likely.
+        """
         num_weights: float = self.weights
         if moe := self.shape.moe:
             is_read = 1 - (1 - moe.top_k / moe.num_experts) ** num_tokens
-            num_more_experts = moe.num_experts * is_read - moe.top_k  # than a single token chooses
+            num_more_experts = moe.num_experts * is_read - moe.top_k  # compared with a single token
             num_weights += (
                 max(0, num_more_experts) * 3 * self.shape.hidden_size * moe.intermediate_size * len(moe.layers)
             )

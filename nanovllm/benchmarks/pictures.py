@@ -1,4 +1,4 @@
-"""Pictures of results, as svg files; they need matplotlib."""
+"""Draws results as svg files, with matplotlib."""
 
 import json
 from pathlib import Path
@@ -9,14 +9,14 @@ from nanovllm.benchmarks.throughput import WORKLOADS
 
 # names in results files -> names in the pictures; `--compare` can't run "original"
 LABELS = dict(nanovllm="this package", vllm="vLLM", original="the original nano-vllm", transformers="transformers")
-# statistics that have no style here are in tables only
+# statistics without a style are only in tables
 LINE_STYLES = {"": "-", "p50": "-", "p99": "--", "median": "-", "1 sequence": "-", "8 sequences": "--"}
-MARKERS = {"nanovllm": "o", "vllm": "s", "transformers": "^"}  # so that nobody needs the colours
+MARKERS = {"nanovllm": "o", "vllm": "s", "transformers": "^"}  # so that the colours are not needed
 LINE_COLORS = {"nanovllm": "#1a7f5a", "vllm": "#7b8a97", "transformers": "#c08a3e"}
 
 
 def svg_pyplot():
-    """matplotlib.pyplot for small svg files: text stays text, and nothing depends on when the file is drawn."""
+    """Return matplotlib.pyplot, set up for small and reproducible svg files in which text stays text."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -28,7 +28,9 @@ def svg_pyplot():
 
 
 def draw_figure(file: Path) -> None:
-    """Draw the results file beside `file` as bars: speed relative to vLLM where it is there, labelled with tokens/s."""
+    """Draw the results in the JSON file next to `file` as a bar chart: speed relative to vLLM, if there are results of
+    vLLM. Labels are tokens per second.
+    """
     plt = svg_pyplot()
     saved = json.loads(file.with_suffix(".json").read_text())
     groups = [(setup, *item) for setup, workloads in saved["results"].items() for item in workloads.items()]
@@ -51,7 +53,7 @@ def draw_figure(file: Path) -> None:
 
 
 def draw_panels(file: Path, title: str, panels: list[Panel], results: Results) -> None:
-    """A colour and a marker for each engine; a statistic with a dashed line has empty markers, for a single point."""
+    """Draw panels as curves. Each engine has a colour and a marker; dashed curves have empty markers."""
     plt = svg_pyplot()
     from matplotlib.ticker import LogLocator
 
@@ -78,7 +80,7 @@ def draw_panels(file: Path, title: str, panels: list[Panel], results: Results) -
         axes.set_title(panel.title, fontsize=9)
         axes.set_xlabel(panel.xlabel)
         axes.grid(alpha=0.25)
-        if labels != (labels := axes.get_legend_handles_labels()[1]):  # once for neighbours that have the same
+        if labels != (labels := axes.get_legend_handles_labels()[1]):  # once for panels with the same legend
             axes.legend(fontsize=8)
     figure.suptitle(title, fontsize=9)
     figure.savefig(file, metadata={"Date": None})

@@ -1,4 +1,4 @@
-"""What the processes of a measurement share: what they report, and how one is started and timed."""
+"""Helpers for the processes of a measurement: reports of progress, and how a process is started and timed."""
 
 import logging
 import multiprocessing
@@ -14,13 +14,13 @@ IMPORTED = time.perf_counter()
 
 
 def report(line: str) -> None:
-    """Print a line of progress to stderr; results go to stdout."""
+    """Print a line of progress to stderr. Results go to stdout."""
     print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def progress(label: str) -> Iterator[None]:
-    """Report when the body starts, and when it ends without an error."""
+    """Report when the `with` block starts, and when it ends without an error."""
     report(f"{label} starts")
     begin = time.perf_counter()
     yield
@@ -33,21 +33,21 @@ def show_engine_log() -> None:
 
 
 def run_in_process(function, *arguments):
-    """Call the function in a new process, whose end frees all memory that the function used."""
+    """Call `function` in a new process. When the process ends, all memory of the call is freed."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, initializer=show_engine_log) as pool:
         future = pool.submit(function, *arguments)
         try:
             return future.result()
-        except KeyboardInterrupt:  # the terminal interrupts both processes: what that one has measured follows
+        except KeyboardInterrupt:  # Ctrl-C interrupts both processes; the other one still returns its results
             return future.result()
 
 
 def seconds_since_start() -> float:
-    """The age of this process, imports included; only Linux tells it, so elsewhere since this file was imported."""
+    """Return the age of this process in seconds. Without Linux, return the time since this file was imported."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return time.perf_counter() - IMPORTED
-    start_tick = int(fields[19])  # field 22, counted from the boot: the first two are cut off
+    start_tick = int(fields[19])  # field 22, in ticks since boot; the first two fields were cut off
     return time.clock_gettime(time.CLOCK_BOOTTIME) - start_tick / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""Where a step's time goes: a trace of a run of each workload, and the time of each kind of kernel in a mean step."""
+"""Profiles a run of each workload: it writes a trace, and prints the time of each kind of kernel in a mean step."""
 
 import json
 import re
@@ -18,8 +18,8 @@ from nanovllm.benchmarks.tables import number, print_table
 from nanovllm.config import Config
 
 PRODUCTS, SAMPLER, REST, IDLE = "products", "head & sampler", "the rest", "idle"
-OF_PROMPTS = "_prefill_kernel"  # their attention
-KINDS = {  # of kernels, by what their names contain; the first that fits
+OF_PROMPTS = "_prefill_kernel"  # the attention kernel of steps that compute prompts
+KINDS = {  # kind: pattern of kernel names; the first match counts
     "attention": f"{OF_PROMPTS}|_decode_kernel|_combine_kernel",
     "RoPE & store": "_norm_rope_store_kernel",
     "delta rule": "_inputs_kernel|_chunks_kernel|_states_kernel|_outputs_kernel|_tokens_kernel",
@@ -30,12 +30,12 @@ KINDS = {  # of kernels, by what their names contain; the first that fits
     REST: "",
 }
 COLUMNS = [*KINDS, IDLE]
-# of each request that are traced: fewer than any output of the default headline, so that all decode together
+# traced tokens of each request: fewer than any output of the default headline, so that all requests decode together
 MAX_TOKENS = 65
 
 
 class Event(NamedTuple):
-    """What the GPU did; times in microseconds."""
+    """A kernel, copy or memset on the GPU. Times are in microseconds."""
 
     end: float
     begin: float
@@ -48,27 +48,27 @@ def kind_of(name: str) -> str:
 
 
 def profile_workloads(model: str, settings: dict, config: Config, workloads: Workloads, folder: Path) -> None:
-    """Write a trace of the last run of each workload, and print a table of its mean steps; of outputs the beginning.
+    """Trace the last run of each workload, with the beginning of its outputs, and print a table of its mean steps.
 
-    Before it, the first run computes its prompts. If both have the same ones, the traced run finds them in the prefix
-    cache, and is listed without the step that computes the rest of them.
+    The first run is a warm-up. If both runs have the same prompts, the traced run finds them in the prefix cache, and
+    the table leaves out its prompt step.
     """
-    found = {}
+    profiles = {}
     with started_nanovllm(model, settings) as llm:
         for name, runs in workloads.items():
-            first, requests = (shortened(runs[i]) for i in (0, -1))
-            llm.generate(*inputs(first), use_tqdm=False)
+            warm_up, requests = (shortened(runs[i]) for i in (0, -1))
+            llm.generate(*inputs(warm_up), use_tqdm=False)
             before = Counter(llm.stats()["steps"])
             with profile(activities=[ProfilerActivity.CUDA]) as trace:
                 llm.generate(*inputs(requests), use_tqdm=False)
             steps = Counter(llm.stats()["steps"]) - before
             file = folder / f"{name.replace(' ', '-')}.json"
             trace.export_chrome_trace(str(file))
-            num_steps = 0 if first == requests else steps["prefill"] + steps["mixed"], steps["decode"]
-            found[name] = requests, num_steps, [times_by_kind(part) for part in split(read_trace(file))]
+            num_steps = 0 if warm_up == requests else steps["prefill"] + steps["mixed"], steps["decode"]
+            profiles[name] = requests, num_steps, [times_by_kind(part) for part in split(read_trace(file))]
     rates = run_in_process(measured_rates, config.device).times(config.tensor_parallel_size)
     rows = []
-    for name, (requests, *parts) in found.items():
+    for name, (requests, *parts) in profiles.items():
         for part, num_steps, times, least in zip(("prompts", "decodes"), *parts, least_steps(requests, config, rates)):
             if num_steps:
                 rows.append([f"{name}: {part}", f"{num_steps:,}", *row(times, num_steps, least)])
@@ -84,21 +84,21 @@ def shortened(requests: list[Request]) -> list[Request]:
 
 
 def row(times: Counter[str], num_steps: int, least: Steps) -> list[str]:
-    """The cells behind the number of steps; `least`: the seconds that these steps must read, and multiply."""
+    """Return the cells after the number of steps. `least` has the least seconds of reading and of multiplying."""
     reads, multiplies = map(sum, zip(*least))
     cells = [*(times[kind] for kind in COLUMNS), sum(times.values()), sum(map(max, least)) * 1e6]
     return [*(number(us / num_steps, 0) for us in cells), "reading" if reads > multiplies else "multiplying"]
 
 
 def read_trace(file: Path) -> list[Event]:
-    """What the GPU did, by when it ended."""
+    """Return the events of the GPU, sorted by their end."""
     kinds = "kernel", "gpu_memcpy", "gpu_memset"
     events = [event for event in json.loads(file.read_text())["traceEvents"] if event.get("cat") in kinds]
     return sorted(Event(event["ts"] + event["dur"], event["ts"], event["name"]) for event in events)
 
 
 def split(events: list[Event]) -> tuple[list[Event], list[Event]]:
-    """Those of the steps until the last that computes prompts, and those of the decodes behind it."""
+    """Split events after the last step that computes prompts. The second part has only decode steps."""
     end = max((i for i, event in enumerate(events) if OF_PROMPTS in event.name), default=0)
     while end < len(events) and kind_of(events[end].name) != SAMPLER:
         end += 1
@@ -108,9 +108,9 @@ def split(events: list[Event]) -> tuple[list[Event], list[Event]]:
 
 
 def times_by_kind(events: list[Event]) -> Counter[str]:
-    """Microseconds of each kind. Kernels overlap, so a kernel's time counts from the end of the one before it.
+    """Return the microseconds of each kind. Kernels overlap, so a kernel counts from the end of the previous kernel.
 
-    The last product before a sampler's kernel is the head. While nothing runs, the GPU is idle.
+    The last GEMM before a kernel of the sampler is the output head. While no kernel runs, the GPU is idle.
     """
     times: Counter[str] = Counter()
     now, last_product = events[0].begin if events else 0.0, 0.0

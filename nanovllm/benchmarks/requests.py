@@ -1,4 +1,4 @@
-"""Random requests: prompts of random token ids, how long their outputs are, and when they arrive."""
+"""Makes random requests: prompts of random token ids, output lengths, and arrival times."""
 
 import random
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ SIGMAS = (0.9, 0.7)  # of the log-normal lengths of prompts and outputs
 
 @dataclass
 class Request:
-    """`arrival`: when the request is due, in seconds from the start of the run."""
+    """A request of a benchmark. `arrival` is the time when it is due, in seconds from the start of the run."""
 
     prompt: list[int]
     max_tokens: int
@@ -19,12 +19,12 @@ class Request:
     arrival: float = 0.0
 
     def sampling_settings(self) -> dict:
-        """Arguments for the `SamplingParams` of this package and of vLLM."""
+        """Return arguments that `SamplingParams` of this package and of vLLM both take."""
         settings = dict(temperature=TEMPERATURE, top_k=self.top_k, top_p=self.top_p)
         return settings | dict(max_tokens=self.max_tokens, ignore_eos=True)
 
 
-Workloads = dict[str, list[list[Request]]]  # for each a list of runs; the first is a warm-up, the others are measured
+Workloads = dict[str, list[list[Request]]]  # by name: a list of runs; the first run is a warm-up
 
 
 def random_ids(rng: random.Random, length: int, vocab_size: int) -> list[int]:
@@ -32,7 +32,10 @@ def random_ids(rng: random.Random, length: int, vocab_size: int) -> list[int]:
 
 
 def headline(num_seqs: int, max_input_len: int, max_output_len: int, seed: int, vocab_size: int) -> list[Request]:
-    """Prompts first, then output lengths, from one generator: seed 0 at the defaults gives 133,966 output tokens."""
+    """Make the requests of the headline. One generator draws first the prompts, then the output lengths.
+
+    With seed 0 and the defaults, there are 133,966 output tokens.
+    """
     rng = random.Random(seed)
     num_ids = min(10_001, vocab_size)
     min_input_len, min_output_len = (max(1, length * 100 // 1024) for length in (max_input_len, max_output_len))
@@ -41,7 +44,7 @@ def headline(num_seqs: int, max_input_len: int, max_output_len: int, seed: int, 
 
 
 def same_lengths(num_seqs: int, input_len: int, output_len: int, seed: int | str, vocab_size: int) -> list[Request]:
-    """Each workload needs a seed of its own, because the prefix cache holds the prompts of earlier workloads."""
+    """Make requests of equal lengths. Workloads need different seeds, because prompts stay in the prefix cache."""
     rng = random.Random(seed)
     return [Request(random_ids(rng, input_len, vocab_size), output_len) for _ in range(num_seqs)]
 
@@ -49,7 +52,9 @@ def same_lengths(num_seqs: int, input_len: int, output_len: int, seed: int | str
 def online(
     rate: float, num_seqs: int, medians: tuple[int, int], max_model_len: int, seed: int, vocab_size: int
 ) -> list[Request]:
-    """Poisson arrivals, `rate` per second; `medians` of the lengths of prompts and outputs."""
+    """Make requests that arrive as a Poisson process, `rate` per second. `medians` are the median prompt length and
+    the median output length, in tokens.
+    """
     rng = random.Random(f"online {rate} {seed}")
     requests, arrival = [], 0.0
     for _ in range(num_seqs):
@@ -64,18 +69,18 @@ def online(
 
 
 def fit(input_len: int, output_len: int, max_model_len: int) -> list[int]:
-    """Both lengths, scaled down if their sum is more than `max_model_len`."""
+    """Return both lengths, scaled down if their sum is more than `max_model_len`."""
     scale = max(input_len + output_len, max_model_len)
     return [max(1, length * max_model_len // scale) for length in (input_len, output_len)]
 
 
 def in_rounds(requests: list[Request], rounds: int, vocab_size: int) -> list[list[Request]]:
-    """A warm-up, and so many rounds; the last one has the ids of `requests`."""
+    """Return a warm-up and `rounds` runs, each with other token ids. The last run has the ids of `requests`."""
     return [other_ids(requests, vocab_size, by) for by in range(rounds, -1, -1)]
 
 
 def other_ids(requests: list[Request], vocab_size: int, by: int = 1) -> list[Request]:
-    """Requests of the same lengths with other ids, so that the second run finds nothing in the prefix cache."""
+    """Return requests of the same lengths with other token ids, which are not in the prefix cache."""
     return [replace(request, prompt=[(i + by) % vocab_size for i in request.prompt]) for request in requests]
 
 

@@ -1,4 +1,4 @@
-"""What an engine took for a workload, the statistics of that, and the file that collects results."""
+"""Results of engines, their statistics, and the file that collects them."""
 
 import json
 from dataclasses import dataclass, field
@@ -12,10 +12,10 @@ import numpy as np
 
 @dataclass
 class Result:
-    """One engine on one workload.
+    """The result of one engine on one workload.
 
-    num_runs: how many runs of the workload it is the sum of.
-    token_times: for each request, when its tokens arrived, in seconds from the request's arrival.
+    num_runs: the number of runs of the workload that the result sums up.
+    token_times: for each request, the times when its tokens arrived, in seconds from the arrival of the request.
     """
 
     seconds: float = 0.0
@@ -43,12 +43,12 @@ def joined(results: list[Result]) -> Result:
 
 
 def percentile(values: list[float], p: float) -> float:
-    """Interpolated linearly between the two nearest values; NaN if there are none."""
+    """Return a percentile, interpolated linearly between the two nearest values; NaN if there are no values."""
     return float(np.percentile(values, p)) if values else nan
 
 
 def latencies(token_times: list[list[float]]) -> dict[str, list[float]]:
-    """What the help text of the command defines, in seconds. A request with one token has only a TTFT."""
+    """Return the latencies that the command's help defines, in seconds. A request with one token has only a TTFT."""
     gaps = [[b - a for a, b in pairwise(times)] for times in token_times if len(times) > 1]
     return {
         "TTFT": [times[0] for times in token_times if times],
@@ -59,12 +59,15 @@ def latencies(token_times: list[list[float]]) -> dict[str, list[float]]:
 
 
 def latency_ms(result: Result, kind: str, p: float) -> float:
-    """A percentile of one of the `latencies`, in milliseconds."""
+    """Return a percentile of one kind of `latencies`, in milliseconds."""
     return 1000 * percentile(latencies(result.token_times)[kind], p)
 
 
 def decode_rate(token_times: list[list[float]], num_seqs: int) -> float:
-    """Tokens per second while all of `num_seqs` sequences decode: the median of the runs, which follow each other."""
+    """Return the tokens per second while all sequences of a run decode: the median of the runs.
+
+    `token_times` has the runs one after the other, with `num_seqs` sequences each.
+    """
     rates = []
     for i in range(0, len(token_times), num_seqs):
         run = token_times[i : i + num_seqs]
@@ -75,7 +78,7 @@ def decode_rate(token_times: list[list[float]], num_seqs: int) -> float:
 
 
 def drafts_since(before: dict | None, now: dict | None) -> str:
-    """Of two counts like `LLM.stats()["spec_decode"]`: the drafts that were right, in all and by their position."""
+    """Describe the accepted drafts between two counts like `LLM.stats()["spec_decode"]`, in all and by position."""
     if not before or not now:
         return ""
     names = "drafts", "draft_tokens", "accepted_tokens", "accepted_per_position"
@@ -86,7 +89,7 @@ def drafts_since(before: dict | None, now: dict | None) -> str:
 
 
 def save_results(file: Path, notes: str, setup: str, rates: dict[str, dict[str, float]]) -> None:
-    """Merge tokens per second into a file of `{"notes": text, "results": {setup: {workload: {engine: rate}}}}`."""
+    """Merge tokens per second into a file `{"notes": text, "results": {setup: {workload: {engine: rate}}}}`."""
     saved = json.loads(file.read_text()) if file.exists() else {"notes": notes, "results": {}}
     workloads = saved["results"].setdefault(setup, {})
     for workload, by_engine in rates.items():

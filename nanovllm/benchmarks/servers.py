@@ -1,4 +1,4 @@
-"""HTTP servers in processes of their own, and what they use."""
+"""Starts HTTP servers in separate processes, and measures their CPU time and GPU utilization."""
 
 import json
 import os
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from nanovllm.benchmarks.processes import report
 
-START_SECONDS = 1800.0  # within which a server must be ready: vLLM may compile for minutes
-END_SECONDS = 60.0  # within which it must have ended after SIGTERM
-ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # of this process; Ctrl-C is an exception already
+START_SECONDS = 1800.0  # until a server must be ready; vLLM may compile for minutes
+END_SECONDS = 60.0  # until a server must have ended after SIGTERM
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # they end this process; Ctrl-C already raises an exception
 LOG_LINES = 30
 
 
@@ -29,7 +29,10 @@ class Server(NamedTuple):
 
 
 def as_flags(settings: dict[str, Any]) -> list[str]:
-    """`--name=value` for each setting, JSON if it is a dict, or `--name` and `--no-name`; None is none."""
+    """Return settings as flags: `--name=value` (JSON for a dict), or `--name` and `--no-name` for a bool.
+
+    A setting that is None makes no flag.
+    """
     flags = []
     for name, value in settings.items():
         name = name.replace("_", "-")
@@ -42,15 +45,17 @@ def as_flags(settings: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def running_server(module: str, arguments: Sequence[str]) -> Iterator[Server]:
-    """`python -m module` on a free port, once it is ready; it ends with the block, whatever happens there.
+    """Run `python -m module` on a free port during a `with` block, which starts when the server is ready.
 
-    It has a session of its own: Ctrl-C does not reach it, and all that it has started ends with it. If the block fails,
-    the end of the server's log is printed. RuntimeError if the server does not start.
+    The server always ends with the block. It has its own session, so Ctrl-C does not reach it, and its child processes
+    end with it. If the block fails, the last lines of the server's log are printed. Raises RuntimeError if the server
+    does not start.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # the packages that run here
+    # the server imports the same packages as this process
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", module, *arguments, "--host=127.0.0.1", f"--port={port}"]
     with tempfile.TemporaryFile() as log, ended_by_exceptions():
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
@@ -69,7 +74,7 @@ def running_server(module: str, arguments: Sequence[str]) -> Iterator[Server]:
 
 @contextmanager
 def ended_by_exceptions() -> Iterator[None]:
-    """Within the block, a signal that would end this process at once raises SystemExit."""
+    """Within the block, a signal that would end this process at once raises SystemExit instead."""
     handlers = {number: signal.signal(number, lambda number, _: sys.exit(128 + number)) for number in ENDING_SIGNALS}
     try:
         yield
@@ -79,7 +84,7 @@ def ended_by_exceptions() -> Iterator[None]:
 
 
 def wait_until_ready(process: subprocess.Popen, port: int) -> None:
-    """RuntimeError if the process ends before it answers, or takes too long."""
+    """Wait until the server answers. Raises RuntimeError if its process ends, or if it takes too long."""
     until = monotonic() + START_SECONDS
     while process.poll() is None and monotonic() < until:
         with suppress(OSError, HTTPException), closing(HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
@@ -92,7 +97,7 @@ def wait_until_ready(process: subprocess.Popen, port: int) -> None:
 
 
 def end(process: subprocess.Popen) -> None:
-    """As its users end it; then kill what is left of its session."""
+    """End the server with SIGTERM, as a user does. Then kill what is left of its session."""
     try:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -103,28 +108,28 @@ def end(process: subprocess.Popen) -> None:
         process.wait()
 
 
-# -- what a server uses ------------------------------------------------------------------------------------------------
+# -- resources of a server ---------------------------------------------------------------------------------------------
 
 Threads = dict[tuple[int, int], tuple[str, float]]  # by the ids of process and thread: name, seconds of CPU time
 
 
 def cpu_times(server: Server, since: Threads | None = None) -> Threads:
-    """Of all threads of the server's processes; only Linux tells them, so elsewhere there are none."""
-    found: Threads = {}
+    """Return the CPU time of all threads of the server's processes since `since`. Empty except on Linux."""
+    threads: Threads = {}
     for stat in Path("/proc").glob("[0-9]*/task/[0-9]*/stat"):
-        with suppress(OSError):  # it has ended
-            name, _, rest = stat.read_text(errors="replace").rpartition(")")  # a name may have any characters
-            fields = rest.split()  # from the third on
-            if int(fields[3]) == server.process.pid:  # the session
+        with suppress(OSError):  # a thread that has ended
+            name, _, fields_text = stat.read_text(errors="replace").rpartition(")")  # a name may contain ")"
+            fields = fields_text.split()  # from the third field on
+            if int(fields[3]) == server.process.pid:  # the field is the session
                 key, ticks = (int(stat.parts[2]), int(stat.parts[4])), int(fields[11]) + int(fields[12])
                 before = since.get(key, ("", 0.0))[1] if since else 0.0
-                found[key] = name.partition("(")[2], ticks / os.sysconf("SC_CLK_TCK") - before
-    return found
+                threads[key] = name.partition("(")[2], ticks / os.sysconf("SC_CLK_TCK") - before
+    return threads
 
 
 @contextmanager
 def gpu_samples() -> Iterator[list[list[float]]]:
-    """How busy each GPU is while the block runs, in percent, once a second; none where nvidia-smi does not tell."""
+    """Sample the utilization of each GPU in percent, once a second, while the block runs. Empty without nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
     samples: list[list[float]] = []
     ended = threading.Event()

@@ -1,10 +1,10 @@
-"""Published shapes of models: `--shape NAME` makes a model with random weights, which needs no download."""
+"""Published shapes of models. `--shape NAME` makes a model with random weights, which needs no download."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-# entries of config.json, as published; `--shape NAME` makes such a model
+# entries of config.json; SHAPES has their published values
 SHAPE_ENTRIES = (
     *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta"),
@@ -21,7 +21,7 @@ SHAPES = {
     "mistral-7b": ("mistral", 4096, 14336, 32, 32, 8, 128, 32768, 32768, 1e-5, 1e6, 2, False),  # v0.3
     "gemma3-12b": ("gemma3_text", 3840, 15360, 48, 16, 8, 256, 262208, 131072, 1e-6, 1e6, 1, True),  # its text model
     "olmo3-7b": ("olmo3", 4096, 11008, 32, 32, 32, 128, 100278, 65536, 1e-6, 5e5, 100257, False),
-    # the text part
+    # only the text part
     "qwen3.5-9b": ("qwen3_5_text", 4096, 12288, 32, 16, 4, 256, 248320, 262144, 1e-6, 1e7, 248044, False),
     "qwen3.6-27b": ("qwen3_5_text", 5120, 17408, 64, 24, 4, 256, 248320, 262144, 1e-6, 1e7, 248044, False),
     "qwen3.5-35b-a3b": ("qwen3_5_moe_text", 2048, 512, 40, 16, 2, 256, 248320, 262144, 1e-6, 1e7, 248044, False),
@@ -33,7 +33,7 @@ OLMO_ROPE = dict(
 EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1}
 DELTA_HEADS = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "full_attention_interval": 4}
 DELTA_HEADS |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
-DELTA_HEADS |= {"mamba_ssm_dtype": "float32"}  # of states
+DELTA_HEADS |= {"mamba_ssm_dtype": "float32"}  # dtype of the states
 SHARED_EXPERT = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 # entries that only some shapes have
 EXTRA_ENTRIES: dict[str, dict] = {
@@ -52,7 +52,7 @@ EXTRA_ENTRIES: dict[str, dict] = {
     "qwen3.6-27b": DELTA_HEADS | {"linear_num_value_heads": 48},
     "qwen3.5-35b-a3b": DELTA_HEADS | SHARED_EXPERT | {"num_experts": 256, "num_experts_per_tok": 8},
 }
-# shapes that are also published with FP8 weights, of which blocks share a scale
+# shapes that are also published with FP8 weights and a scale for each block of weights
 FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 FP8_CONFIG = FP8_BLOCKS | {"modules_to_not_convert": ["lm_head"]}
 for _name in [name for name in SHAPES if name.startswith("qwen3-")]:
@@ -62,9 +62,10 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %
 
 
 def write_shape(name: str, folder: Path, with_text: bool = False) -> None:
-    """Make a folder with the config.json of a shape, and a tokenizer whose tokens are the 256 bytes; no weights.
+    """Make a folder with the config.json of a shape and a tokenizer with a token for each byte, but without weights.
 
-    with_text: the other ids are words, which no text becomes. A server streams no token without text.
+    with_text: all other ids decode to words, although no text encodes to them. A server does not stream tokens without
+        text.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -76,7 +77,7 @@ def write_shape(name: str, folder: Path, with_text: bool = False) -> None:
     architecture = MODELS[kind].split(":")[1]
     folder.mkdir()
     config = {"architectures": [architecture], "torch_dtype": "bfloat16", **entries}
-    if kind != entries["model_type"]:  # as published, beside a vision part
+    if kind != entries["model_type"]:  # published together with a vision part
         whole = architecture.replace("CausalLM", "ConditionalGeneration")
         config = {"architectures": [whole], "model_type": kind, "text_config": config, "vision_config": {}}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
@@ -96,7 +97,7 @@ OF_HEAD += "max_position_embeddings", "rms_norm_eps", "rope_theta"
 
 
 def write_head(folder: Path, model: Path) -> None:
-    """Make a folder with the config.json of an EAGLE-3 head for a shape, which drafts 32,000 tokens; no weights."""
+    """Make a folder with the config.json of an EAGLE-3 head with 32,000 tokens for a shape, but without weights."""
     entries = json.loads((model / "config.json").read_text())
     layer = {name: entries[name] for name in OF_HEAD} | {"model_type": "llama", "num_hidden_layers": 1}
     layer |= {"architectures": ["LlamaForCausalLMEagle3"], "torch_dtype": "bfloat16"}
@@ -105,9 +106,9 @@ def write_head(folder: Path, model: Path) -> None:
 
 
 def with_drafter(settings: dict[str, Any], model: Path) -> dict[str, Any]:
-    """A `speculative_config` for a shape in the folder `model`: what drafts gets a folder beside it, without weights.
+    """Return a `speculative_config` whose drafter is a folder without weights, next to the folder `model` of a shape.
 
-    Its "model" may be the name of a shape; "eagle3" needs none.
+    In `settings`, "model" may be the name of a shape. The method "eagle3" needs no "model".
     """
     folder = model.with_name("drafter")
     if settings.get("method") == "eagle3" and settings.get("model") is None:

@@ -1,4 +1,4 @@
-"""Workloads over a range of a variable: `online`, `latency` and `batches`, and the tables of each."""
+"""The workloads `online`, `latency` and `batches`, which vary a variable, and their tables."""
 
 import argparse
 from functools import partial
@@ -17,7 +17,7 @@ DECODE_SEQS = {1: "1 sequence", 8: "8 sequences"}
 
 
 def online_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, list[Panel]]:
-    """The warm-up is the first quarter of the requests with other ids, and with the same times of arrival."""
+    """Make the workload `online`. The warm-up is its first quarter, with the same arrival times and other token ids."""
     vocab_size, on_cpu = config.model_config.vocab_size, config.device == "cpu"
     medians = median_lengths(args, config)
     names = {rate: f"online {rate:g}/s" for rate in args.request_rate or (8, 16, 24)}
@@ -41,22 +41,22 @@ def median_lengths(args: argparse.Namespace, config: Config) -> tuple[int, int]:
 
 
 def rates_of_cpu(args: argparse.Namespace, settings: dict[str, Any], config: Config) -> list[float]:
-    """Three parts of what this CPU can do at most, which a short run measures: no fixed rates suit all of them."""
+    """Return 30, 60 and 90% of the highest rate of this CPU, which a short run measures. No rates suit all CPUs."""
     num_seqs, medians = 12, median_lengths(args, config)
     requests = online(1e9, num_seqs, medians, config.max_model_len, args.seed, config.model_config.vocab_size)
     with progress("the highest rate of requests:"):
         workloads = {"rate": [requests[:2], other_ids(requests, config.model_config.vocab_size)]}
-        found = run_in_process(run_nanovllm, args.model, settings, workloads)
-    highest = num_seqs / found["rate"].seconds
+        results = run_in_process(run_nanovllm, args.model, settings, workloads)
+    highest = num_seqs / results["rate"].seconds
     report(f"about {highest:.2g} requests per second; --request-rate sets other rates than 30, 60 and 90% of it")
     return [float(f"{part * highest:.2g}") for part in (0.3, 0.6, 0.9)]
 
 
 def latency_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, list[Panel]]:
-    """Lengths that do not fit are left out.
+    """Make the workload `latency`, without lengths that do not fit.
 
-    The runs of a context have the same ids. Those after the first find them in the prefix cache, so that all sequences
-    begin to decode together.
+    All runs with the same context have the same ids. After the first run, the prefix cache has them, so all sequences
+    start to decode together.
     """
     vocab_size, max_input_len = config.model_config.vocab_size, args.max_input_len or config.max_model_len
     num_runs = args.num_seqs or (5 if config.device == "cpu" else 20)
@@ -78,9 +78,9 @@ def latency_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, 
             workloads[name] = 4 * [same_lengths(num_seqs, length, output_len, f"{name} {args.seed}", vocab_size)]
         decode[statistic] = (names, lambda result, num_seqs=num_seqs: decode_rate(result.token_times, num_seqs))
     statistics = {"median": 50, "min": 0, "p99": 99}
-    first = {name: (prompts, partial(latency_ms, kind="TTFT", p=p)) for name, p in statistics.items()}
+    ttft = {name: (prompts, partial(latency_ms, kind="TTFT", p=p)) for name, p in statistics.items()}
     return workloads, [
-        Panel("time to first token of a single prompt, ms", "prompt tokens", first, log="xy"),
+        Panel("time to first token of a single prompt, ms", "prompt tokens", ttft, log="xy"),
         Panel("decode, tokens per second", "context tokens", decode, log="xy", digits=0),
     ]
 
@@ -98,4 +98,4 @@ def batches_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, 
 
 
 SWEEPS = {"online": online_sweep, "latency": latency_sweep, "batches": batches_sweep}
-STEPPED = ("online", "latency")  # need the times of tokens, and engines that are stepped
+STEPPED = ("online", "latency")  # workloads that need the times of tokens, so they step the engines

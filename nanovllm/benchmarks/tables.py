@@ -1,4 +1,4 @@
-"""Tables on the standard output."""
+"""Tables on standard output."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from nanovllm.benchmarks.results import Result, Results
 
 
 def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
-    """The first column is aligned to the left, and so is one without a header; all others to the right."""
+    """Print a table. The first column and columns without a header are left-aligned, all others right-aligned."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     print(f"\n{title}")
     for row in [header, *rows]:
@@ -23,10 +23,11 @@ def number(value: float, digits: int) -> str:
 
 @dataclass
 class Panel:
-    """A quantity over a variable x: one table, and one part of the picture.
+    """A quantity as a function of a variable x: one table, and one part of a picture.
 
-    curves: for each statistic, the names of the workloads by x, and the function of their results that gives y.
-    log: of the axes "x" and "y", those that are logarithmic. digits: of y after the decimal point, in the table.
+    curves: for each statistic, the names of the workloads by x, and the function from a result to y.
+    log: the logarithmic axes: "", "x", "y" or "xy".
+    digits: the number of decimal places of y in the table.
     """
 
     title: str
@@ -37,7 +38,7 @@ class Panel:
     is_drawn: bool = True
 
     def points(self, results: Results) -> dict[tuple[str, str], dict[float, float]]:
-        """y by x, for each engine and statistic, as far as there are results."""
+        """Return y by x for each engine and statistic, wherever there is a result."""
         return {
             (engine, statistic): {x: value(by_workload[name]) for x, name in names.items() if name in by_workload}
             for engine, by_workload in results.items()

@@ -1,4 +1,4 @@
-"""The workloads `headline`, `single` and `prefill`, and a table for each, with the limit of the hardware."""
+"""The workloads `headline`, `single` and `prefill`, and their tables, which include the limits of the hardware."""
 
 import argparse
 
@@ -14,7 +14,7 @@ HEADER = ["engine", "s", "tok/s", "TTFT ms", "p99", "ratio", "of limit", "of ove
 
 
 def sizes(args: argparse.Namespace, config: Config) -> tuple[int, list[int]]:
-    """How many requests the headline has, and the longest input and output."""
+    """Return the number of requests of the headline, and its longest input and output."""
     num_seqs, longest = (64, 256) if config.device == "cpu" else (256, 1024)
     lengths = fit(args.max_input_len or longest, args.max_output_len or longest, config.max_model_len)
     return args.num_seqs or num_seqs, lengths
@@ -44,13 +44,13 @@ def print_results(config: Config, workloads: Workloads, results: Results) -> Non
         read, multiplied = (rate / 1e12 for rate in rates)
         print(f"under load, this device reads {read:.2f} TB/s and multiplies at {multiplied:.0f} TFLOP/s")
     for name, (*_, requests) in workloads.items():
-        found = {engine: result[name] for engine, result in results.items() if name in result}
-        if "nanovllm" not in found:
+        by_engine = {engine: result[name] for engine, result in results.items() if name in result}
+        if "nanovllm" not in by_engine:
             continue
-        others = [result for engine, result in found.items() if engine != "nanovllm"]
-        baseline = max(others or found.values(), key=lambda result: result.rate)
+        other_results = [result for engine, result in by_engine.items() if engine != "nanovllm"]
+        baseline = max(other_results or by_engine.values(), key=lambda result: result.rate)
         least = limits(requests, config, rates.times(config.tensor_parallel_size)) if rates else None
-        rows = [row(engine, result, baseline, least) for engine, result in found.items()]
+        rows = [row(engine, result, baseline, least) for engine, result in by_engine.items()]
         print_table(describe(name, requests), HEADER, rows)
     print("\ntok/s: output tokens, in prefill input tokens; TTFT: median and 99th percentile", end="")
     print("; ratio: to the fastest other engine" if len(results) > 1 else "")

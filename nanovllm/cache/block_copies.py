@@ -1,4 +1,4 @@
-"""Copies of what layers cache, which sequences that fork ask for, and snapshots of states."""
+"""Copies of cache blocks and states on the device: for sequences that fork, and for snapshots of states."""
 
 from typing import Any
 
@@ -8,10 +8,11 @@ import torch
 
 @torch.inference_mode()
 def copy_blocks(copies: np.ndarray, token_ids: torch.Tensor, caches: dict[Any, list[torch.Tensor]]) -> None:
-    """Copy cache blocks and their token ids, and states.
+    """Copy cache blocks with their token ids, and states.
 
-    copies [2, C] int32: the sources and the targets; states have ids after those of blocks. token_ids [blocks,
-    block_size]. caches: the tensors of each group of layers, by its spec.
+    copies [2, C] int32: sources and targets. An id from the number of blocks on is a state.
+    token_ids [blocks, block_size] int32.
+    caches: the tensors of each group of layers, by the group's spec.
     """
     num_blocks = len(token_ids)
     for of_states in (False, True):
@@ -21,5 +22,6 @@ def copy_blocks(copies: np.ndarray, token_ids: torch.Tensor, caches: dict[Any, l
         sources, targets = torch.from_numpy(chosen).to(token_ids.device, non_blocking=True).long()
         tensors = (x for spec, found in caches.items() if spec.of_states == of_states for x in found)
         layers = [layer for tensor in tensors for layer in tensor.flatten(0, 1)]
-        for cache in layers if of_states else (token_ids, *layers):  # a gather needs memory
+        # layer by layer, because `index_select` allocates memory
+        for cache in layers if of_states else (token_ids, *layers):
             cache.index_copy_(0, targets, cache.index_select(0, sources))

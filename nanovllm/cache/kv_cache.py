@@ -1,4 +1,4 @@
-"""The keys and values that a layer keeps of each token, in blocks."""
+"""The KV cache of one layer: a key and a value per token, in blocks."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -7,14 +7,14 @@ import torch
 if TYPE_CHECKING:
     from nanovllm.config import Config
 
-SPAN_SIZE = 16  # tokens that are gathered as one row; divides every `kvcache_block_size`
+SPAN_SIZE = 16  # tokens that `gather` copies as one row; divides every `kvcache_block_size`
 
 
 class KVCache:
-    """The keys and values of one layer, in the dtype of the model. Other formats are subclasses: see `quantization/`.
+    """The keys and values of one layer, in the model's dtype. Other formats are subclasses: see `quantization/`.
 
-    `k` and `v` are [blocks, block_size, kv_heads, head_dim]. `scales` is what kernels take besides. `window` and
-    `scale` are those of the layer's AttentionSpec.
+    `k` and `v` are [blocks, block_size, kv_heads, head_dim]. `scales` is what a subclass needs to read them; kernels
+    take it too. `window` and `scale` come from the layer's AttentionSpec.
     """
 
     scales: torch.Tensor | None = None
@@ -22,29 +22,32 @@ class KVCache:
     scale: float | None = None
 
     def __init__(self, data: torch.Tensor):
-        """A layer's part of each tensor of `tensors`, without the dimension of the layers."""
+        """data [2, blocks, block_size, kv_heads, head_dim]: this layer's part of what `tensors` describes."""
         self.k, self.v = data
 
     @staticmethod
     def tensors(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """What the caches of some layers consist of, on the meta device: see cache/state.py.
+        """The tensors of a group of layers, on the meta device: see cache/state.py.
 
-        shape is (2, layers, blocks, block_size, kv_heads, head_dim), that of the first tensor.
+        shape is the shape of the first tensor: (2, layers, blocks, block_size, kv_heads, head_dim).
         """
         return (torch.empty(shape, dtype=dtype, device="meta"),)
 
     def store_kvcache(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write keys and values [T, kv_heads, head_dim] to slots [T], which count tokens: none may be -1."""
+        """Write keys and values [T, kv_heads, head_dim] to slots [T], which count tokens. None may be -1."""
         self.k.flatten(0, 1).index_copy_(0, slots, k)
         self.v.flatten(0, 1).index_copy_(0, slots, v)
 
     def gather(self, spans: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [B, L, kv_heads, head_dim] of the spans [B, L / SPAN_SIZE] int32, in the model's dtype."""
+        """Keys and values [B, L, kv_heads, head_dim] in `dtype`, the model's, of the spans [B, L / SPAN_SIZE] int32."""
         return gather_spans(self.k, spans), gather_spans(self.v, spans)
 
 
 def gather_spans(cache: torch.Tensor, spans: torch.Tensor) -> torch.Tensor:
-    """-> [B, L, kv_heads, head_dim]; on a CPU a view, if these are the spans of one sequence and follow each other."""
+    """Gather spans [B, L / SPAN_SIZE] -> [B, L, kv_heads, head_dim].
+
+    On a CPU this is a view, without a copy, if there is one sequence and its spans are adjacent.
+    """
     rows = cache.view(-1, SPAN_SIZE * cache.shape[2] * cache.shape[3])
     if len(spans) == 1 and cache.is_cpu:
         ids = spans[0].tolist()
@@ -54,14 +57,14 @@ def gather_spans(cache: torch.Tensor, spans: torch.Tensor) -> torch.Tensor:
 
 
 class AttentionSpec(NamedTuple):
-    """What a layer's attention computes, and keeps: a key and a value of each token and head, in blocks.
+    """What a layer's attention computes and keeps: a key and a value per token and head, in blocks.
 
-    cache/state.py says what a spec is, and lists the others.
+    cache/state.py says what a spec is, and lists the other specs.
     """
 
     num_kv_heads: int
     head_dim: int
-    window: int | None = None  # a token attends to so many, itself included; those behind stay in their blocks
+    window: int | None = None  # a token attends to the last so many, itself included; older ones stay in their blocks
     scale: float | None = None  # of scores; None is 1 / sqrt(head_dim)
     of_states = False
 
@@ -78,6 +81,6 @@ class AttentionSpec(NamedTuple):
 def _cache_type(kv_cache_dtype: str) -> type[KVCache]:
     if kv_cache_dtype == "auto":
         return KVCache
-    from nanovllm.quantization.fp8_cache import FP8KVCache  # imported lazily, as it is rarely needed
+    from nanovllm.quantization.fp8_cache import FP8KVCache  # rarely needed
 
     return FP8KVCache

@@ -1,20 +1,20 @@
-"""Layers that keep a state of fixed size for each sequence, whatever its length; and what layers keep in general.
+"""What layers keep between steps, and layers that keep a state: tensors of a fixed size for each sequence.
 
-A layer with a method `cache_spec()` gets its part of the engine's memory as `layer.cache`. The ModelRunner allocates
-groups of layers with the same spec. That is an `AttentionSpec` (cache/kv_cache.py), a `PagedHidden`
-(models/head_models.py) or a `StateSpec`, with:
+A layer with a method `cache_spec()` gets its part of the engine's memory as `layer.cache`. Layers with equal specs form
+a group, which the ModelRunner allocates together. A spec is an `AttentionSpec` (cache/kv_cache.py), a `PagedHidden`
+(models/head_models.py) or a `StateSpec`. Each has:
 
-- `of_states`: whether it is of one state for a sequence, and not of blocks of tokens
-- `make(parts, config)`: the `layer.cache` that has these parts of each tensor
-- `tensors(num_layers, num_blocks, config)`: what all layers of the group have, on the meta device. Dimension 1 is the
-  layers, dimension 2 the blocks or the states.
+- `of_states`: True for one state per sequence, False for blocks of tokens
+- `tensors(num_layers, num_blocks, config)`: the tensors of the whole group, on the meta device. Dimension 1 is the
+  layer, dimension 2 the block or the state.
+- `make(parts, config)`: the `layer.cache`, made of the layer's part of each tensor
 
 | what happens to a sequence | keys and values in blocks | a state (engine/state_blocks.py) |
 | --- | --- | --- |
-| prefix hit | it shares the blocks that are found | up to a snapshot, which its first chunk reads |
+| prefix hit | it shares the blocks that are found | only up to a snapshot, which its first chunk reads |
 | fork | it shares full blocks, and copies the last one | it copies the state |
 | preemption | its blocks are freed; the full ones can be found again | its state is lost; a snapshot can be found |
-| drafts | those that were wrong are overwritten | has none; those that were right are computed again in the next step |
+| drafts | wrong ones are overwritten | drafts never enter it; the next step computes right ones again |
 """
 
 from collections.abc import Sequence
@@ -26,27 +26,27 @@ if TYPE_CHECKING:
     from nanovllm.config import Config
     from nanovllm.engine.model_runner import ModelRunner
 
-NUM_FIXED = 2  # rows that are not for sequences or snapshots: of padding, and of zeros
+NUM_FIXED = 2  # rows for padding and for zeros, besides those of sequences and snapshots
 
 
 class KeptDrafts(NamedTuple):
-    """What a layer writes beside its states to compute the drafts of a step again in the next, if they were right.
+    """What a layer keeps of a step's drafts, so that the next step can compute the right ones into the state.
 
-    No draft is in a state, as it may be wrong.
+    No draft enters a state at once, because it may be wrong.
     """
 
-    inputs: torch.Tensor  # [rows, k, draft_size], of the last step's drafts
-    num_tokens: torch.Tensor  # [rows] int32: how many tokens of the sequence are in its state
+    inputs: torch.Tensor  # [rows, k, draft_size]: what the layer needs of each of the last step's k drafts
+    num_tokens: torch.Tensor  # [rows] int32: tokens of the sequence that its state contains
 
 
 class State:
     """The states of one layer: `tensors`, each [rows, *shape].
 
-    A row belongs to the running sequence with that request index. `Context.state_rows` says which rows a step reads and
+    A running sequence has the row of its request index. `Context.state_rows` says which rows a step reads and
     writes: a layer computes the tokens of the i-th sequence from row `state_rows[0, i]`, which may be a snapshot or
-    zeros, and writes its state after the last of them to row `state_rows[1, i]`. Padding has a row of its own.
+    zeros, and writes the state after them to row `state_rows[1, i]`. Padding has a separate row.
 
-    `kept_drafts` is there with `speculative_config`.
+    `kept_drafts` is None without `speculative_config`.
     """
 
     def __init__(self, *tensors: torch.Tensor, kept_drafts: Sequence[torch.Tensor] = ()):
@@ -54,7 +54,7 @@ class State:
         self.kept_drafts = KeptDrafts(*(tensor[0] for tensor in kept_drafts)) if kept_drafts else None
 
     def count_tokens(self, read: Any, written: Any, number: int) -> None:
-        """The states in rows `written` have so many tokens more than those in rows `read`, and no drafts after them."""
+        """Note that the states in rows `written` have `number` tokens more than those in rows `read`, and no drafts."""
         if self.kept_drafts is not None:
             self.kept_drafts.num_tokens[written] = self.kept_drafts.num_tokens[read] + number
 
@@ -64,7 +64,7 @@ class StateSpec(NamedTuple):
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
-    draft_size: int = 0  # numbers of the first dtype that it keeps of each draft; 0: it can't be used with drafts
+    draft_size: int = 0  # numbers of the first dtype that a layer keeps of each draft; 0: it can't be used with drafts
     of_states = True
 
     def tensors(self, num_layers: int, num_blocks: int, config: "Config") -> tuple[torch.Tensor, ...]:
@@ -79,11 +79,11 @@ class StateSpec(NamedTuple):
 
 
 def fit_states(runner: "ModelRunner") -> None:
-    """Set how many states there are, and how many sequences may run, for a ModelRunner whose model is loaded.
+    """Set `Config.num_states` and lower `Config.max_num_seqs`, for a ModelRunner whose model is loaded.
 
-    There is a state for each of `max_num_seqs`, and one for a snapshot of each if prefixes are cached. If
-    `num_kvcache_blocks` is not set, all states take at most half of the memory for the cache. If so many do not fit,
-    sequences may have three quarters of them, and `max_num_seqs` is lowered, to 1 at least.
+    There is a state for each of `max_num_seqs` sequences and, with the prefix cache, another for a snapshot. If
+    `num_kvcache_blocks` is set, they take as much memory as they need. Otherwise they take at most half of the cache's
+    memory. If they don't all fit, sequences get at most three quarters of those that do, and `max_num_seqs` is lowered.
     """
     config, has_snapshots = runner.config, runner.config.enable_prefix_caching
     num_seqs, num_states = config.max_num_seqs, config.max_num_seqs * (1 + has_snapshots)

@@ -1,1 +1,1 @@
-"""vLLM's vocabulary. The engine imports this package only for a setting that it does not have itself."""
+"""Accepts vLLM's names. The engine imports this package only for settings that it does not know itself."""

@@ -1,4 +1,4 @@
-"""vLLM's parameters of a request, checked and kept as ours."""
+"""vLLM's request parameters, checked and translated to ours."""
 
 import json
 from dataclasses import fields
@@ -12,7 +12,7 @@ from nanovllm.features import beam_params
 from nanovllm.structured_outputs.spec import check_spec
 from nanovllm.utils.checks import check_bool
 
-# what only vLLM's SamplingParams have, and the values and types of values that would change nothing here
+# parameters that only vLLM's SamplingParams have, with the values, or types of values, that change nothing here
 ACCEPTED: dict[str, tuple] = {
     "best_of": (None,),
     "early_stopping": (False,),
@@ -25,16 +25,16 @@ ACCEPTED: dict[str, tuple] = {
     "routed_experts_prompt_start": (0,),
     "skip_clone": (bool,),
     "skip_reading_prefix_cache": (None, False),
-    "spaces_between_special_tokens": (bool,),  # no tokenizer that is supported writes spaces there
+    "spaces_between_special_tokens": (bool,),  # no supported tokenizer writes such spaces
     "truncate_prompt_tokens": (None,),
     "use_beam_search": (False,),
 }
 BEAM_ACCEPTED: dict[str, tuple] = {
     "include_stop_str_in_output": (bool,),
     "structured_outputs": (None,),
-    "temperature": (Real,),  # beams are compared by the model's own log-probabilities
+    "temperature": (Real,),  # beams are compared by raw log-probabilities
 }
-FORMS = ("json", "regex", "choice", "grammar", "json_object")  # of an answer
+FORMS = ("json", "regex", "choice", "grammar", "json_object")  # forms of an answer
 RESTRICTIONS = ("disable_any_whitespace", "disable_additional_properties")  # of a JSON schema
 FORM_OPTIONS: dict[str, tuple] = {
     "backend": (None, str),  # llguidance makes the masks in any case
@@ -45,9 +45,9 @@ FORM_OPTIONS: dict[str, tuple] = {
 
 
 def restricted_schema(schema: Any, disable_any_whitespace: bool, disable_additional_properties: bool) -> Any:
-    """A JSON schema that allows no space between the parts of the answer, or no properties that it does not name.
+    """Return a JSON schema that also forbids white space between parts, or properties that the schema does not name.
 
-    Errors are those of `SamplingParams`.
+    Raises the same errors as `SamplingParams`.
     """
     if not (disable_any_whitespace or disable_additional_properties):
         return schema
@@ -66,7 +66,7 @@ def _closed(schema: Any) -> Any:
 
 
 class RequestOutputKind(Enum):
-    """What a streamed output has: all of the answer so far, what is new, or nothing until the end."""
+    """The content of a streamed output: the answer so far, only its new part, or nothing until it is complete."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -74,12 +74,13 @@ class RequestOutputKind(Enum):
 
 
 class StructuredOutputsParams(dict):
-    """The form of an answer, as a value of `SamplingParams.structured_outputs` that has vLLM's attributes."""
+    """The form of an answer: a dict for `SamplingParams.structured_outputs` that also has vLLM's attributes."""
 
     def __init__(self, **options: Any):
-        """`json`, `regex`, `choice`, `grammar` or `json_object`, with vLLM's further options.
+        """Takes `json`, `regex`, `choice`, `grammar` or `json_object`, and further options of vLLM.
 
-        ValueError for an option that can't be honoured; TypeError for an unknown one. `SamplingParams` check the rest.
+        Raises ValueError for an option that is not supported, and TypeError for an unknown option. `SamplingParams`
+        checks the rest.
         """
         forms = select("option of structured outputs", options, FORMS, FORM_OPTIONS)
         if forms.get("json") is not None:
@@ -93,16 +94,16 @@ class StructuredOutputsParams(dict):
 
 
 class FlatLogprobs(list):
-    """The log-probabilities of a request with `flat_logprobs`: a dict for each token, as without it."""
+    """The log-probabilities of a request with `flat_logprobs`: a list with a dict for each token."""
 
 
 class SamplingParams(ours.SamplingParams):
-    """Our SamplingParams with vLLM's names and its default of `max_tokens`. They can be changed, as vLLM's can."""
+    """Our SamplingParams with vLLM's names and vLLM's default of `max_tokens`. Like vLLM's, they are mutable."""
 
     flat_logprobs = False
 
     def __init__(self, **params: Any):
-        """ValueError for a value that would change something and is not supported; TypeError for an unknown name."""
+        """Raises ValueError for a value that is not supported, and TypeError for an unknown name."""
         if (form := params.pop("guided_decoding", None)) is not None:  # the name until vLLM 0.11
             if params.get("structured_outputs") is not None:
                 raise TypeError(
@@ -110,7 +111,7 @@ class SamplingParams(ours.SamplingParams):
                 )
             params["structured_outputs"] = form
         if isinstance(seed := params.get("seed"), int) and -(2**63) <= seed < -1:
-            params["seed"] = seed % 2**64  # vLLM's seeds have a sign
+            params["seed"] = seed % 2**64  # vLLM's seeds are signed
         check_bool("flat_logprobs", flat_logprobs := params.pop("flat_logprobs", False))
         names = [field.name for field in fields(ours.SamplingParams)]
         super().__init__(**{"max_tokens": 16} | select("parameter", params, names, ACCEPTED))
@@ -127,6 +128,6 @@ class BeamSearchParams(beam_params.BeamSearchParams):
     """Our BeamSearchParams with vLLM's names."""
 
     def __init__(self, beam_width: int, max_tokens: int, ignore_eos: bool = False, **params: Any):
-        """Errors are those of `SamplingParams`."""
+        """Raises the same errors as `SamplingParams`."""
         params = select("parameter", params, ("length_penalty",), BEAM_ACCEPTED)
         super().__init__(beam_width, max_tokens, ignore_eos=ignore_eos, **params)

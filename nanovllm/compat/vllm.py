@@ -1,7 +1,8 @@
-"""vLLM's interface for offline generation on top of ours: `from nanovllm.compat.vllm import LLM, SamplingParams`.
+"""vLLM's interface for offline generation, implemented by this package.
 
-After `install()`, `import vllm` and imports from the modules of vLLM in MODULES find this file, for programs that have
-no setting for the engine. Names that are missing here are an ImportError or an AttributeError.
+Use it with `from nanovllm.compat.vllm import LLM, SamplingParams`. For programs that always import vLLM, `install()`
+makes `import vllm`, and imports of the vLLM modules in MODULES, return this file. Names that are missing here raise
+ImportError or AttributeError.
 """
 
 import gc
@@ -25,7 +26,7 @@ from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, R
 from nanovllm.requests.request import Prompt, TextPrompt, TokensPrompt
 from nanovllm.utils.loader import find_tokenizer
 
-__version__ = "0.26.0"  # of vLLM, whose names these are
+__version__ = "0.26.0"  # the version of vLLM whose names are used here
 MODULES = (
     "config distributed distributed.weight_transfer distributed.weight_transfer.nccl_engine entrypoints "
     "entrypoints.llm exceptions inputs logprobs lora lora.request outputs renderers renderers.hf sampling_params "
@@ -39,7 +40,7 @@ VLLMValidationError = ValueError
 
 @dataclass
 class LoRARequest:
-    """A request for an adapter, which can be imported and made, but which `LLM.generate` refuses."""
+    """A request for an adapter. Programs can import and create it, but `LLM.generate` refuses it."""
 
     lora_name: str = ""
     lora_int_id: int = 0
@@ -47,7 +48,7 @@ class LoRARequest:
 
 
 class NCCLWeightTransferEngine:
-    """What sends weights to vLLM's server. TRL imports it in any case; here it does nothing but raise."""
+    """Stands for vLLM's class that sends weights to a server. TRL always imports it; here, all uses raise an error."""
 
     def __init__(self, *args: Any, **options: Any):
         raise NotImplementedError("weights are sent by NCCL to vLLM's server only: here, call LLM.load_weights")
@@ -59,12 +60,12 @@ NCCLTrainerSendWeightsArgs = NCCLWeightTransferEngine
 
 
 def get_ip() -> str:
-    """The address of this machine, as its own name resolves."""
+    """Return the address of this machine, by resolving its host name."""
     return socket.gethostbyname(socket.gethostname())
 
 
 def get_tokenizer(tokenizer_name: str, **options: Any) -> Any:
-    """transformers' tokenizer of a folder, a hub id or a bundled model, with options of its `from_pretrained`."""
+    """Return the transformers tokenizer of a folder, a hub id or a bundled model. `options` go to `from_pretrained`."""
     from transformers import AutoTokenizer
 
     unused: dict = dict.fromkeys(("download_dir", "revision"), (None,))
@@ -76,7 +77,7 @@ def get_tokenizer(tokenizer_name: str, **options: Any) -> Any:
 def resolve_chat_template(
     tokenizer: Any, chat_template: str | None = None, tools: list[dict] | None = None, *, model_config: Any = None
 ) -> str | None:
-    """The given chat template, or that of the tokenizer; None if it has none."""
+    """Return `chat_template`, or the template of the tokenizer; None if there is none."""
     try:
         return tokenizer.get_chat_template(chat_template, tools=tools)
     except ValueError:
@@ -104,7 +105,7 @@ class VllmDistribution(Distribution, DistributionFinder):
 
 
 def install() -> None:
-    """Make this file what `import vllm` finds in this process, with the modules in MODULES."""
+    """Make `import vllm` and imports of the modules in MODULES return this file, in this process."""
     module = sys.modules[__name__]
     sys.modules.update(dict.fromkeys(["vllm", *(f"vllm.{name}" for name in MODULES.split())], module))
     sys.meta_path.insert(0, VllmDistribution())

@@ -1,4 +1,4 @@
-"""Command lines of `vllm serve`, in the terms of this one."""
+"""Translates command lines of `vllm serve` to our own flags."""
 
 import json
 from collections.abc import Container, Iterable
@@ -9,9 +9,9 @@ from nanovllm.compat.vllm_settings import ALIASES, VLLM_SETTINGS, check_accepted
 
 SHORT = {"-tp": "tensor-parallel-size", "-dp": "data-parallel-size", "-pp": "pipeline-parallel-size"}
 SHORT |= {"-q": "quantization", "-ep": "enable-expert-parallel", "-O": "optimization-level"}
-# flags of vLLM's server whose value may be one of these, or of one of these types, as it would change nothing here
+# flags of vLLM's server, with the values, or types of values, that change nothing here
 ACCEPTED: dict[str, tuple] = {
-    # what is printed, or what this server does in any case
+    # about what is printed, or what this server always does
     "disable_fastapi_docs disable_frontend_multiprocessing disable_uvicorn_access_log enable_auto_tool_choice": (bool,),
     "enable_log_deltas enable_log_outputs enable_prompt_tokens_details enable_reasoning": (bool,),
     "enable_server_load_tracking exclude_tools_when_tool_choice_none log_error_stack": (bool,),
@@ -27,34 +27,34 @@ SERVER_FLAGS = {name: accepted for names, accepted in ACCEPTED.items() for name 
 
 
 def translate_flags(arguments: Iterable[str], known: Container[str]) -> tuple[list[str], dict[str, Any]]:
-    """The arguments for our own parser, and settings of vLLM's engine from the flags that it has besides.
+    """Split a command line into arguments for our own parser and settings of vLLM's engine.
 
-    `known` are the names of that parser's flags, which it gets, as well as flags that neither engine has. ValueError
-    for a flag of vLLM's server whose value would change something.
+    `known` has the names of our own flags. They go to our parser, and so do flags that neither engine has, so that it
+    reports them. Raises ValueError for a flag of vLLM's server with a value that is not supported.
     """
-    rest, own, model, settings = [*arguments], list[str](), list[str](), dict[str, Any]()
-    while rest:
-        flag, separator, value = _long(rest.pop(0)).partition("=")
+    remaining, own_arguments, model, settings = [*arguments], list[str](), list[str](), dict[str, Any]()
+    while remaining:
+        flag, separator, value = _long(remaining.pop(0)).partition("=")
         name = flag.removeprefix("--").replace("-", "_")
         is_on = not name.startswith("no_")
         name = name.removeprefix("no_")
         accepted = SERVER_FLAGS.get(name, VLLM_SETTINGS.get(name))
-        if flag == "--model" and (separator or rest):
-            model = [value if separator else rest.pop(0)]
+        if flag == "--model" and (separator or remaining):
+            model = [value if separator else remaining.pop(0)]
         elif not flag.startswith("--") or name in known or (accepted is None and name not in ALIASES):
-            own.append(flag + separator + value)
+            own_arguments.append(flag + separator + value)
         else:
             has_no_value = name.startswith("enable_") or any(x is bool or isinstance(x, bool) for x in accepted or ())
-            if not has_no_value and not separator and rest:
-                value = rest.pop(0)
+            if not has_no_value and not separator and remaining:
+                value = remaining.pop(0)
             settings[name] = is_on if has_no_value and not separator else _value(value)
             if name in SERVER_FLAGS:
                 check_accepted(name, settings.pop(name), SERVER_FLAGS[name])
-    return own + model, settings
+    return own_arguments + model, settings
 
 
 def _long(argument: str) -> str:
-    """`--like-this` for a flag in vLLM's other forms, `--like_this` and short; any other argument as it is."""
+    """Return `--like-this` for vLLM's other forms of a flag, `--like_this` and short. Keep any other argument."""
     if argument.startswith("--"):
         flag, separator, value = argument.partition("=")
         return flag.replace("_", "-") + separator + value
@@ -64,7 +64,7 @@ def _long(argument: str) -> str:
 
 
 def _value(text: str) -> Any:
-    """JSON, or the text itself."""
+    """Parse a value as JSON, or else return the text."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Our LLM with the methods of vLLM's."""
+"""Our LLM with the methods of vLLM's LLM."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from nanovllm.requests.prompts import as_list, as_prompts
 from nanovllm.utils.checks import check_bool, check_choice, check_int
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
-UNUSED: dict[str, tuple] = {  # what only vLLM's methods and prompts have, and the values that mean nothing here
+UNUSED: dict[str, tuple] = {  # arguments and prompt keys that only vLLM has, with the values that change nothing here
     "cache_salt": (None,),
     "chat_template_content_format": ("auto",),
     "lora_request": (None, [], [None]),
@@ -29,7 +29,7 @@ UNUSED: dict[str, tuple] = {  # what only vLLM's methods and prompts have, and t
 
 @dataclass
 class BeamSearchSequence:
-    """A beam. `tokens` and `text` begin with the prompt."""
+    """A beam. `tokens` and `text` include the prompt."""
 
     tokens: list[int]
     cum_logprob: float
@@ -38,13 +38,13 @@ class BeamSearchSequence:
 
 @dataclass
 class BeamSearchOutput:
-    """The beams of a prompt, the best first."""
+    """The beams of a prompt, best first."""
 
     sequences: list[BeamSearchSequence]
 
 
 class LLM(nanovllm.LLM):
-    """Our LLM with the methods of vLLM's. The default of `seed` is 0, as there."""
+    """Our LLM with the methods of vLLM's LLM. The default of `seed` is 0, as in vLLM."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class LLM(nanovllm.LLM):
         reasoning_parser: str = "",
         **settings: Any,
     ):
-        """Errors are those of our LLM.
+        """Raises the same errors as our LLM.
 
-        chat_template: for conversations without a template of their own.
-        skip_tokenizer_init: prompts are token ids, and answers have no text; the tokenizer's files are needed anyway.
-        reasoning_parser: structured outputs, and budgets of reasoning, take the reasoning as this format has it.
+        chat_template: the template for calls of `chat` that give no template.
+        skip_tokenizer_init: prompts must be token ids, and answers have no text. The tokenizer files are needed anyway.
+        reasoning_parser: the format of reasoning that structured outputs and reasoning budgets use.
         """
         check_choice("reasoning_parser", reasoning_parser, ("", *FORMATS))
         check_bool("skip_tokenizer_init", skip_tokenizer_init)
@@ -69,7 +69,7 @@ class LLM(nanovllm.LLM):
             settings["structured_outputs_config"] = {x: config[x] for x in config if x not in RESTRICTIONS}
         for name, value in self._restrictions.items():
             check_bool(name, value)
-        if settings.get("distributed_executor_backend") == "external_launcher":  # a process of the caller for each rank
+        if settings.get("distributed_executor_backend") == "external_launcher":  # each rank is a process of the caller
             if (size := settings.get("tensor_parallel_size") or 1) != 1:
                 raise ValueError(f"tensor_parallel_size={size}: must be 1, as ranks can't be processes of the caller")
             settings = settings | {"distributed_executor_backend": None}
@@ -83,7 +83,7 @@ class LLM(nanovllm.LLM):
 
     @property
     def model_executor(self) -> SimpleNamespace:
-        """The path by which trainers reach vLLM's model, which here has `load_weights` only."""
+        """The path on which trainers reach vLLM's model. Here, the model has only `load_weights`."""
         model = SimpleNamespace(load_weights=self.load_weights)
         return SimpleNamespace(driver_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)))
 
@@ -106,7 +106,7 @@ class LLM(nanovllm.LLM):
         return not self.is_finished()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's `generation_config.json` recommends, and vLLM's defaults for the rest."""
+        """Return the parameters of the model's `generation_config.json`, and vLLM's defaults for all others."""
         params = self.input_processor.default_sampling_params(SamplingParams)
         assert isinstance(params, SamplingParams)
         return params
@@ -121,10 +121,11 @@ class LLM(nanovllm.LLM):
         tokenization_kwargs: dict[str, Any] | None = None,
         **unused: Any,
     ) -> list[RequestOutput]:
-        """The complete answers, with the errors of our `generate`.
+        """Return the complete answers. Raises the same errors as our `generate`.
 
-        use_tqdm: show our progress bar; also in place of a function that makes one.
-        tokenization_kwargs: may have `add_special_tokens`, and `truncate_prompt_tokens`, how many of the last are kept.
+        use_tqdm: whether to show our progress bar. A function that makes another bar counts as True.
+        tokenization_kwargs: may have `add_special_tokens`, and `truncate_prompt_tokens`, the number of last tokens that
+            are kept.
         """
         select("argument", unused, (), UNUSED)
         prompts = [self._prompt(prompt, **tokenization_kwargs or {}) for prompt in as_prompts(prompts)]
@@ -140,7 +141,7 @@ class LLM(nanovllm.LLM):
         chat_template: str | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
-        """`options` are further ones of our `chat`."""
+        """Answer conversations. `options` are further arguments of our `chat`."""
         names = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs", "priority")
         options = select("argument", options | {"lora_request": lora_request}, names, UNUSED)
         template = chat_template or self.chat_template
@@ -155,19 +156,20 @@ class LLM(nanovllm.LLM):
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """`concurrency_limit` is the number of prompts that are searched at a time; None is all."""
+        """Search beams. `concurrency_limit` is the number of prompts that are searched at a time; None means all."""
         check_accepted("lora_request", lora_request, UNUSED["lora_request"])
         prompts = [self._prompt(prompt) for prompt in as_prompts(prompts)]
         limit = len(prompts) or 1
         limit = limit if concurrency_limit is None else check_int("concurrency_limit", concurrency_limit, low=1)
-        found: list[beams.BeamSearchOutput] = []
+        outputs: list[beams.BeamSearchOutput] = []
         for first in range(0, len(prompts), limit):
-            found += super().beam_search(prompts[first : first + limit], params, use_tqdm)
-        return [BeamSearchOutput([*self._beams(output)]) for output in found]
+            outputs += super().beam_search(prompts[first : first + limit], params, use_tqdm)
+        return [BeamSearchOutput([*self._beams(output)]) for output in outputs]
 
     def _params(self, params: Any) -> Any:
-        """The parameters or the list of them, with what the settings add: no text, the format of reasoning, and
-        restrictions of JSON schemas.
+        """Return parameters, or a list of them, with additions from the settings of this LLM.
+
+        These are: no text, the format of the reasoning, and restrictions of JSON schemas.
         """
         if isinstance(params, (list, tuple)):
             return [self._params(own) for own in params]
@@ -186,7 +188,7 @@ class LLM(nanovllm.LLM):
             yield BeamSearchSequence(tokens, beam.cumulative_logprob, self.tokenizer.decode(tokens))
 
     def _prompt(self, prompt: Any, add_special_tokens: bool = True, truncate_prompt_tokens: int | None = None) -> Any:
-        """The prompt without what means nothing here, with its token ids if they are not the usual ones."""
+        """Return the prompt without unused keys. It has token ids if it is not tokenized in the usual way."""
         if isinstance(prompt, dict):
             prompt = select("key of a prompt", prompt, PROMPT_KEYS, UNUSED)
         given_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
@@ -209,7 +211,7 @@ class LLM(nanovllm.LLM):
 
 
 def _with_logprobs(answers: list[RequestOutput], params: Any) -> list[RequestOutput]:
-    """The answers, with log-probabilities as lists, or in the type that `flat_logprobs` asks for."""
+    """Return the answers with log-probabilities as lists, or as FlatLogprobs if `flat_logprobs` asks for that."""
     each = params if isinstance(params, (list, tuple)) else [params] * len(answers)
     kinds = (FlatLogprobs if getattr(own, "flat_logprobs", False) else list for own in each)
     return [_with_type(answer, kind) for answer, kind in zip(answers, kinds)]

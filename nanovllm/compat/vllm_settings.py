@@ -1,21 +1,21 @@
-"""The settings of vLLM's engine (EngineArgs of vLLM 0.26 and some older ones) that this engine does not have."""
+"""Settings of vLLM's engine that this engine does not have: EngineArgs of vLLM 0.26, and some older ones."""
 
 from collections.abc import Collection
 from difflib import get_close_matches
 from numbers import Real
 from typing import Any
 
-# the settings that have another name here
+# settings that have another name here
 ALIASES = {
     "block_size": "kvcache_block_size",
     "num_gpu_blocks_override": "num_kvcache_blocks",
     "enable_expert_parallel": "expert_parallel",
 }
-# the settings of both engines whose default is None in vLLM, and something else here
+# settings of both engines whose default is None in vLLM, and another value here
 NONE_IS_DEFAULT = ("attention_backend", "block_size", "enable_prefix_caching", "max_num_batched_tokens", "max_num_seqs")
-# A value is accepted if it would change nothing here: (values and types of values that are, the settings)
+# (accepted values or types of values, names of settings); a value is accepted if it changes nothing here
 GROUPS: tuple[tuple[tuple, str], ...] = (
-    # permissions that are never needed, what is printed, and hints to how vLLM computes: any value is as good
+    # permissions that are never needed, output, and hints about how vLLM computes: any value is accepted
     (
         (bool,),
         "aggregate_engine_logging allow_deprecated_quantization cudagraph_metrics disable_cascade_attn "
@@ -46,7 +46,7 @@ GROUPS: tuple[tuple[tuple, str], ...] = (
     ((list, None), "cudagraph_capture_sizes"),
     ((str,), "jit_monitor_mode mamba_backend performance_mode prefix_caching_hash_algo pt_load_map_location"),
     ((str, None), "show_hidden_metrics_for_version"),
-    # what this engine has not: only the values that ask for nothing
+    # features that this engine does not have: only values that do not ask for the feature are accepted
     (
         (False,),
         "calculate_kv_scales data_parallel_external_lb data_parallel_hybrid_lb data_parallel_multi_port_external_lb "
@@ -114,7 +114,7 @@ GROUPS: tuple[tuple[tuple, str], ...] = (
 VLLM_SETTINGS = {name: accepted for accepted, names in GROUPS for name in names.split()}
 STRUCTURED_OUTPUTS_CONFIG = {
     "backend": (str,),  # llguidance makes the masks in any case
-    "disable_any_whitespace": (False,),  # compat.vllm's LLM takes these two, and changes schemas
+    "disable_any_whitespace": (False,),  # LLM of compat.vllm handles these two
     "disable_additional_properties": (False,),
     "enable_in_reasoning": (False,),
     "reasoning_parser": ("",),
@@ -123,10 +123,10 @@ STRUCTURED_OUTPUTS_CONFIG = {
 
 
 def translate(settings: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """The settings whose names are `known`, of settings that may be vLLM's.
+    """Translate settings that may be vLLM's to the settings whose names are `known`.
 
-    ValueError for a value of vLLM's that would change something; TypeError for a name that neither engine has, with a
-    list of the known ones, and for a setting that is given under both of its names.
+    Raises ValueError for a value of a vLLM setting that is not supported. Raises TypeError for an unknown name, with a
+    list of the known names, and for a setting that is given under both of its names.
     """
     renamed: dict[str, Any] = {}
     for given, value in settings.items():
@@ -144,9 +144,10 @@ def translate(settings: dict[str, Any], known: Collection[str]) -> dict[str, Any
 def select(
     kind: str, values: dict[str, Any], known: Collection[str], accepted: dict[str, tuple[Any, ...]]
 ) -> dict[str, Any]:
-    """The values whose names are `known`. The others must be `accepted`, and are left out.
+    """Return the values whose names are `known`. All other values must be `accepted`, and are left out.
 
-    TypeError for a name that is neither, with a list of the known ones; ValueError for a value that is not accepted.
+    Raises TypeError for a name that is neither, with a list of the known names. Raises ValueError for a value that is
+    not accepted.
     """
     for name, value in values.items():
         if name in known:
@@ -160,7 +161,7 @@ def select(
 
 
 def check_accepted(name: str, value: Any, accepted: tuple[Any, ...]) -> None:
-    """ValueError unless `value` is one of `accepted`, of the same type, or of a type in it."""
+    """Raise ValueError unless `value` equals one of `accepted` and has its type, or is of a type in `accepted`."""
     for choice in accepted:
         if isinstance(choice, type):
             if isinstance(value, choice) and (choice is bool or not isinstance(value, bool)):

@@ -1,11 +1,11 @@
-"""Whether a model can be divided among ranks."""
+"""Checks whether a model can be split over ranks."""
 
 from nanovllm.models import ModelConfig
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 
 def check_divides(model: ModelConfig, num_ranks: int) -> None:
-    """ValueError if the model can't be divided equally."""
+    """ValueError if the model can't be split equally."""
     tp = TensorParallel(size=num_ranks)
     tp.shard_size("query heads", model.num_attention_heads)
     tp.for_heads(model.num_key_value_heads).shard_size("key-value heads", model.num_key_value_heads)

@@ -1,4 +1,4 @@
-"""Memory of every rank's GPU that the kernels of all other ranks read and write, over NVLink or PCIe."""
+"""GPU memory that the kernels of all ranks read and write, over NVLink or PCIe."""
 
 import ctypes
 
@@ -14,13 +14,13 @@ from nanovllm.utils.partial_sum import Compute, PartialSum
 
 MAX_PROGRAMS = 512  # of a kernel that waits for the other ranks
 MAX_KEYS = 65536
-KEYS = 2  # the index of the barrier of keys; 0 and 1 are those of the two buffers of sums
+KEYS = 2  # the index of the barrier for keys; barriers 0 and 1 belong to the two buffers for sums
 
 
 class PeerAllReduce(PartialSum):
     """A sum over all ranks. `parts` [split_k, T, N] are this rank's summands, in memory that the other ranks read.
 
-    Every rank writes its parts, and the kernel that reads the sum waits at the barrier until all have written.
+    Every rank writes its parts. The kernel that reads the sum waits at the barrier until all ranks have written.
     """
 
     __slots__ = ("barrier",)
@@ -31,7 +31,7 @@ class PeerAllReduce(PartialSum):
 
     @property
     def tensor(self) -> None:
-        """The other ranks' parts always remain to be added."""
+        """None, because the other ranks' parts always remain to be added."""
         return None
 
     def reduce(self) -> torch.Tensor:
@@ -40,20 +40,20 @@ class PeerAllReduce(PartialSum):
 
 
 class PeerMemory:
-    """One allocation of the same layout on every rank, for the kernels of peers.py: flags, keys, and two
-    buffers for sums.
+    """One allocation with the same layout on every rank, for the kernels of peers.py: flags, keys, and two buffers for
+    sums.
 
-    A kernel of each rank writes its part of a sum to a buffer, and the next one waits for the other ranks and reads all
-    parts. The buffers alternate with every sum of a forward, so a rank that is ahead never overwrites what another
-    still reads: before it writes to a buffer again it has passed the barrier of the other buffer, which the others
-    reach only after they have read the first. Every forward ends with keys, which have a buffer and a barrier of their
-    own, and so every forward begins with the first buffer.
+    On each rank, one kernel writes the rank's part of a sum to a buffer. The next kernel waits for the other ranks and
+    reads all parts. The buffers alternate with every sum of a forward, so a fast rank never overwrites data that
+    another rank still reads. Before it writes to a buffer again, it has passed the barrier of the other buffer, and
+    the other ranks reach that barrier only after they have read the first buffer. Every forward ends with keys, which
+    have a separate buffer and barrier, so every forward begins with the first buffer.
 
-    The memory is shared by CUDA's handles for other processes, and needs no NVLink multicast.
+    The memory is shared by CUDA IPC handles, and needs no NVLink multicast.
     """
 
     def __init__(self, rank: int, size: int, store: Store, device: torch.device, max_sum_bytes: int):
-        """Returns when all ranks have come."""
+        """Allocate the memory, and wait until all ranks have done so."""
         self.rank, self.size, self.device = rank, size, device
         self.keys_offset = (KEYS + 1) * MAX_PROGRAMS * size * 4
         self.sums_offset = self.keys_offset + MAX_KEYS * 8
@@ -72,11 +72,11 @@ class PeerMemory:
                 if other != rank:
                     self._pointers[other] = _open(store.get(str(other)))
             self.addresses = torch.tensor(self._pointers, dtype=torch.int64, device=device)
-            # in host memory, so that the host can stop kernels that wait
+            # in host memory, so that the host can stop waiting kernels
             self.aborted = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
 
     def next_sum(self, split_k: int, num_rows: int, width: int, dtype: torch.dtype) -> PeerAllReduce:
-        """A sum [num_rows, width] whose `parts` [split_k, num_rows, width] this rank is to write."""
+        """A sum [num_rows, width]. The caller must write its `parts` [split_k, num_rows, width]."""
         index = self._sum_buffers.advance()
         offset = self.sums_offset + index * self.capacity
         num_bytes = split_k * num_rows * width * dtype.itemsize
@@ -85,7 +85,7 @@ class PeerMemory:
         return PeerAllReduce(parts, split_k, self._barrier(index, offset))
 
     def keys_barrier(self) -> PeerBarrier:
-        """The barrier of keys, which ends a forward."""
+        """The barrier for keys, which ends a forward."""
         self._sum_buffers.reset()
         return self._barrier(KEYS, self.keys_offset)
 
@@ -94,11 +94,11 @@ class PeerMemory:
         return PeerBarrier(self.addresses, data_offset, flags_offset, MAX_PROGRAMS, self.aborted, self.rank)
 
     def abort(self) -> None:
-        """End the kernels that wait for a rank, and all that would wait later."""
+        """End kernels that wait for a rank, now or later."""
         self.aborted.fill_(1)
 
     def close(self) -> None:
-        """Free the memory; no queued work may read it any more."""
+        """Free the memory. No queued work may read it."""
         with torch.cuda.device(self.device):
             for rank, pointer in enumerate(self._pointers):
                 name = "cuMemFree_v2" if rank == self.rank else "cuIpcCloseMemHandle"
@@ -131,9 +131,9 @@ class PeerTensorParallel(Ranks):
     def gather(
         self, compute: Compute, num_rows: int, width: int, dtype: torch.dtype, params: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """What `compute` returns on every rank, [num_rows, width], side by side: [num_rows, ranks * width].
+        """The results of `compute` [num_rows, width] of all ranks, concatenated by columns: [num_rows, ranks * width].
 
-        With sampling parameters, rows that are not filtered may lack the columns of the other ranks.
+        With sampling `params`, rows without filters may lack the columns of the other ranks.
         """
         y = self.sum(compute, num_rows, width, dtype)
         return ops.gather_columns(y.parts[0], y.barrier, params)

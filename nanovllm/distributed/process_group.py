@@ -1,4 +1,4 @@
-"""Several ranks that share a model: how they connect, and how they add up and compare what each has computed."""
+"""Connects the ranks that share a model, with collective operations through a process group."""
 
 import ctypes
 import importlib.util
@@ -20,8 +20,8 @@ from nanovllm.utils.tensor_parallel import STEP_TIMEOUT
 def connect(rank: int, size: int, folder: Path, device: torch.device, max_sum_bytes: int) -> Ranks:
     """Connect to the other ranks through a file in `folder`; returns when all have connected.
 
-    There is no port and no default process group. `max_sum_bytes` is the size of the largest sum of one forward. GPUs
-    that can read each other's memory do so (PeerMemory); others use NCCL, and CPUs gloo.
+    No port and no default process group is used. `max_sum_bytes` is the size of the largest sum of a forward. GPUs use
+    PeerMemory if they can read each other's memory, and NCCL otherwise; CPUs use gloo.
     """
     store = dist.FileStore(str(folder / "store"), size)
     tp: Ranks
@@ -36,7 +36,7 @@ def connect(rank: int, size: int, folder: Path, device: torch.device, max_sum_by
 
 
 def check_order_of_sums(config: Config) -> None:
-    """ValueError if the ranks' parts would not be added up in one order, and `batch_invariant` needs that."""
+    """ValueError if `batch_invariant` is on and the order in which the ranks' parts are added is not fixed."""
     device, size = config.device_of(0), config.tensor_parallel_size
     if config.batch_invariant and device.type == "cuda" and not _can_read_peers(device, 0, size):
         problem = "must be 1, as these GPUs can't read each other's memory: NCCL's order of sums depends on the batch"
@@ -44,7 +44,7 @@ def check_order_of_sums(config: Config) -> None:
 
 
 def _can_read_peers(device: torch.device, rank: int, size: int) -> bool:
-    """Whether the GPUs of all ranks can access each other's memory: consecutive ones, of which `device` is `rank`'s."""
+    """Whether the ranks' GPUs can access each other's memory. They have consecutive indices; `rank` has `device`."""
     indices = range(device.index - rank, device.index - rank + size)
     return importlib.util.find_spec("triton") is not None and all(
         torch.cuda.can_device_access_peer(a, b) for a in indices for b in indices if a != b
@@ -64,7 +64,7 @@ class GroupTensorParallel(Ranks):
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             self.group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
-            self.folder = folder  # NCCL goes on using it
+            self.folder = folder  # NCCL still uses it
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return self._all_reduce(x, dist.ReduceOp.SUM)
@@ -86,14 +86,14 @@ class GroupTensorParallel(Ranks):
 
     def abort(self) -> None:
         super().abort()
-        if self.group is not None:  # in half a second, unless NCCL waits for graphs that still exist
+        if self.group is not None:  # takes half a second, unless NCCL waits for graphs that still exist
             thread = threading.Thread(target=self.group.abort, name="nanovllm abort", daemon=True)
             thread.start()
             thread.join(2.0)
 
     def close(self) -> None:
         if self.group is not None and not self.lost:
-            self.group.abort()  # an orderly shutdown would wait for the others
+            self.group.abort()  # an orderly shutdown would wait for the other ranks
         self.group = None
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What several ranks have, however they communicate: one of them may be lost, and a fork leaves them."""
+"""The base class of several ranks: a rank may be lost, and a forked child leaves the ranks."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 
 
 class Ranks(TensorParallel):
-    """One of several ranks; of this class itself, one that has not connected with the others yet."""
+    """One of several ranks. This class itself stands for a rank that is not connected yet."""
 
     folder: Path | None = None  # where the ranks' communication still needs files
 
@@ -20,9 +20,9 @@ class Ranks(TensorParallel):
             raise RuntimeError("another rank was lost")
 
     def abort(self) -> None:
-        """Make the device stop waiting for a rank that was lost."""
+        """Make the device stop waiting for a lost rank."""
         self.lost = True
 
     def leave_in_child(self) -> None:
-        """Forget the other ranks in a forked child: they, and all that connects to them, belong to the parent."""
+        """Forget the other ranks in a forked child, because they and the connections belong to the parent."""
         self.lost = True

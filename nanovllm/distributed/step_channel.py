@@ -1,4 +1,4 @@
-"""How the other ranks get the steps that rank 0 has prepared: a ring of buffers in shared memory."""
+"""Sends the steps that rank 0 has prepared to the other ranks, in a ring of buffers in shared memory."""
 
 import mmap
 import os
@@ -14,22 +14,22 @@ import numpy as np
 
 from nanovllm.batches.batch import BatchShape
 
-NUM_BUFFERS = 2  # one to be read while the other is written
-HEADER = 512  # words, of which the first is the number of bytes of the pickled shape that follows it
+NUM_BUFFERS = 2  # one is read while the other is written
+HEADER = 512  # words: the number of bytes of the pickled shape, then the pickled shape
 
 
 class StepChannel:
     """Rank 0's end of the channel.
 
-    A buffer is a flat int32 array with a batch's shape, pickled, and its contents. Each reader has two semaphores,
-    which count the buffers that it has read (free) and those that it has not (filled). So nothing is overwritten before
-    all have read it, readers sleep while there is nothing to read, and a killed reader never blocks rank 0 in raising a
-    semaphore. The memory (an unnamed file) and the semaphores (eventfds) are file descriptors that readers inherit:
-    nothing has a name that could outlive the processes.
+    A buffer is a flat int32 array with a batch's pickled shape and its contents. Each reader has two semaphores: one
+    counts the buffers that it has read (free), the other one counts unread buffers (filled). So no buffer is
+    overwritten before all readers have read it, readers sleep while there is nothing to read, and a killed reader never
+    blocks rank 0 in raising a semaphore. The memory (an unnamed file) and the semaphores (eventfds) are file
+    descriptors that readers inherit, so no name can outlive the processes.
     """
 
     def __init__(self, capacity: int, num_readers: int):
-        """`capacity` is the size of the largest batch in words. OSError if /dev/shm has no space for it."""
+        """`capacity` is the size of the largest batch in words. OSError if /dev/shm is too small."""
         self._free: list[int] = []
         self._filled: list[int] = []
         self._file = tempfile.TemporaryFile(dir="/dev/shm", buffering=0)
@@ -41,13 +41,13 @@ class StepChannel:
         self._filled = [os.eventfd(0, flags) for _ in range(num_readers)]
 
     def fds_of(self, reader: int) -> tuple[int, int, int]:
-        """The file descriptors of the memory, and of a reader's semaphores of free and filled buffers."""
+        """The file descriptors of the memory and of a reader's semaphores (free, filled)."""
         return self._file.fileno(), self._free[reader], self._filled[reader]
 
     def send(self, shape: Any, words: np.ndarray, timeout: float) -> None:
-        """Send a batch, whose shape is a BatchShape, or another message, which is what pickle takes for a shape.
+        """Send the words of a batch with its BatchShape, or of another message with any object that can be pickled.
 
-        RuntimeError if a reader has freed no buffer for `timeout` seconds; then no reader gets this step.
+        RuntimeError if a reader has freed no buffer for `timeout` seconds; then no reader gets this message.
         """
         for rank, free in enumerate(self._free, 1):
             poll = select.poll()
@@ -64,17 +64,17 @@ class StepChannel:
             os.eventfd_write(filled, 1)
 
     def release(self) -> None:
-        """Let a `send` that waits for readers continue, as they are gone."""
+        """Let a waiting `send` continue, because the readers are gone."""
         for free in self._free:
             os.eventfd_write(free, NUM_BUFFERS)
 
-    def __del__(self):  # there is no `close`, as the descriptors must stay open while another thread is in `send`
+    def __del__(self):  # not `close`, because the descriptors must stay open while another thread is in `send`
         for fd in self._free + self._filled:
             os.close(fd)
 
 
 class StepReader:
-    """The end of another rank, which has inherited the file descriptors `StepChannel.fds_of` itself."""
+    """Another rank's end of the channel. The rank has inherited the file descriptors of `StepChannel.fds_of`."""
 
     def __init__(self, fds: tuple[int, int, int], capacity: int):
         memory, self._free, self._filled = fds
@@ -82,7 +82,7 @@ class StepReader:
 
     @contextmanager
     def receive(self) -> Iterator[tuple[Any, np.ndarray]]:
-        """What `send` was given: words that begin with those that were sent are valid within the block only."""
+        """(shape, words) of the next `send`. The words are valid only within the block, and may be followed by more."""
         os.eventfd_read(self._filled)
         buffer = next(self._buffers)
         shape = pickle.loads(buffer.view(np.uint8)[4 : 4 + buffer[0]])

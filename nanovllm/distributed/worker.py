@@ -1,4 +1,4 @@
-"""The processes of all ranks but rank 0: how they start, what they do, and how they end."""
+"""The processes of all ranks except rank 0: their start, their work and their end."""
 
 import os
 import pickle
@@ -38,7 +38,7 @@ from nanovllm.utils.tensor_parallel import STEP_TIMEOUT
 
 START_TIMEOUT = 1800.0  # seconds for all ranks to load their weights and capture their graphs
 MAX_MESSAGE_BYTES = 2**17  # of a message between rank 0 and another rank
-# a rank sends this when its process has started, and again when its model runner has; any other message is an error
+# a rank sends this when its process has started, and again when its model runner is ready; other messages are errors
 READY = b"ready"
 BOOTSTRAP = (
     "import sys; sys.path[:] = sys.argv[2:]; from nanovllm.distributed.worker import work; work(int(sys.argv[1]))"
@@ -46,14 +46,15 @@ BOOTSTRAP = (
 
 
 class Workers:
-    """The other ranks, as rank 0 in the caller's process sees them.
+    """Rank 0's view of the other ranks, in the caller's process.
 
-    A supervisor thread starts, watches and ends their processes, so that no interrupt of the caller leaves that half
-    done. When a rank ends, reports an error or does not start in time, the thread kills all ranks, tells rank 0's
-    device not to wait for them, and `failure` has the reason. If the caller is killed, the ranks end by themselves.
+    A supervisor thread starts, watches and ends their processes, so that an interrupt of the caller can't leave this
+    half done. When a rank ends, reports an error or does not start in time, the thread kills all ranks, stores the
+    reason in `failure`, and stops rank 0's device from waiting for them. If the caller is killed, the ranks end by
+    themselves.
 
-    The processes are plain subprocesses, not `multiprocessing`'s: that would import the caller's script in each of
-    them, and any forked child of the caller would end them when it exits.
+    The processes are plain subprocesses. `multiprocessing` would import the caller's script in each of them, and any
+    forked child of the caller would end them when it exits.
     """
 
     def __init__(self, config: Config):
@@ -61,19 +62,19 @@ class Workers:
         process_group.check_order_of_sums(config)
         self.config = config
         self.failure: str | None = None
-        self.on_failure: Callable[[], object] = lambda: None  # called by the supervisor, unless `exit` ends the ranks
+        self.on_failure: Callable[[], object] = lambda: None  # called by the supervisor unless `exit` ends the ranks
         self.tp = Ranks()
         self.processes: list[subprocess.Popen] = []
         self._caller_pid = os.getpid()
-        self._num_ready = [0] * (config.tensor_parallel_size - 1)  # messages READY of each rank, at most 2
+        self._num_ready = [0] * (config.tensor_parallel_size - 1)  # READY messages of each rank, at most 2
         self.supervisor: threading.Thread | None = None
-        self._is_closing = False  # by `exit`, when nothing is queued that waits for a rank
-        self._ended = threading.Event()  # of the supervisor; an interrupted `join` before Python 3.13 is no proof of it
+        self._is_closing = False  # set by `exit`, when no queued work waits for a rank
+        self._ended = threading.Event()  # of the supervisor; before Python 3.13, an interrupted `join` proves nothing
         self._channel: StepChannel | None = None
         self._folder: Path | None = None
 
     def connect(self) -> Ranks:
-        """Start the processes, and connect rank 0 with them."""
+        """Start the processes, and connect rank 0 to them."""
         self._deadline = monotonic() + START_TIMEOUT
         self.supervisor = threading.Thread(target=self._supervise, name="nanovllm ranks", daemon=True)
         with interrupts_held():  # a thread whose start was interrupted can't be joined
@@ -81,7 +82,7 @@ class Workers:
         self._wait_until(lambda: min(self._num_ready) >= 1)
         connection: Future[Ranks] = Future()
         threading.Thread(target=self._connect_rank_0, args=(connection,), daemon=True).start()
-        self._wait_until(connection.done)  # if a rank is lost now, `connection` takes minutes to fail; this does not
+        self._wait_until(connection.done)  # raises at once if a rank is lost; `connection` would take minutes to fail
         self.tp = connection.result()
         return self.tp
 
@@ -94,7 +95,7 @@ class Workers:
     def wait_until_started(self) -> None:
         self._wait_until(lambda: min(self._num_ready) >= 2)
         if self.tp.folder is None:
-            self._remove_folder()  # nothing with a name is left from now on
+            self._remove_folder()  # from now on no file is left
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -107,9 +108,9 @@ class Workers:
             raise RuntimeError(self.failure)
 
     def launch(self, runner: ModelRunner, step: ScheduledStep) -> PendingStep:
-        """Prepare a step and launch it on all ranks. RuntimeError as in `check`, and when another thread calls `exit`.
+        """Prepare a step and launch it on all ranks. RuntimeError as in `check`, or if another thread calls `exit`.
 
-        The ranks can't go on after an error between the two.
+        After an error between `send` and `launch` the ranks can't go on.
         """
         channel = self._channel
         self.check()
@@ -119,7 +120,7 @@ class Workers:
         return runner.launch(batch, step)
 
     def send(self, message: Any, words: np.ndarray) -> None:
-        """Send a message, with at most `largest_batch` words, to all other ranks, which call its `receive`."""
+        """Send a message with at most `largest_batch` words to all other ranks, which call its `receive`."""
         self.check()
         self._channel.send(message, words, STEP_TIMEOUT)
 
@@ -137,8 +138,8 @@ class Workers:
         return cause
 
     def _supervise(self) -> None:
-        """What the supervisor thread does, from the start of the ranks to their end."""
-        # the ranks inherit this mask: SIGINT is for the caller only, and SIGTERM is handled by `end_with_caller`
+        """The supervisor thread: start the ranks, watch them, and end them."""
+        # the ranks inherit this mask: SIGINT is only for the caller, and `end_with_caller` handles SIGTERM
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         sockets: dict[int, socket.socket] = {}
         try:
@@ -158,7 +159,7 @@ class Workers:
                     self.on_failure()
 
     def _start(self, rank: int) -> socket.socket:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # which preserves message boundaries
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # preserves message boundaries
         with theirs:
             fds = self._channel.fds_of(rank - 1)
             ours.send(pickle.dumps((rank, self._caller_pid, _without_policy(self.config), self._folder, fds)))
@@ -185,7 +186,7 @@ class Workers:
                     with suppress(subprocess.TimeoutExpired):
                         self.processes[rank_of[fd] - 1].wait(1.0)
             ended = [(process.poll(), rank) for rank, process in enumerate(self.processes, 1)]
-            # a rank that was killed is the cause, and the errors of others may be its effect
+            # a killed rank comes first, because the errors of other ranks may be its effects
             errors = [_describe_end(rank, code) for code, rank in ended if code is not None and code < 0] + errors
             errors += [_describe_end(rank, code) for code, rank in ended if code is not None and code >= 0]
             if errors:
@@ -194,7 +195,7 @@ class Workers:
                 self._fail(f"the ranks did not start within {START_TIMEOUT:.0f} s")
 
     def _fail(self, reason: str) -> None:
-        """Kill all ranks. The supervisor notices, and cleans up."""
+        """Kill all ranks. The supervisor notices it, and cleans up."""
         if os.getpid() != self._caller_pid:
             return
         self.failure = self.failure or reason
@@ -203,7 +204,7 @@ class Workers:
 
     def _end(self, sockets: dict[int, socket.socket]) -> None:
         """Clean up after a failure, or after `exit`."""
-        self._fail("the ranks were ended")  # once more: the first `_fail` may have come while processes were started
+        self._fail("the ranks were ended")  # again, because an earlier `_fail` may have come while processes started
         if not self._is_closing:
             self.tp.abort()
         if self._channel is not None:
@@ -215,7 +216,7 @@ class Workers:
         for sock in sockets.values():
             sock.close()
         if self.tp.lost or self.tp.folder is None:
-            self._remove_folder()  # else `tp.close` does: NCCL reads it once more, and would wait for minutes
+            self._remove_folder()  # otherwise `tp.close` does: NCCL reads it once more, and waits minutes if it is gone
 
     def _remove_folder(self) -> None:
         if self._folder is not None:
@@ -224,8 +225,8 @@ class Workers:
     def exit(self) -> None:
         """End the processes and clean up; in a forked child, do nothing.
 
-        Any thread may call this, more than once, and while another thread is in `launch`, which then raises
-        RuntimeError. An interrupt is raised when all is done.
+        Any thread may call this, repeatedly, and while another thread is in `launch`, which then raises RuntimeError.
+        An interrupt is raised at the end.
         """
         if self.supervisor is None or os.getpid() != self._caller_pid:
             return
@@ -246,14 +247,14 @@ class Workers:
 
 
 def _without_policy(config: Config) -> Config:
-    """A copy of the settings for other ranks, which do not schedule and may not know the policy's class."""
+    """A copy of the settings for other ranks, which do not schedule and may be unable to import the policy's class."""
     config = copy(config)
-    object.__setattr__(config, "scheduling_policy", "fcfs")  # `replace` would resolve the settings once more
+    object.__setattr__(config, "scheduling_policy", "fcfs")  # `replace` would resolve the settings again
     return config
 
 
 def _receive(sock: socket.socket) -> bytes:
-    """A message of a rank; empty if its process has ended."""
+    """A message from a rank; empty if its process has ended."""
     try:
         return sock.recv(MAX_MESSAGE_BYTES)
     except ConnectionError:
@@ -267,7 +268,7 @@ def _describe_end(rank: int, code: int) -> str:
 
 
 def connect(rank: int, config: Config, folder: Path) -> Ranks:
-    """Connect a rank with the others through files in `folder`; returns when all are connected."""
+    """Connect a rank to the other ranks through files in `folder`; returns when all are connected."""
     model, size = config.model_config, config.tensor_parallel_size
     sums = max(config.max_num_batched_tokens, config.max_num_seqs) * model.hidden_size
     logits = max(config.max_num_seqs * config.tokens_per_row, MAX_TOP_ROWS) * model.vocab_size // size
@@ -295,13 +296,13 @@ def work(fd: int) -> None:
 def serve(runner: ModelRunner, reader: StepReader) -> None:
     """Run the steps that rank 0 sends, forever."""
     in_flight: list[PendingStep] = []
-    incoming: dict[str, Any] = {}  # what messages keep until all parts have arrived
+    incoming: dict[str, Any] = {}  # parts of messages whose other parts have not arrived
     while True:
         with reader.receive() as (shape, words):
             if not isinstance(shape, BatchShape):
                 shape.receive(words, runner, incoming)  # such as rollout.new_weights.TensorPart
                 continue
-            if len(in_flight) == NUM_BUFFERS:  # this step gets the host buffer of the step before the last
+            if len(in_flight) == NUM_BUFFERS:  # this step reuses the host buffer of the oldest step in flight
                 in_flight.pop(0).synchronize()
             batch = Batch.from_buffer(shape, runner.host_buffer(shape))
             batch.buffer[:] = words[: shape.size]

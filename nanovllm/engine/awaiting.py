@@ -1,6 +1,6 @@
-"""Sequences that await what a feature does in other threads, such as a mask of structured outputs.
+"""Holds sequences that await a feature's work in other threads, such as a mask of structured outputs.
 
-These functions are the Scheduler's own. A held sequence is paused, as beams are: it may lose its blocks.
+These functions belong to the Scheduler. A held sequence is paused, like beams, and may lose its blocks.
 """
 
 from concurrent.futures import FIRST_COMPLETED, wait
@@ -11,17 +11,17 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 if TYPE_CHECKING:
     from nanovllm.engine.scheduler import Scheduler
 
-MAX_WAIT_SECONDS = 0.02  # meanwhile, callers may want something
+MAX_WAIT_SECONDS = 0.02  # short, because callers' commands wait meanwhile
 
 
 def hold(scheduler: "Scheduler", seq: Sequence) -> None:
-    """Schedule no step of a sequence that has got its last token, whatever its status, until `release`."""
+    """Schedule no step of a sequence whose tokens have arrived, until `release`. Its status does not matter."""
     seq.is_paused, scheduler.held[seq] = True, None
     scheduler.waiting.discard(seq)  # if it was preempted while the step was in flight
 
 
 def release(scheduler: "Scheduler") -> list[Sequence]:
-    """Let held sequences go on, or end them, if what they await is done. Returns those that have ended."""
+    """Resume or end the held sequences whose `awaited` is done. Returns the ended ones."""
     ended = []
     for seq in [seq for seq in scheduler.held if seq.awaited.done()]:
         del scheduler.held[seq]
@@ -38,7 +38,7 @@ def release(scheduler: "Scheduler") -> list[Sequence]:
 
 
 def outcome(future: Any) -> tuple[str, int | str | None] | None:
-    """The reasons why a sequence is to end, if any. An error ends its sequence, and no other."""
+    """Why a sequence must end, if it must. An error ends only its own sequence."""
     if future.cancelled():
         return "abort", None
     if (error := future.exception()) is not None:
@@ -47,5 +47,5 @@ def outcome(future: Any) -> tuple[str, int | str | None] | None:
 
 
 def wait_for_one(scheduler: "Scheduler") -> None:
-    """No step can be scheduled: wait until a held sequence may go on."""
+    """Wait until a held sequence may go on, because no step can be scheduled."""
     wait([seq.awaited for seq in scheduler.held], MAX_WAIT_SECONDS, FIRST_COMPLETED)

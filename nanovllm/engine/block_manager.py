@@ -1,4 +1,4 @@
-"""Which sequence holds which cache block: reference counts, and a prefix cache of full blocks."""
+"""Assigns cache blocks to sequences, with reference counts and a prefix cache of full blocks."""
 
 import secrets
 from collections import OrderedDict
@@ -9,21 +9,21 @@ from nanovllm.engine.sequence import Sequence, packed_ids
 
 
 class Block:
-    """One block of the paged cache. A block with a hash can be found, if its token ids are those of its finder too."""
+    """One block of the paged KV cache. A block with a hash is in the prefix cache; hits also compare its token ids."""
 
     __slots__ = ("block_id", "hash", "ref_count", "token_ids")
 
     def __init__(self, block_id: int):
         self.block_id = block_id
         self.ref_count = 0
-        self.hash = -1  # it is not in the prefix cache
+        self.hash = -1  # not in the prefix cache
         self.token_ids: list[int] = []
 
     def update(self, block_hash: int, token_ids: list[int]) -> None:
         self.hash, self.token_ids = block_hash, token_ids
 
     def reset(self) -> None:
-        """A sequence gets it."""
+        """Prepare the block for a sequence that allocates it."""
         self.ref_count, self.hash, self.token_ids = 1, -1, []
 
 
@@ -31,30 +31,30 @@ class BlockManager:
     """Allocates and frees blocks in O(1) each.
 
     A freed block keeps its contents until it is allocated again, so that a later sequence with the same prefix can
-    reuse it. Blocks that are not in the prefix cache are allocated first, then the one of it that was freed first.
+    reuse it. Free blocks outside of the prefix cache are allocated first, then the least recently freed one.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
         self.num_blocks, self.block_size = num_blocks, block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.salt = secrets.randbits(64)  # so that nobody can look for prompts of equal hashes
+        self.salt = secrets.randbits(64)  # so that nobody can search for prompts with equal hashes
         self.reset()
 
     def reset(self) -> None:
-        """Free all blocks, and forget their contents: at the start, and for a step that failed."""
+        """Free all blocks and forget their contents: at the start, and after a step has failed."""
         self.blocks = [Block(block_id) for block_id in range(self.num_blocks)]
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
         self.hash_to_block_id: dict[int, int] = {}
-        self.duplicates: dict[int, set[int]] = {}  # by hash: further blocks of the same contents
-        self.copies: dict[int, int] = {}  # to be made before the next step: by the target's id, that of the source
+        self.duplicates: dict[int, set[int]] = {}  # hash -> further blocks with the same contents
+        self.copies: dict[int, int] = {}  # to make before the next step: target block id -> source block id
 
     def req_indices(self, max_num_seqs: int):
-        """The Scheduler's `free_req_indices`, when no sequence runs."""
+        """The Scheduler's `free_req_indices` when no sequence runs."""
         return [*reversed(range(max_num_seqs))]
 
     @staticmethod
     def compute_hash(token_ids: list[int], prefix: int = -1) -> int:
-        """The hash of a block whose prefix, all blocks before it, has the hash `prefix`; of the first it is a salt."""
+        """The hash of a block. `prefix` is the hash of the block before it; for the first block, a salt."""
         return xxhash.xxh3_64_intdigest(packed_ids(token_ids), max(prefix, 0))
 
     @property
@@ -70,7 +70,7 @@ class BlockManager:
         return self.num_blocks_for(seq.num_tokens + 1) - num_shared + num_spare <= len(self.free_block_ids)
 
     def allocate(self, seq: Sequence) -> None:
-        """Give `seq` blocks for all its tokens; those found in the prefix cache count as computed."""
+        """Give `seq` blocks for all its tokens. Tokens found in the prefix cache count as computed."""
         assert not seq.block_table
         for block_id in self._cached_prefix(seq):
             block = self.blocks[block_id]
@@ -85,9 +85,9 @@ class BlockManager:
             seq.block_table.append(self._allocate_block())
 
     def fork(self, seq: Sequence, other: Sequence) -> None:
-        """Share the full blocks of `seq` with `other`, which has the same computed tokens, and add a block of its own.
+        """Share the full blocks of `seq` with `other`, which has the same computed tokens, and give it one more block.
 
-        If the last block of `seq` is not full, it is to be copied into that block: see `copies`.
+        If the last block of `seq` is not full, that block becomes a copy of it before the next step: see `copies`.
         """
         num_full = seq.num_computed_tokens // self.block_size
         other.block_table = seq.block_table[:num_full]
@@ -100,24 +100,24 @@ class BlockManager:
             self.copies[other.block_table[-1]] = seq.block_table[num_full]
 
     def needs_block(self, seq: Sequence, num_tokens: int) -> bool:
-        """Whether the blocks of `seq` have slots for fewer tokens than that."""
+        """Whether `num_tokens` tokens do not fit into the blocks of `seq`."""
         return len(seq.block_table) * self.block_size < num_tokens
 
     def can_append(self, seq: Sequence) -> bool:
-        """Whether the last token of `seq` has a slot in its blocks, or a block is free for it."""
+        """Whether there is a slot for the last token of `seq`, in its blocks or in a free one."""
         return bool(self.free_block_ids) or not self.needs_block(seq, seq.num_tokens)
 
     def may_append(self, seq: Sequence, num_tokens: int | None = None) -> None:
-        """Add a block, and no more than one, if `seq` needs it for its last token, or for `num_tokens` in all."""
+        """Add one block to `seq` if its last token, or `num_tokens` tokens in all, need it."""
         if self.needs_block(seq, num_tokens or seq.num_tokens):
             seq.block_table.append(self._allocate_block())
 
     def hash_blocks(self, seq: Sequence, num_tokens: int | None = None) -> None:
-        """Put the full blocks of `seq` into the prefix cache: of all tokens that it has, or of the first `num_tokens`.
+        """Put the full blocks of `seq` into the prefix cache: all of them, or only of the first `num_tokens` tokens.
 
-        A prompt's blocks are cached when the step that computes them is scheduled, so that other sequences of the
+        A prompt's blocks enter the cache when the step that computes them is scheduled, so that other sequences of the
         same step can share them. That is safe: each layer stores the keys and values of a step before it attends, and
-        whatever reads the block belongs to this step or to a later one on the same stream.
+        all readers of the block belong to this step or to a later one on the same stream.
         """
         if not self.enable_prefix_caching:
             return
@@ -127,44 +127,44 @@ class BlockManager:
         for i in range(num_full - 1, -1, -1):
             block = self.blocks[seq.block_table[i]]
             if block.hash != -1:
-                break  # it is cached already, and so are all blocks before it
+                break  # this block and all blocks before it are cached already
             block.update(seq.block_hashes[i], self._block_token_ids(seq, i))
             if self.hash_to_block_id.setdefault(block.hash, block.block_id) != block.block_id:
                 self.duplicates.setdefault(block.hash, set()).add(block.block_id)
 
     def take_copies(self) -> dict[int, int]:
-        """The `copies` so far, for the step that is about to be scheduled; what it adds is for the next one."""
+        """Take the `copies` for the step that is about to be scheduled. Its own new copies wait for the next step."""
         copies, self.copies = self.copies, {}
         return copies
 
     def end_for_state(self, seq: Sequence, end: int) -> int:
-        """Where a chunk of a prompt ends that may go up to `end`. With layers that keep a state it may be earlier."""
+        """The end of a chunk that may go up to `end`. It may be earlier if layers keep a state."""
         return end
 
     def state_row(self, seq: Sequence) -> int:
-        """The row of the state that the next chunk of `seq` begins with; layers without a state do not read it."""
+        """The row of the state with which the next chunk of `seq` begins; only layers that keep a state read it."""
         return seq.req_index
 
     def deallocate(self, seq: Sequence) -> None:
-        """Release the blocks of `seq`, the last first: the first blocks of a prefix are the most useful to keep."""
+        """Free the blocks of `seq`, the last one first, because the first blocks of a prefix are the most useful."""
         for block_id in reversed(seq.block_table):
             block = self.blocks[block_id]
             block.ref_count -= 1
             if block.ref_count == 0:
                 self.free_block_ids[block_id] = None
-                if block.hash == -1:  # its contents are of no use: allocate it again before any other
+                if block.hash == -1:  # not in the prefix cache: allocate it before any other
                     self.free_block_ids.move_to_end(block_id, last=False)
         seq.block_table = []
         seq.num_computed_tokens = 0
 
     def clear_prefix_cache(self) -> None:
-        self.hash_to_block_id = {}  # another object: viewers see by it that any block may have changed
+        self.hash_to_block_id = {}  # a new object tells viewers that any block may have changed
         self.duplicates.clear()
         for block in self.blocks:
             block.hash = -1
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
-        """Ids of the cached blocks that `seq` begins with; at least one of its tokens is always left to compute."""
+        """Ids of the cached blocks with which `seq` begins. At least one token is always left to compute."""
         block_ids: list[int] = []
         if not self.enable_prefix_caching or seq.skips_prefix_hits:
             return block_ids

@@ -1,4 +1,4 @@
-"""An engine from its settings: all parts are made here, and handed to those that use them."""
+"""Builds an engine from its settings: makes all parts and connects them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,13 +14,13 @@ from nanovllm.spec_decode.drafting_scheduler import DraftingScheduler
 
 
 def build_engine(config: Config, lap: Callable[[str], None] = lambda part: None) -> Engine:
-    """An engine that has loaded its model. `lap` is called with the name of each part of the start when that is over.
+    """An engine that has loaded its model. `lap(name)` is called at the end of each part of the start.
 
     RuntimeError if one of several ranks does not start.
     """
     workers: Any = SingleRank()
     if config.tensor_parallel_size > 1:
-        from nanovllm.distributed.worker import Workers  # one rank alone does without processes and channels
+        from nanovllm.distributed.worker import Workers  # a single rank needs no processes and channels
 
         workers = Workers(config)
     engine = Engine(config, workers)
@@ -32,14 +32,14 @@ def build_engine(config: Config, lap: Callable[[str], None] = lambda part: None)
     except BaseException as error:
         engine.close_after(error)
         raise
-    # the runner has found out how many cache blocks and states there are
+    # only now: the runner has determined how many cache blocks and states there are
     engine.scheduler = make_scheduler(config)
     engine.output_processor = OutputProcessor(engine.scheduler)
     return engine
 
 
 def make_scheduler(config: Config) -> Scheduler:
-    """The scheduler of an engine whose `num_kvcache_blocks` are known."""
+    """The scheduler for a config whose `num_kvcache_blocks` is known."""
     block_manager: BlockManager | None = None
     if config.num_states:
         sizes = config.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching

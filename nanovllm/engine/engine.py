@@ -1,4 +1,4 @@
-"""The engine: schedule a step, launch it, and process its result or, while it runs, that of the step before."""
+"""The engine's loop: schedule a step, launch it, and process its result or the previous step's."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,23 +17,23 @@ CLOSED = "this engine was closed by exit()"
 
 
 class UnavailableError(RuntimeError):
-    """The engine can't do this now: it is paused, its weights are being replaced, or it has requests."""
+    """The engine can't do this now. It is paused, its weights are being replaced, or it has requests."""
 
 
 class Engine:
-    """Scheduler, model runner, ranks and output processor: `LLMEngine.core`. An `EngineThread` calls its methods."""
+    """`LLMEngine.core`: scheduler, model runner, ranks and output processor. An `EngineThread` runs its steps."""
 
-    model_runner: ModelRunner | None = None  # None: there is no model yet, or no more
+    model_runner: ModelRunner | None = None  # None before the model is loaded, and after `exit`
     scheduler: Scheduler
     output_processor: OutputProcessor
 
     def __init__(self, config: Config, workers: Any):
-        """`workers` are the other ranks. See build.py for the rest."""
+        """`workers` are the other ranks. build.py sets the model runner, scheduler and output processor."""
         self.config, self.workers = config, workers
-        # for viewers: each is called after a step whose result was processed; an error is one of that step
+        # called after each step, for viewers; an error in one of these hooks fails the step
         self.on_step: list[Callable[[ScheduledStep, StepResult], None]] = []
         self._in_flight: PendingStep | None = None
-        self.unavailable: dict[str, str] = {}  # why there are no steps for now, and no requests taken: see rollout/
+        self.unavailable: dict[str, str] = {}  # reasons to run no steps and accept no requests: see rollout/
 
     def step(self) -> None:
         """Launch the next step, and process the result of this one or, with `async_scheduling`, of the one before."""
@@ -60,12 +60,12 @@ class Engine:
         self.workers.check()
 
     def check_available(self) -> None:
-        """UnavailableError if the engine makes no steps for now."""
+        """UnavailableError if the engine runs no steps now."""
         if reasons := [*self.unavailable.values()]:
             raise UnavailableError(reasons[0])
 
     def drop_requests(self) -> None:
-        """Forget all requests, and rebuild the state: after an error, in the middle of a step, and at the end."""
+        """Forget all requests and reset the state: after an error, even in the middle of a step, and at the end."""
         reset_context()
         if self.model_runner is not None:
             self.model_runner.recover()  # steps that are queued still read the host's buffers
@@ -77,7 +77,7 @@ class Engine:
         cause = self.workers.cause_of(error)
         has_runner = self.model_runner is not None
         self.exit()
-        if not has_runner:  # whose exit would have done this
+        if not has_runner:  # a runner's `exit` does this
             self.workers.tp.close()
         if cause is not error:
             raise cause from error
@@ -91,7 +91,7 @@ class Engine:
 
 
 class SingleRank:
-    """The interface of `distributed.worker.Workers` for one rank, which is this process and needs nothing else."""
+    """Stands in for `distributed.worker.Workers` when this process is the only rank."""
 
     tp, processes, supervisor = TensorParallel(), (), None
 

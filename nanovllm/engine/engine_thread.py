@@ -1,4 +1,4 @@
-"""The thread that owns an engine: commands in, outputs out."""
+"""The thread that owns an engine: it takes commands and runs steps."""
 
 import os
 import threading
@@ -19,29 +19,29 @@ T = TypeVar("T")
 
 
 class EngineThread:
-    """Runs the steps of an engine, whose state no other thread changes.
+    """Runs the steps of an engine. No other thread changes the engine's state.
 
-    Callers in any number of threads submit requests, and wait for what arrives in their collectors. So Ctrl-C
-    interrupts a wait, and never a step. What callers ask for is queued as commands, which are carried out between two
-    steps. The thread makes steps while a collector wants them, and sleeps otherwise.
+    Callers submit requests and wait for outputs in their own threads, so Ctrl-C interrupts a wait and never a step.
+    Their calls are queued as commands, which this thread carries out between steps. It runs steps while a collector
+    wants them, and sleeps otherwise.
 
-    `submit`, `abort`, `discard` and `exit` may be called at any moment, also by signal handlers and finalizers: the
-    queues have no lock that the interrupted code could hold.
+    Signal handlers and finalizers may call `submit`, `abort`, `discard` and `exit` at any moment, because the queues
+    have no lock that the interrupted code could hold.
     """
 
     def __init__(self, engine: Engine):
         self.engine = engine
         self._output_processor = engine.output_processor
-        # (command, what waits for it: a collector, or the queue of a `call`); the first stays until it is carried out
+        # (command, its waiter: a collector or the queue of a `call`); a command stays here until it is carried out
         self._commands: deque[tuple[Callable[[], object], Any]] = deque()
         self._bell: SimpleQueue[None] = SimpleQueue()  # wakes the thread
         self._is_asleep = False
-        self._watchers: list[ref[OutputCollector]] = []  # told of the ranks' failure even without requests
+        self._watchers: list[ref[OutputCollector]] = []  # fail when a rank is lost, even without requests
         engine.workers.on_failure = self._tell_watchers
         self._pid = os.getpid()
         self._is_closing = False
         self._has_ended = False
-        # a daemon, as the interpreter joins other threads before it runs the finalizers, which end this one
+        # a daemon: the interpreter joins other threads before it runs finalizers, and a finalizer ends this thread
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
 
     def start(self) -> None:
@@ -56,8 +56,8 @@ class EngineThread:
         for request in requests:
             request.collector = collector
         self._post(partial(self._output_processor.add, requests), collector)
-        self.check_open()  # once more: if it is not closing now, the command will be seen
-        if reasons := [*self.engine.unavailable.values()]:  # has become so meanwhile; later changes see the requests
+        self.check_open()  # again: if the engine is not closing now, the thread will see the command
+        if reasons := [*self.engine.unavailable.values()]:  # again: later changes of it see these requests
             self.discard([request.request_id for request in requests])
             raise UnavailableError(reasons[0])
 
@@ -70,42 +70,42 @@ class EngineThread:
         self._post(partial(self._output_processor.discard, request_ids))
 
     def is_finished(self, collector: OutputCollector) -> bool:
-        """Whether there is nothing to take, and nothing more will come."""
+        """Whether nothing is left to take, and nothing more will come."""
         return self._is_closing or not (collector in self.queued() or collector.live or collector.is_ready)
 
     def queued(self) -> list[Any]:
-        """What waits for each command that was not carried out: a collector for its requests."""
+        """The waiters of the commands that were not carried out, such as the collectors of submitted requests."""
         return [waiter for _, waiter in [*self._commands]]
 
     def take(self, collector: OutputCollector) -> StepOutput:
-        """What has arrived for a caller who has submitted requests; waits for it. RuntimeError if a step has failed."""
+        """Wait for outputs of a caller's requests, and return them. RuntimeError if a step has failed."""
         self.check_may_wait()
         output = collector.take()
-        self.wake()  # it may have been full
+        self.wake()  # a full collector wants steps again
         return output
 
     def call(self, work: Callable[[], T]) -> T:
-        """Do `work` between two steps, and return its result. An error in it is treated like one in a step.
+        """Do `work` between two steps, and return its result. An error in it is treated like an error of a step.
 
-        The thread itself, in a hook, does it at once.
+        In a hook, which runs in this thread, do it at once.
         """
         if threading.current_thread() is self._thread:
             return work()
         self.check_open()
         result: SimpleQueue[Any] = SimpleQueue()
         self._post(lambda: result.put(work()), result)
-        self.check_open()  # once more: if it is not closing now, the queue will be read
+        self.check_open()  # again: if the engine is not closing now, the thread will see the command
         if isinstance(value := result.get(), RuntimeError):
             raise value
         return value
 
     def watch(self, collector: OutputCollector) -> None:
-        """While it is referenced, `collector` fails when a rank is lost, also if there is nothing to do."""
+        """Make `collector` fail when a rank is lost, even without requests, as long as it is referenced."""
         self._watchers = [watcher for watcher in self._watchers if watcher() is not None] + [ref(collector)]
-        self._post(self.engine.check_open, collector)  # it may have happened before
+        self._post(self.engine.check_open, collector)  # a rank may be lost already
 
     def check_may_wait(self) -> None:
-        """RuntimeError in the thread itself; otherwise as `check_open`."""
+        """RuntimeError in this thread itself, and as in `check_open`."""
         if threading.current_thread() is self._thread:
             raise RuntimeError("this is the engine's own thread, in a hook or a finalizer: it can't wait for a step")
         self.check_open()
@@ -125,9 +125,9 @@ class EngineThread:
             self._bell.put(None)
 
     def exit(self) -> None:
-        """Drop all requests, free the device's memory, and end the thread. Callers that wait get a RuntimeError.
+        """Drop all requests, free the device's memory, and end the thread. Waiting callers get a RuntimeError.
 
-        In a finalizer that this thread runs, or the one that watches the ranks, it takes effect after the step; in a
+        In a finalizer that runs in this thread or in the supervisor of the ranks, it takes effect after the step. In a
         forked child it does nothing.
         """
         if os.getpid() != self._pid:
@@ -136,10 +136,10 @@ class EngineThread:
         self.wake()
         may_wait = threading.current_thread() not in (self._thread, self.engine.workers.supervisor)
         while may_wait and self._thread.ident is not None and not self._has_ended:  # None: it was never started
-            sleep(0.001)  # before Python 3.13, a `join` that was interrupted takes the thread for ended
+            sleep(0.001)  # not `join`: before Python 3.13, an interrupted one takes the thread for ended
 
     def _tell_watchers(self) -> None:
-        """Treat the failure of the ranks like one in a step. Without a watcher, the next caller finds it."""
+        """Treat the failure of the ranks like a failed step. Without a watcher, the next caller notices it."""
         for watcher in self._watchers:
             if (collector := watcher()) is not None:
                 self._post(self.engine.check_open, collector)
@@ -148,10 +148,10 @@ class EngineThread:
         self._commands.append((command, waiter))
         self.wake()
 
-    # -- for the thread itself -----------------------------------------------------------------------------------------
+    # -- for this thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Carry out what callers ask for, and then make a step, or sleep until there is one to make."""
+        """Repeat: carry out commands, then run a step, or sleep until there is something to do."""
         try:
             while not self._is_closing:
                 try:
@@ -165,15 +165,15 @@ class EngineThread:
                     self._recover(error)
         finally:
             self._is_closing = True
-            with ExitStack() as ends:  # all of them, also after an error of one; the last first
-                ends.callback(setattr, self, "_has_ended", True)
-                ends.callback(self.engine.exit)
-                ends.callback(self.engine.drop_requests)
-                ends.callback(self._fail_callers, CLOSED)
+            with ExitStack() as cleanup:  # calls the last one first; an error of one does not stop the others
+                cleanup.callback(setattr, self, "_has_ended", True)
+                cleanup.callback(self.engine.exit)
+                cleanup.callback(self.engine.drop_requests)
+                cleanup.callback(self._fail_callers, CLOSED)
 
     def _carry_out_commands(self) -> None:
         for _ in range(len(self._commands)):
-            self._commands[0][0]()  # not bound to a name, which would keep its requests alive
+            self._commands[0][0]()  # without a local name, which would keep its requests alive
             self._commands.popleft()
 
     def _steps_are_wanted(self) -> bool:
@@ -182,7 +182,7 @@ class EngineThread:
 
     def _sleep(self) -> None:
         self._is_asleep = True
-        # checked after the flag is set: whoever adds a command from here on sees that the thread is asleep
+        # checked after the flag is set: a caller that adds a command from here on sees that the thread is asleep
         if not (self._commands or self._steps_are_wanted() or self._is_closing):
             self._bell.get()
         self._is_asleep = False
@@ -208,14 +208,14 @@ class EngineThread:
             elif waiter is not None:
                 waiter.put(error)
         self._output_processor.collectors.clear()
-        for _ in commands:  # last: until then, `is_finished` reports these requests as pending
+        for _ in commands:  # last, because until then `is_finished` reports these requests as pending
             self._commands.popleft()
 
 
 class Submission:
-    """Requests that live as long as a `with` block: those that have not ended at its end are discarded.
+    """Submits requests for a `with` block, and discards the unfinished ones at its end.
 
-    An interrupt may keep the block's end from doing that; then the end of the last reference to this object does it.
+    If an interrupt prevents that, the end of the last reference to this object does it.
     """
 
     _requests: Collection[Request] = ()

@@ -1,7 +1,7 @@
-"""Sequences that share a prefix: the answers to one prompt (`n` > 1), and beams, which pause after each token.
+"""Forks of sequences: several answers to one prompt (`n` > 1), and beams, which pause after each token.
 
-These functions are the Scheduler's own, in a file apart because most requests have one answer. Like its methods they
-change sequences, and are called between two steps.
+These functions belong to the Scheduler, and are called between steps like its methods. They have a separate file
+because most requests have one answer.
 """
 
 from copy import copy, deepcopy
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def start_others(scheduler: "Scheduler", seq: Sequence, step: ScheduledStep) -> None:
-    """Start the other answers to the prompt of `seq`, as far as they fit: they get a token from the same row."""
-    num_spare = len(scheduler.running) - 1  # a block for each of the others, as in `Scheduler._admit`
+    """Start as many other answers to the prompt of `seq` as fit. They are sampled from the same row."""
+    num_spare = len(scheduler.running) - 1  # a block for each other sequence, as in `Scheduler._admit`
     for other in seq.group:
         if other.status is not SequenceStatus.WAITING or other.has_sampled:
             continue
@@ -29,29 +29,29 @@ def start_others(scheduler: "Scheduler", seq: Sequence, step: ScheduledStep) -> 
 
 
 def hold(scheduler: "Scheduler", seq: Sequence) -> None:
-    """A token of a sequence that pauses after each has arrived: it waits for `resume`, and may be forked first."""
+    """Pause a sequence whose token has arrived, until `resume`. It may be forked before."""
     seq.is_paused, seq.num_tokens = True, len(seq.token_ids)
     scheduler.waiting.discard(seq)  # if it was preempted while the step was in flight
 
 
 def fork(scheduler: "Scheduler", seq: Sequence, index: int, token_id: int) -> Sequence:
-    """Another answer to the request of a paused sequence, which goes on with `token_id`.
+    """A new answer to the request of a paused sequence: the tokens of `seq`, then `token_id`.
 
-    It shares the blocks of `seq` if there are enough, and is recomputed if not.
+    It shares the blocks of `seq` if a request index and a block are free. Otherwise it is recomputed.
     """
-    other = _copy(seq, index, token_id)
-    scheduler.live[seq.request_id][index] = other
+    new_seq = _copy(seq, index, token_id)
+    scheduler.live[seq.request_id][index] = new_seq
     if seq.block_table and scheduler.free_req_indices and scheduler.block_manager.free_block_ids:
-        scheduler.set_running(other)
-        scheduler.block_manager.fork(seq, other)
-        scheduler.prefilling[other.key] = other
+        scheduler.set_running(new_seq)
+        scheduler.block_manager.fork(seq, new_seq)
+        scheduler.prefilling[new_seq.key] = new_seq
     else:
-        scheduler.waiting.push(other)
-    return other
+        scheduler.waiting.push(new_seq)
+    return new_seq
 
 
 def resume(scheduler: "Scheduler", seq: Sequence, token_id: int) -> None:
-    """Let a paused sequence go on with `token_id`, in the next step."""
+    """Continue a paused sequence with `token_id` in the next step."""
     seq.append_token(token_id)
     seq.num_tokens, seq.is_paused = len(seq.token_ids), False
     if seq.block_table and scheduler.block_manager.can_append(seq):
@@ -66,7 +66,7 @@ def resume(scheduler: "Scheduler", seq: Sequence, token_id: int) -> None:
 
 
 def preempt_paused(scheduler: "Scheduler", step: ScheduledStep) -> None:
-    """Nothing fits into the step: beams that pause give up their blocks, which others of their requests may need."""
+    """Preempt paused beams if nothing fits into the step, because other beams of their requests may need the blocks."""
     paused = [seq for seq in scheduler.running.values() if seq.is_paused and seq not in scheduler.held]
     while paused and scheduler.waiting and not step.chunks:
         scheduler.preempt(paused.pop())
@@ -74,13 +74,13 @@ def preempt_paused(scheduler: "Scheduler", step: ScheduledStep) -> None:
 
 
 def _copy(seq: Sequence, index: int, token_id: int) -> Sequence:
-    """Another answer to the same request, with the tokens of `seq` and `token_id`; it has no blocks yet."""
-    other = copy(seq)
-    other.index, other.token_ids = index, [*seq.token_ids, token_id]
-    other.set_order(seq.order[0])
-    other.num_tokens, other.num_computed_tokens = len(other.token_ids), 0
-    other.token_limit, other.num_drafts = seq.max_num_tokens, 0
-    other.block_table, other.block_hashes, other.req_index = [], [], -1
-    other.status, other.is_paused, other.was_admitted = SequenceStatus.WAITING, False, False
-    other.feature_state, other.timing = deepcopy(seq.feature_state), dict(seq.timing)
-    return other
+    """A new answer without blocks to the same request: the tokens of `seq`, then `token_id`."""
+    new_seq = copy(seq)
+    new_seq.index, new_seq.token_ids = index, [*seq.token_ids, token_id]
+    new_seq.set_order(seq.order[0])
+    new_seq.num_tokens, new_seq.num_computed_tokens = len(new_seq.token_ids), 0
+    new_seq.token_limit, new_seq.num_drafts = seq.max_num_tokens, 0
+    new_seq.block_table, new_seq.block_hashes, new_seq.req_index = [], [], -1
+    new_seq.status, new_seq.is_paused, new_seq.was_admitted = SequenceStatus.WAITING, False, False
+    new_seq.feature_state, new_seq.timing = deepcopy(seq.feature_state), dict(seq.timing)
+    return new_seq

@@ -1,4 +1,4 @@
-"""Requests in, text out: the public methods of an engine, for any number of callers at a time."""
+"""The public methods of an engine: requests in, text out."""
 
 import logging
 import weakref
@@ -34,18 +34,19 @@ PROGRESS_SECONDS = 0.1  # between two updates of a progress bar
 class LLMEngine:
     """Generates for many requests at once.
 
-    `generate` returns complete answers, and `stream` their pieces as they arrive. `add_request`, `step`, `abort` and
-    `is_finished` are for callers that run the loop themselves. All methods may be called from several threads at the
-    same time, and each caller gets the outputs of its own requests. The engine's own thread runs the steps; requests
-    are added and aborted between two of them.
+    `generate` returns complete answers, and `stream` yields pieces of them as they arrive. Callers that run the loop
+    themselves use `add_request`, `step`, `abort` and `is_finished`. All methods are thread-safe, and each caller gets
+    the outputs of its own requests. The engine's own thread runs the steps.
 
-    With `async_scheduling`, the tokens of a step reach the host while the next step runs. An engine is a context
-    manager; `exit` frees its memory. `startup_seconds` has the time that each part of the start took.
+    A failed step drops all requests, and every waiting caller gets a RuntimeError whose cause is the error. The engine
+    stays usable with one rank. With several ranks it is closed; if another rank has failed, the error names that rank.
+
+    An engine is a context manager; `exit` frees its memory. `startup_seconds` has the time of each part of the start.
     """
 
     @takes_settings_of(Config)
     def __init__(self, model: str, **settings: Any) -> None:
-        """`settings` are the fields of `nanovllm.config.Config`, which states their defaults and errors.
+        """`settings` are the fields of `nanovllm.config.Config`, which documents their defaults and errors.
 
         RuntimeError if one of several ranks does not start.
         """
@@ -61,17 +62,17 @@ class LLMEngine:
             except BaseException as error:
                 self.core.close_after(error)
                 raise
-        startup.lap("tokenizer")  # the rest of the wait for it
+        startup.lap("tokenizer")  # the wait for it after the model was loaded
         self.startup_seconds = startup.seconds
         if self.tokenizer.eos_token_id is not None:
             self.config.resolve(eos=self.tokenizer.eos_token_id)
             self.scheduler.eos = self.config.eos
-        # the model is loaded by the caller's thread, so that Ctrl-C ends the loading at once
+        # the thread starts only now: the caller's thread has loaded the model, so that Ctrl-C ended the loading at once
         self.engine_thread = EngineThread(self.core)
-        weakref.finalize(self, self.engine_thread.exit)  # before the start: what is started is ended, too
+        weakref.finalize(self, self.engine_thread.exit)  # before `start`, so that a started thread is always ended
         self.engine_thread.start()
         if logger.isEnabledFor(logging.INFO):
-            logger.info("%s", repr(self))  # a record that is kept does not keep the engine
+            logger.info("%s", repr(self))  # a string, because a stored log record would keep the engine alive
 
     def generate(
         self,
@@ -83,18 +84,17 @@ class LLMEngine:
         """The answers to one prompt or many, in the order of the prompts.
 
         A prompt is a string, a list of token ids, a dict with `prompt` or `prompt_token_ids`, or a conversation.
-        `sampling_params` are for all prompts, or a list with one for each; None takes what the model recommends.
+        `sampling_params` is one for all prompts or a list with one for each; None takes what the model recommends.
         `priority` has an integer for each prompt, as in `add_request`.
 
         ValueError or TypeError, as in `add_request`, if any prompt is invalid; then none is queued. Ctrl-C drops the
-        requests of this call. RuntimeError, with the error as its cause, if a step fails, which drops all requests. The
-        engine can be used again, but with several ranks an error closes it.
+        requests of this call.
         """
         requests = self.input_processor.requests(prompts, sampling_params, OutputKind.FINAL_ONLY, None, priority)
         return self._run(requests, use_tqdm)
 
     def _run(self, requests: list[Any], use_tqdm: bool) -> list[Any]:
-        """The final outputs of requests, in their order."""
+        """Submit requests, wait for them, and return their outputs in the same order."""
         outputs: dict[int, Any] = {}
         collector = OutputCollector(OutputKind.FINAL_ONLY, max_seconds=PROGRESS_SECONDS if use_tqdm else inf)
         submission = Submission(self.engine_thread, requests, collector)
@@ -115,12 +115,12 @@ class LLMEngine:
         chat_template_kwargs: Mapping | None = None,
         priority: list[int] | None = None,
     ) -> Iterator[StreamEvent]:
-        """The answers of `generate` piece by piece; the events of different prompts alternate.
+        """The answers of `generate` piece by piece; events of different prompts are interleaved.
 
-        Text that may still be cut off as a stop string is held back, and no character is split. `chat_template_kwargs`
-        are for conversations. Errors are those of `generate`; those of prompts are raised by the call itself. Requests
-        are queued when the first event is asked for, and leaving the loop drops those that have not ended. The engine
-        runs ahead of the reader by 32 steps at most, unless other callers want more.
+        Text that may turn out to be part of a stop string is held back, and no character is split.
+        `chat_template_kwargs` are for conversations. An invalid prompt raises in the call itself. The first `next`
+        queues the requests, and leaving the loop drops the unfinished ones. The engine runs at most 32 steps ahead of
+        the reader, unless other callers want more.
         """
         self.engine_thread.check_open()
         kind = OutputKind.DELTA
@@ -132,8 +132,9 @@ class LLMEngine:
 
         With `scheduling_policy="priority"`, the lowest `priority` is served first. It must be 0 with "fcfs".
 
-        Before anything is queued: ValueError for a prompt that is empty or not shorter than `max_model_len`, or a token
-        id outside of the vocabulary; TypeError for anything but a prompt; and any error of your own scheduling policy.
+        ValueError for a prompt that is empty or not shorter than `max_model_len`, or for a token id outside of the
+        vocabulary. TypeError for anything that is not a prompt. Errors of your own scheduling policy are passed on. In
+        all these cases nothing is queued.
         """
         self.engine_thread.check_open()
         request = self.input_processor.request(prompt, sampling_params, OutputKind.TOKENS, priority=priority)
@@ -143,22 +144,17 @@ class LLMEngine:
     def abort(self, request_id: int) -> None:
         """End a request before the next step; its caller gets the tokens that were generated.
 
-        Nothing happens if it has ended already. May be called from a signal handler. ValueError for an id that no
-        request has.
+        Does nothing if the request has ended. Signal handlers may call this. ValueError for an unknown id.
         """
         if not (num_requests := self.input_processor.num_requests):
             raise ValueError(f"request_id={request_id!r}: there has been no request yet")
         self.engine_thread.abort(check_int("request_id", request_id, low=0, high=num_requests - 1))
 
     def step(self) -> StepOutput:
-        """Make a step, unless something has arrived already, and return what has, for the requests of this thread.
+        """Run a step, and return the new outputs of this thread's requests. If some are waiting, run no step.
 
-        A thread that has added none, such as the loop of a server, gets the outputs of all threads that do not call
-        `step` themselves.
-
-        An error drops all requests, and every caller that waits gets a RuntimeError with the error as its cause; then
-        the engine can be used again. Ctrl-C drops none. With several ranks, any error closes the engine, and the
-        failure of another rank is a RuntimeError that names it.
+        A thread that has added no request, such as the loop of a server, gets the outputs of all threads that do not
+        call `step` themselves. Ctrl-C drops no request.
         """
         return self._step_callers.step()
 
@@ -172,12 +168,12 @@ class LLMEngine:
 
     @property
     def workers(self) -> Any:
-        """The processes of the other ranks: a distributed.worker.Workers, or a SingleRank."""
+        """The other ranks: a distributed.worker.Workers, or a SingleRank."""
         return self.core.workers
 
     @property
     def model_runner(self) -> ModelRunner | None:
-        """The ModelRunner of rank 0; None after `exit`, and after an error with several ranks."""
+        """The model runner of rank 0; None after `exit`, and after an error with several ranks."""
         return self.core.model_runner
 
     def exit(self) -> None:
@@ -188,20 +184,20 @@ class LLMEngine:
     def stats(self) -> dict[str, Any]:
         """Counts since the start, and the current state.
 
-        `requests`: waiting and running, where each of `n` answers counts. `blocks`: used, cached (free, but found as a
-        prefix) and free. `prefix_hit_rate`: the fraction of the prompts' tokens that were found. `preemptions`.
-        `tokens`: in and out. `steps`: of prompts alone (prefill), of decodes alone, and mixed.
+        `requests`: waiting and running; each of `n` answers counts. `blocks`: used, cached (free, but still in the
+        prefix cache) and free. `prefix_hit_rate`: the fraction of the prompts' tokens that were found in the prefix
+        cache. `preemptions`. `tokens`: in and out. `steps`: prefill (only prompts), decode (only decodes) and mixed.
         """
         return stats_of_engine(self)
 
-    # what trainers call
+    # for trainers
     load_weights = rollout.load_weights
     pause, resume, reset_prefix_cache = rollout.pause, rollout.resume, rollout.reset_prefix_cache
     sleep, wake_up, is_sleeping = rollout.sleep, rollout.wake_up, rollout.is_sleeping
 
     @property
     def _step_callers(self) -> StepCallers:
-        return self.__dict__.setdefault("step_callers", StepCallers(self.engine_thread))  # atomic, as any thread asks
+        return self.__dict__.setdefault("step_callers", StepCallers(self.engine_thread))  # atomic: any thread may ask
 
     def __repr__(self) -> str:
         return described(self.config)
@@ -214,7 +210,7 @@ class LLMEngine:
 
 
 class Stopwatch:
-    """`seconds` by name: the time from the previous lap, or from the beginning, to the lap of that name."""
+    """`lap(name)` stores in `seconds[name]` the time since the previous call, or since the beginning."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""One rank: its weights, its part of the cache, and the execution of a step on its device."""
+"""One rank: its weights, its part of the KV cache, and the execution of steps on its device."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,18 +27,18 @@ from nanovllm.utils.loader import load_model
 from nanovllm.utils.refusals import cache_too_small
 from nanovllm.utils.tensor_parallel import TensorParallel
 
-CPU_KV_CACHE_BYTES = 2**30  # the cache on a CPU, unless num_kvcache_blocks says otherwise
-CPU_OPERATIONS_PER_MS = 2e8  # of matrix products, roughly
-MIN_MIXED_TOKENS = 64  # of a step that decodes and computes prompts, however slow the device is
+CPU_KV_CACHE_BYTES = 2**30  # of the cache on a CPU, unless num_kvcache_blocks is set
+CPU_OPERATIONS_PER_MS = 2e8  # of matmuls, roughly
+MIN_MIXED_TOKENS = 64  # the least `max_num_mixed_tokens`, however slow the device is
 
 
 class ModelRunner:
-    """Loads the model, owns the cache, and runs steps: each at once, from the tokens that sequences have on the host.
+    """Loads the model, owns the KV cache, and runs steps one at a time, from the tokens that are on the host.
 
-    Where steps overlap, or several ranks compute them, a subclass takes its place: see runners.py.
+    Subclasses overlap steps, or run them on several ranks: see runners.py.
     """
 
-    budget_name = "the budget on a CPU is"  # of the cache, in messages
+    budget_name = "the budget on a CPU is"  # in messages about the size of the cache
 
     def __init__(
         self,
@@ -46,11 +46,11 @@ class ModelRunner:
         lap: Callable[[str], None] = lambda part: None,
         tp: TensorParallel = TensorParallel(),
     ):
-        """`lap` is called with the name of each part of the start when that is over."""
+        """`lap(name)` is called at the end of each part of the start."""
         self.config = config
         self.tp = tp
         self.device = config.device_of(tp.rank)
-        self.sleepers: dict[str, Any] = {}  # what holds the memory that `sleep` gives back, by tag: see rollout/
+        self.sleepers: dict[str, Any] = {}  # owners of the memory that `sleep` frees, by tag: see rollout/
         with self.on_device():
             self._start(config, lap)
 
@@ -58,7 +58,7 @@ class ModelRunner:
         self.backend = backend_class(config.attention_backend)()
         self.model: Any = self._load_model()
         lap("weights")
-        self.cache_groups: dict[Any, list[nn.Module]] = {}  # by spec: see cache/state.py
+        self.cache_groups: dict[Any, list[nn.Module]] = {}  # layers by the spec of their cache: see cache/state.py
         for layer in self.model.modules():
             if hasattr(layer, "cache_spec"):
                 self.cache_groups.setdefault(layer.cache_spec(), []).append(layer)
@@ -67,7 +67,7 @@ class ModelRunner:
                 self.backend.set_head_shape(layer.num_heads // layer.num_kv_heads, layer.head_dim, config.dtype)
         if any(spec.of_states for spec in self.cache_groups):
             fit_states(self)
-        self.caches: dict[Any, list[torch.Tensor]] = {}  # the tensors of each group
+        self.caches: dict[Any, list[torch.Tensor]] = {}  # tensors by spec
         self.sampler = Sampler(self.tp, self.model.lm_head.first_id)
         model = config.model_config
         self.milliseconds_per_token = model.num_hidden_layers * model.layer_operations / CPU_OPERATIONS_PER_MS
@@ -75,14 +75,14 @@ class ModelRunner:
         self.make_tables()
         from_outside = [name for name, feature in FEATURES.items() if isinstance(feature.home, type)]
         self.add_features(from_outside)
-        self.edits_all_rows = bool(from_outside)  # also those of requests that ask for no feature
+        self.edits_all_rows = bool(from_outside)  # these features also edit logits of requests without features
         self.warm_up(lap)
 
     def make_tables(self) -> None:
-        """A subclass may keep on the device what it knows of each running request."""
+        """Allocate per-request tables on the device, in subclasses that have some."""
 
     def warm_up(self, lap: Callable[[str], None]) -> None:
-        """Size and allocate the cache, and whatever else the device needs before its first step."""
+        """Size and allocate the cache, and prepare the device for its first step."""
         config = self.config
         if config.num_kvcache_blocks is None:
             self.size_kv_cache(self.warmup_model())
@@ -93,27 +93,27 @@ class ModelRunner:
         self.capture_cudagraph()
 
     def warmup_model(self) -> int:
-        """The bytes for the cache. On CUDA the largest step is run, to see what it leaves."""
+        """The bytes for the cache. CUDA runs the largest step, to measure how much memory it leaves."""
         return self.cache_budget()
 
     def cache_budget(self) -> int:
-        """About as much as `warmup_model` will find, before that was measured."""
+        """An estimate of what `warmup_model` will return."""
         return CPU_KV_CACHE_BYTES
 
     def time_per_token(self) -> float:
-        """Milliseconds that a token of a prompt takes. CUDA measures it."""
+        """Milliseconds to compute one token of a prompt. CUDA measures it."""
         return self.milliseconds_per_token
 
     def capture_cudagraph(self) -> None:
-        """Only CUDA has graphs of steps."""
+        """Capture steps, on CUDA only."""
 
     def on_device(self) -> AbstractContextManager:
-        """Suspend the caller's autocast, which would change our dtypes; a subclass also makes the device current."""
+        """Suspend the caller's autocast, which would change dtypes. A subclass also makes the device current."""
         kind = self.device.type
         return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
     def size_kv_cache(self, available: int) -> None:
-        """Set how many cache blocks fit into `available` bytes. ValueError for too few."""
+        """Set `num_kvcache_blocks` to what fits into `available` bytes. ValueError if the longest sequence does not."""
         config, state_bytes = self.config, self.cache_bytes(num_blocks=0)
         block_bytes = self.cache_bytes(num_blocks=1) - state_bytes
         num_blocks = self.min_of_ranks((available - state_bytes) // block_bytes)
@@ -122,10 +122,10 @@ class ModelRunner:
         config.resolve(num_kvcache_blocks=num_blocks)
 
     def size_mixed_steps(self, milliseconds_per_token: float) -> None:
-        """Set how many tokens of prompts are computed within `max_mixed_step_ms`."""
+        """Set `max_num_mixed_tokens` to what takes `max_mixed_step_ms`."""
         num_fitting = int(self.config.max_mixed_step_ms / milliseconds_per_token)
         num_tokens = self.min_of_ranks(max(MIN_MIXED_TOKENS, num_fitting))  # all ranks capture the same graphs
-        # whole tiles of the matrix products, whose rows past the last token would be padding
+        # whole GEMM tiles: the rest of a tile would be padding
         self.config.resolve(max_num_mixed_tokens=num_tokens // 1024 * 1024 or num_tokens // 64 * 64)
 
     def min_of_ranks(self, number: int) -> int:
@@ -135,7 +135,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, step: ScheduledStep) -> PendingStep:
-        """Compute a step: a token for each of its `sampled_seqs`."""
+        """Compute a step, which samples a token for each of its `sampled_seqs`."""
         rows, self._sampled_seqs = step.rows, step.sampled_seqs
         with self.on_device(), self.few_threads(sum(end - start for _, start, end in rows)):
             arrays = self.start_features(step) if step.feature_names else {}
@@ -149,12 +149,12 @@ class ModelRunner:
                 if self.config.num_states:
                     get_context().state_rows = self.prepare_state_rows(step)
                 hidden_states = self.run_model(input_ids, positions)
-                x = self.sampler_input(hidden_states, positions, step)
+                sampler_input = self.sampler_input(hidden_states, positions, step)
             finally:
                 reset_context()
-            token_ids = self.sample(x, step.sampled_seqs)
-            output = ForwardOutput(token_ids, results=token_ids, hidden_states=hidden_states, sampler_input=x)
-            pending = {name: self.features[name].after_forward(found, output) for name, found in arrays.items()}
+            token_ids = self.sample(sampler_input, step.sampled_seqs)
+            output = ForwardOutput(token_ids, token_ids, hidden_states, sampler_input)
+            pending = {name: self.features[name].after_forward(x, output) for name, x in arrays.items()}
             return PendingStep(step, token_ids.cpu(), pending, lambda: None)
 
     def prepare_prefill(
@@ -162,7 +162,7 @@ class ModelRunner:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Set the context of a step with prompts, and return its token ids and positions, both [T] int32.
 
-        The first `num_decodes` rows are of sequences that decode. For a sequence by itself see `ScheduledSequence.of`.
+        The first `num_decodes` rows decode. A row may also be a Sequence: see `ScheduledSequence.of`.
         """
         rows = [x if isinstance(x, ScheduledSequence) else ScheduledSequence.of(x) for x in rows]
         block_size = self.config.kvcache_block_size
@@ -187,7 +187,7 @@ class ModelRunner:
         return self.int_tensor(input_ids), self.int_tensor(positions)
 
     def prepare_decode(self, rows: Iterable[ScheduledSequence | Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Set the context of a step in which each sequence decodes its last token, and return ids and positions [B]."""
+        """Set the context of a step that only decodes, and return its token ids and positions, both [B] int32."""
         rows = [x if isinstance(x, ScheduledSequence) else ScheduledSequence.of(x) for x in rows]
         block_size = self.config.kvcache_block_size
         input_ids, positions, slot_mapping, context_lens = [], [], [], []
@@ -208,12 +208,12 @@ class ModelRunner:
         return self.int_tensor(input_ids), self.int_tensor(positions)
 
     def prepare_block_tables(self, seqs: list[Sequence]) -> torch.Tensor:
-        """[B, W] int32: the ids of each sequence's cache blocks, and zeros after them."""
+        """[B, W] int32: each sequence's cache block ids, padded with zeros."""
         width = max(len(seq.block_table) for seq in seqs)
         return self.int_tensor([seq.block_table + [0] * (width - len(seq.block_table)) for seq in seqs])
 
     def prepare_state_rows(self, step: ScheduledStep) -> torch.Tensor:
-        """[2, B] int32: the states that each row of a step reads and writes, for layers that keep one."""
+        """[2, B] int32: which states each row of a step reads and writes, for layers that keep a state."""
         written = [seq.req_index for seq, _, _ in step.rows]
         return self.int_tensor([written[: step.num_decodes] + step.state_rows, written])
 
@@ -222,13 +222,13 @@ class ModelRunner:
         return torch.tensor(temperatures_of(seqs), dtype=torch.float32, device=self.device)
 
     def run_model(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Hidden states [T, hidden_size]; the cache then has the step's keys, values and token ids."""
-        # a slot of -1, which padding has in batches, is the last one: it belongs to no block
+        """Hidden states [T, hidden_size]. Also stores the step's keys, values and token ids in the cache."""
+        # padding has slot -1, the last one, which belongs to no block
         self.slot_token_ids[get_context().slot_mapping] = input_ids
         return self.model(input_ids, positions)
 
     def sampler_input(self, hidden_states: torch.Tensor, positions: torch.Tensor, step: ScheduledStep) -> SamplerInput:
-        """What belongs to the last token of each row that is sampled."""
+        """The sampler's input: the last token of each sampled row."""
         context, req_indices = get_context(), self.int_tensor([seq.req_index for seq in step.sampled_seqs])
         if not context.is_prefill:
             return SamplerInput(hidden_states, req_indices, positions, context.block_tables)
@@ -251,17 +251,16 @@ class ModelRunner:
         return logit_cutoffs(logits, rows)
 
     def sampling_rows(self, x: SamplerInput) -> SamplingRows:
-        """What edits of logits and filters know of the rows that are sampled in this step."""
+        """The data of this step's sampled rows for edits of logits and for filters."""
         params, scratch = self.int_tensor(params_rows(self._sampled_seqs)), torch.zeros_like(x.req_indices)
         return SamplingRows(params, x.req_indices, x.positions, x.block_tables, self._cached_token_ids, scratch)
 
     def int_tensor(self, values: Any) -> torch.Tensor:
-        """Numbers as int32 on this rank's device."""
         return torch.as_tensor(values, dtype=torch.int32, device=self.device)
 
     @contextmanager
     def few_threads(self, num_tokens: int) -> Iterator[None]:
-        """One thread for a small step: several would mostly wait for each other, all the more on busy cores."""
+        """Use one CPU thread for a small step, because several would mostly wait for each other."""
         num_threads = torch.get_num_threads()
         if num_tokens * self.milliseconds_per_token < 1:
             torch.set_num_threads(1)
@@ -271,29 +270,30 @@ class ModelRunner:
             torch.set_num_threads(num_threads)
 
     def copy_blocks(self, copies: np.ndarray) -> None:
-        """Copy cache blocks and states [2, C], for sequences that fork and for snapshots of states."""
+        """Copy cache blocks and states, for forks and for snapshots of states. `copies` [2, C]: from, to."""
         copy_blocks(copies, self._cached_token_ids, self.caches)
 
     # -- features ------------------------------------------------------------------------------------------------------
 
     def add_features(self, names: Collection[str]) -> None:
-        """Load features. They edit logits in the order of FEATURES."""
+        """Load features, and keep them in the order of FEATURES, in which they edit logits."""
         loaded = self.features | {name: FEATURES[name].load()(self) for name in names if name not in self.features}
         self.features = {name: loaded[name] for name in [*FEATURES] if name in loaded}
 
     def start_features(self, step: ScheduledStep) -> dict[str, Arrays]:
-        """Let features prepare their arrays for a step and take them; returns the arrays on the host."""
+        """Prepare the arrays of a step's features, upload them, and return them as they are on the host."""
         prepared = self.prepare_features(step)
         self.add_features(prepared)
-        arrays = {name: {key: np.asarray(x, np.int32) for key, x in found.items()} for name, found in prepared.items()}
-        for name, found in arrays.items():
-            self.features[name].upload({key: torch.from_numpy(x) for key, x in found.items()})
-        return arrays
+        host_arrays: dict[str, Arrays] = {}
+        for name, arrays in prepared.items():
+            host_arrays[name] = {key: np.asarray(x, np.int32) for key, x in arrays.items()}
+            self.features[name].upload({key: torch.from_numpy(x) for key, x in host_arrays[name].items()})
+        return host_arrays
 
     def prepare_features(self, step: ScheduledStep) -> dict[str, Arrays]:
-        """The arrays of the features that have some for a step, by name: the same order in every run."""
+        """The arrays of a step by feature, without features that need none; sorted, so that runs are repeatable."""
         prepared = {name: FEATURES[name].load().prepare(step) for name in sorted(step.feature_names)}
-        return {name: found for name, found in prepared.items() if found is not None}
+        return {name: arrays for name, arrays in prepared.items() if arrays is not None}
 
     # -- the cache -----------------------------------------------------------------------------------------------------
 
@@ -311,33 +311,34 @@ class ModelRunner:
         config = self.config.model_config
         with torch.device(self.device):
             model = make_model(config, self.config.max_model_len, self.tp)
-        # safetensors reads into tensors on the default device, whichever the caller has set
+        # safetensors reads into tensors on the default device, which the caller may have changed
         with nullcontext() if torch.empty(0).device.type == "cpu" else torch.device("cpu"):
             load_model(model, Path(self.config.model), self.device, self.config.load_format, self.tp.rank == 0)
         self.fuse_layers(model)
         return model.eval()
 
     def fuse_layers(self, model: nn.Module) -> None:
-        """A subclass may put fused forms in the place of plain layers."""
+        """Replace layers by fused ones, in subclasses that have some."""
 
     def allocate_kv_cache(self, num_blocks: int, num_layers: int | None = None) -> None:
-        """Allocate the tensors of each group of layers, of which each layer gets a part.
+        """Allocate the cache tensors of each group of layers, and give each layer its part.
 
-        With `num_layers=1` all layers of a group share one part, which is for steps whose results do not matter.
+        With `num_layers=1` all layers of a group share one part, for steps whose results do not matter.
         """
         for spec, layers in self.cache_groups.items():
-            # zeros: attention multiplies masked slots by 0, and a NaN in them would spread
+            # zeros, because attention multiplies masked slots by 0, and a NaN in them would spread
             tensors = spec.tensors(num_layers or len(layers), num_blocks, self.config)
             self.caches[spec] = [self.zeros(tensor) for tensor in tensors]
             for i, layer in enumerate(layers):
                 parts = [tensor[:, i % tensor.shape[1]] for tensor in self.caches[spec]]
                 layer.cache = spec.make(parts, self.config)
-        # by cache slot; tokens that are not stored write to one slot more
+        # token ids by cache slot; the extra slot is for padding
         num_slots = num_blocks * self.config.kvcache_block_size
         self.slot_token_ids = torch.zeros(num_slots + 1, dtype=torch.int32, device=self.device)
 
     def zeros(self, like: torch.Tensor) -> torch.Tensor:
-        """The shape and dtype of a tensor on the meta device. The system maps pages of NumPy's zeros on first use."""
+        """Zeros in the shape and dtype of a tensor on the meta device."""
+        # NumPy's zeros take no memory until they are used
         return torch.from_numpy(np.zeros(like.nbytes, np.uint8)).view(like.dtype).view(like.shape).to(self.device)
 
     def cache_bytes(self, num_blocks: int) -> int:
@@ -346,13 +347,13 @@ class ModelRunner:
         return sum(tensor.nbytes for tensor in tensors)
 
     def recover(self) -> None:
-        """Wait for the queued steps and drop their results. Never raises, as it is called after errors."""
+        """Wait for the queued steps and drop their results. Never raises, because it is called after errors."""
 
     def exit(self) -> None:
         """Free the device's memory."""
         for layer in (layer for layers in self.cache_groups.values() for layer in layers):
             layer.cache = None
-        for parameter in self.model.parameters():  # each refers to its loader, which refers to it
+        for parameter in self.model.parameters():  # a parameter and its loader refer to each other
             del parameter.weight_loader
         self.model = self.slot_token_ids = None
         self.cache_groups, self.caches, self.features, self.sleepers = {}, {}, {}, {}

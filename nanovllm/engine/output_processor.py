@@ -1,4 +1,4 @@
-"""From the result of a step to the outputs of requests."""
+"""Turns the result of a step into outputs of requests."""
 
 from collections.abc import Collection
 
@@ -11,16 +11,16 @@ from nanovllm.requests.request import Request
 
 
 class OutputProcessor:
-    """Turns what the scheduler has appended and ended into outputs, and hands these to the callers' collectors."""
+    """Makes outputs of new tokens and ended sequences, and puts them into the callers' collectors."""
 
     def __init__(self, scheduler: Scheduler):
         self.scheduler = scheduler
-        self.requests: dict[int, Request] = {}  # by id, those that have not ended
-        self.collectors: set[OutputCollector] = set()  # of those requests
+        self.requests: dict[int, Request] = {}  # requests that have not ended, by id
+        self.collectors: set[OutputCollector] = set()  # of these requests
 
     @property
     def wants_final_outputs_only(self) -> bool:
-        """Whether one caller alone waits, and for complete answers: then only the end of the last one matters."""
+        """Whether only one caller waits, for complete answers. Then only the time of the last answer matters."""
         return [collector.kind for collector in self.collectors] == [OutputKind.FINAL_ONLY]
 
     def add(self, requests: Collection[Request]) -> None:
@@ -33,7 +33,7 @@ class OutputProcessor:
             self.scheduler.add(*request.group)
 
     def process(self, step: ScheduledStep, result: StepResult, changed: Collection[Sequence]) -> None:
-        """Give callers what is new after a step: `changed` are the sequences that `Scheduler.postprocess` returns."""
+        """Give callers the new outputs of a step; `Scheduler.postprocess` returns the sequences that `changed`."""
         self._deliver(changed)
         num_prefilled = sum(step.chunk_lens)
         num_decoded = step.num_decodes if result.counts is None else sum(result.counts[: step.num_decodes])
@@ -41,7 +41,7 @@ class OutputProcessor:
             self._hand_over(collector, num_prefilled, num_decoded)
 
     def release_held(self) -> None:
-        """Let sequences go on that are held by a feature, if it is done with them."""
+        """Resume held sequences whose feature is done."""
         if not self.scheduler.held:
             return
         self._deliver(release(self.scheduler))
@@ -49,7 +49,7 @@ class OutputProcessor:
             self._hand_over(collector)
 
     def _deliver(self, seqs: Collection[Sequence]) -> None:
-        """Tell the requests of these sequences, which have got a token, have paused or have ended."""
+        """Tell requests that these sequences have new tokens, have paused or have ended."""
         changed: dict[int, Request] = {}
         for seq in seqs:
             request = self.requests[seq.request_id]
@@ -63,7 +63,7 @@ class OutputProcessor:
                 self._finish(request)
 
     def abort(self, request_id: int) -> None:
-        """End a request, if it has not ended, with the tokens that it has."""
+        """End a request that has not ended, with the tokens that it has."""
         if (request := self.requests.get(request_id)) is not None:
             for seq in self.scheduler.abort(request_id):
                 request.deliver(seq)
@@ -71,7 +71,7 @@ class OutputProcessor:
             self._hand_over(request.collector)
 
     def discard(self, request_ids: Collection[int]) -> None:
-        """End requests whose caller has stopped waiting: no output is made."""
+        """End requests without an output, because their caller has stopped waiting."""
         for request_id in request_ids:
             if (request := self.requests.get(request_id)) is not None:
                 self.scheduler.abort(request_id)
@@ -79,12 +79,12 @@ class OutputProcessor:
                 self._hand_over(request.collector)
 
     def reset(self) -> None:
-        """Forget all requests and sequences, without an output. The EngineThread tells their collectors."""
+        """Forget all requests and sequences, without outputs. The EngineThread tells the collectors."""
         self.requests.clear()
         self.scheduler.reset()
 
     def _finish(self, request: Request) -> None:
-        """Hand over the output of a request whose last sequence has ended, and forget the request."""
+        """Hand over the output of a request that has ended, and forget the request."""
         if request.kind is not OutputKind.DELTA:
             request.collector.new.finished.append(request.output())
         self._forget(request)

@@ -1,6 +1,6 @@
-"""What callers get from the engine: records of requests and streams, and where these wait until a caller takes them.
+"""The outputs that callers get, and the collectors in which outputs wait for their caller.
 
-Records are frozen. Their lists belong to the caller: the engine neither changes nor reads them afterwards.
+Output records are frozen. Their lists belong to the caller: the engine neither changes nor reads them afterwards.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,17 +14,17 @@ from typing import Any, ClassVar, NamedTuple
 
 
 class OutputKind(Enum):
-    """What a caller gets of its requests."""
+    """Which outputs a caller gets."""
 
     FINAL_ONLY = auto()  # one output when a request has ended
-    DELTA = auto()  # an event for every piece of an answer
+    DELTA = auto()  # an event for each new piece of an answer
     TOKENS = auto()  # every token id, and one output when a request has ended
 
 
 class Record(Mapping):
-    """Base of frozen dataclasses that are also mappings: a field can be read as an attribute or by key.
+    """Base of frozen dataclasses whose fields can be read as attributes or by key.
 
-    Subclasses have `eq=False` to keep the equality of mappings: a record equals a dict with the same items.
+    Subclasses set `eq=False`, so that a record equals a dict with the same items.
     """
 
     __slots__ = ()
@@ -43,7 +43,7 @@ class Record(Mapping):
 
 
 class Logprob(NamedTuple):
-    """The log-probability of a token, its rank (1 is the most likely), and its text (None if `detokenize` is off)."""
+    """A token's log-probability, rank (1 is the most likely) and text (None if `detokenize` is off)."""
 
     logprob: float
     rank: int
@@ -60,8 +60,8 @@ class CompletionOutput(Record):
     logprobs: for each token a dict from token id to Logprob: the token itself first, then the most likely ones. None
         unless the request has `logprobs`.
     finish_reason: "stop", "length", "abort", or "error" if `structured_outputs` allows no next token.
-    stop_reason: the stop string or id that ended the answer, or the message of an "error". None for "length", "abort",
-        and the tokenizer's end-of-sequence id; other end-of-sequence ids of the model are given.
+    stop_reason: the stop string or id that ended the answer, or the message of an "error". None for "length", "abort"
+        and the tokenizer's end-of-sequence id; the model's other end-of-sequence ids are reported.
     """
 
     index: int
@@ -75,9 +75,9 @@ class CompletionOutput(Record):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestMetrics(Record):
-    """Times in seconds since the epoch; None if the request was aborted before that.
+    """Times in seconds since the epoch; None if the request was aborted before that event.
 
-    Of several answers, the first to be scheduled and to have a token counts, and the last to finish.
+    With several answers: when the first one was scheduled and got a token, and when the last one finished.
     """
 
     arrival_time: float
@@ -93,9 +93,9 @@ class RequestMetrics(Record):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestOutput(Record):
-    """The answers to one request. Those of the first answer can be read here too: `output.text` or `output["text"]`.
+    """The answers to one request. Fields of the first answer can be read here too: `output.text` or `output["text"]`.
 
-    prompt: the text of the prompt, the chat template applied; None if only token ids were passed.
+    prompt: the text of the prompt, after the chat template; None if only token ids were passed.
     outputs: the `n` answers.
     num_cached_tokens: how many tokens of the prompt were found in the prefix cache.
     prompt_logprobs: for each token of the prompt, as in `CompletionOutput.logprobs`; None for the first token.
@@ -148,10 +148,10 @@ class RequestOutput(Record):
 
 @dataclass(slots=True)
 class StepOutput:
-    """What arrived for one caller since it last asked, in one step or in several.
+    """New outputs for one caller, of one or more steps.
 
-    As in `outputs, num_tokens = llm.step()` it is a pair: (request id, token ids) of each request that ended, and the
-    number of tokens of prompts or, if there were none, minus that of decoded tokens.
+    It unpacks into a pair, as in `outputs, num_tokens = llm.step()`: (request id, token ids) of each request that
+    ended, and the number of prompt tokens, or minus the number of decoded tokens if there were no prompt tokens.
 
     finished: the outputs of the requests that ended.
     new_tokens: (request id, token id) of every new token, in the order of arrival; only for callers of `step`.
@@ -185,23 +185,23 @@ class StepOutput:
 
 
 class OutputCollector:
-    """What has arrived for one caller. The engine's thread puts it in, and the caller's thread takes it out.
+    """The outputs that wait for one caller. The engine's thread puts them in, and the caller's thread takes them out.
 
-    There is no lock that a signal handler could find taken: each side uses operations that are atomic in Python.
+    Both sides use atomic operations instead of a lock, which a signal handler could find taken.
     """
 
     def __init__(self, kind: OutputKind, max_steps_ahead: float = inf, max_seconds: float = inf):
-        """max_steps_ahead: while the outputs of this many steps are unread, the engine makes no step for this caller.
-        max_seconds: without any output, the caller is told this often what the steps have computed.
+        """max_steps_ahead: while the outputs of this many steps are unread, the engine runs no step for this caller.
+        max_seconds: without outputs, the caller gets the numbers of computed tokens this often.
         """
         self.kind = kind
         self.max_steps_ahead = max_steps_ahead
         self.max_seconds = max_seconds
         self.live: set[int] = set()  # ids of the requests that have not ended
         self.new = StepOutput()  # of the current step; for the engine's thread only
-        self._ended: set[int] = set()  # those of `live` that ended in it
+        self._ended: set[int] = set()  # ids in `live` that ended in the current step
         self._outputs: SimpleQueue[StepOutput | RuntimeError] = SimpleQueue()
-        self.error: RuntimeError | None = None  # taken from the queue, and not raised yet
+        self.error: RuntimeError | None = None  # taken from the queue, but not raised yet
         self._last_flush = 0.0
 
     @property
@@ -220,18 +220,18 @@ class OutputCollector:
         self._ended.add(request_id)
 
     def put(self, num_prefill_tokens: int = 0, num_decode_tokens: int = 0) -> None:
-        """Hand over what a step has brought. The numbers of tokens of steps that brought nothing are added up."""
+        """Hand over the outputs of a step. Token counts of steps without outputs are added up."""
         new = self.new
         new.num_prefill_tokens += num_prefill_tokens
         new.num_decode_tokens += num_decode_tokens
         if new.has_outputs or perf_counter() > self._last_flush + self.max_seconds:
             self.flush()
-        # last: a thread that sees no live request expects no further output
+        # last, because a thread that sees no live request expects no further output
         self.live.difference_update(self._ended)
         self._ended.clear()
 
     def flush(self) -> None:
-        """Hand over what there is."""
+        """Hand over the outputs so far, even if there are none."""
         output, self.new = self.new, StepOutput()
         self._last_flush = perf_counter()
         self._outputs.put(output)
@@ -246,10 +246,7 @@ class OutputCollector:
     # -- for the caller's thread ---------------------------------------------------------------------------------------
 
     def take(self) -> StepOutput:
-        """All outputs since the last call; waits until there is at least one, or raises the error that came instead.
-
-        After an error, first the outputs that came before it are returned.
-        """
+        """Wait for outputs, and return all since the last call. An error is raised after the outputs before it."""
         taken = StepOutput()
         self.take_into(taken, wait=True)
         if self.error is not None and not taken.has_outputs:
@@ -258,7 +255,7 @@ class OutputCollector:
         return taken
 
     def take_into(self, taken: StepOutput, wait: bool = False) -> None:
-        """Add all outputs since the last call, up to an error, which is kept in `error`."""
+        """Add all outputs since the last call to `taken`, up to an error, which is kept in `error`."""
         with suppress(Empty):
             while self.error is None:
                 output = self._outputs.get(wait)

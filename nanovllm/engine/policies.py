@@ -1,4 +1,4 @@
-"""Other orders than first come, first served: by priority, and a user's own, whose keys are checked."""
+"""Scheduling policies other than first come, first served: by priority, or a user's policy with checked keys."""
 
 from contextlib import suppress
 from pkgutil import resolve_name
@@ -21,31 +21,31 @@ class CheckedPolicy(SchedulingPolicy):
 
     def __init__(self, policy: Any):
         self._policy = policy
-        self._last_key: Any = None  # the last one that was accepted
+        self._last_key: Any = None  # the last accepted key
 
     def priority_key(self, seq: Sequence) -> Any:
-        """TypeError for a key that can't be ordered with those before it."""
+        """TypeError for a key that can't be compared with the previous one."""
         key = self._policy.priority_key(seq)
-        other = key if self._last_key is None else self._last_key
-        if not _are_ordered(key, other):
+        known_key = key if self._last_key is None else self._last_key
+        if not _are_ordered(key, known_key):
             name = type(self._policy).__name__
             raise TypeError(
                 f"scheduling_policy: priority_key of {name} returned {key!r:.80}, which must be less than, "
-                f"equal to or greater than other keys, as {other!r:.80}"
+                f"equal to or greater than other keys, such as {known_key!r:.80}"
             )
         self._last_key = key
         return key
 
 
 def _are_ordered(a: Any, b: Any) -> bool:
-    """False for None, for NaN, for sets of which none contains the other, and for a number and a string."""
+    """False for keys such as None, NaN, a number and a string, or sets of which none contains the other."""
     with suppress(Exception):  # the operators of a user's class may raise anything
         return bool(a < b or b < a or a == b)
     return False
 
 
 def make_policy(policy: Any) -> SchedulingPolicy:
-    """The policy of a setting `scheduling_policy`: that of a name, or one that checks the keys of an object."""
+    """The policy for the setting `scheduling_policy`, which is a name or a user's object."""
     if isinstance(policy, str):
         return resolve_name(POLICIES[policy])()
     return policy if type(policy) in (FCFS, Priority) else CheckedPolicy(policy)

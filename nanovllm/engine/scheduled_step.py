@@ -1,4 +1,4 @@
-"""What the scheduler decides, the rows of one step, and what comes of it."""
+"""One step: the rows that the scheduler chose, and their result."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from nanovllm.engine.sequence import Sequence
 
 
 class ScheduledSequence(NamedTuple):
-    """A row of a step, which computes the tokens `start:end` of `seq`."""
+    """A row of a step: it computes the tokens `start:end` of `seq`."""
 
     seq: Sequence
     start: int
@@ -17,7 +17,7 @@ class ScheduledSequence(NamedTuple):
 
     @classmethod
     def of(cls, seq: Sequence) -> "ScheduledSequence":
-        """The last row that was scheduled of a sequence; of one that was never scheduled, all that is not cached."""
+        """The last scheduled row of a sequence. If it was never scheduled: all tokens that are not cached."""
         if seq.num_scheduled_tokens:
             return cls(seq, seq.num_computed_tokens - seq.num_scheduled_tokens, seq.num_computed_tokens)
         return cls(seq, seq.num_cached_tokens, len(seq.token_ids))
@@ -27,18 +27,17 @@ class ScheduledSequence(NamedTuple):
 class ScheduledStep:
     """One step: first the rows of sequences that decode one token, then chunks of prompts.
 
-    Sequences only get several tokens with `speculative_config`: read `tokens_per_row` as 1 at first, here and
-    elsewhere.
+    `tokens_per_row` is 1 without `speculative_config`; read it as 1 at first, here and elsewhere.
 
-    decodes: the rows of the sequences that decode, with an upper bound of `end` where they have drafts.
-    new_blocks: (index into `decodes`, column of its block table, block id) of the blocks that they have got.
-    chunks: the rows that compute a prompt, or a part of one. A preempted sequence's generated tokens are among them.
-    state_rows: the state that each chunk begins with, which layers without a state do not read; see cache/state.py.
-    sampled_seqs: the sequences that get a token from this step, those that decode first.
-    sampled_rows: the row from which each of them gets it, in ascending order; answers to one prompt share a row.
-    feature_names: of the features with work on the host in this step.
-    copies: (from, to) of cache blocks, and of states, that are copied before the step's keys and values are stored.
-    tokens_per_row: the largest of `num_reserved`, or 1: a row is so wide, for a token and drafts of those after it.
+    decodes: the rows of the sequences that decode. With drafts, `end` is an upper bound.
+    new_blocks: (index into `decodes`, column in the block table, block id) of each block that these sequences got.
+    chunks: the rows that compute a prompt or a part of it. After a preemption this includes generated tokens.
+    state_rows: the state with which each chunk begins; only layers that keep a state read it: see cache/state.py.
+    sampled_seqs: the sequences that get a token from this step, decodes first.
+    sampled_rows: the row that each of them is sampled from, ascending; answers to one prompt share a row.
+    feature_names: the features with work on the host in this step.
+    copies: (from, to) of cache blocks and states, copied before the step stores keys and values.
+    tokens_per_row: the largest of `num_reserved`, at least 1: the width of a decode row.
     scheduled_at: when its scheduling began, in seconds of `time.perf_counter`.
     """
 
@@ -59,17 +58,17 @@ class ScheduledStep:
 
     @property
     def req_indices(self) -> list[int]:
-        """Of the sequences that decode."""
+        """The request indices of the sequences that decode."""
         return [seq.req_index for seq, _, _ in self.decodes]
 
     @property
     def num_reserved(self) -> list[int]:
-        """How many tokens each of them may get, at most `tokens_per_row`."""
+        """How many tokens each of these sequences may get, at most `tokens_per_row`."""
         return [end - start for _, start, end in self.decodes]
 
     @property
     def watched(self) -> list[int]:
-        """The indices of `sampled_seqs` whose every token a feature or a caller looks at."""
+        """The indices in `sampled_seqs` of the sequences that are watched."""
         return [i for i, seq in enumerate(self.sampled_seqs) if seq.is_watched]
 
     @property
@@ -78,44 +77,44 @@ class ScheduledStep:
 
     @property
     def new_seqs(self) -> list[Sequence]:
-        """The sequences that get their first token since they were admitted."""
+        """The sequences that get their first token since admission."""
         return self.sampled_seqs[self.num_decodes :]
 
     @property
     def rows(self) -> list[ScheduledSequence]:
-        """All rows: those that decode, then the chunks."""
+        """All rows: decodes, then chunks."""
         return [*self.decodes, *self.chunks]
 
     def __iter__(self) -> Iterator[Any]:
-        """`seqs, is_prefill = scheduler.schedule()`: the sequences, and whether tokens of prompts are computed."""
+        """`seqs, is_prefill = scheduler.schedule()`: the sequences, and whether there are chunks of prompts."""
         yield [seq for seq, _, _ in self.rows]
         yield bool(self.chunks)
 
     @property
     def kind(self) -> str:
-        """What is computed: "decode" (of running sequences alone), "prefill" (chunks of prompts alone) or "mixed"."""
+        """Either "decode" (no chunks), "prefill" (only chunks) or "mixed"."""
         if not self.chunks:
             return "decode"
         return "mixed" if self.num_decodes else "prefill"
 
     def decode(self, rows: list[ScheduledSequence]) -> None:
-        """These sequences decode. To be called before there are chunks."""
+        """Set the rows that decode. To be called before chunks are added."""
         self.decodes, self.sampled_rows = rows, [*range(len(rows))]
         self.sampled_seqs = [seq for seq, _, _ in rows]
         self.tokens_per_row = max((end - start for _, start, end in rows), default=1)
 
     def add_sampled(self, seq: Sequence) -> None:
-        """`seq` gets a token from the last chunk so far."""
+        """Sample a token of `seq` from the last chunk so far."""
         self.sampled_seqs.append(seq)
         self.sampled_rows.append(self.num_decodes + len(self.chunks) - 1)
 
 
 class StepResult(NamedTuple):
-    """The outcome of a step on the host.
+    """The result of a step on the host.
 
-    token_ids: `tokens_per_row` for each of the step's `sampled_seqs`.
+    token_ids: `tokens_per_row` ids for each of the step's `sampled_seqs`.
     feature_results: what features have computed, by their names.
-    counts: how many of its tokens each sequence gets; the first, if there is only one.
+    counts: how many of these ids each sequence gets; None: each gets one.
     """
 
     token_ids: list[int]

@@ -1,4 +1,4 @@
-"""Which sequences run in the next step, and in which blocks; what they get from it, and which of them end."""
+"""The scheduler: chooses the sequences of each step, appends their tokens, and ends sequences."""
 
 from collections import Counter, deque
 from collections.abc import Collection
@@ -17,55 +17,52 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 if TYPE_CHECKING:
     from nanovllm.config import Config
 
-MAX_COUNTED_PROMPTS = 64  # of those that wait, when their tokens are counted
+MAX_COUNTED_PROMPTS = 64  # how many waiting prompts are counted to size a mixed step
 
 
 class Scheduler:
-    """Continuous batching with mixed steps: each running sequence decodes a token, beside chunks of prompts.
+    """Continuous batching with mixed steps: running sequences decode a token each, next to chunks of prompts.
 
-    A sequence with drafts decodes these too, in the same row.
+    Prompts are computed in `Sequence.order`, within the step's TokenBudget. A full engine admits new sequences in
+    groups: see AdmissionPause. `schedule` may be called once more before the tokens of the last step have arrived; it
+    then leaves out sequences that wait for their tokens. A sequence with drafts decodes them too, in the same row.
 
-    Prompts are computed in their `Sequence.order`, as far as the step's TokenBudget goes. A full engine
-    admits new sequences in groups: see AdmissionPause. `schedule` may be called again before the last step's tokens
-    have arrived, but only once; sequences that wait for their tokens are then left out.
-
-    The answers to one prompt (`Sequence.group`) are queued together. The first is admitted when all of them fit, or
-    nothing else runs. Those that fit are sampled in the step that computes the prompt, the rest find it in the cache.
+    The answers to one prompt (`Sequence.group`) are queued together. The first one is admitted when all of them fit, or
+    nothing else runs. Answers that fit share the computed prompt; the others find it in the prefix cache later.
     """
 
     def __init__(self, config: "Config", block_manager: BlockManager | None = None):
-        """`config` is a Config that is resolved; `block_manager` takes the place of a plain one."""
-        self.eos = config.eos  # the tokenizer's own, which is not reported as a stop reason
+        """`config` must be resolved; `block_manager` replaces the plain BlockManager."""
+        self.eos = config.eos  # the tokenizer's end-of-sequence id, which is not reported as a stop reason
         self.eos_token_ids: frozenset[int] = config.model_config.eos_token_ids
         self.block_manager = block_manager or BlockManager(
             config.num_kvcache_blocks or 0, config.kvcache_block_size, config.enable_prefix_caching
         )
         self.max_num_seqs = config.max_num_seqs
         self.budget = TokenBudget(config.max_num_batched_tokens)
-        # of steps in which sequences decode too
         num_mixed = min(config.max_num_mixed_tokens or inf, config.max_num_batched_tokens)
         self.mixed_budget = TokenBudget(num_mixed, config.model_config.context_of_equal_cost)
         self.num_preemptions = 0
         self.totals: Counter[str] = Counter()
-        self.held: dict[Sequence, None] = {}  # held until what they await is done
+        self.held: dict[Sequence, None] = {}  # sequences that await a feature: see awaiting.py
         self.reset()
 
     def reset(self) -> None:
-        """Forget all sequences, and the contents of all blocks: at the start, after an error, and at the end."""
+        """Forget all sequences and the contents of all blocks: at the start, after an error, and at the end."""
         self.block_manager.reset()
         for seq in self.held:
             seq.awaited.cancel()
-        self.live: dict[int, dict[int, Sequence]] = {}  # by request id and index: all that have not ended
-        self.waiting = WaitingQueue()  # these hold no blocks
-        self.prefilling: dict[tuple[int, int], Sequence] = {}  # these hold blocks, and their prompt is being computed
-        self.running: dict[tuple[int, int], Sequence] = {}  # these decode, or have got a token and pause
+        self.live: dict[int, dict[int, Sequence]] = {}  # all that have not ended, by request id and index
+        self.waiting = WaitingQueue()  # sequences without blocks
+        self.prefilling: dict[tuple[int, int], Sequence] = {}  # with blocks; their prompts are being computed
+        self.running: dict[tuple[int, int], Sequence] = {}  # with blocks; they decode, or pause after a token
         self.held.clear()
         self.admission = AdmissionPause()
         self.free_req_indices = self.block_manager.req_indices(self.max_num_seqs)
 
     def add(self, *group: Sequence) -> None:
         """Queue the answers to one prompt."""
-        if not self.waiting:  # the last one that did not fit was admitted or aborted
+        if not self.waiting:  # the sequence that paused admission was admitted or aborted
             self.admission.resume()
         for seq in group:
             seq.block_size = self.block_manager.block_size
@@ -77,15 +74,14 @@ class Scheduler:
         return not self.live
 
     def schedule(self, prompts_first: bool = False) -> ScheduledStep | None:
-        """The next step, or None if there is nothing to compute, or all that run wait for tokens in flight.
+        """The next step; None if there is nothing to compute, or all running sequences wait for tokens in flight.
 
+        prompts_first: do not decode while prompts can be computed, because that takes less time in total.
         RuntimeError if the number of cache blocks is not known yet.
-
-        prompts_first: do not decode while prompts can be computed, as that takes less time in all.
         """
         if not self.block_manager.num_blocks:
             raise RuntimeError("num_kvcache_blocks is not known: make a ModelRunner with this Config first, or set it")
-        # what earlier steps have left to copy; forks of this step copy in the next one, when the contents are complete
+        # of earlier steps; forks of this step are copied in the next one, when their contents are complete
         copies = self.block_manager.take_copies()
         step = ScheduledStep()
         if prompts_first:
@@ -104,14 +100,14 @@ class Scheduler:
             self.block_manager.copies = copies
             return None
         watched = [seq for seq in step.sampled_seqs if seq.is_watched]
-        with_features = *watched, *(x.seq for x in step.chunks), *step.new_seqs
-        step.feature_names = {name for seq in with_features for name in seq.feature_state}
+        seqs = *watched, *(x.seq for x in step.chunks), *step.new_seqs  # features have host work only for these
+        step.feature_names = {name for seq in seqs for name in seq.feature_state}
         step.copies = [(source, target) for target, source in copies.items()]
         self.totals[f"{step.kind}_steps"] += 1
         return step
 
     def _schedule_decodes(self, step: ScheduledStep) -> None:
-        """Decode all that can. Sequences are preempted, the last in order first, until the others have blocks."""
+        """Decode all ready sequences. Preempt sequences, the last in order first, until the others have blocks."""
         rows = self._ready()
         while len(growing := self._without_slot(rows)) > len(self.block_manager.free_block_ids):
             self.preempt(max((*self.running.values(), *self.prefilling.values()), key=attrgetter("order")))
@@ -126,10 +122,10 @@ class Scheduler:
         step.decode(rows)
 
     def _ready(self) -> list[ScheduledSequence]:
-        """A row for each running sequence with a token to decode, with room for its drafts.
+        """A row for each running sequence that can decode, for its next token and its drafts.
 
-        Attention to the longest starts first, so that the shorter ones fill the gaps at the end. Of equal ones, the one
-        that has decoded for longer comes first.
+        The longest contexts come first: their attention starts first, and shorter ones fill the gaps at the end. Of
+        equally long sequences, the one that began to decode first comes first.
         """
         ready = [
             seq for seq in self.running.values() if seq.num_tokens < seq.token_limit and not seq.pauses_after_token
@@ -141,12 +137,12 @@ class Scheduler:
         ]
 
     def _without_slot(self, rows: list[ScheduledSequence]) -> list[int]:
-        """The indices of those rows whose sequences need another block."""
+        """The indices of the rows whose sequences need another block."""
         block_size = self.block_manager.block_size
         return [i for i, (seq, _, end) in enumerate(rows) if len(seq.block_table) * block_size < end]
 
     def schedule_chunks(self, step: ScheduledStep, is_mixed: bool = False) -> None:
-        """Schedule chunks of the prompts that are being computed, and of those that can be admitted, in order."""
+        """Schedule chunks of prompts: prompts in progress and new ones that can be admitted, in order."""
         budget = self.budget
         if is_mixed:
             seqs = (*self.prefilling.values(), *islice(self.waiting, MAX_COUNTED_PROMPTS))
@@ -163,7 +159,7 @@ class Scheduler:
             elif self._admit(first):
                 seq = first
             else:
-                can_admit = False  # nor can one behind it be admitted
+                can_admit = False  # nor any sequence after it
                 continue
             others_wait = bool(started) or (can_admit and len(self.waiting) > 0)
             end = budget.chunk_end(seq.num_computed_tokens, seq.num_tokens, others_wait)
@@ -184,20 +180,20 @@ class Scheduler:
                 forks.start_others(self, seq, step)
 
     def start_decoding(self, seq: Sequence, step: ScheduledStep) -> None:
-        """The prompt of `seq` is computed: it gets a token from the last row of the step, and decodes from now on."""
+        """Sample a token of `seq` from the last row of the step, which completes its prompt, and decode from now on."""
         self.prefilling.pop(seq.key, None)
         self.running[seq.key] = seq
         step.add_sampled(seq)
         seq.num_tokens += 1
 
     def _admit(self, seq: Sequence) -> bool:
-        """Give the first of the queue its blocks, if it is time for that and they are there."""
+        """Admit the first waiting sequence if admission is not paused and there are blocks for it. Returns whether."""
         num_running = len(self.running) + len(self.prefilling)
         if not self.admission.may_admit(num_running) or len(seq.token_ids) < seq.num_tokens:  # its token is in flight
             return False
         is_new_group = num_running and seq is seq.group[0] and not seq.has_sampled
         num_others = num_running + (len(seq.group) - 1 if is_new_group else 0)
-        # with a block in reserve for each of the others, all can grow once before one has to be preempted
+        # a spare block for each other sequence: all can grow once before one has to be preempted
         if num_others >= self.max_num_seqs or not self.block_manager.can_allocate(seq, num_spare=num_others):
             self.admission.pause(num_running)
             return False
@@ -218,7 +214,7 @@ class Scheduler:
         seq.record_time("scheduled")
 
     def preempt(self, seq: Sequence) -> None:
-        """Free the blocks of a running sequence and queue it again, to be recomputed from the tokens it has."""
+        """Free the blocks of a running sequence, and queue it again. Its tokens are recomputed later."""
         self.release(seq)
         seq.status = SequenceStatus.WAITING
         seq.limit_tokens()
@@ -227,25 +223,23 @@ class Scheduler:
         self.num_preemptions += 1
 
     def postprocess(self, step: ScheduledStep, result: StepResult) -> Collection[Sequence]:
-        """Append the tokens of a step, let features look at them, and end sequences.
+        """Append the tokens of a step, pass them to features, and end sequences.
 
-        Only a beam search appends tokens of its own choice: see engine/forks.py.
-
-        Returns the watched sequences that have got a token, and all that have ended.
+        Returns the watched sequences that got a token, and all that ended. Only beam search appends tokens elsewhere.
         """
         arrived, ends = self.append_tokens(step.sampled_seqs, result.token_ids)
         return self.run_features(step, result, arrived, ends)
 
     def append_tokens(self, seqs: list[Sequence], token_ids: list[int]) -> tuple[dict[int, Sequence], Ends]:
-        """Append its token to each sequence that still lives, or hold the sequence, if it pauses.
+        """Append each token to its sequence, unless the sequence has ended. Hold a sequence that pauses instead.
 
-        Returns the watched ones of these, by index, and those that end by the token or by their length.
+        Returns the watched sequences by index, and the sequences that end by this token or by their length.
         """
         arrived, ends, num_late = dict[int, Sequence](), Ends(), 0
         block_size = self.block_manager.block_size
         for i, (seq, token_id) in enumerate(zip(seqs, token_ids, strict=True)):
             if seq.finish_reason is not None:
-                num_late += 1  # it ended while this token was in flight, which is not part of the answer
+                num_late += 1  # it ended while this token was in flight; the token is not part of the answer
                 continue
             if "first_token" not in seq.timing:
                 seq.record_time("first_token")
@@ -255,7 +249,7 @@ class Scheduler:
                 forks.hold(self, seq)
                 continue
             seq.append_token(token_id)
-            if len(seq.token_ids) % block_size <= 1:  # this token, or the one before it, was the last of a block
+            if len(seq.token_ids) % block_size <= 1:  # this token or the previous one filled a block
                 self.block_manager.hash_blocks(seq, seq.num_computed_tokens)
             if reasons := seq.finish_reasons(self.eos_token_ids, self.eos):
                 ends[seq] = reasons
@@ -265,8 +259,8 @@ class Scheduler:
     def run_features(
         self, step: ScheduledStep, result: StepResult, arrived: dict[int, Sequence], ends: Ends
     ) -> Collection[Sequence]:
-        """Let features look at the tokens that have `arrived`, as `StepFeature.after_step` says, and end sequences."""
-        for name in [*FEATURES]:  # another thread may register one meanwhile
+        """Call `after_step` of the step's features with the sequences that have `arrived`, and end sequences."""
+        for name in [*FEATURES]:  # a copy, because another thread may register a feature
             if name in step.feature_names:
                 FEATURES[name].load().after_step(step, arrived, ends, result.feature_results.get(name))
         for seq, reasons in ends.items():
@@ -280,7 +274,8 @@ class Scheduler:
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence, in any state. Nothing else ends one.
 
-        A step in flight may still write to its blocks. Whoever gets these writes later: the device keeps the order.
+        A step in flight may still write to its blocks. The next owner of the blocks writes later, because the device
+        runs steps in order.
         """
         self.waiting.discard(seq)
         self.held.pop(seq, None)
@@ -297,7 +292,7 @@ class Scheduler:
             del self.live[seq.request_id]
 
     def abort(self, request_id: int) -> list[Sequence]:
-        """End what is left of a request, and return it."""
+        """End the sequences of a request that have not ended, and return them."""
         seqs = [*self.live.get(request_id, {}).values()]
         for seq in seqs:
             self.finish(seq, "abort")

@@ -1,6 +1,6 @@
-"""What a scheduler goes by: who is served first, who is admitted, and how many tokens of prompts a step computes.
+"""Rules of the scheduler: who is served first, who is admitted, and how many tokens of prompts a step computes.
 
-policies.py has other policies than first come, first served.
+policies.py has more policies than first come, first served.
 """
 
 from bisect import bisect_left, insort
@@ -11,23 +11,23 @@ from typing import Any, NamedTuple
 
 from nanovllm.engine.sequence import Sequence
 
-MIN_SHARED_CHUNK = 32  # tokens; less is not worth a chunk of its own
+MIN_SHARED_CHUNK = 32  # tokens; less is not worth a separate chunk
 MAX_STEPS_WITHOUT_ADMISSION = 32
 
 
 class SchedulingPolicy:
     """Orders sequences. Subclass it for another order, and pass an instance as the setting `scheduling_policy`.
 
-    The sequence with the least `priority_key` gets its prompt computed first. When cache blocks run out, the sequence
-    with the greatest is preempted first. Of equal ones, the one whose request was added first comes first.
+    The prompt of the sequence with the smallest `priority_key` is computed first. When cache blocks run out, the
+    sequence with the largest key is preempted first. Sequences with equal keys are served in the order of arrival.
     """
 
     def priority_key(self, seq: Sequence) -> Any:
-        """A key of `seq`: a number, or anything else that can be compared with the keys of other sequences.
+        """A key of `seq`: a number, or anything that can be compared with the keys of other sequences.
 
-        It is called once for each request, with the first of its answers, before the request is queued and in the
-        thread that adds it, which gets any error. Useful attributes of `seq` are `num_prompt_tokens`, `max_num_tokens`
-        (prompt and output together), `priority`, `params`, and `arrival` in seconds of `time.perf_counter`.
+        Called once per request, with its first answer, before the request is queued. The thread that adds the request
+        calls it and gets any error. Useful attributes of `seq` are `num_prompt_tokens`, `max_num_tokens` (prompt and
+        output together), `priority`, `params`, and `arrival` in seconds of `time.perf_counter`.
         """
         raise NotImplementedError
 
@@ -40,7 +40,7 @@ class FCFS(SchedulingPolicy):
 
 
 class WaitingQueue:
-    """Sequences in `order`, the first to be served first. It is a sorted list: a binary search finds a sequence."""
+    """Sequences sorted by `order`, the next to be served first. A binary search finds a sequence."""
 
     def __init__(self) -> None:
         self._seqs: list[Sequence] = []
@@ -64,7 +64,7 @@ class WaitingQueue:
         return self._seqs[index]
 
     def discard(self, seq: Sequence) -> None:
-        """Remove a sequence, if it is there."""
+        """Remove a sequence if it is in the queue."""
         i = bisect_left(self._seqs, seq.order, key=attrgetter("order"))
         if i < len(self._seqs) and self._seqs[i] is seq:
             del self._seqs[i]
@@ -73,62 +73,64 @@ class WaitingQueue:
 class AdmissionPause:
     """Admission with hysteresis: once the engine is full, sequences are admitted in groups.
 
-    A mixed step for each sequence that ends would hold up all others. So the first sequence that does not fit pauses
-    admission until a sixteenth of the running ones have ended, or for MAX_STEPS_WITHOUT_ADMISSION steps.
+    If every sequence that ends were replaced at once, most steps would be mixed steps, which delay all others. So the
+    first sequence that does not fit pauses admission, until a sixteenth of the running sequences have ended or
+    MAX_STEPS_WITHOUT_ADMISSION steps have passed.
     """
 
     def __init__(self) -> None:
-        self._max_running: int | None = None  # admission is paused while more than this run
+        self._max_running: int | None = None  # admission is paused while more sequences run than this
         self._num_steps = 0  # since the pause began
 
     def may_admit(self, num_running: int) -> bool:
-        """Whether a sequence may be admitted. While admission is paused, this is asked, and counted, once a step."""
+        """Whether a sequence may be admitted. Counts its calls while paused: the scheduler asks once a step then."""
         if self._max_running is None or num_running <= self._max_running:
             return True
         self._num_steps += 1
         return self._num_steps > MAX_STEPS_WITHOUT_ADMISSION
 
     def pause(self, num_running: int) -> None:
-        """Stop admitting sequences, as one did not fit."""
+        """Stop admitting sequences, because one did not fit."""
         self._max_running, self._num_steps = max(0, num_running - max(1, num_running // 16)), 0
 
     def resume(self) -> None:
-        """Admit sequences again, as one was admitted or none waits any more."""
+        """Admit sequences again, because one was admitted or none waits."""
         self._max_running, self._num_steps = None, 0
 
 
 class TokenBudget(NamedTuple):
-    """How many tokens of prompts a step may compute: `num_tokens` without a context, or fewer that follow a long one.
+    """How many tokens of prompts a step may compute: `num_tokens` without a context, fewer after a long context.
 
-    A token that follows `context_of_equal_cost` others counts twice, as its attention costs as much as all else.
+    A token after a context of `context_of_equal_cost` tokens counts twice, because its attention costs as much as the
+    rest.
     """
 
     num_tokens: float
     context_of_equal_cost: float = inf
 
     def for_mixed_step(self, num_decodes: int, num_left: int) -> "TokenBudget":
-        """The budget for prompts in a step in which `num_decodes` sequences decode. `num_left` tokens of prompts wait.
+        """The budget for prompts next to `num_decodes` decoded tokens, when `num_left` tokens of prompts wait.
 
-        Short steps keep the gaps between two tokens short, and long ones shorten the queue. So decodes and prompts have
-        half of this budget as long as four such steps compute all prompts that wait, and up to all of it if there are
-        more. Prompts get at least a quarter, however many sequences decode.
+        Short steps keep inter-token latency low, and long steps shorten the queue. So decodes and prompts together get
+        a quarter of the waiting tokens, but at least half of this budget and at most all of it. Prompts get at least a
+        quarter of it, however many sequences decode.
         """
         num_tokens = min(self.num_tokens, max(self.num_tokens // 2, num_left // 4))
         return self._replace(num_tokens=max(1, num_tokens - num_decodes, self.num_tokens // 4))
 
     def cost(self, start: int, end: int) -> float:
-        """The cost of a chunk with the tokens `start:end` of its sequence, in units of `num_tokens`."""
+        """The cost of the tokens `start:end` of a sequence, in units of `num_tokens`."""
         return (end - start) * (1 + (start + end) / 2 / self.context_of_equal_cost)
 
     def minus(self, start: int, end: int) -> "TokenBudget":
-        """The budget that the chunk `start:end` leaves for others."""
+        """The budget that is left after the chunk `start:end`."""
         return self._replace(num_tokens=self.num_tokens - self.cost(start, end))
 
     def chunk_end(self, start: int, end: int, others_wait: bool) -> int:
-        """The end of the next chunk of a prompt whose tokens `start:end` are left: `end` if all are within the budget.
+        """The end of the next chunk of a prompt whose tokens `start:end` are left: `end` if the budget allows.
 
-        If not, the chunk gets the whole budget, or half of it if other prompts wait, so that short ones are computed
-        beside a long one. It has at least one token.
+        Otherwise the chunk gets the whole budget, or half of it if other prompts wait, so that short prompts are
+        computed next to a long one. It has at least one token.
         """
         if self.cost(start, end) <= self.num_tokens:
             return end

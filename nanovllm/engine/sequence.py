@@ -1,4 +1,4 @@
-"""One answer on its way through the engine: counts and token ids, no tensors and no text."""
+"""One sequence in the engine: its token ids, counts and blocks; no tensors and no text."""
 
 import struct
 from collections.abc import Collection
@@ -9,7 +9,7 @@ from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
 
-_request_ids = count()  # of sequences that are made by hand: an engine numbers its requests
+_request_ids = count()  # for sequences made by hand; an engine numbers its requests itself
 
 
 class SequenceStatus(Enum):
@@ -19,19 +19,19 @@ class SequenceStatus(Enum):
 
 
 def packed_ids(token_ids: list[int]) -> bytes:
-    """Token ids as int32 numbers, in half of NumPy's time. struct.error for an id that has more bits."""
+    """Token ids as int32 bytes, in half of NumPy's time. struct.error for an id that does not fit."""
     return struct.pack(f"{len(token_ids)}i", *token_ids)
 
 
 class Sequence:
     """A prompt and the tokens that were generated for it.
 
-    Counts run ahead of contents: `num_tokens`, and `len`, count a token from the moment that the step which samples it
-    is scheduled; `token_ids` has it when it has reached the host. Once a sequence is queued, only the Scheduler, with
-    its block manager and the features that it calls, changes it.
+    Counts run ahead of contents: `num_tokens` (and `len`) counts a token as soon as the step that samples it is
+    scheduled; `token_ids` gets the token when it reaches the host. Once a sequence is queued, only the Scheduler, its
+    block manager and the features that it calls change it.
     """
 
-    block_size = 256  # of the cache; the scheduler sets its own
+    block_size = 256  # of the cache; the scheduler sets the engine's value
 
     def __init__(
         self,
@@ -47,36 +47,36 @@ class Sequence:
         params = params or SamplingParams()
         self.request_id = next(_request_ids) if request_id is None else request_id
         self.index = index  # among the answers to its request
-        self.group = [self]  # all of those
-        self.priority = priority  # of its request, for scheduling policies
+        self.group = [self]  # all answers to its request
+        self.priority = priority  # for scheduling policies
         self.set_order(0)
         self.params = params
-        self.feature_state: dict[str, Any] = {}  # by name, what the features that it uses keep of it: see StepFeature
+        self.feature_state: dict[str, Any] = {}  # by the name of a feature that it uses: see StepFeature
         self.columns: dict[str, float] = {}  # parameters of features, by the name of their column on the device
         self.is_watched = False  # a feature or a caller looks at each token when it arrives
-        self.waits_for_token = False  # a token is decoded when the one before it has reached the host
-        self.skips_prefix_hits = False  # all of the prompt is computed
-        self.pauses_after_token = False  # after each token, until it is resumed; the token is not appended
-        self.is_paused = False  # it may hold blocks, and no step computes it
-        self.awaited: Any = None  # a feature's Future: until it is done, no step computes the sequence
-        self.noise_seed = noise_seed  # 64 bits, from which every random number of this sequence is made
+        self.waits_for_token = False  # decodes a token only when the previous one has reached the host
+        self.skips_prefix_hits = False  # the whole prompt is computed
+        self.pauses_after_token = False  # pauses at each token, which is not appended, until it is resumed
+        self.is_paused = False  # no step computes it, but it may hold blocks
+        self.awaited: Any = None  # a feature's Future: no step computes the sequence until it is done
+        self.noise_seed = noise_seed  # 64 bits: the seed of all random numbers of this sequence
         self.token_ids = [*token_ids]
         self.num_prompt_tokens = len(token_ids)
         self.max_num_tokens = max_len if params.max_tokens is None else min(len(token_ids) + params.max_tokens, max_len)
         self.num_tokens = len(token_ids)
-        self.num_scheduled_tokens = 0  # of these, those of the last step that was scheduled
-        self.num_computed_tokens = 0  # their keys and values are in the cache, or in a step that was scheduled
-        self.token_limit = self.max_num_tokens  # no decode step is scheduled once `num_tokens` is that
-        self.num_drafts = 0  # of the tokens after its next one: a step may give it one token more than that
-        self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
+        self.num_scheduled_tokens = 0  # how many tokens the last scheduled step computes
+        self.num_computed_tokens = 0  # keys and values are in the cache, or will be after the scheduled steps
+        self.token_limit = self.max_num_tokens  # no step decodes the sequence once `num_tokens` reaches this
+        self.num_drafts = 0  # drafted tokens after its next one; a step gives it at most num_drafts + 1 tokens
+        self.num_cached_tokens = 0  # found in the prefix cache when it was first admitted
         self.block_table: list[int] = []
-        self.block_hashes: list[int] = []  # of the full blocks of token_ids, computed when they are needed
-        self.cache_salt = 0  # its blocks are shared with sequences of the same salt alone; 64 bits
+        self.block_hashes: list[int] = []  # of the full blocks of token_ids, computed when needed
+        self.cache_salt = 0  # 64 bits; only sequences with the same salt share blocks
         self.req_index = -1  # its row in the device's per-request state while it runs
         self.status = SequenceStatus.WAITING
         self.was_admitted = False  # at least once
         self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None  # the stop id or string; None for the tokenizer's own eos
+        self.stop_reason: int | str | None = None  # the stop id or string; None for the tokenizer's end-of-sequence id
         self.arrival = perf_counter()
         self.timing: dict[str, float] = {}  # seconds from arrival to "scheduled", "first_token" and "finished"
 
@@ -95,15 +95,15 @@ class Sequence:
         return self.request_id, self.index
 
     def set_order(self, priority_key: Any) -> None:
-        """`priority_key` is the scheduling policy's; sequences of the same key keep the order of their requests."""
-        self.order = priority_key, *self.key  # the least comes first
+        """Set `order` from the policy's key. Sequences with equal keys keep the order of their requests."""
+        self.order = priority_key, *self.key  # the smallest comes first
 
     def __getitem__(self, key: int | slice) -> Any:
         return self.token_ids[key]
 
     @property
     def seq_id(self) -> int:
-        """The id of its request, which further answers to the same prompt share."""
+        """The id of its request, which all answers to the same prompt share."""
         return self.request_id
 
     @property
@@ -137,7 +137,7 @@ class Sequence:
         return self.token_ids[-1]
 
     def append_token(self, token_id: int) -> None:
-        """A token has reached the host. `num_tokens` counts it already if a step was scheduled for it."""
+        """Append a token that has reached the host. `num_tokens` counts it already if a step sampled it."""
         self.token_ids.append(token_id)
         if self.num_tokens < len(self.token_ids):
             self.num_tokens += 1
@@ -152,12 +152,12 @@ class Sequence:
         return self.num_tokens - (self.num_blocks - 1) * self.block_size
 
     def block(self, i: int) -> list[int]:
-        """The token ids of its i-th block."""
+        """The token ids of the i-th block."""
         return self.token_ids[i * self.block_size : (i + 1) * self.block_size]
 
     @property
     def has_sampled(self) -> bool:
-        """Whether a step that samples its first token was scheduled."""
+        """Whether the step that samples its first token was scheduled."""
         return self.num_tokens > self.num_prompt_tokens
 
     @property
@@ -165,7 +165,7 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     def limit_tokens(self, num_drafts: int = 0) -> None:
-        """Set the number of drafts. If the sequence waits for its tokens, let it decode these and one more."""
+        """Set the number of drafts, and let a sequence that waits for its tokens decode them and one more token."""
         self.num_drafts = num_drafts
         if self.awaited is not None:
             self.token_limit = self.num_tokens
@@ -173,7 +173,7 @@ class Sequence:
             self.token_limit = min(len(self.token_ids) + 1 + num_drafts, self.max_num_tokens)
 
     def finish_reasons(self, eos_token_ids: Collection[int], eos: int) -> tuple[str, int | None] | None:
-        """(finish reason, stop reason) if the last token ends this sequence; `eos` is the tokenizer's own."""
+        """(finish reason, stop reason) if the last token ends this sequence; `eos` is the tokenizer's."""
         params = self.params
         is_eos = self.last_token in eos_token_ids and not params.ignore_eos
         is_stop = is_eos or self.last_token in (params.stop_token_ids or ())
@@ -184,5 +184,5 @@ class Sequence:
         return None
 
     def record_time(self, event: str) -> None:
-        """Note when an event happens for the first time."""
+        """Record the time of the first event of this name."""
         self.timing.setdefault(event, perf_counter() - self.arrival)

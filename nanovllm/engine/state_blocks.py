@@ -1,4 +1,4 @@
-"""The block manager of models with layers that keep a state: prefix hits need a snapshot of it."""
+"""The block manager for models whose layers keep a state: a prefix hit needs a snapshot of the state."""
 
 from collections import OrderedDict
 
@@ -7,26 +7,26 @@ from nanovllm.engine.sequence import Sequence
 
 
 class StateRows:
-    """The rows of states that no running sequence has, as the Scheduler's `free_req_indices`.
+    """The rows of states that no running sequence uses. They are the Scheduler's `free_req_indices`.
 
-    The state of a running sequence is in the row of its request index, below `num_indices`. Then come the rows of
-    padding, of zeros, with which every sequence begins, and of snapshots. Request indices that no sequence needs hold
-    snapshots too: of these, the one that was found least recently goes when a sequence does.
+    The state of a running sequence is in the row of its request index, below `num_indices`. After these rows come one
+    row for padding, one row of zeros, with which every sequence begins, and rows for snapshots. Unused request indices
+    hold snapshots too; when a sequence needs one, the least recently found of these snapshots is dropped.
     """
 
     def __init__(self, num_indices: int, num_states: int):
         self.num_indices, self.zeros = num_indices, num_indices + 1
         self.free_indices = [*reversed(range(num_indices))]
-        self.free_others = [*reversed(range(self.zeros + 1, num_states + 2))]
+        self.free_others = [*reversed(range(self.zeros + 1, num_states + 2))]  # for snapshots
         self.snapshots: OrderedDict[int, int] = OrderedDict()  # block id -> row, the least recently found first
-        self.being_read: set[int] = set()  # by the step that is scheduled: another sequence can't write there
+        self.being_read: set[int] = set()  # by the step that is scheduled; no sequence may write there
 
     def __bool__(self) -> bool:
         """Whether a sequence can get a request index."""
         return bool(self.free_indices) or self._least_recent_index() is not None
 
     def pop(self) -> int:
-        """A request index, for which a snapshot may be forgotten."""
+        """A request index; a snapshot may be dropped for it."""
         if not self.free_indices:
             self.forget(self._least_recent_index())
         return self.free_indices.pop()
@@ -35,35 +35,36 @@ class StateRows:
         (self.free_indices if row < self.num_indices else self.free_others).append(row)
 
     def pop_for_snapshot(self) -> int | None:
-        """A free row, or that of the snapshot that was found least recently; None if there are none."""
+        """A free row, or the row of the least recently found snapshot; None if there are none."""
         if not (self.free_others or self.free_indices) and self.snapshots:
             self.forget(next(iter(self.snapshots)))
         free = self.free_others or self.free_indices
         return free.pop() if free else None
 
     def forget(self, block_id: int | None) -> None:
-        """Free the row of the snapshot of a block, if there is one."""
+        """Drop the snapshot of a block, if there is one, and free its row."""
         if (row := self.snapshots.pop(block_id, None)) is not None:
             self.append(row)
 
     def _least_recent_index(self) -> int | None:
-        """The block of the snapshot that goes for a sequence."""
+        """The block of the snapshot that is dropped when a sequence needs a request index."""
         rows = self.snapshots.items()
         return next((i for i, row in rows if row < self.num_indices and row not in self.being_read), None)
 
 
 class StateBlockManager(BlockManager):
-    """Shares blocks only up to where a snapshot of the state is, and says which rows of the states are read and copied.
+    """Shares blocks only up to a snapshot of the state, and tracks which rows of states are read and copied.
 
-    In `copies`, the id of a row is `num_blocks` more than the row.
+    In `copies`, the id of a row of states is `num_blocks` plus the row.
 
-    A prompt leaves a snapshot at the end of its last full block, and where blocks of a prefix were found but no
-    snapshot: there a prefix is used for the second time. Chunks end at these boundaries. So a snapshot costs a copy of
-    the state, and a step more for its prompt. It is taken, and can be found, from the step after that chunk on. When
-    there are too many, the one that was found least recently goes, and each goes with its block.
+    A prompt leaves a snapshot at the end of its last full block. It leaves another one at the end of cached blocks
+    without a snapshot, because this prefix is used for the second time. Chunks end at these boundaries, so a snapshot
+    costs a copy of the state and one more step of its prompt. The next step takes the snapshot, and from then on it
+    can be found. If there is no free row, the least recently found snapshot is dropped. A block that leaves the prefix
+    cache drops its snapshot.
 
-    Where the blocks that were found end with an answer, a conversation goes on. Its next prompt will begin with all of
-    this one: so there is no snapshot at the end of the answer, and the one that was found is the next to go.
+    If the cached blocks end with an answer, a conversation continues. Its next prompt will begin with all of this one.
+    So no snapshot is left at the end of the answer, and the snapshot that was found is the next to be dropped.
     """
 
     def __init__(
@@ -76,11 +77,11 @@ class StateBlockManager(BlockManager):
         super().reset()
         self.rows = StateRows(self.max_num_seqs, self.num_states)
         self.snapshots = self.rows.snapshots
-        self._untaken: dict[int, int] = {}  # of the next step: they can't be found yet
-        self._unused: list[int] = []  # rows of such whose block has gone
-        self._first_rows: dict[Sequence, int] = {}  # what the first chunk of a sequence reads
-        self._boundaries: dict[Sequence, list[int]] = {}  # numbers of tokens, the first one last
-        self._decoded: set[int] = set()  # ids of cached blocks that answers have filled
+        self._untaken: dict[int, int] = {}  # block id -> row: snapshots of the next step, which can't be found yet
+        self._unused: list[int] = []  # rows of untaken snapshots whose blocks were evicted
+        self._first_rows: dict[Sequence, int] = {}  # the row that a sequence's first chunk reads
+        self._boundaries: dict[Sequence, list[int]] = {}  # numbers of tokens, descending
+        self._decoded: set[int] = set()  # ids of cached blocks whose last token was generated
 
     def req_indices(self, max_num_seqs: int) -> StateRows:
         return self.rows
@@ -89,8 +90,8 @@ class StateBlockManager(BlockManager):
         return bool(self.rows) and super().can_allocate(seq, num_spare)
 
     def allocate(self, seq: Sequence) -> None:
-        found = super()._cached_prefix(seq)
-        is_conversation = bool(found) and found[-1] in self._decoded
+        cached_ids = super()._cached_prefix(seq)
+        is_conversation = bool(cached_ids) and cached_ids[-1] in self._decoded
         super().allocate(seq)
         num_hit, row = seq.num_computed_tokens, self.rows.zeros
         if num_hit:
@@ -100,7 +101,7 @@ class StateBlockManager(BlockManager):
         self._first_rows[seq] = row
         if self.enable_prefix_caching:
             last = (len(seq.token_ids) - 1) // self.block_size * self.block_size
-            first = last if is_conversation else len(found) * self.block_size
+            first = last if is_conversation else len(cached_ids) * self.block_size
             self._boundaries[seq] = sorted({n for n in (first, last) if n > num_hit}, reverse=True)
 
     def fork(self, seq: Sequence, other: Sequence) -> None:
@@ -154,10 +155,10 @@ class StateBlockManager(BlockManager):
         return block_ids
 
     def _take_snapshot(self, seq: Sequence, i: int) -> None:
-        """Take a snapshot of the state after the i-th block of `seq`, which the step that is scheduled computes."""
-        block_id = self.hash_to_block_id[seq.block_hashes[i]]  # the one of these contents that is found
-        is_other = self.blocks[block_id].token_ids != self._block_token_ids(seq, i)  # of the same hash
-        if is_other or block_id in self.snapshots or block_id in self._untaken:
+        """Take a snapshot of the state after the i-th block of `seq`, which the scheduled step computes."""
+        block_id = self.hash_to_block_id[seq.block_hashes[i]]  # of the duplicates, the block that lookups find
+        is_collision = self.blocks[block_id].token_ids != self._block_token_ids(seq, i)
+        if is_collision or block_id in self.snapshots or block_id in self._untaken:
             return
         if (row := self.rows.pop_for_snapshot()) is not None:
             self._untaken[block_id] = row
@@ -166,4 +167,4 @@ class StateBlockManager(BlockManager):
     def _forget_snapshot(self, block_id: int) -> None:
         self.rows.forget(block_id)
         if (row := self._untaken.pop(block_id, None)) is not None:
-            self._unused.append(row)  # only the next step copies into it
+            self._unused.append(row)  # not free yet, because the next step copies into it

@@ -1,16 +1,16 @@
-"""What only some requests use. A step without such a request carries nothing of it."""
+"""Features that only some requests use. They cost nothing in a step without such a request."""
 
 from nanovllm.engine.features import FEATURES, Feature, StepFeature
 from nanovllm.sampling_params import SamplingParams
 
 
 def register_feature(feature: type[StepFeature]) -> None:
-    """Add a feature to all engines that this process makes afterwards; they must have one rank.
+    """Add a feature to every engine that this process creates from now on. Such an engine must have one rank.
 
-    Its `fields` are attributes of a subclass of SamplingParams. Each gets a column, so that `rows.column(name)` has the
-    numbers of the requests, and 0 for those that do not ask for the feature.
+    The feature's `fields` are attributes of a subclass of SamplingParams. Each field gets a column on the device, and
+    `rows.column(name)` returns its value for each request: 0 if the request does not ask for the feature.
 
-    ValueError if there is a parameter or a feature of this name, or no column is left.
+    Raises ValueError if a sampling parameter or a feature already has the name, or if no column is left.
     """
     from nanovllm.kernels.sampling.sampling_columns import COLUMNS, MAX_CUSTOM_COLUMNS, NUM_OWN_COLUMNS  # needs torch
 
@@ -26,6 +26,6 @@ def register_feature(feature: type[StepFeature]) -> None:
 
 
 def check_ranks(num_ranks: int) -> None:
-    """ValueError for several ranks with features of `register_feature`, of which other processes do not know."""
+    """Raise ValueError if features were registered: the processes of other ranks do not know them."""
     if any(isinstance(feature.home, type) for feature in FEATURES.values()):
         raise ValueError(f"tensor_parallel_size={num_ranks}: must be 1 with features of register_feature")

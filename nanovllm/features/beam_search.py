@@ -31,9 +31,9 @@ class BeamOutput(Record):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BeamSearchOutput(Record):
-    """The beams that a search found, the best first.
+    """The beams that a search found, best first.
 
-    `finished` is False for a search that was aborted, which may have fewer than `beam_width` beams or none.
+    `finished` is False if the search was aborted. It may then have fewer than `beam_width` beams, or none.
     """
 
     request_id: int
@@ -44,7 +44,7 @@ class BeamSearchOutput(Record):
 
 
 class FinishedBeam(NamedTuple):
-    """The sum of log-probabilities with the length penalty, the sum itself, and the generated tokens."""
+    """A beam that has ended. `score` is its cumulative log-probability divided by the length penalty."""
 
     score: float
     cumulative_logprob: float
@@ -55,16 +55,17 @@ class Candidate(NamedTuple):
     """A beam with one more token."""
 
     cumulative_logprob: float
-    token_ids: tuple[int, ...]  # of the completion
+    token_ids: tuple[int, ...]  # of the completion, without the prompt
     beam: Sequence
 
 
 class BeamRequest(Request):
-    """A search for the most likely answers to a prompt: that of transformers' `generate(num_beams=...)`.
+    """A search for the most likely answers to a prompt, equal to `generate(num_beams=...)` of transformers.
 
-    A candidate is a beam with one more token. The best `beam_width` candidates that do not end are the next step's
-    beams. Of those that end, the ones among the best `beam_width` of their step are finished beams, of which the best
-    `beam_width` are kept. The search is over when it has so many, and no beam's score is better than the worst of them.
+    A candidate is a beam with one more token. The best `beam_width` candidates that do not end become the beams of the
+    next step. A candidate that ends becomes a finished beam if it is among the best `beam_width` candidates of its
+    step. The best `beam_width` finished beams are kept. The search is over when there are `beam_width` finished beams
+    and no live beam scores better than the worst of them.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class BeamRequest(Request):
         token_bytes: TokenBytes,
         eos_token_ids: frozenset[int],
     ):
-        """`root` is a sequence of the prompt that pauses after each token; it becomes the first beam."""
+        """`root` is a sequence with the prompt; it pauses after each token, and becomes the first beam."""
         super().__init__([root], prompt, kind)
         self._root, self._params, self._token_bytes = root, params, token_bytes
         self._max_tokens = root.max_num_tokens - root.num_prompt_tokens
@@ -90,7 +91,7 @@ class BeamRequest(Request):
         return not self._cumulative_logprobs
 
     def advance(self, scheduler: Scheduler) -> None:
-        """Choose among the candidates, once all beams have theirs."""
+        """Choose the next beams among the candidates, once every beam has its candidates."""
         beams = [*scheduler.live[self.request_id].values()]
         if not all(seq.is_paused for seq in beams):
             return
@@ -115,23 +116,23 @@ class BeamRequest(Request):
         self._branch(scheduler, beams, survivors)
 
     def _branch(self, scheduler: Scheduler, beams: list[Sequence], survivors: list[Candidate]) -> None:
-        """Continue each beam with the tokens of its survivors; the next step computes them."""
+        """Continue each beam with the tokens of its survivors. The next step computes these tokens."""
         survivors_of: dict[int, list[Candidate]] = {}
         for candidate in survivors:
             survivors_of.setdefault(candidate.beam.index, []).append(candidate)
-        for beam in beams:  # first, so that their blocks are free for the others
+        for beam in beams:  # beams without survivors end first, so that the forks below can use their blocks
             if beam.index not in survivors_of:
                 scheduler.finish(beam, "stop")
         cumulative_logprobs: dict[int, float] = {}
         for beam in beams:
             if children := survivors_of.get(beam.index):
-                first, *others = children
-                for child in others:  # before `beam` has another token
+                first_child, *other_children = children
+                for child in other_children:  # a fork copies `beam` before its next token
                     index = next(self._next_index)
                     fork(scheduler, beam, index, child.token_ids[-1])
                     cumulative_logprobs[index] = child.cumulative_logprob
-                resume(scheduler, beam, first.token_ids[-1])
-                cumulative_logprobs[beam.index] = first.cumulative_logprob
+                resume(scheduler, beam, first_child.token_ids[-1])
+                cumulative_logprobs[beam.index] = first_child.cumulative_logprob
         self._cumulative_logprobs = cumulative_logprobs
 
     def output(self) -> BeamSearchOutput:
@@ -154,14 +155,14 @@ def beam_requests(
     kind: OutputKind = OutputKind.FINAL_ONLY,
     request_class: type[BeamRequest] = BeamRequest,
 ) -> list[BeamRequest]:
-    """A search for each prompt. Errors are those of `InputProcessor.requests`."""
+    """Create a search for each prompt. Raises the same errors as `InputProcessor.requests`."""
     if not isinstance(params, BeamSearchParams):
         raise TypeError(f"params={params!r}: must be a BeamSearchParams")
     model = processor.config.model_config
-    # each beam has 2 * beam_width candidates, which are different tokens
+    # each beam has up to 2 * beam_width candidates, which are different tokens
     check_int("beam_width", params.beam_width, 1, model.vocab_size // 2)
     eos_token_ids = frozenset() if params.ignore_eos else model.eos_token_ids
-    # as many candidates as it takes to leave `beam_width` that do not end
+    # enough candidates that at least `beam_width` of them do not end
     num_candidates = min(model.vocab_size, params.beam_width + max(params.beam_width, len(eos_token_ids)))
     sampling_params = SamplingParams(temperature=0, max_tokens=params.max_tokens, logprobs=num_candidates)
     tokenized = [processor.tokenize(prompt) for prompt in as_prompts(prompts)]

@@ -1,7 +1,7 @@
 """Edits of logits: biases, penalties, bad words, allowed token ids, and the bans of min_tokens, as vLLM defines them.
 
-The parameters of a request are columns of its row on the device (kernels/sampling/sampling_columns.py); lists are in
-tables by request index. `penalize` makes all edits, in plain PyTorch or, on CUDA, in one kernel.
+The numeric parameters of a request are columns of its row on the device (kernels/sampling/sampling_columns.py). Lists
+are in tables that are indexed by request. `penalize` applies all edits, in plain PyTorch or, on CUDA, in one kernel.
 """
 
 from collections.abc import Iterable
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from nanovllm.requests.input_processor import InputProcessor
     from nanovllm.requests.request import CompletionRequest
 
-MAX_BIASES = 512  # of a request: ids of logit_bias, and stop ids that min_tokens bans
-MAX_BAD_WORDS = 128  # of a request, as token sequences: a word has one with and one without a space before it
+MAX_BIASES = 512  # per request: token ids of logit_bias, and stop ids that min_tokens bans
+MAX_BAD_WORDS = 128  # token sequences per request; a word makes two, with and without a space before it
 MAX_BAD_WORD_TOKENS = 16
-MAX_PENALTY_PROGRAMS = 128  # programs of the penalty kernel; each has a count for every token id in scratch memory
+MAX_PENALTY_PROGRAMS = 128  # programs of the penalty kernel; each counts every token id in its own scratch memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,11 @@ class Edits:
 
     biases: tuple[tuple[int, float], ...]  # token ids and biases; -inf for stop ids, which come last
     bad_words: tuple[tuple[int, ...], ...]  # token ids
-    allowed_mask: np.ndarray | None  # of token ids: see `mask_of`
+    allowed_mask: np.ndarray | None  # of token ids, as `mask_of` returns it
 
 
 class LogitEdits(StepFeature):
-    """The edits, and the masks of structured outputs. The filters (min-p, top-k, top-p) are in layers/sampler.py."""
+    """Edits logits, and applies the masks of structured outputs. Filters such as top-p are in layers/sampler.py."""
 
     @classmethod
     def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
@@ -73,7 +73,7 @@ class LogitEdits(StepFeature):
 
     @classmethod
     def prepare(cls, step: ScheduledStep) -> Arrays | None:
-        """Rows of the tables: those of new requests, and new masks of structured outputs."""
+        """Return the table rows of new requests, and new masks of structured outputs."""
         new = [(seq.req_index, edits) for seq in step.new_seqs if (edits := seq.feature_state.get("logit_edits"))]
         biases = [(i * MAX_BIASES + j, *bias) for i, edits in new for j, bias in enumerate(edits.biases)]
         bad_words = [(i * MAX_BAD_WORDS + j, word) for i, edits in new for j, word in enumerate(edits.bad_words)]
@@ -81,7 +81,7 @@ class LogitEdits(StepFeature):
         for seq in map(step.sampled_seqs.__getitem__, step.watched):
             constraint = seq.feature_state.get("structured_outputs")
             if constraint is not None and (constraint.next_mask is not constraint.sent_mask or seq in step.new_seqs):
-                # it allows the request's own ids only, too
+                # this mask already includes allowed_token_ids of the request
                 masks[seq.req_index] = constraint.sent_mask = constraint.next_mask
         arrays: dict[str, Any] = {}
         if biases:
@@ -115,17 +115,17 @@ class LogitEdits(StepFeature):
 
 
 class EditTables(NamedTuple):
-    """The lists of all requests, by request index. One more row, the last, is for the padding of CUDA graphs."""
+    """The lists of all requests, indexed by request. The last row is for padding rows of CUDA graphs."""
 
     bias_ids: torch.Tensor  # [requests, MAX_BIASES] int32: `num_biases` ids of logit_bias, then `num_stops` stop ids
     biases: torch.Tensor  # [requests, MAX_BIASES] float32, -inf for stop ids
-    allowed_masks: torch.Tensor  # [requests, masks, ceil(vocabulary / 32)] int32: bits of ids, valid if has_allowed_ids
-    bad_words: torch.Tensor  # [requests, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS] int32: `num_bad_words`, padded left by -1
+    allowed_masks: torch.Tensor  # [requests, masks, ceil(vocabulary / 32)] int32: a bit per id; needs has_allowed_ids
+    bad_words: torch.Tensor  # [requests, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS] int32, left-padded with -1
     token_counts: torch.Tensor  # [MAX_PENALTY_PROGRAMS, vocabulary] int32, scratch: zeros before and after `penalize`
 
     @classmethod
     def zeros(cls, num_requests: int, vocab_size: int, num_masks: int, device: torch.device) -> "EditTables":
-        """With drafts, a request has several masks: one for each of its rows of a step."""
+        """Allocate the tables. With drafts, a request has `num_masks` masks, one for each of its rows in a step."""
         make = lambda *shape, dtype=torch.int32: torch.zeros(shape, dtype=dtype, device=device)
         n = num_requests + 1
         return cls(
@@ -137,8 +137,10 @@ class EditTables(NamedTuple):
         )
 
     def write(self, arrays: Arrays) -> None:
-        """Set rows. `*_entries` are indices into a table whose first two dimensions are flattened; masks have request
-        indices, and are those of all its rows; biases have the bits of float32 numbers.
+        """Write rows into the tables.
+
+        `*_entries` are indices into a table whose first two dimensions are flattened. `mask_indices` are request
+        indices; a mask is written for all rows of its request. `bias_bits` are float32 numbers as int32 bits.
         """
         if "bias_entries" in arrays:
             self.bias_ids.view(-1)[arrays["bias_entries"]] = arrays["bias_ids"]
@@ -155,7 +157,7 @@ def mask_width(vocab_size: int) -> int:
 
 
 def mask_of(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
-    """[mask_width] int32: the bits of these token ids are set."""
+    """Return a mask [mask_width] int32 in which the bits of `token_ids` are set."""
     bits = np.zeros(32 * mask_width(vocab_size), np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view("<i4")
@@ -163,11 +165,12 @@ def mask_of(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
 
 @operation
 def penalize(logits: torch.Tensor, rows: SamplingRows, tables: EditTables) -> None:
-    """Add biases, apply penalties and ban tokens: edits logits [S, vocabulary] in place, in their dtype.
+    """Add biases, apply penalties and ban tokens. Edits logits [S, vocabulary] in place, in their dtype.
 
-    As in vLLM and transformers, the repetition penalty divides positive logits and multiplies others, for tokens of the
-    prompt and the output. As in vLLM, frequency and presence penalties count tokens of the output alone. Ids that are
-    not allowed get -inf; so does the last token of a bad word if the output ends with the word's other tokens.
+    As in vLLM and transformers, the repetition penalty applies to tokens of the prompt and the output: it divides
+    positive logits, and multiplies all others. As in vLLM, frequency and presence penalties count only output tokens.
+    Token ids that are not allowed get -inf. The last token of a bad word gets -inf if the output ends with the other
+    tokens of the word.
     """
     edits = rows.params[:, EDITS]
     for row in edits.any(1).nonzero().flatten().tolist() if edits.any() else ():
@@ -175,21 +178,21 @@ def penalize(logits: torch.Tensor, rows: SamplingRows, tables: EditTables) -> No
     if (has_mask := rows.column("has_allowed_ids")).any():
         masked = has_mask.nonzero().flatten()
         num_masks = tables.allowed_masks.shape[1]
-        last = F.pad(rows.req_indices, (num_masks - 1, 0), value=-1).unfold(0, num_masks, 1)  # [S, masks], own ones too
-        places = (last == rows.req_indices[:, None]).sum(1) - 1  # of each row among those of its request
+        last = F.pad(rows.req_indices, (num_masks - 1, 0), value=-1).unfold(0, num_masks, 1)  # [S, masks], its own last
+        places = (last == rows.req_indices[:, None]).sum(1) - 1  # the position of each row among its request's rows
         masks = tables.allowed_masks[rows.req_indices[masked], places[masked]].view(torch.uint8).unsqueeze(-1)
         is_allowed = (masks & (1 << torch.arange(8, device=masks.device)).to(torch.uint8)).flatten(1).bool()
         logits[masked] = logits[masked].where(is_allowed[:, : logits.shape[1]], -torch.inf)
 
 
 def _penalize_row(logits: torch.Tensor, rows: SamplingRows, tables: EditTables, row: int) -> None:
-    """`penalize` for the logits [vocabulary] of one row, without the mask of allowed ids."""
+    """Do the work of `penalize` for the logits [vocabulary] of one row, except for the mask of allowed ids."""
     param = lambda name: rows.column(name)[row].item()
     req_index, num_tokens = rows.req_indices[row], int(rows.positions[row]) + 1
     token_ids = rows.token_ids[rows.block_tables[row]].flatten()[:num_tokens]
     output_ids = token_ids[param("num_prompt_tokens") :]
 
-    # stop ids follow the ids of logit_bias, with biases of -inf
+    # in the table, stop ids with biases of -inf follow the ids of logit_bias
     num_biases = param("num_biases") + (param("num_stops") if num_tokens < param("min_len") else 0)
     logits[:] = logits.float().index_add(
         0, tables.bias_ids[req_index, :num_biases], tables.biases[req_index, :num_biases]
@@ -206,13 +209,13 @@ def _penalize_row(logits: torch.Tensor, rows: SamplingRows, tables: EditTables, 
         words = tables.bad_words[req_index, :num_bad_words]
         starts, last_ids = words[:, :-1], words[:, -1]
         recent = output_ids[-starts.shape[1] :]
-        recent = F.pad(recent, (starts.shape[1] - len(recent), 0), value=-2)  # -2 equals no id
+        recent = F.pad(recent, (starts.shape[1] - len(recent), 0), value=-2)  # -2 is no token id
         is_next = ((starts == -1) | (starts == recent)).all(1)  # the output ends with all but the last id of the word
         logits[last_ids[is_next].long()] = -torch.inf
 
 
 def early_stops(params: SamplingParams, eos_token_ids: frozenset[int]) -> set[int]:
-    """The ids that end a request, which are banned until it has generated `min_tokens` tokens; none without that."""
+    """Return the stop ids that are banned until `min_tokens` tokens are generated; none if min_tokens is 0."""
     if not params.min_tokens:
         return set()
     return {*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids)}
@@ -221,7 +224,7 @@ def early_stops(params: SamplingParams, eos_token_ids: frozenset[int]) -> set[in
 def check_edits(
     params: SamplingParams, vocab_size: int, eos_token_ids: frozenset[int], bad_words: tuple[tuple[int, ...], ...] = ()
 ) -> None:
-    """ValueError for parameters that this model does not allow. `bad_words` are from `bad_word_token_ids`."""
+    """Raise ValueError for parameters that do not fit this model. `bad_words` come from `bad_word_token_ids`."""
     for name in ("logit_bias", "allowed_token_ids"):
         check_token_ids(name, getattr(params, name), vocab_size)
     early_stop_ids = early_stops(params, eos_token_ids)
@@ -233,17 +236,17 @@ def check_edits(
 
 
 def bad_word_token_ids(tokenizer, words: Iterable[str], vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """The token ids of each word without and with a space before it, without duplicates.
+    """Return the token ids of each word, without and with a space before it, without duplicates.
 
-    ValueError for more than MAX_BAD_WORDS of these sequences, or one with more than MAX_BAD_WORD_TOKENS tokens.
+    Raises ValueError for more than MAX_BAD_WORDS sequences, or a sequence of more than MAX_BAD_WORD_TOKENS tokens.
     """
-    found: dict[tuple[int, ...], None] = {}  # an ordered set
+    sequences: dict[tuple[int, ...], None] = {}  # an ordered set
     for word in words:
         for text in (word.lstrip(), f" {word.lstrip()}"):
             ids = tuple(tokenizer.encode(text, add_special_tokens=False))
             check_int(f"bad_words: the number of tokens of {text!r:.80}", len(ids), 1, MAX_BAD_WORD_TOKENS)
             if max(ids) >= vocab_size:
                 raise ValueError(f"bad_words: token id {max(ids)} of {text!r:.80} is out of vocabulary")
-            found[ids] = None
-    check_int("bad_words: the number of words, with and without a space before them,", len(found), 0, MAX_BAD_WORDS)
-    return tuple(found)
+            sequences[ids] = None
+    check_int("bad_words: the number of words, with and without a space before them,", len(sequences), 0, MAX_BAD_WORDS)
+    return tuple(sequences)

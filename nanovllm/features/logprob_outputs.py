@@ -1,4 +1,4 @@
-"""From the log-probabilities of steps, as numbers, to those of outputs, with the text of tokens."""
+"""Turns the log-probabilities of steps, which are numbers, into entries of outputs, which have the text of tokens."""
 
 from codecs import getincrementaldecoder
 from collections import abc
@@ -10,11 +10,11 @@ from nanovllm.engine.outputs import Logprob
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
-# (log-probability, rank) by token id: first the token of the text, then the most likely ones in descending order. The
-# most likely token has rank 1; of equally likely tokens the one with the lower id comes first.
+# (log-probability, rank) by token id: first the chosen token, then the most likely tokens in descending order. The most
+# likely token has rank 1. Among equally likely tokens, the lower id comes first.
 Logprobs = dict[int, tuple[float, int]]
-# the same as it is kept: id, log-probability and rank of each, in one tuple. Python's garbage collector soon leaves
-# tuples of numbers alone, and so many dicts would make it go through all objects of the process again and again
+# the same entries as they are stored: id, log-probability and rank of each token, flattened into one tuple. The garbage
+# collector soon stops tracking tuples of numbers; so many dicts would trigger full collections again and again
 KeptLogprobs = tuple[Any, ...]
 
 
@@ -23,34 +23,34 @@ def unpack(kept: KeptLogprobs) -> Logprobs:
 
 
 class OutputLogprobs:
-    """The log-probabilities in the outputs of a request, which has asked for those of its tokens or of its prompt."""
+    """Makes the log-probabilities in the outputs of a request that sets `logprobs` or `prompt_logprobs`."""
 
     def __init__(self, params: SamplingParams, token_bytes: Mapping[int, bytes]):
-        """`token_bytes` have the special tokens, too."""
+        """`token_bytes` must include the special tokens."""
         self._params, self._token_bytes = params, token_bytes
-        self._streamed: dict[int, LogprobTexts] = {}  # of the tokens that events had, by the sequence's index
+        self._streamed: dict[int, LogprobTexts] = {}  # by index of the sequence: the texts of streamed tokens
 
     def _new_texts(self) -> "LogprobTexts":
         return LogprobTexts(self._token_bytes, self._params.detokenize)
 
     def of_event(self, seq: Sequence, start: int) -> list[dict[int, Logprob]] | None:
-        """The entries for each token from the one with the index `start` on. None if none has arrived yet."""
-        if self._params.logprobs is None or not (found := seq.feature_state["logprobs"].of_tokens):
+        """Return the entries of the tokens from index `start` on, for an event of a stream; None if there are none."""
+        if self._params.logprobs is None or not (kept := seq.feature_state["logprobs"].of_tokens):
             return None
         if seq.index not in self._streamed:
             self._streamed[seq.index] = self._new_texts()
-        return self._streamed[seq.index].add(found[start - seq.num_prompt_tokens :])
+        return self._streamed[seq.index].add(kept[start - seq.num_prompt_tokens :])
 
     def of_answer(self, seq: Sequence) -> tuple[Iterable[dict[int, Logprob]] | None, float | None]:
-        """The entries for each token of the answer, and the sum of its log-probabilities."""
+        """Return the entries of the tokens of the answer, and the sum of the tokens' log-probabilities."""
         if self._params.logprobs is None:
             return None, None
-        found = seq.feature_state["logprobs"].of_tokens
-        # the first entry of each is the token itself
-        return DeferredList(lambda: self._new_texts().add(found)), sum(value for _, value, *_ in found)
+        kept = seq.feature_state["logprobs"].of_tokens
+        # the first entry of each tuple is the token itself
+        return DeferredList(lambda: self._new_texts().add(kept)), sum(value for _, value, *_ in kept)
 
     def of_prompt(self, seq: Sequence) -> list[dict[int, Logprob] | None] | None:
-        """The entries for each token of the prompt; None for the first."""
+        """Return the entries of the tokens of the prompt; None for the first token."""
         if self._params.prompt_logprobs is None:
             return None
         texts = self._new_texts()
@@ -59,7 +59,7 @@ class OutputLogprobs:
 
 
 class DeferredList(abc.Sequence):
-    """A list that is made when it is first read, by the thread that reads it: a step would wait for so many objects."""
+    """A list that the reading thread builds on first use. Building so many objects in the engine would delay a step."""
 
     def __init__(self, make: Callable[[], list]):
         self._list = cache(make)
@@ -89,29 +89,29 @@ class DeferredList(abc.Sequence):
 class LogprobTexts:
     """Adds text to the log-probabilities of one answer, token by token.
 
-    A character of several tokens is the text of the last of them.
+    If a character consists of several tokens, the last of them has it as its text.
     """
 
     def __init__(self, token_bytes: Mapping[int, bytes], detokenize: bool):
-        """Without `detokenize` the text is None."""
+        """If `detokenize` is False, all texts are None."""
         self._token_bytes, self._detokenize = token_bytes, detokenize
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
     def add(self, logprobs: Iterable[KeptLogprobs | None]) -> list[dict[int, Logprob]]:
-        """The next tokens. The first entry of each dict is the token itself, the others are alternatives to it."""
+        """Return a dict for each of the next tokens: first the token itself, then the alternatives to it."""
         result = []
         for kept in logprobs:
             assert kept, "a token without log-probabilities"
-            found = unpack(kept).items()
+            entries = unpack(kept).items()
             if self._detokenize:
                 text_of = self.decode(kept[0], kept[::3])
-                result.append({i: Logprob(*value, text_of[i]) for i, value in found})
+                result.append({i: Logprob(*value, text_of[i]) for i, value in entries})
             else:
-                result.append({i: Logprob(*value, None) for i, value in found})
+                result.append({i: Logprob(*value, None) for i, value in entries})
         return result
 
     def decode(self, token_id: int, alternatives: Iterable[int] = ()) -> dict[int, str]:
-        """The text of the next token, and the text of each alternative to it."""
+        """Return the texts of the next token and of the alternatives to it, by token id."""
         state, texts = self._decoder.getstate(), {}
         for i in (*alternatives, token_id):
             self._decoder.setstate(state)

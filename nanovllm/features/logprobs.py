@@ -1,9 +1,9 @@
-"""Log-probabilities of generated tokens, as the setting `logprobs_mode` wants them, and of prompts, by the model's own
-logits.
+"""Log-probabilities of generated tokens and of prompts.
 
-A request wants them by `SamplingParams.logprobs` or `prompt_logprobs`; a beam search wants them for its candidates. The
-batch carries which tokens (LogprobRequest), every rank computes them after the step (PendingLogprobs), and they reach
-the host with its result. Outputs have them with the tokens' text (logprob_outputs.py).
+For generated tokens, the setting `logprobs_mode` says which logits count; for prompts, it is always the model's raw
+logits. A request asks for them with `SamplingParams.logprobs` or `prompt_logprobs`; a beam search needs them for its
+candidates. The batch says for which tokens (LogprobRequest). Every rank computes them after the step
+(PendingLogprobs), and they reach the host with the result of the step. logprob_outputs.py adds the text of the tokens.
 """
 
 from collections import defaultdict
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from nanovllm.requests.request import CompletionRequest
 
 ALL_TOKENS = 2**30  # for `num_top`: more than any vocabulary has
-# rows that are computed at a time: log-probabilities of all tokens take more memory than logits, that of one takes less
+# rows that are computed at a time: the top tokens take more memory than the logits, a single token takes less
 MAX_TOP_ROWS, MAX_ROWS = 64, 256
 
 
 class SequenceLogprobs:
-    """The log-probabilities of a sequence that have arrived."""
+    """The log-probabilities of a sequence that have arrived on the host."""
 
     def __init__(self, is_edited: bool) -> None:
         self.is_edited = is_edited  # whether features edit the logits
@@ -52,11 +52,11 @@ class SequenceLogprobs:
 
 
 class StepLogprobs(NamedTuple):
-    """The log-probabilities of a step; None where no request wants them.
+    """The log-probabilities of a step; None where no request asks for them.
 
-    of_tokens: for each token of StepResult.token_ids.
-    of_prompts: for each of its `chunks`, those of the prompt's tokens from start + 1 to end, as far as the prompt goes;
-        None where there are no such tokens. A chunk that is computed again after a preemption has them again.
+    of_tokens: one entry for each token of StepResult.token_ids.
+    of_prompts: one list for each chunk of the step, for the prompt tokens from start + 1 to end; None if there are no
+        such tokens. A chunk that is computed again after a preemption has its list again.
     """
 
     of_tokens: list[KeptLogprobs | None]
@@ -64,6 +64,8 @@ class StepLogprobs(NamedTuple):
 
 
 class TokenLogprobs(StepFeature):
+    """Computes log-probabilities for the requests that ask for them."""
+
     @classmethod
     def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
         params = request.params
@@ -75,20 +77,20 @@ class TokenLogprobs(StepFeature):
 
     @staticmethod
     def watch(seq: Sequence) -> None:
-        """Collect what the parameters of `seq` ask for."""
-        others = [FEATURES[name] for name in seq.feature_state if name != "logprobs"]
-        others += [feature for feature in FEATURES.values() if isinstance(feature.home, type)]  # these see all rows
-        is_edited = any(feature.load().edit_logits is not StepFeature.edit_logits for feature in others)
+        """Collect the log-probabilities that the parameters of `seq` ask for."""
+        features = [FEATURES[name] for name in seq.feature_state if name != "logprobs"]
+        features += [feature for feature in FEATURES.values() if isinstance(feature.home, type)]  # these see all rows
+        is_edited = any(feature.load().edit_logits is not StepFeature.edit_logits for feature in features)
         seq.feature_state["logprobs"] = SequenceLogprobs(is_edited)
         seq.is_watched |= seq.params.logprobs is not None
-        seq.skips_prefix_hits = seq.params.prompt_logprobs is not None  # which need every position computed
+        seq.skips_prefix_hits = seq.params.prompt_logprobs is not None  # they need every position
 
     @classmethod
     def prepare(cls, step: ScheduledStep) -> Arrays | None:
         if not len(requests := logprob_requests(step)):
             return None
-        own = (step.sampled_seqs[i].feature_state.get("logprobs") for i in step.watched)
-        return {"requests": requests, "is_edited": np.array([any(x is not None and x.is_edited for x in own)])}
+        states = (step.sampled_seqs[i].feature_state.get("logprobs") for i in step.watched)
+        return {"requests": requests, "is_edited": np.array([any(x is not None and x.is_edited for x in states)])}
 
     @classmethod
     def max_words(cls, config: "Config") -> int:
@@ -96,12 +98,12 @@ class TokenLogprobs(StepFeature):
 
     def __init__(self, runner: "ModelRunner"):
         self._runner = runner
-        self._logits_of_graphs: dict[tuple[int, int], Callable[[], torch.Tensor]] = {}  # by positions, and how many
+        self._logits_of_graphs: dict[tuple[int, int], Callable[[], torch.Tensor]] = {}  # by address and size
 
     def edit_logits(self, logits: torch.Tensor, rows: SamplingRows) -> None:
-        """Edit nothing, but note where a CUDA graph has its logits: they lie there until the next graph is replayed.
+        """Edit nothing, but note where a CUDA graph keeps its logits until the next graph is replayed.
 
-        A tensor that owned this memory would keep it from the other graphs.
+        The note is a view without ownership. A tensor that owned the memory would keep other graphs from using it.
         """
         if logits.is_cuda and torch.cuda.is_current_stream_capturing():
             memory, like, device = DeviceBytes(logits.data_ptr(), logits.nbytes), logits.to("meta"), logits.device
@@ -110,7 +112,7 @@ class TokenLogprobs(StepFeature):
 
     def after_forward(self, arrays: Arrays, output: ForwardOutput) -> "PendingLogprobs":
         positions, find = output.sampler_input.positions, None
-        # each rank has a part of the logits, and rates may be imposed on drafts
+        # not with several ranks, which have a part of the logits each, nor with drafts, whose acceptance may be imposed
         if not arrays["is_edited"][0] and self._runner.tp.size == self._runner.config.tokens_per_row == 1:
             find = self._logits_of_graphs.get((positions.data_ptr(), len(positions)))
         return PendingLogprobs(arrays["requests"], self._runner, output, find and find())
@@ -119,12 +121,12 @@ class TokenLogprobs(StepFeature):
     def after_step(
         cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: StepLogprobs | None
     ) -> None:
-        """Give each sequence its log-probabilities. A sequence that pauses gets those of its candidates."""
+        """Give each sequence its log-probabilities. A paused sequence gets the log-probabilities of its candidates."""
         if result is None:
             return
-        for (seq, start, _), found in zip(step.chunks, result.of_prompts):
-            if found:
-                seq.feature_state["logprobs"].of_prompt[start + 1 : start + 1 + len(found)] = found
+        for (seq, start, _), prompt_logprobs in zip(step.chunks, result.of_prompts):
+            if prompt_logprobs:
+                seq.feature_state["logprobs"].of_prompt[start + 1 : start + 1 + len(prompt_logprobs)] = prompt_logprobs
         for i, seq in arrived.items():
             if (of_token := result.of_tokens[i]) is None:
                 continue
@@ -135,7 +137,7 @@ class TokenLogprobs(StepFeature):
 
 
 def check_num_logprobs(name: str, value: int, config: "Config") -> None:
-    """ValueError if a request may not have so many log-probabilities of each token; -1 is all tokens."""
+    """Raise ValueError if a request may not ask for `value` log-probabilities per token; -1 means all tokens."""
     vocab_size, max_logprobs = config.model_config.vocab_size, config.max_logprobs
     check_int(name, value, -1, vocab_size)
     if max_logprobs >= 0 and (vocab_size if value == -1 else value) > max_logprobs:
@@ -143,32 +145,32 @@ def check_num_logprobs(name: str, value: int, config: "Config") -> None:
 
 
 class LogprobRequest(NamedTuple):
-    """A token whose log-probability is wanted, together with those of the `num_top` most likely tokens at its position.
+    """Asks for the log-probabilities of a token, and of the `num_top` most likely tokens at its position.
 
-    A token of a prompt has its id here; a sampled one has token_id -1, as the host does not know it yet.
+    A prompt token has its id here. A sampled token has token_id -1, because the host does not know it yet.
     """
 
     num_top: int
-    row: int  # of the hidden states: all of the step's for a token of a prompt, else those that are sampled
-    result_index: int  # into StepLogprobs.of_prompts for a token of a prompt, else into `of_tokens`
+    row: int  # prompt token: into all hidden states of the step; sampled token: into the sampled rows
+    result_index: int  # prompt token: into StepLogprobs.of_prompts; sampled token: into StepLogprobs.of_tokens
     token_id: int = -1
 
 
 def logprob_requests(step: ScheduledStep) -> np.ndarray:
-    """The LogprobRequest rows of a step [n, 4]: first those for tokens of prompts, then those for `sampled_seqs`."""
-    of_prompts, first, k = [], step.num_decodes * step.tokens_per_row, step.tokens_per_row
+    """Return the LogprobRequests of a step [n, 4] int32: first for prompt tokens, then for sampled tokens."""
+    of_prompts, first_row, k = [], step.num_decodes * step.tokens_per_row, step.tokens_per_row
     for i, (seq, start, end) in enumerate(step.chunks):
         if (num_top := seq.params.prompt_logprobs) is not None:
             positions = range(start + 1, min(end + 1, seq.num_prompt_tokens))
-            of_prompts += [LogprobRequest(num_top, first + p - 1 - start, i, seq.token_ids[p]) for p in positions]
-        first += end - start
-    # all sequences of a batch may want theirs, in each step
+            of_prompts += [LogprobRequest(num_top, first_row + p - 1 - start, i, seq.token_ids[p]) for p in positions]
+        first_row += end - start
+    # vectorized, because all sequences of a batch may ask for log-probabilities in each step
     all_top = [step.sampled_seqs[i].params.logprobs for i in step.watched]
-    wanted = [i for i, num_top in zip(step.watched, all_top) if num_top is not None]
-    requests = np.full((len(of_prompts) + len(wanted) * k, len(LogprobRequest._fields)), -1, np.int32)
+    watched_rows = [i for i, num_top in zip(step.watched, all_top) if num_top is not None]
+    requests = np.full((len(of_prompts) + len(watched_rows) * k, len(LogprobRequest._fields)), -1, np.int32)
     num_top, rows, result_indices, _ = requests[len(of_prompts) :].T
     num_top[:] = np.repeat([num_top for num_top in all_top if num_top is not None], k)
-    rows[:] = result_indices[:] = (np.array(wanted, np.int32)[:, None] * k + np.arange(k)).ravel()
+    rows[:] = result_indices[:] = (np.array(watched_rows, np.int32)[:, None] * k + np.arange(k)).ravel()
     if of_prompts:
         requests[: len(of_prompts)] = of_prompts
     requests[requests[:, 0] < 0, 0] = ALL_TOKENS
@@ -176,25 +178,25 @@ def logprob_requests(step: ScheduledStep) -> np.ndarray:
 
 
 class PendingLogprobs:
-    """The log-probabilities of a step on their way to host memory."""
+    """The log-probabilities of a step while they are computed and copied to the host."""
 
     @torch.inference_mode()
     def __init__(self, requests: np.ndarray, runner: "ModelRunner", output: ForwardOutput, logits: torch.Tensor | None):
-        """`requests` [n, 4]: a LogprobRequest a row. `logits`: those of the sampled rows, if they are still there."""
-        self._requests = requests.copy()  # from memory that a later step overwrites
+        """`requests` [n, 4] has a LogprobRequest per row. `logits` are the sampled rows' logits if they still exist."""
+        self._requests = requests.copy()  # a later step overwrites the original
         on_device = self._compute(runner, output, logits)
-        runner.tp.barrier(output.token_ids.device)  # no rank overwrites peer memory that another still reads
+        runner.tp.barrier(output.token_ids.device)  # no rank may overwrite peer memory that another rank still reads
         on_host = [torch.empty_like(x, device="cpu", pin_memory=x.is_cuda) for x in on_device]
         self._on_host = [y.copy_(x, non_blocking=True) for x, y in zip(on_device, on_host)]
 
     def _compute(
         self, runner: "ModelRunner", output: ForwardOutput, logits: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
-        """The tensors of `log_probabilities` for all requests.
+        """Return the tensors of `log_probabilities` for all requests.
 
-        Logits that are not there any more are computed again: in pieces for prompts, but for all sampled rows at once,
-        as in the step itself. The rounding of a matrix product depends on its number of rows; so a greedy token has
-        rank 1 here too.
+        Logits that no longer exist are computed again. For prompts, this is done in pieces. For sampled rows, it is
+        done in one GEMM, as in the step: the rounding of a GEMM depends on its number of rows, and a greedy token must
+        have rank 1 here too.
         """
         requests, hidden_states = self._requests, output.hidden_states
         columns = torch.from_numpy(requests.T.copy())
@@ -203,32 +205,34 @@ class PendingLogprobs:
         _, rows, indices, chosen = columns.to(hidden_states.device, non_blocking=True)
         chosen = torch.cat((chosen[:num_prompt], output.token_ids[indices[num_prompt:]]))
         pieces = []
-        for own_rows, ids in zip(rows[:num_prompt].split(MAX_TOP_ROWS), chosen[:num_prompt].split(MAX_TOP_ROWS)):
-            own = runner.model.compute_logits(hidden_states.index_select(0, own_rows))
-            pieces.append(log_probabilities(own, ids, num_top))
+        for piece_rows, ids in zip(rows[:num_prompt].split(MAX_TOP_ROWS), chosen[:num_prompt].split(MAX_TOP_ROWS)):
+            piece = runner.model.compute_logits(hidden_states.index_select(0, piece_rows))
+            pieces.append(log_probabilities(piece, ids, num_top))
         if num_sampled := len(requests) - num_prompt:
             of_rows = sampled_logits(runner, output.sampler_input, logits)
             if not (requests[num_prompt:, 1] == np.arange(num_sampled)).all():
                 of_rows = [x.index_select(0, rows[num_prompt:]) for x in of_rows]
             size = MAX_TOP_ROWS if num_top else MAX_ROWS
             for first in range(0, num_sampled, size):
-                own, *temperatures = (x[first : min(first + size, num_sampled)] for x in of_rows)
-                pieces.append(log_probabilities(own, chosen[num_prompt:][first : first + size], num_top, *temperatures))
+                piece, *temperatures = (x[first : min(first + size, num_sampled)] for x in of_rows)
+                pieces.append(
+                    log_probabilities(piece, chosen[num_prompt:][first : first + size], num_top, *temperatures)
+                )
         return tuple(map(torch.cat, zip(*pieces)))
 
     def result(self, step: ScheduledStep) -> StepLogprobs:
-        """The result, once the device has finished the step."""
-        found: list[KeptLogprobs] = []
-        on_host = (x.numpy().tolist() for x in self._on_host)  # PyTorch's own `tolist` takes fifty times as long
+        """Return the log-probabilities, once the device has finished the step."""
+        kept_logprobs: list[KeptLogprobs] = []
+        on_host = (x.numpy().tolist() for x in self._on_host)  # the `tolist` of PyTorch takes fifty times as long
         for num_top, ids, values, rank in zip(self._requests[:, 0].tolist(), *on_host):
             kept: KeptLogprobs = (ids[0], values[0], rank)
             if num_top:
                 top = zip(ids[1 : num_top + 1], values[1:], count(1))
                 kept += tuple(x for entry in top if entry[0] != ids[0] for x in entry)
-            found.append(kept)
+            kept_logprobs.append(kept)
         of_tokens: list[KeptLogprobs | None] = [None] * (len(step.sampled_seqs) * step.tokens_per_row)
         of_prompts = defaultdict(list)
-        for (_, _, i, token_id), kept in zip(self._requests.tolist(), found):
+        for (_, _, i, token_id), kept in zip(self._requests.tolist(), kept_logprobs):
             if token_id < 0:
                 of_tokens[i] = kept
             else:
@@ -237,8 +241,9 @@ class PendingLogprobs:
 
 
 def sampled_logits(runner: "ModelRunner", x: SamplerInput, logits: torch.Tensor | None) -> list[torch.Tensor]:
-    """The logits [S, vocabulary] of which log-probabilities are wanted by the setting `logprobs_mode`, and unless they
-    are the model's own, the temperatures [S] that divide them. `logits` are the model's own, if they are still there.
+    """Return the logits [S, vocabulary] that `logprobs_mode` asks for, and the temperatures [S] that divide them.
+
+    The mode "raw_logprobs" has no temperatures. `logits` are the model's raw logits, if they still exist.
     """
     mode = runner.config.logprobs_mode
     if logits is None or mode == "processed_logprobs":
@@ -260,10 +265,10 @@ def sampled_logits(runner: "ModelRunner", x: SamplerInput, logits: torch.Tensor 
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, temperatures: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities [S] float32 of `token_ids` [S], one of each row of logits [S, vocabulary], and their ranks [S].
+    """Return the log-probabilities [S] float32 and the ranks [S] int32 of `token_ids` [S].
 
-    The logits are divided by `temperatures` [S]. Before a token are those with a larger logit, and of equal ones those
-    with a lower id.
+    There is one token for each row of `logits` [S, vocabulary], which are divided by `temperatures` [S]. Tokens are
+    ranked by descending logit; among equal logits, the lower id comes first.
     """
     logits, token_ids = divided(logits, temperatures), token_ids.unsqueeze(1).long()
     chosen = logits.gather(1, token_ids)
@@ -275,11 +280,12 @@ def token_logprobs(
 def log_probabilities(
     logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, temperatures: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """Log-probabilities of `token_ids` [S] and of the `num_top` most likely tokens (all, if there are fewer), by logits
-    [S, vocabulary] that are divided by `temperatures` [S].
+    """Return the log-probabilities of `token_ids` [S] and of the `num_top` most likely tokens of each row.
 
-    Returns three tensors. Ids and log-probabilities [S, 1 + num_top]: first of `token_ids`, then of the top tokens in
-    descending order of `token_keys`. Ranks [S] of `token_ids` in that order; 1 is the most likely token.
+    The `logits` [S, vocabulary] are divided by `temperatures` [S]. `num_top` is capped at the size of the vocabulary.
+    Returns three tensors: ids [S, 1 + num_top] int32, log-probabilities [S, 1 + num_top] float32, and ranks [S] int32.
+    The first column is for `token_ids`, the other columns are for the top tokens in descending order of `token_keys`.
+    The ranks are those of `token_ids` in the same order; the most likely token has rank 1.
     """
     if num_top == 0:
         logprobs, ranks = token_logprobs(logits, token_ids, temperatures)
@@ -294,10 +300,10 @@ def log_probabilities(
 
 @operation
 def gather_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities [S, n] float32 of ids [S, n] in each row of logits [S, vocabulary] float32."""
+    """Return the log-probabilities [S, n] float32 of `ids` [S, n] in each row of `logits` [S, vocabulary] float32."""
     return logits.log_softmax(-1).gather(1, ids)
 
 
 def divided(logits: torch.Tensor, temperatures: torch.Tensor | None) -> torch.Tensor:
-    """Logits [S, vocabulary] over temperatures [S], in float32."""
+    """Return logits [S, vocabulary] divided by temperatures [S], in float32."""
     return logits.float() if temperatures is None else logits.float() / temperatures.unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Stop strings, which may begin and end within tokens."""
+"""Stop strings, which may begin and end in the middle of a token."""
 
 from collections.abc import Mapping
 from operator import itemgetter
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 
 class StopStrings(StepFeature):
+    """Ends a sequence when its text contains a stop string."""
+
     @classmethod
     def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
         for seq in request.group:
@@ -28,7 +30,7 @@ class StopStrings(StepFeature):
         for seq in arrived.values():
             if (detokenizer := seq.feature_state.get("stop_strings")) is None:
                 continue
-            ended_by_id = seq in ends and ends[seq][0] == "stop"  # an id that may be no part of the text
+            ended_by_id = seq in ends and ends[seq][0] == "stop"  # the id may be no part of the text
             if ended_by_id and not seq.params.include_stop_str_in_output:
                 continue
             reasoning = seq.feature_state.get("reasoning")
@@ -45,29 +47,29 @@ class StoppingDetokenizer(Detokenizer):
         super().__init__(token_ids, num_prompt_tokens, token_bytes)
         self._stops, self._include_stop = params.stop or (), params.include_stop_str_in_output
         self._min_num_tokens = num_prompt_tokens + params.min_tokens
-        self._window = ""  # the last characters before the next token, in which a stop string may begin
+        self._window = ""  # the last characters of the text; a stop string may begin in them
         self._max_overlap = max(map(len, self._stops)) - 1
 
     def skip_token(self) -> None:
-        """Decode the last token, which is no part of a stop string."""
+        """Decode the last token, without looking for stop strings in it."""
         self.decode()
         self._window = ""
 
     def cut_at_stop(self) -> str | None:
-        """Decode the last token; if it completes a stop string, after min_tokens, cut the text there and return it.
+        """Decode the last token. If it completes a stop string, cut the text there and return the stop string.
 
-        Of several stop strings it is the one that ends first, and of those that end at the same character the first of
-        the list.
+        Before `min_tokens` tokens, no stop string counts. Among several stop strings, the one that ends first wins;
+        among stop strings that end at the same character, the first of the list wins.
         """
-        piece, found = self.decode(), []
+        piece, matches = self.decode(), []
         text = self._window + piece
         for stop in self._stops if len(self._token_ids) > self._min_num_tokens else ():
             if (begin := text.find(stop, max(0, len(self._window) + 1 - len(stop)))) >= 0:
-                found.append((begin + len(stop), begin, stop))
+                matches.append((begin + len(stop), begin, stop))
         self._window = text[len(text) - min(self._max_overlap, len(text)) :]
-        if not found:
+        if not matches:
             return None
-        end, begin, stop = min(found, key=itemgetter(0))
+        end, begin, stop = min(matches, key=itemgetter(0))
         num_cut = len(text) - (end if self._include_stop else begin)
         self._pieces = [self.text[: len(self.text) - num_cut]]
         self._pending = self._pending[: len(self._pending) - num_cut]
@@ -76,7 +78,7 @@ class StoppingDetokenizer(Detokenizer):
         return stop
 
     def take_text(self, num_hidden: int = 0, is_last: bool = False) -> str:
-        """The text since the last call, without an end that may be the beginning of a stop string."""
+        """Return the text since the last call. Text that may be the beginning of a stop string is held back."""
         text = super().take_text(num_hidden, is_last)
         if is_last or self._include_stop:
             return text
@@ -85,7 +87,7 @@ class StoppingDetokenizer(Detokenizer):
         return text[: len(text) - num_held_back]
 
     def _partial_stop(self, text: str) -> int:
-        """The length of the longest end of `text` that is the beginning of a stop string."""
+        """Return the length of the longest suffix of `text` that is a prefix of a stop string."""
         longest = 0
         for stop in self._stops:
             begin = text.find(stop[0], max(0, len(text) - len(stop) + 1))

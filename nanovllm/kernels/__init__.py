@@ -1,7 +1,7 @@
 """Operations: functions that plain PyTorch defines, and that a device may compute in its own way.
 
-The definitions stand where they are used, mostly in `layers/`, and are what a CPU computes. `ops.py` is the table of
-CUDA, which computes them by Triton kernels; `register_ops` adds that of another device.
+The definitions are next to their callers, mostly in `layers/`. A CPU computes them as defined. `ops.py` is the table of
+CUDA, which computes them with Triton kernels. `register_ops` adds the table of another device.
 """
 
 import importlib.util
@@ -15,14 +15,14 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_tables: dict[str, Mapping[str, Callable]] = {}  # by the type of the device, and the variant
-# which operations the steps of this thread use, beside those of the device: "", or "-invariant" (see invariant/)
+_tables: dict[str, Mapping[str, Callable]] = {}  # by device type followed by the variant
+# the variant of the operations that this thread uses: "", or "-invariant" (see invariant/)
 variant: ContextVar[str] = ContextVar("variant of the operations", default="")
-_forget: list[Callable[[], None]] = []  # each clears an operation's cached choice of who computes it
+_forget: list[Callable[[], None]] = []  # each clears the cached choices of one operation
 
 
 def ops_for(device: torch.device) -> Mapping[str, Callable]:
-    """The operations that a device computes in its own way, by name; a CPU has none, unless a variant is set."""
+    """Return the operations that a device computes in its own way, by name. A CPU has none unless a variant is set."""
     if (kind := device.type + variant.get()) not in _tables:
         has_kernels = kind == "cuda" and importlib.util.find_spec("triton") is not None
         _tables[kind] = vars(importlib.import_module("nanovllm.kernels.ops")) if has_kernels else {}
@@ -30,9 +30,10 @@ def ops_for(device: torch.device) -> Mapping[str, Callable]:
 
 
 def register_ops(device_type: str, table: Mapping[str, Callable]) -> None:
-    """Let all devices of a type, or of a type and a variant, compute the operations that `table` has by their names.
+    """Set the table of operations of a device type such as "cuda", or of a type and a variant ("cuda-invariant").
 
-    A function takes and returns what the definition does. What it returns NotImplemented for, the definition computes.
+    A function in `table` replaces the operation with the same name. It takes and returns what the definition does. If
+    it returns NotImplemented, the definition computes the operation.
     """
     _tables[device_type] = table
     for forget in _forget:
@@ -40,9 +41,12 @@ def register_ops(device_type: str, table: Mapping[str, Callable]) -> None:
 
 
 def operation(definition: Callable[P, R]) -> Callable[P, R]:
-    """A decorator: the device of the first argument computes the operation in its own way, or as it is defined."""
+    """Decorate a definition: the table of the first argument's device may replace it.
 
-    @cache  # a small model on a CPU computes 50 operations for a token
+    The first argument must have an attribute `device`.
+    """
+
+    @cache  # a small model on a CPU calls 50 operations per token
     def choose(device: torch.device, variant: str) -> Callable:
         if (own := ops_for(device).get(definition.__name__)) is None:
             return definition

@@ -1,23 +1,23 @@
-"""FP8 (e4m3) in kernels: conversion from and to it, and rows that share a scale.
+"""FP8 (e4m3) in kernels: conversions, and rows that share a scale.
 
-Tensors of e4m3 are `torch.float8_e4m3fn` where the GPU converts it, from compute capability 8.9 on. Elsewhere kernels
-take its bits as uint8 and convert them here: Triton has no e4m3 for older GPUs, and its interpreter rounds it wrongly.
+From compute capability 8.9 on, the GPU converts e4m3, and tensors are `torch.float8_e4m3fn`. Elsewhere kernels take the
+bits as uint8 and convert them here, because Triton has no e4m3 for older GPUs, and its interpreter rounds it wrongly.
 
-A row's scale is its largest magnitude / 448, the largest number in e4m3, rounded to bfloat16. So a row's largest number
-is all but exact, and the others have a relative error of up to 1/16.
+The scale of a row is the row's largest magnitude / 448, rounded to bfloat16; 448 is the largest number in e4m3. So the
+largest number of a row is almost exact, and the other numbers have a relative error of up to 1/16.
 """
 
 import triton
 import triton.language as tl
 
-# attention takes the logarithm of scales, so none is 0
+# no scale is 0, because attention takes the logarithm of scales
 MIN_SCALE = tl.constexpr(2.0**-32)
 ONES = tl.constexpr(0x3F803F80)  # a pair of scales, bfloat16
 
 
 @triton.jit
 def decode_e4m3(x, dtype: tl.constexpr):
-    """e4m3, or its bits as uint8, -> dtype, exactly."""
+    """Convert e4m3, or its bits as uint8, to `dtype`, exactly."""
     if x.dtype == tl.uint8:
         bits = x.to(tl.int16)
         # a float16 with these bits has an exponent that is 8 too small
@@ -28,12 +28,12 @@ def decode_e4m3(x, dtype: tl.constexpr):
 
 @triton.jit
 def decode_e4m3_pairs(pairs, stored_dtype: tl.constexpr, dtype: tl.constexpr):
-    """Two numbers in each of `pairs`, uint16 -> the first ones and the second ones in `dtype`."""
+    """Convert pairs of e4m3 numbers in uint16 words: return the first and the second numbers in `dtype`."""
     if stored_dtype == tl.uint8 or dtype != tl.float16:
         first = (pairs & 0xFF).to(tl.uint8).to(stored_dtype, bitcast=True)
         second = (pairs >> 8).to(tl.uint8).to(stored_dtype, bitcast=True)
         first, second = decode_e4m3(first, dtype), decode_e4m3(second, dtype)
-    else:  # one instruction brings the first numbers of two pairs together, and the second ones
+    else:  # prmt groups the two first and the two second numbers of two pairs, so that cvt converts two at a time
         asm: tl.constexpr = """
         {
             .reg .b32 both;
@@ -52,12 +52,12 @@ def decode_e4m3_pairs(pairs, stored_dtype: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def encode_e4m3(x, dtype: tl.constexpr):
-    """float32 -> e4m3, as dtype float8e4nv or its bits as uint8: the nearest, ties to even; beyond 448 it is 448."""
+    """Convert float32 to e4m3, as float8e4nv or as bits in uint8: round to nearest even, and saturate at 448."""
     if dtype == tl.uint8:
         sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
         magnitude = tl.minimum(tl.abs(x), 448.0)
         bits = magnitude.to(tl.int32, bitcast=True)
-        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)  # the biases are 127 and 7
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)  # exponent biases are 127 and 7
         # the spacing of float32 at 2**14 is the spacing of subnormal numbers of e4m3, 2**-9
         subnormal = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
         y = tl.where(magnitude < 0.015625, subnormal, normal)
@@ -69,29 +69,29 @@ def encode_e4m3(x, dtype: tl.constexpr):
 
 @triton.jit
 def encode_rows(x, dtype: tl.constexpr):
-    """Rows [R, D] -> e4m3 [R, D] as `dtype`, and their scales [R] float32, each of which is exact in bfloat16.
+    """Quantize rows [R, D] to e4m3 [R, D] as `dtype`. Also return scales [R] float32, which are exact in bfloat16.
 
-    The scale is infinite for a row with NaN or infinity, so that nothing finite is read from it.
+    A row with NaN or infinity gets an infinite scale, so that no finite number is read from it.
     """
     x = x.to(tl.float32)
-    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # order as the magnitudes, and NaN is above them
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # integers sort like magnitudes, with NaN at the top
     bits = tl.maximum(largest.to(tl.float32, bitcast=True) * (1 / 448), MIN_SCALE).to(tl.int32, bitcast=True)
-    scale = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)  # the nearest bfloat16
+    scale = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)  # nearest bfloat16
     scale = tl.where(largest < 0x7F800000, scale, float("inf"))
     return encode_e4m3(x * tl.div_rn(1.0, scale)[:, None], dtype), scale
 
 
 @triton.jit
 def bfloat16_bits(x):
-    """float32 that is exact in bfloat16 -> int16."""
+    """Return the bfloat16 bits, as int16, of float32 numbers that are exact in bfloat16."""
     return (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
 
 
 @triton.jit
 def store_row(x, row_ptr, scale_ptr, slot):
-    """Quantize a row [1, D] and store it and its scale (bfloat16, as int16), unless slot is -1.
+    """Quantize a row [1, D], and store it with its scale (bfloat16 bits, as int16) unless `slot` is -1.
 
-    Returned is what can be read then: [1, D] float32, still to be scaled, and the scale [1].
+    Return the stored numbers [1, D] as float32, without the scale, and the scale [1].
     """
     y, scale = encode_rows(x, row_ptr.dtype.element_ty)
     i = tl.arange(0, 1)
@@ -102,11 +102,11 @@ def store_row(x, row_ptr, scale_ptr, slot):
 
 @triton.jit
 def unpack_scales(pairs, stored_dtype: tl.constexpr):
-    """Pairs in bfloat16, int32 [N] -> scales of keys, and logarithms (base 2) of scales of values, float32.
+    """Unpack pairs of bfloat16 scales in int32 [N]: return scales of keys and log2 of scales of values, float32 [N].
 
-    Attention multiplies no value by its scale: p * scale = 2 ** (score + log2(scale) - m), where the logarithm is added
-    to the scores before their maximum m is taken. So p lies between 0 and 1 however small the values are, and keeps its
-    accuracy in float16. The sum of the softmax takes p / scale.
+    Attention does not multiply values by their scales. It uses p * scale = 2 ** (score + log2(scale) - m) instead: the
+    logarithm is added to the scores before their maximum m is taken. So p lies between 0 and 1 for values of any size,
+    and keeps its accuracy in float16. The sum of the softmax adds p / scale.
     """
     k_scale = (pairs << 16).to(tl.float32, bitcast=True)
     v_scale = (pairs & -0x10000).to(tl.float32, bitcast=True)
@@ -120,10 +120,10 @@ def unpack_scales(pairs, stored_dtype: tl.constexpr):
 
 @triton.jit
 def as_fp8_partner(x):
-    """The other operand of products with e4m3: float16 in place of bfloat16.
+    """Convert queries that are multiplied with e4m3 keys from bfloat16 to float16.
 
-    The hardware converts e4m3 to float16, and to bfloat16 by way of that and float32. A query is exact in both dtypes:
-    float16 has more digits, and its range is only exceeded far from what norms and projections give.
+    The hardware converts e4m3 to float16 directly, but to bfloat16 only through float16 and float32. float16 has more
+    digits than bfloat16. Its range is smaller, but far larger than the results of norms and projections.
     """
     if x.dtype == tl.bfloat16:
         x = tl.clamp(x.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)

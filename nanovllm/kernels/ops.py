@@ -1,7 +1,7 @@
-"""The table of CUDA: the kernels by name, and which of them computes an operation. Importing this needs Triton.
+"""The table of operations of CUDA: which kernel computes an operation. Importing this module needs Triton.
 
-What has the name of an operation computes it, and returns NotImplemented where the definition is as fast. The rest are
-helpers of these, and functions that code for CUDA alone calls.
+A function with the name of an operation computes this operation, or returns NotImplemented where the definition is as
+fast. The other functions are helpers, or are called only by code for CUDA.
 """
 
 import torch
@@ -36,7 +36,7 @@ from nanovllm.quantization.kernels.multiply_scaled import (
     swiglu_quantize,
 )
 
-TINY_WEIGHTS, TINY_SPLIT_K = 2**20, 16  # of a product that takes less time in parts, although they are to be added
+TINY_WEIGHTS, TINY_SPLIT_K = 2**20, 16  # small GEMMs are faster split, even with the sum of the parts
 
 
 def linear(x, weight, bias=None):
@@ -52,16 +52,14 @@ def split_linear(x, weight, bias=None, split_k=1, out=None):
     if bias is None and (split_k := choose_split_k(x, weight, max_split_k)):
         parts = split_k_gemm(x, weight, split_k, out)
         return parts[0] if split_k == 1 else parts.sum(0)
-    # The library is as fast, or only the library adds a bias. For many rows, cuBLAS 13 counts tiles in its workspace,
-    # which a memset of 1 us clears. With CUBLAS_WORKSPACE_CONFIG=:0:0 it has none: on an H200 prompts took as long, and
-    # each product 50 us more of the host.
+    # cuBLAS is as fast, or there is a bias, which only cuBLAS adds
     return NotImplemented
 
 
 def norm_linear(x, weight, bias=None, act=None):
-    """For a single whole row, norm, product and activation are one kernel; else the norm has its own.
+    """Compute norm, matmul and activation of one row in one kernel, unless the row is still a sum of parts.
 
-    For many rows on Hopper, product and activation are.
+    For more rows, the norm is a separate kernel. Matmul and SwiGLU are one kernel for many rows on Hopper.
     """
     if len(x) != 1:
         return NotImplemented if act is None or bias is not None else swiglu(x.tensor(), weight)
@@ -86,12 +84,12 @@ def add_rms_norm(x, residual, weight, eps):
 
 
 def rms_norm(x, weight, eps):
-    rows = x.reshape(-1, x.shape[-1]).contiguous()  # a head of several may be a view of them
+    rows = x.reshape(-1, x.shape[-1]).contiguous()  # heads may be a view of qkv
     return add_and_norm(rows, weight, eps).view(x.shape)
 
 
 def store_kvcache(k, v, cache, slot_mapping):
-    """By the kernel that also norms and rotates, which leaves both out here: two numbers are rotated by no angle."""
+    """Store keys and values with the kernel that norms and rotates, but without norm weights and by an angle of 0."""
     cos = torch.ones(len(k), 1, 2, dtype=torch.float32, device=k.device)
-    cos_sin = torch.cat((cos, 0 * cos), 1)  # the kernel reads it early, so it is not the last ordinary launch before
+    cos_sin = torch.cat((cos, 0 * cos), 1)  # the kernel reads it early: torch.cat of k and v is launched after it
     norm_rope_and_store(torch.cat((k, v), 1), (None, None, 0.0, cos_sin), slot_mapping, cache)

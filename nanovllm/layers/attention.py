@@ -1,4 +1,4 @@
-"""Causal attention of one layer over the paged cache that it keeps."""
+"""Causal attention of one layer over its paged KV cache."""
 
 import torch
 from torch import nn
@@ -12,9 +12,9 @@ from nanovllm.utils.context import get_context
 
 @operation
 def store_kvcache(k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
-    """Write keys and values [T, kv_heads, head_dim] to their slots [T] of the cache.
+    """Write keys and values [T, kv_heads, head_dim] to their cache slots [T].
 
-    Here no slot may be -1; kernels skip such tokens, which are padding.
+    No slot may be -1 here. Kernels skip tokens with slot -1, which are padding.
     """
     cache.store_kvcache(slot_mapping.long(), k, v)
 
@@ -23,11 +23,11 @@ class Attention(nn.Module):
     """Grouped-query attention: query head h reads key-value head h // (num_heads / num_kv_heads)."""
 
     def __init__(self, num_heads: int, head_dim: int, scale: float, num_kv_heads: int, window: int | None = None):
-        """The numbers of heads are those of this rank; `window` is how many tokens one attends to, itself included."""
+        """Numbers of heads are per rank. `window` is how many tokens a token attends to, including itself."""
         super().__init__()
         self.num_heads, self.head_dim, self.num_kv_heads = num_heads, head_dim, num_kv_heads
         self.scale, self.window = scale, window
-        # the runner replaces both by those of the engine
+        # the runner replaces both
         self.backend: AttentionBackend = SDPABackend()
         self.cache = KVCache(torch.empty(2, 0))
 
@@ -46,7 +46,7 @@ class Attention(nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim] -> [T, num_heads * head_dim].
 
-        Keys and values go to the cache first, and queries read all that they attend to from there.
+        Keys and values are stored first, because attention reads all of them from the cache.
         """
         context = get_context()
         store_kvcache(k, v, self.cache, context.slot_mapping)

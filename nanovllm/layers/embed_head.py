@@ -1,4 +1,4 @@
-"""Token embedding and output head, divided over the ranks along the vocabulary."""
+"""Token embedding and output head, split over the ranks along the vocabulary."""
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +14,9 @@ from nanovllm.utils.loader import Shard, parameter
 def embed_shard(
     token_ids: torch.Tensor, weight: torch.Tensor, first_id: int, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Rows [T, N] of weight [n, N], which are those of `first_id` and the next ids; zeros for other ids.
+    """Embeddings [T, N] from weight [n, N], whose rows belong to the ids from `first_id` on; zeros for other ids.
 
-    Kernels take `out` [1, T, N] for the result.
+    Kernels write the result to `out` [1, T, N].
     """
     local_ids = token_ids - first_id
     is_local = (local_ids >= 0) & (local_ids < len(weight))
@@ -25,7 +25,7 @@ def embed_shard(
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Each rank holds an equal range of the vocabulary and embeds other ids as zeros; the result is the ranks' sum."""
+    """Each rank holds an equal range of the vocabulary and embeds other ids as zeros. The ranks' results are summed."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int):
         super().__init__()
@@ -63,5 +63,5 @@ class ParallelLMHead(VocabParallelEmbedding):
         return self.tp.all_gather(linear(hidden_states, self.weight))
 
     def local_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """The columns that this rank has computed, those of its range of the vocabulary."""
+        """The columns of this rank's range of the vocabulary."""
         return logits[:, self.first_id : self.first_id + len(self.weight)]

@@ -1,4 +1,4 @@
-"""Root mean square norm, also of a sum with the residual."""
+"""RMSNorm, also of the sum with the residual."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from nanovllm.utils.loader import default_weight_loader, parameter
 
 @operation
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The norm of x [..., N] over its last dimension, with a weight [N]; PyTorch computes it in float32."""
+    """RMSNorm of x [..., N] over the last dimension, with a weight [N]; PyTorch computes it in float32."""
     return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
 
@@ -31,12 +31,12 @@ class RMSNorm(nn.Module):
         return rms_norm(total, self.weight, self.eps), total
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None):
-        """The norm of x [..., hidden_size]; with a residual, the norm of x + residual, and this sum."""
+        """The norm of x [..., hidden_size]. With a residual: the norm of x + residual, and the sum itself."""
         return self.rms_forward(x) if residual is None else self.add_rms_forward(x, residual)
 
 
 class ZeroCenteredRMSNorm(RMSNorm):
-    """The checkpoint stores weight - 1. The weight is float32, as 16 bits near 1 would lose small differences."""
+    """RMSNorm for checkpoints with weight - 1. The weight is float32: 16 bits near 1 would lose small differences."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-6):
         super().__init__(hidden_size, eps)

@@ -1,4 +1,4 @@
-"""Linear layers divided over the ranks: column-parallel (by outputs), several of these in one, and row-parallel."""
+"""Linear layers split over the ranks: column-parallel (by outputs), merged, and row-parallel (by inputs)."""
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,8 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 
 @operation
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [T, inputs] times weight [outputs, inputs] transposed, plus the bias -> [T, outputs]."""
-    # oneDNN compiles about half a MiB of code for each number of rows: padding to few sizes bounds that memory
+    """x W^T + bias: x [T, inputs], weight [outputs, inputs] -> [T, outputs]."""
+    # oneDNN compiles about half a MiB of code for each number of rows; padding to few sizes bounds that memory
     num_padding = _padded_rows(len(x)) - len(x) if x.is_cpu and x.dtype is not torch.float32 else 0
     if num_padding:
         return F.linear(F.pad(x, (0, 0, 0, num_padding)), weight, bias)[: len(x)]
@@ -30,26 +30,26 @@ class LinearBase(nn.Module):
     """y = x W^T + b, with this rank's part of the weight [outputs, inputs] and bias [outputs]."""
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False):
-        """The sizes are those of this rank's part."""
+        """Sizes are per rank."""
         super().__init__()
         self.tp = get_construction().tp
         self.weight = parameter((output_size, input_size), self.weight_loader, is_linear=True)
         self.bias = parameter((output_size,), self.weight_loader, is_linear=True) if bias else None
 
     def shard_ids(self) -> list[tuple]:
-        """The ids of the checkpoint's weights that share this layer; a single empty id if one weight has it alone."""
+        """The ids of the checkpoint's weights that are merged in this layer; one empty id if there is only one."""
         return [()]
 
     def shard(self, *shard_id: int | str) -> Shard:
-        """The part of the checkpoint's weight with this id that the rank has."""
+        """This rank's part of the checkpoint's weight with this id."""
         raise NotImplementedError
 
     def weight_loader(self, param: torch.Tensor, loaded_weight, *shard_id: int | str) -> torch.Tensor:
-        """Copy the rank's part of a weight or bias of the checkpoint; returns what was filled."""
+        """Copy this rank's part of a weight or bias of the checkpoint; returns the part of `param` that was filled."""
         return self.shard(*shard_id).copy(param, loaded_weight)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x W^T + bias. Layers with another format of the weight replace this (quantization/)."""
+        """x W^T + bias. Quantized layers replace this method (quantization/)."""
         return linear(x, self.weight, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ class ReplicatedLinear(LinearBase):
 
 
 class MergedColumnParallelLinear(LinearBase):
-    """Several layers with the same input, in one; each rank computes an equal range of each one's outputs."""
+    """Several layers with the same input, merged. Each rank computes an equal range of each layer's outputs."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class MergedColumnParallelLinear(LinearBase):
         bias: bool = False,
         divisions: list[TensorParallel] | None = None,
     ):
-        """`divisions` are the ranks that each layer is divided over, if not all."""
+        """`divisions`: for each layer, the ranks that it is split over; all ranks by default."""
         self.input_size, self.output_sizes = input_size, output_sizes
         self.divisions = divisions or [get_construction().tp] * len(output_sizes)
         pairs = zip(self.divisions, output_sizes)
@@ -85,7 +85,7 @@ class MergedColumnParallelLinear(LinearBase):
         return [(i,) for i in range(len(self.output_sizes))]
 
     def shard(self, shard_id: int | str | None = None) -> Shard:
-        ids = [own for (own,) in self.shard_ids()]
+        ids = [weight_id for (weight_id,) in self.shard_ids()]
         if shard_id not in ids and (shard_id is not None or len(ids) > 1):
             raise ValueError(f"shard_id={shard_id!r}: must be one of {', '.join(map(repr, ids))}")
         i = 0 if shard_id is None else ids.index(shard_id)
@@ -101,12 +101,12 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
-    """Query, key and value in one layer, divided by heads; ranks share key-value heads if there are too few."""
+    """Query, key and value projections, merged and split by heads. Ranks share key-value heads if there are too few."""
 
     def __init__(
         self, hidden_size: int, head_size: int, num_heads: int, num_kv_heads: int | None = None, bias: bool = False
     ):
-        """Sizes are those of all ranks; `num_heads` and `num_kv_heads` of the layer are this rank's."""
+        """Arguments count the heads of all ranks; the attributes `num_heads` and `num_kv_heads` are per rank."""
         num_kv_heads, tp = num_kv_heads or num_heads, get_construction().tp
         kv_tp = tp.for_heads(num_kv_heads)
         local = tp.shard_size("query heads", num_heads), kv_tp.shard_size("key-value heads", num_kv_heads)
@@ -119,7 +119,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
 
 class RowParallelLinear(LinearBase):
-    """x and W are divided along the inputs: each rank has its range of x, and y is the sum over the ranks."""
+    """x and W are split along the inputs: each rank has its range of x, and y is the sum over the ranks."""
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False):
         self.input_size, self.output_size = input_size, output_size

@@ -16,9 +16,9 @@ def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates the first N numbers of every head: pair i of N / 2 by position * inv_freq[i].
+    """Rotates the first N numbers of every head: pair i of N / 2 by the angle position * inv_freq[i].
 
-    One float32 table [max_position, N] serves all layers: the cosines of each position, and then its sines.
+    All layers share one float32 table [max_position, N]: the cosines of each position, then the sines.
     """
 
     def __init__(self, inv_freq: tuple[float, ...], scale: float, max_position: int):
@@ -43,9 +43,9 @@ class RotaryEmbedding(nn.Module):
 def get_rope(
     head_size: int, rotary_dim: int, max_position: int, base: float, rope_scaling: dict | None = None
 ) -> RotaryEmbedding:
-    """The embedding that rotates the first `rotary_dim` numbers of a head of `head_size`.
+    """A RotaryEmbedding for the first `rotary_dim` numbers of heads of `head_size`.
 
-    `rope_scaling` is that of a config.json: a "rope_type", and what that type needs.
+    `rope_scaling` is an entry of config.json: a "rope_type" and the parameters of this type. ValueError if invalid.
     """
     if not 0 < rotary_dim <= head_size or rotary_dim % 2:
         raise ValueError(f"rotary_dim={rotary_dim}: must be even, and at most head_size={head_size}")
@@ -53,11 +53,11 @@ def get_rope(
     check_real("base", base, low=1e-6, high=1e30)
     inv_freq, scale = inverse_frequencies(base, rotary_dim), 1.0
     if rope_scaling is not None:
-        others = dict(rope_scaling)
-        kind = others.pop("rope_type", None) or others.pop("type", "default")
+        parameters = dict(rope_scaling)
+        kind = parameters.pop("rope_type", None) or parameters.pop("type", "default")
         lengths = {"max_position_embeddings": max_position}
         try:
-            inv_freq, scale, _ = scaled_rope(kind, base, others, lengths, rotary_dim, Path("rope_scaling"))
+            inv_freq, scale, _ = scaled_rope(kind, base, parameters, lengths, rotary_dim, Path("rope_scaling"))
         except KeyError as error:
             raise ValueError(f"rope_scaling: has no {error}") from error
     return RotaryEmbedding(tuple(inv_freq.tolist()), scale, max_position)

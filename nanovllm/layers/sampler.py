@@ -1,13 +1,17 @@
-"""From logits to the next token of each row: the filters min-p, top-k and top-p, and the draw.
+"""Samples the next token of each row from its logits, with the filters min-p, top-k and top-p.
 
-The order of all that edits logits, as vLLM defines it, is: logit biases, and stop ids that min_tokens bans; penalties;
-allowed ids (of a request, or of a structured output after its last token) and bad words; features that were registered
-from outside; temperature; min-p; top-k; top-p. What stands before the registered features is done by
-features/logit_edits.py. Log-probabilities are by default those of the model's own logits, before all of this.
+Logits are edited in this order, which is vLLM's:
 
-Each of several ranks computes the logits of its own range of the vocabulary. Only requests with min-p, top-k or top-p
-need complete rows; all other edits are of single tokens, so each rank makes them in its own range. Each rank draws from
-its own range, and the best draw of all ranks is taken.
+1. logit biases, and the ban of stop ids by min_tokens
+2. penalties
+3. allowed ids (of a request, or of a structured output after its last token) and bad words
+4. features that were registered from outside
+5. temperature, min-p, top-k, top-p
+
+features/logit_edits.py does 1 to 3. Log-probabilities come by default from the model's logits, before all edits.
+
+With several ranks, each computes the logits of its range of the vocabulary, edits them, and draws a token from them.
+The best draw of all ranks wins. Only min-p, top-k and top-p need complete rows of logits.
 """
 
 from typing import NamedTuple
@@ -22,11 +26,10 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 
 
 class Sampler(nn.Module):
-    """argmax(logits / temperature + Gumbel noise) is a draw from softmax(logits / temperature).
+    """Gumbel-max sampling: argmax(logits / temperature + Gumbel noise) is a draw from softmax(logits / temperature).
 
-    So a draw needs no sum over the vocabulary, no generator and no state, and its noise does not depend on the batch.
-    Temperature 0 is greedy. Where ranks share the vocabulary, each draws from its own shard, and then they compare
-    their scores.
+    A draw needs no sum over the vocabulary, no generator and no state, and its noise does not depend on the batch.
+    Temperature 0 is greedy.
     """
 
     def __init__(self, tp: TensorParallel = TensorParallel(), first_id: int = 0):
@@ -43,8 +46,8 @@ class Sampler(nn.Module):
     ) -> torch.Tensor:
         """Token ids [S] int32 drawn from logits [S, shard], whose column 0 is the token `first_id`.
 
-        temperatures [S] float32, seeds [S, 2] int32, by default from PyTorch's generator, positions [S] int32. Tokens
-        whose key is below the row's cutoff are not drawn; `logit_cutoffs` computes `cutoffs` [S] int64.
+        temperatures [S] float32; seeds [S, 2] int32, by default from PyTorch's generator; positions [S] int32.
+        cutoffs [S] int64, from `logit_cutoffs`: tokens whose key is below the cutoff of their row are not drawn.
         """
         if seeds is None:
             seeds = torch.randint(-(2**31), 2**31, (len(logits), 2), dtype=torch.int32, device=logits.device)
@@ -65,7 +68,7 @@ def sample(
     first_id: int = 0,
     cutoffs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `Sampler` draws from its own shard: scores and token ids [S]."""
+    """Draw a token of each row from this rank's shard: scores and token ids [S]."""
     scores = logits.float()
     filtered = () if cutoffs is None else (cutoffs > KEEPS_ALL).nonzero().squeeze(-1)
     if len(filtered):
@@ -94,12 +97,12 @@ def philox(counter: tuple, key: tuple, rounds: int = PHILOX_ROUNDS) -> tuple[tor
     Counter and key are four and two int64 tensors of values below 2^32, of shapes that broadcast.
     """
     words = *counter, *key
-    # NumPy takes a third of PyTorch's time for hundreds of counters, and no more for many
+    # NumPy takes a third of PyTorch's time for hundreds of counters, and not longer for many
     c0, c1, c2, c3, k0, k1 = (word.numpy() for word in words) if key[0].device.type == "cpu" else words
     for _ in range(rounds):
         x, y = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # modulo 2^64
         c0, c2 = (y >> 32 ^ c1 ^ k0) & _WORD, (x >> 32 ^ c3 ^ k1) & _WORD
-        c1, c3 = y, x  # masked later: by the round that combines them, or at the end
+        c1, c3 = y, x  # masked by the round that combines them, or at the end
         k0, k1 = k0 + _KEY_STEPS[0] & _WORD, k1 + _KEY_STEPS[1] & _WORD
     return torch.broadcast_tensors(*map(torch.as_tensor, (c0, c1 & _WORD, c2, c3 & _WORD)))
 
@@ -107,12 +110,12 @@ def philox(counter: tuple, key: tuple, rounds: int = PHILOX_ROUNDS) -> tuple[tor
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, quads: torch.Tensor) -> torch.Tensor:
     """Standard Gumbel noise [N, 4] float32 for the ids 4 * quad to 4 * quad + 3 of each of `quads` [N].
 
-    It depends on (seed, position, token id) alone: the seed is Philox's key, (token id // 4, position, 0, 0) its
-    counter, and token id % 4 the index of the word of its output.
+    It depends only on (seed, position, token id): the seed is Philox's key, (token id // 4, position, 0, 0) is its
+    counter, and token id % 4 selects a word of its output.
     """
     zero = torch.zeros_like(quads)
     words = philox((quads, positions.long(), zero, zero), (seeds.long() & _WORD).unbind(-1))
-    # in (0, 1); small values, which become large noise, keep all their digits
+    # in (0, 1); small values keep all their digits, because they become large noise
     uniform = torch.stack(words, dim=-1).float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
@@ -120,10 +123,9 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, quads: torch.Tens
 def add_noise(
     scores: torch.Tensor, is_drawn: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, first_id: int
 ) -> torch.Tensor:
-    """scores [S, n] of the ids from `first_id` on, plus the noise of those that may become the best of their rows.
+    """scores [S, n] of the ids from `first_id` on, plus noise for tokens that can become the best of their row.
 
-    Noise is between -2.9 and 22.9, so most tokens are too far below the best one, and need none. Nor do rows that are
-    not drawn.
+    Noise is between -2.9 and 22.9, so most tokens are too far below the best one to need it. Greedy rows need none.
     """
     num_before = first_id % 4
     padding = num_before, -(num_before + scores.shape[1]) % 4
@@ -139,25 +141,25 @@ def add_noise(
 
 
 def token_keys(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """int64 keys that order tokens by likelihood: a larger logit has a larger key, and of equal logits the lower id.
+    """int64 keys that order tokens by likelihood: a larger logit, or an equal logit of a lower id, has a larger key.
 
     `logits` are float32. The high word of a key has the order of the logits; the low word is ~token_id.
     """
-    bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0, which has other bits and must have an equal key
-    order = bits ^ (bits >> 31 & 0x7FFFFFFF)  # as int32 in the order of the floats: negative ones have theirs reversed
+    bits = (logits + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0, which must have the same key
+    order = bits ^ (bits >> 31 & 0x7FFFFFFF)  # int32 in the order of the floats: the bits of negative ones are reversed
     return (order.long() << 32) | (~token_ids.long() & 0xFFFFFFFF)
 
 
 _LEAST_LIKELY = torch.tensor(-torch.inf, dtype=torch.float32, device="cpu"), torch.tensor(2**31 - 1, device="cpu")
 _NO_FILTERS = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float32, device="cpu").view(torch.int32)  # top_p, min_p, top_k
-KEEPS_ALL = token_keys(*_LEAST_LIKELY).item()  # a cutoff below which no token's key can be
+KEEPS_ALL = token_keys(*_LEAST_LIKELY).item()  # no token's key is below this cutoff
 
 
 class SamplingRows(NamedTuple):
-    """What is known of the S sequences that are to get a token.
+    """The S sequences that get a token.
 
-    Token ids are cached in blocks, like keys and values and with the same block tables. So penalties find the ids of a
-    cached prefix there, and a preempted sequence writes its ids again when it is recomputed.
+    Token ids are cached in blocks like keys and values, with the same block tables. So penalties also find the ids of a
+    cached prefix, and a preempted sequence writes its ids again when it is recomputed.
     """
 
     params: torch.Tensor  # [S, WIDTH] int32
@@ -168,17 +170,17 @@ class SamplingRows(NamedTuple):
     num_finished_programs: torch.Tensor  # [S or more] int32, scratch of a kernel: zeros before and after it
 
     def column(self, name: str) -> torch.Tensor:
-        """[S]: a parameter of the rows; float32 if it is not declared as an integer."""
+        """[S]: a parameter of the rows, as float32 unless it is declared as an integer."""
         return column(self.params, name)
 
 
 @operation
 def logit_cutoffs(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """The smallest `token_keys` [S] int64 that min-p, top-k and top-p keep of each row.
+    """The smallest of the `token_keys` that min-p, top-k and top-p keep in each row: [S] int64.
 
-    Tokens are taken in descending order of their keys. min-p keeps the tokens that are likely enough; of these, top-k
-    keeps the first k; of these, top-p keeps the fewest whose probabilities, relative to the sum of what top-k kept,
-    reach top_p. Greedy rows and rows without these filters get KEEPS_ALL.
+    Filters take tokens in descending order of their keys. min-p keeps the tokens that are likely enough. Of these,
+    top-k keeps the first k. Of these, top-p keeps the fewest whose probabilities, renormalized after top-k, reach
+    top_p. Greedy rows and rows without filters get KEEPS_ALL.
     """
     out = torch.full((len(logits),), KEEPS_ALL, dtype=torch.int64, device=logits.device)
     if not (rows.params[:, FILTERS] != _NO_FILTERS.to(logits.device)).any():

@@ -1,4 +1,4 @@
-"""What is multiplied by the sigmoid of a gate: the output of attention, and that of a shared expert."""
+"""Sigmoid gates, which multiply the output of attention or of a shared expert."""
 
 import torch
 import torch.nn.functional as F
@@ -16,17 +16,17 @@ def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 
 @operation
 def gate_scores(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [T, inputs] times weight [1, inputs] transposed -> [T, 1]."""
+    """x W^T: x [T, inputs], weight [1, inputs] -> [T, 1]."""
     return F.linear(x, weight)
 
 
 class SigmoidGate(nn.Module):
-    """A gate for each row, from the product of the layer's input with one vector, which is never quantized."""
+    """A gate for each row: the dot product of the layer's input with one vector, which is never quantized."""
 
     def __init__(self, input_size: int):
         super().__init__()
         self.weight = parameter((1, input_size), default_weight_loader)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """y [T, N], gated by what x [T, input_size] says."""
+        """y [T, N] times the gates of x [T, input_size]."""
         return sigmoid_gate(y, gate_scores(x, self.weight))

@@ -1,27 +1,27 @@
-"""The models: which family computes a checkpoint, and its shape. The module of a family is imported when that is used.
+"""Finds the model family of a checkpoint, and reads the checkpoint's shape.
 
-A family is a module here, with the name of its `model_type` in config.json. Its class has the name that transformers
-gives the architecture: that of `qwen3_moe` is `Qwen3MoeForCausalLM`. It is constructed as `cls(config)`, with a
-ModelConfig whose `max_position_embeddings` is the longest sequence of the engine. CONTRIBUTING.md shows how to add one.
-It has:
+A family is a module here, named as its `model_type` in config.json, and imported when it is used. Its class is named as
+the architecture in transformers: `qwen3_moe` has `Qwen3MoeForCausalLM`. The class is constructed as `cls(config)`, with
+a ModelConfig whose `max_position_embeddings` is the longest sequence of the engine. CONTRIBUTING.md shows how to add a
+family. The class has:
 
-- `read_config(raw, file)`: the content of config.json -> the fields of ModelConfig that depend on the family, as a
-  dict. ValueError that names `file` for a model that the class can't compute
+- `read_config(raw, file)`: the family's fields of ModelConfig, as a dict, from the content of config.json. ValueError
+  that names `file` for a model that the class can't compute
 - `hidden_acts`: the values of `hidden_act` in config.json that the class computes
 - `packed_modules_mapping`: a checkpoint's module -> (the merged module that holds it, its shard id there)
 - `config`, and `lm_head`, a ParallelLMHead
-- `model`, or `model.language_model`, whose `layers` are an `nn.ModuleList`: a start on CUDA runs a few of them
+- `model`, or `model.language_model`, with an `nn.ModuleList` of `layers`: a start on CUDA runs a few of them
 - `forward(token_ids, positions)`: [T] each -> hidden states [T, hidden_size]
-- `compute_logits(hidden_states)`: `lm_head` of hidden states
+- `compute_logits(hidden_states)`: logits [S, vocabulary]
 
 It may have:
 
-- `layer_types`: those of config.json that the class computes; without it, `full_attention`
-- `defaults`: entries of config.json, or of its `text_config`, that may be absent
-- `unused_prefixes`: how the names of tensors begin that a checkpoint may have, and the class does not take
-- `may_be_nested`: whether there are checkpoints with images, of which the class takes the text model
+- `layer_types`: the values in config.json's `layer_types` that the class computes; default: `full_attention`
+- `defaults`: values of entries that may be absent in config.json, or in its `text_config`
+- `unused_prefixes`: prefixes of names of tensors that the class ignores
+- `may_be_nested`: whether checkpoints with images exist, whose text model the class computes
 
-Layers find their rank and the dtype of their weights when they are constructed (utils/construction.py).
+Layers find their rank and the dtype of their weights in utils/construction.py.
 """
 
 import os
@@ -41,7 +41,7 @@ from nanovllm.utils.rope_scaling import inverse_frequencies, scaled_rope
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float", "float16", "half", "bfloat16")}
-# the limits of a container's memory, in the two versions of cgroups
+# a container's memory limit, in both versions of cgroups
 MEMORY_LIMITS = [Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
 
 # `model_type` -> module:class
@@ -56,13 +56,13 @@ MODELS |= {
 
 
 def find_model_type(raw: dict, file: Path) -> str:
-    """The key of MODELS for the content of a config.json: its `model_type`, or the one of its `architectures`.
+    """The key of MODELS for a config.json: its `model_type`, or the key for its `architectures`.
 
     ValueError if MODELS has neither.
     """
     if (model_type := str(raw.get("model_type"))) in MODELS:
         return model_type
-    from nanovllm.models.architectures import find_by_architecture  # few checkpoints have a name of their own
+    from nanovllm.models.architectures import find_by_architecture  # few checkpoints need it
 
     return find_by_architecture(raw, file)
 
@@ -72,7 +72,7 @@ def model_class(model_type: str) -> type:
 
 
 def make_model(config: "ModelConfig", max_len: int, tp: TensorParallel = TensorParallel()) -> nn.Module:
-    """The model of a rank, on the current default device, without weights, for sequences of up to `max_len` tokens."""
+    """A rank's model for sequences of up to `max_len` tokens, on the default device, without weights."""
     with constructing(tp, config.dtype, config.quantization is not None):
         return model_class(config.model_type)(replace(config, max_position_embeddings=max_len))
 
@@ -89,29 +89,29 @@ class ModelConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    max_position_embeddings: int  # the longest sequence; a rope type may have multiplied that of config.json
+    max_position_embeddings: int  # the longest sequence; a rope type may have extended the value in config.json
     rms_norm_eps: float
     tie_word_embeddings: bool
     dtype: torch.dtype
-    rope_inv_freq: tuple[float, ...]  # an angle per position for each two numbers of a head that are rotated
-    rope_scale: float  # cos and sin are multiplied by it (yarn)
+    rope_inv_freq: tuple[float, ...]  # angle per position, for each pair of rotated numbers of a head
+    rope_scale: float  # a factor of cos and sin (YaRN)
     eos_token_ids: frozenset[int]
-    # what differs between families: `read_config` of a family's class sets it
+    # fields that `read_config` of a family's class sets
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    sliding_window: int | None = None  # the number of tokens that a token attends to, itself included
+    sliding_window: int | None = None  # how many tokens a token attends to, including itself
     moe: Any = None  # MoEConfig of moe/, if there are layers with a mixture of experts
-    attention_fraction: float = 1.0  # of the layers: those that attend to all tokens
+    attention_fraction: float = 1.0  # fraction of the layers that attend to all tokens
     hybrid: Any = None  # HybridConfig of delta_net/, if there are layers with a state
-    quantization: Any = None  # the formats of the linear layers' weights, see quantization/
-    details: Any = None  # what only its family reads
+    quantization: Any = None  # formats of the linear layers' weights: see quantization/
+    details: Any = None  # what only one family reads
 
     @classmethod
     def read(cls, folder: Path, quantization: str | None = None, raw: dict | None = None) -> "ModelConfig":
-        """Read the config.json in `folder`, or take `raw` from it; `quantization` is the setting of that name.
+        """Read the config.json in `folder`, or its content `raw`; `quantization` is the setting of this name.
 
-        ValueError or TypeError with the file's name if it is invalid, or describes a model that is not supported.
+        ValueError or TypeError that names the file if it is invalid, or if the model is not supported.
         """
         file = folder / "config.json"
         raw = raw or read_json(file)
@@ -168,7 +168,7 @@ class ModelConfig:
 
     @property
     def layer_operations(self) -> int:
-        """The operations of one layer's matrix products for one token; the mean if layers differ."""
+        """The operations of one layer's matmuls for one token; the mean if layers differ."""
         queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         feed_forward = 3 * self.intermediate_size
         if self.moe:
@@ -179,29 +179,27 @@ class ModelConfig:
 
     @property
     def context_of_equal_cost(self) -> float:
-        """The number of tokens to which one attends in the time of a layer's matrix products.
+        """How long a context is when attention to it takes as much time as a layer's matmuls.
 
-        Attention reaches about two thirds of their rate.
+        Attention reaches about two thirds of the operations per second of matmuls.
         """
         return self.layer_operations / (4 * self.num_attention_heads * self.head_dim * self.attention_fraction * 1.5)
 
 
-def read_rope(
-    raw: dict, head_dim: int, file: Path, layer_type: str = "full_attention"
-) -> tuple[tuple[float, ...], float, int]:
-    """Inverse frequencies, the scale of cos and sin, and the longest sequence, for layers of a type.
+def read_rope(raw: dict, head_dim: int, file: Path) -> tuple[tuple[float, ...], float, int]:
+    """Inverse frequencies, the scale of cos and sin, and the longest sequence.
 
-    They are in `rope_parameters`, where transformers 5 writes them, or in `rope_theta` and `rope_scaling`. If there are
-    both, the latter counts, as users add it to switch a longer context on.
+    Transformers 5 writes them to `rope_parameters`, older versions to `rope_theta` and `rope_scaling`. `rope_scaling`
+    overrides `rope_parameters`, because users add it to enable a longer context.
     """
     rope = {name: raw[name] for name in ("rope_theta", "partial_rotary_factor") if raw.get(name) is not None}
     for name in ("rope_parameters", "rope_scaling"):
-        given = raw.get(name) or {}
-        if not isinstance(given, dict):
-            raise TypeError(f"{file}: {name}={given!r:.80}: must be an object")
-        given = given.get(layer_type) or given  # each type of layer may have its own
-        kind = given.get("rope_type") or given.get("type")
-        rope |= {name: value for name, value in (given | {"rope_type": kind}).items() if value is not None}
+        entries = raw.get(name) or {}
+        if not isinstance(entries, dict):
+            raise TypeError(f"{file}: {name}={entries!r:.80}: must be an object")
+        entries = entries.get("full_attention") or entries  # other kinds of layers may have separate entries
+        kind = entries.get("rope_type") or entries.get("type")
+        rope |= {name: value for name, value in (entries | {"rope_type": kind}).items() if value is not None}
     theta = rope.pop("rope_theta", 10000.0)
     check_real(f"{file}: rope_theta", theta, low=1e-6, high=1e30)
     kind = rope.pop("rope_type", "default")
@@ -212,7 +210,7 @@ def read_rope(
 
 
 def _eos_token_ids(file: Path, raw: dict, vocab_size: int) -> frozenset[int]:
-    """The end-of-sequence ids in `file`: one, several or none."""
+    """The end-of-sequence ids in `file`."""
     ids = raw.get("eos_token_id")
     ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
     try:
@@ -225,7 +223,7 @@ def _eos_token_ids(file: Path, raw: dict, vocab_size: int) -> frozenset[int]:
 
 
 def dtype_in_use(wanted: str | torch.dtype, stored: torch.dtype, device: str, folder: Path) -> tuple[torch.dtype, str]:
-    """What the setting `dtype` means for the checkpoint in `folder`, and for "auto" the reason why."""
+    """The dtype for the setting `dtype` and the checkpoint in `folder`, and for "auto" the reason of the choice."""
     if wanted != "auto":
         name = str(wanted).removeprefix("torch.")
         check_choice("dtype", name, ("auto", *DTYPES))
@@ -239,21 +237,21 @@ def dtype_in_use(wanted: str | torch.dtype, stored: torch.dtype, device: str, fo
 
 
 def cpu_multiplies(dtype: torch.dtype) -> bool:
-    """Whether the CPU has instructions for products of a 16-bit dtype, and PyTorch uses them.
+    """Whether the CPU has instructions for matmuls in a 16-bit dtype, and PyTorch uses them.
 
-    Emulated products take up to seven times as long as those of float32. Only those of a single row take as long, and
-    less where memory is slow.
+    Emulated matmuls take up to seven times as long as float32. Only with a single row are they as fast, or faster if
+    memory is slow.
     """
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.float16:
         return torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    # PyTorch's answer is yes for all of AVX-512, and right for other architectures
+    # PyTorch says yes for every CPU with AVX-512; for other architectures its answer is right
     is_x86 = torch.cpu._is_avx2_supported()
     return torch.ops.mkldnn._is_mkldnn_bf16_supported() and (not is_x86 or torch.cpu._is_avx512_bf16_supported())
 
 
 def cpu_memory() -> int:
-    """The bytes of memory that this process may use: the machine's, or those of its container if they are fewer."""
+    """How many bytes of memory this process may use: the machine's memory, or the container's limit if it is lower."""
     limits = [file.read_text().strip() for file in MEMORY_LIMITS if file.is_file()]  # a number, or "max"
     return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *(int(x) for x in limits if x.isdigit())])

@@ -1,4 +1,4 @@
-"""The family of a checkpoint whose `model_type` is not one of ours. Imported when there is one."""
+"""Finds the family of a checkpoint whose `model_type` is unknown. Imported when needed."""
 
 from pathlib import Path
 
@@ -12,9 +12,9 @@ def find_by_architecture(raw: dict, file: Path) -> str:
     text_type = text.get("model_type") if isinstance(text, dict) else None
     if text_type in MODELS and getattr(model_class(text_type), "may_be_nested", False):
         return text_type
-    for known, location in MODELS.items():
+    for family, location in MODELS.items():
         if location.split(":")[1] in architectures:
-            return known
+            return family
     raise ValueError(
         f"{file}: model_type={model_type!r} with architectures={architectures!r}: model_type must be one of "
         f"{', '.join(map(repr, MODELS))}; another family is a file of nanovllm/models/"

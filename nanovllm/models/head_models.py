@@ -1,7 +1,7 @@
-"""Heads that draft: a decoder layer that continues a model's hidden states.
+"""Draft heads: a decoder layer that continues a model's hidden states.
 
-Row p of a head has a hidden state of position p and the embedding of the token of position p + 1. It predicts the token
-after that, and a hidden state in the place of the model's at p + 1.
+Row p of a head takes a hidden state of position p and the embedding of the token at position p + 1. It predicts the
+token at position p + 2, and a hidden state that replaces the model's at position p + 1.
 """
 
 from pathlib import Path
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class PagedHidden(NamedTuple):
-    """The spec of hidden states: a row of each token, in the blocks that hold its keys and values."""
+    """The cache spec of hidden states: one row per token, in the same blocks as its keys and values."""
 
     size: int
     of_states = False
 
     def tensors(self, num_layers: int, num_blocks: int, config: "Config") -> tuple[torch.Tensor, ...]:
-        """With one block more: its last slot, -1, is that of padding."""
+        """The shape has one block more, whose last slot, -1, is for padding."""
         shape = 1, num_layers, num_blocks + 1, config.kvcache_block_size, self.size
         return (torch.empty(shape, dtype=config.dtype, device="meta"),)
 
@@ -38,7 +38,7 @@ class PagedHidden(NamedTuple):
 
 
 class HiddenStates(nn.Module):
-    """What a head reads of each token of the model, by cache slot."""
+    """The hidden states of the model's tokens that a head reads, by cache slot."""
 
     cache: torch.Tensor | None = None  # [slots, size]
 
@@ -63,7 +63,7 @@ class Eagle3Layer(Qwen3DecoderLayer):
         self.norm_before_residual = config.norm_before_residual
 
     def forward(self, positions: torch.Tensor, embeddings: torch.Tensor, hidden_states: torch.Tensor):  # type: ignore
-        """Embeddings and hidden states [T, hidden_size]; the result is that of a decoder layer."""
+        """Embeddings and hidden states [T, hidden_size] -> (x, residual), as in Qwen3DecoderLayer."""
         normed = self.hidden_norm(hidden_states)
         x = self.self_attn(positions, torch.cat((self.input_layernorm(embeddings), normed), -1))
         x, residual = self.post_attention_layernorm(x, normed if self.norm_before_residual else hidden_states)
@@ -71,8 +71,8 @@ class Eagle3Layer(Qwen3DecoderLayer):
 
 
 class Eagle3Head(nn.Module):
-    """After Li et al., "EAGLE-3: scaling up inference acceleration of large language models via training-time test"
-    (2025): it reads three hidden states of the model, and has logits of a part of the vocabulary.
+    """The head of Li et al., "EAGLE-3: scaling up inference acceleration of large language models via training-time
+    test" (2025). It reads three hidden states of the model per token, and has logits for a part of the vocabulary.
     """
 
     packed_modules_mapping: ClassVar = Qwen3ForCausalLM.packed_modules_mapping
@@ -82,28 +82,28 @@ class Eagle3Head(nn.Module):
         self.config, layer = config, config.layer
         size = layer.hidden_size
         self.embed_tokens = VocabParallelEmbedding(layer.vocab_size, size) if config.has_embeddings else None
-        self.hidden_states = HiddenStates(size)  # products of `fc`
+        self.hidden_states = HiddenStates(size)  # outputs of `fc`
         self.fc = ColumnParallelLinear(3 * config.target_hidden_size, size)
         self.layers = nn.ModuleList(
             [Eagle3Layer(config, RotaryEmbedding(layer.rope_inv_freq, layer.rope_scale, max_len))]
         )
         self.norm = RMSNorm(size, layer.rms_norm_eps)
         self.lm_head = ParallelLMHead(config.draft_vocab_size, size)
-        self.register_buffer("token_ids", torch.arange(config.draft_vocab_size))  # of what `lm_head` tells
+        self.register_buffer("token_ids", torch.arange(config.draft_vocab_size))  # of the columns of `lm_head`
 
     def forward(self, embeddings: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Rows [T] -> hidden states [T, hidden_size] in the place of the model's at the next positions."""
+        """T rows -> hidden states [T, hidden_size] that replace the model's at the next positions."""
         x, residual = self.layers[0](positions, embeddings, hidden_states)
         return residual + x
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Hidden states [S, hidden_size] -> logits of the model's vocabulary, -inf where the head has no token."""
+        """Hidden states [S, hidden_size] -> logits of the model's vocabulary, -inf for tokens that the head lacks."""
         logits = self.lm_head(self.norm(hidden_states))
-        of_all = logits.new_full((len(logits), self.config.layer.vocab_size), -torch.inf)
-        return of_all.index_copy_(1, self.token_ids, logits)
+        all_logits = logits.new_full((len(logits), self.config.layer.vocab_size), -torch.inf)
+        return all_logits.index_copy_(1, self.token_ids, logits)
 
     def map_vocabulary(self, offsets: torch.Tensor, folder: Path) -> None:
-        """Token i of the head is token i + offsets[i] of the model. ValueError that names `folder` if that can't be."""
+        """Map token i of the head to token i + offsets[i] of the model. ValueError that names `folder` if invalid."""
         size, vocab_size = self.config.draft_vocab_size, self.config.layer.vocab_size
         if offsets.shape != (size,):
             raise ValueError(f"{folder}: d2t: the checkpoint has shape {list(offsets.shape)}, the model needs [{size}]")
@@ -114,10 +114,10 @@ class Eagle3Head(nn.Module):
 
 
 class MtpHead(nn.Module):
-    """The head that Qwen3.5 and Qwen3-Next have in their own checkpoints ("multi-token prediction").
+    """The head in checkpoints of Qwen3.5 and Qwen3-Next ("multi-token prediction").
 
-    It is a layer of the model, with full attention, that begins with the model's last hidden states. Embeddings and
-    logits are the model's.
+    It is one more layer with full attention after the model's last hidden states. It uses the model's embedding and
+    output head.
     """
 
     packed_modules_mapping: ClassVar = Qwen3ForCausalLM.packed_modules_mapping
@@ -135,7 +135,7 @@ class MtpHead(nn.Module):
         self.norm = ZeroCenteredRMSNorm(size, config.rms_norm_eps)
 
     def forward(self, embeddings: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Rows [T] -> hidden states [T, hidden_size] in the place of the model's last ones at the next positions."""
+        """T rows -> hidden states [T, hidden_size] that replace the model's last ones at the next positions."""
         normed = self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden_states)
         x, residual = self.layers[0](positions, self.fc(torch.cat(normed, -1)), None)
         return self.norm(x, residual)[0]

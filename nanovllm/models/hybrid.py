@@ -1,4 +1,4 @@
-"""Decoders in which most layers keep a state by the gated delta rule, and the others have gated attention.
+"""Hybrid decoders: most layers keep a state (gated delta rule), and the others have gated attention.
 
 The families are subclasses. They differ in how checkpoints store the projections, and in the feed-forward layers.
 """
@@ -25,7 +25,7 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 
 
 class GatedAttention(Qwen3Attention):
-    """The output of each head is multiplied by the sigmoid of a gate, which is one more part of the product of qkv."""
+    """Attention whose heads are multiplied by the sigmoid of a gate, which is one more part of the qkv projection."""
 
     def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding):
         super().__init__(config, rotary_emb)
@@ -42,10 +42,11 @@ class GatedAttention(Qwen3Attention):
 
 
 class SharedExpertMoE(MoE):
-    """A mixture of experts, and one more that every token has.
+    """A mixture of experts, and a shared expert that every token uses.
 
-    Where it is divided like the others, it is stacked with them, and its gate with the router: then its own parameters
-    are views, through which it is loaded.
+    If the shared expert has the shape of the others, it is stacked with them, and its gate with the router, except with
+    expert parallelism or quantization. Its parameters are then views of the stacked weights, through which they are
+    loaded.
     """
 
     def __init__(self, config: ModelConfig):
@@ -65,7 +66,7 @@ class SharedExpertMoE(MoE):
 
 
 class HybridLayer(nn.Module):
-    """As Qwen3DecoderLayer, with one of two layers before the feed-forward one, named as in checkpoints."""
+    """Like Qwen3DecoderLayer, with either attention or a GatedDeltaNet, named as in checkpoints."""
 
     def __init__(self, config: ModelConfig, mixer: nn.Module, mlp: nn.Module):
         super().__init__()
@@ -90,7 +91,7 @@ class HybridLayer(nn.Module):
 
 
 class NestedModel(nn.Module):
-    """A decoder under the name that it has in a checkpoint of several parts."""
+    """Nests a decoder under the name `language_model`, which it has in checkpoints with several parts."""
 
     def __init__(self, language_model: nn.Module):
         super().__init__()
@@ -103,7 +104,7 @@ class NestedModel(nn.Module):
 class HybridForCausalLM(Qwen3ForCausalLM):
     layer_types = LAYER_TYPES
     unused_prefixes = ("model.visual.", "mtp.")
-    # what is absent has the value that transformers gives it
+    # transformers' defaults
     defaults: ClassVar = {
         "head_dim": 256,
         "partial_rotary_factor": 0.25,
@@ -123,7 +124,7 @@ class HybridForCausalLM(Qwen3ForCausalLM):
 
     @staticmethod
     def delta_net_weights(heads: DeltaHeads, tp: TensorParallel) -> tuple[list, list]:
-        """Where a checkpoint has a rank's part of [q, k, v, z] and of [b, a]: see ScatteredColumnParallelLinear."""
+        """Where a rank's parts of [q, k, v, z] and of [b, a] are in a checkpoint: see ScatteredColumnParallelLinear."""
         raise NotImplementedError
 
     @classmethod

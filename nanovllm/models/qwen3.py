@@ -1,9 +1,9 @@
-"""Qwen3, dense. The other families say how they differ from it.
+"""Qwen3, dense. Other families are described by how they differ from it.
 
-Shapes: T tokens of all sequences of a step, one after the other. With several ranks, `num_heads`, `num_kv_heads` and
-the intermediate size of a tensor are those of one rank, and hidden states are the same on all ranks.
+Shapes: T is the number of tokens of a step, with all its sequences concatenated. With several ranks, `num_heads`,
+`num_kv_heads` and the intermediate size of tensors are per rank, and hidden states are the same on all ranks.
 
-On CUDA, fused forms take the place of these forwards (fused/). They compute the same, but for rounding.
+On CUDA, fused versions replace these forwards (fused/). They compute the same, except for rounding.
 """
 
 from pathlib import Path
@@ -71,9 +71,9 @@ class Qwen3DecoderLayer(nn.Module):
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (x, residual): the layer's output is x + residual, and the next norm adds them.
+        """Returns (x, residual). The layer's output is x + residual; the next norm adds them.
 
-        In the first layer the residual is None. A residual that was returned may be overwritten.
+        The residual is None in the first layer. The next layer may overwrite it.
         """
         if residual is None:
             hidden_states, residual = self.input_layernorm(hidden_states), hidden_states
@@ -102,7 +102,7 @@ class Qwen3Model(nn.Module):
 
 class Qwen3ForCausalLM(nn.Module):
     hidden_acts: ClassVar = ("silu",)  # values of `hidden_act` in config.json that the class computes
-    # a checkpoint's module -> the merged module that holds it, and its shard id there
+    # a checkpoint's module -> (the merged module that holds it, its shard id there)
     packed_modules_mapping: ClassVar = {
         "q_proj": ("qkv_proj", "q"),
         "k_proj": ("qkv_proj", "k"),
@@ -123,7 +123,7 @@ class Qwen3ForCausalLM(nn.Module):
 
     @classmethod
     def make_layer(cls, config: ModelConfig, layer_index: int, rotary_emb: RotaryEmbedding) -> nn.Module:
-        """Other families override this, or `make_attention` or `make_mlp`."""
+        """Other families override this method, `make_attention` or `make_mlp`."""
         return Qwen3DecoderLayer(config, cls.make_attention(config, rotary_emb), cls.make_mlp(config, layer_index))
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 with mixtures of experts as feed-forward layers, except for those that the config leaves dense."""
+"""Qwen3-MoE: Qwen3 with mixtures of experts as feed-forward layers, except in layers that the config leaves dense."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
 
     @staticmethod
     def read_config(raw: dict, file: Path) -> dict:
-        """The fields of Qwen3, and those of the experts. What is absent has the value that transformers gives it."""
+        """Qwen3's fields and `moe`. Absent entries have transformers' defaults."""
         num_experts = check_int(f"{file}: num_experts", raw.get("num_experts", raw.get("num_local_experts")), low=1)
         top_k = check_int(f"{file}: num_experts_per_tok", raw.get("num_experts_per_tok", 8), low=1, high=num_experts)
         size = check_int(f"{file}: moe_intermediate_size", raw.get("moe_intermediate_size", 768), low=1)

@@ -1,4 +1,4 @@
-"""The formats of 8-bit weights. README.md in this folder tells more.
+"""The formats of 8-bit weights. docs/8-bit.md tells more.
 
 `fp8_cache.py` is the format of an 8-bit cache, which `layers/attention.py` chooses.
 

@@ -1,1 +1,1 @@
-"""What a model thinks before it answers, as a state of each sequence. README.md has the design."""
+"""Tracks, for each sequence, the reasoning that a model writes before its answer. README.md explains the design."""

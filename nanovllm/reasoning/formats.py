@@ -1,14 +1,14 @@
-"""How models mark their reasoning. The names are those of vLLM's reasoning parsers; several name the same format."""
+"""How models mark their reasoning. Names are taken from vLLM's reasoning parsers; some formats have several names."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
 
 class ReasoningFormat(NamedTuple):
-    """The reasoning stands between two markers, before the answer.
+    """The two markers that enclose the reasoning, which comes before the answer.
 
-    is_open: an answer begins inside the reasoning, unless its prompt has ended that, so that the answer has only the
-        end marker. Otherwise it does so where the prompt has opened the reasoning.
+    is_open: if True, the model starts inside the reasoning, and writes only the end marker, unless the prompt has
+        already ended the reasoning. If False, it starts inside the reasoning only if the prompt has opened it.
     """
 
     begin: str
@@ -26,26 +26,26 @@ FORMATS = {
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
 }
 DEEPSEEK_TURN = "<\uff5cAssistant\uff5c>"
-# words of a template that can switch reasoning on
+# words in a chat template that suggest that it can switch reasoning on
 HINTS = "reasoning_content", "enable_thinking", "thinking", "reasoning_effort"
 
 
 def template_text(chat_template: str | Mapping[str, str] | None) -> str:
-    """The text of a chat template, or of several that have names."""
+    """Return the text of a chat template, or of several named templates."""
     return "\n".join(chat_template.values()) if isinstance(chat_template, Mapping) else chat_template or ""
 
 
 def format_of(chat_template: str) -> str | None:
-    """The name of the format that a chat template shows; None if it shows none that is known."""
+    """Return the name of the reasoning format in a chat template; None if it has none that is known."""
     if "[THINK]" in chat_template:
         return "mistral"
     if "<think>" in chat_template:
         return "think"
-    if "</think>" in chat_template:  # it only removes the reasoning of earlier answers
+    if "</think>" in chat_template:  # the template only removes the reasoning of earlier answers
         return "deepseek_r1" if DEEPSEEK_TURN in chat_template else "think"
     return None
 
 
 def has_unknown_reasoning(chat_template: str) -> bool:
-    """Whether a chat template speaks of reasoning, in a format that is not known."""
+    """Return whether a chat template mentions reasoning, but in no known format."""
     return format_of(chat_template) is None and any(hint in chat_template for hint in HINTS)

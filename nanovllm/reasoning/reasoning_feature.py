@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ReasoningStage(StepFeature):
-    """A sequence keeps its Reasoning, which has all tokens that have reached the host."""
+    """Keeps a Reasoning for each sequence, and gives it each token that reaches the host."""
 
     @classmethod
     def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
@@ -33,7 +33,7 @@ class ReasoningStage(StepFeature):
 
 
 def markers_of(name: str, processor: "InputProcessor") -> Markers:
-    """The markers of the format `name`, which an InputProcessor keeps."""
+    """Return the markers of the format `name`. The InputProcessor caches them."""
     form = FORMATS[name]
     if form not in processor.reasoning_markers:
         with processor.tokenizer_lock:

@@ -1,4 +1,4 @@
-"""Where an answer is: before, inside or behind its reasoning. A function of the prompt's and the answer's token ids."""
+"""Tells whether an answer is before, inside or after its reasoning, from the token ids of prompt and answer alone."""
 
 from collections.abc import Iterable, Mapping
 from enum import Enum, auto
@@ -10,18 +10,18 @@ from nanovllm.reasoning.formats import ReasoningFormat
 class Stage(Enum):
     BEFORE = auto()  # the answer may still begin with reasoning
     INSIDE = auto()
-    ENDED = auto()  # also if there is none
+    ENDED = auto()  # also if the answer has no reasoning
 
 
 class Markers:
     """The markers of a format in the vocabulary of a model.
 
-    Most models have a token for each: then nothing but a token that contains the marker counts, and the same text
-    written by several tokens is a part of the reasoning. Without such a token, the text counts.
+    Most models have a token for each marker. Then only a token that contains the marker counts. If several tokens spell
+    the marker, they are part of the reasoning. If a model has no such token, the text of the marker counts.
     """
 
     def __init__(self, form: ReasoningFormat, tokenizer: Any, token_bytes: Mapping[int, bytes]):
-        """token_bytes: of all tokens, the special ones included."""
+        """token_bytes: the bytes of all tokens, including special tokens."""
         self.begin, self.end, self.is_open = form.begin.encode(), form.end.encode(), form.is_open
         self.token_bytes = token_bytes
         self.begin_id, self.end_id = (_token_id(tokenizer, text) for text in (form.begin, form.end))
@@ -35,7 +35,7 @@ class Markers:
         return self.begin in text.encode() or self.end in text.encode()
 
     def stage_after(self, prompt_token_ids: list[int]) -> Stage:
-        """Where an answer to this prompt begins, by what the last turn of the conversation opens and ends."""
+        """Return the stage in which an answer to this prompt begins: the last turn may open or end the reasoning."""
         start = len(prompt_token_ids)
         while start and prompt_token_ids[start - 1] not in self._turn_ids:
             start -= 1
@@ -47,7 +47,7 @@ class Markers:
 
 
 class TextMarkers:
-    """The markers of a format in text of which no tokens are known."""
+    """The markers of a format, for text whose tokens are not known."""
 
     begin_id = end_id = None
 
@@ -56,34 +56,34 @@ class TextMarkers:
 
 
 class Reasoning:
-    """The reasoning of one answer.
+    """The reasoning of one answer, up to the tokens that were taken.
 
-    stage: where the answer is, after the tokens that were given.
-    num_tokens: tokens of the answer that belong to the reasoning, its markers included; 0 if there is none (yet).
-    num_thoughts: the same without the begin marker.
-    num_ends: how often the end marker's text stands in these tokens: the last one is the marker.
+    stage: the stage of the answer.
+    num_tokens: the number of tokens of the reasoning, including its markers; 0 if there is none (yet).
+    num_thoughts: the same number without the begin marker.
+    num_ends: how often the text of the end marker occurs in the reasoning. The last occurrence is the marker.
     """
 
     def __init__(self, markers: Markers | TextMarkers, stage: Stage):
         self.markers: Any = markers
         self.stage = stage
         self.num_tokens = self.num_thoughts = self.num_ends = 0
-        self._num_before = 0  # tokens of white space, or of an incomplete marker
-        self._text = b""  # in which a marker may begin
+        self._num_before = 0  # leading tokens of white space, or of an incomplete marker
+        self._text = b""  # the end of the text, in which a marker may begin
 
     @property
     def has_begun(self) -> bool:
         return self.stage is Stage.INSIDE or self.num_tokens > 0
 
     def take(self, token_ids: Iterable[int]) -> None:
-        """Go on with these tokens of the answer. Those behind the reasoning change nothing."""
+        """Take the next tokens of the answer. Tokens after the reasoning change nothing."""
         for token_id in token_ids:
             if self.stage is Stage.ENDED:
                 return
             self.take_text(self.markers.token_bytes[token_id])
 
     def take_text(self, piece: bytes) -> None:
-        """Go on with the text of one token, or of any number of tokens if the markers are those of text."""
+        """Take the text of the next token or, with TextMarkers, of any number of tokens."""
         if self.stage is Stage.BEFORE:
             self._begin_with(piece)
         elif self.stage is Stage.INSIDE:
@@ -113,9 +113,10 @@ class Reasoning:
 
 
 def _begins_or_ends_turn(token: Any) -> bool:
-    """Whether an added token may be one of those between the turns of a conversation.
+    """Return whether an added token may separate the turns of a conversation.
 
-    Others, such as `<tool_call>`, may stand within a thought. Not all of them are special tokens of DeepSeek.
+    Other added tokens, such as `<tool_call>`, may occur inside reasoning. DeepSeek does not mark all of its separators
+    as special, so a token with a bar in it counts, too.
     """
     return bool(token.content.strip()) and (token.special or any(bar in token.content for bar in "|\uff5c"))
 

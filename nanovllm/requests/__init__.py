@@ -1,1 +1,1 @@
-"""Between a caller and the scheduler: prompts become requests, and tokens become text and events."""
+"""Between callers and the scheduler: prompts become requests, and tokens become text and events."""

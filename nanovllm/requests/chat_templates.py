@@ -1,7 +1,7 @@
-"""What a chat template takes, which its program alone shows, and conversations in that form.
+"""Finds out which forms of messages a chat template reads, and converts conversations to these forms.
 
-Clients send a content as text, as a list of parts or not at all, and arguments of calls as text. Templates differ in
-what they can read.
+Clients send a content as text, as a list of parts or not at all, and the arguments of tool calls as text. Templates
+differ in what they can read, and only their source code shows it.
 """
 
 import json
@@ -16,20 +16,20 @@ from nanovllm.requests.request import Message
 
 OTHER_ROLES = {"developer": "system", "function": "tool"}  # OpenAI's newer and older names
 REASONING = "reasoning_content", "reasoning", "thinking"  # names of the same entry
-OF_PARTS = {"map", "select", "selectattr", "reject", "rejectattr"}  # filters
-OF_KIND = {"string", "mapping", "sequence", "iterable"}  # tests
-MAX_CHARACTERS = 2**17  # of a template that is looked at: it may be a client's
-MAX_COPIES = 16  # of an entry, each made from the last one
+PART_FILTERS = {"map", "select", "selectattr", "reject", "rejectattr"}  # filters that go through items
+TYPE_TESTS = {"string", "mapping", "sequence", "iterable"}
+MAX_CHARACTERS = 2**17  # of a template that is parsed, because clients can send templates
+MAX_COPIES = 16  # the longest chain of variables that an entry is copied through
 GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")  # a tag of transformers, which changes nothing here
 
 
 class TemplateForms(NamedTuple):
     """The forms in which a chat template reads messages.
 
-    content_parts: it goes through the parts of a content; else a list is joined to one text.
-    content_text: a content may be text; else it is a list with one part.
-    arguments_text: it adds the arguments of a call to other text; else they are an object.
-    roles: that it compares a message's role with.
+    content_parts: it goes through the parts of a content. Otherwise a list of parts is joined to one text.
+    content_text: a content may be text. Otherwise text becomes a list with one part.
+    arguments_text: it concatenates the arguments of a tool call with text. Otherwise they become an object.
+    roles: the roles that it compares a message's role with.
     reasoning: the names under which it reads the reasoning.
     """
 
@@ -42,24 +42,25 @@ class TemplateForms(NamedTuple):
     def message(self, message: Message) -> Message:
         """A message in these forms. ValueError for parts that are not text.
 
-        A null is no entry, as in transformers 5, and no list of calls either, which templates take for some.
+        Entries that are null are dropped, as in transformers 5. So is an empty list of tool calls, because templates
+        take it for calls.
         """
-        found: dict[str, Any] = {name: value for name, value in message.items() if value is not None}
-        if isinstance(role := found.get("role"), str) and role not in self.roles:
-            found["role"] = OTHER_ROLES.get(role, role)
-        if not found.get("tool_calls", True):
-            del found["tool_calls"]
-        elif isinstance(calls := found.get("tool_calls"), list):
-            found["tool_calls"] = [self._call(call) for call in calls]
-        given = (found[name] for name in REASONING if isinstance(found.get(name), str) and found[name])
-        if (reasoning := next(given, None)) is not None:
-            found |= dict.fromkeys(self.reasoning - found.keys(), reasoning)
-        if "content" in found:
-            found["content"] = self._content(found["content"])
-        return found
+        entries: dict[str, Any] = {name: value for name, value in message.items() if value is not None}
+        if isinstance(role := entries.get("role"), str) and role not in self.roles:
+            entries["role"] = OTHER_ROLES.get(role, role)
+        if not entries.get("tool_calls", True):
+            del entries["tool_calls"]
+        elif isinstance(calls := entries.get("tool_calls"), list):
+            entries["tool_calls"] = [self._call(call) for call in calls]
+        texts = (entries[name] for name in REASONING if isinstance(entries.get(name), str) and entries[name])
+        if (reasoning := next(texts, None)) is not None:
+            entries |= dict.fromkeys(self.reasoning - entries.keys(), reasoning)
+        if "content" in entries:
+            entries["content"] = self._content(entries["content"])
+        return entries
 
     def with_contents(self, messages: list[Message]) -> list[Message]:
-        """For a template that can't do without a content: it is empty in answers and results that have none."""
+        """The messages with an empty content in answers and tool results without one, for templates that need it."""
         empty = {"content": "" if self.content_text else []}
         return [{**empty, **message} if message["role"] in ("assistant", "tool") else message for message in messages]
 
@@ -87,15 +88,15 @@ class TemplateForms(NamedTuple):
 
 
 def _text_part(part: Any) -> dict[str, Any]:
-    found = {"type": "text", "text": part} if isinstance(part, str) else part
-    if not isinstance(found, Mapping) or found.get("type") != "text" or not isinstance(found.get("text"), str):
+    entry = {"type": "text", "text": part} if isinstance(part, str) else part
+    if not isinstance(entry, Mapping) or entry.get("type") != "text" or not isinstance(entry.get("text"), str):
         raise ValueError(f"messages: content part {part!r:.80}: must be text, as {{'type': 'text', 'text': ...}}")
-    return dict(found)
+    return dict(entry)
 
 
 @lru_cache(maxsize=64)
 def forms_of(template: str) -> TemplateForms:
-    """The forms that a chat template takes; the plainest if it is no program, which its use will say, or very long."""
+    """The forms that a chat template reads; the defaults if it is very long, or invalid, which its use will report."""
     if len(template) > MAX_CHARACTERS:
         return TemplateForms()
     try:
@@ -110,17 +111,17 @@ def _forms_in(tree: nodes.Template) -> TemplateForms:
     read = {node.attr for node in tree.find_all(nodes.Getattr)} | {node.value for node in tree.find_all(nodes.Const)}
     return TemplateForms(
         content_parts=has_parts,
-        content_text=not has_parts or bool(content.tests() & OF_KIND),
-        arguments_text=arguments.is_joined() and not arguments.tests() & OF_KIND,
+        content_text=not has_parts or bool(content.tests() & TYPE_TESTS),
+        arguments_text=arguments.is_joined() and not arguments.tests() & TYPE_TESTS,
         roles=frozenset(role.compared()),
         reasoning=frozenset(read & {*REASONING}),
     )
 
 
 class _Entry:
-    """Where a template reads an entry of this name, of any message or call, also from variables that it is copied to.
+    """Where a template reads an entry of this name, of any message or call, directly or from a variable.
 
-    Names of variables are taken for the same in the whole template.
+    Scopes are ignored: a variable's name means the same in the whole template.
     """
 
     def __init__(self, name: str, tree: nodes.Template):
@@ -130,7 +131,7 @@ class _Entry:
             self._variables |= {target for target, source in copies if self._is(source)}
 
     def _copies(self) -> Iterator[tuple[str, nodes.Node]]:
-        """Variables, and what is assigned to each: by `set`, or as the argument of a macro."""
+        """(variable, expression) of each assignment, by `set` or as the argument of a macro."""
         for assign in self._tree.find_all(nodes.Assign):
             if isinstance(assign.target, nodes.Name):
                 yield assign.target.name, assign.node
@@ -159,31 +160,31 @@ class _Entry:
 
     def is_split(self) -> bool:
         """Whether the template goes through the items of the entry."""
-        filters = [node for node in self._tree.find_all(nodes.Filter) if node.name in OF_PARTS]
+        filters = [node for node in self._tree.find_all(nodes.Filter) if node.name in PART_FILTERS]
         loops = [node.iter for node in self._tree.find_all(nodes.For)]
         return any(self._is(_unfiltered(node)) for node in (*filters, *loops))
 
     def is_joined(self) -> bool:
-        """Whether the template adds the entry to other text."""
+        """Whether the template concatenates the entry with text."""
         sums = [(node.left, node.right) for node in self._tree.find_all(nodes.Add)]
         joined = [*sums, *(node.nodes for node in self._tree.find_all(nodes.Concat))]
         return any(self._is(node) for parts in joined for node in parts)
 
     def tests(self) -> set[str]:
-        """The names of tests of the entry."""
+        """The names of the tests that the template applies to the entry."""
         return {node.name for node in self._tree.find_all(nodes.Test) if self._is(node.node)}
 
     def compared(self) -> set[str]:
-        """The texts that the entry is compared with."""
+        """The strings that the entry is compared with."""
         comparisons = self._tree.find_all(nodes.Compare)
-        sides = [[node.expr, *(operand.expr for operand in node.ops)] for node in comparisons]
-        others = [side for both in sides if any(map(self._is, both)) for side in both]
-        constants = [x for side in others for x in (side, *side.find_all(nodes.Const)) if isinstance(x, nodes.Const)]
+        operands = [[node.expr, *(operand.expr for operand in node.ops)] for node in comparisons]
+        compared = [x for expressions in operands if any(map(self._is, expressions)) for x in expressions]
+        constants = [x for node in compared for x in (node, *node.find_all(nodes.Const)) if isinstance(x, nodes.Const)]
         return {constant.value for constant in constants if isinstance(constant.value, str)}
 
 
 def _constant(node: nodes.Node) -> Any:
-    """The value of a constant; an object that equals nothing for any other expression."""
+    """The value of a constant; for any other expression an object that equals no string."""
     return node.value if isinstance(node, nodes.Const) else node
 
 

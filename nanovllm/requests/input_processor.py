@@ -1,4 +1,4 @@
-"""From prompts and parameters to requests. They are checked completely here, before anything is queued."""
+"""Turns prompts and parameters into requests. All checks are here, before anything is queued."""
 
 import operator
 import secrets
@@ -25,7 +25,7 @@ from nanovllm.sampling_params import SamplingParams, check_token_ids
 from nanovllm.utils.checks import check_int, check_unicode
 
 MAX_REQUESTS = 2**62
-MAX_PRIORITY = 2**63 - 1  # and the minimum is the negative of it
+MAX_PRIORITY = 2**63 - 1  # the minimum is -MAX_PRIORITY
 
 
 class InputProcessor:
@@ -38,37 +38,37 @@ class InputProcessor:
         self.policy: SchedulingPolicy = FCFS()
         if config.scheduling_policy != "fcfs":
             self.policy = make_policy(config.scheduling_policy)
-        self._features = dict(FEATURES)  # those registered later are for other engines
+        self._features = dict(FEATURES)  # features that are registered later are for later engines
         self.token_bytes = TokenBytes(tokenizer, skip_special_tokens=True)
         self.all_token_bytes = TokenBytes(tokenizer, skip_special_tokens=False)  # also for log-probabilities
-        self.tokenizer_lock = threading.RLock()  # it is not thread-safe
-        self.grammars: Any = None  # made with the first request that has `structured_outputs`
-        self.reasoning_markers: dict[Any, Any] = {}  # by format, of requests with a `reasoning_parser`
+        self.tokenizer_lock = threading.RLock()  # because the tokenizer is not thread-safe
+        self.grammars: Any = None  # made for the first request with `structured_outputs`
+        self.reasoning_markers: dict[Any, Any] = {}  # by format, for requests with a `reasoning_parser`
         self._seed = secrets.randbits(64) if config.seed is None else config.seed
-        # an iterator, as `next` is atomic: a signal handler may interrupt a thread here, and add a request itself
+        # an iterator, because `next` is atomic: a signal handler may interrupt a thread here and add a request
         self._unused_ids = iter(range(first_request_id, MAX_REQUESTS))
 
     @property
     def num_requests(self) -> int:
-        """How many requests were ever made; their ids are the numbers below this one."""
+        """How many requests were made so far; their ids are below this number."""
         return MAX_REQUESTS - operator.length_hint(self._unused_ids)
 
     def next_request_id(self) -> int:
         return next(self._unused_ids)
 
     def close(self) -> None:
-        """End what requests with `structured_outputs` have started."""
+        """Stop the threads and processes of `structured_outputs`, if there are any."""
         if self.grammars is not None:
             self.grammars.close()
 
     def default_sampling_params(self, kind: type[SamplingParams] = SamplingParams) -> SamplingParams:
-        """What the model's `generation_config.json` recommends, and the defaults of `kind` for the rest."""
+        """Parameters from the model's `generation_config.json`, with the defaults of `kind` for all others."""
         return recommended_params(self.config.model, kind)
 
     def requests(
         self, prompts, sampling_params, kind: OutputKind, template_arguments: Mapping | None = None, priority=None
     ) -> list[CompletionRequest]:
-        """A request for each prompt, with parameters for all of them or for each, and a list of priorities or None."""
+        """A request for each prompt. `sampling_params` is one for all or a list; `priority` is a list or None."""
         prompts = [prompts] if isinstance(prompts, str) else prompts
         is_plain = isinstance(prompts, list) and all(isinstance(prompt, (str, list)) for prompt in prompts)
         if not is_plain or priority is not None:
@@ -78,9 +78,10 @@ class InputProcessor:
         params = sampling_params if isinstance(sampling_params, (list, tuple)) else [sampling_params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts: pass one, or one for each")
+        per_prompt = zip(prompts, params, priority or [0] * len(prompts))
         return [
-            self.request(prompt, own, kind, i, template_arguments, own_priority)
-            for i, (prompt, own, own_priority) in enumerate(zip(prompts, params, priority or [0] * len(prompts)))
+            self.request(prompt, prompt_params, kind, i, template_arguments, prompt_priority)
+            for i, (prompt, prompt_params, prompt_priority) in enumerate(per_prompt)
         ]
 
     def request(
@@ -92,7 +93,7 @@ class InputProcessor:
         template_arguments: Mapping | None = None,
         priority: int = 0,
     ) -> CompletionRequest:
-        """A request for one prompt, whose position in its call is `index`."""
+        """A request for one prompt; `index` is the prompt's position in the caller's list."""
         priority = self.check_priority(priority)
         params = self.default_sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
@@ -102,8 +103,8 @@ class InputProcessor:
         request_id = self.next_request_id()
         seed = _derived_seed(self._seed, request_id) if params.seed is None else params.seed
         seeds = [seed, *(_derived_seed(seed, i) for i in range(1, params.n))]
-        same = dict(request_id=request_id, max_len=self.max_model_len, priority=priority)
-        group = [Sequence([*ids], params, noise_seed=seed, index=i, **same) for i, seed in enumerate(seeds)]
+        shared = dict(request_id=request_id, max_len=self.max_model_len, priority=priority)
+        group = [Sequence([*ids], params, noise_seed=seed, index=i, **shared) for i, seed in enumerate(seeds)]
         for seq in group:
             seq.group = group
         token_bytes = self.token_bytes if params.skip_special_tokens else self.all_token_bytes
@@ -120,20 +121,20 @@ class InputProcessor:
         return request
 
     def check_priority(self, priority: int) -> int:
-        """The priority as a Python integer; TypeError or ValueError if it can't be used."""
+        """The priority as a Python integer; TypeError or ValueError if it is invalid."""
         priority = check_int("priority", priority, low=-MAX_PRIORITY, high=MAX_PRIORITY)
         if priority and type(self.policy) is FCFS:
             raise ValueError(f"priority={priority}: must be 0 with scheduling_policy='fcfs'; set it to 'priority'")
         return priority
 
     def set_order(self, *group: Sequence) -> None:
-        """Call the scheduling policy for a request: here, so that its errors are raised before anything is queued."""
+        """Call the scheduling policy for a request. Its errors are raised here, before anything is queued."""
         priority_key = self.policy.priority_key(group[0])
         for seq in group:
             seq.set_order(priority_key)
 
     def tokenize(self, prompt: Prompt, template_arguments: Mapping | None = None) -> tuple[str | None, list[int]]:
-        """The prompt's text, if it came as text or as a conversation, and its token ids."""
+        """The prompt's text (None if it came as token ids) and its token ids."""
         if not isinstance(template_arguments, Mapping | None):
             raise TypeError(f"chat_template_kwargs={template_arguments!r:.80}: must be a dict")
         text: str | None = None
@@ -148,7 +149,7 @@ class InputProcessor:
             raise ValueError(f"prompt: has {len(ids)} tokens; must be fewer than {self.length_bound}")
         try:
             least_and_greatest = (array := np.frombuffer(packed_ids(ids), np.int32)).min(), array.max()
-        except struct.error:  # an id that no vocabulary has
+        except struct.error:  # an id beyond int32, which no vocabulary has
             least_and_greatest = min(ids), max(ids)
         check_token_ids("prompt", least_and_greatest, self.config.model_config.vocab_size)
         return text, ids

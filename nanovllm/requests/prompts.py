@@ -1,4 +1,4 @@
-"""The forms of prompts that are rarer than strings and lists of token ids: dicts, conversations, arrays, iterators."""
+"""Prompts that are not strings or lists of token ids: dicts, conversations, arrays and iterators."""
 
 from collections.abc import Iterator, Mapping
 from numbers import Integral
@@ -13,7 +13,7 @@ KINDS = "a string, a list of token ids, a dict with 'prompt' or 'prompt_token_id
 
 
 def as_prompts(prompts) -> list:
-    """A list of prompts, also if `prompts` is a single one."""
+    """A list of prompts; a single prompt becomes a list."""
     if isinstance(prompts, (str, Mapping)) or is_conversation(prompts):
         return [prompts]
     if (items := as_list(prompts)) is None:
@@ -22,7 +22,7 @@ def as_prompts(prompts) -> list:
 
 
 def as_priorities(priority: Any, num_prompts: int) -> list:
-    """The priority of each prompt, not checked yet; None is 0 for all."""
+    """The priority of each prompt, not checked yet; None means 0 for all."""
     if priority is None:
         return [0] * num_prompts
     if (priorities := as_list(priority)) is None:
@@ -33,7 +33,7 @@ def as_priorities(priority: Any, num_prompts: int) -> list:
 
 
 def as_conversations(messages) -> list[list[Message]]:
-    """A list of conversations, also if `messages` is a single one; ValueError for anything else."""
+    """A list of conversations; a single conversation becomes a list. ValueError for anything else."""
     conversations = [messages] if is_conversation(messages) else messages
     if not isinstance(conversations, (list, tuple)) or not all(map(is_conversation, conversations)):
         raise _not_a_conversation(messages)
@@ -63,7 +63,7 @@ def is_conversation(value: object) -> TypeGuard[list[Message]]:
 def read_prompt(
     prompt: Prompt, template_arguments: Mapping, processor: "InputProcessor"
 ) -> tuple[str | None, list[int]]:
-    """Text, if there is one, and token ids of a prompt that is not a string."""
+    """The text (or None) and the token ids of a prompt that is not a string."""
     if is_conversation(prompt):
         with processor.tokenizer_lock:
             chat = render_chat(processor.tokenizer, prompt, template_arguments)
@@ -86,7 +86,7 @@ def read_prompt(
 
 
 def render_chat(tokenizer, messages: list[Message], template_arguments: Mapping) -> str:
-    """The text that the chat template makes of a conversation; ValueError if it fails, or if a content is not text."""
+    """The text that the chat template makes of a conversation. ValueError if it fails, or if a content is not text."""
     if not is_conversation(messages):
         raise _not_a_conversation(messages)
     arguments = {"add_generation_prompt": True} | dict(template_arguments) | {"tokenize": False}
@@ -95,16 +95,16 @@ def render_chat(tokenizer, messages: list[Message], template_arguments: Mapping)
         from nanovllm.requests.chat_templates import forms_of  # jinja2 takes a tenth of a second to import
 
         forms = forms_of(template)
-    except Exception as error:  # there is none, or none of this name
+    except Exception as error:  # the tokenizer has no template, or none of this name
         raise _template_fails(messages, error) from error
-    plain = [forms.message(message) for message in messages]
+    converted = [forms.message(message) for message in messages]
     try:
-        return tokenizer.apply_chat_template(plain, **arguments)
+        return tokenizer.apply_chat_template(converted, **arguments)
     except Exception as error:  # a template may raise anything
-        if (filled := forms.with_contents(plain)) == plain:
+        if (with_contents := forms.with_contents(converted)) == converted:
             raise _template_fails(messages, error) from error
     try:
-        return tokenizer.apply_chat_template(filled, **arguments)
+        return tokenizer.apply_chat_template(with_contents, **arguments)
     except Exception as error:
         raise _template_fails(messages, error) from error
 

@@ -1,4 +1,4 @@
-"""Requests, between a caller and the scheduler: here token ids become text, and results become outputs."""
+"""Requests: between a caller and the scheduler, they turn token ids into text and results into outputs."""
 
 from collections.abc import Mapping
 from time import perf_counter, time
@@ -11,7 +11,7 @@ from nanovllm.requests.detokenizer import Detokenizer, TokenBytes
 if TYPE_CHECKING:
     from nanovllm.engine.scheduler import Scheduler
 
-Message = Mapping[str, object]  # of a conversation: "role", "content", and other keys that its chat template reads
+Message = Mapping[str, object]  # of a conversation: "role", "content", and other keys that the chat template reads
 
 
 class TextPrompt(TypedDict):
@@ -20,16 +20,16 @@ class TextPrompt(TypedDict):
 
 class TokensPrompt(TypedDict, total=False):
     prompt_token_ids: list[int]
-    prompt: str  # its text, if the caller has that too
+    prompt: str  # the text, if the caller has it too
 
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt | list[Message]
 
 
 class Request:
-    """A prompt, the sequences that are computed for it, and the collector of its caller."""
+    """A prompt, the sequences that answer it, and the collector of its caller."""
 
-    collector: OutputCollector  # set when it is submitted
+    collector: OutputCollector  # set when the request is submitted
 
     def __init__(self, group: list[Sequence], prompt: str | None, kind: OutputKind):
         self.request_id = group[0].request_id
@@ -40,13 +40,13 @@ class Request:
         raise NotImplementedError
 
     def advance(self, scheduler: "Scheduler") -> None:
-        """A step has ended or paused sequences of this request: decide how the others go on."""
+        """Decide how to go on after a step has ended or paused sequences of this request."""
 
     def deliver(self, seq: Sequence) -> None:
-        """Put what is new of `seq` into the collector, for a caller who gets more than the final output."""
+        """Put new tokens of `seq` into the collector, for a caller who gets more than the final output."""
 
     def metrics(self) -> RequestMetrics:
-        """The times of the first answer to be scheduled and to have a token, and of the last one to finish."""
+        """When the first answer was scheduled and got a token, and when the last one finished."""
         arrival = time() - (perf_counter() - self.group[0].arrival)
         moments = []
         for event, pick in (("scheduled", min), ("first_token", min), ("finished", max)):
@@ -55,23 +55,23 @@ class Request:
         return RequestMetrics(arrival, *moments)
 
     def output(self) -> Any:
-        """The final output, with the answers as far as they exist: a Record with a `request_id`."""
+        """The output of this request with its answers so far: a Record with a `request_id`."""
         raise NotImplementedError
 
 
 class CompletionRequest(Request):
-    """A prompt that is completed by `n` sequences, each independent of the others."""
+    """A prompt with `n` independent answers."""
 
     def __init__(
         self, group: list[Sequence], prompt: str | None, kind: OutputKind, token_bytes: TokenBytes, index: int = 0
     ):
-        """`token_bytes` make the text of answers. index: of the prompt in its call."""
+        """`token_bytes` make the text of answers; `index` is the prompt's position in the caller's list."""
         super().__init__(group, prompt, kind)
         self.index = index
         self.params = group[0].params
         self.token_bytes = token_bytes
-        self.detokenizers: dict[int, Detokenizer] = {}  # by the sequence's index; a feature may have made them
-        self.logprobs: Any = None  # features.logprobs.OutputLogprobs, if it asks for any
+        self.detokenizers: dict[int, Detokenizer] = {}  # by the sequence's index; features may add some
+        self.logprobs: Any = None  # an OutputLogprobs of features/, if the request asks for log-probabilities
 
     @property
     def is_finished(self) -> bool:
@@ -108,6 +108,6 @@ class CompletionRequest(Request):
 
     @staticmethod
     def num_hidden(seq: Sequence) -> int:
-        """Tokens at the end that are not part of the text: an end-of-sequence id or a stop id."""
+        """How many tokens at the end are not part of the text: 1 if an end-of-sequence id or stop id ended it."""
         ended_by_id = seq.finish_reason == "stop" and not isinstance(seq.stop_reason, str)
         return int(ended_by_id and not seq.params.include_stop_str_in_output)

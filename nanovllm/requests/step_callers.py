@@ -1,4 +1,4 @@
-"""Callers that run the loop themselves, by `add_request` and `step`: each thread gets its own outputs."""
+"""Supports callers that run the loop themselves with `add_request` and `step`: each thread gets its own outputs."""
 
 import threading
 
@@ -7,22 +7,22 @@ from nanovllm.engine.outputs import OutputCollector, OutputKind, StepOutput
 
 
 class StepCallers:
-    """The collectors of the threads that call `LLMEngine.add_request`, whose outputs `LLMEngine.step` returns."""
+    """A collector for each thread that calls `LLMEngine.add_request`; `LLMEngine.step` returns the outputs."""
 
     def __init__(self, engine_thread: EngineThread):
         self._engine_thread = engine_thread
         self.collectors: dict[threading.Thread, OutputCollector] = {}
-        self._step_callers: set[threading.Thread] = set()  # those of these threads that call `step` too
+        self._step_callers: set[threading.Thread] = set()  # threads in `collectors` that also call `step`
 
     def own_collector(self) -> OutputCollector:
         """The collector of the requests that this thread adds."""
         thread = threading.current_thread()
         if thread not in self.collectors:
-            for other, collector in [*self.collectors.items()]:
-                if not other.is_alive() and self._engine_thread.is_finished(collector):
-                    self.collectors.pop(other, None)
-                    self._step_callers.discard(other)
-            # it never wants steps: its caller asks for each
+            for known_thread, collector in [*self.collectors.items()]:
+                if not known_thread.is_alive() and self._engine_thread.is_finished(collector):
+                    self.collectors.pop(known_thread, None)
+                    self._step_callers.discard(known_thread)
+            # it never wants steps, because its caller asks for each one
             self.collectors[thread] = OutputCollector(OutputKind.TOKENS, max_steps_ahead=0)
         return self.collectors[thread]
 
@@ -44,11 +44,11 @@ class StepCallers:
             self._engine_thread.call(work)
             engine.check_available()
         except RuntimeError as error:
-            failure = error  # what came before it is returned first
+            failure = error  # outputs that came before it are returned first
         for collector in collectors:
             collector.take_into(output)
         if not output.has_outputs:
-            for collector in collectors:  # an error of one step may be in several
+            for collector in collectors:  # one failed step puts its error into several
                 failure, collector.error = failure or collector.error, None
             if failure is not None:
                 raise failure
@@ -60,8 +60,8 @@ class StepCallers:
 
     def _collectors_to_read(self) -> list[OutputCollector]:
         """The collectors whose outputs `step` returns to this thread."""
-        if (own := self.collectors.get(threading.current_thread())) is not None:
-            return [own]
+        if (collector := self.collectors.get(threading.current_thread())) is not None:
+            return [collector]
         return [
             collector
             for thread, collector in [*self.collectors.items()]

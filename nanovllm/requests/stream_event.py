@@ -1,4 +1,4 @@
-"""What a stream yields. Imported where there are streams: `generate` has none."""
+"""The events of a stream. `generate` does not import this file."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ from nanovllm.engine.outputs import Logprob, Record
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamEvent(Record):
-    """The next piece of one answer. The last event of an answer has a `finish_reason`, the others None.
+    """The next piece of one answer. Only the last event of an answer has a `finish_reason`.
 
-    index: the prompt's position in its call. output_index: the answer's position among the `n` of its prompt.
-    text: the new text. What may be the beginning of a stop string is held back for a later event.
+    index: the prompt's position in the call. output_index: the answer's position among the `n` of its prompt.
+    text: the new text. Text that may begin a stop string is held back for a later event.
     token_ids: the new tokens, whose text may come in a later event.
     logprobs: of `token_ids`; None unless the request has `logprobs`.
     """

@@ -1,4 +1,4 @@
-"""Requests whose answers reach the caller while they grow. Imported when there is one: `generate` has none."""
+"""Requests whose answers reach the caller while they grow. `generate` has none."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from nanovllm.requests.stream_event import StreamEvent
 
 
 class StreamedRequest(CompletionRequest):
-    """A request of the kind TOKENS or DELTA."""
+    """A request with OutputKind.TOKENS or DELTA."""
 
     def __init__(self, group: list[Sequence], *arguments: Any):
         super().__init__(group, *arguments)
-        # by the sequence's index: how many of its tokens the caller has, those of the prompt included
+        # by the sequence's index: how many of its tokens the caller has, including the prompt
         self._num_delivered = [seq.num_prompt_tokens for seq in group]
 
     def deliver(self, seq: Sequence) -> None:

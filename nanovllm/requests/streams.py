@@ -7,11 +7,11 @@ from nanovllm.engine.outputs import OutputCollector, OutputKind
 from nanovllm.requests.request import CompletionRequest
 from nanovllm.requests.stream_event import StreamEvent
 
-MAX_STEPS_AHEAD = 16  # that wait for the reader, who may have taken as many before
+MAX_STEPS_AHEAD = 16  # steps in the collector; the reader may have taken up to 16 more, and be reading them
 
 
 def events_of(requests: list[CompletionRequest], thread: EngineThread) -> Iterator[StreamEvent]:
-    """Submits requests of the kind DELTA with the first event that is asked for, and ends when they have ended."""
+    """The events of DELTA requests, which the first `next` submits."""
     num_unfinished = sum(len(request.group) for request in requests)
     collector = OutputCollector(OutputKind.DELTA, MAX_STEPS_AHEAD)
     with Submission(thread, requests, collector):

@@ -1,6 +1,6 @@
-"""What a trainer needs of a running engine: new weights in place, pauses, and its memory while it does not generate.
+"""Functions for trainers: replace the weights of a running engine, pause it, and borrow its memory while it sleeps.
 
-These functions are methods of LLMEngine.
+LLMEngine has these functions as methods.
 """
 
 from nanovllm.rollout.new_weights import load_weights, weights_of

@@ -1,4 +1,4 @@
-"""How the engine is changed: in its own thread, between two steps, and while no request is computed."""
+"""Changes to a running engine: in the engine's thread, between two steps, while no request is computed."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,22 +16,23 @@ LOADING = "the weights are being replaced: load_weights() has not returned yet"
 
 
 class Dropped(str):
-    """Why there are no steps after `sleep(level=2)`, in a sentence, and what `load_weights` has loaded since."""
+    """A sentence that says why there are no steps after `sleep(level=2)`, and the weights loaded since then."""
 
     weights: Any = None  # a ModelWeights
 
 
 @contextmanager
 def refusing_requests(llm: "LLMEngine", kind: str, reason: str) -> Iterator[None]:
-    """Change the engine, in its thread: `unavailable[kind]` is the reason from here on, and after an error as before.
+    """A context in which the engine's thread changes the engine: it sets `unavailable[kind]` to `reason`.
 
-    UnavailableError while there are requests, unless they are paused, or while weights are being replaced.
+    The reason stays after the context, except after an error, which restores the previous reason. Raises
+    UnavailableError if there are requests that are not paused, or while weights are being replaced.
     """
     unavailable = llm.core.unavailable
     if unavailable.get("weights") == LOADING:
         raise UnavailableError(LOADING)
     before = {kind: unavailable[kind]} if kind in unavailable else {}
-    unavailable[kind] = reason  # first: a request that comes at the same moment sees this, or is seen here
+    unavailable[kind] = reason  # before the check: a request that arrives now sees the reason, or is counted
     try:
         queued = [waiter for waiter in llm.engine_thread.queued() if isinstance(waiter, OutputCollector)]
         num_requests = len(llm.core.scheduler.live) + len(queued)
@@ -45,9 +46,10 @@ def refusing_requests(llm: "LLMEngine", kind: str, reason: str) -> Iterator[None
 
 
 def in_engine(thread: EngineThread, work: Callable[[], T]) -> T:
-    """Do `work` in the engine's thread, between two steps. Its errors of these kinds are raised here, and end nothing.
+    """Call `work` in the engine's thread, between two steps, and return its result.
 
-    Any other one ends all requests, as an error of a step does.
+    A ValueError, TypeError or UnavailableError of `work` is raised here, and does no harm to the engine. Any other
+    error ends all requests, like an error in a step.
     """
 
     def attempt() -> tuple[T | None, Exception | None]:

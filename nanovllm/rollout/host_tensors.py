@@ -1,4 +1,4 @@
-"""What sleeps on a CPU: memory of the system, which has no addresses that must stay. arena.py is for CUDA."""
+"""Sleep mode on a CPU, where tensors may move to other addresses. cuda/arena.py does the same on CUDA."""
 
 from typing import TYPE_CHECKING
 
@@ -47,11 +47,11 @@ class HostWeights:
         self.is_mapped = True
 
     def fill(self) -> None:
-        self._are_kept = False  # what was dropped may have any values until it is loaded
+        self._are_kept = False  # dropped weights have arbitrary values until they are loaded
 
 
 class HostCache:
-    """The cache of a ModelRunner, of which a block is left, with the interface of an Arena."""
+    """The KV cache of a ModelRunner, with the interface of an Arena. While it sleeps, one block is left."""
 
     is_mapped = True
 
@@ -71,7 +71,7 @@ class HostCache:
         self.is_mapped = True
 
     def fill(self) -> None:
-        """It is filled with zeros already."""
+        """Do nothing: a new cache is already filled with zeros."""
 
     def _num_bytes(self) -> int:
         return sum(tensor.nbytes for tensors in self._runner.caches.values() for tensor in tensors)

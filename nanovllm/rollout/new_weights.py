@@ -1,4 +1,4 @@
-"""New weights for a running engine, in place: their addresses stay, so CUDA graphs stay valid."""
+"""Replaces the weights of a running engine in place. Their addresses stay the same, so CUDA graphs stay valid."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -34,25 +34,26 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def load_weights(llm: "LLMEngine", weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Replace weights of a running engine by tensors on any device, all of them or some, and empty the prefix cache.
+    """Replace some or all weights of a running engine by tensors on any device, and empty the prefix cache.
 
-    `weights` are (name, tensor) as a checkpoint of the model has them, before layers are merged, divided over ranks or
-    quantized: the state dict of transformers' model. Where the engine's weights are 8-bit, it quantizes tensors of
-    other dtypes again; it also takes 8-bit values and scales as the checkpoint has them. The caller's thread iterates,
-    so a generator that makes one tensor at a time needs memory for one.
+    `weights` are pairs (name, tensor) as in a checkpoint of the model, such as the state dict of the transformers
+    model: layers are not merged, and tensors are not split over ranks or quantized. If the engine's weights are 8-bit,
+    it quantizes tensors of other dtypes; it also takes 8-bit values and scales as in the checkpoint. The caller's
+    thread iterates, so a generator that makes one tensor at a time needs memory for only one tensor.
 
-    UnavailableError while there are requests, unless the engine is paused, and while the weights sleep. New requests
-    get one until this returns.
-    Each tensor is checked before it is written: TypeError if it is none; ValueError that names it if the model has no
-    such tensor, or if it has another shape, is not floating point, NaN or infinite. If anything is raised after the
-    first write, the engine takes no requests until a call has loaded all weights.
+    Raises UnavailableError if there are requests and the engine is not paused, or if the weights are asleep. New
+    requests raise UnavailableError until this function returns.
+
+    Each tensor is checked before it is written. Raises TypeError if it is not a tensor. Raises ValueError with the name
+    if the model has no such tensor, or if its shape or dtype is wrong, or if it has NaN or infinite values. After an
+    error, if a tensor was already written, the engine takes no requests until one call has loaded all weights.
     """
     update = WeightUpdate(llm)
     in_engine(llm.engine_thread, update.begin)
     try:
         for name, tensor in weights:
             if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
-                torch.cuda.current_stream(tensor.device).synchronize()  # the engine's thread has a stream of its own
+                torch.cuda.current_stream(tensor.device).synchronize()  # the engine uses another stream
             in_engine(llm.engine_thread, partial(update.load, name, tensor))
     except BaseException as error:
         update.end(is_broken=update.has_written or not isinstance(error, Exception))  # Ctrl-C does not end `load`
@@ -61,9 +62,9 @@ def load_weights(llm: "LLMEngine", weights: Iterable[tuple[str, torch.Tensor]]) 
 
 
 def weights_of(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of the checkpoint in `folder`, by name, each read when it is asked for.
+    """Yield the (name, tensor) pairs of the checkpoint in `folder`. Each tensor is read when it is asked for.
 
-    FileNotFoundError or ValueError that names the file if one is missing or broken.
+    Raises FileNotFoundError or ValueError with the name of the file if a file is missing or broken.
     """
     files = find_tensors(Path(folder), (*FLOAT_DTYPES, *QUANTIZED_DTYPES.values()))
     for file in sorted(set(files.values())):
@@ -73,7 +74,7 @@ def weights_of(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class WeightUpdate:
-    """One call of `load_weights`. The engine's thread calls `begin` and `load`, the caller's `end`."""
+    """One call of `load_weights`. The engine's thread calls `begin` and `load`; the caller's thread calls `end`."""
 
     def __init__(self, llm: "LLMEngine"):
         self.llm, self.core = llm, llm.core
@@ -92,7 +93,7 @@ class WeightUpdate:
         self.core.scheduler.block_manager.clear_prefix_cache()  # no sequence holds blocks
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Load a tensor on all ranks: on the others last, as what is wrong with it shows on rank 0."""
+        """Load a tensor on all ranks, first on rank 0, where errors show before the other ranks get the tensor."""
         if self.is_over:
             return
         if self.weights.is_unused(name):
@@ -121,13 +122,13 @@ class WeightUpdate:
 
 
 class ModelWeights:
-    """The tensors of a checkpoint that a rank's model has a place for."""
+    """Loads tensors with the names of a checkpoint into the model of one rank."""
 
     def __init__(self, model: Any):
         self.model, self.loaders = model, weight_loaders(model)
-        self._shapes: dict[str, tuple[int, ...]] = {}  # of weights of which this rank may have no part
+        self._shapes: dict[str, tuple[int, ...]] = {}  # of expert weights, of which this rank may have no part
         self._loaded: set[str] = set()
-        self._quantized: set[str] = set()  # those of `_loaded` whose scales were made here
+        self._quantized: set[str] = set()  # loaded weights whose scales were computed here
         for path, experts in model.named_modules():
             for name, (parameter, ids) in getattr(experts, "tensors_of_experts", dict)().items():
                 self.loaders[f"{path}.{name}"] = partial(parameter.weight_loader, parameter), [*ids]
@@ -140,26 +141,29 @@ class ModelWeights:
         return isinstance(name, str) and is_unused(self.model, name)
 
     def check_tied_head(self, name: str, tensor: torch.Tensor) -> None:
-        """ValueError for an output head that differs from the embedding, which was loaded before and is used as both.
+        """Raise ValueError if the output head differs from the embedding in a model that ties the two.
 
-        A head that comes first can't be compared, and keeping it would need memory.
+        Only a head that comes after the embedding can be compared. To keep an earlier head would cost memory.
         """
         if name != HEAD or head_name(self.model) not in self._loaded:
             return
         head = self.model.lm_head
-        own = tensor[head.first_id : head.first_id + len(head.weight)].to(head.weight)
-        if not torch.equal(own, head.weight):
+        head_rows = tensor[head.first_id : head.first_id + len(head.weight)].to(head.weight)
+        if not torch.equal(head_rows, head.weight):
             problem = "differs from the embedding, which this engine uses as its output head too (tie_word_embeddings)"
             raise ValueError(f"{name}: {problem}")
 
     def own_name(self, name: str) -> str:
-        """The text of a checkpoint of several parts may be trained alone, or the other way round."""
+        """Return the name in this model: with or without the prefix `language_model.` of multimodal checkpoints.
+
+        The language part of such a checkpoint may be trained alone, and the other way round.
+        """
         parts = str(name).split(".language_model.", 1)
         other = ".".join(parts) if len(parts) > 1 else str(name).replace("model.", "model.language_model.", 1)
         return other if other in self.loaders else name
 
     def check(self, name: str, tensor: torch.Tensor) -> None:
-        """The errors of `load_weights`, but for those of shapes that the loader itself checks before it writes."""
+        """Raise the errors of `load_weights`, except for shapes that the loader checks before it writes."""
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"weights: {name!r:.80} has a {type(tensor).__name__}: must be a torch.Tensor")
         if name not in self.loaders:
@@ -183,11 +187,11 @@ class ModelWeights:
             self._quantized.add(name)
 
     def has_all(self) -> bool:
-        """Whether no weight of the model is left that was not loaded."""
+        """Return whether every weight of the model was loaded."""
         loaders = weight_loaders(self.model)
         split_experts(loaders, self.model, self._loaded)
-        left = loaders.keys() - self._loaded
-        return all(name.rpartition("_scale")[0] in self._quantized for name in left)
+        missing = loaders.keys() - self._loaded
+        return all(name.rpartition("_scale")[0] in self._quantized for name in missing)
 
 
 def _named(name: str, work: Callable, *arguments: Any) -> None:
@@ -198,7 +202,7 @@ def _named(name: str, work: Callable, *arguments: Any) -> None:
 
 
 class TensorSlice:
-    """8-bit values with the methods of a safetensors slice."""
+    """A tensor of 8-bit values with the methods of a safetensors slice, which the loaders expect."""
 
     def __init__(self, tensor: torch.Tensor):
         self._tensor = tensor
@@ -217,7 +221,7 @@ class TensorSlice:
 
 
 class TensorPart(NamedTuple):
-    """A message to another rank: bytes of a tensor, from `begin` on."""
+    """A message to another rank: `num_bytes` bytes of a tensor, from byte `begin` on."""
 
     name: str
     dtype: torch.dtype
@@ -226,7 +230,7 @@ class TensorPart(NamedTuple):
     num_bytes: int
 
     def receive(self, words: np.ndarray, runner: "ModelRunner", incoming: dict[Any, Any]) -> None:
-        """Keep the part in `incoming`, and load the tensor when it is the last one."""
+        """Keep the part in `incoming`. After the last part, load the tensor."""
         if self.begin == 0:
             size = math.prod(self.shape) * self.dtype.itemsize
             incoming[self.name] = np.empty(size, np.uint8)
@@ -240,7 +244,7 @@ class TensorPart(NamedTuple):
 
 
 def parts_of(name: str, tensor: torch.Tensor, max_bytes: int) -> Iterator[tuple[TensorPart, np.ndarray]]:
-    """A tensor as messages of at most so many bytes: each part, and its words."""
+    """Yield a tensor as messages of at most `max_bytes` bytes: each part, and its bytes as int32 words."""
     data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     for begin in range(0, len(data), max_bytes):
         part = data[begin : begin + max_bytes]

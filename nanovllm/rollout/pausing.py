@@ -1,4 +1,4 @@
-"""No steps for a while: what becomes of the requests that run, and of those that come."""
+"""Pauses the engine. Running requests are aborted or kept; new requests are refused."""
 
 from typing import TYPE_CHECKING
 
@@ -12,11 +12,11 @@ PAUSED = "the engine is paused: resume() lets it generate again"
 
 
 def pause(llm: "LLMEngine", mode: str = "abort") -> None:
-    """Make no steps, and refuse new requests with an UnavailableError, until `resume`.
+    """Stop generating until `resume`. New requests raise UnavailableError.
 
-    Requests that run end with the tokens that they have (mode "abort", as by `LLM.abort`), or wait for `resume` without
-    holding cache blocks (mode "keep"). The latter are computed again from their tokens, with the weights of that
-    moment, and then go on. Their callers wait meanwhile. ValueError for another mode.
+    With mode "abort", running requests end with the tokens that they have, as after `LLM.abort`. With mode "keep", they
+    give up their cache blocks and wait for `resume`, and so do their callers. The engine then recomputes them from
+    their tokens, with the weights that it has at that time, and they go on. Raises ValueError for another mode.
     """
     check_choice("mode", mode, ("abort", "keep"))
     core = llm.core
@@ -33,7 +33,7 @@ def pause(llm: "LLMEngine", mode: str = "abort") -> None:
 
 
 def reset_prefix_cache(llm: "LLMEngine") -> bool:
-    """Empty the prefix cache. False, and nothing is done, while sequences hold blocks."""
+    """Empty the prefix cache. Does nothing and returns False while sequences hold blocks."""
 
     def work() -> bool:
         scheduler = llm.core.scheduler
@@ -45,7 +45,7 @@ def reset_prefix_cache(llm: "LLMEngine") -> bool:
 
 
 def resume(llm: "LLMEngine") -> None:
-    """Generate again. UnavailableError, and the engine stays paused, if its weights are not complete."""
+    """Generate again. If the engine sleeps or lacks weights, it stays paused, and UnavailableError is raised."""
     llm.engine_thread.check_open()
     for kind, reason in [*llm.core.unavailable.items()]:
         if kind != "paused":

@@ -1,4 +1,4 @@
-"""Memory of the engine for somebody else: given back by `sleep`, and taken again by `wake_up`, on all ranks."""
+"""Sleep mode: `sleep` gives the memory of the engine back on all ranks, and `wake_up` takes it again."""
 
 import logging
 from collections.abc import Callable, Collection
@@ -23,14 +23,14 @@ logger = logging.getLogger("nanovllm")
 
 
 def sleep(llm: "LLMEngine", level: int = 1) -> int:
-    """Give back the memory of weights and cache, and refuse to generate until `wake_up`.
+    """Give back the memory of the weights and the KV cache, and do not generate until `wake_up`.
 
-    Level 1 keeps the weights in host memory. Level 2 drops them: after `wake_up`, one or more calls of `load_weights`
-    have to load all. What sleeps already stays asleep; level 2 then drops the weights that level 1 has kept.
+    Level 1 keeps the weights in host memory. Level 2 drops them; after `wake_up`, one or more calls of `load_weights`
+    must load all weights. If the engine already sleeps, level 2 drops the weights that level 1 kept.
 
-    Returns how many bytes each device, or the CPU, has got back. ValueError for another level, and if the engine was
-    started without `enable_sleep_mode=True`. UnavailableError while there are requests, unless the engine is paused,
-    and while weights are being replaced; then nothing has changed.
+    Returns the number of bytes that each device (or the CPU) gets back. Raises ValueError for another level, or if the
+    engine was started without `enable_sleep_mode=True`. Raises UnavailableError, and changes nothing, if there are
+    requests and the engine is not paused, while weights are being replaced, or if host memory does not suffice.
     """
     check_choice("level", level, (1, 2))
     _check_enabled(llm)
@@ -51,10 +51,11 @@ def sleep(llm: "LLMEngine", level: int = 1) -> int:
 
 
 def wake_up(llm: "LLMEngine", tags: Collection[str] | None = None) -> None:
-    """Take memory again: of "weights", of the "kv_cache", which is empty then, or, with None, of both.
+    """Take memory again for the `tags`: "weights", "kv_cache", or both if None. A new KV cache is empty.
 
-    What is awake stays as it is. The engine generates when both are awake, and after level 2 when weights are loaded.
-    UnavailableError, and all ranks stay as they were, if a device has not enough memory. ValueError for other tags.
+    Parts that are awake stay as they are. The engine generates once both parts are awake and, after level 2, all
+    weights are loaded. Raises UnavailableError, and changes nothing on any rank, if a device lacks memory. Raises
+    ValueError for other tags.
     """
     for tag in TAGS if tags is None else tags:
         check_choice("tags", tag, TAGS)
@@ -68,11 +69,11 @@ def wake_up(llm: "LLMEngine", tags: Collection[str] | None = None) -> None:
             core.unavailable.pop("asleep", None)
 
     in_engine(llm.engine_thread, work)
-    llm.engine_thread.wake()  # requests that were kept go on
+    llm.engine_thread.wake()  # requests that a pause has kept go on
 
 
 def is_sleeping(llm: "LLMEngine") -> bool:
-    """Whether weights or cache sleep."""
+    """Return whether the weights or the KV cache are asleep."""
     return "asleep" in llm.core.unavailable
 
 
@@ -85,7 +86,7 @@ def _check_enabled(llm: "LLMEngine") -> None:
 
 
 class MemoryCall(NamedTuple):
-    """What all ranks are to do; also a message to the others."""
+    """A call that every rank makes; also the message that tells the other ranks to make it."""
 
     name: str  # "release" or "take"
     level: int = 0
@@ -100,7 +101,7 @@ class MemoryCall(NamedTuple):
 
 
 def _on_all_ranks(core: Engine, call: MemoryCall) -> int | None:
-    """What `call` returns on this rank."""
+    """Make `call` on all ranks, and return its result on this rank."""
     if core.workers.processes:
         core.workers.send(call, np.empty(0, np.int32))
     return call.do(open_runner(core))
@@ -113,14 +114,14 @@ def open_runner(core: Engine) -> "ModelRunner":
 
 
 def sleepers_of(runner: "ModelRunner") -> dict[str, Any]:
-    """What holds a rank's memory, by tag: on CUDA, an Arena each."""
+    """Return the objects that hold a rank's memory, by tag. On CUDA, each is an Arena."""
     if not runner.sleepers:
         runner.sleepers = {"weights": HostWeights(runner.model), "kv_cache": HostCache(runner)}
     return runner.sleepers
 
 
 def release(runner: "ModelRunner", level: int) -> int | None:
-    """Give this rank's memory back; returns how many bytes that are, or None if a rank could not keep its weights."""
+    """Give this rank's memory back. Returns the number of bytes, or None if a rank could not keep its weights."""
     sleepers = sleepers_of(runner)
     weights = sleepers["weights"]
     if level == 1 and weights.is_mapped and not _all_can(runner, weights.keep):
@@ -131,7 +132,7 @@ def release(runner: "ModelRunner", level: int) -> int | None:
 
 
 def take(runner: "ModelRunner", tags: Collection[str]) -> bool:
-    """Take this rank's memory again. False, and nothing has changed, if a rank has not enough."""
+    """Take this rank's memory again. Returns False, and changes nothing, if a rank lacks memory."""
     woken = [sleeper for tag, sleeper in sleepers_of(runner).items() if tag in tags and not sleeper.is_mapped]
 
     def map_all() -> None:
@@ -148,11 +149,12 @@ def take(runner: "ModelRunner", tags: Collection[str]) -> bool:
 
 
 def _all_can(runner: "ModelRunner", work: Callable[[], None]) -> bool:
-    """Whether all ranks have the memory that `work` takes."""
+    """Call `work`, and return whether all ranks had enough memory for it."""
     try:
         work()
         lacks_memory = 0
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is one
-        logger.warning("rank %d lacks memory: %s", runner.tp.rank, str(error))  # a record that is kept holds no tensors
+        # as text: an exception in a log record would keep tensors alive
+        logger.warning("rank %d lacks memory: %s", runner.tp.rank, str(error))
         lacks_memory = 1
     return not runner.tp.all_reduce_max(torch.tensor([lacks_memory], dtype=torch.int64, device=runner.device)).item()

@@ -1,4 +1,4 @@
-"""How a model writes its reasoning and its calls of tools: as the settings say, or as its chat template shows."""
+"""Finds out how a model writes its reasoning and its tool calls, from the settings or from its chat template."""
 
 import logging
 from collections.abc import Mapping
@@ -20,11 +20,11 @@ logger = logging.getLogger("nanovllm")
 class Formats(NamedTuple):
     """The formats of a model.
 
-    tool_calls: one of PARSERS; None if it is unknown.
-    reasoning_parser: the name of the format of reasoning; None if that stays in the content.
-    reasoning: its markers.
-    special: markers that are special tokens, which are otherwise left out of the text.
-    token_bytes: of each token id, for log-probabilities; a token may end within a character.
+    tool_calls: the name of its format in PARSERS; None if it is unknown.
+    reasoning_parser: the name of its reasoning format; None if reasoning stays in the content.
+    reasoning: the markers of this reasoning format.
+    special: the markers that are special tokens, which the text usually leaves out.
+    token_bytes: the bytes of each token id, for log-probabilities. A token may end in the middle of a character.
     """
 
     tool_calls: str | None
@@ -34,21 +34,21 @@ class Formats(NamedTuple):
     token_bytes: Mapping[int, bytes] = MappingProxyType({})
 
     def chat_params(self, body: ChatBody, has_structure: bool) -> dict[str, Any]:
-        """Sampling parameters of a conversation, by which the engine and the parsers of its answers agree.
+        """Return sampling parameters of a conversation, so that the engine and the parsers of its answers agree.
 
-        ApiError for tools that the model may choose from in an unknown format.
+        Raises ApiError if the model may choose to call tools, and the format of its calls is unknown.
         """
         is_known = self.tool_calls is not None or not body.tools or body.tool_choice not in (None, "auto")
         require(is_known, "tools: how this model writes calls is unknown: see --tool-call-parser")
-        found = self.budget_params(body)
-        if self.reasoning_parser is not None and (has_structure or body.stop):  # others can do without
-            found["reasoning_parser"] = self.reasoning_parser
+        params = self.budget_params(body)
+        if self.reasoning_parser is not None and (has_structure or body.stop):  # others do not need it
+            params["reasoning_parser"] = self.reasoning_parser
         if self.special and (body.tools or self.reasoning is not None):
-            found["skip_special_tokens"] = False
-        return found
+            params["skip_special_tokens"] = False
+        return params
 
     def budget_params(self, body: GenerationBody) -> dict[str, Any]:
-        """What a budget of reasoning needs. ApiError if it can't be kept, as the format is unknown."""
+        """Return parameters for a reasoning budget. Raises ApiError if the format of the reasoning is unknown."""
         if (budget := body.thinking_token_budget) in (None, -1):
             return {}
         problem = f"thinking_token_budget={budget}: needs a model whose reasoning is found: see --reasoning-parser"
@@ -56,7 +56,7 @@ class Formats(NamedTuple):
 
 
 def find_formats(processor: InputProcessor, settings: ServerSettings) -> Formats:
-    """The formats that the settings name, or else the chat template shows. Says in the log which."""
+    """Return the formats that the settings name, or else that the chat template shows, and log them."""
     tokenizer = processor.tokenizer
     template = template_text(getattr(tokenizer, "chat_template", None))
     tools: str | None = settings.tool_call_parser

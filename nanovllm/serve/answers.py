@@ -1,4 +1,4 @@
-"""What answers to both kinds of generation requests have in common."""
+"""The base class of answers to completion and chat requests, and the encoding of JSON."""
 
 import asyncio
 import json
@@ -18,14 +18,14 @@ from nanovllm.serve.errors import ApiError
 from nanovllm.serve.protocol import GenerationBody, StreamOptions
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity
-MANY_LOGPROBS = 640  # of the tokens of several steps, for a client that reads slowly
-MARK = uuid4().hex  # takes the place of a text; no client can know it
+MANY_LOGPROBS = 640  # the most log-probabilities that are encoded at once, such as for a client that reads slowly
+MARK = uuid4().hex  # a placeholder for a text; no client can know it
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 
 
 def dump_json(content: Any) -> bytes:
-    """JSON as bytes. Half of a surrogate pair, which only a client can have sent, becomes a question mark."""
+    """Encode JSON as bytes. Half of a surrogate pair, which only a client can have sent, becomes a question mark."""
     try:
         return _encode(content)
     except UnicodeEncodeError:
@@ -34,21 +34,21 @@ def dump_json(content: Any) -> bytes:
 
 
 def encoded(content: Any) -> msgspec.Raw:
-    """Content that is JSON already, as a part of other content."""
+    """Encode content in advance, as a part of other content."""
     return msgspec.Raw(dump_json(content))
 
 
 def server_sent_event(content: dict[str, Any]) -> bytes:
-    """An event. If it has a type, that is its name as well."""
+    """Encode a server-sent event. If the content has a type, the type is also the name of the event."""
     head = f"event: {content['type']}\n".encode() if "type" in content else b""
     return head + b"data: " + dump_json(content) + b"\n\n"
 
 
 class Answer:
-    """The answer to one request of a client, complete or as chunks, for one prompt or several.
+    """The answer to one request of a client, for one prompt or several: either complete, or streamed in chunks.
 
-    Log-probabilities of many tokens take long to encode: of a whole answer, a thread does that, token by token, so that
-    no other client waits.
+    Log-probabilities of many tokens take long to encode. For a complete answer, a thread encodes them token by token,
+    so that no other client waits.
     """
 
     id_prefix: str
@@ -63,11 +63,11 @@ class Answer:
         self._has_usage_everywhere = self._has_usage and bool(options.continuous_usage_stats)
         self.id = f"{self.id_prefix}{body.request_id or uuid4().hex}"
         self._head = {"id": self.id, "created": int(time()), "model": model}
-        self._frames: dict[tuple[int, int], tuple[bytes, bytes]] = {}  # by the same as the next
-        self._num_streamed: dict[tuple[int, int], int] = {}  # tokens, by the indices of the prompt and of the answer
+        self._frames: dict[tuple[int, int], tuple[bytes, bytes]] = {}  # keys as in `_num_streamed`
+        self._num_streamed: dict[tuple[int, int], int] = {}  # streamed tokens by (prompt index, answer index)
 
     async def complete(self) -> bytes:
-        """The whole answer, as JSON."""
+        """Return the whole answer, as JSON."""
         outputs = [await request.result() for request in self.requests]
         return await asyncio.to_thread(self._whole, outputs) if self._has_logprobs else self._whole(outputs)
 
@@ -78,11 +78,11 @@ class Answer:
         return dump_json(content)
 
     def begin(self) -> bytes:
-        """The server-sent events before the answer."""
+        """Return the server-sent events before the answer."""
         return b""
 
     def take(self) -> bytes:
-        """Server-sent events of what has arrived since the last call. The error of a request that has failed."""
+        """Return server-sent events for what has arrived since the last call. Raises the error of a failed request."""
         data, has_logprobs = [], self._has_logprobs
         for i, request in enumerate(self.requests):
             if events := request.take_events(self._max_events(request) if has_logprobs else inf):
@@ -90,23 +90,23 @@ class Answer:
         return b"".join(data)
 
     def _max_events(self, request: AsyncRequest) -> float:
-        """More than a few log-probabilities wait for the next turn of the event loop."""
+        """Return how many events to encode now. Further log-probabilities wait for the next turn of the event loop."""
         if (num_top := request.request.params.logprobs) is None:
             return inf
         return max(1, MANY_LOGPROBS // (num_top + 1)) if num_top >= 0 else 1
 
     async def end(self) -> bytes:
-        """The server-sent events of the end."""
+        """Return the server-sent events of the end."""
         return await asyncio.to_thread(self._end) if self._has_logprobs else self._end()
 
     def _end(self) -> bytes:
-        """The usage if the client wants it, and the mark of the end."""
+        """Return the usage, if the client asked for it, and the mark of the end."""
         if not self._has_usage:
             return DONE
         return server_sent_event(self._chunk([], self._usage(sum(self._num_streamed.values())))) + DONE
 
     def error_event(self, error: ApiError) -> bytes:
-        """The last event, if there is an error after the first one."""
+        """Return the last event of a stream that fails after its first event."""
         return server_sent_event(error.body())
 
     def _events(self, prompt_index: int, events: Sequence[StreamEvent]) -> bytes:
@@ -130,40 +130,40 @@ class Answer:
         return b"".join(chunks)
 
     def goes_on_plainly(self, event: StreamEvent) -> bool:
-        """Whether the chunks of a choice after this event's, except the last one, differ in their text alone."""
+        """Return whether all later chunks of this choice, except the last one, differ only in their text."""
         return not (self._has_logprobs or self._has_usage_everywhere or self.body.return_token_ids)
 
     def _frame(self, prompt_index: int, event: StreamEvent) -> tuple[bytes, bytes]:
-        """What stands before and after the text in such chunks. Most of a stream is made of these."""
+        """Return the bytes before and after the text in chunks that differ only in their text, as most chunks do."""
         (choice,) = self.chunk_choices(prompt_index, replace(event, text=MARK))
         before, after = server_sent_event(self._chunk([choice], None)).split(dump_json(MARK))
         return before, after
 
     def choice(self, prompt_index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
-        """The entry of `choices` for one of the answers to a prompt."""
+        """Return the entry of `choices` for one answer to a prompt."""
         raise NotImplementedError
 
     def chunk_choices(self, prompt_index: int, event: StreamEvent) -> list[dict[str, Any]]:
-        """The entry of `choices` in each chunk that an event makes; there may be none. The last has the tokens."""
+        """Return the entry of `choices` for each chunk of an event, if there are any. The last one has the tokens."""
         raise NotImplementedError
 
     def extras(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Further entries of a complete answer."""
+        """Return further entries of a complete answer."""
         return {}
 
     def prompt_entries(self, output: RequestOutput) -> dict[str, Any]:
-        """What the client wants to know of its prompt: entries of the answer, or of each choice."""
+        """Return what the client asked about its prompt, as entries of the answer or of each choice."""
         logprobs = None
         if self.body.prompt_logprobs is not None:
             logprobs = [
-                encoded({i: x._asdict() | {"logprob": logprob_value(x)} for i, x in found.items()}) if found else None
-                for found in output.prompt_logprobs or ()
+                encoded({i: x._asdict() | {"logprob": logprob_value(x)} for i, x in entry.items()}) if entry else None
+                for entry in output.prompt_logprobs or ()
             ]
         token_ids = output.prompt_token_ids if self.body.return_token_ids else None
         return {"prompt_token_ids": token_ids, "prompt_logprobs": logprobs}
 
     def token_text(self, token_id: int, text: str | None) -> str:
-        """How a token is shown beside its log-probability."""
+        """Return the text of a token for a list of log-probabilities."""
         return f"token_id:{token_id}" if self.body.return_tokens_as_token_ids else text or ""
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class Answer:
         return chunk | {"usage": usage} if self._has_usage else chunk
 
     def _usage(self, num_completion_tokens: int, prompt_index: int | None = None) -> dict[str, Any]:
-        """The usage of one answer to a prompt, or of all answers."""
+        """Return the usage of one prompt or, without `prompt_index`, of all prompts."""
         requests = self.requests if prompt_index is None else [self.requests[prompt_index]]
         num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         return {
@@ -182,5 +182,5 @@ class Answer:
         }
 
 
-def logprob_value(found: Logprob) -> float:
-    return max(found.logprob, MIN_LOGPROB)
+def logprob_value(entry: Logprob) -> float:
+    return max(entry.logprob, MIN_LOGPROB)

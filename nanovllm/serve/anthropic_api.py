@@ -1,6 +1,6 @@
-"""Anthropic's API, `/v1/messages`: its requests as requests to a chat, and the chat's answers in its own form.
+"""Anthropic's API, `/v1/messages`: translates its requests to chat requests, and chat answers to its own format.
 
-Content of other types than those of `Block`, such as images, is refused by name.
+Content of any type without a class here, such as images, is refused. The error names the type.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ def _as_blocks(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-# Blocks are dicts, which are checked in a fifth of the time: a body has room for 100,000.
+# Blocks are TypedDicts, which pydantic checks in a fifth of the time of models: a body may have 100,000 blocks.
 
 
 class TextBlock(TypedDict):
@@ -47,7 +47,7 @@ class ThinkingBlock(TypedDict):
 
 
 class RedactedThinkingBlock(TypedDict):
-    """A part of another server's answer that can't be read here."""
+    """Encrypted reasoning from another server, which can't be read here."""
 
     type: Literal["redacted_thinking"]
 
@@ -62,7 +62,7 @@ class ToolUseBlock(TypedDict):
 class ToolResultBlock(TypedDict):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: NotRequired[str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None]  # as a chat has it
+    content: NotRequired[str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None]  # as in a chat message
 
 
 AnyBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
@@ -95,7 +95,7 @@ class CountTokensBody(Body):
     tool_choice: ToolChoice | None = None
     thinking: dict[str, Any] | None = None
     thread: Any = None
-    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
+    chat_template_kwargs: dict[str, Any] | None = None  # an extension of vLLM
 
 
 class MessagesBody(CountTokensBody):
@@ -117,9 +117,9 @@ class TranslatedMessages(ChatBody):
 
 
 def chat_body(body: CountTokensBody) -> ChatBody:
-    """The same request to a chat."""
+    """Translate a request to a chat request."""
     problem = "thread: this server stores no conversations; send the whole one"
-    require(not body.thread, problem, "thread_unsupported_request")  # clients know this code, and do so from then on
+    require(not body.thread, problem, "thread_unsupported_request")  # clients know this code, and then send everything
     system = InputMessage.model_construct(role="system", content=body.system or [])
     messages = [message for given in (system, *body.messages) for message in _chat_messages(given)]
     fields = body.model_dump(include=SAME_FIELDS) | {"messages": messages}
@@ -130,7 +130,7 @@ def chat_body(body: CountTokensBody) -> ChatBody:
         fields["tool_choice"] = TOOL_CHOICES.get(choice.type, named)
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     if messages and messages[-1]["role"] == "assistant" and messages[-1].get("content"):
-        fields |= {"add_generation_prompt": False, "continue_final_message": True}  # it is how the answer begins
+        fields |= {"add_generation_prompt": False, "continue_final_message": True}  # the answer continues this message
     thinks = {"enable_thinking": body.thinking.get("type") != "disabled"} if body.thinking else {}
     fields["chat_template_kwargs"] = thinks | (body.chat_template_kwargs or {})
     if isinstance(body, MessagesBody):
@@ -143,30 +143,30 @@ def chat_body(body: CountTokensBody) -> ChatBody:
 
 
 def _function(tool: dict[str, Any]) -> dict[str, Any]:
-    """What a chat has of a tool, in the client's order: no hints for a cache, for example."""
-    found = {OF_FUNCTIONS[name]: value for name, value in tool.items() if name in OF_FUNCTIONS and value is not None}
-    if "type" not in found["parameters"]:
-        found["parameters"] = {"type": "object", **found["parameters"]}
-    return found
+    """Translate a tool, in the client's order. Other fields, such as hints for a cache, are left out."""
+    function = {OF_FUNCTIONS[name]: value for name, value in tool.items() if name in OF_FUNCTIONS and value is not None}
+    if "type" not in function["parameters"]:
+        function["parameters"] = {"type": "object", **function["parameters"]}
+    return function
 
 
 def _chat_messages(message: InputMessage) -> Iterator[dict[str, Any]]:
-    """Results of tools are messages of their own, before the rest."""
-    found = defaultdict[str, list[Any]](list)
+    """Translate a message. Each tool result becomes a separate message before the rest."""
+    blocks = defaultdict[str, list[Any]](list)
     for block in message.content:
-        found[block["type"]].append(block)
-    for result in found["tool_result"]:
+        blocks[block["type"]].append(block)
+    for result in blocks["tool_result"]:
         yield {"role": "tool", "tool_call_id": result["tool_use_id"], "content": result.get("content")}
     entry: dict[str, Any] = {"role": message.role}
-    texts = found["text"]
+    texts = blocks["text"]
     if message.role == "system":
         text = "".join([block["text"] for block in texts if not block["text"].startswith(BILLING_HEADER)])
         texts = _as_blocks(text) if text else []
     if texts:
         entry["content"] = texts if len(texts) > 1 else texts[0]["text"]
-    if thoughts := found["thinking"]:
+    if thoughts := blocks["thinking"]:
         entry["reasoning"] = "".join([block["thinking"] for block in thoughts])
-    for call in found["tool_use"]:
+    for call in blocks["tool_use"]:
         function = {"name": call["name"], "arguments": call["input"]}
         entry.setdefault("tool_calls", []).append({"id": call["id"], "type": "function", "function": function})
     if len(entry) > 1 or message.role == "assistant":
@@ -174,12 +174,12 @@ def _chat_messages(message: InputMessage) -> Iterator[dict[str, Any]]:
 
 
 class MessagesAnswer(chat.ChatAnswer):
-    """The answer of a chat as a list of blocks: complete, or as the events that build it."""
+    """A chat answer as a list of blocks: either complete, or as the events that build the list."""
 
     id_prefix = "msg_"
-    _num_tokens = 0  # that were streamed
-    _num_blocks = 0  # that have begun
-    _open_type: str | None = None  # of the last of them, until it ends
+    _num_tokens = 0  # streamed so far
+    _num_blocks = 0  # started so far
+    _open_type: str | None = None  # the type of the last block, until it ends
 
     def _whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         answer = outputs[0].outputs[0]
@@ -190,23 +190,23 @@ class MessagesAnswer(chat.ChatAnswer):
         return dump_json(self._message(content or [{"type": "text", "text": ""}]) | stop | usage)
 
     def begin(self) -> bytes:
-        num_tokens = len(self.requests[0].prompt_token_ids)  # it is not known yet how many of them are cached
+        num_tokens = len(self.requests[0].prompt_token_ids)  # how many of them are cached is not known yet
         start = {"stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": num_tokens, "output_tokens": 0}}
         return _event("message_start", message=self._message([]) | start)
 
     def _events(self, prompt_index: int, events: Sequence[StreamEvent]) -> bytes:
-        found: list[bytes] = []
+        data: list[bytes] = []
         for event in events:
             self._num_tokens += len(event.token_ids)
             for choice in self.chunk_choices(prompt_index, event):
                 for block in self._blocks(choice["delta"]):
-                    found += self._add(block)
+                    data += self._add(block)
                 if choice["finish_reason"] is not None:
                     if not self._num_blocks:
-                        found += self._next_block({"type": "text", "text": ""})
-                    found += self._next_block(None)
-                    found.append(_event("message_delta", delta=_stop(choice), usage=self._tokens(self._num_tokens)))
-        return b"".join(found)
+                        data += self._next_block({"type": "text", "text": ""})
+                    data += self._next_block(None)
+                    data.append(_event("message_delta", delta=_stop(choice), usage=self._tokens(self._num_tokens)))
+        return b"".join(data)
 
     def _end(self) -> bytes:
         return _event("message_stop")
@@ -218,7 +218,7 @@ class MessagesAnswer(chat.ChatAnswer):
         return {"id": self.id, "type": "message", "role": "assistant", "model": self._head["model"], "content": content}
 
     def _blocks(self, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The blocks of a message, or of a delta."""
+        """Yield the blocks of a message or of a delta."""
         if thinking := message.get("reasoning_content"):
             # without a signature, clients do not send the block back
             yield {"type": "thinking", "thinking": thinking, "signature": self.id}
@@ -229,7 +229,7 @@ class MessagesAnswer(chat.ChatAnswer):
             yield {"type": "tool_use", "id": call["id"], "name": name, "input": arguments}
 
     def _add(self, block: dict[str, Any]) -> Iterator[bytes]:
-        """Events that make a call, or add to the open block if it has the same type."""
+        """Yield the events of a block: a tool call is a new block, other types extend an open block of their type."""
         kind = block["type"]
         if kind == "tool_use":
             yield from self._next_block(block | {"input": {}})
@@ -240,7 +240,7 @@ class MessagesAnswer(chat.ChatAnswer):
         yield self._delta(type=f"{kind}_delta", **{kind: block[kind]})
 
     def _next_block(self, block: dict[str, Any] | None) -> Iterator[bytes]:
-        """Events that end the open block, if there is one, and begin this one."""
+        """Yield the events that end the open block, if there is one, and begin `block`, unless it is None."""
         if self._open_type == "thinking":
             yield self._delta(type="signature_delta", signature=self.id)
         if self._open_type is not None:
@@ -275,7 +275,7 @@ def add_routes(app: FastAPI, api: Api) -> None:
     @app.post(MESSAGES_PATH)
     async def messages(body: MessagesBody, request: Request) -> Response:
         if api.formats.reasoning is None and body.thinking:
-            body.thinking.pop("budget_tokens", None)  # a model that does not reason keeps to any
+            body.thinking.pop("budget_tokens", None)  # any budget holds without reasoning
         return await api.converse(await asyncio.to_thread(chat_body, body), request, MessagesAnswer)
 
     @app.post(f"{MESSAGES_PATH}/count_tokens")

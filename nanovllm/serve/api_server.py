@@ -1,4 +1,4 @@
-"""The application behind the HTTP API: what a request passes, and how errors are answered."""
+"""The application behind the HTTP API: its routes, its middleware, and the answers to errors."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,13 +22,17 @@ from nanovllm.serve.request_limits import RequestLimits
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.view import view_router
 
-METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")  # that a route may have; GET answers HEAD too
+METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")  # methods that a route may have; GET routes also answer HEAD
 
 
 def create_app(
     llm: EngineClient, settings: ServerSettings, model: str, is_closing: Callable[[], bool] = lambda: False
 ) -> FastAPI:
-    """model: as it was given on the command line. `is_closing` tells the page's endless streams to end."""
+    """Create the application.
+
+    model: the model as it was given on the command line.
+    is_closing: returns True when the endless streams of the page must end.
+    """
     app = FastAPI(
         title="nano-vllm",
         version=__version__,
@@ -43,7 +47,7 @@ def create_app(
     for add_routes in (add_info_routes, anthropic_api.add_routes, responses_api.add_routes):
         add_routes(app, api)
     if settings.enable_dev_endpoints and llm.engine is not None:
-        from nanovllm.serve import dev_api  # only where it is asked for
+        from nanovllm.serve import dev_api  # a lazy import, because the routes are optional
 
         dev_api.add_routes(app, llm.engine)
     routes = [route for route in app.routes if isinstance(route, APIRoute) and route.body_field is not None]
@@ -59,12 +63,12 @@ def create_app(
 
 
 def add_info_routes(app: FastAPI, api: Api) -> None:
-    """What tells about the server: its models, health, version, load and metrics."""
+    """Add routes for models, health, version, load and metrics."""
     llm, metrics, started = api.llm, Metrics(api.llm, api.model_names[0]), int(time())
 
     def entry(name: str) -> dict[str, Any]:
-        found = {"id": name, "object": "model", "created": started, "owned_by": "nano-vllm"}
-        return found | {"root": api.root, "parent": None, "max_model_len": llm.input_processor.config.max_model_len}
+        common = {"id": name, "object": "model", "created": started, "owned_by": "nano-vllm"}
+        return common | {"root": api.root, "parent": None, "max_model_len": llm.input_processor.config.max_model_len}
 
     async def models() -> Response:
         return json_response({"object": "list", "data": [entry(name) for name in api.model_names]})
@@ -101,11 +105,11 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> list[str]:
-    """The methods that the path has. Routes of an included router tell only whether they match."""
+    """Return the methods of the path, by trying them all: routes of an included router say only whether they match."""
 
     def has(method: str) -> bool:
         scope = {**request.scope, "method": method}
         return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
 
-    found = [method for method in METHODS if has(method)]
-    return [*found, "HEAD"] if "GET" in found else found
+    methods = [method for method in METHODS if has(method)]
+    return [*methods, "HEAD"] if "GET" in methods else methods

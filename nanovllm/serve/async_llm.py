@@ -1,4 +1,4 @@
-"""The engine for asyncio: any number of tasks ask for answers, and the engine's thread runs the steps for all."""
+"""The engine for asyncio: any number of tasks ask for answers, and the engine's thread runs the steps."""
 
 import asyncio
 import logging
@@ -20,33 +20,34 @@ logger = logging.getLogger("nanovllm")
 
 
 class AsyncLLM(EngineClient):
-    """`async for output in llm.generate(prompt, params)`, for any number of tasks of one event loop at a time.
+    """Generates with `async for output in llm.generate(prompt, params)`, for any number of tasks of one event loop.
 
     Three kinds of threads share the work. The event loop only hands over requests and takes events. A small pool
-    renders chat templates and tokenizes. The engine's thread runs the steps, and after each it tells the event loop
-    that there are new events. Token ids become text in that thread as well: this takes a few microseconds a token, and
-    with `async_scheduling` it happens while the device computes the next step. README.md in this folder has the
-    figures.
+    renders chat templates and tokenizes. The engine's thread runs the steps, and after each step it tells the event
+    loop about new events. It also turns token ids into text: this takes a few microseconds per token, and with
+    `async_scheduling` it happens while the device computes the next step.
 
-    A task that is cancelled, or leaves its loop, ends its request, whose blocks are free before the next step. An error
-    in a request is raised to its own caller. An error in a step ends everything: all callers get an EngineDeadError.
+    If a task is cancelled, or leaves its `async for` loop, its request ends, and its blocks are free before the next
+    step. An error in a request is raised in the task of that request. An error in a step ends the engine: all tasks get
+    an EngineDeadError.
     """
 
     engine: LLM
 
     def __init__(self, model: str, *, max_queued_requests: int = 1024, **settings: Any) -> None:
-        """`settings` are those of `LLM`. Loads the model before it returns, with the errors of `LLM`.
+        """Load the model. `settings` and errors are the same as those of `LLM`.
 
-        max_queued_requests: how many answers may wait in addition to the `max_num_seqs` that run. Each of `n` counts.
+        max_queued_requests: how many answers may wait, in addition to the `max_num_seqs` answers that run. Each of the
+            `n` answers to a prompt counts.
         """
         max_queued = check_int("max_queued_requests", max_queued_requests, low=0)
         self.engine = LLM(model, **settings)
         super().__init__(self.engine.input_processor, self.engine.config.max_num_seqs + max_queued)
         self._engine_thread = self.engine.engine_thread
         self._calls = EngineCalls(self.engine, StepSizes(self.engine))
-        # also for requests of the kind TOKENS
+        # requests of the kind TOKENS use it, too
         self._collector = NotifyingCollector(OutputKind.DELTA, self._on_output, self._on_failure)
-        self._told: asyncio.AbstractEventLoop | None = None  # the loop that knows that there are outputs
+        self._told: asyncio.AbstractEventLoop | None = None  # the loop that already knows about new outputs
         self._engine_thread.watch(self._collector)
 
     # -- the event loop's thread ---------------------------------------------------------------------------------------
@@ -54,10 +55,10 @@ class AsyncLLM(EngineClient):
     def _start(self, request: CompletionRequest, name: str) -> AsyncRequest:
         try:
             self._engine_thread.submit([request], self._collector)
-        except UnavailableError:  # for now
+        except UnavailableError:  # temporary: the engine is paused, asleep, or gets new weights
             raise
         except RuntimeError as error:
-            if not self._is_closing:  # then another rank is lost
+            if not self._is_closing:  # then another rank has died
                 self._end(error)
             self.check_open()
         return AsyncRequest(request, name)
@@ -72,21 +73,21 @@ class AsyncLLM(EngineClient):
         return await asyncio.to_thread(getattr(self._calls, name), *arguments)
 
     async def sleep(self, level: int = 1) -> int:
-        """`LLM.sleep`, with its errors. The event loop goes on meanwhile."""
+        """Call `LLM.sleep` in another thread, so that the event loop goes on."""
         return await asyncio.to_thread(self.engine.sleep, level)
 
     async def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """`LLM.wake_up`."""
+        """Call `LLM.wake_up` in another thread, so that the event loop goes on."""
         await asyncio.to_thread(self.engine.wake_up, tags)
 
     async def is_sleeping(self) -> bool:
         return self.engine.is_sleeping()
 
     def _take(self) -> None:
-        """Deliver what has arrived since the last call."""
+        """Deliver the outputs that have arrived since the last call."""
         self._told = None
         output = StepOutput()
-        self._collector.take_into(output)  # after an error `_fail_all` follows
+        self._collector.take_into(output)  # after an error, `_fail_all` follows
         self._deliver(output.events, output.finished)
 
     # -- the engine's thread -------------------------------------------------------------------------------------------
@@ -122,6 +123,6 @@ class AsyncLLM(EngineClient):
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def exit(self) -> None:
-        """End the engine after the current step, and free the device's memory. Callers get an EngineDeadError."""
+        """End the engine after the current step, and free the device's memory. All tasks get an EngineDeadError."""
         super().exit()
         self.engine.exit()

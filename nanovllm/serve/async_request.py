@@ -1,4 +1,4 @@
-"""A request as its asyncio caller sees it: events arrive in a list, and the caller takes what is there."""
+"""A request as its asyncio caller sees it. Events are collected in a list, and the caller takes them."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -12,14 +12,14 @@ from nanovllm.requests.stream_event import StreamEvent
 
 
 class AsyncRequest:
-    """Belongs to one event loop, whose thread alone uses it. `AsyncLLM.submit` makes it.
+    """A request of one event loop. Only the loop's thread may use it. `AsyncLLM.submit` creates it.
 
-    A caller that falls behind finds the events of several steps merged, so what waits for it is never more than the
+    If the caller falls behind, the events of several steps are merged. So what waits for it is never more than the
     answer itself.
     """
 
     def __init__(self, request: CompletionRequest, name: str):
-        """name: the request id that the caller knows."""
+        """name: the request id that the caller knows, unlike `request_id`, which is the engine's."""
         self.request, self.name = request, name
         self.request_id, self.num_answers = request.request_id, len(request.group)
         self.arrival_time = time()
@@ -29,18 +29,18 @@ class AsyncRequest:
         self._num_unfinished = self.num_answers
         self._error: Exception | None = None
         self._has_news = asyncio.Event()
-        # called when something has arrived; None: a task may wait for `_has_news`
+        # called when something has arrived; if None, a task may wait for `_has_news`
         self.on_news: Callable[[], None] | None = None
 
     @property
     def num_cached_tokens(self) -> int:
-        """How many tokens of the prompt were found in the prefix cache; 0 until the prompt is computed."""
+        """The number of prompt tokens that were found in the prefix cache; 0 until the prompt is computed."""
         return self.request.group[0].num_cached_tokens
 
     # -- what the AsyncLLM calls ---------------------------------------------------------------------------------------
 
     def add_event(self, event: StreamEvent) -> None:
-        """`tell` follows, once for all that has arrived."""
+        """Add an event. The AsyncLLM calls `tell` afterwards, once for all events that have arrived."""
         self._events.append(event)
         if event.finish_reason is not None:
             self._num_unfinished -= 1
@@ -48,11 +48,11 @@ class AsyncRequest:
                 self.final = self.request.output()
 
     def finish(self, final: Any) -> None:
-        """The end, in the form in which the engine's process says it. `tell` follows."""
+        """Set the complete output, as the engine's process sends it. The AsyncLLM calls `tell` afterwards."""
         self.final = final
 
     def fail(self, error: Exception) -> None:
-        """The caller gets this error, unless the answers are complete."""
+        """Raise this error in the caller, unless the answers are complete."""
         self._error = error
         self.tell()
 
@@ -62,13 +62,16 @@ class AsyncRequest:
     # -- what the caller calls -----------------------------------------------------------------------------------------
 
     async def next_events(self) -> list[StreamEvent]:
-        """What is new since the last call, as one event for each answer that has something; empty after the end."""
+        """Wait for news, and return one event for each answer that has some. The list is empty after the end."""
         while not (self._events or self.final):
             await self._wait()
         return self.take_events()
 
     def take_events(self, max_events: float = inf) -> list[StreamEvent]:
-        """`next_events` without waiting, of the first `max_events` that have arrived. The error, if there is one."""
+        """Return events like `next_events`, but without waiting, and at most `max_events` before they are merged.
+
+        Raises the error of the request, if there is one.
+        """
         self._check()
         taken, self._events = self._events, []
         if len(taken) > max_events:
@@ -77,17 +80,17 @@ class AsyncRequest:
 
     @property
     def has_events(self) -> bool:
-        """Whether there are some to take."""
+        """Whether there are events to take."""
         return bool(self._events)
 
     async def result(self) -> RequestOutput:
-        """The complete answers."""
+        """Wait for the complete answers."""
         while self.final is None:
             await self._wait()
         return self.final
 
     def output(self, answers: Iterable["PartialAnswer"]) -> RequestOutput:
-        """The answers as they are now: the complete ones, or as far as they have arrived."""
+        """Return the answers as they are now: complete, or as far as they have arrived."""
         if self.final is not None:
             return self.final
         metrics, outputs = RequestMetrics(self.arrival_time, None, None, None), [answer.output() for answer in answers]
@@ -95,7 +98,7 @@ class AsyncRequest:
         return RequestOutput(self.request_id, prompt, ids, outputs, False, self.num_cached_tokens, None, metrics)
 
     async def _wait(self) -> None:
-        """Until the next `tell`."""
+        """Wait until the next `tell`."""
         self._check()
         self._has_news.clear()
         await self._has_news.wait()
@@ -106,7 +109,7 @@ class AsyncRequest:
 
 
 def merged(events: list[StreamEvent]) -> list[StreamEvent]:
-    """One event for each answer, in the order in which the answers first occur."""
+    """Merge events into one event for each answer, in the order in which the answers first occur."""
     if len(events) < 2:
         return events
     pieces: dict[int, list[StreamEvent]] = {}
@@ -118,7 +121,7 @@ def merged(events: list[StreamEvent]) -> list[StreamEvent]:
 def _merge(events: list[StreamEvent]) -> StreamEvent:
     last, text = events[-1], "".join([event.text for event in events])
     token_ids = [token_id for event in events for token_id in event.token_ids]
-    logprobs = None if last.logprobs is None else [found for event in events for found in event.logprobs or ()]
+    logprobs = None if last.logprobs is None else [entry for event in events for entry in event.logprobs or ()]
     ids, reasons = (last.index, last.output_index, last.request_id), (last.finish_reason, last.stop_reason)
     return StreamEvent(*ids, text, token_ids, *reasons, logprobs)
 
@@ -141,12 +144,12 @@ class PartialAnswer:
         if event.logprobs is not None:
             self.logprobs = self.logprobs or []
             self.logprobs += event.logprobs
-            new = [found[token_id].logprob for token_id, found in zip(event.token_ids, event.logprobs)]
+            new = [entry[token_id].logprob for token_id, entry in zip(event.token_ids, event.logprobs)]
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(new)
         self.finish_reason, self.stop_reason = event.finish_reason, event.stop_reason
 
     def output(self) -> CompletionOutput:
-        """The answer so far. It has lists of its own, so it does not change when more arrives."""
+        """Return the answer so far. Its lists are copies, so it does not change when more arrives."""
         text, token_ids = "".join(self.texts), [*self.token_ids]
         self.texts = [text]
         logprobs = None if self.logprobs is None else [*self.logprobs]

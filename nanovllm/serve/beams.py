@@ -1,4 +1,4 @@
-"""Beam search as requests of the API have it: the beams are the answers to a prompt, the best first."""
+"""Beam search for API requests: the beams are the answers to a prompt, best first."""
 
 from dataclasses import replace
 from time import time
@@ -11,21 +11,21 @@ from nanovllm.requests.request import TokensPrompt
 
 
 class BeamCompletion(BeamRequest):
-    """A beam search whose output is that of `n` answers. For the limits of a server, it is one answer."""
+    """A beam search whose output looks like `n` answers. It counts as one answer for the limits of a server."""
 
     @property
     def params(self) -> BeamSearchParams:
         return self._params
 
     def output(self) -> RequestOutput:  # type: ignore[override]
-        found = super().output()
+        search = super().output()
         answers = []
-        for i, beam in enumerate(found.outputs):
+        for i, beam in enumerate(search.outputs):
             reason = "stop" if beam.token_ids[-1] in self._eos_token_ids else "length"
             answers.append(CompletionOutput(i, beam.text, beam.token_ids, beam.cumulative_logprob, None, reason, None))
         metrics, num_cached_tokens = replace(self.metrics(), finished_time=time()), self._root.num_cached_tokens
-        prompt, ids = found.prompt, found.prompt_token_ids
-        return RequestOutput(found.request_id, prompt, ids, answers, found.finished, num_cached_tokens, None, metrics)
+        prompt, ids = search.prompt, search.prompt_token_ids
+        return RequestOutput(search.request_id, prompt, ids, answers, search.finished, num_cached_tokens, None, metrics)
 
 
 def beam_completion(

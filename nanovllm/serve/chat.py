@@ -1,4 +1,4 @@
-"""Conversations: the template's input, and the answers of /v1/chat/completions."""
+"""Conversations: the input of the chat template, and the answers of /v1/chat/completions."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -21,7 +21,7 @@ TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "documents
 
 
 def conversation(body: ChatFields) -> list[prompts.Message]:
-    """The messages, as the client has sent them."""
+    """Return the messages as the client has sent them."""
     sent = body.as_sent("messages")
     return [_message(message, sent[i], i) for i, message in enumerate(body.messages)]
 
@@ -29,26 +29,31 @@ def conversation(body: ChatFields) -> list[prompts.Message]:
 def template_arguments(
     body: ChatFields, template: str | Mapping[str, str] | None = None, is_trusting: bool = False
 ) -> dict[str, Any]:
-    """Arguments of the chat template, apart from the messages. ApiError for those that are none of the client's.
+    """Return the arguments of the chat template, except for the messages. Raises ApiError for those that a client may
+    not set.
 
-    template: the server's own, or several by name. is_trusting: it renders those of clients too, which are programs.
+    template: the server's own template, or several templates by name.
+    is_trusting: whether the server renders templates of clients, which are programs.
     """
-    own = body.chat_template_kwargs or {}
+    kwargs = body.chat_template_kwargs or {}
     problem = "chat_template: is a program, which this server accepts only with --trust-request-chat-template"
     servers = (None, *template, *template.values()) if isinstance(template, Mapping) else (None, template)
     require(is_trusting or body.chat_template in servers, problem)
-    if reserved := own.keys() & {"chat_template", "tokenize", "tools", "messages", "conversation", "return_dict"}:
+    if reserved := kwargs.keys() & {"chat_template", "tokenize", "tools", "messages", "conversation", "return_dict"}:
         raise ApiError(400, f"chat_template_kwargs: {min(reserved)!r} is not allowed here", "chat_template_kwargs")
     offers_tools = body.tools and getattr(body, "tool_choice", None) != "none"
     arguments: dict[str, Any] = {name: getattr(body, name) for name in TEMPLATE_FIELDS}
     arguments["tools"] = _tools(body) if offers_tools else None
     if (effort := body.reasoning_effort) is not None:
         arguments |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    return arguments | own
+    return arguments | kwargs
 
 
 def make_tool_parser(body: ChatBody, name: str | None) -> Callable[[], ToolParser]:
-    """A function that makes the parser of one answer; `name` is that of the model's own format, None if unknown."""
+    """Return a function that makes the parser of one answer.
+
+    name: the name of the model's own format of tool calls; None if it is unknown.
+    """
     choice = body.tool_choice
     if not body.tools or choice == "none":
         return ToolParser
@@ -60,7 +65,7 @@ def make_tool_parser(body: ChatBody, name: str | None) -> Callable[[], ToolParse
 
 
 class AnswerParser:
-    """Takes the text of one answer, in pieces or at once, and makes entries of its message."""
+    """Parses the text of one answer, in pieces or at once, into entries of a message."""
 
     def __init__(
         self,
@@ -69,13 +74,13 @@ class AnswerParser:
         new_id: Callable[[], str] = ToolParser.new_id,
         max_calls: int | None = None,
     ):
-        """new_id: makes the ids of calls. max_calls: further calls are dropped; None is no bound."""
+        """new_id: makes the ids of calls. max_calls: all further calls are dropped; None means no limit."""
         self._reasoning, self._tools, self._new_id, self._max_calls = reasoning, tools, new_id, max_calls
         self.num_calls = 0
 
     @property
     def passes_text(self) -> bool:
-        """Whether all text that follows is content."""
+        """Whether all further text is content."""
         return type(self._tools) is ToolParser and (self._reasoning is None or self._reasoning.is_over)
 
     @property
@@ -83,7 +88,7 @@ class AnswerParser:
         return 0 if self._reasoning is None else self._reasoning.reasoning.num_tokens
 
     def feed(self, text: str, token_ids: list[int], is_last: bool) -> Iterator[dict[str, Any]]:
-        """What is new, in its order: the reasoning, and then content and lists of calls by turns.
+        """Yield new entries in order: first the reasoning, then content and lists of calls alternately.
 
         "reasoning_content" is an older name of "reasoning".
         """
@@ -111,7 +116,7 @@ class ChatAnswer(Answer):
         self._make_tool_parser = make_tool_parser(body, formats.tool_calls)
         self._new_call_id = PARSERS[formats.tool_calls or "none"].new_id
         self._markers, self._token_bytes = formats.reasoning, formats.token_bytes
-        # those of the reasoning are among them
+        # hidden reasoning hides all token ids and log-probabilities, because they include the reasoning
         self._hides_tokens = self._markers is not None and not body.include_reasoning
         self._streams: dict[int, AnswerParser] = {}  # by answer
         last = body.messages[-1]
@@ -128,13 +133,13 @@ class ChatAnswer(Answer):
     def choice(self, prompt_index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
         parser = self._make_parser()
         message: dict[str, Any] = {"role": self._role, "content": ""}
-        for found in self._found(parser, answer, is_last=True):
-            for name, value in found.items():
+        for part in self._found(parser, answer, is_last=True):
+            for name, value in part.items():
                 message[name] = message[name] + value if name in message else value
         is_called_freely = parser.num_calls and self.body.tool_choice in (None, "auto")
         message["content"] = self._echo + message["content"] or (None if is_called_freely else "")
-        rest = self._rest(answer, parser.num_calls)
-        return {"index": answer.index, "message": message, **rest, "stop_reason": answer.stop_reason}
+        other_fields = self._rest(answer, parser.num_calls)
+        return {"index": answer.index, "message": message, **other_fields, "stop_reason": answer.stop_reason}
 
     def extras(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         return self.prompt_entries(outputs[0])
@@ -147,15 +152,15 @@ class ChatAnswer(Answer):
         deltas = []
         for delta in self._found(parser, event, is_last):
             if calls := delta.get("tool_calls"):
-                first = parser.num_calls - len(calls)
-                delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls, first)]
+                first_index = parser.num_calls - len(calls)
+                delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls, first_index)]
             deltas.append(delta)
         chunks += [{"index": index, "delta": delta, "finish_reason": None} for delta in deltas[:-1]]
         delta = deltas[-1] if deltas else {}
-        rest = self._rest(event, parser.num_calls)
-        if delta or any(rest.values()) or self._has_usage_everywhere:
+        other_fields = self._rest(event, parser.num_calls)
+        if delta or any(other_fields.values()) or self._has_usage_everywhere:
             stop = {"stop_reason": event.stop_reason} if is_last else {}
-            chunks.append({"index": index, "delta": delta, **rest, **stop})
+            chunks.append({"index": index, "delta": delta, **other_fields, **stop})
         return chunks
 
     def goes_on_plainly(self, event: StreamEvent) -> bool:
@@ -170,15 +175,17 @@ class ChatAnswer(Answer):
     def _found(
         self, parser: AnswerParser, piece: CompletionOutput | StreamEvent, is_last: bool
     ) -> Iterator[dict[str, Any]]:
-        """What the parser finds, as far as the client wants it, and in the older form of `functions`."""
-        for found in parser.feed(piece.text, piece.token_ids, is_last):
-            if self.body.functions is not None and "tool_calls" in found:
-                yield {"function_call": found["tool_calls"][0]["function"]}
-            elif self.body.include_reasoning or "reasoning" not in found:
-                yield found
+        """Yield what the parser finds, without reasoning that the client does not want. Calls of `functions` have the
+        older form.
+        """
+        for part in parser.feed(piece.text, piece.token_ids, is_last):
+            if self.body.functions is not None and "tool_calls" in part:
+                yield {"function_call": part["tool_calls"][0]["function"]}
+            elif self.body.include_reasoning or "reasoning" not in part:
+                yield part
 
     def _rest(self, piece: CompletionOutput | StreamEvent, num_calls: int) -> dict[str, Any]:
-        """What a choice has besides its message or its part of one."""
+        """Return the fields of a choice other than its message or delta."""
         reason = piece.finish_reason
         if reason == "stop" and num_calls:
             reason = "tool_calls" if self.body.functions is None else "function_call"
@@ -190,31 +197,31 @@ class ChatAnswer(Answer):
         if logprobs is None or self._hides_tokens:
             return None
         num_top, content = self.body.top_logprobs or 0, []
-        for token_id, found in zip(token_ids, logprobs):
-            entries = {i: self._logprob_entry(i, x) for i, x in found.items()}
-            most_likely = sorted(found, key=lambda i: found[i].rank)[: num_top if num_top >= 0 else None]
+        for token_id, alternatives in zip(token_ids, logprobs):
+            entries = {i: self._logprob_entry(i, x) for i, x in alternatives.items()}
+            most_likely = sorted(alternatives, key=lambda i: alternatives[i].rank)[: num_top if num_top >= 0 else None]
             content.append(encoded(entries[token_id] | {"top_logprobs": [entries[i] for i in most_likely]}))
         return {"content": content, "refusal": None}
 
-    def _logprob_entry(self, token_id: int, found: Logprob) -> dict[str, Any]:
+    def _logprob_entry(self, token_id: int, logprob: Logprob) -> dict[str, Any]:
         data = self._token_bytes[token_id]
-        token = self.token_text(token_id, found.decoded_token)
-        return {"token": token, "logprob": logprob_value(found), "bytes": [*data]}
+        token = self.token_text(token_id, logprob.decoded_token)
+        return {"token": token, "logprob": logprob_value(logprob), "bytes": [*data]}
 
 
 def _message(message: Message, sent: dict[str, Any], index: int) -> dict[str, Any]:
-    """A call in OpenAI's older form is one in the newer."""
+    """Return a message as it was sent, with calls in OpenAI's older form converted to the newer form."""
     plain = dict(sent)
-    old, calls, name = plain.pop("function_call", None), message.tool_calls, "tool_calls"
-    if old is not None and not calls:
-        calls, name = [{"type": "function", "function": old}], "function_call"
+    old_call, calls, name = plain.pop("function_call", None), message.tool_calls, "tool_calls"
+    if old_call is not None and not calls:
+        calls, name = [{"type": "function", "function": old_call}], "function_call"
     if calls:
         plain["tool_calls"] = [_checked_call(call, f"messages[{index}].{name}") for call in calls]
     return plain
 
 
 def _text(content: str | list[dict[str, Any]] | None) -> str:
-    """The text of a message, whose parts the template has accepted."""
+    """Return the text of a message. The template has already accepted its parts."""
     return "\n".join([part["text"] for part in content]) if isinstance(content, list) else content or ""
 
 

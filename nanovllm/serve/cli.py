@@ -33,14 +33,17 @@ COMMANDS = {
     "completion": "Print a script by which bash, zsh or fish completes commands and flags.",
 }
 SERVER_PACKAGES = "fastapi", "pydantic", "uvicorn", "httptools", "prometheus_client", "msgspec"
-# of the bundled model: few and small blocks, so that its page shows sharing and preemptions with a few chats
-SMALL_CACHE = {"kvcache_block_size": 16, "num_kvcache_blocks": 200}
+SMALL_CACHE = {"kvcache_block_size": 16, "num_kvcache_blocks": 200}  # of the bundled model
+SMALL_CACHE_MESSAGE = (
+    "the bundled model gets a small cache, so that the page shows shared blocks and preemptions with a few chats: %s; "
+    "either flag turns this off"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run a command, and end the process with its status: 2 for a wrong command line or setting."""
+    """Run a command, and end the process with its exit status, which is 2 for a wrong command line or setting."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments and arguments[0] == "bench":  # its arguments are its own
+    if arguments and arguments[0] == "bench":  # it parses its arguments itself
         from nanovllm.benchmarks.command import main as bench
 
         bench(arguments[1:], prog="nanovllm bench")
@@ -56,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of a command; `vllm_settings` of `serve` are those of vLLM's engine that are no flags here."""
+    """Parse the command line. For `serve`, `vllm_settings` has settings of vLLM's engine that are no flags here."""
     chosen = next((argument for argument in arguments if argument in COMMANDS), None)
     parser, commands = make_parser()
     if chosen is not None:
@@ -65,15 +68,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         return parser.parse_args(arguments)
 
     try:
-        own = Config.__dataclass_fields__ | ServerSettings.__dataclass_fields__
-        rest, settings = translate_flags(arguments[1:], own)
+        known = Config.__dataclass_fields__ | ServerSettings.__dataclass_fields__
+        remaining, settings = translate_flags(arguments[1:], known)
     except ValueError as error:
         commands["serve"].error(str(error))
-    return parser.parse_args(["serve", *rest], argparse.Namespace(vllm_settings=settings))
+    return parser.parse_args(["serve", *remaining], argparse.Namespace(vllm_settings=settings))
 
 
 def make_parser() -> tuple[Parser, dict[str, Parser]]:
-    """The parser, and those of the commands; the flags of a command are added once it is chosen."""
+    """Return the parser and the parsers of the commands, without flags. Flags are added for the chosen command only."""
     parser = Parser("nanovllm", description="LLM inference: an HTTP server, or answers right here.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {nanovllm.__version__}")
     group = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -86,12 +89,12 @@ def make_parser() -> tuple[Parser, dict[str, Parser]]:
 
 
 def add_flags_of(name: str, command: Parser) -> None:
-    """The arguments of a command, and `run`, which is what it does."""
+    """Add the arguments of a command, and set `run`, the function that runs it."""
     if name == "completion":
         from nanovllm.serve.terminal import completion
 
         completion.add_arguments(command, complete_parsers)
-    elif name != "bench":  # has a parser of its own
+    elif name != "bench":  # bench has a separate parser
         text = "a folder in the Hugging Face layout, a hub id, or tiny-qwen3, which is part of this package"
         command.add_argument("model", metavar="MODEL", help=text, nargs="?" if name == "chat" else None)
         if name == "serve":
@@ -107,7 +110,7 @@ def add_flags_of(name: str, command: Parser) -> None:
 
 
 def complete_parsers() -> dict[str, argparse.ArgumentParser]:
-    """Those of all commands, with their flags."""
+    """Return the parsers of all commands, with their flags."""
     from nanovllm.benchmarks.arguments import make_parser as make_bench_parser
 
     _, commands = make_parser()
@@ -127,16 +130,16 @@ def serve(options: argparse.Namespace) -> int:
         raise ImportError(f"{missing[0]} is not installed; pip install 'nano-vllm[serve]'")
     settings = ServerSettings(**given(options, ServerSettings))
     set_up_process()
-    own = given(options, Config, skip=("model",))
-    engine_settings = translate(own | options.vllm_settings, Config.__dataclass_fields__)
+    config_flags = given(options, Config, skip=("model",))
+    engine_settings = translate(config_flags | options.vllm_settings, Config.__dataclass_fields__)
     if options.model == "tiny-qwen3" and not engine_settings.keys() & {*SMALL_CACHE, "attention_backend"}:
         engine_settings |= SMALL_CACHE
-        logging.getLogger("nanovllm").info("a small cache, unless flags set another one: %s", SMALL_CACHE)
-    with reserved_address(settings) as listener, ExitStack() as loading:  # an address in use is an error at once
+        logging.getLogger("nanovllm").info(SMALL_CACHE_MESSAGE, SMALL_CACHE)
+    with reserved_address(settings) as listener, ExitStack() as loading:  # an address in use fails at once
 
         def prepare() -> None:
             with waiting_for("Starting"):
-                import_libraries(own)
+                import_libraries(config_flags)
             loading.enter_context(waiting_for(f"Loading {options.model}"))
 
         def on_start() -> None:
@@ -157,9 +160,9 @@ def serve_alone(
     prepare: Callable[[], None],
     on_start: Callable[[], None],
 ) -> int:
-    """Do HTTP in this process; the arguments are those of `serve_by_fronts`."""
+    """Serve HTTP in this process. The arguments are the same as for `serve_by_fronts`."""
     prepare()
-    from nanovllm.serve.server import run_server  # imported lazily, as PyTorch must come first
+    from nanovllm.serve.server import run_server  # lazy, because PyTorch must be imported first
 
     llm = make_client(model, settings, engine_settings)
     try:

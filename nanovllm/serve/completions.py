@@ -14,7 +14,7 @@ TokenLogprobs = Sequence[Mapping[int, Logprob] | None]
 
 
 class Echo(NamedTuple):
-    """The prompt in front of its answers: its text, and that of its first token, which has no log-probability."""
+    """The prompt before its answers: its text, and the text of its first token, which has no log-probability."""
 
     text: str = ""
     first_token: str = ""
@@ -25,10 +25,10 @@ class CompletionAnswer(Answer):
     body: CompletionBody
 
     def __init__(self, body: CompletionBody, model: str, requests: Sequence[AsyncRequest], echoes: Sequence[Echo]):
-        """echoes: for each prompt."""
+        """echoes: an Echo for each prompt."""
         super().__init__(body, model, requests)
         self._echoes = echoes
-        self._num_characters: dict[int, int] = {}  # by choice, that were streamed
+        self._num_characters: dict[int, int] = {}  # streamed so far, by choice
 
     def _whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         if self.body.max_tokens == 0:
@@ -41,14 +41,14 @@ class CompletionAnswer(Answer):
         return super()._events(prompt_index, events)
 
     def choice(self, prompt_index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
-        echo, found = self._echoes[prompt_index], None
+        echo, logprobs = self._echoes[prompt_index], None
         if answer.logprobs is not None and self.body.echo and output.prompt_logprobs is not None:
             token_ids = [*output.prompt_token_ids, *answer.token_ids]
-            found = self._logprobs(token_ids, [*output.prompt_logprobs, *answer.logprobs], 0, echo.first_token)
+            logprobs = self._logprobs(token_ids, [*output.prompt_logprobs, *answer.logprobs], 0, echo.first_token)
         elif answer.logprobs is not None:
-            found = self._logprobs(answer.token_ids, answer.logprobs, len(echo.text))
+            logprobs = self._logprobs(answer.token_ids, answer.logprobs, len(echo.text))
         number = self._number(prompt_index, answer.index)
-        return self._choice(number, echo.text + answer.text, found, answer) | self.prompt_entries(output)
+        return self._choice(number, echo.text + answer.text, logprobs, answer) | self.prompt_entries(output)
 
     def chunk_choices(self, prompt_index: int, event: StreamEvent) -> list[dict[str, Any]]:
         number = self._number(prompt_index, event.output_index)
@@ -56,11 +56,11 @@ class CompletionAnswer(Answer):
         text = self._echoes[prompt_index].text + event.text if is_first else event.text
         offset = self._num_characters.get(number, len(text) - len(event.text))
         self._num_characters[number] = offset + len(event.text)
-        found = None if event.logprobs is None else self._logprobs(event.token_ids, event.logprobs, offset)
-        is_empty = not text and found is None and event.finish_reason is None
+        logprobs = None if event.logprobs is None else self._logprobs(event.token_ids, event.logprobs, offset)
+        is_empty = not text and logprobs is None and event.finish_reason is None
         if is_empty and not (self._has_usage_everywhere or self.body.return_token_ids):
             return []
-        choice = self._choice(number, text, found, event)
+        choice = self._choice(number, text, logprobs, event)
         if is_first and self.body.return_token_ids:
             choice["prompt_token_ids"] = self.requests[prompt_index].prompt_token_ids
         return [choice]
@@ -73,19 +73,23 @@ class CompletionAnswer(Answer):
         return {"index": number, "text": text, "logprobs": logprobs, **reasons, "token_ids": token_ids}
 
     def _number(self, prompt_index: int, answer_index: int) -> int:
-        """The number of a choice: all answers to the first prompt come before those to the second."""
+        """Return the number of a choice. All answers to the first prompt come before the answers to the second."""
         return prompt_index * (self.body.n or 1) + answer_index
 
     def _logprobs(
         self, token_ids: Sequence[int], logprobs: TokenLogprobs, offset: int, first_token: str = ""
     ) -> dict[str, list]:
-        """offset: the number of characters before the first token. `first_token` is its text if it has no logprobs."""
+        """Return log-probabilities in the format of the API.
+
+        offset: the number of characters before the first token.
+        first_token: the text of the first token, if it has no log-probabilities.
+        """
         result: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token_id, found in zip(token_ids, logprobs):
-            token = (found[token_id].decoded_token or "") if found else first_token
+        for token_id, alternatives in zip(token_ids, logprobs):
+            token = (alternatives[token_id].decoded_token or "") if alternatives else first_token
             result["tokens"].append(self.token_text(token_id, token))
-            result["token_logprobs"].append(logprob_value(found[token_id]) if found else None)
-            items = found.items() if found else ()
+            result["token_logprobs"].append(logprob_value(alternatives[token_id]) if alternatives else None)
+            items = alternatives.items() if alternatives else ()
             top = {self.token_text(i, x.decoded_token) or f"token_id:{i}": logprob_value(x) for i, x in items}
             result["top_logprobs"].append(encoded(top) if top else None)
             result["text_offset"].append(offset)
@@ -94,7 +98,7 @@ class CompletionAnswer(Answer):
 
 
 def _without_tokens(answer: Any) -> Any:
-    """The prompt alone, for `max_tokens=0` with `echo`. The engine has generated a token, as it always does."""
+    """Remove the generated token, for `max_tokens=0` with `echo`. The engine always generates at least one token."""
     logprobs: list | None = None if answer.logprobs is None else []
     reason = answer.finish_reason and "length"
     return replace(answer, text="", token_ids=[], logprobs=logprobs, finish_reason=reason, stop_reason=None)

@@ -1,6 +1,6 @@
-"""Routes for whoever trains the model that is served: pauses, new weights, sleep, an empty prefix cache.
+"""Routes for training: pause, new weights, sleep, and reset of the prefix cache.
 
-`--enable-dev-endpoints` adds them, as they are not for clients.
+They are not for clients, so only `--enable-dev-endpoints` adds them.
 """
 
 from asyncio import to_thread

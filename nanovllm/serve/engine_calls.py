@@ -1,4 +1,4 @@
-"""What the server asks an engine besides requests, in the process where that runs."""
+"""Calls from the server to the engine other than requests, in the process of the engine."""
 
 from bisect import bisect_left
 from typing import Any
@@ -8,11 +8,11 @@ from nanovllm.engine.stats import stats_of
 from nanovllm.llm import LLM
 from nanovllm.serve.trace import StepRecorder
 
-STEP_TOKENS = (1, 8, *(2**i for i in range(4, 15)))  # bounds of the sizes that are counted together
+STEP_TOKENS = (1, 8, *(2**i for i in range(4, 15)))  # upper bounds of the buckets
 
 
 class StepSizes:
-    """Counts the steps of an engine by how many tokens of prompts they compute and tokens they sample."""
+    """Counts the steps of an engine by size: the number of prompt tokens computed plus the number of tokens sampled."""
 
     def __init__(self, engine: LLM):
         self.counts, self.total = [0] * (len(STEP_TOKENS) + 1), 0
@@ -25,14 +25,16 @@ class StepSizes:
 
 
 class EngineCalls:
-    """The methods that `EngineClient.call` has by their names. Results are plain data, as they may be sent."""
+    """The methods that `EngineClient.call` calls by name. Results are plain data, because they may be sent to another
+    process.
+    """
 
     def __init__(self, engine: LLM, sizes: StepSizes):
         self._engine, self._sizes = engine, sizes
         self._recorder = StepRecorder(engine)
 
     def stats(self) -> dict[str, Any]:
-        """`LLM.stats`, and the `step_sizes`."""
+        """Return `LLM.stats()` with `step_sizes`."""
         sizes = self._sizes
         return stats_of(self._engine.scheduler) | {"step_sizes": {"counts": [*sizes.counts], "total": sizes.total}}
 
@@ -45,7 +47,11 @@ class EngineCalls:
             self._recorder.stop()
 
     def frames(self, last: int) -> tuple[str, int, bool, bool]:
-        """Those after number `last` as JSON, its last number, whether there may be more, and whether all is idle."""
+        """Return the frames after frame `last`.
+
+        The result is JSON text, the number of its last frame, whether the recording goes on, and whether the engine is
+        idle.
+        """
         recorder = self._recorder
         return *recorder.json_since(last), recorder.is_recording, recorder.is_idle
 

@@ -1,4 +1,4 @@
-"""The interface between the server and an engine: requests are checked, tokenized and tracked here."""
+"""The interface between the server and an engine. It checks, tokenizes and tracks requests."""
 
 import asyncio
 import itertools
@@ -25,38 +25,39 @@ from nanovllm.serve.turns import ClientTurns
 from nanovllm.utils.checks import check_int
 
 T = TypeVar("T")
-MANY_IDS = 2**14  # of a prompt, which take 0.2 ms to check
+MANY_IDS = 2**14  # token ids of a prompt that are checked in the event loop, which takes 0.2 ms
 
 
 class QueueFullError(RuntimeError):
-    """As many requests as the engine accepts are waiting or running. Nothing was queued; try again later."""
+    """The engine has as many waiting and running requests as it accepts. Nothing was queued; try again later."""
 
 
 class EngineDeadError(RuntimeError):
-    """The engine was closed, or a step has failed. No further request is accepted."""
+    """The engine was closed, or a step has failed. It accepts no further requests."""
 
 
 class EngineClient(ABC):
-    """`async for output in llm.generate(prompt, params)`, for any number of tasks of one event loop at a time.
+    """Generates with `async for output in llm.generate(prompt, params)`, for any number of tasks of one event loop.
 
-    A small pool of threads renders chat templates and tokenizes, one thread tokenizes what is long, and two other pools
-    compile grammars, and render templates that may take long. A subclass computes the answers: AsyncLLM with an engine
-    in this process, AsyncReplicas with engines in other processes. It calls `_forget` when a request has ended.
+    Four thread pools prepare requests: a small pool renders chat templates and tokenizes, one thread tokenizes long
+    texts, one pool compiles grammars, and one pool renders templates that may take long. A subclass computes the
+    answers: AsyncLLM with an engine in this process, AsyncReplicas with engines in other processes. It calls `_forget`
+    when a request has ended.
     """
 
-    engine: LLM | None = None  # that runs in this process
-    has_one_engine = True  # and not several replicas
-    error: BaseException | None = None  # that ended the engine
+    engine: LLM | None = None  # the engine, if it runs in this process
+    has_one_engine = True  # False for several replicas
+    error: BaseException | None = None  # the error that ended the engine
 
     def __init__(self, processor: InputProcessor, max_live: int):
-        """max_live: how many answers may run and wait. Each of `n` counts."""
+        """max_live: how many answers may run and wait. Each of the `n` answers to a prompt counts."""
         self.input_processor, self.max_live = processor, max_live
-        self.on_failure: list[Callable[[BaseException], None]] = []  # called, by any thread, when the engine has failed
-        self.on_end: list[Callable[[AsyncRequest], None]] = []  # called, in the event loop, when a request has ended
-        self._loop: asyncio.AbstractEventLoop | None = None  # of the tasks that wait
-        self._live: dict[int, AsyncRequest] = {}  # by the engine's id; for the event loop's thread only
+        self.on_failure: list[Callable[[BaseException], None]] = []  # called in any thread when the engine has failed
+        self.on_end: list[Callable[[AsyncRequest], None]] = []  # called in the event loop when a request has ended
+        self._loop: asyncio.AbstractEventLoop | None = None  # the loop of the waiting tasks
+        self._live: dict[int, AsyncRequest] = {}  # by the engine's id; only for the event loop's thread
         self._names: dict[str, AsyncRequest | None] = {}  # by the caller's id; None while the prompt is tokenized
-        # answers that are running or waiting, of each client that shares `max_live`; this one's are those at `_index`
+        # running and waiting answers of each client that shares `max_live`; entry `_index` belongs to this client
         self._num_live: MutableSequence[int] = [0]
         self._index = 0
         self._numbers = itertools.count()
@@ -64,16 +65,16 @@ class EngineClient(ABC):
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="nanovllm-tokenizer")
         self._long_pool = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-long-texts")
         self._grammar_pool = ThreadPoolExecutor(8, thread_name_prefix="nanovllm-grammar")  # compiling may take seconds
-        self._grammar_turns = ClientTurns(2)  # half of the processes that compile
+        self._grammar_turns = ClientTurns(2)  # half of the compiling processes
         self._template_sandbox = TemplateSandbox(processor.tokenizer)
         self._template_pool = ThreadPoolExecutor(MAX_PROCESSES, thread_name_prefix="nanovllm-templates")
-        self._template_turns = ClientTurns(MAX_PROCESSES // 2)  # likewise
+        self._template_turns = ClientTurns(MAX_PROCESSES // 2)  # half of the rendering processes
         self._is_closing = False
 
     # -- what computes the requests ------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Get ready, in the event loop that serves requests from then on."""
+        """Get ready, in the event loop that will serve requests."""
         self.check_open()
 
     @abstractmethod
@@ -89,22 +90,25 @@ class EngineClient(ABC):
         """End a request with the tokens that it has."""
 
     async def call(self, name: str, *arguments: Any) -> Any:
-        """Call a method of the EngineCalls of the one engine."""
+        """Call a method of the engine's EngineCalls. Not available for several replicas."""
         raise NotImplementedError
 
     async def stats(self) -> list[dict[str, Any] | None]:
-        """`LLM.stats` of each engine; None for one that does not run at the moment."""
+        """Return `LLM.stats()` of each engine; None for an engine that does not run at the moment."""
         return [await self.call("stats")]
 
     def exit(self) -> None:
-        """End the engine. Callers get an EngineDeadError. Any thread may call this."""
+        """End the engine. All waiting tasks get an EngineDeadError. Any thread may call this."""
         self._is_closing = True
         self._template_sandbox.close()
         for pool in (self._pool, self._long_pool, self._grammar_pool, self._template_pool):
-            pool.shutdown(wait=False)  # what waits there gets an EngineDeadError
+            pool.shutdown(wait=False)  # waiting calls get an EngineDeadError
 
     def health(self) -> dict[str, Any]:
-        """The body of `/health`; with `status` "unavailable" its code is 503. EngineDeadError as in `check_open`."""
+        """Return the body of `/health`. If `status` is "unavailable", the HTTP status is 503.
+
+        Raises EngineDeadError like `check_open`.
+        """
         self.check_open()
         return {"status": "ok"}
 
@@ -113,12 +117,12 @@ class EngineClient(ABC):
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
     ) -> AsyncIterator[RequestOutput]:
-        """The answers to one prompt so far, whenever there is more of them; the last output is `finished`.
+        """Yield the answers to one prompt so far, whenever there is more of them. The last output is `finished`.
 
-        `prompt` and `sampling_params` are those of `LLM.add_request`, with its errors. The options are its `priority`,
-        the `chat_template_kwargs` of `LLM.chat`, and a `request_id` for `abort`. QueueFullError if too many requests
-        wait, EngineDeadError if the engine has failed or was closed. In all outputs but the last, `metrics` has nothing
-        but the `arrival_time`.
+        `prompt`, `sampling_params` and the option `priority` are as for `LLM.add_request`, with the same errors. Other
+        options are the `chat_template_kwargs` of `LLM.chat`, and a `request_id` for `abort`. Raises QueueFullError if
+        too many requests wait, and EngineDeadError if the engine has failed or was closed. Before the last output,
+        `metrics` has only the `arrival_time`.
         """
         request = await self.submit(prompt, sampling_params, **options)
         try:
@@ -133,7 +137,7 @@ class EngineClient(ABC):
     async def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
     ) -> AsyncIterator[StreamEvent]:
-        """The answers piece by piece, as `LLM.stream` gives them; arguments and errors are those of `generate`."""
+        """Yield the answers piece by piece, like `LLM.stream`. Arguments and errors are the same as for `generate`."""
         request = await self.submit(prompt, sampling_params, **options)
         try:
             while events := await request.next_events():
@@ -152,12 +156,12 @@ class EngineClient(ABC):
         in_pieces: bool = True,
         cache_salt: str | None = None,
     ) -> AsyncRequest:
-        """Queue a request, and return what `generate` and `stream` read from. The caller must `discard` it in the end.
+        """Queue a request, and return the object from which its caller reads. The caller must `discard` it in the end.
 
-        With `in_pieces=False` there is only its `result`, which takes less of the host's time. Arguments and errors are
-        those of `generate`. A thread that tokenizes calls a `prompt` that is a function. Only requests of the same
-        `cache_salt` find each other's prompts in the prefix cache. Beam searches have only a `result`, and are not
-        for replicas.
+        Most arguments, and the errors, are the same as for `generate`. A `prompt` may be a function, which a tokenizer
+        thread calls. With `in_pieces=False`, the request has only a `result` and no events, which saves host time. Only
+        requests with the same `cache_salt` find each other's prompts in the prefix cache. Beam searches have only a
+        `result`, and do not work with replicas.
         """
         self.check_open()
         self._use_running_loop()
@@ -172,7 +176,7 @@ class EngineClient(ABC):
         self._num_live[self._index] += num_answers
         self._names[name] = None
         try:
-            # not FINAL_ONLY, as others may see when a token arrives
+            # not FINAL_ONLY, because observers see when a token arrives
             kind = OutputKind.DELTA if in_pieces else OutputKind.TOKENS
 
             def make(tokens: TokensPrompt) -> Any:
@@ -191,7 +195,7 @@ class EngineClient(ABC):
                 compile_for = partial(make, await self._in_lane(tokenize))
                 made = await self._grammar_turns.run(lambda: self._in_thread(self._grammar_pool, compile_for))
             elif isinstance(prompt, list) and len(prompt) <= MANY_IDS and {*map(type, prompt)} == {int}:
-                made = make(tokenize(self._lane))  # there is nothing to tokenize, and a thread costs more
+                made = make(tokenize(self._lane))  # without text to tokenize, a thread would cost more
             else:
                 made = await self._in_lane(lambda lane: make(tokenize(lane)))
             self.check_open()
@@ -204,32 +208,32 @@ class EngineClient(ABC):
         return request
 
     def discard(self, request: AsyncRequest) -> None:
-        """Drop a request that has not ended. Nothing happens if it has."""
+        """Drop a request. Does nothing if it has ended."""
         if request.request_id in self._live:
             self._forget(request)
             self._drop(request)
 
     async def abort(self, request_id: str) -> None:
-        """End a request before the next step; its caller gets the tokens that were generated.
+        """End a request before the next step. Its caller gets the tokens that were generated.
 
-        Nothing happens without such a request, or while its prompt is being tokenized.
+        Does nothing if there is no such request, or while its prompt is tokenized.
         """
         if (request := self._names.get(request_id)) is not None:
             self._abort(request)
 
     async def tokenize(self, prompt: PromptSource, chat_template_kwargs: Mapping | None = None) -> list[int]:
-        """The token ids of a prompt, with the arguments and errors of `submit`."""
+        """Return the token ids of a prompt. Arguments and errors are the same as for `submit`."""
         self.check_open()
         return (await self._in_lane(lambda lane: lane.tokens_of(prompt, chat_template_kwargs)))["prompt_token_ids"]
 
     async def render(self, messages: list[Message], template_arguments: Mapping[str, Any]) -> RenderedChat:
-        """The text of a conversation whose template may take long: ValueError if it does, and nobody waits for it."""
+        """Render a conversation whose template may take long; nobody else waits. ValueError if it takes too long."""
         self.check_open()
         render = partial(self._template_sandbox.render, messages, template_arguments)
         return RenderedChat(await self._template_turns.run(lambda: self._in_thread(self._template_pool, render)))
 
     async def detokenize(self, token_ids: list[int]) -> str:
-        """The text of tokens, special ones included. ValueError for an id outside of the vocabulary."""
+        """Return the text of tokens, including special tokens. ValueError for an id outside the vocabulary."""
         self.check_open()
         vocab_size = self.input_processor.config.model_config.vocab_size
 
@@ -241,7 +245,7 @@ class EngineClient(ABC):
         return await self._in_thread(self._pool, decode)
 
     async def _in_lane(self, call: Callable[[PromptLane], T]) -> T:
-        """Run `call` in a thread of the lane that the length of its text needs. It may be called twice."""
+        """Run `call` in a thread of the lane for the length of its text. `call` may run twice."""
         try:
             return await self._in_thread(self._pool, partial(call, self._lane))
         except LongTextError:
@@ -249,11 +253,11 @@ class EngineClient(ABC):
 
     @cached_property
     def _long_lane(self) -> PromptLane:
-        """The lane of long texts. Its thread makes it when one arrives, as copying a large tokenizer takes a second."""
+        """The lane of long texts. Its thread creates it on first use: to copy a large tokenizer takes a second."""
         return PromptLane(self.input_processor, takes_long_texts=True)
 
     async def _in_thread(self, pool: ThreadPoolExecutor, call: Callable[[], T]) -> T:
-        """Run `call` in a thread of `pool`. EngineDeadError if the engine ends before it returns."""
+        """Run `call` in a thread of `pool`. Raises EngineDeadError if the engine ends before `call` returns."""
 
         def checked_call() -> T:
             self.check_open()
@@ -262,21 +266,21 @@ class EngineClient(ABC):
         try:
             return await asyncio.get_running_loop().run_in_executor(pool, checked_call)
         except Exception:
-            self.check_open()  # then that is why
+            self.check_open()  # if the engine has ended, that is the cause
             raise
 
     @property
     def num_requests(self) -> int:
-        """How many requests are running or waiting, each with one answer or several."""
+        """The number of running and waiting requests, each with one or several answers."""
         return len(self._names)
 
     @property
     def num_unfinished(self) -> int:
-        """How many answers are running or waiting."""
+        """The number of running and waiting answers."""
         return sum(self._num_live)
 
     def check_open(self) -> None:
-        """EngineDeadError if no request can be accepted any more."""
+        """Raise EngineDeadError if the engine has failed or was closed."""
         if self.error is not None:
             raise EngineDeadError(f"the engine has failed: {self.error!r}") from self.error
         if self._is_closing:
@@ -287,7 +291,7 @@ class EngineClient(ABC):
         if loop is not self._loop:
             if self._loop is not None and not self._loop.is_closed() and self._names:
                 raise RuntimeError("requests of another event loop are running: an AsyncLLM serves one loop at a time")
-            for request in [*self._live.values()]:  # whose loop was closed
+            for request in [*self._live.values()]:  # their loop was closed
                 self.discard(request)
             self._loop = loop
 
@@ -298,8 +302,8 @@ class EngineClient(ABC):
             observe(request)
 
     def _deliver(self, events: Iterable[StreamEvent], finals: Iterable[Any]) -> None:
-        """Give the requests what has arrived for them."""
-        news: dict[Callable[[], None], None] = {}  # a stream of several requests is told once
+        """Give the requests their events and final outputs."""
+        news: dict[Callable[[], None], None] = {}  # a set: a stream of several requests is told once
         find = self._live.get
         for event in events:
             if (request := find(event.request_id)) is not None:
@@ -316,7 +320,7 @@ class EngineClient(ABC):
             tell()
 
     def _fail(self, error: BaseException) -> None:
-        """The engine has failed: nothing is accepted from now on. Requests are told by `_fail_all`."""
+        """Record that the engine has failed, and accept no more requests. `_fail_all` tells the requests."""
         self.error = error
         for report in self.on_failure:
             report(error)

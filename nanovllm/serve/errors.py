@@ -1,6 +1,6 @@
-"""Errors of the HTTP API, in the shape of OpenAI's: `{"error": {"message", "type", "param", "code"}}`.
+"""Errors of the HTTP API, in OpenAI's format: `{"error": {"message", "type", "param", "code"}}`.
 
-Those of `/v1/messages` have Anthropic's: `{"type": "error", "error": {"type", "message", "details": {"error_code"}}}`.
+`/v1/messages` uses Anthropic's format: `{"type": "error", "error": {"type", "message", "details": {"error_code"}}}`.
 """
 
 import json
@@ -20,9 +20,9 @@ from nanovllm.serve.engine_client import EngineDeadError, QueueFullError
 logger = logging.getLogger("nanovllm")
 T = TypeVar("T")
 MAX_MESSAGE = 500  # characters; a message may quote what a client has sent
-MAX_LEVELS = 100  # of lists and objects within each other; the templates and the grammars fail beyond
-RETRY = {"retry-after": "1"}  # seconds; for clients that are refused because the queue is full
-HEADERS = {401: {"www-authenticate": "Bearer"}, 429: RETRY, 503: RETRY}  # by the status
+MAX_LEVELS = 100  # of nested lists and objects; templates and grammars fail with more
+RETRY = {"retry-after": "1"}  # seconds; for clients that are refused because the server is full or unavailable
+HEADERS = {401: {"www-authenticate": "Bearer"}, 429: RETRY, 503: RETRY}  # by HTTP status
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 MESSAGES_PATH = "/v1/messages"  # Anthropic's API
@@ -30,7 +30,7 @@ MESSAGES_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_e
 
 
 class ApiError(Exception):
-    """An answer to the client: its status, and what its body says."""
+    """An error that is sent to the client: the HTTP status, and the content of the body."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -39,12 +39,12 @@ class ApiError(Exception):
         self.headers = HEADERS.get(status, {})
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """names: what the client calls a field, for fields of other names."""
+        """Replace the name of the field by the client's name. names: client names of fields whose names differ."""
         if self.param is not None and (own := names.get(self.param)) is not None:
             self.message, self.param = self.message.replace(self.param, own, 1), own
 
     def body(self, path: str = "") -> dict:
-        """The body of the response, as a client of the API at this path reads it."""
+        """Return the body of the response, in the format of the API at `path`."""
         kind = TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "server_error")
         if MESSAGES_PATH in path:
             error = {"type": MESSAGES_TYPES.get(self.status, kind), "message": self.message}
@@ -54,23 +54,24 @@ class ApiError(Exception):
 
 
 def require(value: T | Literal[False] | None, problem: str, code: str | None = None) -> T:
-    """`value` if it is true; else an ApiError with 400. `problem` begins with the name of the field that has it."""
+    """Return `value` if it is true, or else raise an ApiError with 400. `problem` begins with the name of a field."""
     if not value:
         raise ApiError(400, problem, re.split(r"\W", problem)[0], code)
     return value
 
 
 def api_error(error: BaseException, fields: Container[str] | None = None) -> ApiError:
-    """What a client may know of an error; anything unexpected is logged, and the client is told no more than that.
+    """Convert an error to what a client may know. Unexpected errors are logged, and the client gets no details.
 
-    fields: of a request that is being checked, so that ValueError and TypeError are the client's; an error that begins
-        with one of these names is about that field. None: the request is fine, and any such error is our own.
+    fields: names of the fields of a request that is being checked. Then ValueError, TypeError and FileNotFoundError are
+        the client's fault, and a message that begins with one of the names is about that field. With None, the request
+        was valid, and these errors are unexpected.
     """
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, HTTPException):  # of the framework: an unknown path, or a wrong method
+    if isinstance(error, HTTPException):  # from the framework: an unknown path, or a wrong method
         return ApiError(error.status_code, str(error.detail))
-    if isinstance(error, RequestValidationError):  # of the query, as bodies have `body_error`
+    if isinstance(error, RequestValidationError):  # about the query; `body_error` handles bodies
         return _validation_error([problem | {"loc": problem["loc"][1:]} for problem in error.errors()])
     if isinstance(error, QueueFullError):
         return ApiError(429, f"the server is full: {error}", code="queue_full")
@@ -88,7 +89,7 @@ def api_error(error: BaseException, fields: Container[str] | None = None) -> Api
 
 @contextmanager
 def about(fields: Container[str]) -> Iterator[None]:
-    """A block that checks a request with these fields: its errors are those of `api_error`."""
+    """A block that checks a request with these fields. Its errors are converted with `api_error`."""
     try:
         yield
     except Exception as error:
@@ -104,7 +105,7 @@ def _bad_request(message: str, fields: Container[str]) -> ApiError:
 
 
 def body_error(error: Exception) -> ApiError:
-    """The error for a body that is no JSON, which Python's parser says, or none of its kind, which pydantic says."""
+    """Return the error for a body that is not JSON, or that pydantic refuses."""
     problem = "not valid JSON: a number has too many digits"
     if isinstance(error, ValidationError):
         return _validation_error(error.errors())
@@ -118,7 +119,7 @@ def body_error(error: Exception) -> ApiError:
 
 
 def too_deep(error: Exception, body: bytes) -> Exception:
-    """The error of recursion names the field that is nested too deeply, if there is one."""
+    """Return an ApiError that names the field that is nested too deeply; `error` if there is none."""
     for name, value in json.loads(body).items():
         level = [value]
         for _ in range(MAX_LEVELS):
@@ -130,8 +131,8 @@ def too_deep(error: Exception, body: bytes) -> Exception:
 
 
 def _validation_error(errors: Sequence[Any]) -> ApiError:
-    """The first of these errors; a field may have several, one for each type that it could have."""
-    # without the names of alternatives, which are classes of ours
+    """Convert the first error. A field may have several errors, one for each type that it may have."""
+    # without names of our classes, which stand for alternative types
     path = [str(part) for part in errors[0]["loc"] if not str(part).endswith("Body")]
     param = path[0] if path else None
     if param is None or param.isdigit():

@@ -1,27 +1,30 @@
-"""Frames, which tell viewers what each step has changed, and View, the state that the frames so far add up to.
+"""Frames, which describe what each step has changed, and View, the state that results from all frames so far.
 
-A frame is a dict for JSON, and holds differences to the frame before. Fields that would be empty are left out:
+A frame is a dict for JSON, with the differences from the previous frame. Empty fields are left out.
 
-- `step`: how many steps were recorded; `time`: seconds since the recording began; `ms`: what the step took. A frame
-  without `ms` belongs to no step: it has the requests that were added or aborted since the last one.
-- `decodes`: names of the rows that decode one token; left out if they are those of the frame before.
+- `step`: the number of recorded steps.
+- `time`: seconds since the recording began.
+- `ms`: milliseconds that the step took. A frame without `ms` belongs to no step: it has the requests that were added
+  or aborted since the last step.
+- `decodes`: names of the rows that decode one token; left out if unchanged.
 - `chunks`: [name, start, end] of the rows that compute the tokens `start:end` of a prompt.
-- `sampled`: names of the sequences that got a token, those of `decodes` left out.
-- `seqs`: [name, prompt tokens, upper bound of tokens, tokens, computed tokens] of sequences that were not shown before,
-  after this step.
+- `sampled`: names of the sequences that got a token, without the sequences in `decodes`.
+- `seqs`: [name, prompt tokens, upper bound of tokens, tokens, computed tokens] of sequences that were not shown before.
+  The numbers are those after this step.
 - `admitted`: names of the sequences that hold blocks from now on.
-- `released`: [name, reason] of sequences that hold no blocks any more, or are no longer shown. The reason is
-  "preempted", "hidden" (it waits behind many others), or the finish reason.
-- `waiting`: [number of sequences, name of the first one, ...], in order; left out if it has not changed.
-- `tables`: [name, n, block id, ...] of block tables that changed: n entries are the same, and these follow.
-- `cached`: ids of blocks that no sequence holds any more, but that can be found as a prefix. `free`: ids of blocks that
-  can no longer be found. A block that no table has is free, unless it is cached.
-- `counts`: totals of prompt, cached and output tokens, and of preemptions; left out if they are the same.
-- `ttft`: seconds to the first token, of sequences that got it.
-- `key`: only in a key frame, which does not depend on the frames before it: facts about the engine.
+- `released`: [name, reason] of sequences that no longer hold blocks, or that are no longer shown. The reason is
+  "preempted", "hidden" (many other sequences wait before it), or the finish reason.
+- `waiting`: [number of sequences, name of the first one, ...], in order; left out if unchanged.
+- `tables`: [name, n, block id, ...] of block tables that have changed: the first n entries are kept, then the given
+  ids follow.
+- `cached`: ids of blocks that no sequence holds any more, but that the prefix cache can find.
+- `free`: ids of blocks that the prefix cache can no longer find. A block in no table is free, unless it is cached.
+- `counts`: totals of prompt tokens, cached tokens, output tokens and preemptions; left out if unchanged.
+- `ttft`: seconds to the first token, for each sequence that got its first token.
+- `key`: facts about the engine. Only a key frame has it; a key frame does not depend on earlier frames.
 
-A sequence is named after its request, "12", or "12.3" where a request has several answers. No text and no token ids
-are recorded.
+The name of a sequence is its request's id, such as "12", or "12.3" if the request has several answers. No text and no
+token ids are recorded.
 """
 
 from collections.abc import Iterable
@@ -34,7 +37,7 @@ Frame = dict[str, Any]
 
 @dataclass(slots=True)
 class SequenceView:
-    """`tokens` counts those of the prompt and those that were generated, and `max_tokens` bounds it."""
+    """A sequence in a View. `tokens` counts prompt tokens and generated tokens; `max_tokens` is its upper bound."""
 
     prompt: int
     max_tokens: int
@@ -46,7 +49,7 @@ class SequenceView:
 
 @dataclass(slots=True)
 class View:
-    """The sum of frames. The script of the page applies frames in the same way."""
+    """The state after some frames. The script of the page applies frames in the same way."""
 
     engine: dict[str, Any]
     step: int = 0
@@ -87,7 +90,7 @@ class View:
         self.cached.difference_update(frame.get("free", ()))
 
     def _apply_rows(self, chunks: Iterable[tuple[str, int, int]], sampled: Iterable[str]) -> None:
-        # sequences that are not known begin in this frame, or ended while their token was in flight
+        # an unknown sequence begins in this frame, or has ended while its token was in flight
         for name, _, end in chunks:
             if seq := self.seqs.get(name):
                 seq.computed, seq.tokens = end, max(end, seq.tokens)
@@ -97,7 +100,7 @@ class View:
                 seq.tokens += 1
 
     def copy(self) -> "View":
-        """A copy that does not change when this view does."""
+        """Return a copy that does not change when this view does."""
         view = copy(self)
         view.seqs = {name: copy(seq) for name, seq in self.seqs.items()}
         for seq in view.seqs.values():

@@ -1,1 +1,1 @@
-"""Exact speculation: several tokens in a step, and the text is the same. docs/speculation.md has the design."""
+"""Exact speculative decoding: several tokens per step, and the same text. docs/speculation.md explains the design."""

@@ -1,4 +1,4 @@
-"""Heads draft from the hidden states of the model, which are kept beside its keys and values."""
+"""Heads that draft from the hidden states of the model, which are cached next to its keys and values."""
 
 from functools import partial
 from pathlib import Path
@@ -18,22 +18,23 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 
 
 class Head(DraftModel):
-    """What the head reads of a token is written in each step of the model, by cache slot, whether it drafts or not.
+    """A head that drafts, with one layer and a cache of the model's hidden states.
 
-    So a hit, a fork or a preemption leaves it right, and the head computes rows when it is to draft, as a draft model
-    does. A row needs the token of the next position. In a block that sequences share, the last row is that of the
-    sequence which has computed it last; the others' drafts may be a little worse.
+    Each step of the model writes its hidden states to this cache, by cache slot, even if nothing is drafted. So the
+    cache stays correct after a prefix hit, a fork or a preemption. Like a draft model, the head computes rows when it
+    drafts. A row needs the token of the next position. If sequences share a block, its last row belongs to the
+    sequence that computed it last, and the drafts of the other sequences may be a little worse.
 
-    In a chain of drafts, the head's own hidden states are written in the place of the model's. In the same step, the
-    model computes these positions and overwrites them.
+    In a chain of drafts, the head writes its own hidden states to the cache. The model computes these positions in the
+    same step, and overwrites them.
     """
 
     shift = 1
 
     def make_model(self) -> nn.Module:
-        """The head, which has `hidden_states`, a HiddenStates. Hooks call `keep` in each step of the model."""
+        """Return the head, which has `hidden_states`, a HiddenStates. Hooks call `keep` in each step of the model."""
         model = self.runner.model.model
-        self.decoder = getattr(model, "language_model", model)  # of a checkpoint with other parts
+        self.decoder = getattr(model, "language_model", model)  # a multimodal checkpoint has it
         self.embed_tokens = self.decoder.embed_tokens
         config = self.runner.config
         with constructing(TensorParallel(), config.dtype):
@@ -43,7 +44,7 @@ class Head(DraftModel):
         raise NotImplementedError
 
     def keep(self, hidden_states: torch.Tensor) -> None:
-        """Write what the head reads of this step's tokens [T, size]. A CUDA graph of the model contains this."""
+        """Cache the hidden states [T, size] of a step for the head. A CUDA graph of the model contains this."""
         self.model.hidden_states.cache[get_context().slot_mapping] = hidden_states
 
     def compute(self, slots: torch.Tensor, token_slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -66,17 +67,19 @@ class Head(DraftModel):
 
 
 class Eagle3(Head):
+    """An EAGLE-3 head, which reads the hidden states before some layers of the model."""
+
     def make_head(self, config: Any, max_len: int) -> Eagle3Head:
         head = Eagle3Head(config, max_len)
         self.embed_tokens = head.embed_tokens or self.embed_tokens
-        self.parts: list[Any] = [None] * len(config.layer_ids)  # hidden states of a step, so far
+        self.parts: list[Any] = [None] * len(config.layer_ids)  # hidden states of the current step
         for i, layer_id in enumerate(config.layer_ids):
             norm = self.decoder.layers[layer_id].post_attention_layernorm
             norm.register_forward_pre_hook(partial(self.capture, i))
         return head
 
     def capture(self, index: int, norm: nn.Module, args: tuple) -> None:
-        """Take the hidden states before a layer [T, hidden_size]: what its second norm adds to, and may overwrite."""
+        """Copy the hidden states before a layer [T, hidden_size] from its second norm, which may overwrite them."""
         self.parts[index] = args[1].clone()
         if index == len(self.parts) - 1:
             self.keep(self.model.fc(torch.cat(self.parts, -1)))
@@ -85,7 +88,7 @@ class Eagle3(Head):
     def fill(self, folder: Path) -> None:
         tensors, config = read_tensors(folder), self.model.config
         offsets = tensors.pop("d2t", None)
-        tensors.pop("t2d", None)  # whether the head has a token: says the same
+        tensors.pop("t2d", None)  # redundant: which tokens the head has
         if offsets is not None:
             self.model.map_vocabulary(offsets.long(), folder)
         elif config.draft_vocab_size < config.layer.vocab_size:
@@ -94,7 +97,7 @@ class Eagle3(Head):
 
 
 class Mtp(Head):
-    """The head has no logits of its own: those are the model's, of which each rank has a part."""
+    """A head of multi-token prediction. It uses the model's output head, of which each rank has a part."""
 
     def make_head(self, config: Any, max_len: int) -> MtpHead:
         self.decoder.register_forward_hook(lambda model, args, output: self.keep(output))
@@ -109,7 +112,7 @@ class Mtp(Head):
 
 @torch.no_grad()
 def fill(head: nn.Module, tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """Fill a head with tensors of `folder`. ValueError that names what is missing, surplus or wrong."""
+    """Load the tensors of `folder` into a head. ValueError names tensors that are missing, surplus or wrong."""
     loaders = weight_loaders(head)
     if any(name.startswith("layers.0.mlp.experts.") for name in loaders):
         from nanovllm.moe.expert_weights import split_experts

@@ -1,4 +1,4 @@
-"""A smaller model with the same vocabulary drafts, from the cache blocks and with the noise of the other."""
+"""Drafting with a smaller model of the same vocabulary, which uses the same blocks and the same sampling noise."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 
 class DraftModel:
-    """Its keys and values lie in the same blocks as the model's, in tensors of its own.
+    """A draft model, with its own KV cache tensors for the same block ids as the model.
 
-    So it needs no block manager: a sequence that has a slot for a token has one for its draft model's key. What it has
-    not computed of a sequence, it does when it is to draft for it: the prompt, what a preemption has lost, and what was
-    generated while nothing was drafted. Of a shared block, each sequence computes the same numbers again.
+    It needs no block manager: a block of the model is also a block of the draft model. Before it drafts for a sequence,
+    it computes everything that it lacks: the prompt, what a preemption has freed, and tokens that were generated while
+    nothing was drafted. If sequences share a block, each of them computes the same values again.
 
-    Each rank has all of it. They might differ in a last bit, so they agree on each draft.
+    Each rank has the whole draft model. The last bits of their results may differ, so the ranks agree on each draft.
 
-    A row is what it computes for a position: there, with the token of that position, or of one `shift` later.
+    A row is the computation for one position. Its input is the token at this position plus `shift`.
     """
 
     shift = 0
 
     def __init__(self, runner: "BatchRunner"):
-        """Loads the weights. Its layers join the runner's cache groups, which have no memory yet."""
+        """Load the weights, and add the layers to the runner's cache groups, which have no memory yet."""
         config = runner.config
         self.runner, self.sampler, self.backend = runner, Sampler(), backend_class(config.attention_backend)()
         with torch.device(runner.device):
@@ -45,7 +45,7 @@ class DraftModel:
             self.load(folder := Path(config.speculative_config.model), config.load_format)
         runner.fuse_layers(self.model)
         for parameter in self.model.parameters():
-            del parameter.weight_loader  # which refers to it
+            del parameter.weight_loader  # it refers to the parameter: a cycle
         for layer in self.model.modules():
             if isinstance(layer, Attention):
                 layer.backend = self.backend
@@ -55,10 +55,10 @@ class DraftModel:
                 if spec.of_states:
                     raise ValueError(f"speculative_config: model={str(folder)!r}: its layers keep states")
                 runner.cache_groups.setdefault(spec, []).append(layer)
-        # by request index, of the rows whose keys are there; without those of drafts, which may have been wrong
+        # by request index: how many rows have keys; rows of drafts do not count, because the drafts may be wrong
         self.num_computed = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=runner.device)
-        # The most rows that a sequence lacks which has drafted in the step before; the device knows how many. Rows of
-        # right drafts are there, but for the last; shifted ones began with what the drafter predicted.
+        # The most rows that a sequence can lack if it has drafted in the previous step; only the device knows how many
+        # it lacks. Rows of accepted drafts exist, except for the last; rows with a shift used predicted hidden states.
         self.width = runner.config.tokens_per_row if self.shift else 2
         self.run, self.run_chunks = self.draft_chains, self.forward_chunks  # on CUDA, graphs of these
 
@@ -71,9 +71,9 @@ class DraftModel:
         load_model(self.model, folder, self.runner.device, load_format)
 
     def draft(self, arrays: Arrays) -> None:
-        """Write drafts to RequestTables; `arrays` are those of `Speculation.prepare`.
+        """Write drafts to RequestTables, from the arrays of `Speculation.prepare`.
 
-        On CUDA this waits for the device only if a sequence has to catch up.
+        On CUDA, this waits for the device only if a sequence must catch up.
         """
         if len(arrays["new_blocks"]):
             rows, columns, block_ids = arrays["new_blocks"].long().unbind(1)
@@ -83,7 +83,7 @@ class DraftModel:
         self.run(arrays["req_indices"], arrays["num_drafts"], arrays["drafts"].shape[1])
 
     def _catch_up(self, req_indices: torch.Tensor, are_new: torch.Tensor) -> None:
-        """Compute all rows of these sequences but the last, in pieces."""
+        """Compute all missing rows of these sequences except the last row, in pieces."""
         ends = self.runner.tables.num_tokens[req_indices].long() - self.shift - 1
         starts = self.num_computed[req_indices].minimum(ends) * (are_new == 0)
         piece = max(1, self.runner.config.max_num_batched_tokens // len(req_indices))
@@ -119,21 +119,22 @@ class DraftModel:
         """Compute the rows of `context`. A CUDA graph can contain this."""
         with attention_context(context):
             self.compute(context.slot_mapping, token_slots, positions)
-        self.runner.tp.barrier(positions.device)  # which ends each forward: embeddings may be the ranks' sum
+        self.runner.tp.barrier(positions.device)  # ends a forward whose embeddings are a sum over ranks
 
     def draft_chains(self, req_indices: torch.Tensor, num_drafts: torch.Tensor, num_steps: int) -> None:
-        """Write drafts [D, num_steps] of sequences that lack `width` rows at most, -1 after the `num_drafts` of each.
+        """Write drafts [D, num_steps] for sequences that lack at most `width` rows; -1 where there is no draft.
 
-        A CUDA graph contains this: shapes are fixed, and nothing waits for the device. Padding has no drafts.
+        Sequence i gets `num_drafts[i]` drafts; padding gets none. A CUDA graph contains this, so shapes are fixed, and
+        nothing waits for the device.
         """
         runner, tables, n, drafts = self.runner, self.runner.tables, len(req_indices), []
-        found = tables.last_token_ids[:, 0], tables.params, tables.block_tables[:, :-1]
-        token_ids, params, block_tables = (x.index_select(0, req_indices) for x in found)
+        by_request = tables.last_token_ids[:, 0], tables.params, tables.block_tables[:, :-1]
+        token_ids, params, block_tables = (x.index_select(0, req_indices) for x in by_request)
         sizes, cached_ids = [n * self.width, *[n] * (num_steps - 1)], runner._cached_token_ids
         shape = ChainShape(num_steps, self.width, self.shift, runner.config.kvcache_block_size)
         *of_rows, newest, newest_slots = place_chains(req_indices, num_drafts, tables, self.num_computed, shape)
         steps = zip(*(x.split(sizes) for x in of_rows), newest, newest_slots)
-        for positions, context_lens, slots, token_slots, last, last_slot in steps:  # the last of each sequence
+        for positions, context_lens, slots, token_slots, last, last_slot in steps:  # last: of each sequence
             runner.slot_token_ids[last_slot] = token_ids
             width = len(slots) // n
             tables_of_rows = block_tables if width == 1 else block_tables.repeat_interleave(width, 0)
@@ -153,20 +154,20 @@ class DraftModel:
         tables.last_token_ids[req_indices, 1 : 1 + num_steps] = torch.stack(drafts).where(newest_slots >= 0, -1).T
 
     def compute(self, slots: torch.Tensor, token_slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Hidden states [T, hidden_size] of rows, from their cache slots, those of their tokens, and positions [T]."""
+        """Return hidden states [T, hidden_size] of rows, given their slots, the slots of their tokens and positions."""
         return self.model(self.runner.slot_token_ids[token_slots], positions)
 
     def chain(self, token_slots: torch.Tensor, hidden_states: torch.Tensor) -> None:
-        """Drafts follow rows [S] whose tokens have these cache slots."""
+        """Take the hidden states of rows [S] that drafts follow. The tokens of the rows have these cache slots."""
 
     def compute_logits(self, hidden_states: torch.Tensor, sampling_params: torch.Tensor) -> torch.Tensor:
         return self.model.compute_logits(hidden_states)
 
     def _sample(self, hidden_states: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-        """What the model would draw from these logits: with the same edits, filters and noise."""
+        """Sample as the model would sample from these logits: with the same edits, filters and noise."""
         tp, logits = self.runner.tp, self.compute_logits(hidden_states, rows.params)
         for name, feature in self.runner.features.items():
-            if name != "spec_decode":  # whose edits are for drafts that are verified
+            if name != "spec_decode":  # its edits belong to verification
                 feature.edit_logits(logits, rows)
         cutoffs = logit_cutoffs(logits, rows)
         token_ids = self.sampler(logits, rows.column("temperature"), seeds(rows.params), rows.positions, cutoffs)

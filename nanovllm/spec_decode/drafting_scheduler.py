@@ -1,4 +1,4 @@
-"""Several tokens of a step to their sequences, and what is drafted for the next step."""
+"""The scheduler for speculation: it gives sequences several tokens of a step, and plans the drafts of the next step."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -14,33 +14,34 @@ from nanovllm.spec_decode.speculative_config import StepCost
 if TYPE_CHECKING:
     from nanovllm.config import Config
 
-MEMORY = 8  # steps with drafts, about, over which the accepted ones are averaged; half as many without any are enough
-PAUSES = 16, 512  # tokens: the first pause of a sequence, and the longest
-# What models and heads draft is as good in one text as in another, so they pause for all sequences. If they have lost
-# more than a limit, in steps without drafts, nothing is drafted until steps have paid for that and for catching up.
-# With one sequence the limit is higher, as chance decides about single drafts; as much can be gained for later losses.
-# With each pause the steps pay half as much, down to the least, until as much is gained.
+MEMORY = 8  # about how many steps with drafts count in the mean acceptance; half as many misses in a row cause a pause
+PAUSES = 16, 512  # tokens: the first and the longest pause of a sequence
+# Models and heads draft about equally well for all texts, so drafting with them pauses for all sequences at once. Gains
+# and losses are counted in units of a step without drafts. If more than a limit is lost, drafting pauses. Each step
+# pays off some of the loss, and drafting resumes when the loss and the cost of catching up are paid. The limit is
+# higher with few sequences, where chance matters more. Gains up to the same limit count against later losses. Each
+# pause halves the pay per step, down to a minimum; a gain of the whole limit restores it.
 LIMIT, LIMIT_OF_ONE, PAID_PER_STEP, LEAST_PER_STEP, CATCH_UP = 0.2, 1.8, 0.01, 0.00125, 0.5
-# if every eighth sequence drafts on the host, all wait for their tokens: others would decode twice meanwhile, but so
-# often the weights would be read twice too
+# If at least one sequence in MANY drafts on the host, all sequences wait for their tokens. Otherwise the others would
+# decode twice in the same time, but the weights would be read twice as often, too.
 MANY = 8
 
 
 @dataclass
 class Pace:
-    """How often a sequence drafts: not for a while, if few of its drafts were right, or there were none.
+    """Decides when a sequence drafts. It pauses if few of its drafts were accepted, or if there were no drafts.
 
-    It begins with a mean of two accepted drafts in a step. Below what pays it pauses, if it drafts on the host, for
-    twice as many tokens as the last time. Then it begins a little above that.
+    The mean starts at two accepted drafts per step. If it falls below the break-even point, a sequence that drafts on
+    the host pauses, each time for twice as many tokens. After a pause, the mean starts a little above break-even.
     """
 
     mean: float = 2.0
     misses: int = 0
-    pause: int = 0  # tokens until it drafts again
+    pause: int = 0  # tokens until the sequence drafts again
     next_pause: int = PAUSES[0]
 
     def accepted(self, number: int, num_paying: float) -> None:
-        """Drafts of a step that were right, and as many as pay for such a step."""
+        """Count `number` accepted drafts of a step that breaks even with `num_paying` accepted drafts."""
         self.mean, self.misses = self.mean + (number - self.mean) / MEMORY, 0
         if self.mean < num_paying:
             self.mean = 1.5 * num_paying
@@ -49,7 +50,7 @@ class Pace:
             self.next_pause = PAUSES[0]
 
     def missed(self) -> None:
-        """The sequence has waited for its token, and nothing was drafted."""
+        """Count a step in which the sequence waited for its token, but nothing was drafted."""
         self.misses += 1
         if self.misses == MEMORY // 2:
             self._rest()
@@ -59,9 +60,9 @@ class Pace:
 
 
 def width_that_pays(drafts: list[tuple[int, float]], num_seqs: int, cost: StepCost) -> int:
-    """How many drafts a sequence may have in a step: all of its rows are as wide as the widest.
+    """Return the number of drafts per sequence with the best throughput. All sequences of a step have as many rows.
 
-    `drafts` are the lengths of those there are, and how many of them are expected to be right.
+    `drafts` has, for each sequence with drafts, their number and how many of them are expected to be accepted.
     """
 
     def rate(width: int) -> float:
@@ -72,18 +73,18 @@ def width_that_pays(drafts: list[tuple[int, float]], num_seqs: int, cost: StepCo
 
 
 class DraftingScheduler(Scheduler):
-    """After each step, drafts tokens for its sequences: `Sequence.num_drafts` and `feature_state["spec_decode"]`.
+    """A Scheduler that plans drafts after each step: `Sequence.num_drafts` and `feature_state["spec_decode"]`.
 
-    A plain Scheduler sees the former alone. Beams have no drafts, nor have sequences whose tokens are masked on the
-    host, unless their drafts are made there too.
+    The plain Scheduler reads only `num_drafts`. Beams have no drafts. Sequences whose tokens are masked on the host
+    have drafts only if the drafts are made on the host, too.
     """
 
     def __init__(self, config: "Config", block_manager: BlockManager | None = None):
         self.settings = settings = config.speculative_config
         self.proposer = make_proposer(settings)
-        self.paces: dict[Sequence, Pace] = {}  # of those that may draft
-        self.arrived: dict[Sequence, None] = {}  # of these, those that have got tokens and are to be planned
-        self.is_off = False  # as too many sequences run, or drafts cost more than they bring
+        self.paces: dict[Sequence, Pace] = {}  # of the sequences that may draft
+        self.arrived: dict[Sequence, None] = {}  # the keys of `paces` that have got tokens and need a plan
+        self.is_off = False  # True while too many sequences run, or drafts cost more than they gain
         self.lost, self.paid_per_step, self.is_losing = 0.0, PAID_PER_STEP, False
         super().__init__(config, block_manager)
         self.totals["num_speculative_tokens"] = settings.num_speculative_tokens
@@ -102,7 +103,7 @@ class DraftingScheduler(Scheduler):
         return changed
 
     def _account(self, step: ScheduledStep, num_tokens: float) -> None:
-        """Add what a step with so many tokens of a sequence has lost, in steps without drafts."""
+        """Add the loss of a step that gave each sequence `num_tokens` tokens, in units of a step without drafts."""
         cost, n, k = self.settings.step_cost.of, step.num_decodes, step.tokens_per_row
         limit = LIMIT + LIMIT_OF_ONE / n
         self.lost = max(-limit, self.lost + cost(n, k - 1) / cost(n) - num_tokens - self.paid_per_step)
@@ -115,7 +116,7 @@ class DraftingScheduler(Scheduler):
             self.paid_per_step = PAID_PER_STEP
 
     def _postprocess_rounds(self, step: ScheduledStep, result: StepResult, counts: list[int]) -> Collection[Sequence]:
-        """In the i-th round, the i-th token of each sequence that gets so many."""
+        """Process the tokens in rounds: round i appends the i-th token of each sequence that gets more than i."""
         k = step.tokens_per_row
         self._settle(step, counts)
         changed = dict[Sequence, None]()
@@ -128,13 +129,13 @@ class DraftingScheduler(Scheduler):
         return changed
 
     def _settle(self, step: ScheduledStep, counts: list[int]) -> None:
-        """Take back what a step had reserved for drafts that were wrong: its sequences get `counts` tokens."""
+        """Take back what the step had reserved for rejected drafts: its sequences get only `counts` tokens."""
         totals = self.totals
         for seq, num_reserved, count in zip(step.sampled_seqs, step.num_reserved, counts):
             if num_reserved == 1 or seq.status is SequenceStatus.FINISHED:
                 continue
             seq.num_tokens -= num_reserved - count
-            if seq.status is SequenceStatus.RUNNING:  # else it was preempted, and has nothing computed
+            if seq.status is SequenceStatus.RUNNING:  # a preempted one has nothing computed
                 seq.num_computed_tokens -= num_reserved - count
             totals["drafts"] += 1
             totals["draft_tokens"] += num_reserved - 1
@@ -171,14 +172,15 @@ class DraftingScheduler(Scheduler):
         width = width_that_pays(expected, len(self.running), self.settings.step_cost)
         for seq, drafts, may_draft in planned:
             drafts = drafts if self.settings.is_synthetic else drafts[:width]
-            if may_draft and not drafts and "structured_outputs" not in seq.feature_state:  # which wait anyway
+            if may_draft and not drafts and "structured_outputs" not in seq.feature_state:  # they wait anyway
                 self.paces[seq].missed()
             self._plan(seq, drafts, all_wait or (may_draft and not self.paces[seq].pause))
 
     def _hold_for_others(self) -> bool:
-        """While sequences that draft on the host are in the step in flight, those whose tokens have arrived wait too.
+        """Hold sequences whose tokens have arrived while others that draft on the host are in the step in flight.
 
-        Else the two would take turns from then on, in twice as many steps.
+        Otherwise the two groups would alternate from now on, with twice as many steps. Returns whether there are such
+        others.
         """
         if not any(seq.waits_for_token and seq.num_tokens > len(seq.token_ids) for seq in self.paces):
             return False
@@ -193,11 +195,11 @@ class DraftingScheduler(Scheduler):
         return not (seq.pauses_after_token or seq.waits_for_token)
 
     def _drafts_of(self, seq: Sequence, pace: Pace) -> tuple[list[int], bool]:
-        """Drafts, and whether there may be some in later steps."""
+        """Return the drafts of a sequence, and whether it may have drafts now or in later steps."""
         k = min(self.settings.num_speculative_tokens, seq.max_num_tokens - len(seq.token_ids) - 1)
         if (self.proposer.on_host and pace.pause) or k <= 0:
             return [], False
-        if not self.proposer.on_host:  # so many for sure: a step in flight may leave room for fewer
+        if not self.proposer.on_host:  # the step in flight may leave space for fewer than k
             return [-1] * min(k, seq.max_num_tokens - seq.num_tokens - 1), True
         if seq.num_tokens > len(seq.token_ids) or seq.is_paused or seq.status is not SequenceStatus.RUNNING:
             return [], True  # a token is in flight, its mask is being made, or it was preempted

@@ -1,4 +1,4 @@
-"""The checkpoints of heads: of EAGLE-3, as its authors or as `speculators` store it, and those of the model itself."""
+"""Reads checkpoints of EAGLE-3 heads, in the format of its authors or of `speculators`, and MTP heads of models."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,32 +10,32 @@ from nanovllm.utils.checks import check_bool, check_choice, check_int, read_json
 from nanovllm.utils.download import broken_file
 from nanovllm.utils.loader import FLOAT_DTYPES, find_tensors, open_safetensors, stored_dtypes
 
-VARIANTS = "fc_norm", "norm_before_fc", "norm_output"  # of later heads, whose layers are connected otherwise
-DTYPES = (*FLOAT_DTYPES, "I64", "I32", "BOOL")  # the vocabularies are mapped by integers
+VARIANTS = "fc_norm", "norm_before_fc", "norm_output"  # options of later heads with other connections between layers
+DTYPES = (*FLOAT_DTYPES, "I64", "I32", "BOOL")  # integer tensors map the vocabularies
 
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config:
-    """The shape of a head, which fits the model it is for."""
+    """The shape of an EAGLE-3 head, checked against its target model."""
 
-    layer: ModelConfig  # of its layer; the vocabulary is the model's
-    draft_vocab_size: int  # tokens that it can draft
+    layer: ModelConfig  # of the head's layer, with the vocabulary of the target model
+    draft_vocab_size: int  # number of tokens that the head can draft
     target_hidden_size: int
-    layer_ids: tuple[int, ...]  # it reads the hidden states before these layers of the model
-    norm_before_residual: bool  # the layer adds to the norm of the hidden states, and not to these themselves
-    has_embeddings: bool  # else it uses the model's
+    layer_ids: tuple[int, ...]  # the head reads the hidden states before these layers of the target model
+    norm_before_residual: bool  # whether the residual is the normalized hidden states
+    has_embeddings: bool  # if False, the head uses the embeddings of the target model
 
 
 def read_eagle3_config(folder: Path, target: ModelConfig, dtype: torch.dtype, with_weights: bool) -> Eagle3Config:
-    """The head in `folder` for a model `target`, in the dtype of the engine.
+    """Read the head in `folder` for the model `target`, in the dtype of the engine.
 
-    ValueError or TypeError that names the file and the value if it can't be computed, or is for another model.
+    ValueError or TypeError names the file and the value if the head is not supported, or is for another model.
     """
     file = folder / "config.json"
     raw = read_json(file)
     if "speculators_model_type" in raw:
         check_choice(f"{file}: speculators_model_type", raw["speculators_model_type"], ("eagle3",))
-    given = raw.get("transformer_layer_config")  # of speculators
+    given = raw.get("transformer_layer_config")  # the format of speculators
     layer = ModelConfig.read(folder, raw=raw if given is None else given)
     if layer.quantization or layer.moe or layer.hybrid:
         raise ValueError(f"{file}: must describe a dense layer, not quantized")
@@ -47,9 +47,9 @@ def read_eagle3_config(folder: Path, target: ModelConfig, dtype: torch.dtype, wi
     check_choice(f"{file}: use_aux_hidden_state", of_authors.get("use_aux_hidden_state", True), (True,))
     target_hidden_size = raw.get("target_hidden_size") or layer.hidden_size
     names = ("vocab_size", layer.vocab_size), ("target_hidden_size", target_hidden_size)
-    for (name, found), wanted in zip(names, (target.vocab_size, target.hidden_size)):
-        if found != wanted:
-            raise ValueError(f"{file}: {name}={found!r}: must be {wanted}, as of the model")
+    for (name, value), model_value in zip(names, (target.vocab_size, target.hidden_size)):
+        if value != model_value:
+            raise ValueError(f"{file}: {name}={value!r}: must be {model_value}, as of the model")
     draft_vocab_size = raw.get("draft_vocab_size") or layer.vocab_size
     has_embeddings = with_weights and "embed_tokens.weight" in read_tensors(folder)
     if layer.hidden_size != target.hidden_size and with_weights and not has_embeddings:
@@ -65,24 +65,24 @@ def read_eagle3_config(folder: Path, target: ModelConfig, dtype: torch.dtype, wi
 
 
 def _layer_ids(file: Path, raw: dict, num_layers: int) -> tuple[int, ...]:
-    """The layers of the model before which the head reads hidden states; those of its `eagle_config` are after them."""
+    """Return the layers before which the head reads hidden states. In `eagle_config`, ids mean layer outputs."""
     name = "eagle_aux_hidden_state_layer_ids"
-    own, of_authors = raw.get(name), (raw.get("eagle_config") or {}).get(name)
-    offset = int(own is None and of_authors is not None)
-    ids = next((x for x in (own, of_authors) if x is not None), [2, num_layers // 2, num_layers - 3])
-    found = ids if isinstance(ids, list) else []
-    found = [check_int(f"{file}: {name}: a layer", i, 0, num_layers - 1 - offset) + offset for i in found]
-    if len(found) != 3 or found != sorted(found):
+    top_level, of_authors = raw.get(name), (raw.get("eagle_config") or {}).get(name)
+    offset = int(top_level is None and of_authors is not None)
+    ids = next((x for x in (top_level, of_authors) if x is not None), [2, num_layers // 2, num_layers - 3])
+    layers = ids if isinstance(ids, list) else []
+    layers = [check_int(f"{file}: {name}: a layer", i, 0, num_layers - 1 - offset) + offset for i in layers]
+    if len(layers) != 3 or layers != sorted(layers):
         bound = f"must be three layers of the model's {num_layers}, in ascending order"
         raise ValueError(f"{file}: {name}={ids!r}: {bound}")
-    return tuple(found)
+    return tuple(layers)
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors on the CPU, with the names of `models/head_models.py`; pages are read when they are used.
+    """Return the tensors on the CPU, with the names of `models/head_models.py`. Pages are read on first use.
 
-    Of the two forms, one names the layer `midlayer`, the other `layers.0`. Many heads are `pytorch_model.bin`, of which
-    tensors alone are read.
+    One format names the layer `midlayer`, the other `layers.0`. Many heads are stored as `pytorch_model.bin`, which is
+    unpickled with `weights_only`.
     """
     tensors: dict[str, torch.Tensor] = {}
     pickled = folder / "pytorch_model.bin"
@@ -100,7 +100,7 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def check_mtp(folder: Path, target: ModelConfig, with_weights: bool) -> None:
-    """ValueError unless the checkpoint of a model `target` in `folder` has a head that can be computed."""
+    """Raise ValueError unless the checkpoint of the model `target` in `folder` has a supported MTP head."""
     if not target.hybrid:
         raise ValueError(f"method='mtp': models of the family {target.model_type!r} have no head")
     if target.quantization:
@@ -111,7 +111,7 @@ def check_mtp(folder: Path, target: ModelConfig, with_weights: bool) -> None:
 
 
 def read_mtp_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of the head on the CPU, with the names of `models/head_models.py`."""
+    """Return the tensors of the MTP head on the CPU, with the names of `models/head_models.py`."""
     tensors: dict[str, torch.Tensor] = {}
     for name, file in find_tensors(folder).items():
         if name.startswith("mtp."):

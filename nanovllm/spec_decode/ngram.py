@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last few tokens when they occurred before in the same request.
+"""Prompt lookup: drafts the tokens that followed the last few tokens at an earlier place in the same request.
 
 Saxena, "Prompt lookup decoding" (2023).
 """
@@ -8,23 +8,23 @@ from nanovllm.spec_decode.proposer import Proposer
 
 
 class NGram(Proposer):
-    """The longest n-gram that has occurred counts, and its last occurrence."""
+    """Looks up the longest n-gram at the end of a sequence that occurred before, at its latest occurrence."""
 
     def __init__(self, settings):
         super().__init__(settings)
-        # of each sequence: where its n-grams were continued last, and how many of its tokens are in there
+        # by sequence: the position after the latest occurrence of each n-gram, and how many tokens are indexed
         self.indices: dict[Sequence, tuple[dict[tuple[int, ...], int], int]] = {}
 
     def draft(self, seq, num_drafts):
         least, most = self.settings.prompt_lookup_min, self.settings.prompt_lookup_max
         tokens, (index, num_indexed) = seq.token_ids, self.indices.get(seq, ({}, least))
-        for end in range(num_indexed, len(tokens)):  # the last n-grams are not among them
+        for end in range(num_indexed, len(tokens)):  # the n-grams at the very end are not indexed
             for n in range(least, min(most, end) + 1):
                 index[tuple(tokens[end - n : end])] = end
         self.indices[seq] = index, max(num_indexed, len(tokens))
         for n in range(min(most, len(tokens)), least - 1, -1):
             if (start := index.get(tuple(tokens[-n:]))) is not None:
-                # past the end, what repeats goes on
+                # past the end of the sequence, the repetition continues
                 return [tokens[start + i % (len(tokens) - start)] for i in range(num_drafts)]
         return []
 

@@ -1,4 +1,4 @@
-"""What a method of drafting has to do: each has a file of its own."""
+"""The interface of drafting methods. Each method has its own file."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,17 +9,17 @@ from nanovllm.engine.sequence import Sequence
 
 @dataclass
 class Drafts:
-    """What a step's host side knows of the drafts of a sequence: `seq.feature_state["spec_decode"]`."""
+    """The drafts of a sequence as the host knows them: `seq.feature_state["spec_decode"]`."""
 
-    token_ids: list[int] = field(default_factory=list)  # -1: the device drafts it
-    is_new: bool = True  # no step has brought a draft of it to the device since it was admitted
-    is_behind: bool = True  # it has no drafts, or had none in the last step: what drafts on the device must catch up
+    token_ids: list[int] = field(default_factory=list)  # -1: a token that the device drafts
+    is_new: bool = True  # no step has drafted for the sequence since it was admitted
+    is_behind: bool = True  # there was a step without drafts, so a drafter on the device must catch up
 
 
 class Proposer:
-    """Drafts on the host, from the tokens that have reached it: the sequences wait for these.
+    """Drafts on the host, from tokens that have reached it. Sequences wait for their tokens.
 
-    It may be wrong, and may find nothing: no draft changes a text. It is made with a SpeculativeConfig.
+    A proposer may be wrong or find nothing, because drafts never change the text. `settings` is a SpeculativeConfig.
     """
 
     on_host = True  # False: the device drafts `num_drafts` tokens, and `draft` is not called
@@ -28,23 +28,23 @@ class Proposer:
         self.settings = settings
 
     def draft(self, seq: Sequence, num_drafts: int) -> list[int]:
-        """At most so many tokens that may follow `seq.token_ids`."""
+        """Return at most `num_drafts` tokens that may follow `seq.token_ids`."""
         raise NotImplementedError
 
     def forget(self, seq: Sequence) -> None:
-        """`seq` has ended."""
+        """Forget `seq`, which has ended."""
 
     def reset(self) -> None:
-        """All sequences are gone."""
+        """Forget all sequences, which are gone."""
 
 
 class DeviceProposer(Proposer):
-    """Stands for what drafts on the device: `spec_decode/speculation.py` has that."""
+    """Stands for a drafter on the device, which `spec_decode/speculation.py` calls."""
 
     on_host = False
 
 
-# by method: a class, or module:class
+# by method: a class, or "module:class"
 PROPOSERS: dict[str, str | Callable[..., Proposer]] = {
     "ngram": "nanovllm.spec_decode.ngram:NGram",
     "suffix": "nanovllm.spec_decode.suffix:Suffix",
@@ -55,5 +55,5 @@ PROPOSERS: dict[str, str | Callable[..., Proposer]] = {
 
 
 def make_proposer(settings) -> Proposer:
-    found = PROPOSERS[settings.method]
-    return (resolve_name(found) if isinstance(found, str) else found)(settings)
+    proposer = PROPOSERS[settings.method]
+    return (resolve_name(proposer) if isinstance(proposer, str) else proposer)(settings)

@@ -1,7 +1,7 @@
-"""Rows of several tokens: a sequence gets its next token and, of the drafts after it, those that are right.
+"""Several rows per sequence: a step verifies drafts, and a sequence gets its next token and the accepted drafts.
 
-`batches/request_tables.py` calls these where a step has such rows: k, `tokens_per_row`, is then more than 1. Kernels do
-the same.
+`batches/request_tables.py` calls these functions if a step has k > 1 rows per sequence (`tokens_per_row`). On CUDA,
+kernels do the same.
 """
 
 from functools import partial
@@ -14,25 +14,25 @@ from nanovllm.kernels import operation
 
 
 def rows_of_drafts(k: int, req_indices: Any, num_reserved: Any, lengths: Any, last_token_ids: Any) -> tuple[Any, ...]:
-    """The k rows of each of D sequences: request indices, `num_reserved`, lengths and token ids, all [D * k].
+    """Return the k rows of each of D sequences: request indices, `num_reserved`, lengths and token ids, all [D * k].
 
-    Each row attends to one token more: the last token, then drafts. Rows past the sequence's `num_reserved` are copies
-    of the last one.
+    The first row has the last token, and each further row has the next draft. Rows after the first `num_reserved` rows
+    of a sequence are copies of its last row.
     """
     (steps,) = arrays(torch.arange(k, device=getattr(num_reserved, "device", "cpu")))
     offsets = (steps - (steps - num_reserved[:, None] + 1).clip(0)).clip(0)  # [D, k]
-    found = (x[:, None] + 0 * steps for x in (req_indices, num_reserved))
+    repeated = (x[:, None] + 0 * steps for x in (req_indices, num_reserved))
     token_ids = last_token_ids[req_indices[:, None], offsets].clip(0)  # -1: no draft
-    return tuple(x.reshape(-1) for x in (*found, lengths[:, None] + offsets, token_ids))
+    return tuple(x.reshape(-1) for x in (*repeated, lengths[:, None] + offsets, token_ids))
 
 
 def accept_drafts(
     req_indices: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, tables: RequestTables
 ) -> torch.Tensor:
-    """How many of its sampled tokens [S * k] each sequence gets: counts [S] int32. See `accept`.
+    """Return how many of its k sampled tokens each sequence gets: counts [S] int32.
 
-    A draft is right if it equals the token that was sampled in its place. Rows whose position is that of the row before
-    them have none.
+    A draft is accepted if it equals the token that was sampled at its position. A row with the same position as the
+    previous row has no draft.
     """
     k = len(token_ids) // len(req_indices)
     req_indices, positions, tokens = arrays(req_indices, positions.reshape(-1, k), token_ids.reshape(-1, k))
@@ -46,11 +46,11 @@ def accept_drafts(
 
 
 class ChainShape(NamedTuple):
-    """What a step's chains of drafts consist of; a constant of the kernel."""
+    """The shape of the chains of drafts in a step; a constant of the kernel."""
 
-    num_steps: int  # at most as many drafts
-    width: int  # rows of a sequence in the first step; it has one in each other
-    shift: int  # from the position of a row to that of its token
+    num_steps: int  # the most drafts of a sequence
+    width: int  # rows of a sequence in the first step; each further step has one row
+    shift: int  # the position of a row's token minus the position of the row
     block_size: int
 
 
@@ -62,34 +62,34 @@ def place_chains(
     num_computed: torch.Tensor,
     shape: ChainShape,
 ) -> tuple[torch.Tensor, ...]:
-    """Where the drafter of D sequences computes its rows, and where it takes tokens and writes them.
+    """Return where the drafter of D sequences computes its rows, and where it reads and writes tokens.
 
-    Of rows [R], those of one step after those of another, all int32 but for slots of tokens, int64:
+    For all rows [R], ordered by step:
 
-    - positions: those of the tokens or, of a head, before them
-    - context lengths; 0: padding
-    - slots; -1: padding
-    - slots of tokens
+    - positions, int32: `shift` before the positions of the tokens
+    - context lengths, int32; 0 for padding
+    - slots, int32; -1 for padding
+    - slots of the tokens, int64
 
-    And of a sequence's last row in each step [num_steps, D]:
+    For the last row of each sequence in each step [num_steps, D]:
 
     - position of its token, int32
-    - slot where that is written, int64; -1: it is there already, or is padding
+    - slot to which its token is written, int64; -1 for padding, and if the token is already there
 
-    First the rows that each sequence lacks, as if these were `width`: the others are copies of the last one. Then a row
-    for each further draft, or a copy of the one before if there is none. `num_computed`, by request index, becomes that
-    of all rows but those of drafts.
+    The first step has `width` rows per sequence: the rows that the sequence lacks, then copies of the last of them.
+    Each further step has one row per sequence, for the next draft. A sequence without a next draft has a copy of its
+    previous row. `num_computed`, by request index, is set to the number of all rows except drafts.
     """
     num_steps, width, shift, block_size = shape
     indices, steps = req_indices.long(), torch.arange(max(width, num_steps), device=req_indices.device)
     lengths, slots = tables.num_tokens[indices].long(), partial(slots_of, tables, block_size)
     starts = num_computed[indices].clamp(lengths - shift - width, lengths - shift - 1) + shift
     num_computed[indices] = lengths - shift
-    first = (starts[:, None] + steps[:width]).minimum(lengths[:, None] - 1)  # [D, width] positions of tokens
+    first_tokens = (starts[:, None] + steps[:width]).minimum(lengths[:, None] - 1)  # [D, width] positions of tokens
     newest = lengths - 1 + steps[:num_steps, None].minimum(num_drafts - 1)  # [num_steps, D]
     of_rows = lambda x: torch.cat((x.repeat_interleave(width), x.repeat(num_steps - 1)))
     owners, is_real, is_new = of_rows(indices), of_rows(num_drafts > 0), steps[:num_steps, None] < num_drafts
-    tokens = torch.cat((first.flatten(), newest[1:].flatten())) * is_real
+    tokens = torch.cat((first_tokens.flatten(), newest[1:].flatten())) * is_real
     positions = (tokens - shift) * is_real
     rows = positions, (positions + 1) * is_real, slots(owners, positions).where(is_real, -1)
     newest_slots = slots(indices.expand_as(newest), newest * is_new).where(is_new, -1)
@@ -99,5 +99,5 @@ def place_chains(
 def slots_of(
     tables: RequestTables, block_size: int, req_indices: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """The cache slots of positions of requests, all int64 and of one shape."""
+    """Return the cache slots of positions of requests. All tensors are int64 and have the same shape."""
     return tables.block_tables[req_indices, positions // block_size].long() * block_size + positions % block_size

@@ -1,4 +1,4 @@
-"""Drafts as a feature of a step: they are written where the step's input is read."""
+"""Speculation as a feature of a step: it writes drafts to the tables from which the step reads its input."""
 
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from nanovllm.batches.batch_runner import BatchRunner
     from nanovllm.config import Config
 
-# by method: what drafts on the device
+# by method: the drafter on the device
 DRAFTERS = {
     "draft_model": "nanovllm.spec_decode.draft_model:DraftModel",
     "eagle3": "nanovllm.spec_decode.draft_heads:Eagle3",
@@ -24,26 +24,28 @@ DRAFTERS = {
 
 
 class Speculation(StepFeature):
-    """Each rank writes the drafts of a step to RequestTables, those of the host or those of a model on its device."""
+    """Writes the drafts of a step to RequestTables on each rank. The host or a model on the device made the drafts."""
 
     @classmethod
     def prepare(cls, step: ScheduledStep) -> Arrays | None:
-        """Drafts [D, k - 1] of the sequences that have some, -1 where there is none; all new blocks; and for a device
-        that drafts, which of these sequences are behind, and whether they are new [B, 2].
+        """Return the drafts [D, k - 1] of D sequences, with -1 for no draft, and all new blocks.
+
+        For a drafter on the device, `behind` [B, 2] has the request indices of sequences that must catch up, and
+        whether they are new.
         """
         req_indices, all_reserved = (np.array(x, np.int64) for x in (step.req_indices, step.num_reserved))
         rows = (all_reserved > 1).nonzero()[0]
         if not len(rows):
             return None
         drafts, behind, places, masks = np.full((len(rows), step.tokens_per_row - 1), -1), [], [], []
-        for own, i, num_reserved in zip(drafts, rows, all_reserved[rows]):
+        for draft_row, i, num_reserved in zip(drafts, rows, all_reserved[rows]):
             states = step.sampled_seqs[i].feature_state
             state = states["spec_decode"]
-            own[: num_reserved - 1] = state.token_ids[: num_reserved - 1]
+            draft_row[: num_reserved - 1] = state.token_ids[: num_reserved - 1]
             if state.is_behind:
                 behind.append((req_indices[i], state.is_new))
             state.is_new = state.is_behind = False
-            if (constraint := states.get("structured_outputs")) is not None:  # masks of what follows each draft
+            if (constraint := states.get("structured_outputs")) is not None:  # the masks after each draft
                 places += [np.array((req_indices[i], n + 1)) for n in range(len(constraint.draft_masks))]
                 masks += constraint.draft_masks
         new_blocks = [(req_indices[i], column, block_id) for i, column, block_id in step.new_blocks]
@@ -73,7 +75,7 @@ class Speculation(StepFeature):
             raise ValueError(f"speculative_config: method={settings.method!r}: a layer keeps a state, but no drafts")
         if settings.is_synthetic:
             rates = torch.tensor((1.0, *settings.synthetic_acceptance_rates), device=runner.device)
-            # of each draft, if those before are right, in 2^-24
+            # the acceptance rate of each draft if all drafts before it are accepted, in units of 2^-24
             self.rates = ((rates[1:] / rates[:-1].clamp(min=1e-9)).clamp(max=1) * 2**24).long()
         if (drafter := DRAFTERS.get(settings.method)) is not None:
             self.drafter = resolve_name(drafter)(runner)
@@ -84,12 +86,12 @@ class Speculation(StepFeature):
         else:
             drafts = arrays["drafts"]
             self.tables.last_token_ids[arrays["req_indices"].long(), 1 : 1 + drafts.shape[1]] = drafts
-        if "masks" in arrays:  # after those of `features.logit_edits`, which are the first of each sequence
+        if "masks" in arrays:  # `features.logit_edits` has written the first mask of each sequence
             allowed_masks = self.runner.features["logit_edits"].tables.allowed_masks
             allowed_masks[arrays["mask_places"].long().unbind(1)] = arrays["masks"]
 
     def edit_logits(self, logits: torch.Tensor, rows: SamplingRows) -> None:
-        """With `synthetic_acceptance_rates`, let drafts be right so often, whatever the model says."""
+        """If `synthetic_acceptance_rates` are set, accept drafts at these rates, regardless of the model."""
         if (rates := self.rates) is None:
             return
         req_indices, positions = rows.req_indices.long(), rows.positions.long()
@@ -97,7 +99,7 @@ class Speculation(StepFeature):
         next_positions, next_indices = (x.roll(-1) for x in (positions, req_indices))
         is_drafted = (next_positions == positions + 1) & (next_indices == req_indices)
         drafts = self.tables.last_token_ids[req_indices, 1 + offsets].clamp(min=0).long()
-        random = (positions + req_indices * 65537) * -0x61C8864680B583EB  # neighbours are to differ: products mod 2^64
+        random = (positions + req_indices * 65537) * -0x61C8864680B583EB  # a hash, modulo 2^64
         random = ((random ^ (random >> 29)) * -0x40A7B892E31B1A47) >> 40 & 0xFFFFFF
         value = torch.where(random < rates[offsets], 1e4, -torch.inf).to(logits.dtype)
         old = logits.gather(1, drafts[:, None])

@@ -1,4 +1,4 @@
-"""The setting `speculative_config`: checked before anything is loaded."""
+"""The setting `speculative_config`, which is checked before anything is loaded."""
 
 import json
 from collections.abc import Mapping
@@ -27,42 +27,44 @@ def check_rates(name: str, value: Any) -> tuple[float, ...]:
 
 
 class StepCost(NamedTuple):
-    """The time of some steps, in any unit; that of others lies between."""
+    """Step times for some numbers of rows, in any unit. Times for other numbers are interpolated."""
 
     rows: tuple[int, ...]
-    times: tuple[float, ...]  # of steps with so many rows; on a CPU those of drafts count, too
-    drafting: tuple[float, ...] = ()  # on CUDA: of steps with so many sequences, which make and verify all drafts
+    times: tuple[float, ...]  # of steps with as many rows; on a CPU, rows of drafts count, too
+    drafting: tuple[float, ...] = ()  # on CUDA: of steps with as many sequences that make and verify all drafts
 
     def of(self, num_seqs: int, num_drafts: int = 0) -> float:
-        if num_drafts and self.drafting:  # graphs have rows for all drafts
+        if num_drafts and self.drafting:  # CUDA graphs have rows for all drafts
             return float(np.interp(num_seqs, self.rows, self.drafting))
         return float(np.interp(num_seqs * (1 + num_drafts), self.rows, self.times))
 
 
-# measured with the bundled model, in the time that another row takes; the products of a single row are simpler
+# measured with the bundled model, in units of the time of one more row; a step with a single row uses simpler GEMMs
 ON_CPU = StepCost((1, 2, 2**20), (24, 34, 2**20))
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """How tokens are drafted, with vLLM's names.
+    """How tokens are drafted. The names are vLLM's.
 
-    method: "ngram", "suffix", "eagle3", "mtp" or "draft_model", which is the default if there is a `model`.
-    num_speculative_tokens: the most drafts of a sequence in a step; of "suffix" the default is
-        `suffix_decoding_max_tree_depth`.
-    prompt_lookup_min, prompt_lookup_max: of "ngram", how many of the last tokens must have occurred before. The most
-        are tried first.
-    suffix_decoding_max_tree_depth: of "suffix", the longest context that is looked for.
-    suffix_decoding_max_cached_requests: how many requests' tokens are remembered; 0: each request finds its own alone.
-    suffix_decoding_max_spec_factor: so many drafts at most for each token of the context that was found.
-    suffix_decoding_min_token_prob: drafts end where they are less likely than that, by how often they have occurred.
-    model: of "draft_model" and "eagle3", the drafting model or the head, in the form of the setting `model`.
-    revision: of that model.
-    draft_tensor_parallel_size: 1: each rank has the whole drafting model.
-    disable_by_batch_size: nothing is drafted while more sequences run; None is as many as was measured to pay.
-    rejection_sample_method: "strict", or "synthetic", which is for measuring: drafts are taken at given rates, and the
-        text means nothing.
-    synthetic_acceptance_rates: the probability that the first i drafts are all taken, for each i.
+    method: "ngram", "suffix", "eagle3", "mtp" or "draft_model". The default is "draft_model" if there is a `model`.
+    num_speculative_tokens: the most drafts of a sequence in a step. It must be given, except for "suffix", whose
+        default is `suffix_decoding_max_tree_depth`, or less with small blocks.
+    prompt_lookup_min, prompt_lookup_max: for "ngram", how many of the last tokens must have occurred before. Longer
+        matches are tried first.
+    suffix_decoding_max_tree_depth: for "suffix", the longest context that is looked up.
+    suffix_decoding_max_cached_requests: for "suffix", how many requests are remembered. With 0, each request finds only
+        its own tokens.
+    suffix_decoding_max_spec_factor: for "suffix", the most drafts per token of the matched context.
+    suffix_decoding_min_token_prob: for "suffix", drafts end before their joint probability falls below this value. The
+        probability is estimated from the number of occurrences.
+    model: for "draft_model" and "eagle3", the draft model or the head, in the same forms as the setting `model`.
+    revision: the revision of `model`.
+    draft_tensor_parallel_size: must be 1, because each rank has the whole draft model.
+    disable_by_batch_size: nothing is drafted while more sequences run. None selects a default by method and device.
+    rejection_sample_method: "strict", or "synthetic" for measurements: drafts are accepted at given rates, and the text
+        is meaningless.
+    synthetic_acceptance_rates: for "synthetic", the probability that the first i drafts are all accepted, for each i.
     """
 
     method: str | None = None
@@ -80,15 +82,15 @@ class SpeculativeConfig:
     rejection_sample_method: str = checked("strict", check_choice, choices=("strict", "synthetic"))
     synthetic_acceptance_rates: tuple[float, ...] | None = checked(None, check_rates)
     draft_model_config: Any = None  # a ModelConfig, of "draft_model" and "mtp"; an Eagle3Config, of "eagle3"
-    drafts_with_masks: bool = False  # whether sequences whose tokens are masked have drafts
-    step_cost: StepCost = ON_CPU  # on CUDA it is measured at the start
+    drafts_with_masks: bool = False  # whether sequences with token masks have drafts
+    step_cost: StepCost = ON_CPU  # on CUDA, it is measured when the engine starts
 
     @property
     def is_synthetic(self) -> bool:
         return self.rejection_sample_method == "synthetic"
 
 
-# the methods that the settings belong to which begin so
+# by the beginning of a setting's name: the methods that have this setting
 OWNERS = {
     "prompt_lookup_": ("ngram",),
     "suffix_decoding_": ("suffix",),
@@ -96,11 +98,11 @@ OWNERS = {
     "revision": WITH_MODEL,
     "draft_tensor_parallel_size": WITH_MODEL,
 }
-KEYS = [field.name for field in fields(SpeculativeConfig)][:-3]  # the others are resolved
+KEYS = [field.name for field in fields(SpeculativeConfig)][:-3]  # the last three are computed
 
 
 def given_values(given: Any) -> dict[str, Any]:
-    """What a dict, or JSON of one, states."""
+    """Return the values of a dict, or of its JSON text, that are not None."""
     if isinstance(given, str):
         try:
             given = json.loads(given)
@@ -112,7 +114,7 @@ def given_values(given: Any) -> dict[str, Any]:
 
 
 def read_speculative_config(config: "Config") -> SpeculativeConfig:
-    """The resolved form of `config.speculative_config`: a dict, or JSON of one; `config` is a Config.
+    """Check and resolve `config.speculative_config`, which is a dict or its JSON text.
 
     Errors name the key, the value and the bound.
     """
@@ -140,7 +142,7 @@ def read_speculative_config(config: "Config") -> SpeculativeConfig:
 
 
 def _resolve(settings: SpeculativeConfig, config: "Config") -> None:
-    """Replace None by the values in use, and check what depends on several settings."""
+    """Replace None by defaults, and check values that depend on several settings."""
     set_ = lambda name, value: object.__setattr__(settings, name, value)
     if settings.method == "ngram":
         least, most = settings.prompt_lookup_min, settings.prompt_lookup_max
@@ -174,19 +176,21 @@ def _resolve_model(settings: SpeculativeConfig, config: "Config", set_: Any) -> 
     from nanovllm.spec_decode.head_checkpoint import check_mtp, read_eagle3_config
     from nanovllm.utils.loader import find_model
 
-    found, with_weights = config.model_config, config.load_format != "dummy"
+    draft_config, with_weights = config.model_config, config.load_format != "dummy"
     folder = find_model(settings.model or config.model, settings.revision, with_weights)
     if settings.method == "mtp":
-        check_mtp(folder, found, with_weights)
-        used = replace(found.hybrid, unused_parts=tuple(x for x in found.hybrid.unused_parts if x != "MTP"))
-        config.resolve(model_config=replace(found, hybrid=used))
+        check_mtp(folder, draft_config, with_weights)
+        used = replace(
+            draft_config.hybrid, unused_parts=tuple(x for x in draft_config.hybrid.unused_parts if x != "MTP")
+        )
+        config.resolve(model_config=replace(draft_config, hybrid=used))
     elif settings.method == "eagle3":
-        found = read_eagle3_config(folder, found, config.dtype, with_weights)
+        draft_config = read_eagle3_config(folder, draft_config, config.dtype, with_weights)
     else:
-        found = _read_draft_model_config(settings, config, folder)
-    check_head_dim(getattr(found, "layer", found).head_dim, config.device, config.attention_backend)
+        draft_config = _read_draft_model_config(settings, config, folder)
+    check_head_dim(getattr(draft_config, "layer", draft_config).head_dim, config.device, config.attention_backend)
     set_("model", str(folder))
-    set_("draft_model_config", found)
+    set_("draft_model_config", draft_config)
 
 
 def _read_draft_model_config(settings: SpeculativeConfig, config: "Config", folder: Path) -> Any:

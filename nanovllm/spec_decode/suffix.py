@@ -1,7 +1,7 @@
-"""Suffix decoding: what followed the longest context that has occurred before, in this request or in earlier ones.
+"""Suffix decoding: drafts what followed the longest context that occurred before, in this or an earlier request.
 
-After Oliaro et al., "SuffixDecoding: extreme speculative decoding for emerging AI applications" (2024), whose suffix
-trees are suffix automata here: Blumer et al., "The smallest automaton recognizing the subwords of a text" (1985).
+Follows Oliaro et al., "SuffixDecoding: extreme speculative decoding for emerging AI applications" (2024). Suffix
+automata replace the suffix trees: Blumer et al., "The smallest automaton recognizing the subwords of a text" (1985).
 """
 
 from dataclasses import dataclass, field
@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 from nanovllm.engine.sequence import Sequence
 from nanovllm.spec_decode.proposer import Proposer
 
-MAX_TOKENS = 2**16  # of one automaton: some 40 MiB; there are two
-MAX_COUNTED = 32  # contexts that end at a token, when their occurrences are counted: the longest ones
+MAX_TOKENS = 2**16  # of one automaton, which then takes about 40 MiB; a Memory has two
+MAX_COUNTED = 32  # of the contexts that end at a token, only this many of the longest states count the occurrence
 ROOT = 0  # the state of the empty context
 
 
 class SuffixAutomaton:
-    """All contexts of texts, in time and memory that grow with their length.
+    """All contexts of a set of texts, in time and memory linear in the length of the texts.
 
-    A state stands for contexts that occur at the same places: `lengths` has the longest one's, and `links` the state of
-    its longest suffix that also occurs elsewhere. `next` has the states of contexts that are a token longer, and
-    `counts` about how often each occurs.
+    A state stands for all contexts that occur at the same places. `lengths` has the length of the longest of them, and
+    `links` the state of its longest suffix that also occurs elsewhere. `next` has the states of contexts that are one
+    token longer. `counts` has approximate numbers of occurrences.
     """
 
     def __init__(self) -> None:
@@ -28,9 +28,9 @@ class SuffixAutomaton:
         self.num_tokens = 0
 
     def extend(self, state: int, token_id: int) -> int:
-        """Add a token to the text whose state is `state`; returns its new state. A text begins with ROOT."""
+        """Append a token to the text in state `state`, and return its new state. A text starts in state ROOT."""
         self.num_tokens += 1
-        if (new := self.next[state].get(token_id)) is not None:  # another text has gone this way
+        if (new := self.next[state].get(token_id)) is not None:  # another text has the same context
             if self.lengths[new] > self.lengths[state] + 1:
                 new = self._split(new, state, token_id)
         else:
@@ -40,9 +40,9 @@ class SuffixAutomaton:
                 self.next[before][token_id] = new
                 before = self.links[before]
             if before >= 0:
-                found = self.next[before][token_id]
-                is_longer = self.lengths[found] > self.lengths[before] + 1
-                self.links[new] = self._split(found, before, token_id) if is_longer else found
+                target = self.next[before][token_id]
+                is_longer = self.lengths[target] > self.lengths[before] + 1
+                self.links[new] = self._split(target, before, token_id) if is_longer else target
         counted = new
         for _ in range(MAX_COUNTED):
             if counted <= ROOT:
@@ -59,7 +59,7 @@ class SuffixAutomaton:
         return len(self.links) - 1
 
     def _split(self, state: int, before: int, token_id: int) -> int:
-        """The contexts of `state` that are no longer than one of `before` and a token get a state of their own."""
+        """Move the contexts of `state` that are a context of `before` plus one token, or shorter, to a new state."""
         copied = {**self.next[state]}, self.links[state], self.lengths[before] + 1, self.counts[state]
         self.links[state] = new = self._add(*copied)
         while before >= 0 and self.next[before].get(token_id) == state:
@@ -68,21 +68,21 @@ class SuffixAutomaton:
         return new
 
     def follow(self, state: int, length: int, token_id: int) -> tuple[int, int]:
-        """The state and the length of the longest context that has occurred, after one of `length` and a token."""
+        """Append a token to a context of `length`, and return state and length of its longest suffix that occurred."""
         while state >= 0 and token_id not in self.next[state]:
             state = self.links[state]
             length = self.lengths[state] if state >= 0 else -1
         return (self.next[state][token_id], length + 1) if state >= 0 else (ROOT, 0)
 
     def context(self, state: int, length: int, depth: int) -> tuple[int, int]:
-        """The state and the length of the longest suffix that was continued, of at most `depth` tokens."""
+        """Return state and length of the longest suffix that has a continuation, up to `depth` tokens."""
         while state > ROOT and (not self.next[state] or self.lengths[self.links[state]] >= depth):
             state = self.links[state]
             length = self.lengths[state]
         return state, min(length, depth)
 
     def draft(self, state: int, num_drafts: int, min_probability: float) -> list[int]:
-        """The most frequent continuation, as far as it is likely enough."""
+        """Return the most frequent continuation, up to the point where its probability gets too low."""
         drafts: list[int] = []
         probability = 1.0
         while len(drafts) < num_drafts and (following := self.next[state]):
@@ -97,7 +97,7 @@ class SuffixAutomaton:
 
 @dataclass
 class Memory:
-    """Texts that are remembered: the newest in an automaton that grows, those before in one that does not."""
+    """The remembered texts: recent texts in an automaton that grows, older texts in one that does not."""
 
     growing: SuffixAutomaton = field(default_factory=SuffixAutomaton)
     old: SuffixAutomaton = field(default_factory=SuffixAutomaton)
@@ -106,17 +106,17 @@ class Memory:
 
 @dataclass
 class Place:
-    """Where a sequence is in a memory."""
+    """The position of a sequence in a memory."""
 
     memory: Memory
-    num_read: int = 0  # of its tokens
-    state: int = ROOT  # in `memory.growing`, of its text
-    old_state: int = ROOT  # in `memory.old`, of the context that was found
+    num_read: int = 0  # number of its tokens that are in the memory
+    state: int = ROOT  # in `memory.growing`: the state of its text
+    old_state: int = ROOT  # in `memory.old`: the state of the longest context that occurred
     old_length: int = 0
 
 
 class Suffix(Proposer):
-    """Requests share a memory. One with a `cache_salt` has its own: nobody else can tell what it has computed."""
+    """Drafts from a memory that requests share. A request with a `cache_salt` has its own memory, for privacy."""
 
     def __init__(self, settings):
         super().__init__(settings)
@@ -131,11 +131,11 @@ class Suffix(Proposer):
             place.memory.num_texts += 1
         self._read(place, seq.token_ids)
         memory, depth = place.memory, settings.suffix_decoding_max_tree_depth
-        found = (
+        contexts = (
             (memory.growing, *memory.growing.context(place.state, memory.growing.lengths[place.state], depth)),
             (memory.old, *memory.old.context(place.old_state, place.old_length, depth)),
         )
-        automaton, state, length = max(found, key=lambda x: x[2])  # of equally long ones, the newest
+        automaton, state, length = max(contexts, key=lambda x: x[2])  # among equally long contexts, the newer
         num_drafts = min(num_drafts, int(settings.suffix_decoding_max_spec_factor * length))
         return automaton.draft(state, num_drafts, settings.suffix_decoding_min_token_prob) if state else []
 
@@ -150,7 +150,7 @@ class Suffix(Proposer):
             self._renew(memory)
 
     def _renew(self, memory: Memory) -> None:
-        """Begin a new automaton, and forget the one before the last. Of live sequences it has their last tokens."""
+        """Start a new automaton with the last tokens of the live sequences, and drop the older of the two automata."""
         memory.old, memory.growing, memory.num_texts = memory.growing, SuffixAutomaton(), 0
         for seq, place in self.places.items():
             if place.memory is memory:
@@ -161,7 +161,7 @@ class Suffix(Proposer):
                     place.state = memory.growing.extend(place.state, token_id)
 
     def forget(self, seq):
-        """The answer's last tokens are remembered, too."""
+        """Forget a sequence, after its last tokens are added to the memory."""
         if (place := self.places.pop(seq, None)) is not None and place.memory is self.shared:
             self._read(place, seq.token_ids)
 

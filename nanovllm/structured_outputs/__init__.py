@@ -1,1 +1,1 @@
-"""Answers of a given form: JSON, a regular expression, a choice or a grammar. README.md has the design."""
+"""Answers of a given form: JSON, a regular expression, a choice or a grammar. README.md explains the design."""

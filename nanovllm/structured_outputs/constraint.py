@@ -1,4 +1,4 @@
-"""Which tokens may come next in an answer of a given form: a mask for each token, and an end if there are none."""
+"""Computes which tokens may come next in an answer of a given form. An answer without such a token ends."""
 
 import os
 from collections import deque
@@ -20,18 +20,18 @@ from nanovllm.reasoning.stage import Reasoning, Stage
 from nanovllm.structured_outputs.grammar import Grammar, Matcher
 from nanovllm.structured_outputs.masks import MaskQueue, num_cores
 
-TOKEN_MARKER = 0xFF  # begins what stands in the text of llguidance for a token that a grammar names
+TOKEN_MARKER = 0xFF  # in the texts of llguidance, the first byte of a token that a grammar names
 
 
 class Constraint:
-    """What limits the next token of one sequence: a grammar, a budget of its reasoning, or both.
+    """Limits the next token of one sequence by a grammar, by a budget for its reasoning, or by both.
 
-    The grammar holds for the answer: for all tokens, or for those behind the reasoning, in which an end-of-sequence id
-    is banned then. Besides that, the mask has what other parameters ban: only here is it known when no token is left.
-    An id of `stop_token_ids` is like an end-of-sequence id, which is allowed where the grammar may end, and nowhere
-    else.
+    The grammar applies to the answer. If the sequence reasons first, the grammar applies to the tokens after the
+    reasoning, and end-of-sequence ids are banned in the reasoning. The mask also includes the bans of other parameters:
+    only the combined mask shows that no token is left. An id of `stop_token_ids` is treated like an end-of-sequence id:
+    it is allowed only where the grammar may end.
 
-    All of this is a function of the sequence's token ids, so nothing is lost with a preemption.
+    The state is a function of the sequence's token ids, so a preemption loses nothing.
     """
 
     def __init__(
@@ -42,42 +42,42 @@ class Constraint:
         vocab_size: int,
         eos_token_ids: frozenset[int],
     ):
-        """queue: of its request, for masks that a step does not make; None without a grammar."""
-        # a cycle would keep both until the garbage collector runs
+        """queue: makes the masks that a step has no time for; None without a grammar."""
+        # a proxy, because a reference cycle would keep both objects until the garbage collector runs
         self._seq, self._grammar = proxy(seq), cast(Grammar, grammar)
         self._queue, self._vocab_size, self.has_grammar = queue, vocab_size, grammar is not None
         self._matcher: Matcher = None
         if grammar is not None:
             self._automata = grammar.automata()
             self._matcher = self._automata.start.deep_copy()
-        self._num_consumed = 0  # generated tokens that the matcher has
+        self._num_consumed = 0  # generated tokens that the matcher has consumed
         reasoning: Reasoning | None = seq.feature_state.get("reasoning")
         if reasoning is not None and reasoning.stage is Stage.BEFORE and reasoning.markers.begin_id is None:
-            reasoning = None if self.has_grammar else reasoning  # a grammar may spell the marker, and goes on
+            reasoning = None if self.has_grammar else reasoning  # a grammar may itself begin with the marker's text
         self.reasoning, self._budget = reasoning, seq.params.thinking_token_budget
         self._min_tokens = seq.params.min_tokens
         self._stops = np.array(seq.params.stop_token_ids or (), np.int64)
         self._ends = np.array([*{*eos_token_ids, *self._stops.tolist()}], np.int64)
         edits = seq.feature_state["logit_edits"]
         self._allowed, self._bad_words = edits.allowed_mask, edits.bad_words
-        # without a grammar, and inside a reasoning that is followed by one
+        # the masks without a grammar, and inside reasoning that a grammar follows
         self._free = _all_ids(vocab_size) if self._allowed is None else self._allowed
         self._free_but_ends = self._free.copy()
         _set_bits(self._free_but_ends, self._ends, False)
         self.next_mask = self._free  # [ceil(vocabulary / 32)] int32: bits of the ids that may come next
-        self.sent_mask: np.ndarray | None = None  # the one that the device has
-        self.draft_masks: list[np.ndarray] = []  # those after the drafts of the next step
+        self.sent_mask: np.ndarray | None = None  # the mask that the device has
+        self.draft_masks: list[np.ndarray] = []  # the masks after each draft of the next step
         self.error: str | None = None  # why there is no next token
 
     def start_update(self) -> Future:
-        """`update`, in another thread, after the earlier ones. Until it is done, nothing here may be read."""
+        """Call `update` in another thread, after earlier updates. Until it is done, do not read this object."""
         update = partial(self.update, self._seq.completion_token_ids, copy(self.reasoning))
         return cast(MaskQueue, self._queue).submit(update)
 
     def update(self, completion: list[int], reasoning: Reasoning | None = None) -> tuple[str, str] | None:
-        """Bring the mask up to date with the generated tokens, and the reasoning after them.
+        """Compute the mask for the next token, from the generated tokens and the stage of the reasoning after them.
 
-        Returns why the answer ends, if no token can follow.
+        Returns None, or a finish reason and a message if no token can follow.
         """
         if not self.set_without_grammar(reasoning):
             if self.consume(completion, reasoning):
@@ -87,14 +87,14 @@ class Constraint:
         return None if self.error is None else ("error", self.error)
 
     def set_without_grammar(self, reasoning: Reasoning | None) -> bool:
-        """Set the mask inside the reasoning, or where there is no grammar; False where the grammar has it."""
+        """Set the mask if no grammar applies, as inside reasoning. Returns False if a grammar applies."""
         if (mask := self._mask_without_grammar(reasoning)) is None:
             return False
         self._set(mask)
         return True
 
     def _restart(self) -> bool:
-        """After an error, start again with larger automata, unless there are none: too small ones may be the cause."""
+        """After an error, which too small automata may have caused, start again with larger ones, if there are any."""
         self._automata.has_failed = True
         if self._automata.is_largest:
             return False
@@ -103,7 +103,7 @@ class Constraint:
         return True
 
     def consume(self, completion: list[int], reasoning: Reasoning | None = None) -> bool:
-        """Give the grammar the tokens that it does not have yet; False if it does not allow them."""
+        """Give the matcher the tokens that it has not consumed yet. Returns False if the grammar refuses them."""
         new = completion[cast(int, _num_in_reasoning(reasoning)) + self._num_consumed :]
         is_allowed = self._matcher.consume_tokens(new)
         self._num_consumed += len(new)
@@ -112,15 +112,15 @@ class Constraint:
         return is_allowed
 
     def set_mask(self, mask: np.ndarray | None, completion: list[int], reasoning: Reasoning | None = None) -> None:
-        """`mask` is the grammar's own, without the bans of other parameters; None if its state is an error."""
+        """Set `mask` and add the bans of other parameters to it. It is None if the grammar is in an error state."""
         if mask is None or self._matcher.is_error():
             self.next_mask = np.zeros_like(self._free)
             reason = _first_line(self._matcher.get_error())
-            says_nothing = reason in ("", "NoExtensionBias")  # the second is what llguidance calls it
+            says_nothing = reason in ("", "NoExtensionBias")  # llguidance: no token is allowed
             self.error = f"structured_outputs: {'no token is allowed' if says_nothing else reason}"
         else:
             if reasoning is not None and reasoning.stage is Stage.BEFORE and not completion:
-                _set_bits(mask, np.array([reasoning.markers.begin_id]), True)  # it may begin with reasoning
+                _set_bits(mask, np.array([reasoning.markers.begin_id]), True)  # the answer may begin with reasoning
             self._set(self._with_bans(mask, completion))
 
     def _set(self, mask: np.ndarray) -> None:
@@ -136,19 +136,21 @@ class Constraint:
         return self._free_but_ends if self.has_grammar else self._free
 
     def token_limit(self) -> int:
-        """The number of tokens of the sequence up to which none needs another mask than `next_mask`."""
+        """Return the number of tokens that the sequence may reach with `next_mask`, before it needs another mask."""
         seq, reasoning = self._seq, self.reasoning
         if reasoning is None or self._budget is None or reasoning.stage is Stage.ENDED:
             return seq.max_num_tokens
-        # behind the budget each token is forced, and known when the one before it has arrived
+        # once the budget is used up, each token is forced, and depends on the previous token
         num_left = max(1, self._budget - reasoning.num_thoughts)
         return min(len(seq.token_ids) + num_left, seq.max_num_tokens)
 
     # -- drafts --------------------------------------------------------------------------------------------------------
 
     def draft(self, drafts: list[int], num_drafts: int) -> list[int]:
-        """As many of the drafts as are allowed and do not end the answer; if none, what the grammar forces, at most so
-        many. Sets `draft_masks`. If masks are slow, there are no drafts.
+        """Return the leading drafts that are allowed and do not end the answer, and set `draft_masks`.
+
+        If there are none, the drafts are the tokens that the grammar forces, at most `num_drafts`. If the masks of the
+        grammar are slow, there are no drafts.
         """
         if self._mask_without_grammar(self.reasoning) is not None:
             return self._allowed_of(drafts)
@@ -183,7 +185,7 @@ class Constraint:
     # -- masks ---------------------------------------------------------------------------------------------------------
 
     def _grammar_mask(self) -> np.ndarray:
-        """What the grammar allows in its state, which may be an error."""
+        """Return the mask of the grammar in its current state, which may be an error."""
         mask = np.empty_like(self.next_mask)
         begin = thread_time()
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -191,11 +193,11 @@ class Constraint:
         return self._with_text(mask)
 
     def _with_text(self, mask: np.ndarray) -> np.ndarray:
-        """What the grammar allows where llguidance gives `mask`.
+        """Correct a mask of llguidance whose only token the grammar refuses.
 
-        If only one text can follow, that is the first token that the tokenizer makes of this text. It may be an added
-        token, which is no text to the grammar, or a token of another text, if the tokenizer normalizes texts. Then it
-        is not allowed, and the first byte of the text is instead.
+        If only one text can follow, llguidance allows the first token that the tokenizer makes of this text. This may
+        be an added token, which the grammar does not accept as text. It may also be a token of another text, if the
+        tokenizer normalizes texts. In both cases, the token of the first byte of the text is allowed instead.
         """
         text = self._matcher.compute_ff_bytes()
         if text and text[0] != TOKEN_MARKER and not self._matcher.validate_tokens([_first_id(mask)]):
@@ -217,11 +219,11 @@ class Constraint:
 
 
 def update_fast(constraints: Iterable[Constraint], seconds: float) -> list[Constraint]:
-    """Update those whose masks are fast, in parallel, until the time is over. Returns those that were updated.
+    """Update the constraints with fast masks, in parallel, for at most about `seconds`. Returns the updated ones.
 
-    Inside the reasoning, and without a grammar, nothing takes time.
-    llguidance makes the masks of one grammar one after the other. Any of them may be the first one that is slow, so a
-    call makes at most one of each grammar, and one for each core.
+    Constraints inside reasoning, or without a grammar, take no time. llguidance makes the masks of one grammar one
+    after the other. Any mask may turn out to be slow, so one parallel call makes at most one mask per grammar, and at
+    most one per core.
     """
     end, updated = perf_counter() + seconds, []
     left: dict[Grammar, deque[Constraint]] = {}
@@ -233,7 +235,7 @@ def update_fast(constraints: Iterable[Constraint], seconds: float) -> list[Const
     while left and perf_counter() < end:
         chunk = [queue.popleft() for queue in islice(left.values(), num_cores())]
         _update_together(chunk)
-        # an error takes time to mend
+        # `start_update` handles errors, because a restart takes time
         updated += [constraint for constraint in chunk if not constraint._matcher.is_error()]
         for grammar in (constraint._grammar for constraint in chunk):
             if grammar.is_slow or not left[grammar]:
@@ -242,7 +244,7 @@ def update_fast(constraints: Iterable[Constraint], seconds: float) -> list[Const
 
 
 def _update_together(constraints: list[Constraint]) -> None:
-    """They are of different grammars."""
+    """Update constraints of different grammars in parallel."""
     completions = [constraint._seq.completion_token_ids for constraint in constraints]
     ready = [pair for pair in zip(constraints, completions) if pair[0].consume(pair[1], pair[0].reasoning)]
     if len(ready) == 1:
@@ -253,7 +255,7 @@ def _update_together(constraints: list[Constraint]) -> None:
         masks = np.empty((len(ready), len(ready[0][0].next_mask)), np.int32)
         matchers = [(constraint._matcher, i) for i, (constraint, _) in enumerate(ready)]
         _executor(os.getpid()).unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
-        seconds = perf_counter() - begin  # which one has taken them is not known
+        seconds = perf_counter() - begin  # how much of it each mask took is unknown
         for (constraint, completion), mask in zip(ready, masks):
             constraint.set_mask(constraint._with_text(mask), completion, constraint.reasoning)
             constraint._grammar.add_mask(seconds)
@@ -261,14 +263,14 @@ def _update_together(constraints: list[Constraint]) -> None:
 
 @cache
 def _executor(pid: int) -> Any:
-    """A pool of threads, which a forked process does not inherit."""
+    """Return the thread pool of process `pid`. A forked process needs its own pool."""
     from llguidance import LLExecutor
 
     return LLExecutor(num_cores())
 
 
 def _num_in_reasoning(reasoning: Reasoning | None) -> float:
-    """How many tokens of an answer are none of the grammar's."""
+    """Return how many tokens of an answer precede the grammar; infinity while the reasoning goes on."""
     if reasoning is None:
         return 0
     return inf if reasoning.stage is Stage.INSIDE else reasoning.num_tokens
@@ -290,7 +292,7 @@ def _set_bits(mask: np.ndarray, token_ids: np.ndarray, value: bool) -> None:
 
 
 def _first_id(mask: np.ndarray) -> int:
-    """Of those that a mask allows; 0 if it allows none."""
+    """Return the lowest token id that a mask allows; 0 if it allows none."""
     word = int((mask != 0).argmax())
     bits = int(mask[word])
     return 32 * word + (bits & -bits).bit_length() - 1 if bits else 0

@@ -1,35 +1,35 @@
-"""A compiled grammar: what its sequences share, and how much of that is kept."""
+"""A compiled grammar and its automata, which its sequences share."""
 
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-# Most grammars have fewer than 1,000. With 400 terminals, 2,000 states take 8 MB, so 128 grammars take 1 GiB at most;
-# the largest automata, of 250,000 states, take as much for one.
+# Most grammars have fewer than 1,000 states. With 400 terminals, 2,000 states take 8 MB, so 128 grammars take at most
+# 1 GiB. The largest automata, of 250,000 states, take as much for a single grammar.
 MAX_KEPT_STATES = 2000
-SLOW_SECONDS = 0.005  # of processor time for a mask; most take less than a hundredth of that
+SLOW_SECONDS = 0.005  # of CPU time for a mask; most masks take less than a hundredth of that
 Matcher = Any  # llguidance.LLMatcher, which is imported only where it is used
 
 
 class Automata:
-    """A matcher at its start. Its copies share the automata that their masks build, and the errors of these."""
+    """A matcher in its start state. Its copies share the automata that are built for masks, and their errors."""
 
     def __init__(self, start: Matcher, is_largest: bool):
         self.start, self.is_largest, self.has_failed = start, is_largest, False
 
 
 class Grammar:
-    """A grammar that compiles, with automata of at most `MAX_KEPT_STATES` states, which most grammars need not exceed.
+    """A compiled grammar. Its automata have at most `MAX_KEPT_STATES` states, which is enough for most grammars.
 
-    Where more are needed, the sequences that need them share automata that are as large as llguidance makes them, and
-    that go with the last of these sequences.
+    Sequences that need more states share larger automata, up to the limit of llguidance. These are freed with the last
+    of the sequences.
     """
 
     def __init__(self, tokenizer: Any, text: str):
-        """tokenizer: of llguidance. ValueError if it refuses the text."""
+        """tokenizer: an LLTokenizer of llguidance. Raises ValueError if llguidance refuses the text."""
         self._tokenizer, self._text, self._lock = tokenizer, text, threading.Lock()
-        # of processor time for a mask, a mean in which the last ones count most
+        # CPU time of a mask, as an exponential moving average
         self._mask_seconds: float | None = None
         self._small: Automata | None = self._compile(MAX_KEPT_STATES)
         self._large: Callable[[], Automata | None] = lambda: None
@@ -37,7 +37,7 @@ class Grammar:
             raise ValueError(error)
 
     def automata(self) -> Automata:
-        """The small ones, unless they have failed."""
+        """Return the small automata, or the large automata if the small ones have failed."""
         with self._lock:
             if self._small is not None and not self._small.has_failed:
                 return self._small
@@ -52,12 +52,12 @@ class Grammar:
         return (self._mask_seconds or 0) > SLOW_SECONDS
 
     def add_mask(self, seconds: float) -> None:
-        """Note how much processor time a mask has taken."""
+        """Add the CPU time of a mask to the average."""
         mean = seconds if self._mask_seconds is None else self._mask_seconds
         self._mask_seconds = mean + (seconds - mean) / 8
 
     def token_ids_of_byte(self, byte: int) -> list[int]:
-        """The token that is this byte alone, if there is one."""
+        """Return the token that consists of this byte only, as a list; empty if there is none."""
         tokenizer = self._tokenizer
         ids = tokenizer.greedy_tokenize(chr(byte)) if byte < 128 else tokenizer.tokenize_bytes(bytes([byte]))
         return ids if tokenizer.decode_bytes(ids) == bytes([byte]) else []

@@ -1,4 +1,4 @@
-"""Compiles what `SamplingParams.structured_outputs` has, with llguidance, when a request is made."""
+"""Compiles the grammars of `SamplingParams.structured_outputs` with llguidance, when a request is made."""
 
 import json
 import threading
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from nanovllm.requests.input_processor import InputProcessor
 
 MAX_CACHED_GRAMMARS = 128
-# one space between two parts of JSON at most: some models, once they may write spaces and newlines, never stop
+# at most one space between two parts of JSON: some models never stop writing spaces and newlines once they may
 JSON_OPTIONS: Any = {"whitespace_pattern": " "}
 
 
 class Grammars:
-    """The grammars of an engine that were compiled last. Any thread may call it at any time."""
+    """The most recently used grammars of an engine. Any thread may call it at any time."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]):
-        """`tokenizer` is one of the tokenizers library, which belongs to this object alone."""
+        """`tokenizer` is a `tokenizers.Tokenizer` that nobody else uses: this object changes it."""
         try:
             from llguidance import LLTokenizer
         except ImportError as error:
@@ -42,24 +42,24 @@ class Grammars:
         added, is_special = tokenizer.get_added_tokens_decoder(), self._tokenizer.is_special_token
         special_tokens = {i: added[i].content for i in added if i < vocab_size and is_special(i)}
         self._sandbox = CompileSandbox(vocab_size, special_tokens)
-        self._grammars: OrderedDict[str, Grammar] = OrderedDict()  # by text; the last used comes last
+        self._grammars: OrderedDict[str, Grammar] = OrderedDict()  # by text; the most recently used is last
         self._lock = threading.Lock()
         self.threads = MaskThreads()
 
     def close(self) -> None:
-        """Compile no further grammar, and make no further mask."""
+        """Stop compiling grammars and making masks."""
         self._sandbox.close()
         self.threads.close()
 
     def grammar(self, spec: dict[str, Any]) -> Grammar:
-        """What a request asks for, compiled. ValueError for what is no schema, expression or grammar of llguidance."""
+        """Return the compiled grammar of a value of `structured_outputs`. ValueError if llguidance refuses it."""
         ((kind, content),) = spec.items()
         try:
             text = _grammar_of(kind, content)
             with self._lock:
-                if (found := self._grammars.get(text)) is not None:
+                if (cached := self._grammars.get(text)) is not None:
                     self._grammars.move_to_end(text)
-                    return found
+                    return cached
             if error := self._sandbox.error_of(text):
                 raise ValueError(error)
             grammar = Grammar(self._tokenizer, text)
@@ -74,7 +74,7 @@ class Grammars:
 
 
 def _grammar_of(kind: str, content: Any) -> str:
-    """The structure in the form in which llguidance takes all kinds."""
+    """Return the content of any kind as a grammar in the format of llguidance."""
     from llguidance import LLMatcher
 
     if kind == "regex":
@@ -82,19 +82,19 @@ def _grammar_of(kind: str, content: Any) -> str:
     if kind == "grammar":
         return LLMatcher.grammar_from_lark(content)
     if kind == "choice":
-        # a terminal, which is one expression: of rules, llguidance takes at most 2,000 at a time
+        # a terminal, which is a single expression; as rules, llguidance would take at most 2,000 choices
         return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, content)))
     schema = '{"type": "object"}' if kind == "json_object" else for_llguidance(content)
     return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
 
 
-_lock = threading.Lock()  # held for seconds when an engine gets its first request of this kind
+_lock = threading.Lock()  # held for seconds at the first structured request of an engine
 
 
 def constrain(group: list[Sequence], processor: "InputProcessor") -> None:
-    """Give each answer to a request its constraint. `processor` is the engine's InputProcessor.
+    """Give each answer to a request its constraint.
 
-    ValueError if llguidance is missing or refuses the grammar, or if the other parameters leave no first token.
+    Raises ValueError if llguidance is missing or refuses the grammar, or if the other parameters allow no first token.
     """
     params, model = group[0].params, processor.config.model_config
     if params.thinking_token_budget is not None and params.reasoning_parser is None:
@@ -111,8 +111,8 @@ def constrain(group: list[Sequence], processor: "InputProcessor") -> None:
     constraints = [Constraint(seq, grammar, queue, model.vocab_size, model.eos_token_ids) for seq in group]
     for seq, constraint in zip(group, constraints):
         seq.feature_state["structured_outputs"] = constraint
-    first, *others = constraints
-    if first.update([], first.reasoning) is not None:
-        raise ValueError(f"{first.error}, not even a first one")
-    for constraint in others:
-        constraint.next_mask = first.next_mask  # they are in the same state
+    first_constraint, *other_constraints = constraints
+    if first_constraint.update([], first_constraint.reasoning) is not None:
+        raise ValueError(f"{first_constraint.error}, not even a first one")
+    for constraint in other_constraints:
+        constraint.next_mask = first_constraint.next_mask  # all start in the same state

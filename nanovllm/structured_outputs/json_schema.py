@@ -1,9 +1,9 @@
-"""What llguidance refuses in JSON schemas, although it does not constrain the answer, or can be said otherwise.
+"""Rewrites JSON schemas that llguidance would refuse without need.
 
-Keywords that JSON Schema does not define are annotations, and llguidance ignores them. It does not ignore a `format`
-that JSON Schema does not define, a constraint that allows everything, and a dialect that it does not know. It has no
-`propertyNames`, and `oneOf` only where it sees that no value can be valid by two of the schemas. A constraint that
-remains and that it can't do, it refuses by its name.
+llguidance ignores keywords that JSON Schema does not define. But it refuses an unknown `format`, an unknown dialect,
+and some keywords with values that allow everything: these are removed. It has no `propertyNames`, and it supports
+`oneOf` only if it can tell that no value is valid for two of the schemas: these are expressed with other keywords.
+Any other keyword that llguidance does not support is left, and its error names the keyword.
 """
 
 import json
@@ -14,7 +14,7 @@ from types import NoneType
 from typing import Any
 from urllib.parse import quote, unquote
 
-# where a schema has others; all further values, such as those of `enum` and `default`, are data
+# the keywords whose values are schemas, lists of schemas, or maps to schemas; the values of all others are data
 SCHEMAS = (
     *("additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not"),
     *("propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
@@ -22,7 +22,7 @@ SCHEMAS = (
 LISTS = "allOf", "anyOf", "items", "oneOf", "prefixItems"
 MAPS = "$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"
 
-# of JSON Schema's drafts from 4 on; others, such as "path" and "int32", are notes to whoever reads the schema
+# formats of JSON Schema since draft 4; others, such as "path" and "int32", are notes for readers
 FORMATS = {
     *("date", "date-time", "duration", "email", "hostname", "idn-email", "idn-hostname", "ipv4", "ipv6", "iri"),
     *("iri-reference", "json-pointer", "regex", "relative-json-pointer", "time", "uri", "uri-reference"),
@@ -38,7 +38,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "unevaluatedProperties": (True, {}),
     "uniqueItems": (False,),
 }
-# keywords that do nothing unless the schema has one of these, too
+# keywords that have no effect unless the schema also has one of these
 PARTNERS = {
     "else": ("if",),
     "if": ("then", "else"),
@@ -47,30 +47,30 @@ PARTNERS = {
     "then": ("if",),
 }
 DIALECT = re.compile(r"https?://json-schema\.org/(draft-0[3-7]|draft/(?:2019-09|2020-12|next))/schema#?")
-# what may constrain a string, besides its type
+# the keywords that can constrain a string, except `type`
 OF_STRINGS = (
     *("$dynamicRef", "$recursiveRef", "$ref", "allOf", "anyOf", "const", "else", "enum", "format", "if", "maxLength"),
     *("minLength", "not", "oneOf", "pattern", "then"),
 )
-MAX_REFERENCES = 100  # that follow each other
+MAX_REFERENCES = 100  # longest chain of references that is followed
 LOOK_AROUND = re.compile(r"\(\?<?[=!]")
 
 
 def for_llguidance(schema: str) -> str:
-    """The same schema in the keywords of llguidance. ValueError for `propertyNames` that these can't express."""
+    """Return the schema rewritten for llguidance. Raises ValueError for `propertyNames` that can't be rewritten."""
     try:
         root = json.loads(schema)
-        seen: dict[int, Any] = {}  # by id: the schemas that were rewritten, which keeps their ids in use
+        seen: dict[int, Any] = {}  # rewritten schemas by id; a live object's id is not used again
         unseen = [(root, root)]
         while unseen:
-            own, resource = unseen.pop()
-            if not isinstance(own, dict) or id(own) in seen:
+            schema_node, resource = unseen.pop()
+            if not isinstance(schema_node, dict) or id(schema_node) in seen:
                 continue
-            seen[id(own)] = own
-            if isinstance(own.get("$id"), str) and not own["$id"].startswith("#"):
-                resource = own  # within it, "#" is this schema
-            _rewrite(own, resource)
-            unseen += [(inner, resource) for inner in _subschemas(own, resource)]
+            seen[id(schema_node)] = schema_node
+            if isinstance(schema_node.get("$id"), str) and not schema_node["$id"].startswith("#"):
+                resource = schema_node  # within it, "#" is this schema
+            _rewrite(schema_node, resource)
+            unseen += [(inner, resource) for inner in _subschemas(schema_node, resource)]
         return json.dumps(root)
     except RecursionError:
         raise ValueError("is nested too deeply") from None
@@ -85,32 +85,32 @@ def _subschemas(schema: dict[str, Any], resource: dict[str, Any]) -> Iterator[An
         elif name in SCHEMAS:
             yield value
         elif name == "$ref":
-            yield referred(value, resource)  # it may stand where no schema is expected
+            yield referred(value, resource)  # the target may stand where no schema is expected
 
 
 def referred(reference: Any, resource: Any) -> Any:
-    """What "#" or a JSON pointer such as "#/$defs/Item" refers to; None for others, and where nothing is."""
+    """Return the target of "#" or of a JSON pointer such as "#/$defs/Item"; None if there is none."""
     if not (isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))):
         return None
-    found = resource
+    target = resource
     for part in unquote(reference).split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
-            found = found[int(key)]
+        if isinstance(target, list) and key.isdecimal() and int(key) < len(target):
+            target = target[int(key)]
         else:
-            found = found.get(key) if isinstance(found, dict) else None
-    return found
+            target = target.get(key) if isinstance(target, dict) else None
+    return target
 
 
 def _rewrite(schema: dict[str, Any], resource: dict[str, Any]) -> None:
     if isinstance(dialect := schema.get("$schema"), str):
-        del schema["$schema"]  # the newest dialect, unless it is a known one
+        del schema["$schema"]  # without a known dialect, the newest one applies
         if known := DIALECT.fullmatch(dialect):
             scheme = "http" if known[1].startswith("draft-0") else "https"
             schema["$schema"] = f"{scheme}://json-schema.org/{known[1]}/schema"
     if _is_annotation(schema.get("format")):
         del schema["format"]
-    # without dynamic references, which llguidance refuses, the first is an anchor, and the second nothing
+    # llguidance refuses dynamic references; without them, $dynamicAnchor is an anchor and $recursiveAnchor is nothing
     if isinstance(anchor := schema.pop("$dynamicAnchor", None), str):
         schema.setdefault("$anchor", anchor)
     schema.pop("$recursiveAnchor", None)
@@ -119,10 +119,10 @@ def _rewrite(schema: dict[str, Any], resource: dict[str, Any]) -> None:
         if is_alone or schema[name] in NEUTRAL.get(name, ()):
             del schema[name]
     if isinstance(reference := schema.get("$ref"), str):
-        schema["$ref"] = quote(reference, safe="!#$%&'()*+,-./:;=?@_~")  # of a type such as "Page<Item>"
+        schema["$ref"] = quote(reference, safe="!#$%&'()*+,-./:;=?@_~")  # a name may be "Page<Item>"
         if _is_loop(schema, resource):
             raise ValueError(f"$ref={reference!r:.80}: refers to itself")
-    # some can't be done: without them, the answer is valid all the same
+    # alternatives with look-around can't be done; an answer by one of the other alternatives is valid, too
     if isinstance(some := schema.get("anyOf"), list) and (possible := [x for x in some if not _looks_around(x)]):
         schema["anyOf"] = possible
     if "anyOf" not in schema and _are_disjoint(schema.get("oneOf"), schema.get("discriminator"), resource):
@@ -143,17 +143,17 @@ def _looks_around(schema: Any) -> bool:
 
 
 def _are_disjoint(schemas: Any, discriminator: Any, resource: dict[str, Any]) -> bool:
-    """Whether no value can be valid by two of these schemas, as far as their types and single values tell.
+    """Return whether types and constants show that no value can be valid for two of these schemas.
 
-    Where the property that OpenAPI's `discriminator` names tells objects apart, they must have it from now on.
+    If only the property that OpenAPI's `discriminator` names tells objects apart, that property becomes required.
     """
     by_type: dict[str, list[dict[str, Any]]] = {}
     for schema in schemas if isinstance(schemas, list) else [None]:
-        own = _resolved(schema, resource)
-        if (types := _types(own)) is None:
+        resolved = _resolved(schema, resource)
+        if (types := _types(resolved)) is None:
             return False
         for name in types:
-            by_type.setdefault(name, []).append(own)
+            by_type.setdefault(name, []).append(resolved)
     tag = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
     return all(
         len(group) == 1 or _differ(group) or (name == "object" and _are_told_apart(group, tag, resource))
@@ -162,7 +162,7 @@ def _are_disjoint(schemas: Any, discriminator: Any, resource: dict[str, Any]) ->
 
 
 def _are_told_apart(objects: list[dict[str, Any]], tag: Any, resource: dict[str, Any]) -> bool:
-    """Whether they have a property that is required, or `tag`, and has other values in each."""
+    """Return whether one property, required or named `tag`, has different values in each of these schemas."""
     properties = [own["properties"] if isinstance(own.get("properties"), dict) else {} for own in objects]
     required = [own["required"] if isinstance(own.get("required"), list) else [] for own in objects]
     for name in properties[0]:
@@ -175,13 +175,15 @@ def _are_told_apart(objects: list[dict[str, Any]], tag: Any, resource: dict[str,
 
 
 def _differ(schemas: list[Any]) -> bool:
-    """Whether each is valid for a few values alone, and no two for the same."""
-    found = [_values(schema) for schema in schemas]
-    return None not in found and len({*chain(*filter(None, found))}) == sum(len(values or ()) for values in found)
+    """Return whether each schema lists its valid values, and no value is in two lists."""
+    value_sets = [_values(schema) for schema in schemas]
+    return None not in value_sets and len({*chain(*filter(None, value_sets))}) == sum(
+        len(values or ()) for values in value_sets
+    )
 
 
 def _values(schema: Any) -> set[tuple[type, Any]] | None:
-    """The only values that are valid, with their types; None if there are others, or numbers with a fraction."""
+    """Return the values of `const` or `enum`, with their types; None without them, or with values of other types."""
     if not isinstance(schema, dict):
         return None
     values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -191,7 +193,7 @@ def _values(schema: Any) -> set[tuple[type, Any]] | None:
 
 
 def _types(schema: Any) -> set[str] | None:
-    """The types of all valid values, where an integer is a number; None if the schema does not say."""
+    """Return the types of all valid values, with "number" for integers; None if the schema does not say."""
     if (values := _values(schema)) is not None:
         return {{str: "string", bool: "boolean", int: "number", NoneType: "null"}[kind] for kind, _ in values}
     types = schema.get("type") if isinstance(schema, dict) else None
@@ -202,12 +204,12 @@ def _types(schema: Any) -> set[str] | None:
 
 
 def _resolved(schema: Any, resource: dict[str, Any]) -> Any:
-    """What it refers to in the end, which allows no less; None if that is not known."""
+    """Follow the references of a schema to their end; None if the end is not known. It allows at least as much."""
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, dict) or "$ref" not in schema:
             return schema
         schema = referred(schema["$ref"], resource)
-        if isinstance(schema, dict) and "$id" in schema and schema is not resource:  # in which "#" is another schema
+        if isinstance(schema, dict) and "$id" in schema and schema is not resource:  # its "#" is another schema
             return None
     return None
 
@@ -226,7 +228,7 @@ def _allows_type(schema: dict[str, Any], name: str) -> bool:
 
 
 def _restrict_names(schema: dict[str, Any], names: Any, resource: dict[str, Any]) -> None:
-    """Allow only the properties whose names are valid by the schema `names`."""
+    """Allow only properties whose names are valid for the schema `names`."""
     properties, value = schema.get("properties", {}), schema.get("additionalProperties", True)
     allowed = _allowed_strings(names, resource)
     if allowed is None or not isinstance(properties, dict):
@@ -241,15 +243,15 @@ def _restrict_names(schema: dict[str, Any], names: Any, resource: dict[str, Any]
             schema["patternProperties"] = {allowed: value}
         return
     schema["properties"] = {name: own for name, own in properties.items() if name in allowed}
-    if value is not False and (others := [name for name in allowed if name not in properties]):
-        # they share one schema: a copy for each could be too much text
+    if value is not False and (unnamed := [name for name in allowed if name not in properties]):
+        # these properties share one schema, because copies of it could be too long
         place = next(name for i in count(len(resource)) if (name := f"x-value-{i}") not in resource)
         resource[place] = value
-        schema["properties"] |= {name: {"$ref": f"#/{place}"} for name in others}
+        schema["properties"] |= {name: {"$ref": f"#/{place}"} for name in unnamed}
 
 
 def _allowed_strings(schema: Any, resource: dict[str, Any]) -> str | dict[str, None] | None:
-    """The strings that are valid by a schema: all (None), those that match a pattern, or a set, in its order."""
+    """Return the strings that a schema allows: None for all, a pattern, or a dict as an ordered set."""
     rules = _rules(schema)
     for _ in range(MAX_REFERENCES):
         if [*rules] == ["$ref"] and isinstance(target := referred(rules["$ref"], resource), (dict, bool)):
@@ -271,13 +273,13 @@ def _allowed_strings(schema: Any, resource: dict[str, Any]) -> str | dict[str, N
 
 
 def _rules(schema: Any) -> dict[str, Any]:
-    """What a schema has that constrains strings, besides its type."""
+    """Return the keywords of a schema that constrain strings, except `type`."""
     rules = {name: schema[name] for name in OF_STRINGS if name in schema} if isinstance(schema, dict) else {}
     return {name: value for name, value in rules.items() if not (name == "format" and _is_annotation(value))}
 
 
 def _listed(schema: Any) -> list[str] | None:
-    """The strings of `enum` or `const`, if nothing else constrains them."""
+    """Return the strings of `enum` or `const`; None if there are none, or if another keyword constrains them."""
     rules = _rules(schema)
     values = [rules["const"]] if [*rules] == ["const"] else rules["enum"] if [*rules] == ["enum"] else None
     return [value for value in values if isinstance(value, str)] if isinstance(values, list) else None

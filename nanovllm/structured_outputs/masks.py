@@ -1,4 +1,4 @@
-"""Threads for the masks that take too long for a step, so that they hold up no other request."""
+"""Threads for masks that take too long for a step, so that they delay no other request."""
 
 import os
 from collections import deque
@@ -12,17 +12,17 @@ from typing import Any
 from nanovllm.structured_outputs.grammar import Grammar
 from nanovllm.utils.cores import available_cores
 
-TURN_SECONDS = 0.005  # of processor time, after which other requests come next
+TURN_SECONDS = 0.005  # of CPU time for a request, before the next request has its turn
 
 
 @cache
 def num_cores() -> int:
-    """Those that masks may use: some are left to the engine."""
+    """Return how many CPU cores masks may use. Some cores are left to the engine."""
     return max(1, available_cores() * 4 // 5)
 
 
 class MaskThreads:
-    """Those of an engine. Grammars whose masks are slow have threads that make no others."""
+    """The mask threads of an engine. Grammars with slow masks have separate threads."""
 
     def __init__(self) -> None:
         self._fast, self._slow = (ThreadPoolExecutor(max(1, num_cores() // n), "nanovllm-masks") for n in (2, 4))
@@ -32,14 +32,14 @@ class MaskThreads:
         (self._slow if is_slow else self._fast).submit(work)
 
     def close(self) -> None:
-        """Wait for the masks that are being made, and make no more. In a forked child nothing happens."""
+        """Wait for the masks in progress, and start no more. Does nothing in a forked child."""
         if os.getpid() == self._pid:
             for pool in (self._fast, self._slow):
                 pool.shutdown(cancel_futures=True)
 
 
 class MaskQueue:
-    """The masks that one request needs. Requests take turns, each for at least one mask."""
+    """The masks that one request needs. Requests take turns, and each turn makes at least one mask."""
 
     def __init__(self, threads: MaskThreads, grammar: Grammar):
         self._threads, self._grammar = threads, grammar
@@ -47,7 +47,7 @@ class MaskQueue:
         self._has_turn, self._lock = False, Lock()
 
     def submit(self, make: Callable[[], Any]) -> Future:
-        """Make a mask when the earlier ones are made; until then the Future can be cancelled."""
+        """Make a mask after the earlier masks of this request. Until then, the Future can be cancelled."""
         future: Future = Future()
         with self._lock:
             self._jobs.append((future, make))

@@ -1,7 +1,8 @@
-"""Finds out in processes of their own which grammars can be compiled.
+"""Checks in separate processes whether grammars compile.
 
-llguidance bounds the time of each mask, but not the time to compile an intersection: a few patterns in one `allOf`, a
-large `multipleOf`, or `&` and `~` of a Lark grammar take minutes. A thread that compiles can't be ended; a process can.
+llguidance bounds the time of each mask, but not the time to compile an intersection. A few patterns in one `allOf`, a
+large `multipleOf`, or `&` and `~` in a Lark grammar can take minutes. A process that compiles can be killed; a thread
+can't.
 """
 
 import json
@@ -15,12 +16,12 @@ from contextlib import suppress
 from hashlib import blake2b
 
 MAX_PROCESSES = 4
-MAX_SECONDS = 5.0  # of processor time for a grammar, so that a busy machine refuses no more; of the clock, twice that
+MAX_SECONDS = 5.0  # of CPU time per grammar, so that a busy machine refuses no more; the wall-clock limit is twice that
 MAX_MEMORY = 2**32  # bytes of a process's address space
 MAX_RESULTS = 1024
 MAX_ERROR_CHARACTERS = 1000
-# Reads settings, then grammars, and writes their errors, as lines of JSON. The vocabulary has the model's special
-# tokens and the 256 bytes; the other ids have no text, which is enough to compile and costs little.
+# Reads settings and then grammars as lines of JSON, and writes the error of each grammar. Its vocabulary has only the
+# model's special tokens and the 256 bytes, which is enough to compile. The other ids have no text, to save time.
 PROGRAM = """
 import json, resource, signal, sys
 
@@ -54,39 +55,39 @@ Process = subprocess.Popen[bytes]
 
 
 class CompileSandbox:
-    """At most `MAX_PROCESSES` processes, which start when they are needed, and end with `close` or this object.
+    """Runs at most `MAX_PROCESSES` processes. They start on demand, and end with `close` or with this object.
 
-    Any thread may call it. A grammar is tried once, also if several threads ask at the same time: the results of the
-    last `MAX_RESULTS` grammars are kept.
+    Any thread may call it. Each grammar is tried once, even if several threads ask at the same time. The results of
+    the last `MAX_RESULTS` grammars are kept.
     """
 
     def __init__(self, vocab_size: int, special_tokens: dict[int, str]):
         """special_tokens: names by id. A grammar may use them, and ids below vocab_size."""
         self._vocabulary = [vocab_size, [*special_tokens.items()]]
         self._processes: set[Process] = set()
-        self._in_trial: dict[bytes, Process] = {}  # by the hash of the grammar, as the errors
-        self._errors: OrderedDict[bytes, str] = OrderedDict()  # the last used comes last
-        self._changed = threading.Condition()  # of a reentrant lock: a signal handler may call `close` at any time
+        self._in_trial: dict[bytes, Process] = {}  # by hash of the grammar
+        self._errors: OrderedDict[bytes, str] = OrderedDict()  # by hash of the grammar; the most recently used is last
+        self._changed = threading.Condition()  # its lock is reentrant: a signal handler may call `close` at any time
         self._is_closed = False
         self._pid = os.getpid()
         weakref.finalize(self, _end_all, self._processes, self._pid)
 
     def close(self) -> None:
-        """End the processes. It does not wait for `error_of`, which a signal handler may have interrupted.
+        """End the processes. Does nothing in a forked child, which does not own them.
 
-        In a forked child, to which they do not belong, nothing happens.
+        It does not wait for `error_of`: the caller may be a signal handler that has interrupted `error_of`.
         """
         if os.getpid() != self._pid:
             return
-        self._is_closed = True  # before `_processes` is read: `error_of` uses them in the other order
+        self._is_closed = True  # before `_processes` is read; `error_of` uses the two in the opposite order
         with self._changed:
             for process in [*self._processes]:
-                process.kill()  # if a thread waits for its answer, that thread does the rest
+                process.kill()  # a thread that waits for its answer will clean up
             _end_all(self._processes.difference(self._in_trial.values()), self._pid)
             self._changed.notify_all()
 
     def error_of(self, grammar: str) -> str:
-        """Why a grammar can't be compiled; empty if it can. RuntimeError after `close`."""
+        """Return why a grammar can't be compiled; "" if it can. Raises RuntimeError after `close`."""
         key, process = blake2b(grammar.encode(), digest_size=16).digest(), None
         try:
             with self._changed:
@@ -107,7 +108,7 @@ class CompileSandbox:
                 while len(self._errors) > MAX_RESULTS:
                     self._errors.popitem(last=False)
             return error
-        except BaseException:  # a late answer would be taken for that to the next grammar
+        except BaseException:  # the process must end: a late answer would count for the next grammar
             if process is not None:
                 _end(process)
             raise
@@ -120,7 +121,7 @@ class CompileSandbox:
                 self._changed.notify_all()
 
     def _has_turn(self, key: bytes) -> bool:
-        """Whether a thread knows the result, or may find it out now."""
+        """Return whether the result is known, or a process is free to find it out."""
         return key in self._errors or (key not in self._in_trial and len(self._in_trial) < MAX_PROCESSES)
 
     def _idle_process(self) -> Process:
@@ -140,7 +141,7 @@ class CompileSandbox:
 
 
 def _send(process: Process, message: object) -> None:
-    """Nothing is sent if the process has ended."""
+    """Send a line of JSON, unless the process has ended."""
     assert process.stdin is not None
     with suppress(BrokenPipeError):
         process.stdin.write(json.dumps(message).encode() + b"\n")
@@ -148,7 +149,7 @@ def _send(process: Process, message: object) -> None:
 
 
 def _ask(process: Process, grammar: str) -> bytes:
-    """The answer; empty if the process has ended instead."""
+    """Return the answer to a grammar; empty if the process has ended instead."""
     assert process.stdout is not None
     _send(process, grammar)
     if not (answer := process.stdout.readline()):
@@ -158,8 +159,8 @@ def _ask(process: Process, grammar: str) -> bytes:
 
 def _end(process: Process) -> None:
     process.kill()
-    with suppress(BrokenPipeError, ValueError):  # a line that was not sent; pipes that are closed already
-        process.communicate()  # closes the pipes, and waits
+    with suppress(BrokenPipeError, ValueError):  # a line that was not sent, or closed pipes
+        process.communicate()  # closes the pipes, and waits for the end
 
 
 def _end_all(processes: set[Process], pid: int) -> None:

@@ -1,14 +1,14 @@
-"""The value of `SamplingParams.structured_outputs`: what can be checked without a model, and without llguidance."""
+"""Checks of `SamplingParams.structured_outputs` that need neither a model nor llguidance."""
 
 import json
 from collections.abc import Callable
 from typing import Any
 
-MAX_BYTES = 2**16  # of a schema, an expression, a grammar or a choice; this bounds the time to compile most of them
+MAX_BYTES = 2**16  # of the schema, expression, grammar or choices; bounds the time to compile most of them
 
 
 def check_spec(value: Any, ignore_eos: bool) -> dict[str, Any]:
-    """The value with a JSON schema as text and choices as a tuple. ValueError or TypeError names what is wrong."""
+    """Return the value, with a schema as text and choices as a tuple. ValueError or TypeError says what is wrong."""
     if not isinstance(value, dict):
         raise TypeError(f"structured_outputs={value!r:.80}: must be a dict")
     if len(value) != 1 or not CHECKS.keys() >= value.keys():
@@ -27,7 +27,7 @@ def check_spec(value: Any, ignore_eos: bool) -> dict[str, Any]:
 
 
 def _schema(name: str, value: Any) -> str:
-    """A JSON schema as text; the order of its properties is that of the answer."""
+    """Return a JSON schema as text. It keeps the order of properties, which is their order in the answer."""
     if not isinstance(value, (str, dict)):
         raise TypeError(f"{name}={value!r:.80}: must be a JSON schema, as a dict or as text")
     try:
@@ -64,7 +64,7 @@ def _true(name: str, value: Any) -> bool:
     return True
 
 
-# each returns the checked content, or raises an error that begins with the name
+# each function returns the checked content, or raises an error whose message begins with the name
 CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "json": _schema,
     "json_object": _true,

@@ -1,4 +1,4 @@
-"""Structured outputs, and budgets of reasoning, as a feature of a step."""
+"""Structured outputs and reasoning budgets, as a feature of a step."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,29 +13,29 @@ if TYPE_CHECKING:
     from nanovllm.requests.input_processor import InputProcessor
     from nanovllm.requests.request import CompletionRequest
 
-MAX_SECONDS = 0.02  # that a step makes masks; other threads make the rest
+MAX_SECONDS = 0.02  # that a step spends on masks; other threads make the remaining masks
 
 
 class StructuredOutputs(StepFeature):
-    """A sequence keeps its Constraint, whose mask `features.logit_edits` brings to the device."""
+    """Keeps a Constraint for each sequence. `features.logit_edits` copies its mask to the device."""
 
     @classmethod
     def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
         constrain(request.group, processor)
         for seq in request.group:
-            # a grammar needs each token before the next one
+            # a grammar needs each token before it can make the mask of the next token
             seq.is_watched, seq.waits_for_token = True, seq.params.structured_outputs is not None
             seq.token_limit = seq.feature_state["structured_outputs"].token_limit()
 
     @classmethod
     def after_step(cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: Any) -> None:
-        """Make the masks of sequences that have got a token. Those whose mask is empty end with an "error".
+        """Make the masks of sequences that got a token. A sequence whose mask is empty ends with an "error".
 
-        A sequence whose mask is not made here awaits it, and sits out the steps until then.
+        If another thread makes the mask, steps leave the sequence out until the mask is done.
         """
         seqs = [seq for seq in arrived.values() if "structured_outputs" in seq.feature_state and seq not in ends]
         constraints = [seq.feature_state["structured_outputs"] for seq in seqs]
-        # one that awaits its mask has got several tokens in this step
+        # a sequence that already awaits a mask has got several tokens in this step
         idle = [constraint for seq, constraint in zip(seqs, constraints) if seq.awaited is None]
         updated = {*update_fast(idle, MAX_SECONDS)}
         for seq, constraint in zip(seqs, constraints):

@@ -1,6 +1,6 @@
-"""Checks of arguments and files: each error states the name, the value and the bound.
+"""Checks of arguments and files. Each error states the name, the value and the bound.
 
-Numbers are returned as Python's own types, as arithmetic with a fixed-width NumPy integer could overflow later.
+Numbers are returned as Python's types, because arithmetic with fixed-width NumPy integers could overflow later.
 """
 
 import json
@@ -16,15 +16,15 @@ from nanovllm.utils.download import broken_file
 
 
 def checked(default: Any, check: Callable | str, **bounds: Any) -> Any:
-    """A field of a dataclass. `check_fields` calls `check(name, value, **bounds)` for any value but the default.
+    """A dataclass field with a check: `check_fields` calls `check(name, value, **bounds)` unless it has the default.
 
-    A check that few need is given by its home, "module:name", and imported when it is called.
+    A check that is rarely needed is given as "module:name", and imported when it is called.
     """
     return field(default=default, metadata={"check": check, "bounds": bounds})
 
 
 def check_fields(params: Any) -> None:
-    """Replace the values of `checked` fields by what their checks return. The dataclass may be frozen."""
+    """Replace the values of `checked` fields by the results of their checks, also in a frozen dataclass."""
     for each in fields(params):
         if each.metadata and (value := getattr(params, each.name)) is not each.default:
             check = resolve_name(home) if isinstance(home := each.metadata["check"], str) else home
@@ -58,7 +58,7 @@ def check_bool(name: str, value: Any) -> bool:
 
 
 def check_unicode(name: str, text: str) -> None:
-    """ValueError for half of a surrogate pair."""
+    """ValueError for a lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Checks of the sampling parameters that hold several values. Imported for requests that have one of them."""
+"""Checks of sampling parameters that hold several values. Imported for requests with one of them."""
 
 from collections.abc import Callable, Container
 from functools import partial
@@ -9,7 +9,7 @@ from nanovllm.utils.checks import check_int, check_real, check_unicode
 
 
 def check_collections(params: Any, names: Container[str]) -> None:
-    """Replace these parameters of a SamplingParams by what their checks return."""
+    """Replace these parameters of a SamplingParams by the results of their checks."""
     for name, check in CHECKS.items():
         if name in names:
             object.__setattr__(params, name, check(name, getattr(params, name)))
@@ -18,7 +18,7 @@ def check_collections(params: Any, names: Container[str]) -> None:
     if params.stop and not params.detokenize:
         raise ValueError(f"detokenize=False: must be True with stop={params.stop!r:.80}, which is found in the text")
     if params.structured_outputs is not None:
-        from nanovllm.structured_outputs.spec import check_spec  # few requests have any
+        from nanovllm.structured_outputs.spec import check_spec  # few requests have them
 
         object.__setattr__(params, "structured_outputs", check_spec(params.structured_outputs, params.ignore_eos))
 
@@ -49,7 +49,7 @@ def check_biases(name: str, value: Any) -> dict[int, float] | None:
 
 
 def _tuple_of(kind: type, name: str, value: Any) -> tuple:
-    """`value` as a tuple: a single value of this type, a collection of them, or None for none."""
+    """A tuple of values of this type, from one value, a collection or None (no values)."""
     value = value.tolist() if hasattr(value, "tolist") else value  # a NumPy array or a tensor
     values = () if value is None else (value,) if isinstance(value, kind) else value
     if not isinstance(values, (list, tuple, set, frozenset, range)) or not all(isinstance(v, kind) for v in values):

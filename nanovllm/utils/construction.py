@@ -1,4 +1,4 @@
-"""What layers find when they are constructed: the rank that they belong to, and the dtype of their weights."""
+"""The rank and the dtype for layers that are being constructed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 class Construction(NamedTuple):
     tp: TensorParallel = TensorParallel()
     dtype: torch.dtype | None = None  # of weights; None: PyTorch's default
-    is_quantized: bool = False  # linear layers and experts take no memory until a weight format allocates it
+    is_quantized: bool = False  # linear layers and experts take no memory until their weight format allocates it
 
 
 _ALONE = Construction()
@@ -26,7 +26,7 @@ def get_construction() -> Construction:
 
 @contextmanager
 def constructing(tp: TensorParallel, dtype: torch.dtype | None = None, is_quantized: bool = False) -> Iterator[None]:
-    """Construct the layers of a `with` block for a rank."""
+    """Construct the layers in a `with` block for this rank."""
     token = _construction.set(Construction(tp, dtype, is_quantized))
     try:
         yield

@@ -1,4 +1,4 @@
-"""What layers read during a step: it is set before the model runs, and reset after it."""
+"""The context of a step, which layers read. It is set before the model runs, and reset afterwards."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,30 +15,30 @@ _UNSET: Any = None  # outside of a step
 class Context:
     """The B sequences of a step, whose T new tokens are concatenated.
 
-    The first `num_decode_rows` have one token each; then come chunks of prompts, if the step `is_prefill`. Attention
-    reads all keys from the cache, those of this step included, so `context_lens` are the lengths of the keys.
+    The first `num_decode_rows` sequences have one new token each; then come chunks of prompts, if the step
+    `is_prefill`. Attention reads all keys from the cache, also the keys of this step.
     """
 
     is_prefill: bool = False  # whether there are chunks of prompts
-    cu_seqlens_q: torch.Tensor = _UNSET  # [B + 1] int32: where each row's tokens begin; only with `is_prefill`
+    cu_seqlens_q: torch.Tensor = _UNSET  # [B + 1] int32: where each row's new tokens begin; only with `is_prefill`
     max_seqlen_q: int = 1
-    slot_mapping: torch.Tensor = _UNSET  # [T] int32: where keys and values are stored; -1: nowhere
-    context_lens: torch.Tensor = _UNSET  # [B] int32: tokens to attend to, this step's included
+    slot_mapping: torch.Tensor = _UNSET  # [T] int32: cache slots for keys and values; -1: do not store
+    context_lens: torch.Tensor = _UNSET  # [B] int32: how many tokens to attend to, including this step's
     block_tables: torch.Tensor = _UNSET  # [B, W] int32
-    num_decode_rows: int = 0  # in a CUDA graph with chunks an upper bound
-    max_context_len: int = 0  # upper bound of context_lens, known to the host
+    num_decode_rows: int = 0  # an upper bound in a CUDA graph with chunks
+    max_context_len: int = 0  # an upper bound of context_lens, known to the host
     state_rows: torch.Tensor = _UNSET  # [2, B] int32: see cache/state.py
     backend_arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of `AttentionBackend.prepare_chunks`
-    tokens_per_row: int = 1  # with drafts, so many of the first `num_decode_rows` rows belong to one sequence
+    tokens_per_row: int = 1  # with drafts, how many of the `num_decode_rows` rows belong to one sequence
     num_decode_rows_on_device: torch.Tensor | None = None  # [1] int32, in a CUDA graph with chunks
-    plans: dict[Any, Any] = field(default_factory=dict)  # the attention backend's, made by the first layer of a step
+    plans: dict[Any, Any] = field(default_factory=dict)  # of the attention backend, made by the first layer of a step
 
 
 _context: ContextVar[Context | None] = ContextVar("context", default=None)
 
 
 def get_context() -> Context:
-    """The context of the step that this thread computes; outside of a step one without tensors."""
+    """The context of the step that this thread computes; without tensors outside of a step."""
     return _context.get() or Context()
 
 
@@ -53,7 +53,7 @@ def reset_context() -> None:
 
 @contextmanager
 def attention_context(context: Context) -> Iterator[None]:
-    """Set `context` for a `with` block, and reset it however the block ends."""
+    """Set `context` for a `with` block, and reset it at the end, even after an error."""
     _context.set(context)
     try:
         yield

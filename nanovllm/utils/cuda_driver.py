@@ -1,4 +1,4 @@
-"""Calls of CUDA's driver, by ctypes, and tensors at addresses that it returns."""
+"""Calls the CUDA driver by ctypes, and makes tensors at addresses that it returns."""
 
 import ctypes
 from typing import Any
@@ -9,7 +9,7 @@ OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 def call_driver(name: str, *arguments: Any) -> None:
-    """torch.OutOfMemoryError if the device's memory does not suffice, and RuntimeError for any other error."""
+    """Call a driver function. torch.OutOfMemoryError if device memory is exhausted; RuntimeError for other errors."""
     if error := getattr(_driver(), name)(*arguments):
         kind = torch.OutOfMemoryError if error == OUT_OF_MEMORY else RuntimeError
         raise kind(f"{name}: CUDA error {error}")
@@ -20,7 +20,7 @@ def _driver() -> Any:
 
 
 class DeviceBytes:
-    """Device memory in the form that torch.as_tensor takes without a copy. The tensor keeps this object alive."""
+    """Device memory that torch.as_tensor takes without a copy. The tensor keeps this object alive."""
 
     def __init__(self, address: int, num_bytes: int):
         self.address, self.num_bytes = address, num_bytes

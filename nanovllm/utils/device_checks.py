@@ -1,4 +1,4 @@
-"""Which accelerators there are, and whether they include those that the settings name."""
+"""Checks that the devices in the settings exist."""
 
 from collections.abc import Callable
 
@@ -6,12 +6,12 @@ import torch
 
 from nanovllm.utils.checks import check_choice
 
-# by the type of a torch.device besides "cpu": how many there are; the port to another accelerator adds its own
+# type of a torch.device, except "cpu" -> how many there are; a port to another accelerator adds an entry
 DEVICES: dict[str, Callable[[], int]] = {"cuda": lambda: torch.cuda.device_count()}
 
 
 def check_devices(name: str, num_ranks: int) -> None:
-    """ValueError unless there is a device `name`, such as "cuda" or "cuda:1", and one for each further rank."""
+    """ValueError unless there is a device `name`, such as "cuda" or "cuda:1", and one more for each further rank."""
     kind, _, number = name.partition(":")
     check_choice("device", kind, ("auto", "cpu", *DEVICES))
     count = DEVICES[kind]()

@@ -1,4 +1,4 @@
-"""Pipelining by two buffers."""
+"""Two buffers for pipelining."""
 
 from typing import Generic, TypeVar
 
@@ -6,7 +6,7 @@ T = TypeVar("T")
 
 
 class DoubleBuffer(Generic[T]):
-    """Two buffers used alternately: one is filled while the other is still in use."""
+    """Alternates between two buffers: one is filled while the other is still in use."""
 
     def __init__(self, first: T, second: T):
         self._buffers = first, second

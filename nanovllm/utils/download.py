@@ -1,4 +1,4 @@
-"""Fetches models from the Hugging Face hub, and says what is wrong with a file. Imported when that is needed."""
+"""Downloads models from the Hugging Face hub, and describes broken files."""
 
 import re
 from difflib import get_close_matches
@@ -6,14 +6,14 @@ from pathlib import Path
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 PLAIN_FILES = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
-DUPLICATES = ["consolidated*"]  # Mistral's own format, beside the files that transformers reads
+DUPLICATES = ["consolidated*"]  # the same weights in Mistral's format, which transformers does not read
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def download(setting: str, hub_id: str, revision: str | None, with_weights: bool, bundled: list[str]) -> Path:
-    """The folder with the files of a hub id, which are fetched if they are not there. FileNotFoundError with advice.
+    """The folder with the files of a hub id, downloaded if necessary. FileNotFoundError with advice.
 
-    A name that is nearly one of `bundled` is not asked for.
+    A name that is close to one of `bundled` is treated as a typing error, and not downloaded.
     """
     if not HUB_ID.fullmatch(hub_id):
         raise FileNotFoundError(f"{setting}={hub_id!r}: no such folder")
@@ -33,7 +33,7 @@ def download(setting: str, hub_id: str, revision: str | None, with_weights: bool
 
 
 def broken_file(file: Path, problem: str) -> ValueError:
-    """The error for a file with this problem, which may be only the pointer that a clone without git-lfs leaves."""
+    """The error for a file with this problem, or for the pointer file that a clone without git-lfs leaves instead."""
     with file.open("rb") as stream:
         if stream.read(len(LFS_POINTER)) == LFS_POINTER:
             problem = "is a git-lfs pointer, not the file itself; `git lfs pull` fetches it"

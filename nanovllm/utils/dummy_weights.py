@@ -7,13 +7,13 @@ from functools import partial
 import torch
 from torch import nn
 
-BOUND = 0.035  # a uniform distribution up to it has standard deviation 0.02, the usual initializer_range
+BOUND = 0.035  # of a uniform distribution with standard deviation 0.02, the usual initializer_range
 
 
 def load_dummy(model: nn.Module, loaders: Mapping[str, tuple[Callable, list]]) -> None:
-    """Small random numbers that depend on the tensor's name alone, so that all ranks hold shards of the same model.
+    """Load small random numbers that depend only on a tensor's name, so that all ranks hold shards of the same model.
 
-    `loaders` are those of `utils.loader.weight_loaders`.
+    `loaders` come from `utils.loader.weight_loaders`.
     """
 
     def draw(name: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Command line flags from the fields of a dataclass, with the help that its docstring has for each."""
+"""Makes command line flags of a dataclass's fields, with help texts from its docstring."""
 
 import argparse
 import inspect
@@ -15,20 +15,20 @@ METAVARS = {"stop": "TEXT", "uds": "PATH", "speculative_config": "JSON"}
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong. No flag can be shortened, as a later one could change what that means."""
+    """Reports errors in one line. Flags can't be abbreviated: a later flag could change what an abbreviation means."""
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, allow_abbrev=False, **options)
 
     def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
-        """Nothing may be left over; that of a command is the command's own error, and its help has the flags."""
-        parsed, rest = super().parse_known_args(*arguments, **options)
-        if rest:
-            typed, flags = rest[0].partition("=")[0], [*self._option_string_actions]
+        """Refuse unknown arguments here, so that the error of a subcommand points to the subcommand's help."""
+        parsed, unknown = super().parse_known_args(*arguments, **options)
+        if unknown:
+            typed, flags = unknown[0].partition("=")[0], [*self._option_string_actions]
             meant = [flag for flag in flags if flag.startswith(typed)][:3] or get_close_matches(typed, flags, n=1)
             hint = f" (did you mean {' or '.join(meant)}?)" if meant else ""
-            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
-        return parsed, rest
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
@@ -42,10 +42,10 @@ def add_flags(
     several: Container[str] = (),
     defaults: Mapping[str, str] | None = None,
 ) -> None:
-    """A flag `--like-this` for each field, in a group. A flag that is not given leaves nothing in the namespace.
+    """Add a flag `--like-this` for each field, in a group. A flag that is not given is not in the namespace.
 
     several: fields whose flag takes all values that follow it. Other fields with several values repeat the flag.
-    defaults: what the help states as the default, where that is not the field's own.
+    defaults: help texts of defaults that differ from the field's default.
     """
     group = parser.add_argument_group(title)
     help_texts = descriptions(settings)
@@ -63,24 +63,24 @@ def add_flags(
 
 
 def given(arguments: argparse.Namespace, settings: type, skip: Container[str] = ()) -> dict[str, Any]:
-    """The fields of a dataclass for which there was a flag, without those in `skip`."""
+    """The values of the given flags for fields of a dataclass, except fields in `skip`."""
     names = {field.name for field in fields(settings) if field.name not in skip}
     values = {name: value for name, value in vars(arguments).items() if name in names}
     return {name: tuple(_items(value)) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def _items(values: list[str]) -> list[str]:
-    """A value may be a JSON list of several."""
+    """The values, with JSON lists of values expanded."""
     return [item for value in values for item in (json.loads(value) if value.startswith('["') else [value])]
 
 
 def descriptions(settings: type) -> dict[str, str]:
-    """The text after `name: ` in a docstring, with its continuation lines, which are indented."""
-    found: dict[str, str] = {}
-    text = inspect.cleandoc(settings.__doc__ or "")  # Python 3.13 removes the indentation itself
-    for names, lines in re.findall(r"^(\w+(?:, \w+)*): (.*(?:\n    .*)*)", text, re.MULTILINE):
-        found |= dict.fromkeys(names.split(", "), " ".join(lines.split()))
-    return found
+    """The text after each `name: ` in a docstring, with its indented continuation lines."""
+    texts: dict[str, str] = {}
+    doc = inspect.cleandoc(settings.__doc__ or "")  # Python 3.13 removes the indentation itself
+    for names, lines in re.findall(r"^(\w+(?:, \w+)*): (.*(?:\n    .*)*)", doc, re.MULTILINE):
+        texts |= dict.fromkeys(names.split(", "), " ".join(lines.split()))
+    return texts
 
 
 def _flag(name: str) -> str:
@@ -88,20 +88,20 @@ def _flag(name: str) -> str:
 
 
 def _default(field: Field) -> str:
-    """The default of a field in the words of a shell. It is empty where the text of the field states it."""
+    """The default of a field as a shell's user writes it; empty if the text of the field states it."""
     if isinstance(field.default, bool):
         return "on" if field.default else "off"
     return "" if field.default is MISSING or field.default in (None, (), "") else str(field.default)
 
 
 def _in_words_of_a_shell(text: str, flags: Mapping[str, str]) -> str:
-    """Names of fields become flags, and what a docstring says about Python alone, at its end, is left out."""
+    """A help text whose field names are flags, without the end of the docstring that only concerns Python."""
     text = text.partition(" In Python")[0].removesuffix(".")
     return re.sub(r"`([^`]*)`", lambda name: flags.get(name[1], name[1]), text)
 
 
 def _options(field: Field) -> dict[str, Any]:
-    """How argparse reads the values of a field: the first of these types that it may have. A type's name is a text."""
+    """argparse's options for a field. Of a union, the first type in the order below counts; other types are text."""
     hint = field.type
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if bool in kinds:

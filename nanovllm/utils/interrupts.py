@@ -10,11 +10,11 @@ _is_held = False  # by an enclosing block of the main thread
 
 @contextmanager
 def interrupts_held() -> Iterator[list]:
-    """Ctrl-C within the block takes effect at its end, or at the end of the outermost of nested blocks.
+    """Delay Ctrl-C to the end of the block, or of the outermost of nested blocks.
 
-    Yields a list that is empty until the outermost block is interrupted; those of nested blocks stay empty. Python runs
-    signal handlers in the main thread only, so in other threads this does nothing. Nor does it if the handler was not
-    installed by Python, which could not restore it.
+    Yields a list that is empty until the outermost block is interrupted; lists of nested blocks stay empty. In other
+    threads this does nothing, because Python runs signal handlers only in the main thread. It also does nothing if the
+    handler was not installed by Python, which then could not restore it.
     """
     global _is_held
     is_main = threading.current_thread() is threading.main_thread()

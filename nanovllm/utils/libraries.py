@@ -1,4 +1,4 @@
-"""The libraries that every engine needs, imported by the commands in less time than imports take by themselves."""
+"""Imports the libraries that every engine needs, faster than plain imports. For commands."""
 
 import ctypes
 import gc
@@ -17,11 +17,11 @@ find_distributions = importlib.metadata.packages_distributions
 
 
 def import_libraries(settings: Mapping[str, Any]) -> None:
-    """Import transformers and PyTorch, whose libraries are loaded meanwhile, as that takes no lock of Python.
+    """Import transformers and PyTorch. PyTorch's native libraries are loaded in parallel, which does not need the GIL.
 
-    CUDA is initialized, too, unless the engine's `settings` say that it runs on a CPU; a fork of this process can't use
-    CUDA then. What is imported stays, and no search for garbage goes through it. What is missing is an error where it
-    is needed. Ctrl-C interrupts a wait, and no import; the process ends when the import has.
+    Also initializes CUDA, unless the engine's `settings` choose a CPU; forks of this process can't use CUDA then.
+    Garbage collection skips the imported objects. A missing library is an error only where it is needed. Ctrl-C
+    interrupts the wait for the imports, and the process ends when they are done.
     """
     if "torch" in sys.modules:
         return
@@ -34,14 +34,13 @@ def import_libraries(settings: Mapping[str, Any]) -> None:
         gc.freeze()
         gc.enable()
     if (error := imported.exception()) is not None and not isinstance(error, ImportError):
-        raise error  # an import of what is there, and broken, may fail in another way the next time
+        raise error  # here, because importing a broken library again may fail in another way
 
 
 def _load_native_libraries(device: str) -> None:
-    """By functions of C, which are called without Python's lock; imports load libraries with it.
+    """Load PyTorch's native libraries by C functions, which ctypes calls without the GIL. An import would hold it.
 
-    PyTorch's libraries take no lock of Python while they are loaded: otherwise this and an import could wait for each
-    other.
+    PyTorch's libraries do not take the GIL while they are loaded; otherwise this could deadlock with an import.
     """
     folder = Path(find_spec("torch").origin).parent  # type: ignore[union-attr, arg-type]
     ctypes.CDLL(None).dlopen(str(folder / "lib" / "libtorch_python.so").encode(), os.RTLD_NOW)
@@ -51,20 +50,20 @@ def _load_native_libraries(device: str) -> None:
 
 
 def _import_modules(native: Future) -> None:
-    # transformers asks for the distributions of all packages, and uses those of few
+    # transformers asks for the distributions of all packages, but uses few of them
     importlib.metadata.packages_distributions = _DistributionsOfPackages  # type: ignore[assignment]
     try:
         import transformers  # noqa: F401
     finally:
         importlib.metadata.packages_distributions = find_distributions
-    wait([native])  # else the import would wait for it, with Python's lock
+    wait([native])  # otherwise the import would wait for it, and hold the GIL
     import torch  # noqa: F401
 
 
 class _DistributionsOfPackages(Mapping[str, list[str]]):
-    """`importlib.metadata.packages_distributions()`, which would read the metadata of all that is installed.
+    """A lazy `importlib.metadata.packages_distributions()`, which reads the metadata of all installed packages.
 
-    That is done when a package is asked for whose distribution has another name.
+    This does it only for a package whose distribution has another name.
     """
 
     @cached_property

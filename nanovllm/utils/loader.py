@@ -1,4 +1,4 @@
-"""A model's files: where they are, those of JSON, and weights, from safetensors files into parameters by name."""
+"""Finds a model's files, and loads its tokenizer and weights."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,8 +22,8 @@ from nanovllm.utils.stored_otherwise import WHOLE, load_whole, text_name
 BUNDLED = Path(__file__).parent.parent / "assets"
 TOKENIZER_FILES = ("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",)  # one of these is enough
 JSON_FILES = ("tokenizer", "tokenizer_config", "vocab", "added_tokens", "special_tokens_map", "config")
-# For these values of `model_type` and `tokenizer_class`, AutoTokenizer loads the class on the right. Importing
-# AutoTokenizer takes up to two seconds more. For other families it may load another class than the one that is named.
+# For these values of `model_type` and `tokenizer_class`, AutoTokenizer loads the class on the right, but importing
+# AutoTokenizer takes up to two seconds more. For other families it may load another class than `tokenizer_class`.
 NAMED_FAMILIES = ("qwen3", "qwen3_moe", "qwen3_next")
 NAMED_TOKENIZERS = {"Qwen2Tokenizer": "Qwen2TokenizerFast", "PreTrainedTokenizerFast": "PreTrainedTokenizerFast"}
 HEAD = "lm_head.weight"
@@ -33,10 +33,10 @@ BAR_DELAY = 1  # seconds until the progress bar is shown
 
 
 def find_model(model: str, revision: str | None = None, with_weights: bool = True) -> Path:
-    """The absolute folder of `model`. A hub id is downloaded, with the hub client's progress bar.
+    """The absolute path of `model`'s folder. A hub id is downloaded, with the hub client's progress bar.
 
-    `revision` is a branch, tag or commit on the hub. FileNotFoundError, with advice, if there is no such folder and it
-    can't be downloaded.
+    `revision` is a branch, tag or commit on the hub. FileNotFoundError, with advice, if there is no such folder and no
+    download.
     """
     folder = _find("model", model, revision, with_weights)
     if not (folder / "config.json").is_file():
@@ -45,7 +45,7 @@ def find_model(model: str, revision: str | None = None, with_weights: bool = Tru
 
 
 def find_tokenizer(tokenizer: str | None, model_folder: Path) -> Path:
-    """The absolute folder of `tokenizer`, by default the model's. FileNotFoundError if it has no tokenizer."""
+    """The absolute path of `tokenizer`'s folder, by default the model's. FileNotFoundError if it has no tokenizer."""
     folder = model_folder if tokenizer is None else _find("tokenizer", tokenizer, None, with_weights=False)
     if not any(all((folder / name).is_file() for name in names) for names in TOKENIZER_FILES):
         wanted = ", or ".join(" and ".join(names) for names in TOKENIZER_FILES)
@@ -54,16 +54,16 @@ def find_tokenizer(tokenizer: str | None, model_folder: Path) -> Path:
 
 
 def load_tokenizer(folder: str):
-    """The tokenizer of `folder`, as transformers' AutoTokenizer loads it.
+    """The tokenizer in `folder`, as transformers' AutoTokenizer loads it.
 
-    ValueError with the name of the broken file, if known, or of the folder.
+    ValueError that names the broken file, if known, or the folder.
     """
-    # transformers' own errors do not say which file
-    found = {name: read_json(file) for name in JSON_FILES if (file := Path(folder, f"{name}.json")).exists()}
-    import transformers  # only here: importing it takes seconds
+    # read here because transformers' errors do not name the broken file
+    contents = {name: read_json(file) for name in JSON_FILES if (file := Path(folder, f"{name}.json")).exists()}
+    import transformers  # only here, because importing it takes seconds
 
-    config, name = found.get("tokenizer_config", {}), "AutoTokenizer"
-    if found.get("config", {}).get("model_type") in NAMED_FAMILIES:
+    config, name = contents.get("tokenizer_config", {}), "AutoTokenizer"
+    if contents.get("config", {}).get("model_type") in NAMED_FAMILIES:
         name = NAMED_TOKENIZERS.get(config.get("tokenizer_class"), name)
     try:
         if transformers.__version__.startswith("4."):
@@ -83,7 +83,7 @@ def _find(setting: str, name: str, revision: str | None, with_weights: bool) -> 
         return BUNDLED / name
     folder = Path(name).expanduser()
     if folder.is_dir():
-        return folder.absolute()  # the working directory may change, and other processes read it too
+        return folder.absolute()  # because the working directory may change
     return download(setting, name, revision, with_weights, bundled)
 
 
@@ -93,10 +93,10 @@ def _find(setting: str, name: str, revision: str | None, with_weights: bool) -> 
 def parameter(
     shape: tuple[int, ...], weight_loader: Callable, dtype: torch.dtype | None = None, is_linear: bool = False
 ) -> nn.Parameter:
-    """A parameter with a `weight_loader(parameter, loaded_weight, *shard_id)`, which returns what it filled.
+    """A parameter with a `weight_loader(parameter, loaded_weight, *shard_id)`, which returns the part that it filled.
 
-    Its dtype is by default that of the model that is constructed. With `is_linear` it may have a shape and no memory:
-    then a weight format will replace it.
+    The default dtype is the dtype of the model under construction. If the model is quantized, a parameter with
+    `is_linear` has a shape but no memory, because a weight format will replace it.
     """
     construction = get_construction()
     dtype = dtype or construction.dtype
@@ -107,31 +107,31 @@ def parameter(
 
 
 def default_weight_loader(param: torch.Tensor, loaded_weight) -> torch.Tensor:
-    """Copy a weight of the checkpoint that every rank has whole."""
+    """Copy a whole weight of the checkpoint."""
     return Shard(tuple(param.shape)).copy(param, loaded_weight)
 
 
 def check_shape(weight, shape: tuple[int, ...]):
-    """A tensor or a safetensors slice, which must have `shape`; of a function of the shape, what it returns."""
+    """A tensor or safetensors slice, or the result of a function of the shape. ValueError unless it has `shape`."""
     weight = weight(shape) if callable(weight) else weight
-    found = tuple(weight.shape if isinstance(weight, torch.Tensor) else weight.get_shape())
-    if found != tuple(shape):
-        raise ValueError(f"the checkpoint has shape {list(found)}, the model needs {list(shape)}")
+    stored_shape = tuple(weight.shape if isinstance(weight, torch.Tensor) else weight.get_shape())
+    if stored_shape != tuple(shape):
+        raise ValueError(f"the checkpoint has shape {list(stored_shape)}, the model needs {list(shape)}")
     return weight
 
 
 class Shard(NamedTuple):
-    """The part of a checkpoint's weight that a rank has, and where."""
+    """A rank's part of a weight of the checkpoint, and its place in the rank's weight."""
 
     shape: tuple[int, ...]  # of the whole weight
     rows: slice = slice(None)  # of the whole weight
     columns: slice = slice(None)
-    first_row: int = 0  # in the rank's own weight
+    first_row: int = 0  # in the rank's weight
 
     def copy(self, target: torch.Tensor, weight) -> torch.Tensor:
-        """Copy this part of a weight or bias, which `check_shape` takes, to `target`; returns what was filled.
+        """Copy this part of a weight or bias to `target`; returns the part of `target` that was filled.
 
-        Of a safetensors slice only this part is read.
+        `weight` is as in `check_shape`. Only this part of a safetensors slice is read.
         """
         weight = check_shape(weight, self.shape[: target.dim()])
         weight = weight[self.rows, self.columns] if target.dim() == 2 else weight[self.rows]
@@ -144,11 +144,12 @@ def load_model(
 ) -> None:
     """Fill `model` from the safetensors files in `folder`, or with random numbers if `load_format` is "dummy".
 
-    `model.packed_modules_mapping` maps a checkpoint's module to the merged one that holds it, and its shard id there.
-    Every parameter has a `weight_loader(parameter, weight)`, with a shard id too if several tensors share it.
-    `show_progress` shows a bar of files, if there are several and they are not read at once.
-    Raises ValueError that names the tensor if one is missing, surplus, in two files, of another shape, not floating
-    point, NaN or infinite; ValueError or FileNotFoundError that names the file if one is broken or missing.
+    `model.packed_modules_mapping` maps a checkpoint's module to (the merged module that holds it, its shard id there).
+    Parameters load tensors with `weight_loader(parameter, weight)`, or with a shard id too if several tensors share the
+    parameter. `show_progress` shows a bar if there are several files and loading takes longer than BAR_DELAY.
+
+    ValueError that names the tensor if it is missing, surplus, in two files, of another shape, not floating point, NaN
+    or infinite. ValueError or FileNotFoundError that names the file if it is broken or missing.
     """
     if quantization := model.config.quantization:
         quantization.prepare(model, device)
@@ -170,7 +171,7 @@ def load_model(
     files = {name: file for name, file in files.items() if not is_unused(model, name)}
     if files.keys() != loaders.keys():
         raise other_tensors(folder, files.keys(), loaders.keys())
-    bounds = {}
+    bounds = {}  # the least and greatest element of each tensor
     in_order = sorted(set(files.values()))
     if show_progress and len(in_order) > 1:
         in_order = with_bar(in_order, desc="Loading weights", unit=" files", delay=BAR_DELAY, leave=False)
@@ -183,15 +184,15 @@ def load_model(
                 except ValueError as error:
                     raise ValueError(f"{folder}: {name}: {error}") from error
                 if filled is not None:
-                    bounds[name] = torch.stack(filled.aminmax())  # NaN if any element is
-    are_finite = torch.stack([*bounds.values()]).isfinite().all(1).tolist()  # the only synchronization
+                    bounds[name] = torch.stack(filled.aminmax())  # NaN if any element is NaN
+    are_finite = torch.stack([*bounds.values()]).isfinite().all(1).tolist()  # the only wait for the device
     if broken := sorted(name for name, is_finite in zip(bounds, are_finite) if not is_finite):
         raise bad_tensors(folder, broken, f"are NaN or infinite in {bounds[broken[0]].dtype}")
 
 
 def is_unused(model: nn.Module, name: str) -> bool:
-    """Whether a checkpoint may have a tensor of this name, and `model` does not take it."""
-    tied = (HEAD,) if model.config.tie_word_embeddings else ()  # which the embedding is, too
+    """Whether `model` ignores a tensor of this name in a checkpoint."""
+    tied = (HEAD,) if model.config.tie_word_embeddings else ()  # the embedding is the head
     scales = model.config.quantization.unused_tensors if model.config.quantization else ()
     # old checkpoints of Llama store the frequencies of the rotary embedding, which config.json defines
     prefixes = getattr(model, "unused_prefixes", ())
@@ -199,28 +200,28 @@ def is_unused(model: nn.Module, name: str) -> bool:
 
 
 def find_tensors(folder: Path, dtypes: tuple[str, ...] = FLOAT_DTYPES) -> dict[str, Path]:
-    """The file of every tensor of the checkpoint in `folder`, whose headers are checked.
+    """The file of every tensor of the checkpoint in `folder`. ValueError for broken files, or other dtypes.
 
-    As in transformers, a `model.safetensors` comes before all other files.
+    As in transformers, a `model.safetensors` takes precedence over all other files.
     """
     if (single := folder / "model.safetensors").is_file():
-        found = {name: (single, dtype) for name, dtype in stored_dtypes(single).items()}
+        tensors = {name: (single, dtype) for name, dtype in stored_dtypes(single).items()}
     else:
-        found = find_in_files(folder, stored_dtypes)
-    for name, (file, dtype) in found.items():
+        tensors = find_in_files(folder, stored_dtypes)
+    for name, (file, dtype) in tensors.items():
         if dtype not in dtypes:
             raise ValueError(f"{file}: {name} has dtype {dtype}: must be one of {', '.join(dtypes)}")
-    return {name: file for name, (file, _) in found.items()}
+    return {name: file for name, (file, _) in tensors.items()}
 
 
 def stored_dtypes(file: Path) -> dict[str, str]:
-    """The tensors in a file, with their dtypes as safetensors names them."""
+    """The dtype of each tensor in a file, as safetensors names it."""
     with open_safetensors(file) as tensors:
         return {name: tensors.get_slice(name).get_dtype() for name in [*tensors.keys()]}
 
 
 def open_safetensors(file: Path, device: torch.device | str = "cpu"):
-    """A context manager for the open file; ValueError that names the file if it is no complete safetensors file."""
+    """A context manager for the open file. ValueError that names the file if it is not a complete safetensors file."""
     try:
         return safe_open(file, framework="pt", device=str(device))
     except SafetensorError as error:
@@ -228,7 +229,7 @@ def open_safetensors(file: Path, device: torch.device | str = "cpu"):
 
 
 def weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[Any]]]:
-    """What loads every tensor, by its name in a checkpoint, and its shard id if several share a parameter."""
+    """(loader, shard id) of every tensor by its name in a checkpoint; the id is empty if it has its own parameter."""
     shards_of: dict[str, list[tuple]] = {}
     for module, (merged, shard_id) in model.packed_modules_mapping.items():
         shards_of.setdefault(merged, []).append((module, shard_id))

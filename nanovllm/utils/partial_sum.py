@@ -1,4 +1,4 @@
-"""Sums that are not added up yet: the kernel that reads one does it."""
+"""Sums whose parts are added by the kernel that reads them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,15 +7,15 @@ import torch
 
 from nanovllm.utils.tensor_parallel import TensorParallel
 
-Compute = Callable[[torch.Tensor | None], torch.Tensor]  # writes to its argument if there is one, and returns it
+Compute = Callable[[torch.Tensor | None], torch.Tensor]  # writes its result to the argument, unless that is None
 
 
 class PartialSum:
-    """A [T, N] tensor as a sum of parts, which its reader adds up, in the kernel that reads it if there is one.
+    """A [T, N] tensor as a sum of parts, which its reader adds up, if possible in a kernel that does more.
 
-    parts: [T, N], or with split_k > 1 [split_k, T, N], to be summed over the first dimension.
-    barrier: what the kernel that reads it waits at, to add the other ranks' parts too (distributed/peer_memory.py);
-        None: there are none.
+    parts: [T, N], or [split_k, T, N] if split_k > 1, to be summed over the first dimension.
+    barrier: where the reading kernel waits for the other ranks' parts, which it adds too (distributed/peer_memory.py).
+        None if there are no such parts.
     """
 
     __slots__ = ("device", "parts", "split_k")
@@ -30,7 +30,7 @@ class PartialSum:
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        """The sum, if there is nothing left to add."""
+        """The sum if there is only one part, else None."""
         return self.parts if self.split_k == 1 else None
 
     def reduce(self) -> torch.Tensor:
@@ -41,9 +41,9 @@ class PartialSum:
 def sum_over_ranks(
     tp: TensorParallel, compute: Compute, num_rows: int, width: int, dtype: torch.dtype, split_k: int = 1
 ) -> PartialSum:
-    """The sum of what `compute` returns on every rank: [num_rows, width], or split_k > 1 parts of that shape.
+    """The sum over ranks of the result of `compute`: [num_rows, width], or [split_k, num_rows, width] if split_k > 1.
 
-    Ranks that read each other's memory (`tp.sum`) pass `compute` what it writes to, [split_k, num_rows, width] of it.
+    Ranks that read each other's memory (`tp.sum`) pass `compute` a tensor [split_k, num_rows, width] to write to.
     """
     if hasattr(tp, "sum"):
         return tp.sum(compute, num_rows, width, dtype, split_k)
@@ -51,7 +51,7 @@ def sum_over_ranks(
 
 
 def max_split_k(tp: TensorParallel, num_rows: int) -> int:
-    """How many parts a summand of `sum_over_ranks` may have at most."""
+    """The largest `split_k` for `sum_over_ranks`."""
     if hasattr(tp, "sum"):
-        return 2 if num_rows <= 32 else 1  # every rank reads the parts of all
+        return 2 if num_rows <= 32 else 1  # small, because every rank reads the parts of all ranks
     return 4 if tp.size == 1 else 1

@@ -1,4 +1,4 @@
-"""Progress bars. This file is imported when one is shown."""
+"""Progress bars."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 @contextmanager
 def progress_bar(total: int, **options) -> Iterator[Callable[..., None]]:
-    """A tqdm bar with these options, as a function `advance(n, **num_tokens)`: n more items are done.
+    """A tqdm bar. Yields a function `advance(n, **num_tokens)`: n more items are done.
 
-    `num_tokens` are those since the last call, by their kind; the bar shows their rates. Ctrl-C takes effect only after
-    a function of tqdm returns: inside one, it could leave the lock that all bars of the process share acquired forever.
+    `num_tokens` counts tokens since the last call, by kind; the bar shows their rates. Ctrl-C is held while a function
+    of tqdm runs, because it could leave the lock that all bars of the process share acquired forever.
     """
     rates, last_time = {}, perf_counter()
 
@@ -42,7 +42,7 @@ def progress_bar(total: int, **options) -> Iterator[Callable[..., None]]:
 
 
 def with_bar(items: list[T], **options) -> Iterable[T]:
-    """The items, with a bar of those that are done."""
+    """Yield the items, and show a progress bar."""
     with progress_bar(len(items), **options) as advance:
         for item in items:
             yield item

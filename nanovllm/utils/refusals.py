@@ -1,4 +1,4 @@
-"""Errors of the start that take several lines to say. Imported when one is raised."""
+"""Long error messages of the start."""
 
 from collections.abc import Iterable, Set
 from pathlib import Path
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def cache_too_small(config: "Config", block_bytes: int, state_bytes: int, available: int, limit: str) -> ValueError:
-    """So many bytes do not hold the longest sequence of a Config; `limit` says whose bound they are."""
+    """`available` bytes of cache do not hold the longest sequence of `config`; `limit` names the limit."""
     needed = config.max_blocks_per_seq * block_bytes + state_bytes
     return ValueError(
         f"max_model_len={config.max_model_len}: one sequence needs {needed / 2**30:.2f} GiB of cache, and {limit} "
@@ -17,11 +17,11 @@ def cache_too_small(config: "Config", block_bytes: int, state_bytes: int, availa
     )
 
 
-def other_tensors(folder: Path, found: Set[str], wanted: Set[str]) -> ValueError:
-    """The names of a checkpoint's tensors differ from those that a model has parameters for."""
-    if missing := wanted - found:
+def other_tensors(folder: Path, stored: Set[str], wanted: Set[str]) -> ValueError:
+    """The names of a checkpoint's tensors differ from the names that the model's parameters need."""
+    if missing := wanted - stored:
         return bad_tensors(folder, missing, "are missing")
-    return bad_tensors(folder, found - wanted, "belong to no parameter")
+    return bad_tensors(folder, stored - wanted, "belong to no parameter")
 
 
 def bad_tensors(folder: Path, names: Iterable[str], problem: str, limit: int = 5) -> ValueError:

@@ -1,4 +1,4 @@
-"""Modules that get another `forward` after they were constructed, as quantized and fused ones do."""
+"""Replaces methods of modules after their construction, for quantized and fused modules."""
 
 from functools import cache
 
@@ -6,9 +6,9 @@ from torch import nn
 
 
 def replace_methods(module: nn.Module, form: type, prefix: str) -> None:
-    """Put the methods of `form` before those of the module's class: isinstance, names and parameters stay.
+    """Override methods of a module by the methods of `form`. isinstance, names and parameters stay the same.
 
-    The class becomes a subclass of both, whose name begins with `prefix`, as PyTorch's `fully_shard` does it.
+    As in PyTorch's `fully_shard`, the module's class becomes a subclass of both, whose name begins with `prefix`.
     """
     module.__class__ = _subclass(form, type(module), prefix)
 

@@ -1,4 +1,4 @@
-"""The frequencies of rotary embeddings, also for longer contexts than those of the training."""
+"""Frequencies of rotary embeddings, also for longer contexts than in training."""
 
 import math
 from collections.abc import Mapping
@@ -15,32 +15,33 @@ KINDS = "default", "linear", "dynamic", "yarn", "llama3", "longrope"
 
 
 class RopeFrequencies(NamedTuple):
-    """What the angles of rotary embeddings are made from."""
+    """The parameters of a rotary embedding."""
 
-    inv_freq: torch.Tensor  # [numbers of a head that are rotated / 2]
+    inv_freq: torch.Tensor  # [rotated numbers of a head / 2]
     scale: float  # of cos and sin
     max_len: int  # the longest sequence
 
 
 def inverse_frequencies(theta: float, size: int) -> torch.Tensor:
-    """Angles per position [size / 2], of the pairs of `size` numbers of a head."""
+    """Angles per position [size / 2], for the pairs of `size` numbers of a head."""
     return 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size)
 
 
 def scaled_rope(kind: str, theta: float, rope: dict, raw: Mapping, head_dim: int, file: Path) -> RopeFrequencies:
-    """`rope` are the other entries of a config.json's `rope_parameters` or `rope_scaling`; `raw` is all of that file.
+    """The frequencies for a rope type. ValueError, TypeError or KeyError if a parameter is invalid or missing.
 
-    The longest sequence is that of vLLM. Where all frequencies change at the length of the training ("dynamic" and
-    "longrope"), it is that length.
+    `raw` is the content of a config.json, and `rope` has the other entries of its `rope_parameters` or `rope_scaling`.
+    `max_len` is the same as in vLLM. It is the training length if all frequencies would change beyond it ("dynamic" and
+    "longrope").
     """
     trained_len, name = raw["max_position_embeddings"], "original_max_position_embeddings"
     if raw.get(name) is not None:
-        rope[name] = raw[name]  # as in transformers, this one counts
+        rope[name] = raw[name]  # takes precedence, as in transformers
     rope.setdefault(name, trained_len)
     for name in NUMBERS & rope.keys():
         check_real(f"{file}: {name}", rope[name], low=1e-6, high=1e30)
     fraction = check_real(f"{file}: partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1e-6, 1.0)
-    head_dim = int(head_dim * fraction)  # of a head that is rotated
+    head_dim = int(head_dim * fraction)  # only the rotated numbers
     check_choice(f"{file}: rope type", kind, KINDS)
     if kind in ("yarn", "longrope"):
         rope.setdefault("factor", trained_len / rope["original_max_position_embeddings"])
@@ -61,8 +62,8 @@ def scaled_rope(kind: str, theta: float, rope: dict, raw: Mapping, head_dim: int
 
 
 def _llama3_frequencies(inv_freq: torch.Tensor, rope: dict) -> torch.Tensor:
-    """The frequencies of Llama 3.1: slow pairs turn slower by a factor, and fast ones as before; what is between is
-    interpolated. A pair is fast that turns often in the length of the training.
+    """The frequencies of Llama 3.1. Slow pairs are slowed down by a factor, and fast pairs stay as they are; pairs in
+    between are interpolated. A pair is fast if it makes many turns in the training length.
     """
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     num_turns = rope["original_max_position_embeddings"] / (2 * math.pi / inv_freq)
@@ -71,9 +72,9 @@ def _llama3_frequencies(inv_freq: torch.Tensor, rope: dict) -> torch.Tensor:
 
 
 def _yarn_frequencies(periods: torch.Tensor, theta: float, rope: dict) -> torch.Tensor:
-    """The frequencies of YaRN (Peng et al., 2023): as those of Llama 3.1, but interpolated by a pair's index."""
+    """The frequencies of YaRN (Peng et al., 2023): like Llama 3.1, but interpolated by the index of a pair."""
     num_pairs, original_len = len(periods), rope["original_max_position_embeddings"]
-    num_turns = rope.get("beta_fast", 32), rope.get("beta_slow", 1)  # in the length of the training
+    num_turns = rope.get("beta_fast", 32), rope.get("beta_slow", 1)  # in the training length
     first, last = (num_pairs * math.log(original_len / (n * 2 * math.pi), theta) for n in num_turns)
     if rope.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
@@ -84,7 +85,9 @@ def _yarn_frequencies(periods: torch.Tensor, theta: float, rope: dict) -> torch.
 
 
 def _yarn_scale(rope: dict) -> float:
-    """Scales queries times keys by the square of it, so that attention is as sharp as in a shorter context."""
+    """The scale of cos and sin. It enters the dot products of queries and keys squared, to keep attention sharp in a
+    longer context.
+    """
 
     def scale(weight: float) -> float:
         return 1.0 if rope["factor"] <= 1 else 0.1 * weight * math.log(rope["factor"]) + 1.0
@@ -95,7 +98,7 @@ def _yarn_scale(rope: dict) -> float:
 
 
 def _short_factors(rope: dict, num_pairs: int, file: Path) -> torch.Tensor:
-    """What the frequencies of LongRoPE are divided by, up to the length of the training."""
+    """The divisors of LongRoPE's frequencies for contexts up to the training length."""
     factors = rope["short_factor"]
     if not isinstance(factors, list) or len(factors) != num_pairs:
         raise ValueError(f"{file}: short_factor={factors!r:.80}: must be a list of {num_pairs} numbers")

@@ -1,13 +1,13 @@
-"""Checks of settings that few engines have. Imported for one that is not the default."""
+"""Checks of rarely used settings. Imported when one is not the default."""
 
 from typing import Any
 
-# by the names of a setting `scheduling_policy`
+# names for the setting `scheduling_policy` -> module:class
 POLICIES = {"fcfs": "nanovllm.engine.scheduling_policy:FCFS", "priority": "nanovllm.engine.policies:Priority"}
 
 
 def check_policy(name: str, policy: Any) -> Any:
-    """ValueError for a name that is unknown; TypeError for anything else without a method `priority_key`."""
+    """ValueError for an unknown name; TypeError for an object without a method `priority_key`."""
     if isinstance(policy, str):
         if policy not in POLICIES:
             raise ValueError(f"{name}={policy!r}: must be one of {', '.join(POLICIES)}, or an object")

@@ -1,4 +1,4 @@
-"""Checkpoints of several files, with or without an index of their tensors. Imported for those."""
+"""Checkpoints of several files, with or without an index."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,26 +7,25 @@ from nanovllm.utils.checks import read_json
 
 
 def find_in_files(folder: Path, stored_dtypes: Callable[[Path], dict[str, str]]) -> dict[str, tuple[Path, str]]:
-    """The file of every tensor, and its dtype, of those that `stored_dtypes` says are in a file.
+    """(file, dtype) of every tensor. `stored_dtypes(file)` returns the tensors in a file.
 
-    As in transformers: the files that the index names, each with the tensors that it should hold. If there is no index,
-    all *.safetensors.
+    As in transformers, the index lists files and their tensors. Without an index, all *.safetensors are read.
     """
     index = folder / "model.safetensors.index.json"
     names_of: dict[Path, list[str] | None]  # None: all tensors in the file
     names_of = _read_index(index) if index.is_file() else dict.fromkeys(sorted(folder.glob("*.safetensors")))
     if not names_of:
         raise FileNotFoundError(f"{folder}: holds no *.safetensors")
-    found: dict[str, tuple[Path, str]] = {}
+    tensors: dict[str, tuple[Path, str]] = {}
     for file, names in names_of.items():
         stored = stored_dtypes(file)
         for name in stored if names is None else names:
             if name not in stored:
                 raise ValueError(f"{file}: lacks {name}, which {index.name} says is there")
-            if name in found:
-                raise ValueError(f"{folder}: {name} is in both {found[name][0].name} and {file.name}")
-            found[name] = file, stored[name]
-    return found
+            if name in tensors:
+                raise ValueError(f"{folder}: {name} is in both {tensors[name][0].name} and {file.name}")
+            tensors[name] = file, stored[name]
+    return tensors
 
 
 def _read_index(index: Path) -> dict[Path, list[str]]:

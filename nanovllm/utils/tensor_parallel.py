@@ -1,4 +1,4 @@
-"""This rank's place among the ranks that share a model. Here there is one rank; `distributed/` has several."""
+"""A rank's place among the ranks that share a model. This file has the single rank; `distributed/` has several."""
 
 import torch
 
@@ -6,13 +6,13 @@ STEP_TIMEOUT = 300.0  # seconds that a rank waits for the others within a step
 
 
 class TensorParallel:
-    """A rank and the number of ranks, how a model is divided over them, and what they compute together.
+    """A rank and the number of ranks: how a model is split over them, and their collective operations.
 
-    This class alone is a single rank, whose sums and maxima are its own; with another size it tells only the shards.
-    The subclasses in `distributed/` communicate.
+    This class is a single rank, which does not communicate. With another size it only computes shards. The subclasses
+    in `distributed/` communicate.
     """
 
-    lost = False  # another rank is gone, and what this one computes is worthless
+    lost = False  # another rank is gone, so this rank's results are invalid
     num_bytes = 0  # device memory that PyTorch's allocator does not count
 
     def __init__(self, rank: int = 0, size: int = 1):
@@ -26,12 +26,12 @@ class TensorParallel:
         return total // self.size
 
     def local_slice(self, total: int) -> slice:
-        """This rank's equal share of `total` elements, which the number of ranks divides."""
+        """This rank's equal share of `total` elements. ValueError if the number of ranks does not divide `total`."""
         size = self.shard_size("checkpoint tensor", total)
         return slice(self.rank * size, (self.rank + 1) * size)
 
     def for_heads(self, num_kv_heads: int) -> "TensorParallel":
-        """How key-value heads are divided: if there are fewer heads than ranks, several ranks hold the same head."""
+        """How key-value heads are split: if there are fewer heads than ranks, several ranks hold the same head."""
         if num_kv_heads >= self.size:
             return self
         if self.size % num_kv_heads:
@@ -47,14 +47,14 @@ class TensorParallel:
         return x
 
     def all_reduce_max(self, keys: torch.Tensor) -> torch.Tensor:
-        """The elementwise maximum of every rank's keys [S] int64; S may be 0. It ends each forward of several ranks."""
+        """The elementwise maximum of every rank's keys [S] int64; S may be 0. Each forward of several ranks ends so."""
         return keys
 
     def barrier(self, device: torch.device) -> None:
-        """Make what is queued on the device from now on wait for all ranks, as at the end of each forward."""
+        """Make all later work on the device wait for all ranks, as at the end of each forward."""
 
     def check(self) -> None:
         """RuntimeError if a rank was lost."""
 
     def close(self) -> None:
-        """Leave the other ranks; no queued work may need them any more."""
+        """Disconnect from the other ranks. No queued work may need them."""

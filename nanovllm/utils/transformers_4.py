@@ -1,15 +1,15 @@
-"""Tokenizers that transformers 5 has written, for version 4 of it. Imported with that."""
+"""Loads tokenizers that transformers 5 has written with transformers 4."""
 
 from pathlib import Path
 from typing import Any
 
 import transformers
 
-TEMPLATES = "additional_chat_templates/*.jinja"  # with names, beside the default one
+TEMPLATES = "additional_chat_templates/*.jinja"  # named templates, in addition to the default one
 
 
 def load_with_version_4(name: str, folder: str, config: dict[str, Any]) -> Any:
-    """The tokenizer of `folder`, which has the class of this name; `config` is its tokenizer_config.json."""
+    """The tokenizer in `folder`, of the class `name`; `config` is its tokenizer_config.json."""
     options: dict[str, Any] = {}
     if config.get("tokenizer_class") == "TokenizersBackend":
         name = "PreTrainedTokenizerFast"

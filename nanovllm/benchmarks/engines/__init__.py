@@ -1,4 +1,4 @@
-"""The engines that can be compared: functions of a model, our settings and the workloads."""
+"""The engines that can be compared. Each is a function of a model, our settings and the workloads."""
 
 import importlib.metadata
 import importlib.util
@@ -20,9 +20,9 @@ STEPPED_ENGINES: Engines = {"nanovllm": step_nanovllm, "vllm": step_vllm}  # for
 
 
 def run_engines(names: list[str], functions: Engines, model: str, settings: dict, workloads: Workloads) -> Results:
-    """Several engines run in a process each; one that is not installed is left out.
+    """Run the workloads on each engine. Several engines run in separate processes; engines not installed are left out.
 
-    After Ctrl-C, those of the workloads that were complete; no other engine is started then.
+    After Ctrl-C, the results have only the workloads that were complete, and no further engine is started.
     """
     results = {}
     for engine in names:
@@ -36,17 +36,17 @@ def run_engines(names: list[str], functions: Engines, model: str, settings: dict
             runs = workloads[name]
             counted = [request for requests in runs[-result.num_runs :] for request in requests]
             result.num_tokens = sum(len(r.prompt) if name == "prefill" else r.max_tokens for r in counted)
-        if results[engine].keys() < workloads.keys():  # it was interrupted
+        if results[engine].keys() < workloads.keys():  # Ctrl-C
             break
     return results
 
 
 def versions(engines: Iterable[str]) -> str:
-    """The versions of the engines and of what they run on, and the environment variables that vLLM reads."""
-    found = []
+    """Return the versions of the engines, torch and triton, and the environment variables VLLM_*."""
+    parts = []
     for package in (*engines, "torch", "triton"):
         with suppress(importlib.metadata.PackageNotFoundError):
             name = {"nanovllm": "nano-vllm"}.get(package, package)
-            found.append(f"{package} {importlib.metadata.version(name)}")
-    found += [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("VLLM_")]
-    return ", ".join(found)
+            parts.append(f"{package} {importlib.metadata.version(name)}")
+    parts += [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("VLLM_")]
+    return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""How requests are given to an engine: all at once, or each when it is due."""
+"""The loops of measurements: one over runs and workloads, and one that submits requests when they are due."""
 
 from collections.abc import Callable
 from time import perf_counter, sleep
@@ -14,9 +14,9 @@ BAR = dict(leave=False, disable=None, dynamic_ncols=True)  # None: no bar where 
 
 
 def measure(engine: str, run: Run, workloads: Workloads, summary: Summary) -> dict[str, Result]:
-    """Do all runs of each workload, and report when it starts and ends; the first run is a warm-up.
+    """Do all runs of each workload, the first as a warm-up, and report when a workload starts and ends.
 
-    Ctrl-C ends it with the workloads that are complete, if there are any.
+    After Ctrl-C, the complete workloads are returned, if there are any.
     """
     results: dict[str, Result] = {}
     try:
@@ -34,8 +34,8 @@ def measure(engine: str, run: Run, workloads: Workloads, summary: Summary) -> di
 def serve(engine, requests: list[Request]) -> Result:
     """Submit each request when it is due, and step the engine until all have ended.
 
-    `engine.params(request)` are its sampling parameters, `add(prompt, params)` returns an id, and `step()` returns
-    the id of the request of every new token. A request that falls due during a step is submitted after the step.
+    `engine.params(request)` returns its sampling parameters, `add(prompt, params)` returns an id, and `step()` returns
+    the request id of each new token. A request that falls due during a step is submitted after the step.
     """
     params = [engine.params(request) for request in requests]
     times: dict[int, list[float]] = {}

@@ -1,4 +1,4 @@
-"""This package, by `generate` and by `step`."""
+"""Runs workloads on this package, with `generate` or with `step`."""
 
 import multiprocessing
 import sys
@@ -23,12 +23,12 @@ def nanovllm_params(request: Request) -> SamplingParams:
 
 
 def inputs(requests: list[Request]) -> tuple[list[list[int]], list[SamplingParams]]:
-    """What `generate` and `stream` take."""
+    """Return the prompts and parameters that `generate` and `stream` take."""
     return [r.prompt for r in requests], [nanovllm_params(r) for r in requests]
 
 
 class NanoVllmSteps:
-    """An `LLM` of this package for `serve`."""
+    """Adapts an `LLM` of this package to `serve`."""
 
     params = staticmethod(nanovllm_params)
 
@@ -41,8 +41,8 @@ class NanoVllmSteps:
 
 @contextmanager
 def started_nanovllm(model: str, settings: dict) -> "Iterator[LLM]":
-    """An `LLM` of this package; prints how long its start took if this is the command's own process."""
-    from nanovllm import LLM  # with PyTorch, which the command's help does without
+    """Start an `LLM` of this package. In the main process, print how long the start took."""
+    from nanovllm import LLM  # imports PyTorch, which --help does not need
 
     with LLM(model, **settings) as llm:
         loaded = seconds_since_start()
@@ -56,7 +56,7 @@ def started_nanovllm(model: str, settings: dict) -> "Iterator[LLM]":
 
 
 def run_nanovllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
-    """`LLM.generate` of this package; its outputs tell when their first tokens arrived."""
+    """Run workloads with `LLM.generate`. Its outputs say when their first tokens arrived."""
 
     def run(requests: list[Request]) -> Result:
         prompts, params = inputs(requests)
@@ -72,6 +72,6 @@ def run_nanovllm(model: str, settings: dict, workloads: Workloads) -> dict[str, 
 
 
 def step_nanovllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
-    """`LLM.step` of this package."""
+    """Run workloads with `LLM.step`."""
     with started_nanovllm(model, settings) as llm:
         return measure("nanovllm", partial(serve, NanoVllmSteps(llm)), workloads, joined)

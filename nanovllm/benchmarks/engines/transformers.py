@@ -1,4 +1,4 @@
-"""transformers, by padded batches."""
+"""Runs workloads on transformers, in padded batches."""
 
 from time import perf_counter
 
@@ -9,7 +9,7 @@ from nanovllm.config import Config
 
 
 def run_transformers(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
-    """Padded batches, one after the other; the fastest of a few batch sizes is reported, and on a CPU of two dtypes."""
+    """Run padded batches one after the other, with three batch sizes and, on a CPU, two dtypes. Report the fastest."""
     import torch
     from transformers import AutoModelForCausalLM, StoppingCriteria
 

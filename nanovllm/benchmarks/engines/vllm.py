@@ -1,4 +1,4 @@
-"""vLLM, by its `generate` and by the steps of its engine."""
+"""Runs workloads on vLLM, with `generate` or with the steps of its engine."""
 
 import sys
 from collections.abc import Iterator
@@ -12,31 +12,31 @@ from nanovllm.benchmarks.requests import Request, Workloads
 from nanovllm.benchmarks.results import Result, drafts_since, fastest, joined
 from nanovllm.config import Config
 
-# keys of our `speculative_config` that vLLM has too, with the same meaning
+# the keys of our `speculative_config` that have the same meaning in vLLM
 OF_DRAFTS = "method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "model", "revision"
 OF_DRAFTS += "draft_tensor_parallel_size", "synthetic_acceptance_rates"
 
 
 def vllm_settings(model: str, settings: dict) -> dict:
-    """Our model, dtypes and max_model_len, and weights that are random if ours are; all else is vLLM's default.
+    """Return arguments for vLLM: our model, dtypes, max_model_len, ranks, load format and speculation.
 
-    `settings` may state two further bounds: what is not in it is not passed on.
+    `max_num_seqs` and `max_num_batched_tokens` are passed on only if `settings` has them. All else is vLLM's default.
     """
     config = Config.create(model, settings)
     names = ["model", "max_model_len", "tensor_parallel_size", "load_format", "quantization", "kv_cache_dtype"]
     names += [name for name in ("max_num_seqs", "max_num_batched_tokens") if name in settings]
-    found = {"dtype": str(config.dtype).removeprefix("torch."), **{name: getattr(config, name) for name in names}}
+    arguments = {"dtype": str(config.dtype).removeprefix("torch."), **{name: getattr(config, name) for name in names}}
     if config.model_config.hybrid and config.model_config.hybrid.is_nested:
-        found["language_model_only"] = True  # we have no vision parts either
+        arguments["language_model_only"] = True  # we have no vision parts either
     if (drafting := config.speculative_config) is not None:
-        found["speculative_config"] = speculation(drafting)
+        arguments["speculative_config"] = speculation(drafting)
         if drafting.method == "eagle3" and config.load_format == "dummy":
-            found["worker_cls"] = "nanovllm.benchmarks.engines.vllm_worker.WorkerWithHead"
-    return found
+            arguments["worker_cls"] = "nanovllm.benchmarks.engines.vllm_worker.WorkerWithHead"
+    return arguments
 
 
 def speculation(settings: Any) -> dict[str, Any]:
-    """vLLM's `speculative_config` like ours, which is resolved. It drafts in every step, whatever that brings."""
+    """Translate our resolved `speculative_config` for vLLM, which drafts in every step, even if that does not pay."""
     names = [name for name in OF_DRAFTS if getattr(settings, name) is not None]
     if settings.method == "suffix":
         names += [name for name in settings.__dataclass_fields__ if name.startswith("suffix_")]
@@ -46,7 +46,7 @@ def speculation(settings: Any) -> dict[str, Any]:
 
 @contextmanager
 def ending(engine: Any) -> Iterator[None]:
-    """End vLLM's process with the body. From 0.33 on, a process that leaves this to its own end waits for ever."""
+    """End vLLM's process with the `with` block. Since vLLM 0.33, a process that does not do this never ends."""
     try:
         yield
     finally:
@@ -54,18 +54,18 @@ def ending(engine: Any) -> Iterator[None]:
 
 
 def run_vllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
-    """vLLM's offline `LLM`; it reports no times of single tokens."""
+    """Run workloads with vLLM's offline `LLM`, which does not report the times of tokens."""
     from vllm import LLM, SamplingParams
 
     given = vllm_settings(model, settings)
     drafts = "speculative_config" in given
-    llm = LLM(**given, disable_log_stats=not drafts)  # which count drafts
+    llm = LLM(**given, disable_log_stats=not drafts)  # the stats count drafts
 
     def counts() -> dict[str, Any]:
-        """As in `stats()` of our LLM."""
+        """Return counts in the format of our `LLM.stats()["spec_decode"]`."""
         metrics = {x.name.removeprefix("vllm:spec_decode_num_"): x for x in llm.get_metrics()}
-        found = {name: metrics[name].value for name in ("drafts", "draft_tokens", "accepted_tokens")}
-        return found | {"accepted_per_position": metrics["accepted_tokens_per_pos"].values}
+        values = {name: metrics[name].value for name in ("drafts", "draft_tokens", "accepted_tokens")}
+        return values | {"accepted_per_position": metrics["accepted_tokens_per_pos"].values}
 
     def run(requests: list[Request]) -> Result:
         params = [SamplingParams(**r.sampling_settings(), detokenize=False) for r in requests]
@@ -79,7 +79,7 @@ def run_vllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Resu
 
 
 class VllmSteps:
-    """An `LLMEngine` of vLLM for `serve`."""
+    """Adapts an `LLMEngine` of vLLM to `serve`."""
 
     def __init__(self, engine):
         self.engine, self.num_requests = engine, 0
@@ -87,7 +87,7 @@ class VllmSteps:
     def params(self, request: Request):
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        # DELTA: an output has new tokens only
+        # DELTA: each output has only new tokens
         return SamplingParams(**request.sampling_settings(), detokenize=False, output_kind=RequestOutputKind.DELTA)
 
     def add(self, prompt: list[int], params) -> int:
@@ -97,7 +97,7 @@ class VllmSteps:
 
     def step(self) -> list[int]:
         outputs = self.engine.step()
-        # the id may have a suffix of vLLM's own, after a dash
+        # vLLM may append a dash and a suffix to the id
         return [int(output.request_id.split("-")[0]) for output in outputs for _ in output.outputs[0].token_ids]
 
     def is_finished(self) -> bool:
@@ -105,12 +105,12 @@ class VllmSteps:
 
 
 def step_vllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
-    """vLLM's `LLMEngine` with the defaults of its server; its model runs in a process of its own."""
+    """Run workloads with vLLM's `LLMEngine` and the defaults of its server. The model runs in a separate process."""
     from vllm import EngineArgs, LLMEngine
     from vllm.usage.usage_lib import UsageContext
 
     arguments = EngineArgs(**vllm_settings(model, settings), disable_log_stats=True)
-    # without a context, an engine has other bounds: on an H200 2,048 tokens a step instead of the server's 8,192
+    # without this context, an engine has other bounds: on an H200, 2,048 tokens per step instead of the server's 8,192
     engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.OPENAI_API_SERVER)
     with ending(engine):
         return measure("vllm", partial(serve, VllmSteps(engine)), workloads, joined)

@@ -1,12 +1,14 @@
-"""A worker of vLLM, which vLLM imports by its name in a process of its own."""
+"""A worker of vLLM. vLLM imports it by name, in a separate process."""
 
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 from vllm.v1.worker.gpu_worker import Worker
 
 
 class WorkerWithHead(Worker):
-    """It drafts with a head's own output layer. vLLM learns from a checkpoint that there is one, which random weights
-    lack: it would take the model's, of several times as many tokens.
+    """A worker that drafts with the output layer of an EAGLE-3 head.
+
+    vLLM finds out from the checkpoint whether a head has an output layer. With random weights there is no checkpoint,
+    and vLLM would use the output layer of the model, which has several times as many tokens.
     """
 
     def load_model(self, **options):

@@ -1,5 +1,6 @@
-"""One query a sequence, or those of a few drafts, against its paged keys and values, which are split over programs
-(flash-decoding).
+"""Decode attention: the query of each sequence, and of a few drafts, over its paged keys and values.
+
+The keys of a sequence are split over several programs (flash-decoding).
 """
 
 import torch
@@ -25,15 +26,15 @@ from nanovllm.kernels.launch.dependent_launch import (
 )
 from nanovllm.kernels.launch.gpu_features import has_tma, num_sms
 
-TILE = 64  # keys of a tile, which lies in one block; half as many of long rows, if they are all that is read
+TILE = 64  # keys of a tile, all in one block; half as many if rows are long, unless the kernel also norms and rotates
 NUM_IDS = tl.constexpr(16)  # block ids that are loaded at a time
-MAX_QUERIES = 64  # of a program, which has all those of a key-value head
-NO_NORM_ROPE = None, None, 0.0, None, None  # weights, eps, cos and sin, slots
+MAX_QUERIES = 64  # query heads of a program: all that share a key-value head
+NO_NORM_ROPE = None, None, 0.0, None, None  # weights, eps, cos_sin, slots
 
 
 @triton.jit
 def _load_rotation(norm_rope_ptrs, seq, d, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr):
-    """What `norm_rope` multiplies a query and a key by, and which number each of a head is rotated with."""
+    """Load the factors of `norm_rope` for a query and a key, and the partner of each number of a head."""
     q_weight_ptr, k_weight_ptr = norm_rope_ptrs[0], norm_rope_ptrs[1]
     cos, sin, swapped = load_cos_sin(norm_rope_ptrs[3], seq, d, HEAD_DIM, ROTARY)
     q_cos, q_sin, k_cos, k_sin = cos, sin, cos, sin
@@ -45,7 +46,7 @@ def _load_rotation(norm_rope_ptrs, seq, d, HEAD_DIM: tl.constexpr, ROTARY: tl.co
 
 @triton.jit
 def _prefetch_tile(cache_ptrs, table_ptr, kv_head, tokens, CACHE: tl.constexpr):
-    """Keys, values and scales of these tokens [TILE] into the L2 cache."""
+    """Prefetch keys, values and scales of tokens [TILE] into the L2 cache."""
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
     BLOCK_SIZE: tl.constexpr = CACHE.block_size
     blocks = tl.load(table_ptr + tokens // BLOCK_SIZE).to(tl.int64)
@@ -59,9 +60,10 @@ def _prefetch_tile(cache_ptrs, table_ptr, kv_head, tokens, CACHE: tl.constexpr):
 
 @triton.jit
 def _store_new_token(k, v, cache_ptrs, slot, kv_head, d, CACHE: tl.constexpr):
-    """Store a key and a value [1, head_dim], unless the slot is -1.
+    """Store a key and a value [1, head_dim] unless `slot` is -1.
 
-    Returned is what later steps will read, [1, head_dim] each, and the scales: FP8 rounds. A step attends to that.
+    Return the stored key, its scale, the stored value and its scale. In FP8 these are rounded, and this step must
+    attend to the same numbers as later steps.
     """
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
     at = (slot * CACHE.kv_heads + kv_head) * CACHE.head_dim + d[None, :]
@@ -79,7 +81,7 @@ def _store_new_token(k, v, cache_ptrs, slot, kv_head, d, CACHE: tl.constexpr):
 
 @triton.jit
 def _scores_of_tile(q, k_ptrs, pair_ptrs, inside, scale, STORED: tl.constexpr):
-    """The scores [TILE, GROUP_PAD] of keys for the queries q, and of values in FP8 the logarithms of their scales."""
+    """Return the scores [TILE, GROUP_PAD] of keys for the queries q, and in FP8 log2 of the values' scales [TILE]."""
     k = tl.load(k_ptrs, inside[:, None], 0.0)
     v_log2_scale = 0.0
     if pair_ptrs is not None:
@@ -93,7 +95,7 @@ def _scores_of_tile(q, k_ptrs, pair_ptrs, inside, scale, STORED: tl.constexpr):
 
 @triton.jit
 def _store_result(acc, m_i, l_i, row, is_row, d, split, splits, out_ptrs, HEAD_DIM: tl.constexpr):
-    """acc [GROUP_PAD, head_dim]: the queries' results, or where a sequence has several splits, this split's part."""
+    """Store acc [GROUP_PAD, head_dim]: the queries' results or, if a sequence has several splits, this split's part."""
     out_ptr, partial_ptr, lse_ptr = out_ptrs
     acc = acc / tl.maximum(l_i, 1e-30)[:, None]
     if partial_ptr is not None:
@@ -125,10 +127,11 @@ def _decode_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program takes the queries of a key-value head in ROWS rows of a sequence, and one split of its keys.
+    """Program (kv_head, sequence, split) computes ROWS rows of a sequence over one split of its keys.
 
-    Before the wait it reads what the kernel before does not write. Then come the queries, the new token if q is qkv
-    (the first split stores it), the cached keys tile by tile, and the result.
+    It takes all query heads that share the key-value head. Before the wait, it reads only what the previous kernel does
+    not write. Then it loads the queries, and the new token if q is qkv (the first split also stores it). Then it reads
+    the cached keys tile by tile, and stores the result.
     """
     gdc_launch_dependents(PDL)
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
@@ -164,13 +167,13 @@ def _decode_kernel(
 
     if ROWS == 1:
         row = seq * (KV_HEADS * GROUP) + kv_head * GROUP + g
-    else:  # the queries of all its rows, of which each sees other keys
+    else:  # the rows of a sequence see different numbers of keys
         row = (seq * ROWS + g // GROUP) * (KV_HEADS * GROUP) + kv_head * GROUP + g % GROUP
         lengths = tl.load(context_lens_ptr + seq * ROWS + g // GROUP, is_row, 0)[None, :]
-    m_i = tl.full([GROUP_PAD], NO_KEYS, tl.float32)  # the running maximum of the scores, and
-    l_i = tl.zeros([GROUP_PAD], tl.float32)  # the sum of their exponentials relative to it
+    m_i = tl.full([GROUP_PAD], NO_KEYS, tl.float32)  # the running maximum of the scores
+    l_i = tl.zeros([GROUP_PAD], tl.float32)  # the sum of exp2(score - m_i)
     acc = tl.zeros([HEAD_DIM, GROUP_PAD], tl.float32)
-    if IS_FP8:  # values are read in pairs of adjacent numbers, the even ones and the odd ones of a row
+    if IS_FP8:  # a word of 16 bits has two adjacent numbers of a value: one even, one odd
         acc_even = tl.zeros([HEAD_DIM // 2, GROUP_PAD], tl.float32)
         acc_odd = tl.zeros([HEAD_DIM // 2, GROUP_PAD], tl.float32)
         pair = tl.arange(0, HEAD_DIM // 2)
@@ -185,7 +188,7 @@ def _decode_kernel(
         k_swapped = tl.load(k_row + swapped)[None, :]
         v_new = tl.load(k_row + KV_HEADS * HEAD_DIM + d)[None, :]
         q = norm_rope(q, q_swapped, q_cos[None, :], q_sin[None, :], norm_rope_ptrs[2], HAS_NORM)
-        if split == 0:  # its key and value are here, and need not be read from the cache
+        if split == 0:  # the new key and value are in registers, and need not be read from the cache
             k_new = norm_rope(k_new, k_swapped, k_cos[None, :], k_sin[None, :], norm_rope_ptrs[2], HAS_NORM)
             k_read, k_scale, v_read, v_scale = _store_new_token(k_new, v_new, cache_ptrs, slot, kv_head, d, CACHE)
             m_i = tl.sum(q.to(tl.float32) * k_read.to(tl.float32), 1) * (scale * k_scale)
@@ -204,14 +207,14 @@ def _decode_kernel(
         q = as_fp8_partner(q)
 
     b = tl.arange(0, NUM_IDS)
-    key = n * (KV_HEADS * HEAD_DIM)  # those of a tile, from the first on
+    key = n * (KV_HEADS * HEAD_DIM)  # offsets of the keys of a tile from the first key
     for first_block in range(begin // BLOCK_SIZE, tl.cdiv(end, BLOCK_SIZE), NUM_IDS):
-        # many block ids at once: if each tile first had to load its block id, the pipeline of tiles would stall
+        # load many block ids at once: a load per tile would stall the pipeline of tiles
         block_ids = tl.load(table_ptr + first_block + b, (first_block + b) * BLOCK_SIZE < end, 0)
         known_end = tl.minimum((first_block + NUM_IDS) * BLOCK_SIZE, end)
         for tile in tl.range(tl.maximum(first_block * BLOCK_SIZE, begin), known_end, TILE, num_stages=STAGES):
             inside = tile + n < end
-            if CACHE.window:  # some keys of the first tile are before it, never all that a split adds up
+            if CACHE.window:  # only some keys of the first tile are before the window
                 inside &= tile + n >= first
             block = tl.sum(tl.where(b == tile // BLOCK_SIZE - first_block, block_ids, 0), 0).to(tl.int64)
             first_key = ((block * BLOCK_SIZE + tile % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
@@ -230,7 +233,7 @@ def _decode_kernel(
             scores = tl.where(visible, scores, NO_KEYS)
             m_new = tl.maximum(m_i, tl.max(scores, 0))
             p = tl.exp2(scores - m_new[None, :])
-            if ROWS > 1:  # where a row sees no key yet, hidden scores are its greatest
+            if ROWS > 1:  # while a row has seen no key, m_new is NO_KEYS, and hidden keys would get the weight 1
                 p = tl.where(visible, p, 0.0)
             alpha = tl.exp2(m_i - m_new)
             if IS_FP8:
@@ -250,22 +253,23 @@ def _decode_kernel(
 
 
 def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> bool:
-    """Whether `decode_attention` of qkv is faster than `norm_rope_and_store` before that of queries.
+    """Whether `decode_attention` should take qkv, and norm, rotate and store by itself.
 
-    It saves a kernel launch. But with more programs than run at once, each would compute norm and rope while its
-    multiprocessor could read keys.
+    This saves a kernel launch. But if there are more programs than can run at once, each program computes norm and rope
+    while its multiprocessor could read keys.
     """
     return batch_size * kv_heads <= 2 * num_sms(device)
 
 
 def _choose_programs(batch_size, tokens_per_row, cache, row_bytes, is_qkv) -> tuple[int, int, int]:
-    """How many programs a multiprocessor gets, the warps of one, and how many tiles it loads at a time.
+    """Return (programs per multiprocessor, warps of a program, stages: tiles that are loaded ahead).
 
-    `row_bytes`: of a key. Four warps read fastest, by two programs that run at the same time. But while these leave no
-    room, no program of the next kernel starts. So keys of a single sequence or of several rows are always read so; else
-    those of 256 bytes where this takes few splits, those of 512 always. In FP8, two warps convert too slowly.
+    Two programs of four warps read fastest, but then no program of the next kernel can start next to them. So this is
+    used for a single sequence and for several rows per sequence. If q is qkv, it is also used for keys of 512 bytes,
+    and for keys of 256 bytes if there are at most two splits. `row_bytes` is the size of a key. In FP8, two warps
+    convert too slowly.
     """
-    has_few_splits = batch_size * cache.k.shape[2] * 3 > 2 * num_sms(cache.k.device)  # two at most
+    has_few_splits = batch_size * cache.k.shape[2] * 3 > 2 * num_sms(cache.k.device)  # at most two
     are_fastest = is_qkv and (row_bytes > 256 or (row_bytes == 256 and has_few_splits))
     if batch_size == 1 or tokens_per_row > 1 or are_fastest:
         return 2, 4, 2 if row_bytes > 256 else 4 if batch_size == tokens_per_row == 1 and has_tma(cache.k.device) else 3
@@ -284,22 +288,22 @@ def decode_attention(
     tokens_per_row: int = 1,
     norm_rope_inputs: tuple = NO_NORM_ROPE,
 ) -> torch.Tensor:
-    """q [B, heads, head_dim] attends to the context_lens[b] tokens behind block_tables[b]; zeros where there are none.
+    """Return the attention [B, heads, head_dim] of q [B, heads, head_dim] over the first context_lens[b] cached tokens.
 
-    The cache's block_size is a multiple of 16, head_dim a power of two from 16; context_lens [B], block_tables [B, W]
-    int32; all but the tables contiguous. A sequence gets as many splits as it has tiles, up to `splits`, which is
-    chosen by the bound `max_context_len` if it is not given. Programs start in the order of the rows, so the longest
-    should come first.
+    The tokens of row b are in the blocks of block_tables[b]. Rows without tokens give zeros.
 
-    So many `tokens_per_row` follow each other which are of one sequence, with the same block table, and no token sees
-    fewer keys than the one before. Their keys are read once.
-
-    `out` takes the result. With num_seqs [1] int32, at least 1, only the first so many rows are computed, and the other
-    rows of the result are left alone.
-
-    With `norm_rope_inputs`, which are those of `norm_rope_and_store` and the slots, this does both in one kernel: q is
-    qkv [B, heads + 2 kv_heads, head_dim], whose tokens may lie apart. The result for an empty sequence is any finite
-    values.
+    cache: block_size is a multiple of 16, and head_dim a power of two from 16 on
+    context_lens [B] and block_tables [B, W]: int32; all tensors except the tables are contiguous
+    splits: the largest number of splits of a sequence, which gets at most one for each tile. By default it is chosen
+        from `max_context_len`, an upper bound of context_lens. Programs start in the order of the rows, so the longest
+        sequences should come first.
+    num_seqs [1] int32, at least 1: only so many rows are computed, and the other rows of the result stay as they are
+    out: receives the result
+    tokens_per_row: so many consecutive rows belong to one sequence. They have the same block table, and no row sees
+        fewer keys than the row before it. Their keys are read once.
+    norm_rope_inputs: the qk_norm_rope of `norm_rope_and_store` and the slots. Then q is qkv [B, heads + 2 kv_heads,
+        head_dim], whose tokens may have any stride, and the kernel does the work of both functions. The result of an
+        empty sequence is any finite numbers.
     """
     is_qkv, kv_heads = norm_rope_inputs is not NO_NORM_ROPE, cache.k.shape[2]
     out = torch.empty_like(q[:, 2 * kv_heads :] if is_qkv else q) if out is None else out
@@ -317,11 +321,11 @@ def decode_attention(
         parts = tuple(torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes)
     caches, seqs = (cache.k, cache.v, cache.scales), (num_seqs, context_lens, block_tables)
     constants = dict(ROWS=tokens_per_row, GROUP=group, CACHE=layout, STAGES=stages, num_warps=num_warps)
-    # queries are columns of products, and keys their rows: tensor cores take 8 columns at a time, but 16 rows
+    # queries are the columns of the matmuls, and keys the rows: tensor cores take as few as 8 columns, but 16 rows
     constants["GROUP_PAD"] = max(16 if IS_TRITON_3_4 else 8, triton.next_power_of_2(tokens_per_row * group))
     constants["ROTARY"] = norm_rope_inputs[3].shape[2] if is_qkv else head_dim
     pointers, scale = (q, norm_rope_inputs, caches, seqs, (out, *parts)), log2_scale(cache)
-    # near that of the products (dependent_launch.py), and the same for all that a compiled kernel is launched for
+    # near the percentage of the matmuls (see `launch`), and the same for all launches of a compiled kernel
     shared = (75 if splits == 1 else 50) if is_qkv else 100
     launch(_decode_kernel, (kv_heads, batch_size, splits), q.device, shared=shared)(
         *pointers, scale, q.stride(0), block_tables.stride(0), splits, **constants

@@ -1,4 +1,4 @@
-"""From the qkv projection to attention in one kernel: optional q and k norm, rotary embedding, store into the cache."""
+"""Everything between the qkv projection and attention in one kernel: q and k norm, rotary embedding, store."""
 
 from typing import NamedTuple
 
@@ -10,23 +10,23 @@ from nanovllm.kernels.attention.paged_cache import CacheLayout
 from nanovllm.kernels.e4m3 import bfloat16_bits, encode_rows
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 
-PER_PROGRAM = tl.constexpr(16)  # rows of a program
+PER_PROGRAM = tl.constexpr(16)  # heads of a program
 
 
 class Rows(NamedTuple):
-    """The rows of a token in qkv, beside those of the cache; a constant of the kernel."""
+    """The heads of queries; a constant of the kernel. In qkv, each head of a token is a row."""
 
     heads: int  # of queries
-    rotary: int  # the first numbers of each, which are rotated
+    rotary: int  # how many numbers of each head are rotated: the first ones
 
 
 @triton.jit
 def norm_rope(x, x_swapped, cos, sin, eps, HAS_NORM: tl.constexpr):
-    """RMS norm of each row of x [R, D] if HAS_NORM, then rotary embedding, in float32, rounded once to the dtype of x.
+    """Compute the RMS norm of each row of x [R, D] if HAS_NORM, then rotate. Computes in float32, and rounds once.
 
-    x_swapped is x with its halves swapped. cos and sin [1 or R, D] are those of FusedRotaryEmbedding (sin is negated
-    in its first half); with a norm, the caller has multiplied cos by the norm's weight, and sin by the weight with its
-    halves swapped. What is left of the norm is one factor per row, which is applied after the rotation.
+    x_swapped is x with its halves swapped. cos and sin [1 or R, D] come from FusedRotaryEmbedding: sin is negated in
+    its first half. With a norm, the caller has multiplied cos by the norm's weight, and sin by the weight with its
+    halves swapped. The rest of the norm is one factor per row, which is applied after the rotation.
     """
     y = x.to(tl.float32)
     rotated = y * cos + x_swapped.to(tl.float32) * sin
@@ -38,7 +38,7 @@ def norm_rope(x, x_swapped, cos, sin, eps, HAS_NORM: tl.constexpr):
 
 @triton.jit
 def load_cos_sin(cos_sin_ptr, token, d, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr):
-    """A token's cosines and sines for the numbers d of a head, and which number each is rotated with.
+    """Load a token's cosines and sines for the numbers d of a head. Also return the partner of each number.
 
     Only the first ROTARY numbers of a head are rotated.
     """
@@ -50,15 +50,15 @@ def load_cos_sin(cos_sin_ptr, token, d, HEAD_DIM: tl.constexpr, ROTARY: tl.const
     return tl.load(cos_ptr + d, is_rotated, 1.0), tl.load(cos_ptr + ROTARY + d, is_rotated, 0.0), swapped
 
 
-# the inputs of norm and rope are written before the qkv projection starts (see dependent_launch.py)
+# the inputs of norm and rope are complete before the qkv projection starts (see dependent_launch.py)
 @dependent_kernel(early=("norm_rope_ptrs",))
 @triton.jit
 def _norm_rope_store_kernel(
     qkv_ptr, norm_rope_ptrs, q_ptr, cache_ptrs, qkv_stride, ROWS: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr
 ):
-    """A program takes one token and some of its rows in qkv: the query heads, then the key heads, then the value heads.
+    """A program takes PER_PROGRAM heads of one token in qkv: first all query heads, then key heads, then value heads.
 
-    All rows get the same instructions; the masks is_q, is_k and is_v select what is loaded and stored.
+    All heads run the same instructions. The masks is_q, is_k and is_v select what is loaded and stored.
     """
     gdc_launch_dependents(PDL)
     q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, slot_mapping_ptr = norm_rope_ptrs
@@ -71,7 +71,7 @@ def _norm_rope_store_kernel(
     row = tl.program_id(1) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)[:, None]
     d = tl.arange(0, HEAD_DIM)[None, :]
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
-    has_slot = slot + 0 * row >= 0  # a column like `row`: Triton's interpreter can't combine a scalar mask with it
+    has_slot = slot + 0 * row >= 0  # a column like `row`, because Triton's interpreter can't combine it with a scalar
     is_q = row < HEADS
     is_k = has_slot & (row >= HEADS) & (row < HEADS + KV_HEADS)
     is_v = has_slot & (row >= HEADS + KV_HEADS) & (row < HEADS + 2 * KV_HEADS)
@@ -98,13 +98,14 @@ def _norm_rope_store_kernel(
 
 
 def norm_rope_and_store(qkv: torch.Tensor, qk_norm_rope, slot_mapping: torch.Tensor, cache) -> torch.Tensor:
-    """Return the normed and rotated queries [T, heads, head_dim] of qkv [T, heads + 2 kv_heads, head_dim], whose tokens
-    may lie apart; store the keys, normed and rotated too, and the values.
+    """Norm and rotate queries and keys of qkv [T, heads + 2 kv_heads, head_dim]; store keys and values in the cache.
 
-    qk_norm_rope are the weights of the norms [head_dim], or None twice for no norm; eps; and the cos_sin of
-    FusedRotaryEmbedding [T, 2, N] float32, for the first N numbers of a head. slot_mapping [T] has each token's index
-    in the first two dimensions of the cache, flattened; -1: its key and value are not stored. head_dim is a power of
-    two.
+    Return the queries [T, heads, head_dim]. The tokens of qkv may have any stride. head_dim is a power of two.
+
+    qk_norm_rope: the weights of both norms [head_dim], or None for both if there is no norm; eps; and the cos_sin of
+        FusedRotaryEmbedding [T, 2, N] float32, for the first N numbers of a head
+    slot_mapping [T]: each token's index into the first two dimensions of the cache, flattened; -1: the token's key and
+        value are not stored
     """
     num_tokens, num_rows, head_dim = qkv.shape
     layout = CacheLayout(*cache.k.shape[1:])

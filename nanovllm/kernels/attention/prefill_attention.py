@@ -14,7 +14,7 @@ from nanovllm.kernels.launch.gpu_features import has_hopper_kernels
 def _attend_tiles(
     state, q, begin, end, position, keys, kv_head, scale, length, CACHE: tl.constexpr, MASKED: tl.constexpr
 ):
-    """The state is the sums of values and of weights, and the maxima of scores, with the keys from begin to end."""
+    """Add the keys from `begin` to `end` to the state: (sums of values, sums of weights, maxima of scores)."""
     acc, l_i, m_i = state
     k_tiles, v_tiles, scales_ptr, table_ptr = keys
     IS_FP8: tl.constexpr = scales_ptr is not None
@@ -33,7 +33,7 @@ def _attend_tiles(
         if IS_FP8:
             v = decode_e4m3(v, q.dtype)
             scale_at = (block.to(tl.int64) * CACHE.kv_heads + kv_head) * BLOCK_SIZE + tile % BLOCK_SIZE + n
-            pairs = tl.load(scales_ptr + scale_at)  # without a mask, so that several are loaded at once
+            pairs = tl.load(scales_ptr + scale_at)  # without a mask, so that vectors are loaded
             if MASKED:
                 pairs = tl.where(tile + n < length, pairs, ONES)
             k_scale, v_log2_scale = unpack_scales(pairs, stored_dtype)
@@ -50,7 +50,7 @@ def _attend_tiles(
         else:
             m_new = tl.maximum(m_i, tl.max(scores, 1) * scale)
             p = tl.exp2(scores * scale - m_new[:, None])
-        if MASKED and CACHE.window:  # where a row sees no key yet, hidden scores are its greatest
+        if MASKED and CACHE.window:  # while a row has seen no key, hidden keys would get the weight 1
             p = tl.where(visible, p, 0.0)
         alpha = tl.exp2(m_i - m_new)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
@@ -78,13 +78,15 @@ def _prefill_kernel(
     CACHE: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    # Program (i, kv_head, part) computes a part of the i-th tile of queries: TILE_M rows, each a token and a query head
+    # of the key-value head.
     gdc_launch_dependents(PDL)
     query_tiles_ptr, cu_seqlens_q_ptr, context_lens_ptr = query_ptrs
     KV_HEADS: tl.constexpr = CACHE.kv_heads
     HEAD_DIM: tl.constexpr = CACHE.head_dim
     TILE_N: tl.constexpr = CACHE.tile
     WINDOW: tl.constexpr = CACHE.window
-    if not PDL:  # pointers: the descriptors are made here, where the strides are constants, so that loads stay wide
+    if not PDL:  # without TMA, make descriptors from pointers here, where strides are constants: loads stay wide
         ROW: tl.constexpr = KV_HEADS * HEAD_DIM
         k_tiles = tl.make_tensor_descriptor(k_tiles, [2147483647, ROW], [ROW, 1], [TILE_N, HEAD_DIM])
         v_tiles = tl.make_tensor_descriptor(v_tiles, [2147483647, ROW], [ROW, 1], [TILE_N, HEAD_DIM])
@@ -126,7 +128,7 @@ def _prefill_kernel(
         unmasked_begin = tl.minimum(unmasked_begin, unmasked_end)
     bounds = begin, unmasked_begin, unmasked_end, tl.minimum(num_cached + first + TOKENS, length)
     state, keys = (acc, l_i, m_i), (k_tiles, v_tiles, scales_ptr, table_ptr)
-    for part in tl.static_range(0 if WINDOW else 1, 3):  # what the window cuts, what all see, what causality cuts
+    for part in tl.static_range(0 if WINDOW else 1, 3):  # cut by the window, seen by all, cut by causality
         state = _attend_tiles(
             state, q, bounds[part], bounds[part + 1], position, keys, kv_head, scale, length, CACHE, part != 1
         )
@@ -135,7 +137,7 @@ def _prefill_kernel(
 
 
 def _tile_sizes(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Query rows and keys of a tile. A token has a row for each query head of its key-value head."""
+    """Return the query rows and the keys of a tile. A token has a row for each query head of a key-value head."""
     return (64, 32) if dtype == torch.float32 or head_dim > 128 else (128, 64)
 
 
@@ -144,10 +146,10 @@ def _is_for_hopper(head_dim: int, dtype: torch.dtype) -> bool:
 
 
 def query_tile_size(group: int, head_dim: int, dtype: torch.dtype) -> int:
-    """The number of tokens of a tile, where `group` query heads share a key-value head.
+    """Return the number of tokens of a tile of queries, if `group` query heads share a key-value head.
 
-    On Hopper as many tiles of the kernel above as fit into one of hopper_prefill.py, which has 128 rows: either of the
-    two may compute it.
+    On Hopper, hopper_prefill.py may compute a tile too. Its tiles have 128 rows, so the size is the largest multiple of
+    the tile of the kernel above that fits into them.
     """
     tokens = _tile_sizes(head_dim, dtype)[0] // group
     if _is_for_hopper(head_dim, dtype):
@@ -164,16 +166,19 @@ def prefill_attention(
     query_tiles: torch.Tensor,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [T, heads, head_dim], contiguous: the last tokens of B sequences, of which each begins at cu_seqlens_q [B + 1].
+    """Return the causal attention [T, heads, head_dim] of new tokens over the cached keys of their sequences.
 
-    Every query attends to the tokens of its sequence up to and including its own, or to the last of them, if the
-    cache has a window. It already holds all of them: those of this step and, where context_lens[b] is greater than the
-    number of queries, those of earlier steps. Shapes as in `decode_attention`; at most 64 query heads to a key-value
-    head.
+    A query sees the tokens of its sequence up to its own token, or only the last ones if the cache has a window. The
+    cache already holds all of them: the tokens of this step and, if context_lens[b] is larger than the number of
+    queries, of earlier steps.
 
-    query_tiles [N, 2] int32 are the tiles to compute, in the order in which their programs start: a sequence, and the
-    first of at most `query_tile_size` of its queries; a sequence of -1 is no tile. `out` takes the result, and the rows
-    of other queries are left alone.
+    q [T, heads, head_dim]: contiguous, the last tokens of B sequences; at most 64 query heads share a key-value head
+    cu_seqlens_q [B + 1]: where the queries of each sequence begin
+    cache, context_lens [B], block_tables: as in `decode_attention`
+    query_tiles [N, 2] int32: the tiles to compute, in the order in which their programs start. A tile is a sequence,
+    and
+        the first of at most `query_tile_size` of its queries. A sequence of -1 is no tile.
+    out: receives the result; rows of queries in no tile stay as they are
     """
     heads, head_dim = q.shape[1:]
     tile_m, tile_n = _tile_sizes(head_dim, q.dtype)
@@ -184,7 +189,7 @@ def prefill_attention(
     tile = layout_of(cache, 64 if head_dim > 128 else 128).tile
     is_plain = cache.scales is None and cache.window is None
     if is_plain and tile >= 64 and q.is_cuda and _is_for_hopper(head_dim, q.dtype):
-        from nanovllm.kernels.hopper.hopper_prefill import attend  # which imports what few versions of Triton have
+        from nanovllm.kernels.hopper.hopper_prefill import attend  # it needs Gluon of Triton 3.6
 
         attend(tokens, tile, q, (cache.k, cache.v), log2_scale(cache), (*queries, block_tables), out)
         return out

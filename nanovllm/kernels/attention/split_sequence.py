@@ -1,4 +1,4 @@
-"""How a sequence's keys are split over programs, and how their results are combined (flash-decoding)."""
+"""How the keys of a sequence are split over programs, and how the results are combined (flash-decoding)."""
 
 from typing import NamedTuple
 
@@ -10,18 +10,19 @@ from nanovllm.kernels.attention.paged_cache import CacheLayout
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.launch.gpu_features import num_sms
 
-MAX_SPLITS = 32  # of each of several sequences; more take longer to combine than they save
+MAX_SPLITS = 32  # of a sequence, if there are several; combining more splits costs more than they save
 MAX_SPLITS_OF_ONE = 64
-PROGRAMS_PER_SM = 8  # two or three run at a time; with this many, the last to finish are not waited for long
+PROGRAMS_PER_SM = 8  # two or three run at a time; with more in total, the GPU waits less for the last ones
 NO_KEYS = tl.constexpr(-1e30)  # the log-sum-exp of no keys; finite, so that no NaN arises from it
 
 
 def choose_num_splits(
     batch_size: int, kv_heads: int, max_keys: int, tile: int, device: torch.device, programs: int = PROGRAMS_PER_SM
 ) -> int:
-    """The most splits of one sequence, of at least `tile` keys each. `programs` are those of a multiprocessor.
+    """Return the largest number of splits of a sequence, each of at least `tile` keys.
 
-    A single sequence gets a program for each multiprocessor. The lengths of several differ: they get more programs.
+    A single sequence gets one program for each multiprocessor. Several sequences get `programs` for each
+    multiprocessor, because their lengths differ.
     """
     programs, most = (1, MAX_SPLITS_OF_ONE) if batch_size == 1 else (programs, MAX_SPLITS)
     wanted = programs * num_sms(device) // max(1, batch_size * kv_heads)
@@ -30,12 +31,12 @@ def choose_num_splits(
 
 @triton.jit
 def split_sequence(context_lens_ptr, seq, splits, IS_QKV: tl.constexpr, ROWS: tl.constexpr, CACHE: tl.constexpr):
-    """The first key of a sequence that a query of its rows sees, and how many keys are in the cache.
+    """Return (first key that a query of the sequence sees, keys in the cache, keys of a split, splits in use).
 
-    Then how many keys each split reads, from the tile of the first one on, and how many splits are used. The first
-    split is always used: it adds the new token, or writes the zeros of an empty sequence.
+    Splits start at the tile of the first key. The first split is always in use: it adds the new token, or writes the
+    zeros of an empty sequence.
     """
-    length = tl.load(context_lens_ptr + seq * ROWS + ROWS - 1)  # of the last row, which sees the most keys
+    length = tl.load(context_lens_ptr + seq * ROWS + ROWS - 1)  # the last row sees the most keys
     num_cached = length - (1 if IS_QKV else 0)
     first = 0
     if CACHE.window:
@@ -47,19 +48,20 @@ def split_sequence(context_lens_ptr, seq, splits, IS_QKV: tl.constexpr, ROWS: tl
 
 
 class SplitRows(NamedTuple):
-    """What is combined; a constant of the kernel."""
+    """The sizes of the results that are combined; a constant of the kernel."""
 
     heads: int
     tokens: int  # of a sequence
-    is_qkv: bool  # the new token is no key in the cache yet
+    is_qkv: bool  # the key of the new token was not in the cache when the splits started
     max_splits: int
 
 
 @dependent_kernel(early=("seq_ptrs",))
 @triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(part_ptrs, seq_ptrs, out_ptr, splits, ROWS: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr):
-    """One row of the result. (The last split of a row to finish could do this. But a dependent launch takes less time
-    than one program takes to read what many have written: it was slower, most where many heads share their keys.)
+    """A program combines the splits of one query head.
+
+    This is a separate kernel because the alternative was slower: that the last split to finish combines all splits.
     """
     gdc_launch_dependents(PDL)
     partial_ptr, lse_ptr = part_ptrs
@@ -84,11 +86,11 @@ def _combine_kernel(part_ptrs, seq_ptrs, out_ptr, splits, ROWS: tl.constexpr, CA
 def combine_splits(
     parts: tuple, seqs: tuple, out: torch.Tensor, layout: CacheLayout, is_qkv: bool, tokens_per_row: int = 1
 ) -> None:
-    """Fill out [B, heads, head_dim] with the splits' results, which are weighted by their log-sum-exps.
+    """Fill out [B, heads, head_dim] with the splits' results, weighted by their log-sum-exps.
 
-    `parts` are these, [B, heads, splits, head_dim] and [B, heads, splits] float32. The other arguments are those of the
-    kernel that has written them, as they tell how many splits of a sequence are used; `seqs` are num_seqs and
-    context_lens.
+    `parts` are the results [B, heads, splits, head_dim] and the log-sum-exps [B, heads, splits], float32. `seqs` are
+    num_seqs and context_lens. These and the other arguments must equal the arguments of the kernel that wrote the
+    parts, because they determine how many splits of a sequence are in use.
     """
     batch_size, heads, splits = parts[1].shape
     rows = SplitRows(heads, tokens_per_row, is_qkv, max(MAX_SPLITS, triton.next_power_of_2(splits)))

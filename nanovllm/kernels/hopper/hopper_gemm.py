@@ -1,18 +1,10 @@
-"""What split_k_gemm.py computes, for Hopper and 129 to 256 rows: one warp loads, two warpgroups multiply.
+"""The GEMM of split_k_gemm.py for Hopper and 129 to 256 rows. Written in Gluon.
 
-A tile has 128 rows of the weight, 64 for each warpgroup, and all tokens, so that each weight is read once. The tokens
-are in two parts, as sizes of tensors are powers of two. A program leaves a quarter of the registers to those of the
-kernels before and after it. Written in Gluon.
+One warp loads, and two warpgroups multiply. A tile has 128 rows of the weight, 64 for each warpgroup, and all tokens,
+so each weight is read once. The tokens are in two parts, because sizes of tensors are powers of two. A program leaves a
+quarter of the registers to programs of the kernels before and after it.
 
-Microseconds of a layer of Qwen3-8B without attention, on an H200 in graphs, where this computes down_proj:
-
-    rows            144    160    176    192    208    256
-    us            135.2  142.5  148.3  147.6  162.6  181.8
-    cuBLAS alone  138.3  144.0  151.8  156.6  163.3  185.3
-
-Other products are left to cuBLAS. With o_proj here too, a layer took 3.7 us less at 160 rows than with cuBLAS alone,
-but 1.5 more at 256. gate_up_proj took 55, 57, 65 and 84 us in tiles of 192 rows, and 55, 57, 61 and 75 with cuBLAS, at
-136, 160, 192 and 256 tokens.
+It computes GEMMs with many more inputs than outputs, such as down_proj. cuBLAS is as fast for the others.
 """
 
 import torch
@@ -33,7 +25,7 @@ SHARED_BYTES = 218 * 2**10  # of all buffers; 4 KiB are for what is stored
 
 @gluon.constexpr_function
 def _outputs(tokens):
-    """The layout in which they are stored, [tokens, 64]: a thread has 16 bytes, of 8 rows of the weight."""
+    """Return the layout in which outputs [tokens, 64] are stored: a thread has 16 bytes, for 8 rows of the weight."""
     registers = [[0, 1], [0, 2], [0, 4], *([1 << i, 0] for i in range(4, tokens.bit_length() - 1))]
     lanes = [[2, 0], [4, 0], [1, 0], [0, 8], [8, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[0, 16], [0, 32]], [], [tokens, 64])
@@ -41,7 +33,7 @@ def _outputs(tokens):
 
 @gluon.jit
 def _load_weights(i, w_tiles, rings, row, first_k, TOKENS: gl.constexpr, BUFFERS: gl.constexpr):
-    """Load the i-th inputs of this program; their buffer is full when those of the tokens have come too."""
+    """Load the weights of this program's i-th step. The buffer is full when the tokens have arrived too."""
     weights, _, _, full, _ = rings
     buffer = i % BUFFERS
     mbarrier.expect(full.index(buffer), (TILE_N + TOKENS) * 2 * TILE_K)
@@ -52,7 +44,7 @@ def _load_weights(i, w_tiles, rings, row, first_k, TOKENS: gl.constexpr, BUFFERS
 
 @gluon.jit
 def _load(tiles, rings, row, first_k, steps, TOKENS: gl.constexpr, BUFFERS: gl.constexpr):
-    """The warp that loads, with one thread. The weights of the first buffers are already on their way."""
+    """The warp that loads, with one thread. The loads of the first buffers' weights have already started."""
     w_tiles, first_tiles, second_tiles = tiles
     _, firsts, seconds, full, empty = rings
     for i in range(steps):
@@ -79,7 +71,7 @@ def _store(out_ptr, sums, row, first_token, num_tokens, num_rows):
 def _multiply(
     out_ptr, rings, row, steps, num_tokens, num_rows, GROUP: gl.constexpr, TOKENS: gl.constexpr, BUFFERS: gl.constexpr
 ):
-    """A warpgroup: 64 rows of the weight times all tokens."""
+    """A warpgroup: multiply 64 rows of the weight by all tokens."""
     weights, firsts, seconds, full, empty = rings
     SECOND: gl.constexpr = TOKENS - FIRST
     first = gl.full([64, FIRST], 0.0, gl.float32, sums_of(FIRST))
@@ -90,7 +82,7 @@ def _multiply(
         w = weights[GROUP].index(buffer)
         first = hopper.warpgroup_mma(w, firsts.index(buffer).permute((1, 0)), first, is_async=True)
         second = hopper.warpgroup_mma(w, seconds.index(buffer).permute((1, 0)), second, is_async=True)
-        first, second = hopper.warpgroup_mma_wait(2, deps=[first, second])  # for the two before these
+        first, second = hopper.warpgroup_mma_wait(2, deps=[first, second])  # for the previous two
         mbarrier.arrive(empty.index((i + BUFFERS - 1) % BUFFERS), count=1, pred=i > 0)
     first, second = hopper.warpgroup_mma_wait(0, deps=[first, second])
     _store(out_ptr, first, row + GROUP * 64, 0, num_tokens, num_rows)
@@ -112,6 +104,7 @@ def _gemm_kernel(
     BUFFERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
+    # A program computes 128 rows of the weight over the inputs of one split.
     gdc_launch_dependents(PDL)
     weights = buffers(w_tiles, BUFFERS), buffers(w_tiles, BUFFERS)
     firsts, seconds = buffers(first_tiles, BUFFERS), buffers(second_tiles, BUFFERS)
@@ -130,13 +123,13 @@ def _gemm_kernel(
             (_multiply, (part_ptr, rings, row, steps, num_tokens, num_rows, gl.constexpr(1), TOKENS, BUFFERS)),
             (_load, (tiles, rings, row, first_k, steps, TOKENS, BUFFERS)),
         ],
-        [4, 1],  # warps of all but the first
+        [4, 1],  # warps of the second and the third partition
         [168, 40],  # registers of their threads
     )
 
 
 def hopper_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`split_k_gemm` of 129 to 256 rows in 16 bits."""
+    """Compute `split_k_gemm` for x [129 to 256, K] and weight [N, K] in 16 bits -> [split_k, rows, N]."""
     (m, k), n = x.shape, weight.shape[0]
     out = torch.empty((split_k, m, n), dtype=x.dtype, device=x.device) if out is None else out
     second = max(16, triton.next_power_of_2(m - FIRST.value))

@@ -1,9 +1,11 @@
-"""What prefill_attention.py computes, for Hopper: one warp loads, two warpgroups compute (FlashAttention-3,
-arXiv:2407.08608). Written in Gluon, which changes with Triton's version.
+"""Prefill attention for Hopper (FlashAttention-3, arXiv:2407.08608).
 
-A tile of queries has 128 rows, 64 for each warpgroup, a row for each token and each query head of a pack. A pack is as
-many heads of one key-value head as a power of two allows. While a warpgroup computes softmax, the tensor cores work on
-its product before, weights times values, or on the products of the other warpgroup: they take turns.
+It is written in Gluon, which changes with Triton's version. One warp loads, and two warpgroups compute. A tile of
+queries has 128 rows, 64 for each warpgroup: one row for each token and each query head of a pack. A pack has as many
+query heads of a key-value head as a power of two allows.
+
+The warpgroups take turns. While one of them computes softmax, the tensor cores compute its previous matmul, weights
+times values, or the matmuls of the other warpgroup.
 """
 
 from typing import NamedTuple
@@ -20,36 +22,37 @@ from nanovllm.kernels.launch.gpu_features import num_sms
 
 
 class Shape(NamedTuple):
-    """Constants of the kernel: heads in packs, `tokens` of a tile of queries, `tile` keys in one block of the cache."""
+    """Constants of the kernel."""
 
-    packs: int
-    pack: int
-    group: int
+    packs: int  # of a token
+    pack: int  # query heads of a pack
+    group: int  # query heads that share a key-value head
     head_dim: int
     block_size: int
-    tokens: int
-    tile: int
-    scale: float  # of scores, whose exponentials are powers of two
+    tokens: int  # of a tile of queries
+    tile: int  # keys of a tile, all in one block of the cache
+    scale: float  # of scores, including log2(e), for exp2
 
 
 @gluon.constexpr_function
 def _rows(head_dim):
-    """A layout for vectors of 16 bytes from and to memory [., head_dim]."""
+    """Return a layout for loads and stores of [., head_dim] as vectors of 16 bytes."""
     lanes = head_dim // 8
     return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def _lanes():
-    """The layout of a value for each row and each of the four threads that have the row's columns in `_sums`."""
+    """Return the layout [64, 4] of a value for each row, and for each of the four threads with columns of the row."""
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
 
 
 @gluon.jit
 def _load(ring, buffer, use, tiles, at):
-    """Load a tile, the buffer's use-th, as soon as the one before it is used up. A ring has buffers, and barriers: when
-    each is full, and when it may be loaded again.
+    """Load a tile into a buffer for the use-th time, when the previous tile is no longer needed.
+
+    A ring has buffers, and two barriers for each: `full`, and `empty` when it may be loaded again.
     """
     smem, full, empty = ring
     mbarrier.wait(empty.index(buffer), (use & 1) ^ 1)
@@ -59,9 +62,10 @@ def _load(ring, buffer, use, tiles, at):
 
 @gluon.jit
 def _work(n, plan, SHAPE: gl.constexpr):
-    """The n-th tile of queries of this program; of 0 tiles of keys if there is none.
+    """Return the n-th tile of queries of this program. The number of its tiles of keys is 0 if there is no n-th tile.
 
-    The first programs begin with more keys than the last, and then it is the other way round.
+    Programs get tiles in alternating order: the first tile of the first program has the most keys, its second tile the
+    fewest.
     """
     plan_ptrs, num_tiles, _ = plan
     tiles_ptr, starts_ptr, lengths_ptr, _ = plan_ptrs
@@ -110,13 +114,17 @@ def _load_tiles(tiles, rings, plan, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _softmax(scores, state, position, key, MASKED: gl.constexpr, SHAPE: gl.constexpr):
-    """The state is the greatest scaled score of each row, and the sums of weights, by lane so that no lane waits."""
+    """Return weights, the factor of the old sums, and the new state.
+
+    The state has the greatest scaled score of each row, and the sums of weights for each lane, so that no lane waits.
+    """
     scale: gl.constexpr = SHAPE.scale
     m_i, l_i = state
     if MASKED:
         n = gl.arange(0, SHAPE.tile, gl.SliceLayout(0, scores.type.layout))
-        # Of a row that sees no key of this tile, weights are 1, and vanish later. Times a power of two the scale is
-        # exact; of another number the fused difference below could be anything.
+        # If a row sees no key of this tile, its weights are 1, and a later factor makes them 0. The hidden score is a
+        # power of two, so that its product with the scale is exact; otherwise the fused difference below could be any
+        # number.
         scores = gl.where((key + n)[None, :] <= position[:, None], scores, -(2.0**100))
     m_new = gl.maximum(m_i, gl.max(scores, 1) * scale)
     p = gl.exp2(scores * scale - m_new[:, None])
@@ -128,7 +136,7 @@ def _softmax(scores, state, position, key, MASKED: gl.constexpr, SHAPE: gl.const
 
 @gluon.jit
 def _scores(q, keys, i, SHAPE: gl.constexpr):
-    """Start the product with the i-th tile of keys, which is there."""
+    """Start the matmul of queries and the i-th tile of keys, which must be loaded."""
     zeros = gl.full([64, SHAPE.tile], 0.0, gl.float32, sums_of(SHAPE.tile))
     k = keys[0].index(i % 2).permute((1, 0))
     return hopper.warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
@@ -136,7 +144,7 @@ def _scores(q, keys, i, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _add_values(acc, p, values, i, SHAPE: gl.constexpr):
-    """Start the product of weights with the i-th tile of values: (sums, weights) are for `warpgroup_mma_wait`."""
+    """Start the matmul of weights and the i-th tile of values. Pass (sums, weights) to `warpgroup_mma_wait`."""
     weights = gl.convert_layout(p.to(values[0].dtype), gl.DotOperandLayout(0, sums_of(SHAPE.head_dim), 2))
     mbarrier.wait(values[1].index(i % 2), i // 2 & 1)
     return hopper.warpgroup_mma(weights, values[0].index(i % 2), acc, is_async=True), weights
@@ -144,7 +152,7 @@ def _add_values(acc, p, values, i, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _attend_tiles(sums, begin, end, args, W: gl.constexpr, MASKED: gl.constexpr, SHAPE: gl.constexpr):
-    """From the tile of keys `begin` to `end`, counted from the last of `count` down; values are one tile behind."""
+    """Attend to the tiles of keys `begin` to `end`, counted down from the last one. Values are one tile behind."""
     q, position, rings, turns, counts = args
     _, keys, values = rings
     count, base = counts
@@ -158,7 +166,7 @@ def _attend_tiles(sums, begin, end, args, W: gl.constexpr, MASKED: gl.constexpr,
         scores = hopper.warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(keys[2].index(i % 2), count=1)
         p, alpha, state = _softmax(scores, state, position, (count - 1 - j) * SHAPE.tile, MASKED, SHAPE)
-        # waiting for keys here keeps the compiler from moving softmax behind the wait for the product
+        # this wait keeps the compiler from moving softmax after the wait for the matmul
         mbarrier.wait(keys[1].index((i + 1) % 2), (i + 1) // 2 & 1, pred=j + 1 < count)
         acc, weights = hopper.warpgroup_mma_wait(0, deps=[acc, weights])
         mbarrier.arrive(values[2].index((i - 1) % 2), count=1)
@@ -168,7 +176,7 @@ def _attend_tiles(sums, begin, end, args, W: gl.constexpr, MASKED: gl.constexpr,
 
 @gluon.jit
 def _forget_stale(v, key, length, SHAPE: gl.constexpr):
-    """Zero the values from `length` on, so that 0 times a stale NaN is not added. Both warpgroups do, which is safe."""
+    """Zero the values from `length` on, because 0 times a stale NaN is NaN. Both warpgroups do it, which is safe."""
     ROWS: gl.constexpr = _rows(SHAPE.head_dim)
     for part in gl.static_range(SHAPE.tile // 32):
         some = v.slice(part * 32, 32)
@@ -179,7 +187,7 @@ def _forget_stale(v, key, length, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _compute(out_ptr, rings, turns, plan, W: gl.constexpr, SHAPE: gl.constexpr):
-    """A warpgroup: softmax(q k) v of 64 rows of each tile of queries."""
+    """A warpgroup: compute softmax(q k^T) v for 64 rows of each tile of queries."""
     queries, keys, values = rings
     SUMS: gl.constexpr = sums_of(SHAPE.head_dim)
     ROWS: gl.constexpr = _rows(SHAPE.head_dim)
@@ -208,7 +216,7 @@ def _compute(out_ptr, rings, turns, plan, W: gl.constexpr, SHAPE: gl.constexpr):
         p, _, state = _softmax(scores, (m_i, l_i), positions, key, True, SHAPE)
         mbarrier.wait(keys[1].index((i + 1) % 2), (i + 1) // 2 & 1, pred=count > 1)
         sums = gl.full([64, SHAPE.head_dim], 0.0, gl.float32, SUMS), p, state
-        cut = count - gl.minimum((position + FIRST + 1) // SHAPE.tile, count - 1)  # tiles of which some row sees a part
+        cut = count - gl.minimum((position + FIRST + 1) // SHAPE.tile, count - 1)  # partly hidden tiles
         args = q, positions, rings, turns, (count, i)
         sums = _attend_tiles(sums, 1, cut, args, W, True, SHAPE)
         sums = _attend_tiles(sums, cut, count, args, W, False, SHAPE)
@@ -234,6 +242,7 @@ def _compute(out_ptr, rings, turns, plan, W: gl.constexpr, SHAPE: gl.constexpr):
 def _prefill_kernel(
     q_tiles, k_tiles, v_tiles, plan_ptrs, out_ptr, stride, num_tiles, SHAPE: gl.constexpr, PDL: gl.constexpr
 ):
+    # A program loops over its tiles of queries, see _work.
     gdc_launch_dependents(PDL)
     gdc_wait(PDL)
     queries = buffers(q_tiles, 2), barriers(2, 1), barriers(2, 1)
@@ -247,16 +256,17 @@ def _prefill_kernel(
             (_compute, (out_ptr, rings, turns, plan, gl.constexpr(1), SHAPE)),
             (_load_tiles, ((q_tiles, k_tiles, v_tiles), rings, plan, SHAPE)),
         ],
-        [4, 1],  # warps of all but the first
+        [4, 1],  # warps of the second and the third partition
         [240, 24],  # registers of their threads; the first has as many as the second
     )
 
 
 def attend(tokens: int, tile: int, q: torch.Tensor, caches, scale: float, plan_ptrs, out: torch.Tensor) -> None:
-    """plan_ptrs: query_tiles, of at most `tokens` each, cu_seqlens_q, context_lens and block_tables, as in
-    prefill_attention.py.
+    """Fill out [T, heads, head_dim] with the attention of q [T, heads, head_dim]; see `prefill_attention`.
 
-    `tile` keys, 64 or 128, divide a block. head_dim is 64, 128, or 256 with tiles of 64; the dtype has 16 bits.
+    `plan_ptrs` are query_tiles, with at most `tokens` tokens each, cu_seqlens_q, context_lens and block_tables.
+    `caches` are keys and values, and `scale` includes log2(e). `tile` is 64 or 128, and divides a block. head_dim is 64
+    or 128, or 256 with tiles of 64. The dtype has 16 bits.
     """
     heads, head_dim = q.shape[1:]
     block_size, kv_heads = caches[0].shape[1:3]

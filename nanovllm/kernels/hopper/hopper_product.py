@@ -1,13 +1,13 @@
-"""A product and what follows it in one kernel for Hopper: in 16 bits, or of quantized rows and weights in FP8 with a
-scale for 128 x 128 of them. One warp loads, two warpgroups compute. Written in Gluon, which changes with Triton's
-version.
+"""A GEMM with an epilogue in one kernel for Hopper. Written in Gluon, which changes with Triton's version.
 
-A tile has 128 rows, 64 for each warpgroup, and two blocks of 128 outputs. The epilogue, a function of its own file,
-gets a warpgroup's sums: [64, 256] in 16 bits, and of FP8 four quarters of that, [64, 64].
+It multiplies in 16 bits, or in FP8: quantized rows by weights with a scale for each 128 x 128 block. One warp loads,
+and two warpgroups compute. A tile has 128 rows, 64 for each warpgroup, and two blocks of 128 outputs.
 
-In FP8 the tensor cores add up the products of 128 inputs, with few digits; these sums times their scales are added up
-in float32. They are computed for 64 outputs at a time, so that the tensor cores begin with the next 64 while a
-warpgroup does that.
+The epilogue is a function in another file. It gets the sums of a warpgroup: [64, 256] in 16 bits, and four quarters
+[64, 64] in FP8.
+
+In FP8, the tensor cores add the products of 128 inputs, with few digits. These sums are multiplied by their scales and
+added in float32, for 64 outputs at a time, so that the tensor cores already compute the next 64 outputs.
 """
 
 from typing import NamedTuple
@@ -32,8 +32,8 @@ from nanovllm.kernels.launch.dependent_launch import dependent_kernel, launch
 from nanovllm.kernels.launch.gpu_features import num_sms
 from nanovllm.kernels.linear.tiles import QuantizedRows
 
-BLOCK = gl.constexpr(128)  # weights, in both directions, inputs and outputs that share a scale
-SUMS = gl.constexpr(sums_of(64, 8))  # of a quarter
+BLOCK = gl.constexpr(128)  # the size of all blocks and groups that share a scale
+SUMS = gl.constexpr(sums_of(64, 8))  # the layout of a quarter
 
 
 class Plan(NamedTuple):
@@ -41,14 +41,14 @@ class Plan(NamedTuple):
 
     k: int
     step: int  # inputs of a buffer, whose rows have 128 bytes
-    adjacent: bool  # the blocks of a tile follow each other; else the second is one of the second half of the outputs
+    adjacent: bool  # the two blocks of a tile are adjacent; otherwise one is in each half of the outputs
     stages: int = 4  # steps that are loaded ahead
-    group: int = 16  # tiles of rows that take the same weights one after the other, which are then in the L2 cache
+    group: int = 16  # consecutive tiles of rows that use the same weights, which then stay in the L2 cache
 
 
 @gluon.jit
 def _tile(index, sizes, PLAN: gl.constexpr):
-    """The first row of a tile, and its pair of blocks."""
+    """Return the first row of a tile, and the index of its pair of blocks."""
     num_rows, num_pairs, _ = sizes
     per_group = PLAN.group * num_pairs
     first = index // per_group * PLAN.group
@@ -58,13 +58,13 @@ def _tile(index, sizes, PLAN: gl.constexpr):
 
 @gluon.jit
 def _block(n, j, sizes, PLAN: gl.constexpr):
-    """The first or second block of a pair."""
+    """Return the first or the second block of a pair."""
     return 2 * n + j if PLAN.adjacent else n + j * sizes[1]
 
 
 @gluon.jit
 def _load_tiles(tiles, rings, sizes, PLAN: gl.constexpr):
-    """The warp that loads, with one thread: rows for both warpgroups, and weights of both blocks."""
+    """The warp that loads, with one thread: rows for both warpgroups, and the weights of both blocks."""
     x_tiles, w_tiles = tiles
     x_ring, w_ring, full, empty = rings
     i = 0
@@ -84,13 +84,13 @@ def _load_tiles(tiles, rings, sizes, PLAN: gl.constexpr):
 
 @gluon.jit
 def _load_scales(scale_ptrs, tile, k, sizes, W: gl.constexpr, PLAN: gl.constexpr):
-    """For the k-th block of inputs: of this warpgroup's rows, and of both blocks of weights."""
+    """Load the scales of the k-th block of inputs: for this warpgroup's rows, and for both blocks of weights."""
     x_ptr, w_ptr, stride = scale_ptrs
     row, n = tile
     rows = row + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
     x = gl.load(x_ptr + k * stride + gl.minimum(rows, sizes[0] - 1))
-    # Each thread loads the weights' scales, from addresses that the compiler takes for different ones: if it knew that
-    # all are the same, it would move them to uniform registers, and wait for them at once.
+    # Each thread loads the weights' scales from an address that looks different to the compiler. If the compiler knew
+    # that all are equal, it would move the scales to uniform registers, and wait for them at once.
     at = w_ptr + k + gl.minimum(rows, 0)
     blocks = PLAN.k // BLOCK
     return x, gl.load(at + _block(n, 0, sizes, PLAN) * blocks), gl.load(at + _block(n, 1, sizes, PLAN) * blocks)
@@ -98,20 +98,20 @@ def _load_scales(scale_ptrs, tile, k, sizes, W: gl.constexpr, PLAN: gl.constexpr
 
 @gluon.jit
 def _product(x, w, half: gl.constexpr):
-    """Start the product of rows [64, 128], which are in registers, with half a block of weights [128, 128]."""
+    """Start the matmul of rows [64, 128] in registers and half of a block of weights [128, 128]."""
     zeros = gl.full([64, 64], 0.0, gl.float32, SUMS)
     return hopper.warpgroup_mma(x, w.slice(half * 64, 64).permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _add(acc, product, scale, RUNNING: gl.constexpr):
-    """The wait keeps the compiler from moving the addition behind the next product, which would take more registers."""
+    """Add a product. The wait keeps the compiler from moving this after the next matmul, which needs more registers."""
     return hopper.warpgroup_mma_wait(RUNNING, deps=[acc + product * scale[:, None]])
 
 
 @gluon.jit
 def _add_block(sums, stage, use, scales, rings, W: gl.constexpr):
-    """Add the products of a block of inputs to the sums. Two products run at once."""
+    """Add the products of a block of inputs to the sums. Two matmuls run at once."""
     x_ring, w_ring, full, empty = rings
     a0, a1, b0, b1 = sums
     a_scale, b_scale = scales
@@ -134,7 +134,7 @@ def _add_block(sums, stage, use, scales, rings, W: gl.constexpr):
 
 @gluon.jit
 def quarters_of(sums):
-    """What an epilogue gets, as quarters."""
+    """Return the sums that an epilogue gets as four quarters [64, 64]."""
     if isinstance(sums, gl.tensor):
         a, b = halves(sums)
         a0, a1 = halves(a)
@@ -150,7 +150,7 @@ def _as_sums(x):
 
 @gluon.jit
 def _compute(out, rings, sizes, W: gl.constexpr, EPILOGUE: gl.constexpr, PLAN: gl.constexpr):
-    """A warpgroup, in 16 bits."""
+    """A warpgroup: multiply in 16 bits, and run the epilogue."""
     x_ring, w_ring, full, empty = rings
     w_ring = w_ring._reinterpret(w_ring.dtype, [PLAN.stages, 2 * BLOCK, PLAN.step], w_ring.layout)  # both blocks
     i = 0
@@ -162,7 +162,7 @@ def _compute(out, rings, sizes, W: gl.constexpr, EPILOGUE: gl.constexpr, PLAN: g
             mbarrier.wait(full.index(stage), i // PLAN.stages & 1)
             w = w_ring.index(stage).permute((1, 0))
             sums = hopper.warpgroup_mma(x_ring.index(stage * 2 + W), w, sums, is_async=True)
-            sums = hopper.warpgroup_mma_wait(1, deps=[sums])  # for the one before
+            sums = hopper.warpgroup_mma_wait(1, deps=[sums])  # for the previous one
             mbarrier.arrive(empty.index((i + PLAN.stages - 1) % PLAN.stages), count=1, pred=k > 0)
             i += 1
         sums = hopper.warpgroup_mma_wait(0, deps=[sums])
@@ -173,7 +173,10 @@ def _compute(out, rings, sizes, W: gl.constexpr, EPILOGUE: gl.constexpr, PLAN: g
 
 @gluon.jit
 def _compute_scaled(out, scale_ptrs, rings, sizes, W: gl.constexpr, EPILOGUE: gl.constexpr, PLAN: gl.constexpr):
-    """A warpgroup, in FP8. Scales are loaded a block ahead; of a tile, before the tile before it is stored."""
+    """A warpgroup: multiply in FP8, and run the epilogue.
+
+    Scales are loaded one block ahead. The first scales of a tile are loaded before the previous tile is stored.
+    """
     zeros = gl.full([64, 64], 0.0, gl.float32, SUMS)
     stage, use = 0, 0
     index = gl.program_id(0)
@@ -192,7 +195,7 @@ def _compute_scaled(out, scale_ptrs, rings, sizes, W: gl.constexpr, EPILOGUE: gl
                 use += 1
         row, n = tile
         index += gl.num_programs(0)
-        tile = _tile(gl.minimum(index, sizes[2] - 1), sizes, PLAN)  # there are no scales behind the last
+        tile = _tile(gl.minimum(index, sizes[2] - 1), sizes, PLAN)  # there are no scales after the last tile
         next_scales = _load_scales(scale_ptrs, tile, 0, sizes, W, PLAN)
         EPILOGUE(sums, out, row + W * 64, n, sizes[0], W)
     tma.store_wait(0)
@@ -208,7 +211,7 @@ def _compute_either(out, scale_ptrs, rings, sizes, W: gl.constexpr, EPILOGUE: gl
 
 @gluon.jit
 def store_tile(y, smem, tiles, at, RUNNING: gl.constexpr):
-    """Store a tile by way of a buffer. So many stores may still run: they read other buffers."""
+    """Store a tile through a buffer. RUNNING earlier stores may still run, because they read other buffers."""
     tma.store_wait(RUNNING)
     smem.store(y.to(smem.dtype))
     hopper.fence_async_shared()
@@ -229,6 +232,7 @@ def _product_kernel(
     PLAN: gl.constexpr,
     PDL: gl.constexpr,
 ):
+    # A program loops over tiles of 128 rows and 256 outputs.
     gdc_launch_dependents(PDL)
     gdc_wait(PDL)
     STAGES: gl.constexpr = PLAN.stages
@@ -242,15 +246,16 @@ def _product_kernel(
             (_compute_either, (out, scale_ptrs, rings, sizes, gl.constexpr(1), EPILOGUE, PLAN)),
             (_load_tiles, ((x_tiles, w_tiles), rings, sizes, PLAN)),
         ],
-        [4, 1],  # warps of all but the first
+        [4, 1],  # warps of the second and the third partition
         [240, 24],  # registers of their threads; the first has as many as the second
     )
 
 
 def product(x: torch.Tensor | QuantizedRows, weight, scales: torch.Tensor | None, epilogue, out_ptrs, y=None) -> None:
-    """x W^T in 16 bits or, with scales, of FP8, and its epilogue, which gets the pointers; any rows.
+    """Compute x W^T, for x [T, K] and weight [N, K], and run the epilogue, which gets `out_ptrs`.
 
-    A pair of blocks are two that follow each other or, with y, tiles of which the epilogue stores, one of either half.
+    Without `scales`, x and the weight have 16 bits; with scales, they are in FP8. N is a multiple of 256. A tile has
+    two adjacent blocks of outputs. With `y`, whose tiles the epilogue stores, it has one block of each half.
     """
     (n, k), step = weight.shape, 128 // weight.element_size()
     rows, scale_ptrs = (x, None) if scales is None else (x.values, (x.scales, scales, x.scales.stride(1)))

@@ -1,7 +1,7 @@
 """q and k norm, rotary embedding and the store into the cache as the epilogue of hopper_product.py, for Hopper.
 
-A block of weights is a head of 128. All is computed in float32, and rounded once. A thread has both numbers of each
-pair that is rotated.
+A block of weights is one head of 128 numbers. Everything is computed in float32 and rounded once. A thread holds both
+numbers of each pair that is rotated.
 """
 
 import torch
@@ -10,14 +10,14 @@ from triton.experimental.gluon import language as gl
 
 from nanovllm.kernels.hopper.hopper_product import SUMS, product, quarters_of
 
-# of half a head: a thread has vectors of 16 bytes, in the warp that has the row in SUMS
+# the layout of half a head for stores of 16 bytes; each row stays in the warp that has it in SUMS
 _OF_THREAD, _OF_WARP = [[0, 1], [0, 2], [0, 4], [4, 0], [8, 0]], [[0, 8], [0, 16], [0, 32], [1, 0], [2, 0]]
 ROWS = gl.constexpr(gl.DistributedLinearLayout(_OF_THREAD, _OF_WARP, [[16, 0], [32, 0]], [], [64, 64]))
 
 
 @gluon.jit
 def _norm_rope(x0, x1, weights, eps, cos, sin):
-    """Of the halves of a head. Without weights there is no norm."""
+    """Norm and rotate the halves x0 and x1 of a head, both [64, 64]. Without weights, only rotate."""
     y0, y1 = x0, x1
     if weights is not None:
         y0, y1 = x0 * weights[0], x1 * weights[1]
@@ -30,20 +30,20 @@ def _norm_rope(x0, x1, weights, eps, cos, sin):
 
 @gluon.jit
 def _store_head(y0, y1, at, is_stored):
-    """The halves of a head to [64, 128] from the pointers `at` [64, 64] on."""
+    """Store the halves of a head to [64, 128], at the pointers `at` [64, 64] of the first half."""
     gl.store(at, gl.convert_layout(y0.to(at.dtype.element_ty), ROWS), is_stored)
     gl.store(at + 64, gl.convert_layout(y1.to(at.dtype.element_ty), ROWS), is_stored)
 
 
 @gluon.jit
 def _store_heads(sums, out_ptrs, row, n, num_rows, W: gl.constexpr):
-    """Of a pair of heads, which are both queries, keys or values."""
+    """The epilogue: store a pair of heads, which are both queries, both keys or both values."""
     quarters = quarters_of(sums)
     norm_rope_ptrs, q_ptr, k_ptr, v_ptr, heads, kv_heads = out_ptrs
     q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, slots_ptr = norm_rope_ptrs
     rows = row + gl.arange(0, 64, gl.SliceLayout(1, ROWS))
     slots = gl.load(slots_ptr + rows, rows < num_rows, -1)
-    # the pair goes to rows of queries, or to slots of the cache, where -1 is none
+    # the pair goes to rows of q, or to slots of the cache; -1: it is not stored
     out_ptr, weight_ptr, index, head, count = q_ptr, q_weight_ptr, gl.where(rows < num_rows, rows, -1), 2 * n, heads
     if head >= heads:
         out_ptr, weight_ptr, index, head, count = k_ptr, k_weight_ptr, slots, head - heads, kv_heads
@@ -56,7 +56,7 @@ def _store_heads(sums, out_ptrs, row, n, num_rows, W: gl.constexpr):
         i = gl.arange(0, 64, gl.SliceLayout(0, SUMS))
         token = gl.minimum(row + gl.arange(0, 64, gl.SliceLayout(1, SUMS)), num_rows - 1)
         cos_ptrs = cos_sin_ptr + (token.to(gl.int64) * 256)[:, None] + i[None, :]
-        cos, sin = gl.load(cos_ptrs), gl.load(cos_ptrs + 192)  # of sines the second half, which is not negated
+        cos, sin = gl.load(cos_ptrs), gl.load(cos_ptrs + 192)  # the second half of the sines, which is not negated
         weights = None
         if q_weight_ptr is not None:
             weight_ptrs = (weight_ptr + i)[None, :]
@@ -70,9 +70,9 @@ def _store_heads(sums, out_ptrs, row, n, num_rows, W: gl.constexpr):
 
 
 def store_product(factors, qk_norm_rope, slot_mapping: torch.Tensor, cache) -> torch.Tensor:
-    """`norm_rope_and_store` of the product of the factors: x and a weight, in 16 bits or, with scales, of FP8.
+    """Compute `norm_rope_and_store` of x W^T. `factors` are x, the weight, and scales if both are in FP8, or None.
 
-    Heads have 128 numbers; those of queries and those of keys are even in number.
+    Heads have 128 numbers. The numbers of query heads and of key-value heads are even.
     """
     x, weight, scales = factors
     kv_heads = cache.k.shape[2]

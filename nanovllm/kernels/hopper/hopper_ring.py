@@ -1,7 +1,7 @@
-"""What the kernels in Gluon share: a warp loads tiles into a ring of buffers, and warpgroups compute with them.
+"""What the Gluon kernels share: a warp loads tiles into a ring of buffers, and warpgroups compute with them.
 
-A buffer has two barriers: `full`, which its bytes complete as they arrive, with what else is stored there, and `empty`,
-which those complete that have used it. Its i-th use is the phase i & 1 of both.
+A buffer has two barriers. `full` completes when all bytes have arrived, and all other data is stored there. `empty`
+completes when all users of the buffer have finished. The i-th use of a buffer is the phase i & 1 of both barriers.
 """
 
 import torch
@@ -25,7 +25,7 @@ def gdc_wait(PDL: gl.constexpr):
 
 
 def tiles_of(x: torch.Tensor, *shape: int) -> TensorDescriptor:
-    """Tiles of x, whose rows are swizzled by as much as there is."""
+    """Return a descriptor of tiles of x. Rows are swizzled over up to 128 bytes."""
     size = x.element_size()
     layout = gl.NVMMASharedLayout(min(128, shape[-1] * size), 8 * size, len(shape))
     return TensorDescriptor.from_tensor(x, [*shape], layout)
@@ -33,14 +33,14 @@ def tiles_of(x: torch.Tensor, *shape: int) -> TensorDescriptor:
 
 @gluon.jit
 def buffers(tiles, COUNT: gl.constexpr):
-    """Shared memory for so many of the tiles."""
+    """Allocate shared memory for COUNT tiles."""
     SHAPE: gl.constexpr = [COUNT] + tiles.block_shape  # noqa: RUF005 (Gluon has no star)
     return gl.allocate_shared_memory(tiles.dtype, SHAPE, tiles.layout)
 
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """So many barriers that wait for so many arrivals."""
+    """Allocate COUNT barriers that each wait for ARRIVALS arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(bars.index(i), count=ARRIVALS)
@@ -50,11 +50,11 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.constexpr_function
 def sums_of(columns, bits=16):
-    """The layout of a warpgroup's sums of products [64, columns] of such factors, as wgmma has them."""
+    """Return the layout of a warpgroup's wgmma result [64, columns], for factors of `bits` bits."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 256 // bits])
 
 
 @gluon.jit
 def halves(sums):
-    """The left and the right half of the columns of sums [64, columns]; a thread keeps its numbers."""
+    """Split sums [64, columns] into the left and the right half of the columns. No number moves between threads."""
     return gl.reshape(sums, [64, 2, sums.shape[1] // 2]).permute((0, 2, 1)).split()

@@ -1,7 +1,7 @@
-"""SwiGLU as the epilogue of hopper_product.py, for Hopper: in 16 bits, or of FP8, whose results are quantized too.
+"""SwiGLU as the epilogue of hopper_product.py, for Hopper: in 16 bits, or in FP8 with quantized results.
 
-In 16 bits gate, up and silu are rounded as by separate kernels, which takes no longer: the results are the same, but
-for 0 instead of some 1e-36. In FP8 a tile has all that shares a scale afterwards.
+In 16 bits, gate, up and silu are rounded as in separate kernels, which takes no longer. So the results are the same,
+except that numbers near 1e-36 become 0. In FP8, all results that share a scale are in the same tile.
 """
 
 import torch
@@ -15,7 +15,10 @@ from nanovllm.kernels.linear.tiles import QuantizedRows
 
 @gluon.constexpr_function
 def _silu_of(x, y):
-    """By two approximate instructions, each right to 2^-22: division and `gl.exp` take several times as many."""
+    """Return PTX for y = silu(x), with two approximate instructions, each exact to 2^-22.
+
+    Division and `gl.exp` take several times as many instructions.
+    """
     return f"""
         mul.f32 y, {x}, 0fBFB8AA3B;  // -log2(e)
         ex2.approx.ftz.f32 y, y;
@@ -27,7 +30,7 @@ def _silu_of(x, y):
 
 @gluon.constexpr_function
 def _swiglu_of(dtype):
-    """Of two values of gate and two of up, which are rounded to 16 bits in pairs; the compiler would do it singly."""
+    """Return PTX for two results of SwiGLU. It rounds pairs to 16 bits; the compiler would round one by one."""
     half = "bf16" if dtype == gl.bfloat16 else "f16"
     return f"""
     {{
@@ -55,7 +58,7 @@ def _silu(x):
 
 @gluon.jit
 def _store_swiglu(sums, out, row, n, num_rows, W: gl.constexpr):
-    """In 16 bits."""
+    """The epilogue in 16 bits."""
     out_tiles, out_ring, _ = out
     gate, up = halves(sums)
     asm: gl.constexpr = _swiglu_of(out_tiles.dtype)
@@ -65,7 +68,7 @@ def _store_swiglu(sums, out, row, n, num_rows, W: gl.constexpr):
 
 @gluon.jit
 def _store_quantized(quarters, out, row, n, num_rows, W: gl.constexpr):
-    """Of FP8."""
+    """The epilogue in FP8: quantize with a scale for each row and 128 results."""
     out_tiles, out_ring, scale_ptrs = out
     scale_ptr, stride = scale_ptrs
     gate0, gate1, up0, up1 = quarters
@@ -82,7 +85,10 @@ def _store_quantized(quarters, out, row, n, num_rows, W: gl.constexpr):
 def swiglu(
     x: torch.Tensor | QuantizedRows, weight: torch.Tensor, scales: torch.Tensor | None = None
 ) -> torch.Tensor | QuantizedRows:
-    """`silu_and_mul` of x W^T in 16 bits or, with scales, what `scaled_linear.swiglu_quantize` computes; any rows."""
+    """Compute `silu_and_mul` of x W^T, for x [T, K] and weight [N, K] in 16 bits -> [T, N / 2].
+
+    With `scales`, compute `multiply_scaled.swiglu_quantize` for quantized x and an FP8 weight.
+    """
     num_rows, n = len(x if scales is None else x.values), len(weight) // 2
     y = torch.empty((num_rows, n), dtype=weight.dtype, device=weight.device)
     if scales is None:

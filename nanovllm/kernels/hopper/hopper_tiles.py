@@ -1,8 +1,6 @@
-"""When Hopper's kernels are used: for which products in FP8 (hopper_scaled_gemm.py), and in which tiles; for which rows
-of qkv (hopper_qkv.py). Importing this takes no Gluon.
+"""Which matmuls Hopper's kernels compute: FP8 matmuls and their tiles (hopper_scaled_gemm.py), qkv (hopper_qkv.py).
 
-Kernels, one by one, says what they gain: [in FP8](../../docs/lab-notes.md#few-rows-in-fp8), [with the
-store](../../docs/lab-notes.md#norm-rope-and-store-in-the-product).
+Importing this module does not import Gluon.
 """
 
 from typing import NamedTuple
@@ -12,11 +10,11 @@ import torch
 from nanovllm.kernels.launch.gpu_features import has_hopper_kernels, num_sms
 from nanovllm.kernels.linear.tiles import QuantizedRows, block_shape
 
-BLOCK = 128, 128  # of weights that share a scale
-MIN_BUSY = 0.7  # of the multiprocessors
-MAX_CAPTURED_ROWS = 8192  # of any CUDA graph of a step with chunks
-# of a row of the qkv weight, up to which product and store are one kernel: what this saves, a pass over the outputs,
-# does not grow with the inputs; with longer rows (Qwen3-8B in 16 bits) prefill gained nothing
+BLOCK = 128, 128  # weights that share a scale
+MIN_BUSY = 0.7  # the fraction of multiprocessors that tiles must keep busy
+MAX_CAPTURED_ROWS = 8192  # the most rows of a CUDA graph of a step with chunks
+# Up to this size of a row of the qkv weight, matmul and store are one kernel. This saves a pass over the outputs, which
+# does not grow with the inputs: with longer rows (Qwen3-8B in 16 bits), prefill was not faster.
 MAX_ROW_BYTES = 5120
 
 
@@ -27,11 +25,11 @@ class HopperTile(NamedTuple):
     outputs: int
     split_k: int = 1
     burst: int = 2  # blocks of inputs that are loaded together
-    stages: int = 16  # blocks that are loaded ahead, if there is memory for so many
-    registers: int = 168  # of a thread, in the mean
+    stages: int = 16  # the most blocks that are loaded ahead; shared memory may allow fewer
+    registers: int = 168  # of a thread, on average
 
 
-# up to so many rows, and with at least so many blocks of inputs for each part: tiles, of which the largest is the best
+# (up to so many rows, the fewest blocks of inputs of a split, tiles from the largest and best one on)
 TILES = (
     (64, 8, [HopperTile(64, outputs, stages=6, registers=128) for outputs in (192, 128, 64)]),
     (128, 16, [HopperTile(128, 192), HopperTile(128, 64, stages=8, registers=96)]),
@@ -40,9 +38,9 @@ TILES = (
 
 
 def choose_tile(num_rows: int, n: int, k: int, max_split_k: int, sms: int) -> HopperTile | None:
-    """For a product [num_rows, k] times [n, k] transposed; None where other kernels are as fast.
+    """Return the tile for a matmul [num_rows, k] x [n, k]^T; None if other kernels are as fast.
 
-    Only the largest tiles are better than those of the library where a program has several.
+    If a program has several tiles, only the largest tile is faster than the library.
     """
     if not 16 < num_rows <= TILES[-1][0]:
         return None
@@ -57,7 +55,7 @@ def choose_tile(num_rows: int, n: int, k: int, max_split_k: int, sms: int) -> Ho
 
 
 def hopper_tile(num_rows: int, values: torch.Tensor, scales: torch.Tensor, max_split_k: int) -> HopperTile | None:
-    """The tile with which `quantized_linear` computes a product, in as many parts as pay, up to `max_split_k`."""
+    """Return the tile of `quantized_linear`, with the best split_k up to `max_split_k`; None: it is not used."""
     if not has_hopper_kernels() or block_shape(values, scales) != BLOCK:
         return None
     return choose_tile(num_rows, *values.shape, max_split_k, num_sms(values.device))
@@ -66,34 +64,37 @@ def hopper_tile(num_rows: int, values: torch.Tensor, scales: torch.Tensor, max_s
 def quantized_linear(
     x: QuantizedRows, values: torch.Tensor, scales: torch.Tensor, split_k: int, out: torch.Tensor | None
 ) -> torch.Tensor:
-    """`split_k_gemm` of quantized rows; NotImplemented where another kernel is as fast, or there is none for it."""
+    """Compute `split_k_gemm` of quantized rows [T, K] and values [N, K] -> [split_k, T, N].
+
+    NotImplemented if another kernel is as fast, or if this kernel can't compute it.
+    """
     tile = hopper_tile(len(x), values, scales, split_k)
     if tile is None or tile.split_k != split_k or x.dtype == torch.float32:
         return NotImplemented
     assert x.scales.shape[1] == values.shape[1] // BLOCK[1]
     from nanovllm.quantization.kernels.hopper_scaled_gemm import (
-        hopper_scaled_gemm,  # imports what few versions of Triton have
+        hopper_scaled_gemm,  # needs Gluon of Triton 3.6
     )
 
     return hopper_scaled_gemm(x, values, scales, tile, out)
 
 
 def qkv_norm_rope_store(x, layer, qk_norm_rope, slot_mapping: torch.Tensor, cache) -> torch.Tensor:
-    """`norm_rope_and_store` of what a linear layer makes of the NormInput x, with the product in one kernel.
+    """Compute `norm_rope_and_store` of the qkv matmul of NormInput x, in one kernel with the matmul.
 
-    NotImplemented where there is no kernel for it or it gains nothing, or if CUDA graphs may hold a step of so many
-    rows: they pad steps, and a step shall have the same kernels with graphs and without, as others add up in another
-    order.
+    NotImplemented if there is no kernel for it, if it gains nothing, or if CUDA graphs may contain steps of so many
+    rows. Graphs pad steps, and a step must use the same kernels with and without graphs: other kernels add in another
+    order, and may give other tokens.
     """
     if isinstance(x, torch.Tensor) or len(x) <= MAX_CAPTURED_ROWS or not has_hopper_kernels():
         return NotImplemented
-    if layer.bias is not None or not hasattr(layer, "weight"):  # other formats may have other names
+    if layer.bias is not None or not hasattr(layer, "weight"):  # other weight formats may use other names
         return NotImplemented
     (n, k), (kv_heads, head_dim), rotary = layer.weight.shape, cache.k.shape[2:], qk_norm_rope[3].shape[2]
     suits = head_dim == rotary == 128 and n % 256 == kv_heads % 2 == k % 8 == 0 and cache.k.element_size() == 2
     pays = k * layer.weight.element_size() <= MAX_ROW_BYTES
     if not (suits and pays) or (factors := layer.format.factors(layer, x)) is None:
         return NotImplemented
-    from nanovllm.kernels.hopper.hopper_qkv import store_product  # imports what few versions of Triton have
+    from nanovllm.kernels.hopper.hopper_qkv import store_product  # needs Gluon of Triton 3.6
 
     return store_product(factors, qk_norm_rope, slot_mapping, cache)

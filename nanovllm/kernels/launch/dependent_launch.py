@@ -1,20 +1,22 @@
-"""Programmatic dependent launch: the programs of a kernel start while those of the kernel before it still run.
+"""Programmatic dependent launch (PDL): the programs of a kernel start while the previous kernel still runs.
 
-So the launch of a kernel and its first reads overlap with the kernel before it. The contract:
+This hides the launch of a kernel and its first reads. Each dependent kernel keeps this contract:
 
-- A dependent kernel lets its successor start at once (`gdc_launch_dependents`), and waits (`gdc_wait`) until the kernel
-  before it is complete and its writes are visible. A program without work may return without waiting, but not all may.
-  Thus when a kernel is complete, so are all before it.
-- Before it waits it writes nothing, prefetches what it likes, and reads only what no running kernel may still write:
-  weights, and what was launched before the last ordinary launch. An ordinary launch starts when everything before it is
-  complete, but a dependent kernel may start while several before it still run, back to the last ordinary one, whose own
-  writes it may not see either.
+- It lets the next kernel start at once (`gdc_launch_dependents`). It waits (`gdc_wait`) until the previous kernel is
+  complete and its writes are visible. A program without work may return without waiting, but at least one program must
+  wait. So when a kernel is complete, all kernels before it are complete too.
+- Before it waits, it writes nothing. It may prefetch anything. It may read only memory that no running kernel can still
+  write: weights, and results of kernels that were launched before the last ordinary launch.
 
-In a forward the last ordinary launch before attention is the embedding, or a later library kernel. What came before it
-may be read early: the rope lookup (cos_sin), slot mapping, block tables and lengths. `@dependent_kernel(early=...)`
-declares what a kernel reads early, and refuses a kernel that does not keep to this: launch_contract.py.
+An ordinary launch starts when everything before it is complete. A dependent kernel may start while several kernels
+before it still run, back to the last ordinary launch. It may not see the writes of that ordinary launch either.
 
-PDL is a constexpr that is off before Hopper, and with Triton 3.4, whose own gdc functions it can't compile.
+In a forward pass, the last ordinary launch before attention is the embedding or a later library kernel. So attention
+may read early what was launched before the embedding: the rope lookup (cos_sin), slot mapping, block tables and
+lengths. `@dependent_kernel(early=...)` declares what a kernel reads early, and rejects a kernel that breaks the
+contract (see launch_contract.py).
+
+The constexpr PDL is off before Hopper, and with Triton 3.4, which can't compile its own gdc functions.
 """
 
 import ctypes
@@ -34,14 +36,14 @@ from triton.language.extra import cuda
 from nanovllm.kernels.launch.gpu_features import has_tma
 from nanovllm.kernels.launch.launch_contract import check_early_reads
 
-IS_TRITON_3_4 = not hasattr(triton, "AsyncCompileMode")  # the oldest that is supported
+IS_TRITON_3_4 = not hasattr(triton, "AsyncCompileMode")  # the oldest supported version
 
-# for kernels
+# callable inside kernels
 next_power_of_2 = tl.constexpr_function(triton.next_power_of_2) if IS_TRITON_3_4 else triton.next_power_of_2
 
 
 class DependentKernel:
-    """A Triton kernel that keeps the contract, for `launch`."""
+    """A Triton kernel that keeps the contract, for `launch`. AssertionError if its source breaks the contract."""
 
     __slots__ = ("jit",)
 
@@ -51,7 +53,7 @@ class DependentKernel:
 
 
 def dependent_kernel(early: tuple[str, ...] = ()) -> Callable[..., DependentKernel]:
-    """A decorator for a `triton.jit` kernel; `early` names the pointer parameters that it reads before it waits."""
+    """Decorate a `triton.jit` kernel. `early` names the pointer parameters that the kernel reads before it waits."""
     return partial(DependentKernel, early=early)
 
 
@@ -69,7 +71,7 @@ def gdc_wait(PDL: tl.constexpr):
 
 @triton.jit
 def gdc_launch_and_wait(PDL: tl.constexpr):
-    """The first line of a kernel that does nothing before it waits."""
+    """Let the next kernel start, and wait: the first line of a kernel that does nothing before it waits."""
     gdc_launch_dependents(PDL)
     gdc_wait(PDL)
 
@@ -78,9 +80,10 @@ _launched: ContextVar[list | None] = ContextVar("launched", default=None)  # by 
 
 
 class _Loaders(ThreadPoolExecutor):
-    """Threads that compile kernels and load them to the device, for which Triton 3.6 also runs a C compiler.
+    """Threads that compile kernels and load them to the device.
 
-    It loads its results as modules of the same name, into the same object of Python: one at a time.
+    To load a kernel, Triton 3.6 also runs a C compiler, and imports the results as Python modules with the same name.
+    The lock makes them load one at a time.
     """
 
     lock = Lock()
@@ -89,19 +92,20 @@ class _Loaders(ThreadPoolExecutor):
         def load():
             kernel = compile_kernel()
             with self.lock:
-                kernel.run  # noqa: B018, loads it
+                kernel.run  # noqa: B018 (the attribute loads the kernel)
             return kernel
 
         return super().submit(load)
 
 
 def compile_only(work: Callable[[], None]) -> None:
-    """Call `work`, and compile the kernels that it launches in other threads, all at the same time. None of them runs.
+    """Call `work`, and compile the kernels that it launches in parallel threads. No kernel runs.
 
-    What a kernel would have written keeps arbitrary values. Returns when all are compiled and loaded to the device; an
-    error of the compiler is raised then. The compiler spends nearly all of its time without Python's lock. Triton
-    before 3.5 can't do this: then nothing happens, and a kernel is compiled when it is first launched. No garbage is
-    collected meanwhile.
+    The outputs of these kernels hold arbitrary values. The function returns when all kernels are compiled and loaded to
+    the device. It raises the compiler's error if one fails. Threads help because the compiler holds the GIL only for a
+    small part of the time. Garbage collection is off meanwhile.
+
+    Triton 3.4 can't do this. Then the function does nothing, and a kernel is compiled at its first launch.
     """
     if IS_TRITON_3_4:
         return
@@ -122,14 +126,14 @@ def compile_only(work: Callable[[], None]) -> None:
     collects = gc.isenabled()
     gc.disable()
     try:
-        copy_context().run(compile_in_threads)  # what the mode has set ends with the context
+        copy_context().run(compile_in_threads)  # so that no setting of the mode outlives the call
     finally:
         if collects:
             gc.enable()
 
 
 def _forget_unfinished(launched: list) -> None:
-    """Triton before 3.9 keeps the futures of kernels that failed, and would take them for compiled the next time."""
+    """Delete the futures of kernels that failed: Triton before 3.9 keeps them, and would treat them as compiled."""
     for jit in launched:
         for kernels, *_ in jit.device_caches.values():
             for key in [key for key, kernel in kernels.items() if hasattr(kernel, "result")]:
@@ -137,10 +141,13 @@ def _forget_unfinished(launched: list) -> None:
 
 
 def launch(kernel: DependentKernel, grid: tuple[int, ...], device: torch.device, shared: int | None = 100):
-    """kernel[grid], dependent if the device can: `launch(kernel, grid, device)(*arguments, **constants)`.
+    """Return kernel[grid], as a dependent launch if the device supports it.
 
-    `shared` is the percentage of a multiprocessor's memory that is to be shared memory, the rest being cache; None
-    leaves it to the driver. Kernels overlap only if they agree on it; those of small batches need little.
+    Usage: `launch(kernel, grid, device)(*arguments, **constants)`.
+
+    `shared` is the percentage of a multiprocessor's L1 memory that becomes shared memory; the rest is cache. None
+    leaves the choice to the driver. Kernels overlap only if they use the same percentage. Kernels for small batches
+    need little shared memory.
     """
     run = launch_ordinary(kernel.jit, grid)
     if not has_tma(device) or IS_TRITON_3_4:
@@ -155,15 +162,15 @@ def launch(kernel: DependentKernel, grid: tuple[int, ...], device: torch.device,
 
 
 def launch_ordinary(jit, grid: tuple[int, ...]):
-    """jit[grid] for a kernel that is not dependent: it starts when everything before it is complete."""
+    """Return jit[grid] as an ordinary launch: the kernel starts when everything before it is complete."""
     if (launched := _launched.get()) is not None:
         launched.append(jit)
-    # Triton would parse checks of each sum of integers, for which its parser takes a quarter longer, and drop them
+    # with overflow checks, Triton's parser takes a quarter longer, and the checks are dropped later
     return partial(jit.run, grid=grid, warmup=launched is not None, sanitize_overflow=False)
 
 
 @cache
 def _prefer_shared_memory(function: int, percentage: int) -> None:
-    """Set a kernel's preference, once it is compiled. It is a hint: if it fails, only speed is lost."""
+    """Set the preferred percentage of shared memory of a compiled kernel. It is a hint: a failure only costs speed."""
     attribute = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
     ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), attribute, percentage)

@@ -1,4 +1,4 @@
-"""What devices have. Weights and caches of 8 bits ask this on any device: importing it takes no Triton."""
+"""What devices support. Importing this needs no Triton, because 8-bit weights and caches ask this on any device."""
 
 from functools import cache
 
@@ -7,22 +7,23 @@ import torch
 
 @cache
 def has_fp8_units(device: torch.device) -> bool:
-    """Whether the device converts and multiplies e4m3: GPUs from compute capability 8.9 on."""
+    """Whether the device converts and multiplies e4m3: a GPU with compute capability 8.9 or later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @cache
 def has_tma(device: torch.device) -> bool:
-    """Whether the device has Hopper's dependent launch, loads of whole tiles (TMA), and 227 KB of shared memory.
+    """Whether the device has dependent launch, loads of whole tiles (TMA), and 227 KB of shared memory.
 
-    Hopper and data-centre Blackwell have. Other Blackwell chips have 99 KB of shared memory, and count as older ones.
+    This holds for Hopper and data-centre Blackwell. Other Blackwell chips have only 99 KB of shared memory, and are
+    treated like older GPUs.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 @cache
 def has_hopper_kernels() -> bool:
-    """Whether the GPU is a Hopper, and Triton a version that the kernels in Gluon were tried with: it still changes."""
+    """Whether the kernels in Gluon can run: on Hopper with Triton 3.6, because Gluon changes between versions."""
     from triton import __version__
 
     is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -31,5 +32,5 @@ def has_hopper_kernels() -> bool:
 
 @cache
 def num_sms(device: torch.device) -> int:
-    """The number of multiprocessors of a GPU; a small one for the interpreter."""
+    """The number of multiprocessors of a GPU; 4 for Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

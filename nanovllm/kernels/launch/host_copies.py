@@ -1,7 +1,7 @@
-"""Copies from and to pinned host memory by a kernel: a CUDA graph can contain them, and they wait for no copy engine.
+"""Copies from and to pinned host memory by a kernel: a CUDA graph can contain them, and they need no copy engine.
 
-Host memory is double-buffered [2, capacity]: the host prepares one buffer while the device works with the other.
-`buffer_index` [1] int32 on the device is the device's buffer.
+Host memory is double-buffered, [2, capacity] int32: the host prepares one buffer while the device works with the other.
+`buffer_index` [1] int32, on the device, is the index of the device's buffer.
 """
 
 import torch
@@ -24,17 +24,17 @@ def _copy_to_host_kernel(x_ptr, host_ptr, buffer_index_ptr, size, capacity, BLOC
     for begin in range(0, size, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         tl.store(host_ptr + buffer_index * capacity + at, tl.load(x_ptr + at, at < size, 0), at < size)
-    tl.debug_barrier()  # all threads have read the index
+    tl.debug_barrier()  # until all threads have read the index
     tl.store(buffer_index_ptr, 1 - buffer_index)
 
 
 def copy_from_host(out: torch.Tensor, host: torch.Tensor, buffer_index: torch.Tensor) -> None:
-    """Fill `out` [n] with the first n words of the device's buffer in `host`; int32."""
-    block = 128  # a word for each thread: those of a warp are read at once
+    """Fill `out` [n] int32 with the first n words of the device's buffer in `host`. A program copies 128 words."""
+    block = 128  # one word per thread, so that a warp reads adjacent words
     grid = (triton.cdiv(len(out), block),)
     launch_ordinary(_copy_from_host_kernel, grid)(out, host, buffer_index, len(out), host.shape[1], BLOCK=block)
 
 
 def copy_to_host(x: torch.Tensor, host: torch.Tensor, buffer_index: torch.Tensor) -> None:
-    """Write `x` [n] to the device's buffer in `host`, and advance `buffer_index`; int32."""
+    """Write `x` [n] int32 to the device's buffer in `host`, and switch `buffer_index`, in a single program."""
     launch_ordinary(_copy_to_host_kernel, (1,))(x, host, buffer_index, len(x), host.shape[1], BLOCK=512)

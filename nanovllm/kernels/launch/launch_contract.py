@@ -1,8 +1,8 @@
-"""What a dependent kernel may do before it waits (see dependent_launch.py), checked in its source when it is defined.
+"""Checks in the source of a dependent kernel what it does before it waits (see dependent_launch.py).
 
-Pointer parameters are named `*_ptr`, tuples of them `*_ptrs`, tensor descriptors `*_tiles`; the constexpr PDL is set in
-dependent launches. The check follows addresses from these parameters through assignments and into the functions that
-the kernel calls.
+The check runs when the kernel is defined. Pointer parameters are named `*_ptr`, tuples of pointers `*_ptrs`, and tensor
+descriptors `*_tiles`. The constexpr PDL is set in dependent launches. The check follows addresses from these parameters
+through assignments and into the functions that the kernel calls.
 """
 
 import ast
@@ -13,13 +13,13 @@ from pathlib import Path
 ADDRESS_FUNCTIONS = ("multiple_of", "max_contiguous")  # of triton.language: they neither read nor write memory
 ADDRESS_ENDINGS = ("_ptr", "_ptrs", "_tiles")  # of the names of parameters
 WAITS = ("gdc_wait(PDL)", "gdc_launch_and_wait(PDL)")
-CONSTANTS = ("dtype", "layout", "block_shape")  # attributes that are no addresses
+CONSTANTS = ("dtype", "layout", "block_shape")  # attributes that are not addresses
 COPY = "async_copy_global_to_shared"  # Gluon's load of a tile
-PREFETCH = "prefetch_rows"  # brings memory into the cache; its values are read after the wait
+PREFETCH = "prefetch_rows"  # only fills the cache: the kernel reads the values after the wait
 
 
 def check_early_reads(function: Callable, early: tuple[str, ...]) -> None:
-    """AssertionError unless a kernel waits, and before that writes nothing and reads exactly the parameters `early`."""
+    """AssertionError unless a kernel waits, and until then writes nothing and reads exactly the parameters `early`."""
     body = _Body(function)
     waits = body.run(body.node.body)
     name = function.__name__
@@ -47,7 +47,7 @@ class _Body:
         raise AssertionError(f"{self.function.__name__}: {what} before it waits: {ast.unparse(node)}")
 
     def run(self, statements: list[ast.stmt]) -> bool:
-        """Whether a dependent launch reaches a wait in these statements; what follows the wait is not looked at."""
+        """Return whether a dependent launch reaches a wait in these statements. Those after the wait are ignored."""
         for statement in statements:
             if isinstance(statement, ast.If) and ast.unparse(statement.test) in ("PDL", "not PDL"):
                 is_dependent = isinstance(statement.test, ast.Name)
@@ -67,7 +67,7 @@ class _Body:
         return False
 
     def run_conditional(self, statement: ast.If | ast.For | ast.While) -> None:
-        for _ in range(2):  # addresses of a loop's first iteration may be read in its second
+        for _ in range(2):  # the second iteration of a loop may read addresses from the first
             if isinstance(statement, ast.For):
                 self.assign([statement.target], self.address_roots(statement.iter))
             else:
@@ -76,14 +76,14 @@ class _Body:
                 raise AssertionError(f"{self.function.__name__}: waits only under a condition")
 
     def assign(self, targets: Sequence[ast.expr], roots: set[str]) -> None:
-        """Names keep the roots that they had, as the assignment may be in a branch that is not taken."""
+        """Add roots to names. The old roots stay, because the assignment may be in a branch that is not taken."""
         for target in targets:
             for node in ast.walk(target):
                 if isinstance(node, ast.Name):
                     self.roots[node.id] = self.roots.get(node.id, set()) | roots
 
     def address_roots(self, node: ast.AST) -> set[str]:
-        """The pointer parameters from which an address in `node` is derived; all that `node` reads is collected."""
+        """Return the pointer parameters that an address in `node` is derived from, and collect what `node` reads."""
         if isinstance(node, ast.Name):
             return self.roots.get(node.id, set())
         if isinstance(node, ast.Call):
@@ -115,7 +115,7 @@ class _Body:
         return roots if name in ADDRESS_FUNCTIONS else self.function_roots(node, name, roots_of)
 
     def function_roots(self, node: ast.Call, name: str, roots_of: list[set[str]]) -> set[str]:
-        """A call of another function of ours, whose body is checked with the roots of its arguments."""
+        """Check the body of another function of ours that is called, with the roots of its arguments."""
         callee = getattr(self.function.__globals__.get(name), "fn", None)
         if callee is None or node.keywords:
             self.refuse(node, "passes a pointer to a function that can't be checked")
@@ -127,13 +127,13 @@ class _Body:
 
 @cache
 def _functions_of(file: str) -> dict[int, ast.FunctionDef]:
-    """The functions at the top of a source file by their first line, which is that of their decorators."""
+    """The top-level functions of a source file, by their first line, which is the first decorator's line."""
     nodes = [node for node in ast.parse(Path(file).read_text()).body if isinstance(node, ast.FunctionDef)]
     return {min(line.lineno for line in (node, *node.decorator_list)): node for node in nodes}
 
 
 def _called(node: ast.AST) -> str:
-    """The last name of what a call calls; nothing if `node` is no call."""
+    """The last part of the name of a called function; "" if `node` is not a call."""
     if not isinstance(node, ast.Call):
         return ""
     return node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)

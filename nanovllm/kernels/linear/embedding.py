@@ -1,4 +1,4 @@
-"""Rows of an embedding of which only a range of ids is here."""
+"""The embedding of a rank that has only a range of the token ids."""
 
 import torch
 import triton
@@ -17,10 +17,10 @@ def _embed_shard_kernel(ids_ptr, weight_ptr, out_ptr, first_id, num_ids, N: tl.c
 
 
 def embed_shard(token_ids: torch.Tensor, weight: torch.Tensor, first_id: int, out: torch.Tensor | None = None):
-    """Fill `out` [T, N] with the rows of weight [ids, N], whose first row is that of `first_id`; zeros for other ids.
+    """Fill `out` [T, N] with rows of weight [ids, N], whose first row belongs to `first_id`; zeros for ids elsewhere.
 
-    This is an ordinary launch, never a dependent one: it is what completes the rope lookup before it, whose result
-    attention reads early (dependent_launch.py).
+    A program copies one row. This must be an ordinary launch: it makes sure that the rope lookup before it is complete,
+    and attention reads the result of the lookup early (dependent_launch.py).
     """
     if out is None:
         return NotImplemented

@@ -1,4 +1,7 @@
-"""y = x W^T + b for a single row of x, with the norm before it and the activation after it; bound by reading W."""
+"""y = x W^T + b for a single row of x, with the norm before it and the activation after it.
+
+The time is bound by reading W.
+"""
 
 from typing import NamedTuple
 
@@ -11,7 +14,7 @@ from nanovllm.kernels.linear.tiles import NO_NORM, Tiles
 
 
 class Inputs(NamedTuple):
-    """What makes the row that is multiplied; None where there is none."""
+    """The tensors that make up the row that is multiplied; None if there is no residual."""
 
     x: torch.Tensor
     residual: torch.Tensor | None
@@ -20,13 +23,13 @@ class Inputs(NamedTuple):
 
 @triton.jit
 def _load_if(ptr, at, inside, OTHERWISE: tl.constexpr):
-    """Elements of the norm's weight or of the bias; if there is none, what changes nothing."""
+    """Load elements of the norm's weight or of the bias; OTHERWISE if there is none."""
     return tl.load(ptr + at, inside, 0.0).to(tl.float32) if ptr is not None else OTHERWISE
 
 
 @triton.jit
 def _load_input(x_ptrs, norm_weight, k, inside):
-    """A tile of the row that is multiplied, not yet divided by its root mean square, and the squares for that."""
+    """Load a tile of the row that is multiplied, not yet divided by its root mean square, and its squares."""
     x = tl.load(x_ptrs.x + k, inside, 0.0).to(tl.float32)
     if x_ptrs.residual is not None:
         total = x + tl.load(x_ptrs.residual + k, inside, 0.0).to(tl.float32)
@@ -42,6 +45,7 @@ def _load_input(x_ptrs, norm_weight, k, inside):
 def _gemv_kernel(
     x_ptrs, w_ptrs, out_ptr, N, eps, K: tl.constexpr, TILES: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr
 ):
+    # A program computes tile_n outputs. It reads the row in tiles of tile_k inputs.
     gdc_launch_dependents(PDL)
     w_ptr, bias_ptr, norm_ptr = w_ptrs
     n = tl.program_id(0) * TILES.tile_n + tl.arange(0, TILES.tile_n)
@@ -49,7 +53,7 @@ def _gemv_kernel(
     rows = (n < N)[:, None]
     w = w_ptr + n[:, None].to(tl.int64) * K + k[None, :]
     up = w + N * K
-    # load the first tiles of W, and what else no kernel writes, while the kernel before still runs
+    # while the previous kernel still runs, load what no kernel writes: the first tiles of W, biases, the norm's weight
     w_tile = tl.load(w, rows & (k < K)[None, :], 0.0, eviction_policy="evict_first").to(tl.float32)
     if GATED:
         up_tile = tl.load(up, rows & (k < K)[None, :], 0.0, eviction_policy="evict_first").to(tl.float32)
@@ -80,26 +84,25 @@ def _gemv_kernel(
 def gemv(
     x: torch.Tensor, weight: torch.Tensor, norm=NO_NORM, residual=None, gated: bool = False, bias=None, out=None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [1, K] times weight [N, K] transposed + bias [N] -> y [1, N], and x + residual [1, K], or x itself without a
-    residual.
+    """Multiply x [1, K] by weight [N, K] transposed, and add bias [N]. Return y [1, N] and x + residual [1, K].
 
-    With a `norm`, its weight [K] and its eps, the RMS norm of x + residual is multiplied instead of x; a residual
-    requires one. If `gated`, weight is [2N, K], bias [2N], and y is silu of the first half of the outputs times the
-    second half. All contiguous. `out` takes y.
+    Without a residual, the second result is x itself. With `norm`, the weight [K] and the eps of a norm, the RMS norm
+    of x + residual is multiplied instead of x. A residual requires a norm. If `gated`, weight is [2N, K], bias is [2N],
+    and y is silu(first half of the outputs) * second half. All tensors are contiguous. `out` receives y.
     """
     norm_weight, eps = norm
     assert norm_weight is not None or residual is None
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     out = torch.empty((1, n), dtype=x.dtype, device=x.device) if out is None else out
     inputs = Inputs(x, residual, x if residual is None else torch.empty_like(x))
-    # short products gain from overlapping kernels; 75 has room for four programs of long ones, which keep 40 KB each,
-    # and the driver's own division would differ from one to the next
+    # Short matmuls gain from kernels that overlap. For long ones, 75% holds four programs of 40 KB each. The driver's
+    # own choice would differ from kernel to kernel.
     shared = 50 if weight.numel() <= 2**23 else 75
-    tile_size = (8192 if gated else 16384) // x.element_size()  # in weights; a gated product loads two tiles
-    # programs of the shortest ones load as much as they can before they wait
+    tile_size = (8192 if gated else 16384) // x.element_size()  # in weights; with `gated`, two tiles are loaded
+    # for the shortest matmuls, programs load as much as they can before they wait
     tile_k = min(tile_size // (2 if weight.numel() <= 2**22 else 4), 1 << (k - 1).bit_length())
     tiles = Tiles(tile_size // tile_k, tile_k, stages=3, warps=4)
-    # so few that more programs run at once; other products would spill
+    # so few registers let more programs run at once; with larger tiles, registers would spill
     constants = dict(K=k, TILES=tiles, GATED=gated, maxnreg=64 if k <= tile_k and not gated else None)
     launch(_gemv_kernel, (-(-n // tiles.tile_n),), x.device, shared)(
         inputs, (weight, bias, norm_weight), out, n, eps, **constants, num_warps=tiles.warps

@@ -1,7 +1,7 @@
-"""Activations to e4m3 for products of several rows: alone, or in the pass of the norm or activation that makes them.
+"""Quantizes activations to e4m3 for GEMMs: alone, or in the kernel of the norm or activation that computes them.
 
-A group of inputs of a row shares a scale: 128 of them for weights in blocks, else all. Without scales to write, kernels
-store norms and activations as they are.
+A group of inputs of a row shares a scale: 128 inputs if the weights have blocks, otherwise the whole row. The same
+functions store norms and activations without quantization if there are no scales to write.
 """
 
 from typing import NamedTuple
@@ -14,22 +14,22 @@ from nanovllm.kernels.e4m3 import encode_e4m3
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
 from nanovllm.kernels.linear.tiles import QuantizedRows, as_loadable, scale_of
 
-ROW_MULTIPLE = 16  # the library's products want numbers of rows that it divides
-SLOW_ROWS = range(129, 256)  # take the library as long as 256 rows, or longer
+ROW_MULTIPLE = 16  # the library's FP8 GEMMs need a multiple of 16 rows
+SLOW_ROWS = range(129, 256)  # padded to 256: the library takes at least as long for them as for 256 rows
 
 
 class Groups(NamedTuple):
-    """How the elements of a row are divided: `size` of `n` share a scale. The rest are powers of two."""
+    """How the `n` elements of a row are divided into groups of `size`, which share a scale."""
 
     n: int
     size: int
-    count: int  # groups of a program
-    width: int  # at least `size`
+    count: int  # groups of a program, a power of two
+    width: int  # a power of two, at least `size`
 
 
 @triton.jit
 def positions_of(first_group, GROUPS: tl.constexpr):
-    """Where the elements of groups [count, width] are in a row, and whether they are elements of it."""
+    """Return the positions of the elements of groups [count, width] in a row, and whether they exist."""
     col = tl.arange(0, GROUPS.width)[None, :]
     at = (first_group + tl.arange(0, GROUPS.count))[:, None] * GROUPS.size + col
     return at, (at < GROUPS.n) & (col < GROUPS.size)
@@ -37,9 +37,9 @@ def positions_of(first_group, GROUPS: tl.constexpr):
 
 @triton.jit
 def store_groups(x, out_ptrs, row, first_group, stride, GROUPS: tl.constexpr):
-    """Store the groups [count, width] of a row from first_group on, quantized if there are scales.
+    """Store groups x [count, width] of a row, from `first_group` on; quantized if there are scales.
 
-    x is 0 beyond them and the row.
+    x must be 0 where there is no element.
     """
     out_ptr, scale_ptr = out_ptrs
     group = first_group + tl.arange(0, GROUPS.count)
@@ -55,7 +55,7 @@ def store_groups(x, out_ptrs, row, first_group, stride, GROUPS: tl.constexpr):
 @dependent_kernel()
 @triton.jit(do_not_specialize=["scale_stride"])
 def _groups_kernel(x_ptr, out_ptrs, scale_stride, GROUPS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr):
-    """Some groups of a row; if GATED, of the activation of a row of 2 n elements."""
+    """A program stores `count` groups of a row; if GATED, of the activation of a row with 2 n elements."""
     gdc_launch_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     first_group = tl.program_id(1) * GROUPS.count
@@ -77,7 +77,7 @@ def empty_rows(num_rows: int, n: int, group: int, like: torch.Tensor) -> Quantiz
 
 
 def outputs_of(rows: QuantizedRows) -> tuple[tuple[torch.Tensor, torch.Tensor], int]:
-    """What kernels write, and the stride of scales."""
+    """Return the tensors that kernels write, and the stride of the scales between groups."""
     return (as_loadable(rows.values), rows.scales), rows.scales.stride(1)
 
 
@@ -89,9 +89,9 @@ def store_rows(x: torch.Tensor, outputs: tuple, scale_stride: int, groups: Group
 
 
 def quantize_rows(x: torch.Tensor, group: int, gated: bool = False) -> QuantizedRows:
-    """x [T, K] to e4m3 with a scale for each `group` of inputs, which divides K.
+    """Quantize x [T, K] to e4m3, with a scale for each `group` of inputs; `group` divides K.
 
-    If `gated`, the activation of x [T, 2K] takes its place.
+    If `gated`, x is [T, 2K], and its activation is quantized.
     """
     n = x.shape[1] // 2 if gated else x.shape[1]
     rows, width = empty_rows(len(x), n, group, x), 1 << (group - 1).bit_length()
@@ -102,5 +102,5 @@ def quantize_rows(x: torch.Tensor, group: int, gated: bool = False) -> Quantized
 
 
 def silu_and_mul_quantize(x: torch.Tensor, group: int) -> QuantizedRows:
-    """`quantize_rows` of `silu_and_mul`: x [T, 2n], contiguous -> [T, n]."""
+    """Return `quantize_rows` of `silu_and_mul`: x [T, 2n] -> [T, n]."""
     return quantize_rows(x, group, gated=True)

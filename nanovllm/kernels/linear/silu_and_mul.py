@@ -1,4 +1,4 @@
-"""The activation of SwiGLU in one pass, or with the product before it, and gates that are sigmoids."""
+"""The activation of SwiGLU, alone or with the matmul before it, and sigmoid gates."""
 
 import torch
 import triton
@@ -8,11 +8,11 @@ from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launc
 from nanovllm.kernels.launch.gpu_features import has_hopper_kernels, num_sms
 from nanovllm.kernels.linear.quantize_rows import Groups, store_rows
 
-MIN_ROWS = 512  # of a product with its activation
+MIN_ROWS = 512  # for a fused matmul and activation
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """x [T, 2n] -> silu(x[:, :n]) * x[:, n:]."""
+    """Return silu(x[:, :n]) * x[:, n:], [T, n], of x [T, 2n]."""
     n = x.shape[1] // 2
     out, block = torch.empty((len(x), n), dtype=x.dtype, device=x.device), min(2048, 1 << (n - 1).bit_length())
     store_rows(x, (out, None), 0, Groups(n, block, 1, block), gated=True, num_warps=8)
@@ -20,9 +20,9 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`silu_and_mul` of x W^T, in one kernel with the same rounding: [T, K] -> [T, N / 2].
+    """Return `silu_and_mul` of x W^T, in one kernel with the same rounding: x [T, K], weight [N, K] -> [T, N / 2].
 
-    NotImplemented where there is no kernel for it, or rows are too few, or its tiles would fill the GPU badly.
+    NotImplemented if there is no kernel for it, if there are too few rows, or if its tiles would fill the GPU badly.
     """
     n, k = weight.shape
     if len(x) < MIN_ROWS or x.dtype == torch.float32 or n % 256 or k % 8 or not has_hopper_kernels():
@@ -30,7 +30,7 @@ def swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     num_tiles, sms = triton.cdiv(len(x), 128) * (n // 256), num_sms(weight.device)
     if num_tiles <= 0.9 * triton.cdiv(num_tiles, sms) * sms:
         return NotImplemented
-    from nanovllm.kernels.hopper import hopper_swiglu  # which imports what few versions of Triton have
+    from nanovllm.kernels.hopper import hopper_swiglu  # it needs Gluon of Triton 3.6
 
     return hopper_swiglu.swiglu(x, weight)
 
@@ -40,6 +40,7 @@ def swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _sigmoid_gate_kernel(
     x_ptr, gate_ptr, out_ptr, gate_stride, n, IS_ONE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
+    # A program computes BLOCK elements of a row.
     gdc_launch_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -49,7 +50,7 @@ def _sigmoid_gate_kernel(
 
 
 def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """x [T, n], contiguous, times the sigmoid of gate [T, n or 1], whose rows may lie apart."""
+    """Return x [T, n] times the sigmoid of gate [T, n or 1]. x is contiguous; rows of `gate` may have any stride."""
     (num_rows, n), out = x.shape, torch.empty_like(x)
     if num_rows:
         block = min(2048, 1 << (n - 1).bit_length())

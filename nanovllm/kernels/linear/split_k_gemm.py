@@ -1,4 +1,4 @@
-"""y = x W^T for small batches, split along K if there are too few output tiles to fill the GPU. W may have 8 bits."""
+"""y = x W^T for small batches, with 16-bit or 8-bit W. It is split along K if its output tiles do not fill the GPU."""
 
 import torch
 import triton
@@ -18,10 +18,10 @@ from nanovllm.kernels.linear.tiles import (
 )
 
 FEW_WEIGHTS = 5 * 2**20
-MAX_ROWS = 256  # with few weights; half of it with more, but for hopper_gemm.py, whose tiles are twice as high
+MAX_ROWS = 256  # half as many for more than FEW_WEIGHTS, except in hopper_gemm.py, whose tiles hold twice as many rows
 TILE_N = 64
 TILE_K = 128
-LONE_BYTES = 2**17  # that a program has in flight if its multiprocessor has no other
+LONE_BYTES = 2**17  # that a program has in flight if it is alone on its multiprocessor
 
 
 @dependent_kernel()
@@ -29,8 +29,9 @@ LONE_BYTES = 2**17  # that a program has in flight if its multiprocessor has no 
 def _split_k_kernel(
     x_tiles, w_tiles, scale_ptrs, out_ptr, M, N, SHAPE: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr
 ):
+    # A program computes an output tile [tile_m, tile_n] over the inputs of one split.
     gdc_launch_and_wait(PDL)
-    first_n = tl.program_id(0) * TILES.tile_n  # the tiles of some rows, of which a prompt has many, run together
+    first_n = tl.program_id(0) * TILES.tile_n  # innermost, so that the tiles of the same rows of x run together
     first_m = tl.program_id(1) * TILES.tile_m
     split = tl.program_id(2)
     m = first_m + tl.arange(0, TILES.tile_m)
@@ -51,7 +52,7 @@ def _split_k_kernel(
 
 
 def tile_m_of(num_rows: int) -> int:
-    """A tile has all rows, if these are at most 128."""
+    """Return the rows of a tile: all rows if there are at most 128."""
     return min(128, max(16, 1 << (num_rows - 1).bit_length()))
 
 
@@ -60,13 +61,13 @@ def _tile_m(m: int, weight: torch.Tensor) -> int:
 
 
 def _is_for_hopper(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether hopper_gemm.py computes the product, if it is split; with fewer inputs the parts cost what it gains."""
+    """Whether hopper_gemm.py computes this GEMM, if it is split. With fewer inputs, the parts cost what it saves."""
     is_large = MAX_ROWS // 2 < len(x) <= MAX_ROWS and weight.numel() > FEW_WEIGHTS
     return is_large and weight.shape[1] > 2 * len(weight) and x.dtype != torch.float32 and has_hopper_kernels()
 
 
 def choose_split_k(x: torch.Tensor, weight: torch.Tensor, max_split_k: int) -> int:
-    """The best split_k, up to `max_split_k`, for `split_k_gemm` of this product; 0 where the library is faster."""
+    """Return the best split_k, up to `max_split_k`, for `split_k_gemm`; 0 if the library is faster."""
     (m, k), n = x.shape, weight.shape[0]
     if not has_tma(x.device) or x.dtype == torch.float32 or not 0 < m <= MAX_ROWS or k % 8:
         return 0
@@ -77,19 +78,19 @@ def choose_split_k(x: torch.Tensor, weight: torch.Tensor, max_split_k: int) -> i
         return split_k if split_k > 1 and split_k * num_tiles > 0.95 * sms else 0
     num_tiles = -(-n // TILE_N) * -(-m // tile_m)
     split_k = min(max_split_k, sms // num_tiles)
-    if m <= 64 and num_tiles > 0.9 * -(-num_tiles // sms) * sms:  # they fill the GPU as often as they need
+    if m <= 64 and num_tiles > 0.9 * -(-num_tiles // sms) * sms:  # even the last wave of tiles fills the GPU
         return max(1, split_k)
-    # TMA is slow with tiles that exceed x, and the library is fast if its tiles fill half to two thirds of the GPU
+    # TMA is slow if tiles exceed x. The library is fast if its tiles fill half to two thirds of the GPU.
     tiles_are_full = m <= 64 or m % tile_m == 0 or (few and max_split_k > 1)
     is_faster = few or (m <= MAX_ROWS // 2 and not sms < 2 * split_k * num_tiles < 1.4 * sms)
     return split_k if tiles_are_full and is_faster else 0
 
 
 def scaled_tiles(num_rows: int, columns: int, sms: int) -> Tiles:
-    """For 8-bit weights. `columns` are the outputs of all splits.
+    """Return the tiles for 8-bit weights. `columns` is the number of outputs of all splits together.
 
-    Two programs or more fit on a multiprocessor. Where each has one at most, that has more loads in flight. Tiles are
-    twice as wide, so that x is read half as often, where there is one for each multiprocessor then.
+    At least two programs fit on a multiprocessor. If each multiprocessor has at most one program, the program has more
+    loads in flight. Tiles are twice as wide if there is still one for each multiprocessor: this halves the reads of x.
     """
     tile_m = tile_m_of(num_rows)
     tile_n = 2 * TILE_N if 16 < num_rows <= 64 and 0.9 * sms < columns / (2 * TILE_N) <= sms else TILE_N
@@ -108,22 +109,22 @@ def _tiles(num_rows: int, weight: torch.Tensor) -> Tiles:
 def split_k_gemm(
     x: torch.Tensor | QuantizedRows, weight: Weight, split_k: int = 1, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [M, K] times weight [N, K] transposed, split along K: [split_k, M, N], whose sum is the product.
+    """Multiply x [M, K] by weight [N, K] transposed, split along K. Return parts [split_k, M, N]; their sum is x W^T.
 
-    The weight may be 8-bit values times scales [N / block rows, K / block columns], of at least 32 columns. Then x may
-    be quantized too, to e4m3, for GPUs with FP8 units; otherwise the values are converted to the dtype of x. All
-    contiguous, rows of a multiple of 16 bytes. `out` takes the result.
+    The weight may be 8-bit values times scales [N / block rows, K / block columns], with blocks of at least 32 columns.
+    Then x may be quantized to e4m3 too, on GPUs with FP8 units. Otherwise the values are converted to the dtype of x.
+    All tensors are contiguous, and their rows have a multiple of 16 bytes. `out` receives the result.
     """
     is_scaled = isinstance(weight, tuple)
     if not is_scaled and split_k > 1 and _is_for_hopper(x, weight):
-        from nanovllm.kernels.hopper.hopper_gemm import hopper_gemm  # which imports what few versions of Triton have
+        from nanovllm.kernels.hopper.hopper_gemm import hopper_gemm  # it needs Gluon of Triton 3.6
 
         return hopper_gemm(x, weight, split_k, out)
     rows, values, scales, shape = operands_of(x, weight)
     m, (n, k), device = len(x), values.shape, values.device
     out = torch.empty((split_k, m, n), dtype=x.dtype, device=device) if out is None else out
     tiles = scaled_tiles(m, n * split_k, num_sms(device)) if is_scaled else _tiles(m, values)
-    if shape.block_k < k:  # a tile lies in one block
+    if shape.block_k < k:  # a tile must lie in one block
         tiles = tiles._replace(tile_k=min(tiles.tile_k, shape.block_k & -shape.block_k))
     if is_scaled and not (has_tma(device) and k % 16 == 0 and x.dtype != torch.float32):
         tiles = tiles._replace(tile_n=TILE_N, stages=3, tma=False)
@@ -131,7 +132,7 @@ def split_k_gemm(
     if tiles.tma:
         rows = TensorDescriptor.from_tensor(rows, [tiles.tile_m, tiles.tile_k])
         values = TensorDescriptor.from_tensor(values, [tiles.tile_n, tiles.tile_k])
-    # in 16 bits, the smallest tiles leave half of the memory as cache, like the kernels around: see dependent_launch.py
+    # the smallest 16-bit tiles use half of the memory as shared memory, as the neighbouring kernels do: see `launch`
     grid = -(-n // tiles.tile_n), -(-m // tiles.tile_m), split_k
     run = launch(_split_k_kernel, grid, device, shared=50 if tiles.tile_m == 16 and not is_scaled else 100)
     run(rows, values, scales, out, m, n, SHAPE=shape, TILES=tiles, num_warps=tiles.warps)

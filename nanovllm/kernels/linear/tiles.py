@@ -1,4 +1,4 @@
-"""What products share: how they are divided, and tiles of matrices, some of them of 8-bit values with scales."""
+"""What the matmul kernels share: how a matmul is divided, and tiles of matrices, also of 8-bit values with scales."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,52 +10,52 @@ import triton.language as tl
 from nanovllm.kernels.e4m3 import decode_e4m3
 from nanovllm.kernels.launch.gpu_features import has_fp8_units
 
-SWIGLU_GROUP = 128  # inputs, outputs, and weights in both directions that share a scale in hopper_swiglu.py
-NO_NORM = None, 0.0  # in the place of a norm's weight and its eps
-Weight = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # [.., N, K]; or such values of 8 bits, and their scales
+SWIGLU_GROUP = 128  # the size of all groups and blocks that share a scale in hopper_swiglu.py
+NO_NORM = None, 0.0  # instead of a norm's weight and eps
+Weight = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # [.., N, K]; or 8-bit values [.., N, K] and their scales
 
 
 class Tiles(NamedTuple):
-    """How a product is divided; a constant of kernels."""
+    """How a matmul is divided; a constant of kernels."""
 
     tile_n: int
     tile_k: int
     stages: int
     warps: int
-    tile_m: int = 0  # where a table of tiles is not by it
-    tma: bool = True  # tiles are loaded from descriptors, not pointers
+    tile_m: int = 0  # rows of x; 0 if it is set elsewhere
+    tma: bool = True  # tiles are loaded from descriptors, not from pointers
 
 
 class Shape(NamedTuple):
-    """How many inputs a product has, and which share a scale; a constant of kernels.
+    """How many inputs a matmul has, and which of them share a scale; a constant of kernels.
 
-    Where there are no scales, all inputs of a row do: kernels are not compiled again for each N.
+    Without scales, the fields say that all inputs of a row share one, so that kernels are not compiled for each N.
     """
 
     k: int
     k_per_split: int
-    x_group: int  # inputs of a row of x
-    block_n: int  # rows of the weight, and
-    block_k: int  # its inputs
+    x_group: int  # inputs of a row of x that share a scale
+    block_n: int  # rows of a block of the weight
+    block_k: int  # inputs of a block of the weight
     split_k: int = 1
 
 
 class Scales(NamedTuple):
-    """The scales of x and of the weight for a kernel; None where they have none."""
+    """The scales of x and of the weight; None if there are no scales."""
 
     x: torch.Tensor | None
-    x_stride: int  # from the scales of one group of inputs to those of the next
+    x_stride: int  # between the scales of adjacent groups of inputs
     w: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """Activations [T, K] as e4m3 times scales. Rows after those are padding, which is not initialized."""
+    """Activations [T, K] as e4m3 times scales. The rows after T are uninitialized padding."""
 
-    values: torch.Tensor  # [T and padding, K] float8_e4m3fn
-    scales: torch.Tensor  # [T and padding, K / group] float32, the scales of a group of inputs next to each other
-    num_rows: int
-    dtype: torch.dtype  # of the activations before, and of products
+    values: torch.Tensor  # [T + padding, K] float8_e4m3fn
+    scales: torch.Tensor  # [T + padding, K / group] float32, column-major: the scales of a group are adjacent
+    num_rows: int  # T
+    dtype: torch.dtype  # of the activations before quantization, and of the results of matmuls
 
     def __len__(self) -> int:
         return self.num_rows
@@ -66,7 +66,7 @@ def values_and_scales(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None
 
 
 def operands_of(x: torch.Tensor | QuantizedRows, weight: Weight) -> tuple[torch.Tensor, torch.Tensor, Scales, Shape]:
-    """What a kernel takes for activations and a weight [.., N, K]: their elements and scales, and the shape."""
+    """Return what a kernel takes for activations and a weight [.., N, K]: elements of both, scales, and the shape."""
     values, scales = values_and_scales(weight)
     values, shape = as_loadable(values), shape_of(values, scales)
     if not isinstance(x, QuantizedRows):
@@ -76,20 +76,20 @@ def operands_of(x: torch.Tensor | QuantizedRows, weight: Weight) -> tuple[torch.
 
 
 def shape_of(values: torch.Tensor, scales: torch.Tensor | None) -> Shape:
-    """The shape of a product of unquantized activations, which is not split."""
+    """Return the shape of a matmul of unquantized activations that is not split."""
     k = values.shape[-1]
     return Shape(k, k, k, *block_shape(values, scales))
 
 
 def as_loadable(values: torch.Tensor) -> torch.Tensor:
-    """What kernels take for 8-bit values: the bits of e4m3 as uint8 where Triton can't load it (see fp8.py)."""
+    """Return what kernels take for 8-bit values: where Triton can't load e4m3, its bits as uint8 (see e4m3.py)."""
     if values.dtype == torch.float8_e4m3fn and not has_fp8_units(values.device):
         return values.view(torch.uint8)
     return values
 
 
 def block_shape(values: torch.Tensor, scales: torch.Tensor | None) -> tuple[int, int]:
-    """Rows and columns of a weight [.., N, K] that share a scale; a row where there are no scales."""
+    """Return how many rows and columns of a weight [.., N, K] share a scale; one row if there are no scales."""
     if scales is None:
         return 1, values.shape[-1]
     return values.shape[-2] // scales.shape[-2], values.shape[-1] // scales.shape[-1]
@@ -97,9 +97,9 @@ def block_shape(values: torch.Tensor, scales: torch.Tensor | None) -> tuple[int,
 
 @triton.jit
 def load_tile(tiles, first_row, begin, is_row, K: tl.constexpr, TILES: tl.constexpr):
-    """A tile [rows, tile_k] of a matrix with K columns, from its descriptor, or its pointer on GPUs without TMA.
+    """Load a tile [rows, tile_k] of a matrix with K columns, from its descriptor, or from its pointer without TMA.
 
-    A descriptor also reads rows that are not `is_row`, and zeros beyond the matrix.
+    A descriptor ignores `is_row` [rows], and reads zeros outside of the matrix.
     """
     if TILES.tma:
         tile = tiles.load([first_row, begin])
@@ -112,14 +112,14 @@ def load_tile(tiles, first_row, begin, is_row, K: tl.constexpr, TILES: tl.conste
 
 @triton.jit
 def scale_of(largest):
-    """The scale of groups with these largest magnitudes, which become 448, and its inverse; zeros get one too."""
+    """Return the scales that map these largest magnitudes to 448, and their inverses. A scale is never 0."""
     largest = tl.maximum(largest, 1e-12)
     return largest / 448.0, 448.0 / largest
 
 
 @triton.jit
 def as_factor(x):
-    """e4m3 for `tl.dot`: as it is, or where there are no FP8 units as float16, with the same products."""
+    """Convert e4m3 bits to float16 for `tl.dot`, which gives the same products as FP8 units; leave e4m3 as it is."""
     if x.dtype == tl.uint8:
         x = decode_e4m3(x, tl.float16)
     return x
@@ -127,18 +127,18 @@ def as_factor(x):
 
 @triton.jit
 def dot_values(w, x):
-    """The product of values w [N, C] and x [C, M]: of e4m3 if x is quantized too, else in the dtype of x."""
+    """Multiply values w [N, C] by x [C, M]: in FP8 if x is quantized too, otherwise in the dtype of x."""
     if x.dtype == w.dtype:
         y = tl.dot(as_factor(w), as_factor(x))
     else:
-        # by way of float32: there is no conversion of e4m3 to bfloat16 for compute capability 8.9
+        # through float32, because compute capability 8.9 can't convert e4m3 to bfloat16
         y = tl.dot(decode_e4m3(w, tl.float32).to(x.dtype), x, input_precision="ieee")
     return y
 
 
 @triton.jit
 def scales_of_rows(scale_ptr, first_n, N, STRIDE: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
-    """The scales of ROWS rows of a weight, of which BLOCK_N share one: [1, 1] where all do, else [ROWS, 1]."""
+    """Load the scales of ROWS rows of a weight; BLOCK_N rows share one. [1, 1] if all rows share it, else [ROWS, 1]."""
     SIZE: tl.constexpr = 1 if BLOCK_N % ROWS == 0 else ROWS
     row = first_n + tl.arange(0, SIZE)
     return tl.load(scale_ptr + row // BLOCK_N * STRIDE, row < N, 0.0)[:, None]
@@ -146,7 +146,7 @@ def scales_of_rows(scale_ptr, first_n, N, STRIDE: tl.constexpr, BLOCK_N: tl.cons
 
 @triton.jit
 def scales_of_x(x_scale_ptr, begin, row, is_row, stride, GROUP: tl.constexpr):
-    """The scales of rows [TILE_M] of quantized activations, for the GROUP of inputs from `begin` on; 1 without any."""
+    """Load the scales [1, TILE_M] of rows of x for the GROUP of inputs that starts at `begin`; 1 without scales."""
     if x_scale_ptr is None:
         scales = tl.full([row.shape[0]], 1.0, tl.float32)
     else:
@@ -156,10 +156,12 @@ def scales_of_x(x_scale_ptr, begin, row, is_row, stride, GROUP: tl.constexpr):
 
 @triton.jit
 def times_scales(y, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES: tl.constexpr, WHOLE: tl.constexpr):
-    """y [tile_n, M] times the scales of the M rows of x and of these tile_n of the weight, if it has scales.
+    """Multiply y [tile_n, M] by the scales of M rows of x and of tile_n rows of the weight, if the weight has scales.
 
-    WHOLE: only those that all inputs share; else only those that fewer share, for the inputs from `begin` on.
-    x_scales: pointer, row, whether it is one, stride of groups. w_scales: pointer, first row, the row after the last.
+    With WHOLE, only scales that all inputs of a row share are applied. Otherwise only the other scales are applied: the
+    ones for the inputs from `begin` on.
+
+    x_scales: pointer, rows, whether these rows exist, stride between groups. w_scales: pointer, first row, end row.
     """
     x_scale_ptr, row, is_row, stride = x_scales
     scale_ptr, first_n, end_n = w_scales
@@ -174,7 +176,7 @@ def times_scales(y, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES: tl.co
 
 @triton.jit
 def add_product(acc, w, x, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES: tl.constexpr):
-    """acc [tile_n, M] plus w [tile_n, C] times x [C, M], the inputs from `begin` on; scales as for `times_scales`."""
+    """Return acc [tile_n, M] + w [tile_n, C] x [C, M], for the inputs from `begin` on. Scales: see `times_scales`."""
     if w_scales[0] is None:
         acc = tl.dot(w, x, acc, input_precision="ieee")
     else:
@@ -184,10 +186,10 @@ def add_product(acc, w, x, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES
 
 @triton.jit
 def columns_of_parts(TILE_K: tl.constexpr, BLOCK_K: tl.constexpr, MAX_LANE: tl.constexpr):
-    """The columns of a tile of a matrix-vector product as [parts, LANE], where a block's border cuts no part.
+    """Return the columns of a tile of a matrix-vector product as [parts, LANE]. No border of a block cuts a part.
 
-    LANE is MAX_LANE, or less if blocks are narrower. A thread has a part both of the weights and of x, so that few
-    values change threads.
+    LANE is MAX_LANE, or less if blocks are narrower. A thread holds the same part of the weights and of x, so that few
+    values move between threads.
     """
     LANE: tl.constexpr = BLOCK_K if BLOCK_K < MAX_LANE else MAX_LANE
     return tl.arange(0, TILE_K // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]

@@ -10,7 +10,7 @@ WIDTH = tl.constexpr(sampling_columns.WIDTH)
 
 
 def column_constants(*names: str) -> list[tl.constexpr]:
-    """The indices of columns, for constants at module level that kernels of the module use."""
+    """Return the indices of columns as constants that kernels can use as globals."""
     return [tl.constexpr(column_index(name)) for name in names]
 
 
@@ -19,7 +19,7 @@ TEMPERATURE, TOP_K, TOP_P, MIN_P = column_constants("temperature", "top_k", "top
 
 @triton.jit
 def is_filtered(params_ptr):
-    """Whether a row has min-p, top-k or top-p, which need the logits of the whole vocabulary."""
+    """Whether a sampled row uses min-p, top-k or top-p, which need the logits of the whole vocabulary."""
     has_filter = (
         (tl.load(params_ptr + TOP_K) > 0) | (load_float(params_ptr, TOP_P) < 1) | (load_float(params_ptr, MIN_P) > 0)
     )

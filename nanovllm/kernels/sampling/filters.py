@@ -1,9 +1,8 @@
-"""Cutoffs for top-k, top-p and min-p; layers/sampler.py defines them.
+"""Cutoffs for top-k, top-p and min-p, without sorting; layers/sampler.py defines them.
 
-Nothing is sorted. The vocabulary is cut into tiles, and the maximum of each tile tells which few tiles have entries
-above a bound. A search that cuts an interval in four each time finds the smallest logit that is kept. Where only some
-of the tokens with this logit are kept, one more pass over the tiles finds the last of them. Rows without filters end at
-once.
+The vocabulary is cut into tiles. The maximum of each tile shows which few tiles have entries above a bound. A search
+that cuts an interval in four in each iteration finds the smallest logit that is kept. If only some of the tokens with
+this logit are kept, one more pass over the tiles finds the last of them. Rows without filters end at once.
 """
 
 from typing import NamedTuple
@@ -24,11 +23,11 @@ MAX_PROGRAMS_PER_ROW = 16  # programs that share the computation of a row's tile
 
 
 class Row(NamedTuple):
-    """A row of logits, in the kernel."""
+    """A row of logits, inside the kernel."""
 
     logits_ptr: tl.tensor
     tile_maxima: tl.tensor
-    tiles_ptr: tl.tensor  # takes a list of tiles
+    tiles_ptr: tl.tensor  # memory for a list of tiles
     vocab_size: tl.tensor
     max: tl.tensor
     temperature: tl.tensor
@@ -36,7 +35,7 @@ class Row(NamedTuple):
 
 @triton.jit
 def _list_tiles(row, bound):
-    """Write the tiles with an entry >= `bound` to the row's list, in ascending order; returns their number."""
+    """Write the tiles with an entry >= `bound` to the row's list, in ascending order. Return their number."""
     is_listed = (row.tile_maxima >= bound).to(tl.int32)
     tl.debug_barrier()  # all threads have read the previous list
     at = row.tiles_ptr + tl.cumsum(is_listed, 0) - 1
@@ -47,7 +46,7 @@ def _list_tiles(row, bound):
 
 @triton.jit
 def _load_tiles(row, entry, num_listed):
-    """The ids of the listed tiles at `entry` [GROUP], and their logits, both [GROUP, TILE]; -inf outside."""
+    """Load the listed tiles at `entry` [GROUP]. Return their ids and logits, both [GROUP, TILE]; -inf outside."""
     tile = tl.load(row.tiles_ptr + entry, entry < num_listed, row.vocab_size)
     ids = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
     return ids, tl.load(row.logits_ptr + ids, ids < row.vocab_size, float("-inf")).to(tl.float32)
@@ -60,8 +59,9 @@ def _weight(x, row):
 
 @triton.jit
 def _sum_above(row, bound_1, bound_2, bound_3, BY_MASS: tl.constexpr):
-    """For each of three ascending bounds, the number of entries >= the bound; with BY_MASS the sum of their weights
-    exp((entry - max) / temperature).
+    """Return the number of entries >= each of three ascending bounds.
+
+    With BY_MASS, return the sums of their weights exp((entry - max) / temperature) instead.
     """
     num_listed = _list_tiles(row, bound_1)
     sum_1 = tl.zeros([GROUP, TILE], tl.float32)
@@ -77,7 +77,7 @@ def _sum_above(row, bound_1, bound_2, bound_3, BY_MASS: tl.constexpr):
 
 @triton.jit
 def _key(x, LOW: tl.constexpr):
-    """The rank of a number among those of the logits' dtype; a number between two of them has the lower one's."""
+    """Return the rank of a number among all numbers of the logits' dtype, rounded down."""
     return (ordered_bits(x.to(tl.int32, bitcast=True)) >> LOW).to(tl.int64)
 
 
@@ -89,8 +89,10 @@ def _value(key, LOW: tl.constexpr):
 
 @triton.jit
 def _probe(quarters, iteration, low, high, row, LOW: tl.constexpr):
-    """A key between `low` and `high`, so many quarters of the way: of the difference of the logits in the first four
-    iterations, of the difference of the keys afterwards, as numbers are densest around 0.
+    """Return a key between `low` and `high`, `quarters` quarters of the way.
+
+    The first four iterations divide the interval of logits. Later iterations divide the interval of keys, because
+    floating-point numbers are densest around 0.
     """
     begin = tl.maximum(_value(low, LOW), row.max - 32 * row.temperature)
     key = _key(begin + (_value(high, LOW) - begin) * (quarters / 4), LOW)
@@ -100,8 +102,9 @@ def _probe(quarters, iteration, low, high, row, LOW: tl.constexpr):
 
 @triton.jit
 def _search(row, lower_bound, target, BY_MASS: tl.constexpr, LOW: tl.constexpr):
-    """The smallest number in `lower_bound` to the row's maximum such that the entries above it sum up to less than
-    `target`; and that sum (see `_sum_above`).
+    """Return the smallest number from `lower_bound` on for which the entries above it sum up to less than `target`.
+
+    Also return this sum (see `_sum_above`).
     """
     low, high = _key(lower_bound, LOW), _key(row.max, LOW)
     above = 0.0  # the sum of the entries above `high`
@@ -122,7 +125,7 @@ def _search(row, lower_bound, target, BY_MASS: tl.constexpr, LOW: tl.constexpr):
 
 @triton.jit
 def _find_equal(row, counts_ptr, value, n):
-    """The id of the `n`-th entry, in ascending order, that equals `value`; LAST_ID if there are fewer."""
+    """Return the id of the `n`-th entry, in ascending order, that equals `value`; LAST_ID if there are fewer."""
     num_listed = _list_tiles(row, value)
     for first in tl.range(0, num_listed, GROUP, num_stages=STAGES):
         entry = first + tl.arange(0, GROUP)
@@ -148,10 +151,12 @@ def _find_equal(row, counts_ptr, value, n):
 def _cutoff_kernel(
     logits_ptr, params_ptr, work_ptrs, out_ptr, vocab_size, stride, TILES: tl.constexpr, PDL: tl.constexpr
 ):
+    # Program (row, i) computes the i-th share of a row's tile maxima. The last program of a row to finish then computes
+    # the cutoff.
     gdc_launch_and_wait(PDL)
     tile_maxima_ptr, tiles_ptr, num_finished_ptr = work_ptrs
     dtype: tl.constexpr = logits_ptr.dtype.element_ty
-    # trailing zero bits of such a number in float32
+    # the number of trailing zero bits of the logits in float32
     LOW: tl.constexpr = 0 if dtype == tl.float32 else (13 if dtype == tl.float16 else 16)
     row = tl.program_id(0).to(tl.int64)
     num_programs = tl.num_programs(1)
@@ -173,18 +178,18 @@ def _cutoff_kernel(
             x = tl.load(row_ptr + ids, ids < vocab_size, float("-inf")).to(tl.float32)
             tile_max = tl.max(x, 1)
             tl.store(tile_maxima_ptr + tile, tile_max)
-            if is_top_p_only:  # it keeps a share of the mass of the whole vocabulary
+            if is_top_p_only:  # top-p needs the mass of the whole vocabulary
                 mass = tl.exp((x - tl.maximum(tile_max, -1e30)[:, None]) / temperature)
                 tl.store(tile_masses_ptr + tile, tl.sum(mass, 1))
         tl.debug_barrier()
         if tl.atomic_add(num_finished_ptr + row, 1) < num_programs - 1:
-            return  # the last program of the row has all tile maxima, and does the rest
+            return  # the last program of the row has all tile maxima, and continues
         tl.store(num_finished_ptr + row, 0)
         cutoff = float("-inf")
-        num_equal = tl.full([], LAST_ID, tl.int32)  # how many entries equal to the cutoff are kept: at first all
+        num_equal = tl.full([], LAST_ID, tl.int32)  # how many entries that equal the cutoff are kept; at first all
         tile_maxima = tl.load(tile_maxima_ptr + tl.arange(0, TILES), tl.arange(0, TILES) < num_tiles, float("-inf"))
         row_max = tl.max(tile_maxima, 0)
-        row_max = tl.where(row_max == 0, 0.0, row_max)  # the key of -0 differs
+        row_max = tl.where(row_max == 0, 0.0, row_max)  # -0 has another key than 0
         this = Row(row_ptr, tile_maxima, tiles_ptr, vocab_size, row_max, temperature)
         if min_p > 0:
             cutoff = row_max + temperature * tl.log(min_p)
@@ -203,7 +208,7 @@ def _cutoff_kernel(
                 mass, above, _ = _sum_above(this, cutoff, next_number, next_number, True)
                 mass = tl.minimum(mass, above + num_equal.to(tl.float32) * _weight(cutoff, this))
             target = top_p * mass
-            # all entries below this number together weigh less than 1 - top_p of the largest entry alone
+            # all entries below this bound together weigh less than 1 - top_p times the largest entry
             lower_bound = tl.maximum(cutoff, row_max - temperature * tl.log(vocab_size / (1 - top_p)))
             nucleus, above = _search(this, lower_bound, target, True, LOW)
             num_needed = tl.ceil((target - above) / _weight(nucleus, this))
@@ -218,13 +223,13 @@ def _cutoff_kernel(
 
 
 def logit_cutoffs(logits: torch.Tensor, rows) -> torch.Tensor:
-    """The smallest key [S] int64 (see token_order.py) that each row's min-p, top-k and top-p keep.
+    """Return the smallest keys [S] int64 (see token_order.py) that min-p, top-k and top-p keep in each row.
 
-    For a row without filters it is the smallest key there is. `rows` are layers.sampler.SamplingRows.
+    logits [S, vocabulary]; `rows` are layers.sampler.SamplingRows. Rows without filters get the smallest possible key.
     """
     num_rows, vocab_size = logits.shape
     tiles = max(GROUP.value, triton.next_power_of_2(triton.cdiv(vocab_size, TILE.value)))
-    # and the masses of tiles
+    # tile maxima, and the masses of tiles
     tile_maxima = torch.empty((num_rows, 2, tiles), dtype=torch.float32, device=logits.device)
     tile_lists = torch.empty((num_rows, tiles), dtype=torch.int32, device=logits.device)
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)

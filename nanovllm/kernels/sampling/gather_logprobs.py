@@ -6,11 +6,12 @@ import triton.language as tl
 
 from nanovllm.kernels.launch.dependent_launch import launch_ordinary
 
-MAX_TILE = 8192  # logits that a program loads at a time: there may be as few programs as sequences
+MAX_TILE = 8192  # logits that a program loads at a time; large, because there may be few programs
 
 
 @triton.jit
 def _token_logprobs_kernel(logits_ptr, ids_ptr, temperatures_ptr, out_ptrs, vocab_size, stride, TILE: tl.constexpr):
+    # A program computes one row.
     logprobs_ptr, log_sums_ptr, ranks_ptr = out_ptrs
     row = tl.program_id(0)
     temperature = 1.0
@@ -19,7 +20,7 @@ def _token_logprobs_kernel(logits_ptr, ids_ptr, temperatures_ptr, out_ptrs, voca
     logits = logits_ptr + row.to(tl.int64) * stride
     token_id = tl.load(ids_ptr + row)
     chosen = tl.load(logits + token_id).to(tl.float32) / temperature
-    # each lane has the largest of its logits so far, and the sum of their exponentials relative to it
+    # each lane keeps the largest of its logits so far, and the sum of their exponentials relative to it
     largest = tl.full([TILE], float("-inf"), tl.float32)
     total = tl.zeros([TILE], tl.float32)
     num_before = tl.zeros([TILE], tl.int32)
@@ -28,7 +29,7 @@ def _token_logprobs_kernel(logits_ptr, ids_ptr, temperatures_ptr, out_ptrs, voca
         logit = tl.load(logits + column, column < vocab_size, float("-inf")).to(tl.float32) / temperature
         num_before += ((logit > chosen) | ((logit == chosen) & (column < token_id))).to(tl.int32)
         new_largest = tl.maximum(largest, logit)
-        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # a difference of infinities would be NaN
+        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # inf - inf would be NaN
         total = total * tl.exp(largest - shift) + tl.exp(logit - shift)
         largest = new_largest
     maximum = tl.max(largest, 0)
@@ -56,5 +57,5 @@ def token_logprobs(logits, token_ids, temperatures=None) -> tuple[torch.Tensor, 
 
 
 def log_sums_and_ranks(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logarithm [S] of the sum of the exponentials of logits [S, vocabulary], and the ranks [S] of tokens [S]."""
+    """Return the log-sum-exp [S] float32 of logits [S, vocabulary], and the ranks [S] int32 of `token_ids` [S]."""
     return _compute(logits, token_ids, None)[1:]

@@ -1,8 +1,8 @@
 """Biases and penalties of logits, allowed ids and bad words; features/logit_edits.py defines them.
 
-A program counts its row's tokens in scratch memory, which is all zeros before. Then it exchanges each token's count for
-a zero: the first thread that does so for a token gets the count and edits the token's logit, later ones get zero, and
-the memory is all zeros again. Rows without such parameters end at once.
+A program counts the tokens of its row in scratch memory that is all zeros. Then its threads exchange the count of each
+token for a zero. The first thread for a token gets the count, and edits the logit of the token. Later threads for the
+same token get zero. Afterwards the memory is all zeros again. Rows without such parameters end at once.
 """
 
 from typing import NamedTuple
@@ -20,11 +20,11 @@ PRESENCE_PENALTY, FREQUENCY_PENALTY, REPETITION_PENALTY = column_constants(
 IS_PENALIZED, HAS_ALLOWED_IDS = column_constants("is_penalized", "has_allowed_ids")
 NUM_PROMPT_TOKENS, MIN_LEN = column_constants("num_prompt_tokens", "min_len")
 NUM_BIASES, NUM_STOPS, NUM_BAD_WORDS = column_constants("num_biases", "num_stops", "num_bad_words")
-IN_PROMPT = tl.constexpr(1 << 30)  # a flag in a count, whose lower bits count the output's tokens
+IN_PROMPT = tl.constexpr(1 << 30)  # a flag in a count; the lower bits count tokens of the output
 
 
 class Sizes(NamedTuple):
-    """What the kernel is compiled for."""
+    """The sizes that the kernel is compiled for."""
 
     max_biases: int
     max_words: int
@@ -35,7 +35,7 @@ class Sizes(NamedTuple):
 
 @triton.jit
 def _token_ids(at, tokens, BLOCK_SIZE: tl.constexpr):
-    """The token ids at positions; `tokens` of a sequence are pointers to all and to its block table, and its length."""
+    """Load the token ids at positions `at`. `tokens`: pointers to all ids and to the block table, and the length."""
     token_ids_ptr, table_ptr, length = tokens
     block = tl.load(table_ptr + at // BLOCK_SIZE, at < length, 0).to(tl.int64)
     return tl.load(token_ids_ptr + block * BLOCK_SIZE + at % BLOCK_SIZE, at < length, 0)
@@ -43,7 +43,7 @@ def _token_ids(at, tokens, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def _ban_unset(x_ptr, mask_ptr, vocab_size, TILE: tl.constexpr):
-    """-inf for ids whose bit is not set."""
+    """Set logits of ids whose bit is not set to -inf."""
     for first in range(0, vocab_size, TILE):
         ids = first + tl.arange(0, TILE)
         words = tl.load(mask_ptr + ids // 32, ids < vocab_size, -1)
@@ -52,10 +52,10 @@ def _ban_unset(x_ptr, mask_ptr, vocab_size, TILE: tl.constexpr):
 
 @triton.jit
 def _ban_bad_words(x_ptr, words_ptr, num_words, tokens, num_prompt, SIZES: tl.constexpr):
-    """-inf for the last token of each bad word if the output ends with the word's other tokens, or it has no others."""
+    """Set the logit of a bad word's last token to -inf if the output ends with the other tokens of the word."""
     TOKENS: tl.constexpr = SIZES.word_tokens
     length = tokens[2]
-    # the last place is for the token that is sampled now
+    # the last place belongs to the token that is sampled now
     word, place = tl.arange(0, SIZES.max_words), tl.arange(0, TOKENS)
     at = length - (TOKENS - 1) + place
     is_output = (at >= num_prompt) & (at < length)
@@ -73,6 +73,7 @@ def _ban_bad_words(x_ptr, words_ptr, num_words, tokens, num_prompt, SIZES: tl.co
 def _penalize_kernel(
     logits_ptr, row_ptrs, edit_ptrs, num_rows, vocab_size, strides, table_stride, SIZES: tl.constexpr, PDL: tl.constexpr
 ):
+    # Program i edits rows i, i + number of programs, ...
     gdc_launch_and_wait(PDL)
     all_params_ptr, req_indices_ptr, token_ids_ptr, tables_ptr, positions_ptr = row_ptrs
     bias_ids_ptr, biases_ptr, allowed_ids_ptr, bad_words_ptr, counts_ptr = edit_ptrs
@@ -121,7 +122,7 @@ def _penalize_kernel(
                 tl.store(x_ptr + ids, x.to(dtype), count > 0)
             tl.debug_barrier()
         if has_allowed_ids != 0:
-            back = tl.arange(0, next_power_of_2(SIZES.num_masks))  # a request's rows of a step follow each other
+            back = tl.arange(0, next_power_of_2(SIZES.num_masks))  # the rows of a request are adjacent
             is_row = (back < SIZES.num_masks) & (back <= row)
             place = tl.sum((tl.load(req_indices_ptr + row - back, is_row, -1) == request).to(tl.int32)) - 1
             mask_ptr = allowed_ids_ptr + (request * SIZES.num_masks + place) * mask_stride
@@ -132,7 +133,7 @@ def _penalize_kernel(
 
 
 def penalize(logits: torch.Tensor, rows, tables) -> None:
-    """Edit logits [S, vocabulary] in place, with layers.sampler.SamplingRows and features.logit_edits.EditTables."""
+    """Edit logits [S, vocabulary] in place. `rows` are SamplingRows, `tables` are features.logit_edits.EditTables."""
     if len(logits):
         params, token_ids, counts = rows.params, rows.token_ids, tables.token_counts
         row_tensors = params, rows.req_indices, token_ids, rows.block_tables, rows.positions

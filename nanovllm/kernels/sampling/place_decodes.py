@@ -1,8 +1,10 @@
-"""Where the tokens of a decode step go, and what it leaves for the next: batches/request_tables.py has the definitions.
-And where the rows of what drafts go: see spec_decode/rows.py.
+"""Positions and slots of the tokens of a decode step, and the state that the step leaves for the next one.
 
-All are ordinary launches. What `place_decodes` writes (slots, lengths, block tables) attention may read early, as the
-embedding, another ordinary launch, comes between (dependent_launch.py).
+batches/request_tables.py has the definitions of `place_decodes` and `accept`. `place_chains` does the same for rows of
+a draft model; spec_decode/rows.py has its definition.
+
+All kernels are ordinary launches. Attention may read early what `place_decodes` writes (slots, lengths, block tables),
+because the embedding, another ordinary launch, comes between them (dependent_launch.py).
 """
 
 import torch
@@ -69,7 +71,10 @@ def _accept_kernel(batch_ptrs, table_ptrs, counts_ptr, NUM_IDS: tl.constexpr, K:
 
 
 def place_decodes(tables, batch, block_size: int) -> None:
-    """`batch` is a batches.batch.Batch on the device, and `tables` are batches.request_tables.RequestTables."""
+    """Fill in a batches.batch.Batch on the device, from batches.request_tables.RequestTables.
+
+    A program fills in the rows of one sequence.
+    """
     k, widths = batch.shape.tokens_per_row, (tables.last_token_ids.shape[1], tables.block_tables.shape[1])
     num_decode_rows = batch.num_decode_rows if batch.shape.is_padded else None
     inputs = batch.req_indices, batch.num_reserved, batch.new_blocks, num_decode_rows
@@ -83,7 +88,11 @@ def place_decodes(tables, batch, block_size: int) -> None:
 
 
 def accept(req_indices: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, tables) -> torch.Tensor | None:
-    """req_indices [S], positions and token_ids [S * k], all int32 -> counts [S] int32, or None if k is 1 or S 0."""
+    """Store sampled tokens in the tables, and return how many tokens of each sequence are accepted: counts [S] int32.
+
+    req_indices [S], positions and token_ids [S * k], all int32. Returns None if k is 1 or S is 0. A program updates one
+    sequence.
+    """
     num_seqs, own = len(req_indices), tables[:2]
     k = max(1, len(token_ids) // max(1, num_seqs))
     counts = torch.empty(num_seqs, dtype=torch.int32, device=token_ids.device) if k > 1 else None
@@ -138,10 +147,13 @@ def _place_chains_kernel(batch_ptrs, table_ptrs, out_ptrs, num_rows, SHAPE: tl.c
 def place_chains(
     req_indices: torch.Tensor, num_drafts: torch.Tensor, tables, num_computed: torch.Tensor, shape
 ) -> tuple[torch.Tensor, ...]:
-    """`tables` are batches.request_tables.RequestTables, `shape` is a ChainShape of spec_decode/rows.py."""
+    """Compute the rows of drafts; spec_decode/rows.py has the definition. A program computes one sequence.
+
+    `tables` are batches.request_tables.RequestTables, and `shape` is a ChainShape of spec_decode/rows.py.
+    """
     num_seqs, device = len(req_indices), req_indices.device
     num_rows = num_seqs * (shape.width + shape.num_steps - 1)
-    # where kernels are only compiled, these are indices too: those of padding
+    # zeros and -1: if kernels are only compiled, these are the indices that later kernels read
     words = torch.zeros(5 * num_rows + shape.num_steps * num_seqs, dtype=torch.int32, device=device)
     token_slots, rows, newest = words.split((2 * num_rows, 3 * num_rows, shape.num_steps * num_seqs))
     newest_slots = torch.full((shape.num_steps, num_seqs), -1, dtype=torch.int64, device=device)

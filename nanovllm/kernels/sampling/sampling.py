@@ -1,4 +1,4 @@
-"""Gumbel-max over the vocabulary with stateless noise; see layers/sampler.py, which defines it."""
+"""Gumbel-max over the vocabulary with stateless noise; layers/sampler.py defines it."""
 
 from typing import NamedTuple
 
@@ -17,17 +17,17 @@ SPLIT_SIZE = 2048
 class Splits(NamedTuple):
     """How rows are divided over programs; a constant of the kernel.
 
-    Noise is made for four tokens at once, so the first split begins at the multiple of four at or before the first id.
+    Noise is made for four tokens at once, so the first split begins at a multiple of four, at or before the first id.
     """
 
     number: int
     size: int
-    skipped: int  # ids from there to the first one
+    skipped: int  # ids between this multiple and the first id
 
 
 @triton.jit
 def _log(x, HARDWARE: tl.constexpr):
-    """Natural logarithm; the GPU's own instruction has an error of 2^-22 in log2, and saves a dozen instructions."""
+    """Natural logarithm. With HARDWARE, an instruction with an error of 2^-22 in log2 saves a dozen instructions."""
     if HARDWARE:
         asm: tl.constexpr = "lg2.approx.ftz.f32 $0, $1;"
         return 0.6931471805599453 * tl.inline_asm_elementwise(asm, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -37,7 +37,7 @@ def _log(x, HARDWARE: tl.constexpr):
 @triton.jit
 def _gumbel(bits, HARDWARE: tl.constexpr):
     v = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
-    # -log(1 - v), by its series where 1 - v would lose the digits that decide which token wins
+    # -log(1 - v); by its series for small v, where 1 - v would lose the digits that decide which token wins
     series = v * (1.0 + v * (0.5 + v * (1.0 / 3.0 + v * 0.25)))
     return -_log(tl.where(v < 0.05, series, -_log(1.0 - v, HARDWARE)), HARDWARE)
 
@@ -46,6 +46,7 @@ def _gumbel(bits, HARDWARE: tl.constexpr):
 def _sample_split_kernel(
     logits_ptr, row_ptrs, out_ptrs, vocab_size, stride, first_id, SPLITS: tl.constexpr, HARDWARE: tl.constexpr
 ):
+    # Program (row, split) finds the best token of a split. _sample_reduce_kernel finds the best split of a row.
     temperatures_ptr, temperature_stride, seeds_ptr, seed_stride, positions_ptr, cutoffs_ptr = row_ptrs
     best_ptr, index_ptr = out_ptrs
     row = tl.program_id(0).to(tl.int64)
@@ -58,7 +59,7 @@ def _sample_split_kernel(
     if cutoffs_ptr is not None:
         cutoff, last_id = logit_and_id(tl.load(cutoffs_ptr + row))
     first = split * SPLITS.size
-    index = tl.maximum(first - SPLITS.skipped, 0)  # a valid token even if no score is above -inf, as with NaN
+    index = tl.maximum(first - SPLITS.skipped, 0)  # a valid token even if no score is above -inf, for example with NaN
     column = first + tl.arange(0, SPLITS.size) - SPLITS.skipped
     inside = (column >= 0) & (column < vocab_size) if SPLITS.skipped else column < vocab_size
     score = tl.load(logits_ptr + row * stride + column, inside, float("-inf")).to(tl.float32)
@@ -91,11 +92,11 @@ def _sample_reduce_kernel(best_ptr, index_ptr, score_ptr, out_ptr, SPLITS: tl.co
 
 
 def sample(logits, temperatures, seeds, positions, first_id=0, cutoffs=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores and ids [S] of the tokens that `layers.sampler.Sampler` draws from logits [S, vocabulary].
+    """Draw a token from each row of logits [S, vocabulary]: return scores [S] float32 and ids [S] int32.
 
-    temperatures [S] float32, seeds [S, 2] int32 (low and high word), positions [S] int32; cutoffs [S] int64, the
-    smallest keys that may be drawn (see token_order.py). Column 0 of the logits is the token `first_id`. Of equal
-    scores the lowest id wins.
+    temperatures [S] float32; seeds [S, 2] int32, low and high word; positions [S] int32; cutoffs [S] int64: the
+    smallest keys that may be drawn (see token_order.py). Column 0 of the logits is the token `first_id`. If scores are
+    equal, the lowest id wins.
     """
     num_rows, vocab_size = logits.shape
     skipped = first_id % 4

@@ -1,7 +1,7 @@
-"""The sampling parameters of a request on the device: a row of WIDTH int32 words, one column for each parameter.
+"""The sampling parameters of a request on the device: a row of WIDTH int32 words, with one column for each parameter.
 
-COLUMNS declares each column once, by its name and its type; kernels look it up by `sampling_params.column_constants`.
-The last two words are the seed of the noise.
+COLUMNS declares the name and the type of each column. Kernels look up its index with
+`column_constants.column_constants`. The last two words of a row are the seed of the noise.
 """
 
 from typing import Any
@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 GREEDY_BELOW = 1e-5  # float32 logits cannot be divided by a smaller temperature
-# of the generator of the noise: the smallest number with which it passes every test of BigCrush, say its authors
+# of the generator of the noise: the smallest number that passes every test of BigCrush, according to its authors
 PHILOX_ROUNDS = 7
 MAX_CUSTOM_COLUMNS = 4  # of features that are registered from outside (features.register_feature)
-COLUMNS: dict[str, type] = {  # in their order; float is float32, which is stored as its bits
+COLUMNS: dict[str, type] = {  # in this order; float is float32, which is stored as its bits
     "temperature": float,
     "top_p": float,
     "min_p": float,
@@ -27,7 +27,7 @@ COLUMNS: dict[str, type] = {  # in their order; float is float32, which is store
     "has_allowed_ids": int,
     "is_penalized": int,
     "num_biases": int,
-    "num_stops": int,  # token ids that are banned below min_len
+    "num_stops": int,  # token ids that are banned until there are min_len tokens
     "num_bad_words": int,
 }
 NUM_OWN_COLUMNS = len(COLUMNS)
@@ -39,12 +39,12 @@ def column_index(name: str) -> int:
 
 
 FILTERS = slice(column_index("top_p"), column_index("top_k") + 1)
-# besides masks, `penalize` has work to do where one of these is not 0
+# besides masks, `penalize` has work to do only if one of these is not 0
 EDITS = slice(column_index("is_penalized"), column_index("num_bad_words") + 1)
 
 
 def column(params, name: str):
-    """A view [S] of a column of `params` [S, WIDTH] int32, NumPy array or tensor; float32 if the column has floats."""
+    """Return a column of `params` [S, WIDTH] int32, an array or a tensor, as a view [S]: int32 or float32."""
     i = column_index(name)
     if COLUMNS[name] is int:
         return params[:, i]
@@ -52,22 +52,22 @@ def column(params, name: str):
 
 
 def seeds(params):
-    """The seeds of the sampling noise [S, 2], low and high word: a view of the last two columns of `params`."""
+    """Return the seeds of the noise [S, 2], low and high word, as a view of the last two columns of `params`."""
     return params[:, WIDTH - 2 :]
 
 
 def temperatures_of(seqs: Any) -> list[float]:
-    """The temperature of each sequence; 0, which is greedy, for one that is too small to divide by."""
+    """Return the temperature of each sequence; 0, which is greedy, instead of one that is too small to divide by."""
     return [seq.temperature if seq.temperature >= GREEDY_BELOW else 0.0 for seq in seqs]
 
 
 def seeds_of(seqs: Any) -> np.ndarray:
-    """The seeds of the sampling noise of sequences [S, 2] int32, low and high word."""
+    """Return the seeds of the noise of sequences [S, 2] int32, low and high word."""
     return np.array([seq.noise_seed for seq in seqs], np.uint64).view(np.int32).reshape(-1, 2)
 
 
 def params_rows(seqs: Any) -> np.ndarray:
-    """The rows [S, WIDTH] int32 of engine.sequence.Sequences; what depends on a feature is 0 if one does not use it."""
+    """Return the rows [S, WIDTH] int32 of sequences. Columns of a feature are 0 for sequences that do not use it."""
     params = np.zeros((len(seqs), WIDTH), np.int32)
     column(params, "temperature")[:] = temperatures_of(seqs)
     for name in ("top_p", "min_p", "top_k"):

@@ -1,7 +1,7 @@
-"""The order of a row's tokens, by logit and, among equals, by id; layers/sampler.py defines it.
+"""The order of a row's tokens: by descending logit, then by ascending id; layers/sampler.py defines it.
 
-A token's key has the logit, as an integer, in its upper 32 bits and the inverted id in its lower ones. Tokens in
-descending order of their keys are those of the largest logits first, and equal ones in ascending order of ids.
+The key of a token has the logit, as an integer with the same order, in its upper 32 bits, and the inverted id in its
+lower 32 bits. So the order of tokens is the descending order of their keys.
 """
 
 import triton
@@ -12,7 +12,7 @@ LAST_ID = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def ordered_bits(bits):
-    """The bits of float32 numbers to int32 that have the same order, and back."""
+    """Map the bits of float32 numbers to int32 numbers with the same order. This function is its own inverse."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 

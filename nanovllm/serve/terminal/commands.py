@@ -1,4 +1,4 @@
-"""The commands `nanovllm generate` and `nanovllm chat`: their flags, and what they do."""
+"""The commands `nanovllm generate` and `nanovllm chat`, with their flags."""
 
 import argparse
 import os
@@ -16,7 +16,7 @@ CHAT_SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos", "stop"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "skip_special_tokens"),
 )
-NO_ENGINE_FLAGS = ("model", "seed")  # --seed is that of the sampling
+NO_ENGINE_FLAGS = ("model", "seed")  # --seed is the seed of the sampling
 
 
 def _add_settings(parser: argparse.ArgumentParser, sampling: tuple[str, ...], is_chat: bool) -> None:
@@ -32,14 +32,14 @@ def add_flags_of(name: str, parser: argparse.ArgumentParser) -> None:
     if name == "generate":
         parser.set_defaults(run=generate)
         parser.add_argument("prompt", metavar="PROMPT", help="the prompt, or - to read it from the standard input")
-        text = "the prompt is a user's message (default: if the model has a chat template)"
+        text = "send the prompt as a user message (default: if the model has a chat template)"
         parser.add_argument("--chat", action=argparse.BooleanOptionalAction, help=text)
         _add_settings(parser, (*CHAT_SAMPLING, "n"), is_chat=False)
         return
     parser.set_defaults(run=chat)
-    text = "talk to the server at this address instead; MODEL is its name there, by default the first one"
+    text = "chat with the server at this address; MODEL is a name that it lists, by default the first one"
     parser.add_argument("--url", metavar="URL", help=text)
-    text = "the key for that server (default: the environment variable NANOVLLM_API_KEY or OPENAI_API_KEY)"
+    text = "the key of that server (default: the environment variable NANOVLLM_API_KEY or OPENAI_API_KEY)"
     parser.add_argument("--api-key", metavar="KEY", help=text)
     parser.add_argument("--system", metavar="TEXT", help="the system prompt")
     _add_settings(parser, CHAT_SAMPLING, is_chat=True)
@@ -89,7 +89,7 @@ def chat(options: argparse.Namespace) -> int:
     params = given(options, SamplingParams)
     if options.url is not None:
         if settings := given(options, Config, skip=NO_ENGINE_FLAGS):
-            raise ValueError(f"{', '.join(settings)}: set an engine, but the server at --url has its own")
+            raise ValueError(f"{', '.join(settings)}: set an engine option, but --url is a running server")
         keys = (options.api_key, os.environ.get("NANOVLLM_API_KEY"), os.environ.get("OPENAI_API_KEY"))
         server = Server(options.url, options.model, next(filter(None, keys), None))
         return Conversation(server, params, CHAT_SAMPLING, options.system).run()

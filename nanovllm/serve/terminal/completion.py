@@ -25,7 +25,7 @@ Parsers = Mapping[str, argparse.ArgumentParser]  # of all commands
 
 
 def add_arguments(parser: argparse.ArgumentParser, make_parsers: Callable[[], Parsers]) -> None:
-    text = f"write its output into {', '.join(f'{file} ({shell})' for shell, file in FILES.items())}"
+    text = f"the shell; write the script to {', '.join(f'{file} ({shell})' for shell, file in FILES.items())}"
     parser.add_argument("shell", choices=[*FILES], help=text)
     parser.set_defaults(run=lambda options: completion(options.shell, make_parsers()))
 

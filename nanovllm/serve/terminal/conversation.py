@@ -1,4 +1,4 @@
-"""A conversation: commands, answers as they arrive, and what they took."""
+"""A conversation in the terminal: its commands, and its answers as they arrive."""
 
 import json
 import shlex
@@ -13,31 +13,31 @@ from nanovllm.serve.terminal.lines import LineReader, write
 from nanovllm.serve.terminal.sources import Piece, Source
 
 COMMANDS = {
-    "/help": "this list",
-    "/clear": "forget the conversation; the system prompt stays",
-    "/system": "[TEXT]: set the system prompt, or show it; /system - removes it",
-    "/params": "[NAME=VALUE ...]: set sampling parameters, or show them; NAME= takes one back",
+    "/help": "list the commands",
+    "/clear": "forget the conversation, but keep the system prompt",
+    "/system": "[TEXT]: set the system prompt, or show it; `/system -` removes it",
+    "/params": "[NAME=VALUE ...]: set sampling parameters, or show them; NAME= resets one",
     "/save": "[FILE]: write the conversation as JSON into a new file; /save! FILE overwrites one",
-    "/exit": "end the chat, as Ctrl-D or two Ctrl-C do",
+    "/exit": "end the chat; so does Ctrl-D, or Ctrl-C twice",
 }
 
 
 class Conversation:
-    """`run` is the whole of it. Answers go to the standard output, and all else to the standard error."""
+    """A chat, which `run` carries out. Answers go to the standard output, everything else to the standard error."""
 
     def __init__(self, source: Source, params: dict[str, Any], names: tuple[str, ...], system: str | None = None):
-        """params: the sampling parameters that are set; `names` are all that can be.
+        """params: the sampling parameters that are set. names: of all sampling parameters that can be set.
 
-        ValueError or TypeError for params that a request can't have.
+        ValueError or TypeError for wrong params.
         """
         source.check(params)
         self.source, self.params, self.names, self.system = source, params, names, system
         self.messages: list[Message] = []
 
     def run(self) -> int:
-        """Until the input ends; the exit status: 1 if something that was piped in has failed.
+        """Chat until the input ends. Returns the exit status, which is 1 if a line of piped input has failed.
 
-        KeyboardInterrupt for a second Ctrl-C, or for the first one if the input is no terminal.
+        KeyboardInterrupt for a second Ctrl-C, or for the first one if the input is not a terminal.
         """
         reader = LineReader(COMMANDS)
         if reader.is_terminal:
@@ -78,7 +78,7 @@ class Conversation:
         match name:
             case "/help":
                 self._note("\n".join(f"{command:8} {text}" for command, text in COMMANDS.items()))
-                self._note("A line that ends with \\ is continued by the next one. Ctrl-C ends an answer.")
+                self._note("A \\ at the end of a line continues the message in the next line. Ctrl-C stops an answer.")
             case "/clear":
                 self.messages.clear()
             case "/system":
@@ -90,7 +90,7 @@ class Conversation:
                     self._set_params(argument)
                 values = self.source.all_params(self.params).items()
                 texts = [f"{name}={json.dumps(value)}" for name, value in values if name in self.names]
-                self._note(" ".join(texts) or "the server's own")
+                self._note(" ".join(texts) or "the server's defaults")
             case "/save" | "/save!":
                 file = Path(argument or strftime("chat-%Y%m%d-%H%M%S.json")).expanduser()
                 content = {"model": self.source.name, "params": self.params, "messages": self._prompt(self.messages)}
@@ -103,14 +103,14 @@ class Conversation:
             case "/exit" | "/quit":
                 raise EOFError
             case _:
-                raise ValueError(f"{name}: no such command; /help lists them, and a space before it makes it a message")
+                raise ValueError(f"{name}: no such command; /help lists them. A space before the / makes it a message")
 
     def _set_params(self, argument: str) -> None:
         params = self.params.copy()
         for setting in shlex.split(argument):
             name, separator, value = setting.partition("=")
             if name not in self.names or not separator:
-                raise ValueError(f"{setting}: must be NAME=VALUE, with one of {', '.join(self.names)}")
+                raise ValueError(f"{setting}: must be NAME=VALUE, where NAME is one of {', '.join(self.names)}")
             if value:
                 params[name] = _value(value)
             else:
@@ -124,7 +124,7 @@ class Conversation:
         return messages if self.system is None else [{"role": "system", "content": self.system}, *messages]
 
     def _answer(self, question: str) -> None:
-        """Print the answer. It is kept with its question, even if Ctrl-C ends it; a question without answer is not."""
+        """Print the answer, and keep it with its question, even if Ctrl-C stops it. Without an answer, keep neither."""
         asked, answer = {"role": "user", "content": question}, Answer()
         messages = [*self.messages, asked]
         try:
@@ -141,7 +141,7 @@ class Conversation:
 
 
 class Answer:
-    """Shows the pieces of an answer, and knows how fast they came."""
+    """Shows the pieces of an answer, and measures how fast they arrive."""
 
     def __init__(self) -> None:
         self.text, self.num_tokens = "", 0
@@ -164,12 +164,12 @@ class Answer:
         write(piece.text, sys.stdout)
 
     def close(self) -> None:
-        """End the line, and tell in another one what is known of the answer."""
+        """End the line, and print the summary in the next one."""
         write("" if self.text.endswith("\n") else "\n", sys.stdout)
         write(self.summary() + "\n", sys.stderr, is_dim=True)
 
     def summary(self) -> str:
-        """How many tokens came how fast, and why they ended."""
+        """The number of tokens, their rate, and the reason why the answer ended."""
         parts = [f"{self.num_tokens} tokens" if self.num_tokens > 1 else "1 token"]
         if self.num_tokens > 1 and self._last > self._first:
             parts.append(f"{(self.num_tokens - 1) / (self._last - self._first):.1f} tokens/s")

@@ -1,4 +1,4 @@
-"""Reads what is typed or piped, and writes to a terminal."""
+"""Reads lines from a terminal or a pipe, and writes to a terminal."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 readline: Any = None
-with suppress(ImportError):  # not everywhere; lines are read without it, but not edited
+with suppress(ImportError):  # some systems lack it; lines can then be read, but not edited
     import readline  # type: ignore[no-redef]
 
 MAX_HISTORY = 1000  # lines that are kept from one run to the next
@@ -16,10 +16,10 @@ CONTROLS = dict.fromkeys([*range(9), *range(11, 32), 127, *range(128, 160)])  # 
 
 
 class LineReader:
-    """Lines of the standard input. On a terminal they can be edited, searched and completed, by readline."""
+    """Lines of the standard input. On a terminal, readline edits, searches and completes them."""
 
     def __init__(self, commands: Collection[str]):
-        """commands: the words that Tab completes at the beginning of a line."""
+        """commands: the words that Tab completes at the start of a line."""
         self.is_terminal = sys.stdin.isatty()
         self._edits = self.is_terminal and sys.stdout.isatty()
         self._commands = sorted(commands)
@@ -36,7 +36,7 @@ class LineReader:
                 readline.read_history_file(self._history)
 
     def read(self) -> str:
-        """The next line, and those that continue it, each behind a line that ends with a backslash.
+        """The next line. While a line ends with a backslash, the following line is appended.
 
         EOFError at the end of the input, KeyboardInterrupt for Ctrl-C.
         """
@@ -45,7 +45,7 @@ class LineReader:
             lines[-1] = lines[-1][:-1]
             with suppress(EOFError):
                 lines.append(self._read_line("… "))
-        # a terminal may send what is no UTF-8
+        # a terminal may send invalid UTF-8
         return "\n".join(lines).encode(errors="replace").decode()
 
     def _read_line(self, prompt: str) -> str:
@@ -58,7 +58,7 @@ class LineReader:
         return found[index] if index < len(found) else None
 
     def close(self) -> None:
-        """Keep the history, where a file can be written."""
+        """Save the history, if its file can be written."""
         if self._history is not None:
             with suppress(OSError):
                 self._history.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ class LineReader:
 
 
 def write(text: str, file: TextIO, is_dim: bool = False) -> None:
-    """Write at once. A terminal gets no control characters of a model, and dims what is beside the answer."""
+    """Write and flush. For a terminal, remove a model's control characters, and dim the text if `is_dim`."""
     if file.isatty():
         text = text.translate(CONTROLS)
         if is_dim and text and "NO_COLOR" not in os.environ:

@@ -1,4 +1,4 @@
-"""Where the answers of a conversation come from: a model in this process, or a server with OpenAI's API."""
+"""The sources of answers in a conversation: a model in this process, or a server with OpenAI's API."""
 
 import json
 from collections.abc import Generator
@@ -23,9 +23,9 @@ TIMEOUT = 600.0  # seconds that a server may be silent
 
 
 class Piece(NamedTuple):
-    """The next part of an answer. The last one has a `finish_reason`.
+    """The next part of an answer. The last part has a `finish_reason`.
 
-    num_tokens: of the answer so far, with those of its reasoning.
+    num_tokens: of the answer so far, including its reasoning.
     """
 
     text: str
@@ -39,10 +39,10 @@ class Source(Protocol):
     description: str
 
     def check(self, params: dict[str, Any]) -> None:
-        """ValueError or TypeError for sampling parameters that a request can't have."""
+        """ValueError or TypeError for wrong sampling parameters."""
 
     def all_params(self, params: dict[str, Any]) -> dict[str, Any]:
-        """These sampling parameters, and as far as they are known the values of the others."""
+        """These sampling parameters, and the values of the others if they are known."""
 
     def stream(self, messages: list[Message], params: dict[str, Any]) -> Generator[Piece, None, None]:
         """The answer to a conversation, as it arrives. ValueError, OSError or RuntimeError if there is none."""
@@ -52,17 +52,17 @@ class LocalModel:
     """A model in this process."""
 
     def __init__(self, llm: "LLM", name: str):
-        from nanovllm.utils.loader import BUNDLED  # PyTorch, which a chat with a server does without
+        from nanovllm.utils.loader import BUNDLED  # needs PyTorch, and a chat with a server does not
 
         if llm.tokenizer.chat_template is None:
-            raise ValueError(f"model={name!r}: has no chat template; `nanovllm generate` completes a text")
+            raise ValueError(f"model={name!r}: has no chat template; `nanovllm generate` works without one")
         self.llm, self.name = llm, name
         config = llm.config
         dtype = str(config.dtype).removeprefix("torch.")
         self.description = f"{name} on {config.device}, {dtype}, up to {config.max_model_len} tokens"
         if Path(config.model).parent == BUNDLED:
             self.description += ". It is for demonstration: it adds, sorts, counts and lists primes"
-        # an answer ends by itself, or where the context does
+        # an answer may fill the context
         self.defaults = replace(llm.get_default_sampling_params(), max_tokens=None)
 
     def check(self, params: dict[str, Any]) -> None:
@@ -89,10 +89,10 @@ class LocalModel:
 
 
 class Server:
-    """A running server. Parameters that are not set are those that it recommends."""
+    """A running server. It chooses the parameters that are not set."""
 
     def __init__(self, url: str, model: str | None, api_key: str | None):
-        """OSError if the server can't be reached or refuses, ValueError if it is none."""
+        """OSError if the server can't be reached or refuses. ValueError for a wrong URL, or if it lists no models."""
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"url={url!r}: must begin with http:// or https://")
         self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
@@ -137,7 +137,7 @@ class Server:
                     content = delta.get("content") or ""
                     finish_reason = choice.get("finish_reason") or finish_reason
                     if content or reasoning:
-                        num_tokens += 1  # about one in each chunk, until the usage tells
+                        num_tokens += 1  # about one in each chunk, until the usage arrives
                         more, text = parser.feed(content)
                         yield Piece(text, reasoning + more, num_tokens, None)
                 num_tokens = (chunk.get("usage") or {}).get("completion_tokens", num_tokens)
@@ -147,7 +147,7 @@ class Server:
         yield Piece(text, reasoning, num_tokens, finish_reason)
 
     def _chunks(self, response: Any) -> Generator[dict, None, None]:
-        """The JSON objects of server-sent events. OSError for one that reports an error, and if the connection ends."""
+        """The JSON objects of server-sent events. OSError if one reports an error, or if the connection fails."""
         try:
             for line in response:
                 data = line.removeprefix(b"data:").strip()
@@ -161,7 +161,7 @@ class Server:
 
 
 def _message(content: bytes) -> str:
-    """What a server says about an error: the message in its JSON, or the text itself."""
+    """The server's error message: from its JSON, or the text itself."""
     try:
         error = json.loads(content)["error"]
         return str(error["message"] if isinstance(error, dict) else error)

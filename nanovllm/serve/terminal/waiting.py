@@ -1,16 +1,16 @@
-"""Says that something takes long, and for how long it has."""
+"""Shows a message and the elapsed time while something takes long."""
 
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-DELAY = 1.0  # seconds until anything is said
+DELAY = 1.0  # seconds until the message appears
 
 
 @contextmanager
 def waiting_for(text: str) -> Iterator[None]:
-    """On a terminal, the text and the seconds so far, below other bars; else the text once. To the standard error."""
+    """Show the text on the standard error: with the elapsed time on a terminal, below other bars; elsewhere once."""
     is_done = threading.Event()
 
     def show() -> None:
@@ -21,12 +21,12 @@ def waiting_for(text: str) -> Iterator[None]:
             return
         from tqdm import tqdm
 
-        # in this thread alone, as Ctrl-C inside of tqdm could leave its lock acquired
+        # only this thread uses tqdm, because Ctrl-C inside it could leave its lock acquired
         with tqdm(bar_format="{desc}: {elapsed}", desc=text, leave=False, initial=0, total=0) as bar:
             bar.start_t -= DELAY
             while not is_done.wait(0.25):
                 bar.refresh()
-        sys.stderr.write("\033[K\r")  # what a terminal has shown of a Ctrl-C
+        sys.stderr.write("\033[K\r")  # erase the ^C that a terminal shows
 
     thread = threading.Thread(target=show, daemon=True)
     thread.start()
