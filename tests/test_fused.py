@@ -29,12 +29,14 @@ from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import ReplicatedLinear, RowParallelLinear
+from nanovllm.layers.linear import LinearBase, ReplicatedLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.models import ModelConfig, make_model
+from nanovllm.layers.sigmoid_gate import SigmoidGate
+from nanovllm.models import MODELS, ModelConfig, make_model
+from nanovllm.models.gemma3_text import GeluAndMul
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3MLP
-from nanovllm.moe.experts import MoE
+from nanovllm.moe.experts import Experts, MoE
 from nanovllm.serve import cli
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.loader import load_model
@@ -46,6 +48,7 @@ with suppress(pytest.skip.Exception):  # transformers 4 does not have all of its
 
     MODULES |= dict.fromkeys(test_hybrid.CASES, test_hybrid)
 
+DOCS = Path(__file__).parents[1] / "nanovllm/docs"
 BLOCK_SIZE, MAX_LEN = 16, 64
 # of each step, the tokens of two sequences that are computed: a prompt and a longer one, a decode and a chunk, decodes
 STEPS = [((0, 7), (0, 19)), ((7, 8), (19, 24)), ((8, 9), (24, 25)), ((9, 10), None)]
@@ -54,6 +57,9 @@ FAMILIES = [
     "llama-biases",
     "llama-gelu",
     "mistral-window",
+    "gemma3",
+    "smollm3",
+    "glm4",
     "qwen3",
     "qwen3-moe",
     "qwen3_5",
@@ -155,11 +161,28 @@ def test_fused_forms_by_their_definitions(tmp_path, name, quantization):
     plain, fused = (Runner(folder, "sdpa", quantization=quantization) for _ in range(2))
     fuse(fused.model)
     assert not any(isinstance(module, Fused) for module in plain.model.modules())
-    assert isinstance(getattr(fused.model.model, "language_model", fused.model.model), Fused)
+    assert any(isinstance(module, Fused) for module in fused.model.modules())
     assert_same(plain, fused)
     plain, other = (Runner(folder, "sdpa", quantization=quantization) for _ in range(2))
     fuse(other.model)
     assert_same(plain, other, [layer_by_layer(x.model) for x in (plain, other)])
+
+
+def test_plain_modules_are_in_the_table_of_models(tmp_path):
+    """docs/models.md names the classes of each family that have no form; parts of plain PyTorch are not counted."""
+    rows = re.findall(r"^\| `(\w+)` \|.*\|(.*) \|$", (DOCS / "models.md").read_text(), re.MULTILINE)
+    documented = {family: {*re.findall(r"`(\w+)`", plain)} for family, plain in rows[1:]}
+    assert documented.keys() == MODELS.keys()
+    parts = LinearBase, Attention, nn.ModuleList, nn.Identity, SiluAndMul, GeluAndMul, Experts, SigmoidGate
+    found: dict[str, set[str]] = {}
+    for name in MODULES:
+        if name != "llama-gelu":  # which is no family of the package
+            fused = Runner(make_folder(tmp_path / name, name), "sdpa")
+            fuse(fused.model)
+            plain = [x for x in fused.model.model.modules() if not isinstance(x, (Fused, *parts))]
+            names = {type(module).__name__ for module in plain if type(module) is not nn.Module}
+            assert found.setdefault(fused.config.model_config.model_type, names) == names
+    assert found == {family: documented[family] for family in found} and len(found) >= 11
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # in a tile of no queries

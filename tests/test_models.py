@@ -50,6 +50,35 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+GEMMA3 = {
+    "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": theta}
+        for kind, theta in (("full_attention", 5000.0), ("sliding_attention", 300.0))
+    },
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 23,
+    "query_pre_attn_scalar": 20,
+    "tie_word_embeddings": False,
+}
+OLMO3 = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 23}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 0.5,
+}
+MINISTRAL3 = YARN | {"llama_4_scaling_beta": 0.3}
+
+
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}  # transformers' names that are not the family's
+
+
+def by_layer_type(scaled: dict) -> dict:
+    """Only layers without a window are scaled."""
+    rope = {"rope_type": "default", "rope_theta": 5000.0}
+    return {"sliding_attention": rope, "full_attention": rope | scaled}
+
+
 HEADS = "num_attention_heads", "num_key_value_heads", "head_dim"
 
 # family, heads, key-value heads, head_dim (None: hidden_size 64 / heads), rope, and other entries of the config
@@ -72,6 +101,16 @@ CASES = {
     "qwen3-moe": ("Qwen3Moe", 4, 2, 32, {}, EXPERTS | {"norm_topk_prob": True}),
     "qwen3-moe-top-1": ("Qwen3Moe", 4, 4, 16, YARN, EXPERTS | {"num_experts_per_tok": 1}),
     "qwen3-moe-step": ("Qwen3Moe", 4, 2, 16, {}, EXPERTS | {"decoder_sparse_step": 2, "num_experts": 60}),
+    "gemma3": ("Gemma3", 4, 2, 32, {}, GEMMA3),
+    "olmo3": ("Olmo3", 4, 2, 16, {}, OLMO3),
+    "olmo3-yarn": ("Olmo3", 4, 4, 16, {}, OLMO3 | {"rope_parameters": by_layer_type(YARN)}),
+    "smollm3": ("SmolLM3", 4, 2, 16, {}, {"no_rope_layers": [1, 0]}),
+    "granite": ("Granite", 4, 2, 16, {}, GRANITE),
+    "glm4": ("Glm4", 4, 2, 32, {"partial_rotary_factor": 0.5}, {"eos_token_id": 3}),
+    "phi3": ("Phi3", 4, 2, 16, {}, {"sliding_window": 23}),
+    "phi3-partial": ("Phi3", 4, 2, 16, {"partial_rotary_factor": 0.75}, {}),
+    "seed-oss": ("SeedOss", 4, 2, 16, {}, {"attention_out_bias": True, "attention_dropout": 0.0}),
+    "ministral3": ("Ministral3", 4, 2, 16, MINISTRAL3, {}),
     "qwen3-moe-dense-layer": ("Qwen3Moe", 2, 2, 32, {}, EXPERTS | {"mlp_only_layers": [1], "num_experts_per_tok": 8}),
 }
 
@@ -133,9 +172,10 @@ def checkpoint_files(name: str, case: str) -> dict[str, bytes]:
         max_position_embeddings=MAX_LEN if CASES[name][4] is YARN else 4 * MAX_LEN,
         eos_token_id=None,
         bos_token_id=None,
+        pad_token_id=None,
     )
     shape |= ({"rope_parameters": rope} if V5 else rope) | ({"head_dim": head_dim} if head_dim else {})
-    config = getattr(transformers, f"{family}Config")(**shape | entries)
+    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**shape | entries)
     model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
     generator = torch.Generator().manual_seed(sum(map(ord, name)))
     for parameter_name, parameter in model.named_parameters():
@@ -145,7 +185,8 @@ def checkpoint_files(name: str, case: str) -> dict[str, bytes]:
         elif parameter.dim() > 1:
             parameter.copy_(noise / parameter.shape[-1] ** 0.5)
         else:  # biases are zeros and norms are ones in a new model, which would hide that they are not used
-            parameter.copy_(0.3 * noise + (0 if parameter_name.endswith("bias") else 1))
+            is_around_zero = parameter_name.endswith("bias") or family.startswith("Gemma")
+            parameter.copy_(0.3 * noise + (0 if is_around_zero else 1))
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         files = {file.name: file.read_bytes() for file in Path(folder).iterdir()}
@@ -214,7 +255,7 @@ def logits_of_rank(
     for layer in model.modules():
         if isinstance(layer, Attention):
             layer.cache = KVCache(torch.zeros(2, 1, MAX_LEN, layer.num_kv_heads, layer.head_dim))
-            layer.cache.window = layer.window
+            layer.cache.window, layer.cache.scale = layer.window, layer.scale
     positions = torch.arange(num_tokens, dtype=torch.int32)
     starts, table = torch.tensor([0, num_tokens], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
     context = Context(True, starts, num_tokens, positions, starts[1:], table, max_context_len=num_tokens)
@@ -253,7 +294,9 @@ def test_engine_of_two_ranks(make_llm, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter; tests/test_gpu.py on CUDA")
 @pytest.mark.parametrize(
-    "name, has_kernels", [("llama-biases", True), ("llama-biases", False), ("llama-gelu", True)], ids=str
+    "name, has_kernels",
+    [("llama-biases", True), ("llama-biases", False), ("llama-gelu", True), ("gemma3", True), ("gemma3", False)],
+    ids=str,
 )
 def test_parity_on_kernels(use_ops, make_llm, tmp_path, name, has_kernels):
     """Attention without q and k norms, and products with biases, of chunks, several decodes, and a single one.
@@ -307,6 +350,89 @@ def test_old_llama_checkpoint(make_llm, tmp_path):
     save_file(tensors | {"model.rotary_emb.freq": torch.ones(16)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="1 tensors belong to no parameter: model.rotary_emb.freq"):
         make_llm(folder)
+
+
+@pytest.mark.parametrize(
+    "prefixes", [("model.language_model.", "lm_head."), ("language_model.model.", "language_model.lm_head.")]
+)
+def test_text_model_of_a_checkpoint_with_images(make_llm, tmp_path, prefixes):
+    """As Gemma 3 with 4B and more is published, and as transformers saves it."""
+    folder = make_checkpoint(tmp_path, "gemma3")
+    expected = [output["token_ids"] for output in generate_by_steps(make_llm(folder, **SMALL), requests())]
+    text = json.loads((tmp_path / "config.json").read_text())
+    raw = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"dtype": "float32", "vision_config": {}}))
+    names = {"model.": prefixes[0], "lm_head.": prefixes[1]}
+    tensors = {
+        names[name.split(".")[0] + "."] + name.split(".", 1)[1]: x
+        for name, x in load_file(tmp_path / "model.safetensors").items()
+    }
+    images = {"model.vision_tower.x": torch.ones(1), "multi_modal_projector.x": torch.ones(1)}
+    save_file(tensors | images, tmp_path / "model.safetensors")
+    assert [output["token_ids"] for output in generate_by_steps(make_llm(folder, **SMALL), requests())] == expected
+
+
+@pytest.mark.skipif(not V5, reason="transformers 4 writes the older form")
+def test_older_forms_of_windows(tmp_path):
+    """Before transformers 5 had `rope_parameters` by type of layer."""
+    folder = make_checkpoint(tmp_path / "gemma3", "gemma3")
+    edit(folder, layer_types=["sliding_attention"] * 2)
+    expected = ModelConfig.read(Path(folder))
+    edit(
+        folder,
+        ("rope_parameters", "layer_types"),
+        rope_theta=5000.0,
+        rope_local_base_freq=300.0,
+        sliding_window_pattern=6,
+    )
+    assert ModelConfig.read(Path(folder)) == expected
+    edit(folder, rope_scaling=LINEAR)  # of layers without a window
+    scaled = ModelConfig.read(Path(folder))
+    assert scaled.details == expected.details and scaled.max_position_embeddings == expected.max_position_embeddings
+    assert scaled.rope_inv_freq != expected.rope_inv_freq
+    folder = make_checkpoint(tmp_path / "olmo3", "olmo3-yarn")
+    expected = ModelConfig.read(Path(folder))
+    edit(folder, ("rope_parameters",), rope_theta=5000.0, rope_scaling=YARN)
+    assert ModelConfig.read(Path(folder)) == expected
+
+
+@pytest.mark.parametrize(
+    "name, entries, message",
+    [
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0: must be"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0: must be"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True: must be"),
+        ("gemma3", {"hidden_activation": "relu"}, "hidden_activation='relu': must be"),
+        ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
+        ("gemma3", {"sliding_window": None}, "sliding_window=None"),
+        ("gemma3", {"layer_types": ["chunked_attention"] * 2}, "layer_types: a layer='chunked_attention'"),
+        ("olmo3", {"layer_types": ["full_attention"]}, "layer_types: lists 1 layers, not 2"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers: lists 1 layers, not 2"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling=0"),
+        ("phi3", {"sliding_window": 0}, "sliding_window=0: must be at least 1"),
+        ("ministral3", {"sliding_window": 16}, "sliding_window=16: must be"),
+        ("ministral3", {"rope_parameters": MINISTRAL3 | {"llama_4_scaling_beta": -1}}, "llama_4_scaling_beta=-1"),
+    ],
+)
+def test_families_that_are_refused(tmp_path, name, entries, message):
+    edit(make_checkpoint(tmp_path, name), **entries)
+    with pytest.raises((ValueError, TypeError), match=f"config.json: {message}"):
+        ModelConfig.read(tmp_path)
+
+
+def test_parts_in_one_tensor(tmp_path):
+    """Of another size they are refused, with the name."""
+    make_checkpoint(tmp_path, "phi3")
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.gate_up_proj.weight"
+    for rows, message in ((191, "whose rows can't be divided as"), (190, "the model needs")):
+        save_file(tensors | {name: tensors[name][:rows]}, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=f"{name}: the checkpoint has shape .*{message}"):
+            load_model(make_model(ModelConfig.read(tmp_path), MAX_LEN), tmp_path, torch.device("cpu"))
+    tensors[name][-1, -1] = torch.nan
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="NaN"):
+        load_model(make_model(ModelConfig.read(tmp_path), MAX_LEN), tmp_path, torch.device("cpu"))
 
 
 def test_experts_in_one_tensor_or_in_many(make_llm, tmp_path):

@@ -19,12 +19,17 @@ SHAPES = {
     "qwen3-235b-a22b": ("qwen3_moe", 4096, 12288, 94, 64, 4, 128, 151936, 40960, 1e-6, 1e6, 151645, False),
     "qwen2.5-7b": ("qwen2", 3584, 18944, 28, 28, 4, 128, 152064, 131072, 1e-6, 1e6, 151643, False),
     "mistral-7b": ("mistral", 4096, 14336, 32, 32, 8, 128, 32768, 32768, 1e-5, 1e6, 2, False),  # v0.3
+    "gemma3-12b": ("gemma3_text", 3840, 15360, 48, 16, 8, 256, 262208, 131072, 1e-6, 1e6, 1, True),  # its text model
+    "olmo3-7b": ("olmo3", 4096, 11008, 32, 32, 32, 128, 100278, 65536, 1e-6, 5e5, 100257, False),
     # only the text part
     "qwen3.5-9b": ("qwen3_5_text", 4096, 12288, 32, 16, 4, 256, 248320, 262144, 1e-6, 1e7, 248044, False),
     "qwen3.6-27b": ("qwen3_5_text", 5120, 17408, 64, 24, 4, 256, 248320, 262144, 1e-6, 1e7, 248044, False),
     "qwen3.5-35b-a3b": ("qwen3_5_moe_text", 2048, 512, 40, 16, 2, 256, 248320, 262144, 1e-6, 1e7, 248044, False),
 }
 LLAMA_ROPE = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+OLMO_ROPE = dict(
+    rope_type="yarn", factor=8.0, original_max_position_embeddings=8192, attention_factor=1.2079441541679836
+)
 EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1}
 DELTA_HEADS = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "full_attention_interval": 4}
 DELTA_HEADS |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
@@ -35,6 +40,12 @@ EXTRA_ENTRIES: dict[str, dict] = {
     "llama-3.1-8b": {"rope_scaling": LLAMA_ROPE | {"factor": 8.0}},
     "llama-3.2-1b": {"rope_scaling": LLAMA_ROPE | {"factor": 32.0}},
     "mistral-7b": {"sliding_window": None},
+    "gemma3-12b": {
+        "sliding_window": 1024,
+        "sliding_window_pattern": 6,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "olmo3-7b": {"sliding_window": 4096, "rope_scaling": OLMO_ROPE},
     "qwen3-30b-a3b": EXPERTS | {"moe_intermediate_size": 768, "mlp_only_layers": []},
     "qwen3-235b-a22b": EXPERTS | {"moe_intermediate_size": 1536, "mlp_only_layers": []},
     "qwen3.5-9b": DELTA_HEADS,
@@ -61,7 +72,8 @@ def write_shape(name: str, folder: Path, with_text: bool = False) -> None:
     from nanovllm.models import MODELS
 
     entries = dict(zip(SHAPE_ENTRIES, SHAPES[name], strict=True)) | EXTRA_ENTRIES.get(name, {})
-    kind = entries["model_type"].removesuffix("_text")
+    kind = entries["model_type"]
+    kind = kind if kind in MODELS else kind.removesuffix("_text")
     architecture = MODELS[kind].split(":")[1]
     folder.mkdir()
     config = {"architectures": [architecture], "torch_dtype": "bfloat16", **entries}

@@ -45,6 +45,17 @@ class VocabParallelEmbedding(nn.Module):
         return self.tp.all_reduce(embed_shard(token_ids, self.weight, self.first_id))
 
 
+class ScaledEmbedding(VocabParallelEmbedding):
+    """The embedding times a factor."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, factor: float):
+        super().__init__(num_embeddings, embedding_dim)
+        self.factor = factor
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(token_ids) * self.factor
+
+
 class ParallelLMHead(VocabParallelEmbedding):
     """Hidden states [S, embedding_dim] to logits [S, vocabulary]."""
 

@@ -19,6 +19,7 @@ It may have:
 - `layer_types`: the values in config.json's `layer_types` that the class computes; default: `full_attention`
 - `defaults`: values of entries that may be absent in config.json, or in its `text_config`
 - `unused_prefixes`: prefixes of names of tensors that the class ignores
+- `may_be_nested`: whether checkpoints with images exist, whose text model the class computes
 
 Layers find their rank and the dtype of their weights in utils/construction.py.
 """
@@ -46,7 +47,11 @@ MEMORY_LIMITS = [Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory
 # `model_type` -> module:class
 MODELS = {
     name: f"{__name__}.{name}:" + re.sub(r"_(?!\d)", "", name.title()) + "ForCausalLM"
-    for name in sorted({x.name for x in iter_modules(__path__)} - {"architectures", "head_models", "hybrid"})
+    for name in sorted({x.name for x in iter_modules(__path__)} - {"architectures", "head_models", "hybrid", "windows"})
+}
+MODELS |= {
+    "gemma3_text": f"{__name__}.gemma3_text:Gemma3ForCausalLM",
+    "smollm3": f"{__name__}.smollm3:SmolLM3ForCausalLM",
 }
 
 
@@ -97,9 +102,10 @@ class ModelConfig:
     mlp_bias: bool = False
     sliding_window: int | None = None  # how many tokens a token attends to, including itself
     moe: Any = None  # MoEConfig of moe/, if there are layers with a mixture of experts
-    attention_fraction: float = 1.0  # fraction of the layers that have attention
+    attention_fraction: float = 1.0  # fraction of the layers that attend to all tokens
     hybrid: Any = None  # HybridConfig of delta_net/, if there are layers with a state
     quantization: Any = None  # formats of the linear layers' weights: see quantization/
+    details: Any = None  # what only one family reads
 
     @classmethod
     def read(cls, folder: Path, quantization: str | None = None, raw: dict | None = None) -> "ModelConfig":
@@ -124,7 +130,7 @@ class ModelConfig:
         heads = raw.get("num_attention_heads")
         names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings"
         try:
-            plain = {name: check_int(f"{file}: {name}", raw[name], low=1) for name in names.split()}
+            plain: dict[str, Any] = {name: check_int(f"{file}: {name}", raw[name], low=1) for name in names.split()}
             head_dim = check_int(f"{file}: head_dim", raw.get("head_dim") or raw["hidden_size"] // heads, low=2)
             kv_heads = check_int(f"{file}: num_key_value_heads", raw.get("num_key_value_heads") or heads, low=1)
             if heads % kv_heads:
@@ -135,7 +141,7 @@ class ModelConfig:
                 raise ValueError(
                     f"{file}: layer_types: lists {len(kinds)} layers, not {num_layers} (num_hidden_layers)"
                 )
-            inv_freq, rope_scale, plain["max_position_embeddings"] = _read_rope(raw, head_dim, file)
+            inv_freq, rope_scale, plain["max_position_embeddings"] = read_rope(raw, head_dim, file)
         except KeyError as error:
             raise ValueError(f"{file}: has no {error}") from error
         dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
@@ -148,7 +154,6 @@ class ModelConfig:
             formats = find_quantization(quantized, file, quantization)
         return cls(
             model_type=model_type,
-            **plain,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
             rms_norm_eps=check_real(f"{file}: rms_norm_eps", raw.get("rms_norm_eps", 1e-6), low=0.0, high=1.0),
@@ -158,7 +163,7 @@ class ModelConfig:
             rope_scale=rope_scale,
             eos_token_ids=eos_token_ids,
             quantization=formats,
-            **family.read_config(raw, file),
+            **(plain | family.read_config(raw, file)),
         )
 
     @property
@@ -181,7 +186,7 @@ class ModelConfig:
         return self.layer_operations / (4 * self.num_attention_heads * self.head_dim * self.attention_fraction * 1.5)
 
 
-def _read_rope(raw: dict, head_dim: int, file: Path) -> tuple[tuple[float, ...], float, int]:
+def read_rope(raw: dict, head_dim: int, file: Path) -> tuple[tuple[float, ...], float, int]:
     """Inverse frequencies, the scale of cos and sin, and the longest sequence.
 
     Transformers 5 writes them to `rope_parameters`, older versions to `rope_theta` and `rope_scaling`. `rope_scaling`

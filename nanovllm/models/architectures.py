@@ -2,12 +2,16 @@
 
 from pathlib import Path
 
-from nanovllm.models import MODELS
+from nanovllm.models import MODELS, model_class
 
 
 def find_by_architecture(raw: dict, file: Path) -> str:
-    """The key of MODELS for one of the `architectures` in a config.json; ValueError if none is known."""
+    """The key of MODELS for a config.json's text model, or for its `architectures`; ValueError if none is known."""
     model_type, architectures = raw.get("model_type"), raw.get("architectures") or ()
+    text = raw.get("text_config")
+    text_type = text.get("model_type") if isinstance(text, dict) else None
+    if text_type in MODELS and getattr(model_class(text_type), "may_be_nested", False):
+        return text_type
     for family, location in MODELS.items():
         if location.split(":")[1] in architectures:
             return family

@@ -4,9 +4,12 @@ from pathlib import Path
 
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.utils.checks import check_int
+from nanovllm.utils.stored_otherwise import IMAGE_PREFIXES
 
 
 class MistralForCausalLM(LlamaForCausalLM):
+    may_be_nested, unused_prefixes = True, IMAGE_PREFIXES
+
     @staticmethod
     def read_config(raw: dict, file: Path) -> dict:
         # null means no window; 4096 is transformers' default if there is no entry

@@ -17,6 +17,7 @@ from nanovllm.utils.dummy_weights import load_dummy
 from nanovllm.utils.progress import with_bar
 from nanovllm.utils.refusals import bad_tensors, other_tensors
 from nanovllm.utils.sharded_checkpoint import find_in_files
+from nanovllm.utils.stored_otherwise import WHOLE, load_whole, text_name
 
 BUNDLED = Path(__file__).parent.parent / "assets"
 TOKENIZER_FILES = ("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",)  # one of these is enough
@@ -156,6 +157,10 @@ def load_model(
         load_dummy(model, weight_loaders(model))
         return
     files = find_tensors(folder, FLOAT_DTYPES + (quantization.dtypes if quantization else ()))
+    stored_names: dict[str, str] = {}  # where the checkpoint calls a tensor otherwise
+    if getattr(model, "may_be_nested", False):
+        stored_names = {text_name(name): name for name in files}
+        files = {name: files[stored] for name, stored in stored_names.items()}
     if model.config.tie_word_embeddings and HEAD in files:
         from nanovllm.utils.tied_head import untie_other_head
 
@@ -175,7 +180,7 @@ def load_model(
             for name in (name for name, holder in files.items() if holder == file):
                 load, shard_id = loaders[name]
                 try:
-                    filled = load(tensors.get_slice(name), *shard_id)
+                    filled = load(tensors.get_slice(stored_names.get(name, name)), *shard_id)
                 except ValueError as error:
                     raise ValueError(f"{folder}: {name}: {error}") from error
                 if filled is not None:
@@ -234,5 +239,7 @@ def weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[Any]]]:
         path, _, kind = name.rpartition(".")  # kind: weight or bias
         parent, _, merged = path.rpartition(".")
         for module, *shard_id in shards_of.get(merged, [(merged,)]):
+            if shard_id == [WHOLE]:
+                load, shard_id = partial(load_whole, load, model.get_submodule(path)), []
             loaders[".".join(filter(None, (parent, module, kind)))] = load, shard_id
     return loaders

@@ -1,0 +1,104 @@
+"""Gemma 3: norms before and after attention and MLP, scaled embeddings, and windows in five of six layers."""
+
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.layers.embed_head import ScaledEmbedding
+from nanovllm.layers.layernorm import ZeroCenteredRMSNorm
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.models import ModelConfig
+from nanovllm.models.qwen3 import Qwen3Attention, Qwen3MLP
+from nanovllm.models.windows import WindowsForCausalLM, read_windows
+from nanovllm.utils.checks import check_choice, check_real
+from nanovllm.utils.stored_otherwise import IMAGE_PREFIXES
+
+
+class GeluAndMul(nn.Module):
+    """[T, 2n] -> [T, n]: GELU (tanh approximation) of the first half times the second (arXiv:2002.05202)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.gelu(gate, approximate="tanh") * up
+
+
+class Gemma3Attention(Qwen3Attention):
+    def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding):
+        super().__init__(config, rotary_emb)
+        self.q_norm = ZeroCenteredRMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = ZeroCenteredRMSNorm(self.head_dim, config.rms_norm_eps)
+
+
+class Gemma3DecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig, self_attn: nn.Module, mlp: nn.Module):
+        super().__init__()
+        sizes = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = ZeroCenteredRMSNorm(*sizes)
+        self.self_attn = self_attn
+        self.post_attention_layernorm = ZeroCenteredRMSNorm(*sizes)
+        self.pre_feedforward_layernorm = ZeroCenteredRMSNorm(*sizes)
+        self.mlp = mlp
+        self.post_feedforward_layernorm = ZeroCenteredRMSNorm(*sizes)
+
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As Qwen3DecoderLayer: the layer's output is the sum of what it returns."""
+        if residual is None:
+            x, residual = self.input_layernorm(hidden_states), hidden_states
+        else:
+            x, residual = self.input_layernorm(hidden_states, residual)
+        x = self.post_attention_layernorm(self.self_attn(positions, x))
+        x, residual = self.pre_feedforward_layernorm(x, residual)
+        return self.post_feedforward_layernorm(self.mlp(x)), residual
+
+
+class Gemma3ForCausalLM(WindowsForCausalLM):
+    may_be_nested, unused_prefixes = True, IMAGE_PREFIXES
+    hidden_acts = ("gelu_pytorch_tanh",)
+    # what is absent has the value that transformers gives it
+    defaults: ClassVar = {
+        "hidden_act": "gelu_pytorch_tanh",
+        "head_dim": 256,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+    }
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        factor = torch.tensor(
+            config.hidden_size**0.5, dtype=config.dtype, device="cpu"
+        ).item()  # rounded as in training
+        self.model.embed_tokens = ScaledEmbedding(config.vocab_size, config.hidden_size, factor)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self.model.norm = ZeroCenteredRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    @classmethod
+    def make_layer(cls, config: ModelConfig, layer_index: int, rotary_emb: RotaryEmbedding) -> nn.Module:
+        mlp = Qwen3MLP(config)
+        mlp.act_fn = GeluAndMul()
+        return Gemma3DecoderLayer(config, Gemma3Attention(config, rotary_emb), mlp)
+
+    @staticmethod
+    def read_config(raw: dict, file: Path) -> dict:
+        check_choice(
+            f"{file}: hidden_activation", raw.get("hidden_activation", "gelu_pytorch_tanh"), ("gelu_pytorch_tanh",)
+        )
+        for name in ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"):
+            check_choice(f"{file}: {name}", raw.get(name) or None, (None,))
+        scalar = check_real(
+            f"{file}: query_pre_attn_scalar", raw.get("query_pre_attn_scalar", 256), low=1e-6, high=1e30
+        )
+        fields = read_windows(raw, file, 6, raw.get("rope_local_base_freq", 1e4))
+        fields["details"] = fields["details"]._replace(scale=scalar**-0.5)
+        bias = raw.get("attention_bias", False)
+        # the length is that of the scaled rotary embedding already
+        return {"qkv_bias": bias, "o_bias": bias, "max_position_embeddings": raw["max_position_embeddings"], **fields}

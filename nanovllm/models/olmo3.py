@@ -1,0 +1,72 @@
+"""OLMo 3: norms after attention and MLP, norms of whole rows of q and k, windows in three of four layers."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.models import ModelConfig
+from nanovllm.models.qwen3 import Qwen3Attention
+from nanovllm.models.windows import WindowsForCausalLM, read_windows
+from nanovllm.utils.construction import get_construction
+from nanovllm.utils.loader import Shard, parameter
+
+
+class RowRMSNorm(nn.Module):
+    """The norm over all heads of a row. Each rank has some of the heads, and the ranks add up the squares."""
+
+    def __init__(self, num_heads: int, head_dim: int, eps: float):
+        """num_heads: of all ranks together."""
+        super().__init__()
+        self.tp = get_construction().tp
+        self.heads, self.size, self.eps = self.tp.for_heads(num_heads), num_heads * head_dim, eps
+        self.weight = parameter((self.heads.shard_size("heads", num_heads) * head_dim,), self.weight_loader)
+        nn.init.ones_(self.weight)
+
+    def weight_loader(self, param: torch.Tensor, loaded_weight) -> torch.Tensor:
+        return Shard((self.size,), self.heads.local_slice(self.size)).copy(param, loaded_weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, heads of this rank, head_dim] -> as x."""
+        y = x.flatten(1).float()
+        total = self.tp.all_reduce(y.square().sum(-1, keepdim=True))
+        num_copies = self.tp.size // self.heads.size  # several ranks may hold the same head
+        y = y * torch.rsqrt(total / (num_copies * self.size) + self.eps)
+        return (y * self.weight.float()).to(x.dtype).view_as(x)
+
+
+class Olmo3Attention(Qwen3Attention):
+    def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding):
+        super().__init__(config, rotary_emb)
+        self.q_norm = RowRMSNorm(config.num_attention_heads, self.head_dim, config.rms_norm_eps)
+        self.k_norm = RowRMSNorm(config.num_key_value_heads, self.head_dim, config.rms_norm_eps)
+
+
+class Olmo3DecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig, self_attn: nn.Module, mlp: nn.Module):
+        super().__init__()
+        self.self_attn = self_attn
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = mlp
+        self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As Qwen3DecoderLayer: the layer's output is the sum of what it returns."""
+        x = hidden_states if residual is None else hidden_states + residual
+        x = x + self.post_attention_layernorm(self.self_attn(positions, x))
+        return self.post_feedforward_layernorm(self.mlp(x)), x
+
+
+class Olmo3ForCausalLM(WindowsForCausalLM):
+    @classmethod
+    def make_layer(cls, config: ModelConfig, layer_index: int, rotary_emb: RotaryEmbedding) -> nn.Module:
+        return Olmo3DecoderLayer(config, Olmo3Attention(config, rotary_emb), cls.make_mlp(config, layer_index))
+
+    @staticmethod
+    def read_config(raw: dict, file: Path) -> dict:
+        bias = raw.get("attention_bias", False)
+        return {"qkv_bias": bias, "o_bias": bias, **read_windows(raw, file, 4)}

@@ -1,0 +1,20 @@
+"""Phi-3, Phi-4 and Phi-4-mini: a Llama whose checkpoints have q, k and v in one weight, and gate and up in another."""
+
+from pathlib import Path
+from typing import ClassVar
+
+from nanovllm.models.llama import LlamaForCausalLM
+from nanovllm.utils.checks import check_int
+from nanovllm.utils.stored_otherwise import WHOLE
+
+
+class Phi3ForCausalLM(LlamaForCausalLM):
+    packed_modules_mapping: ClassVar = {
+        "qkv_proj": ("qkv_proj", WHOLE),
+        "gate_up_proj": ("gate_up_proj", WHOLE),
+    }
+
+    @staticmethod
+    def read_config(raw: dict, file: Path) -> dict:
+        window = raw.get("sliding_window")
+        return {"sliding_window": None if window is None else check_int(f"{file}: sliding_window", window, low=1)}

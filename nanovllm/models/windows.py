@@ -1,0 +1,50 @@
+"""Families in which some layers attend to a window, with rotary embeddings of their own."""
+
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.models import ModelConfig, read_rope
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.utils.checks import check_int
+
+
+class Windows(NamedTuple):
+    """`ModelConfig.details` of these families."""
+
+    sizes: tuple[int | None, ...]  # of each layer: how many tokens a token attends to; None: all
+    rope: tuple[tuple[float, ...], float]  # `rope_inv_freq` and `rope_scale` of layers with a window
+    scale: float | None = None  # of scores, in all layers; None is 1 / sqrt(head_dim)
+
+
+class WindowsForCausalLM(Qwen3ForCausalLM):
+    layer_types: ClassVar = ("full_attention", "sliding_attention")
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        rotary_emb = RotaryEmbedding(*config.details.rope, config.max_position_embeddings)
+        for layer, size in zip(self.model.layers, config.details.sizes, strict=True):
+            attn = layer.self_attn.attn
+            attn.scale = config.details.scale or attn.scale
+            if size is not None:
+                attn.window, layer.self_attn.rotary_emb = size, rotary_emb
+
+
+def read_windows(raw: dict, file: Path, interval: int, local_theta: float | None = None) -> dict:
+    """The fields of ModelConfig for layers with a window of `sliding_window` tokens.
+
+    Without `layer_types`, as in older checkpoints, every `interval`-th layer attends to all tokens. Layers with a
+    window have the theta of config.json, or `local_theta`, and are not scaled: `rope_scaling` is for the others.
+    """
+    num_layers = raw["num_hidden_layers"]
+    interval = check_int(f"{file}: sliding_window_pattern", raw.get("sliding_window_pattern", interval), low=1)
+    kinds = raw.get("layer_types") or [
+        "full_attention" if (i + 1) % interval == 0 else "sliding_attention" for i in range(num_layers)
+    ]
+    size = check_int(f"{file}: sliding_window", raw.get("sliding_window"), low=1)
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
+    by_type = (raw.get("rope_parameters") or {}).get("sliding_attention")
+    local = {"rope_theta": local_theta or raw.get("rope_theta", 10000.0)} | (by_type or {})
+    inv_freq, scale, _ = read_rope({**raw, "rope_parameters": local, "rope_scaling": None}, head_dim, file)
+    sizes = tuple(size if kind == "sliding_attention" else None for kind in kinds)
+    return {"details": Windows(sizes, (inv_freq, scale)), "attention_fraction": sizes.count(None) / num_layers}
