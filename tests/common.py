@@ -1,4 +1,4 @@
-"""What tests share. The model is the bundled one; the reference is transformers' Qwen3 with the same weights."""
+"""Fixtures and helpers of tests. The model is the bundled one; the reference is Qwen3 of transformers."""
 
 import atexit
 import gc
@@ -20,13 +20,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    atexit.register(os._exit, 0)  # the first is called last: to take all modules apart would be two seconds of work
-gc.disable()  # it would go through all modules again and again while they are imported; on when tests are collected
-# also for the processes that tests start: OpenMP threads that wait for each other are very slow when a core is busy
+    atexit.register(os._exit, 0)  # runs last, and skips the teardown of modules, which takes two seconds
+gc.disable()  # until tests are collected: collections during the imports would scan all modules again and again
+# also for the processes that tests start: OpenMP threads that wait for each other are very slow on a busy machine
 os.environ["OMP_NUM_THREADS"] = "1"
-# a shell starts what it runs in the background without Ctrl-C, and programs that tests start would inherit that
+# a shell starts background programs with SIGINT ignored, and programs that tests start would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# each process would compile our sources again
+# otherwise, each process would compile our sources again
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
@@ -36,7 +36,7 @@ from programs import Program
 from safetensors.torch import load_file, save_file
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined, so it is set before any import
+    os.environ["TRITON_INTERPRET"] = "1"  # before any import: Triton reads it when a kernel is defined
 
 from nanovllm import LLM, kernels
 from nanovllm.batches.batch_runner import BatchRunner
@@ -54,11 +54,11 @@ from nanovllm.utils.partial_sum import PartialSum
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 torch.set_grad_enabled(False)
-ssl.create_default_context = cache(ssl.create_default_context)  # each client of httpx would read all certificates
+ssl.create_default_context = cache(ssl.create_default_context)  # otherwise, each client of httpx reads all certificates
 
 
 if not torch.cuda.is_available():
-    torch.manual_seed = torch.default_generator.manual_seed  # else it notes the stack for each kind of device
+    torch.manual_seed = torch.default_generator.manual_seed  # the usual one records the stack for each kind of device
     with suppress(ImportError):  # without Triton
         import interpreter
 
@@ -66,7 +66,7 @@ if not torch.cuda.is_available():
 
 
 def small_cache_budget(runner: ModelRunner) -> int:
-    """For 16,384 tokens, and 256 blocks at least: the small model would have 131,072, whose records take a second."""
+    """Return the bytes for 16,384 tokens and at least 256 blocks. The usual 131,072 tokens would take a second."""
     num_blocks = max(256, 16384 // runner.config.kvcache_block_size)
     return min(model_runner.CPU_KV_CACHE_BYTES, runner.cache_bytes(num_blocks))
 
@@ -75,14 +75,14 @@ whole_cache_budget, ModelRunner.cache_budget = ModelRunner.cache_budget, small_c
 
 TINY = str(BUNDLED / "tiny-qwen3")
 
-# for tests of kernels, which run on the CUDA device, or in Triton's interpreter where there is none
+# kernels are tested on the CUDA device, or without one, in Triton's interpreter
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 DTYPES = [torch.float32, torch.float16] + CUDA * [torch.bfloat16]  # the interpreter's bfloat16 is broken
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 NAN = float("nan")
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-# of kernels that take the interpreter long: float16 also has the conversions that float32 does without
+# for kernels that are slow in the interpreter: float16 also tests conversions, which float32 does not need
 each_dtype_or_half = pytest.mark.parametrize(
     "dtype", DTYPES if CUDA else [torch.float16], ids=lambda dtype: str(dtype)[6:]
 )
@@ -93,12 +93,12 @@ EXPERTS_ON_TWO = {"tensor_parallel_size": 2, "expert_parallel": True}
 
 
 def pairs(first: Iterable, second: Iterable) -> list[tuple]:
-    """All on a GPU; every other one, as on a chessboard, in the interpreter, which takes long for each."""
+    """Return all pairs on a GPU. In the interpreter, which is slow, return every other pair, as on a chessboard."""
     return [(a, b) for i, a in enumerate(first) for j, b in enumerate(second) if CUDA or (i + j) % 2 == 0]
 
 
 class Peers(TensorParallel):
-    """A rank that writes its part of a sum to memory of others."""
+    """A rank that writes its part of a sum to the memory of other ranks."""
 
     def sum(self, compute, num_rows, width, dtype, split_k=1):
         self.parts = torch.full((split_k, num_rows, width), NAN, dtype=dtype, device=DEVICE)
@@ -107,7 +107,7 @@ class Peers(TensorParallel):
 
 
 class CharacterTokenizer:
-    """Each character is a token, whose id is its code point; `special` texts are tokens of their own as well."""
+    """A tokenizer in which each character is a token, whose id is its code point. `special` texts are also tokens."""
 
     def __init__(self, *special: str):
         self.special = {text: 0x110000 + i for i, text in enumerate(special)}
@@ -130,12 +130,12 @@ class CharacterTokenizer:
         return [i for piece in pieces for i in ([self.special[piece]] if piece in self.special else map(ord, piece))]
 
     def markers(self, name: str = "think") -> Markers:
-        """Of a format of reasoning."""
+        """Return the markers of a reasoning format."""
         return Markers(FORMATS[name], self, self)
 
 
 def noise_of_rows(seeds: torch.Tensor, positions: torch.Tensor, num_ids: int, first_id: int = 0) -> torch.Tensor:
-    """The sampler's noise [S, num_ids] of all ids from `first_id` on."""
+    """Return the sampler's noise [S, num_ids] of `num_ids` token ids from `first_id` on."""
     quads = torch.arange(-(-(first_id + num_ids) // 4), device=seeds.device)
     rows = torch.arange(len(seeds), device=seeds.device).repeat_interleave(len(quads))
     noise = gumbel_noise(seeds[rows], positions[rows], quads.repeat(len(seeds)))
@@ -147,19 +147,19 @@ def randn(*shape: int, dtype=torch.float32) -> torch.Tensor:
 
 
 def warnings_in(caplog) -> list[str]:
-    """What our logger has warned of, at whichever level other tests have left it."""
+    """Return the warnings of our logger, whatever its level is after other tests."""
     return [x.getMessage() for x in caplog.records if x.name == "nanovllm" and x.levelname == "WARNING"]
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, scale: float = 1.0) -> None:
-    """`expected` is in float64; the dtype of `actual` says how close that is."""
+    """Compare with `expected` in float64. The tolerance depends on the dtype of `actual`."""
     tolerance = TOLERANCE[actual.dtype] * scale
     torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
 
 
 @pytest.fixture
 def fresh_memory_is_nan():
-    """What a kernel leaves out of a torch.empty shows, and random numbers are the same everywhere."""
+    """Fill torch.empty with NaN, so that values that a kernel does not write show, and fix the random seed."""
     torch.manual_seed(0)
     # torch.use_deterministic_algorithms would import the compiler, which takes two seconds
     torch._C._set_deterministic_algorithms(True, warn_only=True)
@@ -169,16 +169,16 @@ def fresh_memory_is_nan():
 
 @contextmanager
 def step_error(kind: type[BaseException], match: str | None = None):
-    """As `pytest.raises`, for an error in a step: callers get a RuntimeError with it as the cause."""
+    """Check like `pytest.raises` for an error in a step: callers get a RuntimeError whose cause is this error."""
     with pytest.raises(RuntimeError, match=match) as raised:
         yield
     assert isinstance(raised.value.__cause__, kind)
 
 
 def generate_by_steps(llm: LLM, requests: Iterable[tuple]) -> list:
-    """The outputs of requests (arguments of `add_request`), from steps that decode and compute prompts.
+    """Return the outputs of requests (arguments of `add_request`), computed with mixed steps of decodes and prompts.
 
-    A lone call of `LLM.generate` has no such steps, as it computes prompts first.
+    A lone call of `LLM.generate` has no mixed steps, because it computes all prompts first.
     """
     ids = [llm.add_request(*request) for request in requests]
     outputs = {}
@@ -198,11 +198,11 @@ def interrupts(pytestconfig) -> int:
 
 
 def pytest_collection_finish():
-    """So that no garbage collection during a test goes through all modules and tests."""
+    """Freeze all modules and tests, so that no garbage collection during a test scans them."""
     gc.enable()
-    gc.set_threshold(5000)  # tests leave hardly anything to it
+    gc.set_threshold(5000)  # tests make hardly any cyclic garbage
     gc.freeze()
-    atexit.register(gc.unfreeze)  # else libraries report that their objects are left; pytest collects all before
+    atexit.register(gc.unfreeze)  # otherwise, some libraries report leaked objects at exit
 
 
 def pytest_collection_modifyitems(items):
@@ -222,7 +222,7 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def chat(tokenizer):
-    """A function from a user's question to the token ids of a chat prompt."""
+    """A function that turns a user's question into the token ids of a chat prompt."""
 
     def render(question: str) -> list[int]:
         messages = [{"role": "user", "content": question}]
@@ -234,7 +234,7 @@ def chat(tokenizer):
 
 @pytest.fixture(autouse=True)
 def remove_registered_features():
-    """Features that a test registers apply to all engines of the process."""
+    """Remove the features that a test has registered, because they apply to all engines of the process."""
     num_columns, names = len(COLUMNS), {*FEATURES}
     yield
     for name in {*FEATURES} - names:
@@ -245,10 +245,10 @@ def remove_registered_features():
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory) -> str:
-    """The folder of a model whose steps take a quarter of the time, for tests that make many of them.
+    """The folder of a model whose steps take a quarter of the time, for tests with many steps.
 
-    It has half of the bundled model's layers, a quarter as wide. Its random weights are so large that each token
-    depends on all before it.
+    It has half as many layers as the bundled model, and a quarter of its width. Its random weights are so large that
+    each token depends on all tokens before it.
     """
     folder = tmp_path_factory.mktemp("small") / "model"
     shutil.copytree(TINY, folder)
@@ -257,9 +257,9 @@ def small_model(tmp_path_factory) -> str:
     config |= {"num_hidden_layers": 2, "layer_types": config["layer_types"][:2]}
     (folder / "config.json").write_text(json.dumps(config))
     random, weights = torch.Generator().manual_seed(0), {}
-    for name, bundled in load_file(folder / "model.safetensors").items():
+    for name, tensor in load_file(folder / "model.safetensors").items():
         if not name.startswith(("model.layers.2.", "model.layers.3.")):
-            shape = [size if size == config["vocab_size"] else size // 4 for size in bundled.shape]
+            shape = [size if size == config["vocab_size"] else size // 4 for size in tensor.shape]
             is_norm = len(shape) == 1
             weights[name] = torch.ones(shape) if is_norm else torch.randn(shape, generator=random) * 2 / shape[1] ** 0.5
     save_file(weights, folder / "model.safetensors")
@@ -267,17 +267,17 @@ def small_model(tmp_path_factory) -> str:
 
 
 def with_end_ids(model: str, folder: Path, step: int, first: int = 0) -> str:
-    """A copy of a model in `folder`, whose answers end with ids first, first + step, ...: a random one's seldom end."""
+    """Copy a model to `folder`, with the end-of-sequence ids first, first + step, ..., so that random answers end."""
     shutil.copytree(model, folder, dirs_exist_ok=True)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(first, 2048, step)]}))
     return str(folder)
 
 
 def scripted_model(folder: Path, pieces: list[str], template: str, special: Collection[str] = ()) -> str:
-    """A model that answers with these pieces, each a new token and all different, and then ends.
+    """Make a model that answers with `pieces`, and then ends. Each piece becomes a new token; all must be different.
 
-    Its only layer does nothing, and its head has the token that follows each token. Prompts end with a line end.
-    `special`: those of the pieces, and further tokens, that are special ones.
+    Its only layer does nothing, and its output head maps each token to the next one. Prompts must end with a line end.
+    special: the special tokens, which may be pieces or further tokens.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokens, end, size = [*pieces, *(x for x in special if x not in pieces)], 2047, 64
@@ -307,16 +307,16 @@ def scripted_model(folder: Path, pieces: list[str], template: str, special: Coll
 
 @pytest.fixture(scope="module")
 def model_name(request) -> str:
-    """The model of `make_llm`: the bundled one, or in a file that is marked so the small one."""
+    """The model of `make_llm`: the bundled model, or `small_model` in files with that mark."""
     is_small = request.node.get_closest_marker("small_model")
     return request.getfixturevalue("small_model") if is_small else "tiny-qwen3"
 
 
 @pytest.fixture
 def use_ops(monkeypatch):
-    """Tensors on the test device are computed by other operations: of a table, or by the kernels of some names or all.
+    """A function that replaces the operations of the test device: by a table, by some kernels, or by all kernels.
 
-    Engines that are made then have fused layers. Without a CUDA device the kernels run in Triton's interpreter.
+    Engines that are made afterwards have fused layers. Without a CUDA device, kernels run in Triton's interpreter.
     """
     before = kernels.ops_for(torch.device(DEVICE))
 
@@ -331,27 +331,27 @@ def use_ops(monkeypatch):
 
 
 def runs_as_on_cuda(runner) -> None:
-    """Let the runner of a CPU run steps as that of CUDA does, with tensors on the CPU; no memory is allocated yet."""
+    """Let a CPU runner run steps like a CUDA runner, with tensors on the CPU. It must not have allocated memory yet."""
     from nanovllm.cuda.runner import CUDAModelRunner
 
     plain, batches = vars(ModelRunner), vars(BatchRunner)
-    own = {name: plain[name] for name in ("on_device", "zeros", "recover")}
-    own |= {name: batches[name] for name in ("end_of_step", "exit")}
-    runner.__class__ = type("CUDAModelRunnerOnCPU", (CUDAModelRunner,), own)
-    if not hasattr(runner, "tables"):  # it was a plain one
+    methods = {name: plain[name] for name in ("on_device", "zeros", "recover")}
+    methods |= {name: batches[name] for name in ("end_of_step", "exit")}
+    runner.__class__ = type("CUDAModelRunnerOnCPU", (CUDAModelRunner,), methods)
+    if not hasattr(runner, "tables"):  # it was a plain runner
         BatchRunner.make_tables(runner)
 
 
 class ForkedRank(ForkProcess):
-    """A rank's process that has imported what this one has: a new one would take two seconds to import PyTorch."""
+    """The process of a rank, forked so that it has PyTorch. A new process would take two seconds to import it."""
 
     def __init__(self, command: list[str], stdin: int, pass_fds: tuple[int, ...]):
         super().__init__(target=self.work, args=(int(command[3]), pass_fds))
         self.start()
 
-    def work(self, socket: int, others: tuple[int, ...]) -> None:
-        for fd in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, socket, *others}:
-            with suppress(OSError):  # that of the folder
+    def work(self, socket: int, kept_fds: tuple[int, ...]) -> None:
+        for fd in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, socket, *kept_fds}:
+            with suppress(OSError):  # the descriptor of the folder itself
                 os.close(fd)
         worker.work(socket)
 
@@ -364,7 +364,7 @@ class ForkedRank(ForkProcess):
 
 @pytest.fixture
 def free_drafts(monkeypatch):
-    """On CUDA, as if another row of a step took no time: whether drafts pay for a small model is another question."""
+    """Pretend that more rows of a step take no time on CUDA, so that drafts always pay, even for a small model."""
     from nanovllm.cuda import start as cuda
     from nanovllm.spec_decode.speculative_config import StepCost
 
@@ -377,13 +377,13 @@ def free_drafts(monkeypatch):
 
 @pytest.fixture
 def forked_ranks(monkeypatch):
-    """Ranks are forks of this process; test_tensor_parallel.py has those that are started as in a program."""
-    if not CUDA:  # which forks can't use
+    """Fork ranks from this process. test_tensor_parallel.py also starts ranks as a program does."""
+    if not CUDA:  # forked processes can't use CUDA
         monkeypatch.setattr(worker, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": ForkedRank}))
 
 
 def run_with_copy(code: str, folder: Path, *arguments: str) -> str:
-    """What a program prints that imports the package from `folder`, where a copy of it is. It must not fail."""
+    """Return the output of a program that imports a copy of the package from `folder`. The program must not fail."""
     command = [sys.executable, "-c", code, *arguments]
     with Program(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         printed, errors = process.communicate()
@@ -393,7 +393,7 @@ def run_with_copy(code: str, folder: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def make_llm(model_name):
-    """Makes engines, by default with the bundled model in float32 on the CPU, and closes them after the test."""
+    """A function that makes engines, by default in float32 on the CPU. They are closed after the test."""
     engines = []
 
     def make(model: str = model_name, **settings) -> LLM:

@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter faster: most of its time goes to what is the same in each operation of each program."""
+"""Makes Triton's interpreter faster, which spends most of its time on work that is the same in each program."""
 
 import inspect
 import operator
@@ -13,7 +13,7 @@ from triton.runtime import interpreter
 
 
 def replace_builtins_once() -> None:
-    """For each kernel and call of a device function, all members of triton.language are replaced, and then restored."""
+    """Patch triton.language once. Triton patches and restores all members for each kernel and device function call."""
     patch_lang = interpreter._patch_lang
     builtins = cache(lambda package: [x for x in inspect.getmembers(package) if tl.core.is_builtin(x[1])])
 
@@ -40,13 +40,13 @@ def replace_builtins_once() -> None:
 
 
 def make_types_once() -> None:
-    """For each tensor its type and shape are made anew, and for each operation a table of dtypes."""
+    """Cache types, shapes and dtypes. Triton makes them anew for each tensor, and a table of dtypes per operation."""
     init_block_type, init_tensor = tl.block_type.__init__, tl.tensor.__init__
     unwrap, equals, dtype_of = tl.core._unwrap_if_constexpr, tl.dtype.__eq__, cache(interpreter._get_np_dtype)
     block_types, never_constexpr = {}, {tl.tensor, tl.dtype, int, float, bool, str, type(None)}
 
     def np_dtype(dtype):
-        """Takes blocks too, and pointers, which have no hash."""
+        """Return the NumPy dtype. Also takes blocks, and pointers, which have no hash."""
         dtype = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
         return np.dtype(np.uint64) if isinstance(dtype, tl.pointer_type) else dtype_of(dtype)
 
@@ -73,7 +73,7 @@ def make_types_once() -> None:
     interpreter._get_np_dtype = np_dtype
 
 
-# what these do follows from the types of their tensors
+# operations whose builder calls depend only on the types of their tensors
 REVERSIBLE = "add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor"
 OPERATORS = *REVERSIBLE, *(f"r{name}" for name in REVERSIBLE), "neg", "invert", "lshift", "rshift"
 COMPARISONS = "lt", "le", "gt", "ge", "eq", "ne"
@@ -81,20 +81,20 @@ OF_TYPES = {f"__{name}__" for name in (*OPERATORS, *COMPARISONS, "getitem")}
 OF_TYPES |= {"logical_and", "logical_or", "minimum", "maximum", "where", "fma", "clamp", "abs", "exp", "exp2", "log"}
 OF_TYPES |= {"log2", "rsqrt", "sqrt", "ceil", "floor", "cast", "to", "expand_dims", "broadcast_to", "reshape", "trans"}
 OF_TYPES |= {"permute", "full", "arange", "load", "store", "dot"}
-REPEATED = {"create_splat": 1, "create_broadcast": 0, "create_expand_dims": 0}  # by these calls: which argument
+REPEATED = {"create_splat": 1, "create_broadcast": 0, "create_expand_dims": 0}  # index of the repeated array
 
 
 class Tape:
-    """What an operation asks of the builder, recorded in its place: the same for all operands of these types.
+    """Records the builder calls of an operation, which are the same for all operands of these types.
 
-    Each handle and constant has a slot, first the handles of the operands.
+    Each handle and constant has a slot. The first slots are the handles of the operands.
     """
 
     def __init__(self, builder, operands: list):
         self.builder, self.num_operands = builder, len(operands)
         self.slots, self.calls, self.sources = [*operands], [], {}
         self.indices = {id(handle): i for i, handle in enumerate(operands)}
-        self.binary_op = None  # the arguments of the last
+        self.binary_op = None  # the arguments of the last one
 
     def __getattr__(self, name):
         method = getattr(self.builder, name)
@@ -122,7 +122,7 @@ class Tape:
         return self.indices[id(x)]
 
     def end(self, result: tl.tensor):
-        """A function that makes the calls which the result needs, with other handles of operands."""
+        """Return a function that makes the calls that the result needs, for other operands."""
         last, calls, needed = self.index(result.handle), [], {self.index(result.handle)}
         for call in reversed(self.calls):
             if call[2] in needed:
@@ -138,7 +138,7 @@ class Tape:
 
 
 def maker_of(example: tl.tensor):
-    """A function from handles to tensors of the same type."""
+    """Return a function from handles to tensors of the same type as `example`."""
     kind, dtype, shape, numel = example.type, example.dtype, example.shape, example.numel
 
     def make(handle) -> tl.tensor:
@@ -150,7 +150,7 @@ def maker_of(example: tl.tensor):
 
 
 def of_arrays(name, method, args, binary_op, result):
-    """A method of the builder without what it finds out of the types of its arguments."""
+    """Return a method of the builder without its work on types, which has the same result for arguments like these."""
     handle, load = interpreter.TensorHandle, interpreter._interpreter.load
     if binary_op and all(map(operator.is_, binary_op, args)):
         function, kind, dtype = binary_op[2], result.data.dtype, result.dtype
@@ -176,7 +176,7 @@ def of_arrays(name, method, args, binary_op, result):
 
 
 def on_tape(operation, name: str):
-    """A function of the language that compares types, converts and repeats operands, and makes numbers blocks once."""
+    """Wrap a function of the language, so that work on types, conversions and constants is done only once."""
     builder, semantic, tapes = interpreter.interpreter_builder, interpreter.interpreter_semantic, {}
 
     def described(x):
@@ -189,18 +189,18 @@ def on_tape(operation, name: str):
         return (kind, x) if kind is int else x.name if isinstance(x, tl.dtype) else (kind, repr(x))
 
     def copy(x):
-        """So that no two operands are the same."""
+        """Copy a tensor, so that no two operands are the same object."""
         return tl.tensor(interpreter.TensorHandle(x.handle.data, x.handle.dtype), x.type) if type(x) is tl.tensor else x
 
     def play(*args, _semantic=None, **options):
-        if semantic.builder is not builder:  # a part of another operation
+        if semantic.builder is not builder:  # called within another operation
             return operation(*args, **options)
         values = (*args, *options.values()) if options else args
         key = (*map(described, values), *options)
         if played := tapes.get(key):
             return played(*[x.handle for x in values if type(x) is tl.tensor])
         of_masked = options.get("other", (*args, None, None)[2]) if name == "load" else None
-        if type(of_masked) is tl.tensor and args[0].handle.data.size == 1:  # a scalar, which is looked at
+        if type(of_masked) is tl.tensor and args[0].handle.data.size == 1:  # a scalar, whose value matters
             return operation(*args, **options)
         args, options = [*map(copy, args)], {option: copy(x) for option, x in options.items()}
         operands = [x.handle for x in (*args, *options.values()) if type(x) is tl.tensor]
@@ -216,7 +216,7 @@ def on_tape(operation, name: str):
 
 
 def record_operations() -> None:
-    """Integers overflow as they do elsewhere: only debug mode reports that."""
+    """Note binary operations for the tape, and let integers overflow silently, except in debug mode."""
     builder, semantic = interpreter.interpreter_builder, interpreter.interpreter_semantic
     binary_op = type(builder).binary_op
 
@@ -231,7 +231,7 @@ def record_operations() -> None:
 
 
 def trust_handles_and_shapes() -> None:
-    """The size of each array's numbers is compared with that of its type, and all sizes of a shape are unwrapped."""
+    """Skip checks: Triton compares the item size of each array with its type, and unwraps all sizes of each shape."""
     equals, constexprs = tl.tuple.__eq__, {same: tl.constexpr(same) for same in (False, True)}
 
     def init_handle(self, data, dtype) -> None:
@@ -248,9 +248,9 @@ def speed_up() -> None:
     make_types_once()
     trust_handles_and_shapes()
     record_operations()
-    if triton.__version__.startswith("3.4."):  # takes strides of elements for bytes when it checks their alignment
+    if triton.__version__.startswith("3.4."):  # its check of alignment takes strides in elements for bytes
         interpreter.TensorDescHandle.validate = lambda descriptor: None
-        count = interpreter.InterpreterBuilder.create_histogram  # of int32, but it has int64
+        count = interpreter.InterpreterBuilder.create_histogram  # returns int64 instead of int32
 
         def create_histogram(self, data, bins, mask):
             counts = count(self, data, bins, mask)

@@ -1,4 +1,4 @@
-"""Engines without a model: the loop of the real one around its scheduler, with checks after every move.
+"""Simulated engines without a model: the engine's loop around the real scheduler, with checks after every move.
 
 Nothing here needs PyTorch.
 """
@@ -32,7 +32,7 @@ def rows(step: ScheduledStep) -> list[tuple[int, int, int]]:
 
 
 class RandomDrafts(Proposer):
-    """Any number of drafts; whether they are right is for the simulation."""
+    """Proposes random numbers of drafts. The simulation decides whether they are accepted."""
 
     def __init__(self, settings):
         super().__init__(settings)
@@ -44,10 +44,10 @@ class RandomDrafts(Proposer):
 
 
 class SimulatedEngine:
-    """A scheduler; the sequences of a step all get the same token.
+    """A scheduler with a loop around it. All sequences of a step get the same token.
 
-    They get it at once, or with `asynchronous` when the next step has been scheduled. If the moves are `checked`,
-    `check_accounting` follows each.
+    They get it at once or, if `asynchronous`, after the next step has been scheduled. If `checked`,
+    `check_accounting` runs after every move.
     """
 
     def __init__(
@@ -87,19 +87,19 @@ class SimulatedEngine:
             self.scheduler = Scheduler(config, self.manager)
         self.policy, self.max_len, self.checked = make_policy(policy), max_len, checked
         self.num_requests = 0
-        self.seqs: list[Sequence] = []  # all that were queued
-        self.unfinished: set[Sequence] = set()  # of them, as far as was checked
+        self.seqs: list[Sequence] = []  # all queued sequences
+        self.unfinished: set[Sequence] = set()  # queued sequences that had not ended at the last check
         self.steps: list[ScheduledStep] = []
         self.max_in_flight = 1 if asynchronous else 0
         self.in_flight: deque[tuple[ScheduledStep, StepResult]] = deque()
 
     def make_group(self, prompt: list[int], max_tokens=64, n=1, priority=0, key=0, **params) -> list[Sequence]:
-        """A request's sequences. They get seeds of their own, made from `key`."""
+        """Make the sequences of a request. Each gets a different seed, made from `key`."""
         request_id, self.num_requests = self.num_requests, self.num_requests + 1
-        own = SamplingParams(max_tokens=max_tokens, n=n, **params)
+        sampling_params = SamplingParams(max_tokens=max_tokens, n=n, **params)
         seeds = [key + 1000 * i for i in range(n)]
         same = dict(request_id=request_id, max_len=self.max_len, priority=priority)
-        group = [Sequence([*prompt], own, noise_seed=seed, index=i, **same) for i, seed in enumerate(seeds)]
+        group = [Sequence([*prompt], sampling_params, noise_seed=seed, index=i, **same) for i, seed in enumerate(seeds)]
         for seq in group:
             seq.group = group
             seq.set_order(self.policy.priority_key(group[0]))
@@ -111,7 +111,7 @@ class SimulatedEngine:
         self.scheduler.add(*group)
 
     def add(self, prompt: list[int], *args, **options) -> Sequence:
-        """Queue a request; arguments are those of `make_group`. Returns the first of its sequences."""
+        """Queue a request with the arguments of `make_group`, and return its first sequence."""
         group = self.make_group(prompt, *args, **options)
         self.queue(group)
         return group[0]
@@ -120,7 +120,7 @@ class SimulatedEngine:
         return self.scheduler.abort(request_id)
 
     def step(self, token_id: int = 7, prompts_first: bool = False) -> ScheduledStep | None:
-        """Schedule a step, and give the sequences of this one, or of the one before, their tokens."""
+        """Schedule a step, and give the sequences of this step, or of the previous step, their tokens."""
         step = self.scheduler.schedule(prompts_first)
         assert step or self.in_flight or self.scheduler.held, "stuck"
         if step:
@@ -133,7 +133,7 @@ class SimulatedEngine:
         return step
 
     def run(self) -> None:
-        """Steps until all have ended."""
+        """Run steps until all sequences have ended."""
         while not self.scheduler.is_finished():
             self.step()
 
@@ -141,11 +141,11 @@ class SimulatedEngine:
         return StepResult([token_id] * len(step.sampled_seqs), {})
 
     def postprocess(self, step: ScheduledStep, result: StepResult) -> list[Sequence]:
-        """Returns the sequences that have ended."""
+        """Postprocess a step, and return the sequences that have ended."""
         return [seq for seq in self.scheduler.postprocess(step, result) if seq.is_finished]
 
     def give(self, step: ScheduledStep, *token_ids: int) -> list[Sequence]:
-        """Give the sequences of a step, which the test has scheduled, their tokens. Returns those that have ended."""
+        """Give tokens to the sequences of a step that the test has scheduled. Returns the sequences that have ended."""
         return self.postprocess(step, StepResult([*token_ids], {}))
 
     def check_move(self) -> None:
@@ -153,7 +153,7 @@ class SimulatedEngine:
             self.check_accounting()
 
     def check_accounting(self) -> None:
-        """Each sequence is in one list, as its status says, and each block and request index belongs to who has it."""
+        """Check that each sequence is in the list of its status, and that blocks and request indices have one owner."""
         scheduler, manager = self.scheduler, self.manager
         live = {*scheduler.prefilling.values(), *scheduler.running.values()}
         assert len(live) == len(scheduler.prefilling) + len(scheduler.running)
@@ -162,7 +162,7 @@ class SimulatedEngine:
         assert {seq.status for seq in waiting} <= {SequenceStatus.WAITING}
         orders = [seq.order for seq in waiting]
         assert orders == sorted(orders)
-        waiting += [seq for seq in self.scheduler.held if seq.status is SequenceStatus.WAITING]  # in no queue
+        waiting += [seq for seq in self.scheduler.held if seq.status is SequenceStatus.WAITING]  # they are in no queue
         assert len(waiting) + len(live) == sum(map(len, scheduler.live.values()))
         assert len(live) <= scheduler.max_num_seqs
         indices = [seq.req_index for seq in live]
@@ -178,9 +178,9 @@ class SimulatedEngine:
             in_flight.update(dict(zip(step.sampled_seqs, step.num_reserved)))
             in_flight.update(step.new_seqs)
         ended = [seq for seq in self.unfinished if seq.status is SequenceStatus.FINISHED]
-        self.unfinished.difference_update(ended)  # if one held a block later, that would be one too many above
+        self.unfinished.difference_update(ended)  # a block that one of them still held would show above
         assert {*live, *waiting} == self.unfinished
-        expected = [in_flight.get(seq, 0) for seq in self.unfinished]  # which takes less time than `in_flight[seq]`
+        expected = [in_flight.get(seq, 0) for seq in self.unfinished]  # faster than `in_flight[seq]`
         assert [seq.num_tokens - len(seq.token_ids) for seq in self.unfinished] == expected
         assert not [seq for seq in (*waiting, *ended) if seq.block_table or seq.req_index != -1]
         for seq in live:
@@ -192,16 +192,16 @@ class SimulatedEngine:
         return self.scheduler.free_req_indices
 
     def check_findable(self) -> None:
-        """Every block that has a hash is known by it, once."""
+        """Check that each block with a hash is in the tables of the manager exactly once."""
         manager = self.manager
         known = [*manager.hash_to_block_id.items()]
-        known += [(key, block_id) for key, others in manager.duplicates.items() for block_id in others]
+        known += [(key, block_id) for key, duplicate_ids in manager.duplicates.items() for block_id in duplicate_ids]
         expected = {(block.hash, block.block_id) for block in manager.blocks if block.hash != -1}
         assert {*known} == expected and len(known) == len(expected)
         assert manager.duplicates.keys() <= manager.hash_to_block_id.keys() and all(manager.duplicates.values())
 
     def check_cached(self, seq: Sequence) -> None:
-        """Only full blocks whose tokens are known and computed can be found, and by the right tokens."""
+        """Check that only full blocks of known and computed tokens have a hash, and that their tokens are right."""
         size, blocks = self.manager.block_size, self.manager.blocks
         num_full = min(seq.num_computed_tokens, len(seq.token_ids)) // size
         for i, block_id in enumerate(seq.block_table):
@@ -209,35 +209,35 @@ class SimulatedEngine:
                 assert i < num_full and blocks[block_id].token_ids == seq.token_ids[i * size : (i + 1) * size]
 
 
-# -- random requests on a device that has a cache ----------------------------------------------------------------------
+# -- random requests on a device with a cache --------------------------------------------------------------------------
 
 
 class Request(NamedTuple):
     prompt: list[int]
     max_tokens: int
     ignore_eos: bool
-    key: int  # what is sampled is made from it
-    arrival: int  # iterations of the loop before it is added
+    key: int  # determines the sampled tokens
+    arrival: int  # iterations of the loop before the request is added
     n: int = 1
     aborted_at: int = 1000
 
 
 def true_tokens(request: Request, index: int = 0) -> list[int]:
-    """The prompt and all that could be sampled after it: a function of the request and the position alone."""
+    """Return the prompt and all tokens that could be sampled after it, which depend only on request and position."""
     last = min(len(request.prompt) + request.max_tokens, MAX_LEN)
     key = request.key + 1000 * index
     return request.prompt + [crc32(b"%d %d" % (key, i)) % VOCAB_SIZE for i in range(len(request.prompt), last)]
 
 
 def true_answer(request: Request, index: int) -> tuple[list[int], str]:
-    """What comes out of a request, whatever runs beside it."""
+    """Return the answer to a request and its finish reason, which must not depend on other requests."""
     completion = true_tokens(request, index)[len(request.prompt) :]
     ends = [i for i, token_id in enumerate(completion) if token_id in (EOS, ALSO_EOS) and not request.ignore_eos]
     return (completion[: ends[0] + 1], "stop") if ends else (completion, "length")
 
 
 def fingerprints(token_ids: list[int]) -> list[int]:
-    """For each position what its keys and values are a function of: the tokens up to it, itself included."""
+    """Return a fingerprint of the keys and values at each position: a hash of all tokens up to and including it."""
     marks = [0]
     for token_id in token_ids:
         marks.append(hash((marks[-1], token_id)))
@@ -245,9 +245,9 @@ def fingerprints(token_ids: list[int]) -> list[int]:
 
 
 def random_requests(seed: int, num_requests: int = 30, max_n: int = 1) -> list[Request]:
-    """Many begin like an earlier one's prompt and answer; some with its key, so that they go on like it too.
+    """Make random requests. Many begin like the prompt and answer of an earlier request; some also go on like it.
 
-    With `max_n`, half of them have several answers, and some are aborted.
+    With `max_n` > 1, half of them have several answers, and some are aborted.
     """
     rng = random.Random(seed)
     requests: list[Request] = []
@@ -268,10 +268,9 @@ def random_requests(seed: int, num_requests: int = 30, max_n: int = 1) -> list[R
 
 
 class Simulation(SimulatedEngine):
-    """Requests that run on a device which has a cache and no model: everything is checked after every move.
+    """Runs requests on a simulated device with a cache and no model, and checks everything after every move.
 
-    The device computes a step at once when it is given one, as a stream would do later. `seen` counts what happened on
-    the way.
+    The device computes each step at once, whereas a CUDA stream would compute it later. `seen` counts events.
     """
 
     def __init__(self, requests: list[Request], asynchronous: bool, **settings):
@@ -283,11 +282,11 @@ class Simulation(SimulatedEngine):
         self.tokens = {seq: true_tokens(requests[seq.request_id], seq.index) for group in self.groups for seq in group}
         self.marks = {seq: fingerprints(token_ids) for seq, token_ids in self.tokens.items()}
         self.cache = [[0] * self.manager.block_size for _ in self.manager.blocks]  # fingerprints
-        # on the device, by request index
+        # tables on the device, by request index
         self.last_token_ids: dict[int, int] = {}
         self.num_tokens: dict[int, int] = {}
         self.block_tables: dict[int, list[int]] = {}
-        self.random = random.Random(len(requests))  # whether a draft is right
+        self.random = random.Random(len(requests))  # decides whether a draft is accepted
         self.first_start: dict[Sequence, int] = {}
         self.seen: Counter = Counter()
 
@@ -318,7 +317,7 @@ class Simulation(SimulatedEngine):
         return finished
 
     def compute(self, step: ScheduledStep, token_id: int) -> StepResult:
-        """Write the cache, check that it holds what is read, and sample each sequence's own token."""
+        """Write the cache, check that each sequence reads what it should, and sample the token of each sequence."""
         rows = self.rows_on_device(step)
         self.check_step(step, rows)
         num_blocks, size = self.manager.num_blocks, self.manager.block_size
@@ -329,7 +328,7 @@ class Simulation(SimulatedEngine):
             table = self.block_tables[step.req_indices[i]]
             assert column == len(table)
             table.append(block_id)
-        for seq, start, _ in rows[: step.num_decodes]:  # the host may not know the input: it is on the device
+        for seq, start, _ in rows[: step.num_decodes]:  # the input is on the device; the host may not know it
             assert self.last_token_ids[seq.req_index] == self.tokens[seq][start]
             assert self.block_tables[seq.req_index] == seq.block_table
         counts = [1] * len(step.sampled_seqs)
@@ -345,7 +344,7 @@ class Simulation(SimulatedEngine):
             num_read = start + counts[i] if i < step.num_decodes else end
             assert self.read(seq, num_read) == self.marks[seq][:num_read], "another sequence's keys and values"
         token_ids, k = [], step.tokens_per_row
-        copied = self.manager.copies  # what the next step copies can't be read yet
+        copied = self.manager.copies  # blocks that the next step copies can't be read yet
         for seq, row, count in zip(step.sampled_seqs, step.sampled_rows, counts, strict=True):
             end = rows[row].start + count if row < step.num_decodes else rows[row].end
             context = self.read(seq, end, unless=copied)
@@ -361,7 +360,7 @@ class Simulation(SimulatedEngine):
         return StepResult(token_ids, {}, counts if k > 1 else None)
 
     def rows_on_device(self, step: ScheduledStep) -> list[ScheduledSequence]:
-        """Those of the step, but where sequences decode on the device; the host has upper bounds."""
+        """Return the rows of the step with the device's positions of decodes, for which the host has upper bounds."""
         rows = step.rows
         for i, (num_reserved, (seq, start, end)) in enumerate(zip(step.num_reserved, rows)):
             first = self.num_tokens[seq.req_index] - 1
@@ -370,14 +369,14 @@ class Simulation(SimulatedEngine):
         return rows
 
     def read(self, seq: Sequence, end: int, unless=()) -> list[int]:
-        """What the cache holds for the first tokens of `seq`, but for some blocks."""
+        """Return what the cache holds for the first `end` tokens of `seq`, except for the blocks in `unless`."""
         size = self.manager.block_size
         block_ids = seq.block_table[: -(-end // size)]
         ends = range(end, 0, -size)  # within each block
         return [mark for x, n in zip(block_ids, ends) if x not in unless for mark in self.cache[x][:n]]
 
     def check_step(self, step: ScheduledStep, rows: list[ScheduledSequence]):
-        """Its rows are within the bounds, and write into nothing that others hold."""
+        """Check that the rows of a step are within bounds, and write only to blocks that nobody else reads."""
         writers, readers = Counter(), Counter()
         for i, (seq, start, end) in enumerate(rows):
             assert 0 <= start < end
@@ -400,7 +399,7 @@ class Simulation(SimulatedEngine):
                 source = self.manager.copies.get(seq.block_table[-1])
                 assert source == (first.block_table[num_full] if in_part else None)
                 self.seen["forks"] += 1
-        for block_id, num_writers in writers.items():  # who else holds it reads what this same step writes
+        for block_id, num_writers in writers.items():  # other holders read what this step writes
             assert num_writers == 1 and self.manager.blocks[block_id].ref_count == 1 + readers[block_id]
         decodes = [seq for seq, _, _ in rows[: step.num_decodes]]
         complete = [seq for seq, _, end in step.chunks if end == len(seq.token_ids)]
@@ -420,7 +419,7 @@ class Simulation(SimulatedEngine):
         self.seen["shared within a step"] += bool(writers.keys() & readers.keys())
 
     def check_end(self):
-        """Nothing is left, and every answer is what it would have been alone."""
+        """Check that nothing is left, and that each answer is the same as without other requests."""
         assert not (self.scheduler.waiting or self.scheduler.prefilling or self.scheduler.running)
         assert len(self.manager.free_block_ids) == len(self.manager.blocks)
         for seq in self.seqs:
@@ -451,9 +450,9 @@ SETTINGS = {
 
 
 class StateSimulation(Simulation):
-    """The model also has a layer that keeps a state: the fingerprint of the last token that it has seen.
+    """A simulation whose model also has a layer with a state: the fingerprint of the last token that it has seen.
 
-    There are `num_snapshots` rows for these alone.
+    `num_snapshots` rows are only for snapshots of states.
     """
 
     def __init__(self, *args, **settings):
@@ -499,6 +498,6 @@ class StateSimulation(Simulation):
         return [*manager.snapshots.values(), *manager._untaken.values(), *manager._unused]
 
     def free_req_indices(self) -> list[int]:
-        """Also those that hold snapshots."""
+        """Return the free indices, including indices whose rows hold snapshots."""
         rows = self.manager.rows
         return [*rows.free_indices, *(row for row in self.rows_of_snapshots() if row < rows.num_indices)]
