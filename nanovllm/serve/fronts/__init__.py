@@ -1,1 +1,1 @@
-"""One engine behind several processes that speak HTTP: see `fronts` in ../README.md."""
+"""One engine behind separate HTTP processes, the fronts. See ../README.md."""

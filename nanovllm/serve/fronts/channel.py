@@ -1,6 +1,6 @@
-"""What a front and the engine's process send each other, as MessagePack: all that is new since the last message.
+"""The messages between a front and the engine's process, in MessagePack. Each has all news since the last message.
 
-Nothing here needs PyTorch, so that the engine's process can start the fronts before it imports that.
+Nothing here needs PyTorch, so the engine's process can start the fronts before it imports PyTorch.
 """
 
 import socket
@@ -15,9 +15,11 @@ from nanovllm.serve.replicas.messages import Final, NewRequest
 
 
 class FromFront(Struct, array_like=True):
-    """The first one says that the front accepts connections, or why it can't: by `problem`. requests: each with its id,
-    and encoded by itself, so that one which can't be encoded or read takes no other along. calls: of EngineCalls; a
-    number, the name of the method, and its arguments.
+    """A message from a front. The first message says that the front accepts connections or, in `problem`, why it can't.
+
+    requests: pairs of an id and an encoded request. They are encoded separately, so that one that can't be encoded or
+        decoded does not affect the others.
+    calls: calls of EngineCalls: a number, the name of the method, and its arguments.
     """
 
     requests: list[tuple[int, bytes]] = []
@@ -28,9 +30,11 @@ class FromFront(Struct, array_like=True):
 
 
 class FromEngine(Struct, array_like=True):
-    """The first one, which is empty, says that the engine has started. errors: a request's id, the name of the class of
-    the error, and its text. results: of calls, by number; with a text, that of the error. failure: that has ended the
-    engine.
+    """A message from the engine. The first message is empty, and says that the engine has started.
+
+    errors: the id of a request, the class name of its error, and the text of the error.
+    results: the number of a call, its result, and the text of its error ("" without an error).
+    failure: the error that has ended the engine.
     """
 
     deltas: list[StreamEvent] = []
@@ -43,8 +47,8 @@ class FromEngine(Struct, array_like=True):
 decode_from_front = msgpack.Decoder(FromFront).decode
 decode_from_engine = msgpack.Decoder(FromEngine).decode
 decode_request = msgpack.Decoder(NewRequest).decode
-LENGTH_BYTES = 4  # of a message's length, in front of it
-_encode = msgpack.Encoder(enc_hook=list).encode  # log-probabilities are sequences of a type of their own
+LENGTH_BYTES = 4  # size of the length that precedes each message
+_encode = msgpack.Encoder(enc_hook=list).encode  # the hook is for log-probabilities, which may be DeferredLists
 
 
 def encode_request(new: NewRequest) -> tuple[int, bytes]:
@@ -52,24 +56,24 @@ def encode_request(new: NewRequest) -> tuple[int, bytes]:
 
 
 class Channel:
-    """One end of a pair of sockets. A thread may wait for messages while others send; `close` ends both."""
+    """One end of a pair of sockets. One thread may wait for messages while others send. `close` ends both."""
 
     def __init__(self, end: socket.socket):
         self._socket, self._lock = end, threading.Lock()
         self._stream = end.makefile("rb")
 
     def fileno(self) -> int:
-        """So that several channels can be waited for."""
+        """Return the file descriptor, so that `wait` can wait for several channels."""
         return self._socket.fileno()
 
     def send(self, message: Struct) -> None:
-        """OSError if the other end is closed. Any other error is one of the message, and nothing was sent."""
+        """Send a message. OSError if the other end is closed. Other errors are about the message: nothing was sent."""
         data = _encode(message)
         with self._lock:
             self._socket.sendall(len(data).to_bytes(LENGTH_BYTES, "big") + data)
 
     def receive(self, seconds: float | None = None) -> bytes:
-        """The next message. OSError if an end is closed, or after so many seconds."""
+        """Wait for the next message, at most `seconds`. OSError after that time, or if an end is closed."""
         self._socket.settimeout(seconds)
         data = self._stream.read(int.from_bytes(self._stream.read(LENGTH_BYTES), "big"))
         if not data:

@@ -1,6 +1,6 @@
-"""The process of the engine, which starts the fronts and computes for them.
+"""The process of the engine, which starts the fronts and computes their requests.
 
-Until the engine is loaded this needs no PyTorch, so that the fronts import their libraries while this process does.
+It starts the fronts before it imports PyTorch, so that they import their libraries at the same time.
 """
 
 import gc
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
 logger = logging.getLogger("nanovllm")
-START_SECONDS = 300.0  # of a front, once the engine has started
-MAX_FAILED_STARTS = 10  # in a row, of a front that had to be started again
-SETTLED_SECONDS = 10.0  # a front that ends by itself sooner after it was ready counts as one that has not started
-END_SECONDS = 10.0  # after the time in which running requests may end
-URGENT_SECONDS = 3.0  # after a second Ctrl-C
-TURN_SECONDS = 0.1  # after which an end is noticed at the latest
-BLOCKED = signal.SIGINT, signal.SIGTERM  # while a front is started
+START_SECONDS = 300.0  # time for a front to get ready, once the engine has started
+MAX_FAILED_STARTS = 10  # in a row, when a front is restarted
+SETTLED_SECONDS = 10.0  # a front that ends by itself within this time after it was ready counts as a failed start
+END_SECONDS = 10.0  # time for fronts to end, after the time for running requests
+URGENT_SECONDS = 3.0  # time for fronts to end after a second Ctrl-C
+TURN_SECONDS = 0.1  # the end of a front is noticed within this time
+BLOCKED = signal.SIGINT, signal.SIGTERM  # signals that are blocked while a front is started
 
 
 class FrontPlan(NamedTuple):
-    """What all fronts of an engine need to know.
+    """The facts that all fronts of an engine need.
 
-    num_live: in shared memory, the number of answers of each front: the bound holds for their sum, but for what several
-        fronts accept in the same instant.
-    listener: None is one of its own for each front, at the address of `settings`.
+    num_live: the number of live answers of each front, in shared memory. The limit applies to their sum, which can
+        exceed it slightly if several fronts accept requests at the same instant.
+    listener: the listening socket; with None, each front opens its own socket at the address in `settings`.
     """
 
     model: str
@@ -57,29 +57,29 @@ class FrontPlan(NamedTuple):
 def make_plan(
     model: str, settings: ServerSettings, engine_settings: dict[str, Any], listener: socket.socket
 ) -> FrontPlan:
-    """listener: has reserved the address. A single front has it; several share it only where that is a file."""
+    """Make the plan. `listener` has reserved the address; a single front uses it, several only for a Unix socket."""
     count, port = settings.num_fronts, settings.port if settings.uds else listener.getsockname()[1]
-    own = replace(settings, port=port, max_connections=max(1, settings.max_connections // count))
+    front_settings = replace(settings, port=port, max_connections=max(1, settings.max_connections // count))
     is_passed = bool(settings.uds) or count == 1
-    return FrontPlan(model, own, engine_settings, RawArray("q", count), listener if is_passed else None)
+    return FrontPlan(model, front_settings, engine_settings, RawArray("q", count), listener if is_passed else None)
 
 
 def run_front(plan: FrontPlan, index: int, end: socket.socket) -> None:
-    """The process of a front. Ctrl-C reaches the engine's process alone, which lets the fronts drain."""
+    """Run the process of a front. Ctrl-C reaches only the engine's process, which lets the fronts drain."""
     os.setpgid(0, 0)
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # which a terminal may send for the log of such a group
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # also one that has come while it was blocked
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a terminal may send it if a background group writes its log
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # also drops a SIGINT that arrived while it was blocked
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
     import_libraries({"device": "cpu"})
-    from nanovllm.serve.fronts.front import serve_front  # imported lazily: only fronts do HTTP
+    from nanovllm.serve.fronts.front import serve_front  # lazy: only fronts do HTTP
 
     serve_front(plan, index, end)
 
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """A process that is started meanwhile begins with these signals blocked, and this one gets them afterwards."""
-    resource_tracker.ensure_running()  # whose start would unblock them
+    """A block that starts a process with the signals BLOCKED. This process gets them after the block."""
+    resource_tracker.ensure_running()  # its start would unblock the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     try:
         yield
@@ -88,28 +88,29 @@ def _signals_blocked() -> Iterator[None]:
 
 
 class Fronts:
-    """The fronts of an engine. One that ends is started again; its requests are dropped, and the others go on."""
+    """The fronts of an engine. If a front ends, its requests are dropped, it is restarted, and the others go on."""
 
     def __init__(self, plan: FrontPlan):
         self._plan = plan
         self._make_session: Callable[[Channel], object] = lambda channel: None
-        self._has_engine = False  # it is being loaded
-        self._processes: dict[int, SpawnProcess] = {}  # by index, as those that start
-        self._starting: dict[int, tuple[Channel, float]] = {}  # that are not ready yet, and until when they must be
-        self._num_failures = [0] * len(plan.num_live)  # starts in a row that have failed
-        self._ready_at = [-inf] * len(plan.num_live)  # when each was ready last
+        self._has_engine = False  # while the engine is being loaded
+        self._processes: dict[int, SpawnProcess] = {}  # by index
+        self._starting: dict[int, tuple[Channel, float]] = {}  # by index: fronts that are not ready, and the deadline
+        self._num_failures = [0] * len(plan.num_live)  # failed starts in a row
+        self._ready_at = [-inf] * len(plan.num_live)  # when each front last became ready
         self.is_ending = self.has_failed = False
-        self._deadline = inf  # when all must have ended
+        self._deadline = inf  # when all fronts must have ended
 
     def begin(self) -> None:
-        """Start all, side by side. They do not listen before the engine has started."""
+        """Start all fronts in parallel. They listen only after the engine has started."""
         for index in range(len(self._num_failures)):
             self._begin(index)
 
     def listen(self, make_session: Callable[[Channel], object]) -> None:
-        """The engine has started: wait until all listen. RuntimeError if one does not start, ValueError if it says why.
+        """Tell the fronts that the engine has started, and wait until all of them listen.
 
-        make_session: computes what a front asks for over its channel.
+        make_session: makes the session that serves a front over its channel. Raises RuntimeError if a front does not
+        start, and ValueError if the front says why.
         """
         self._make_session, self._has_engine = make_session, True
         for index, (channel, _) in self._starting.items():
@@ -118,14 +119,14 @@ class Fronts:
             self._turn(max_failures=1)
 
     def watch(self) -> None:
-        """Start those again that end, until `end`. RuntimeError if that fails again and again."""
+        """Restart fronts that end, until `end` is called. RuntimeError if restarts fail again and again."""
         while not self.is_ending:
             self._turn(MAX_FAILED_STARTS)
 
     @staticmethod
     def _say_that_the_engine_has_started(channel: Channel) -> float:
-        """Until when the front must be ready."""
-        with suppress(OSError):  # it has ended, which is noticed elsewhere
+        """Tell a front, and return the deadline by which it must be ready."""
+        with suppress(OSError):  # the front has ended, which `_turn` notices
             channel.send(FromEngine())
         return monotonic() + START_SECONDS
 
@@ -142,7 +143,7 @@ class Fronts:
         self._starting[index] = channel, until
 
     def _turn(self, max_failures: int) -> None:
-        """Wait until a front is ready, or has ended. RuntimeError after so many starts in a row that have failed."""
+        """Wait until a front is ready, or has ended. RuntimeError after `max_failures` failed starts in a row."""
         channels = [channel.fileno() for channel, _ in self._starting.values()]
         changed = wait([*channels, *(process.sentinel for process in self._processes.values())], TURN_SECONDS)
         for index, (channel, deadline) in [*self._starting.items()]:
@@ -160,7 +161,7 @@ class Fronts:
     def _is_ready(self, index: int, channel: Channel, max_failures: int) -> bool:
         try:
             problem = decode_from_front(channel.receive()).problem
-        except OSError:  # it has ended
+        except OSError:  # the front has ended
             return False
         if problem and max_failures == 1:  # the settings are wrong, or a library is missing
             raise ValueError(problem)
@@ -172,7 +173,7 @@ class Fronts:
         ended = f"{process.name} has ended (exit status {process.exitcode})"
         if not (has_started := index not in self._starting):
             self._starting.pop(index)[0].close()
-        # killed from outside, or it has worked for a while
+        # not a failed start if it was killed from outside, or has worked for a while
         is_well = (process.exitcode or 0) < 0 or monotonic() > self._ready_at[index] + SETTLED_SECONDS
         self._num_failures[index] = 0 if has_started and is_well else self._num_failures[index] + 1
         if self._num_failures[index] >= max_failures and (max_failures > 1 or not has_started):
@@ -182,12 +183,12 @@ class Fronts:
         self._begin(index)
 
     def fail(self) -> None:
-        """The engine has failed."""
+        """End all fronts, because the engine has failed."""
         self.has_failed = True
         self.end()
 
     def end(self, number: int = signal.SIGTERM, *_: Any) -> None:
-        """Let all drain and end; the second Ctrl-C, without waiting for running requests."""
+        """Let all fronts drain and end. A second Ctrl-C does not wait for running requests."""
         if is_urgent := self.is_ending and number == signal.SIGINT:
             self._deadline = monotonic() + URGENT_SECONDS
         self.is_ending = True
@@ -198,7 +199,7 @@ class Fronts:
                 process.terminate()
 
     def join(self, seconds: float) -> None:
-        """Wait for their end. Whichever has not ended by then, or soon after a second Ctrl-C, is killed."""
+        """Wait for the end of the fronts. Kill those that have not ended in time, or soon after a second Ctrl-C."""
         end = monotonic() + seconds
         while any(process.is_alive() for process in self._processes.values()) and monotonic() < min(
             end, self._deadline
@@ -217,19 +218,20 @@ def serve_by_fronts(
     prepare: Callable[[], None],
     on_start: Callable[[], None],
 ) -> int:
-    """Serve until SIGTERM, Ctrl-C or a failure of the engine; the exit status of the process.
+    """Serve until SIGTERM, Ctrl-C or a failure of the engine, and return the exit status of the process.
 
-    listener: has reserved the address. prepare: is called before the model is loaded, while the fronts start already.
-    on_start: is called when they listen.
+    listener: has reserved the address.
+    prepare: called before the model is loaded, while the fronts start.
+    on_start: called when the fronts listen.
     """
-    with tempfile.TemporaryDirectory() as folder:  # it has the metrics that the fronts add up
+    with tempfile.TemporaryDirectory() as folder:  # for the metrics that all fronts add up
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
         fronts = Fronts(make_plan(model, settings, engine_settings, listener))
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that nothing is left behind
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # to clean up
         try:
             fronts.begin()
             prepare()
-            from nanovllm.llm import LLM  # imported lazily, as is all that needs PyTorch
+            from nanovllm.llm import LLM  # lazy, like everything that needs PyTorch
 
             engine = LLM(model, **engine_settings)
             gc.collect()
@@ -255,7 +257,7 @@ def _serve(
         fronts.fail()
     finally:
         fronts.end()
-        listener.close()  # else clients would wait for an answer until the last front has drained
+        listener.close()  # otherwise new clients would wait until the last front has drained
         fronts.join(end_seconds)
         engine.exit()
         for number, handler in handlers.items():

@@ -1,4 +1,4 @@
-"""A front: the process that does HTTP, checks, tokens and text for an engine in another process."""
+"""A front: a process that does HTTP, checks, tokenization and text for an engine in another process."""
 
 import asyncio
 import itertools
@@ -34,12 +34,12 @@ from nanovllm.serve.replicas.replica_request import ReplicaRequest
 from nanovllm.serve.server import run_server
 
 logger = logging.getLogger("nanovllm")
-ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, QueueFullError)}  # others become a RuntimeError
-IDS_PER_FRONT = 2**40  # ids of requests are unique among all fronts of an engine
+ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, QueueFullError)}  # other errors become RuntimeErrors
+IDS_PER_FRONT = 2**40  # so that request ids are unique among all fronts of an engine
 
 
 class FrontRequest(ReplicaRequest):
-    """A request that the engine's process computes. Its text is made here, unless the engine needs it as well."""
+    """A request that the engine's process computes. The front makes its text, unless the engine needs the text, too."""
 
     def __init__(self, request: Any, name: str):
         super().__init__(request, lambda ended: None, name)
@@ -60,7 +60,7 @@ class FrontRequest(ReplicaRequest):
         seq, is_last = self._extended(event.output_index, event), event.finish_reason is not None
         num_hidden = self.request.num_hidden(seq) if is_last else 0
         text = self.request.detokenizer(seq).take_text(num_hidden, is_last)
-        object.__setattr__(event, "text", text)  # it is frozen, and was decoded for this request alone
+        object.__setattr__(event, "text", text)  # frozen, but only this request has this event
         self._events.append(event)
 
     def finish(self, final: Final) -> None:
@@ -71,7 +71,7 @@ class FrontRequest(ReplicaRequest):
         super().finish(final)
 
     def _extended(self, index: int, new: StreamEvent | CompletionOutput) -> Sequence:
-        """The sequence of an answer, with the new tokens."""
+        """Return the sequence of an answer, after adding the new tokens."""
         seq = self.request.group[index]
         seq.token_ids += new.token_ids
         seq.finish_reason, seq.stop_reason = new.finish_reason, new.stop_reason
@@ -83,14 +83,14 @@ def _makes_text(params: SamplingParams) -> bool:
 
 
 class FrontClient(EngineClient):
-    """The engine as a front reaches it. What is sent within one turn of the event loop is one message."""
+    """The engine client of a front. Everything that is sent within one turn of the event loop is one message."""
 
     def __init__(self, plan: FrontPlan, index: int, channel: Channel):
         processor = make_processor(plan.model, plan.engine_settings, index * IDS_PER_FRONT)
         super().__init__(processor, processor.config.max_num_seqs + plan.settings.max_queued_requests)
         self._num_live, self._index, self._channel = plan.num_live, index, channel
         self._to_send: FromFront | None = None
-        self._calls: dict[int, asyncio.Future[Any]] = {}  # that have no result yet
+        self._calls: dict[int, asyncio.Future[Any]] = {}  # calls without a result so far
         self._call_numbers = itertools.count()
         self._has_started = asyncio.Event()
         self._arrived: deque[bytes] = deque()
@@ -104,7 +104,7 @@ class FrontClient(EngineClient):
 
     def _start(self, request: CompletionRequest, name: str) -> AsyncRequest:
         started = FrontRequest(request, name)
-        self.next_message().requests.append(encode_request(started.message()))  # an error is this request's own
+        self.next_message().requests.append(encode_request(started.message()))  # an error concerns only this request
         return started
 
     def _drop(self, request: AsyncRequest) -> None:
@@ -124,7 +124,7 @@ class FrontClient(EngineClient):
             self._calls.pop(number, None)
 
     def next_message(self) -> FromFront:
-        """What is sent at the end of this turn."""
+        """Return the message that is sent at the end of this turn."""
         if self._to_send is None:
             self._to_send = FromFront()
             self._engine_loop.call_soon(self._send, self._to_send)
@@ -137,10 +137,10 @@ class FrontClient(EngineClient):
         except OSError as error:
             self._lose(str(error))
 
-    # -- what arrives --------------------------------------------------------------------------------------------------
+    # -- received messages ---------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """A thread of its own waits for messages."""
+        """Wait for messages, in a separate thread."""
         try:
             while True:
                 self._arrived.append(self._channel.receive())
@@ -152,12 +152,12 @@ class FrontClient(EngineClient):
                 self._engine_loop.call_soon_threadsafe(self._lose, "its process has ended")
 
     def _receive(self) -> None:
-        """All that has arrived, at once: what is new for a stream in several steps is written in one piece."""
+        """Process all messages that have arrived. News from several steps for one stream is written in one piece."""
         self._is_told = False
         self._has_started.set()
         try:
             messages = [decode_from_engine(self._arrived.popleft()) for _ in range(len(self._arrived))]
-        except DecodeError as error:  # nobody is to wait for what it said
+        except DecodeError as error:  # no request may wait for its content
             self._lose(f"its message can't be read: {error}")
             return
         deltas = (delta for message in messages for delta in message.deltas)
@@ -172,7 +172,7 @@ class FrontClient(EngineClient):
                 request.fail(ERRORS.get(kind, RuntimeError)(text))
         for number, result, problem in message.results:
             if (call := self._calls.get(number)) is None or call.done():
-                continue  # who asked has gone away
+                continue  # the caller has gone away
             if problem:
                 call.set_exception(RuntimeError(problem))
             else:
@@ -181,7 +181,7 @@ class FrontClient(EngineClient):
             self._lose(message.failure)
 
     def _lose(self, problem: str) -> None:
-        """The engine has failed, or its process has ended."""
+        """End, because the engine has failed, or its process has ended."""
         if self.error is None and not self._is_closing:
             logger.error("the engine is lost, so this HTTP process ends: %s", problem)
             self._fail(RuntimeError(problem))
@@ -196,7 +196,7 @@ class FrontClient(EngineClient):
 
 
 def serve_front(plan: FrontPlan, index: int, end: socket.socket) -> None:
-    """The whole life of a front's process. What keeps it from starting is told to the engine's process."""
+    """Run a front from its start to its end. If it can't start, tell the engine's process why."""
     set_up_process()
     channel = Channel(end)
     with ExitStack() as ending:
@@ -208,6 +208,6 @@ def serve_front(plan: FrontPlan, index: int, end: socket.socket) -> None:
         except (ValueError, TypeError, OSError, ImportError) as error:
             channel.send(FromFront(problem=str(error)))
             status = 2
-    if (parent := parent_process()) is not None and not parent.is_alive():  # it was killed, and can't remove this
+    if (parent := parent_process()) is not None and not parent.is_alive():  # killed: it can't remove the folder
         shutil.rmtree(os.environ["PROMETHEUS_MULTIPROC_DIR"], ignore_errors=True)
     sys.exit(status)

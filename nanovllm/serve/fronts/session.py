@@ -1,4 +1,4 @@
-"""What the engine's process does for one front."""
+"""The engine's side of one front."""
 
 import logging
 import threading
@@ -20,9 +20,9 @@ logger = logging.getLogger("nanovllm")
 
 
 class Session(Replica):
-    """The requests of one front. A thread carries out what it asks for, and another one sends what is new."""
+    """The requests of one front. One thread carries out its messages, and another thread sends it the news."""
 
-    orders_by_id = False  # ids of several fronts do not say which request came first: that is what the engine knows
+    orders_by_id = False  # ids from several fronts do not tell which request came first; the engine does
 
     def __init__(self, engine: LLM, sizes: StepSizes, on_failure: Callable[[], None], channel: Channel):
         self.attach(engine)
@@ -34,7 +34,7 @@ class Session(Replica):
         try:
             while True:
                 message = decode_from_front(self._channel.receive())
-                if message.problem:  # after its start: then it ends, and is started again
+                if message.problem:  # a problem after its start: the front ends, and is restarted
                     logger.error("an HTTP process can't go on: %s", message.problem)
                 self._submit(self._decoded(message.requests))
                 if message.discarded:
@@ -50,7 +50,7 @@ class Session(Replica):
         finally:
             self.discard({*self._requests, *self._in_grammar_thread})
             self.close()
-            self._channel.close()  # which ends a front that is still there
+            self._channel.close()  # ends the front if it still runs
             with suppress(RuntimeError):  # the engine was closed
                 self._calls.stop_recording()
 
@@ -60,7 +60,7 @@ class Session(Replica):
         except RuntimeError as error:  # the engine was closed
             return number, None, str(error)
 
-    def _make_request(self, new: NewRequest) -> Any:  # as beams are the answers of a BeamRequest
+    def _make_request(self, new: NewRequest) -> Any:  # a beam search is no CompletionRequest
         if new.beams is None:
             return super()._make_request(new)
         prompt, processor = TokensPrompt(prompt_token_ids=new.token_ids), self.engine.input_processor
@@ -69,7 +69,7 @@ class Session(Replica):
         return request
 
     def _decoded(self, requests: Iterable[tuple[int, bytes]]) -> Iterator[NewRequest]:
-        """Those that can be read; the others have failed."""
+        """Yield the requests that can be decoded, and report errors for the others."""
         for request_id, data in requests:
             try:
                 yield decode_request(data)
@@ -88,13 +88,13 @@ class Session(Replica):
                     self._send_singly(FromEngine(deltas, finals, named))
         except OSError:
             pass  # the front has ended
-        except Exception as error:  # the engine has failed: nobody is to wait for ever
+        except Exception as error:  # the engine has failed, and nobody may wait forever
             if not self.is_closed:
                 self._channel.send(FromEngine(failure=repr(error.__cause__ or error)))
                 self._on_failure()
 
     def _send_singly(self, message: FromEngine) -> None:
-        """Send a message that can't be encoded, but for the requests that are the reason. These have failed."""
+        """Send a message that can't be encoded in parts. The requests that can't be encoded fail."""
         parts = [(delta.request_id, FromEngine(deltas=[delta])) for delta in message.deltas]
         parts += [(final.request_id, FromEngine(finals=[final])) for final in message.finals]
         for request_id, part in parts:
@@ -110,5 +110,5 @@ class Session(Replica):
 
 
 def _as_text(error: Exception) -> str:
-    """An error may quote half of a surrogate pair, which no message can have."""
+    """Return the text of an error. It may quote half of a surrogate pair, which can't be encoded, and is replaced."""
     return str(error).encode(errors="replace").decode()

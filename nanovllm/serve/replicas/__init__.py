@@ -1,4 +1,4 @@
-"""Several engines behind one call or one address, as actors of Ray. README.md in this folder has the design."""
+"""Several engines behind one call or one address, as Ray actors. README.md in this folder explains the design."""
 
 from importlib import import_module
 from typing import Any

@@ -1,4 +1,4 @@
-"""Replicas as actors of Ray: the only file that uses Ray."""
+"""Replicas as Ray actors. No other file uses Ray."""
 
 import asyncio
 import gc
@@ -23,40 +23,40 @@ from nanovllm.serve.replicas.replica import Replica
 from nanovllm.serve.replicas.replica_state import ClusterDeadError
 from nanovllm.serve.replicas.routing import Router
 
-# of an actor: a replica's calls must keep their order, and it is started again here, not by Ray
+# options of an actor that callers can't set: calls must keep their order, and ReplicaGroup does the restarts, not Ray
 RESERVED_OPTIONS = {"concurrency_groups", "lifetime", "max_concurrency", "max_restarts", "max_task_retries", "name"}
-NODE_CHECK_SECONDS = 10.0  # between two looks whether Ray still runs here, while a replica starts
-MAX_UNREAD_REPORTS = 4  # then the replica waits, and its next report covers more steps
+NODE_CHECK_SECONDS = 10.0  # between checks that Ray still runs on this machine, while a replica starts
+MAX_UNREAD_REPORTS = 4  # beyond that, the replica waits, and its next report covers more steps
 
 
 def connect() -> bool:
-    """Join the cluster of RAY_ADDRESS, or start one on this machine. False if the process was connected before."""
+    """Join the cluster of RAY_ADDRESS, or start one on this machine. Returns False if the process was connected."""
     if ray.is_initialized():
         return False
-    # "local": without an address, Ray joins the latest cluster that someone has started on this machine
+    # "local", because without an address, Ray joins the latest cluster that anybody started on this machine
     address = os.environ.get("RAY_ADDRESS") or "local"
     ray.init(address=address, include_dashboard=False, logging_level=logging.WARNING)
     return True
 
 
 def disconnect() -> None:
-    """End the cluster that `connect` has started, or leave the one that it has joined."""
+    """End the cluster that `connect` has started, or leave the cluster that it has joined."""
     ray.shutdown()
 
 
 def check_node() -> None:
-    """ClusterDeadError if the raylet is gone, Ray's process on this machine that starts actors."""
+    """Raise ClusterDeadError if the raylet, Ray's process that starts actors on this machine, has ended."""
     node_id = ray.get_runtime_context().get_node_id()
     if not any(node["Alive"] for node in ray.nodes() if node["NodeID"] == node_id):
         raise ClusterDeadError("Ray has ended on this machine (its raylet is gone), so no replica can be started")
 
 
 def needs_of(settings: dict[str, Any], actor_options: dict[str, Any], num_replicas: int) -> dict[str, Any]:
-    """The options of a replica's actor: a GPU for each rank, or a CPU where the cluster has no GPUs.
+    """Return the options of a replica's actor: a GPU for each rank, or a CPU if the cluster has no GPUs.
 
-    The ranks are processes of the actor's own. Ray grants all that one actor needs on one node, so that no placement
-    group is needed to keep them together, and none can be left behind. ValueError if the cluster is too small, as Ray
-    would wait for more nodes without an end.
+    The actor itself starts the processes of its ranks. Ray reserves everything for one actor on one node, so no
+    placement group is needed, and none can be left behind. Raises ValueError if the cluster is too small, because Ray
+    would wait for more nodes forever.
     """
     device, num_ranks = settings.get("device", "auto"), settings.get("tensor_parallel_size", 1)
     if device not in ("auto", "cpu", "cuda"):
@@ -88,18 +88,18 @@ def needs_of(settings: dict[str, Any], actor_options: dict[str, Any], num_replic
 
 
 class ReplicaProcess(Replica):
-    """A Replica that has a process to itself."""
+    """A Replica in a separate process."""
 
     def start(self, model: str, settings: dict[str, Any]) -> dict[str, Any]:
         sys.setswitchinterval(SWITCH_INTERVAL)
         start_info = super().start(model, settings)
         gc.collect()
-        gc.freeze()  # else a collection goes through the tokenizer and all modules, and halts the engine's thread
+        gc.freeze()  # otherwise, a full collection would halt the engine's thread
         return start_info
 
 
 class ActorHandle:
-    """A `group.Handle`. The actor's methods run one at a time, in the order of the calls, and `reports` beside them."""
+    """A `Handle` of a Ray actor. Its methods run one at a time, in the order of the calls. `reports` runs meanwhile."""
 
     def __init__(self, replica_class: type, options: dict[str, Any], model: str, settings: dict[str, Any]):
         self._options, self._model, self._settings = options, model, settings
@@ -109,7 +109,7 @@ class ActorHandle:
         return f"an actor of Ray that needs {self._options}"
 
     async def start(self) -> dict[str, Any]:
-        """Start the replica. ClusterDeadError if Ray has ended here: it would wait for a node without an end."""
+        """Start the replica. ClusterDeadError if Ray has ended on this machine: the start would wait forever."""
         start = asyncio.ensure_future(self._actor.start.remote(self._model, self._settings))
         try:
             while not start.done():
@@ -128,11 +128,11 @@ class ActorHandle:
             yield await reference
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """An awaitable, which need not be awaited."""
+        """Call a method of the actor. The result can be awaited, but need not be."""
         return getattr(self._actor, method).remote(*arguments)
 
     def kill(self) -> None:
-        """The other ranks of its engine end when they lose their parent process."""
+        """Kill the actor. The other ranks of its engine end when they lose their parent process."""
         with suppress(ray.exceptions.RayError):  # the whole cluster may be gone
             ray.kill(self._actor)
 
@@ -147,17 +147,17 @@ def make_group(
     replica_class: type = ReplicaProcess,
     restart_timeout: float = RESTART_TIMEOUT,
 ) -> ReplicaGroup:
-    """A group that is not started yet. `settings` are those of each replica's LLM, and `config` is the driver's."""
-    own_settings = dict(settings)
+    """Make a group, without starting it. `settings` are for each replica's LLM; `config` is the driver's Config."""
+    actor_settings = dict(settings)
     if settings.get("tokenizer") is not None:
-        own_settings["tokenizer"] = absolute_path(settings["tokenizer"])
+        actor_settings["tokenizer"] = absolute_path(settings["tokenizer"])
 
-    @cache  # decided at the start: a replica that is started again may have to wait for a node
+    @cache  # checked only at the first start: a restarted replica may have to wait for a node
     def needs() -> dict[str, Any]:
         return needs_of(settings, actor_options or {}, num_replicas)
 
     def launch() -> ActorHandle:
-        return ActorHandle(replica_class, needs(), absolute_path(model), own_settings)
+        return ActorHandle(replica_class, needs(), absolute_path(model), actor_settings)
 
     max_answers = ANSWERS_PER_SEQ * config.max_num_seqs
     return ReplicaGroup(launch, num_replicas, max_answers, config.kvcache_block_size, router, restart_timeout)

@@ -7,17 +7,17 @@ from nanovllm.config import Config
 from nanovllm.requests.input_processor import InputProcessor
 from nanovllm.utils.loader import load_tokenizer
 
-# settings of devices and weights, which each replica checks itself, have values here that need neither
+# replaces settings about devices and weights, which the driver does not have; each replica checks the given values
 DRIVER_OVERRIDES = {"device": "cpu", "tensor_parallel_size": 1, "load_format": "dummy", "attention_backend": "auto"}
-ANSWERS_PER_SEQ = 2  # a replica gets at most this many times `max_num_seqs`: one batch runs while the next one waits
+ANSWERS_PER_SEQ = 2  # a replica gets at most this many times `max_num_seqs`: a batch that runs, and one that waits
 
 
 def make_processor(model: str, settings: dict[str, Any], first_request_id: int = 0) -> InputProcessor:
-    """An InputProcessor like that of `LLM(model, **settings)`, with its errors. Needs no GPU and reads no weights."""
+    """Make an InputProcessor as for `LLM(model, **settings)`, with the same errors, but without a GPU or weights."""
     config = Config.create(model, settings | DRIVER_OVERRIDES)
     return InputProcessor(config, load_tokenizer(str(config.tokenizer)), first_request_id)
 
 
 def absolute_path(path: str) -> str:
-    """A folder as an absolute path, as actors may have another working directory; a hub id as it is."""
+    """Return a folder as an absolute path, because actors may run in another folder. Return a hub id unchanged."""
     return str(Path(path).expanduser().absolute()) if Path(path).expanduser().is_dir() else path

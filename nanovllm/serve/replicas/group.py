@@ -1,4 +1,4 @@
-"""N replicas for one event loop: which of them computes what, and what happens when one is lost."""
+"""A group of replicas for one event loop: it distributes requests, and restarts lost replicas."""
 
 import asyncio
 import logging
@@ -14,26 +14,26 @@ from nanovllm.serve.replicas.replica_state import ClusterDeadError, Handle, Repl
 from nanovllm.serve.replicas.routing import GuardedRouter, PrefixRouter, Router
 
 logger = logging.getLogger("nanovllm")
-MAX_FAILURES = 3  # in a row, of a replica or while a request is computed; see ReplicaGroup
-RESTART_SECONDS = 2.0  # before a restart, times the failures in a row; ranks of a dead engine need a moment to end
-START_LOG_SECONDS = 60.0  # between two lines of the log about a replica that has not started yet
+MAX_FAILURES = 3  # losses of a replica in a row, or losses while a request is computed; see ReplicaGroup
+RESTART_SECONDS = 2.0  # before a restart, times the failures in a row; the ranks of a dead engine need time to end
+START_LOG_SECONDS = 60.0  # between two log lines about a replica that has not started yet
 RESTART_TIMEOUT = 1800.0
 
 
 class ReplicaGroup:
     """Sends each request to the replica that the router chooses. While all have `max_answers`, requests wait here.
 
-    All methods belong to the thread of one event loop. All that is sent to a replica within one iteration of the loop
-    is one message, and so is all that a replica has to report.
+    Only the thread of one event loop may call its methods. Everything that is sent to a replica within one iteration
+    of the loop is one message, and so is everything that a replica has to report.
 
-    A replica that is lost (its process, its GPU, its host, or a step that failed) is started again, and its requests
-    are computed by the others meanwhile. A request ends with an error of its own if it can't be queued, or if
-    MAX_FAILURES replicas were lost while they computed it. Once one loss is left it may be a poison request, and gets a
-    replica to itself, one such request at a time.
+    A replica can be lost with its process, its GPU or its host, or by a step that fails. Then it is restarted, and the
+    other replicas compute its requests. A single request fails if it can't be queued, or if MAX_FAILURES replicas were
+    lost while they computed it. After MAX_FAILURES - 1 losses, the request may be the cause (a poison request): it gets
+    a replica to itself, one such request at a time.
 
-    A replica that was lost MAX_FAILURES times in a row, without an answer or some minutes of running in between, is
-    not started again; losses with such a request do not count. When that is so for all replicas, every request ends
-    with an EngineDeadError that states the last cause.
+    A replica is not restarted after MAX_FAILURES losses in a row, without an answer or some minutes of running between
+    them. Losses with a poison request do not count. If no replica is left, every request ends with an EngineDeadError
+    that states the last cause.
     """
 
     def __init__(
@@ -45,29 +45,32 @@ class ReplicaGroup:
         router: Router | None = None,
         restart_timeout: float = RESTART_TIMEOUT,
     ):
-        """router: None is a PrefixRouter for caches of blocks of `block_size` tokens.
-        restart_timeout: seconds after which a restart (also one that waits for a GPU or a host) counts as a failure.
+        """launch: starts the process of a replica. max_answers: the most answers that a replica gets at a time.
+
+        block_size: the number of tokens in a block of the replicas' caches.
+        router: None means a PrefixRouter.
+        restart_timeout: seconds until a restart, which may have to wait for a GPU or a host, counts as failed.
         """
         self.replicas = [ReplicaState(i) for i in range(num_replicas)]
-        self.error: Exception | None = None  # that ended the group
-        self.on_failure: list[Callable[[BaseException], None]] = []  # the group has ended
+        self.error: Exception | None = None  # the error that ended the group
+        self.on_failure: list[Callable[[BaseException], None]] = []  # called when the group has ended
         self._launch, self._max_answers = launch, max_answers
         self._block_size, self._given_router, self._restart_timeout = block_size, router, restart_timeout
-        self._waiting: list[tuple[tuple, ReplicaRequest]] = []  # a heap, in the order of the scheduling policy
-        self._poison_requests: deque[ReplicaRequest] = deque()  # possible ones, that wait for a replica to themselves
+        self._waiting: list[tuple[tuple, ReplicaRequest]] = []  # a heap, in scheduling order
+        self._poison_requests: deque[ReplicaRequest] = deque()  # possible ones; each waits for a replica to itself
         self._is_flushing = False
         self._tasks: list[asyncio.Task[None]] = []
 
     # -- start and end -------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start all replicas side by side; the first error ends all of them, and is raised."""
+        """Start all replicas in parallel. The first error ends all of them, and is raised."""
         try:
             await asyncio.gather(*[self._start(replica) for replica in self.replicas])
         except BaseException:
             self.kill()
             raise
-        if self.error is not None:  # closed meanwhile
+        if self.error is not None:  # the group was closed in the meantime
             self.kill()
             raise self.error
         num_blocks = min(replica.start_info["num_blocks"] for replica in self.replicas)
@@ -103,7 +106,7 @@ class ReplicaGroup:
         self._dispatch()
 
     def discard(self, requests: Iterable[ReplicaRequest]) -> None:
-        """End requests without an output, those that have not ended yet."""
+        """End requests without an output, if they have not ended yet."""
         request_ids: dict[int, list[int]] = {}  # by the index of the replica
         waiting = set()
         for request in requests:
@@ -114,14 +117,14 @@ class ReplicaGroup:
                 waiting.add(request)
         self._stop_waiting(waiting)
         for index, discarded in request_ids.items():
-            self._send_all()  # a request may still be among those to be sent
+            self._send_all()  # the request itself may not have been sent yet
             self.replicas[index].call("discard", discarded)
         self._dispatch()
 
     def abort(self, request: ReplicaRequest) -> None:
         """End a request with the tokens that it has."""
         if request.replica_index is not None:
-            request.is_aborted = True  # if the replica is lost before it has ended the request, the driver does that
+            request.is_aborted = True  # if the replica is lost before it ends the request, the driver ends it
             replica = self.replicas[request.replica_index]
             self._send_all()
             replica.call("abort", request.request_id)
@@ -148,13 +151,13 @@ class ReplicaGroup:
         return sum(replica.is_ready for replica in self.replicas)
 
     async def stats(self) -> list[dict[str, Any] | None]:
-        """`LLM.stats` of each replica, and its number of `restarts`; None for one that does not answer in time."""
+        """Return `LLM.stats()` and the number of `restarts` of each replica; None if it does not answer in time."""
         return [*await asyncio.gather(*[replica.stats() for replica in self.replicas])]
 
     # -- where requests are computed -----------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
-        """Send requests that wait, as far as there are replicas that take them."""
+        """Send waiting requests, as long as there are replicas that take them."""
         self._dispatch_poison_request()
         while self._waiting:
             loads = [replica.load(self._max_answers) for replica in self.replicas]
@@ -164,7 +167,7 @@ class ReplicaGroup:
             self._assign(request, self.replicas[self._router.choose(request.prompt_token_ids, loads)])
 
     def _dispatch_poison_request(self) -> None:
-        """Reserve the least loaded replica for one, and send it there once the replica has nothing else."""
+        """Reserve the least loaded replica for a poison request. Send the request when the replica has no others."""
         reserved = next((replica for replica in self.replicas if replica.poison_request is not None), None)
         ready = [replica for replica in self.replicas if replica.is_ready]
         if reserved is None and self._poison_requests and ready:
@@ -187,7 +190,7 @@ class ReplicaGroup:
 
     def _fail_some(self, replica: ReplicaState, errors: list[tuple[int, Exception]]) -> None:
         for request_id, error in errors:
-            if (request := replica.requests.get(request_id)) is not None:  # else it was discarded
+            if (request := replica.requests.get(request_id)) is not None:  # otherwise it was discarded
                 replica.release(request)
                 self._fail(request, error)
 
@@ -204,14 +207,14 @@ class ReplicaGroup:
         replica.is_ready, replica.ready_time = True, asyncio.get_running_loop().time()
 
     async def _start_again(self, replica: ReplicaState) -> None:
-        """Start a lost replica again. RuntimeError after `restart_timeout` seconds."""
+        """Restart a lost replica. RuntimeError after `restart_timeout` seconds."""
         await asyncio.sleep(RESTART_SECONDS * max(1, replica.num_failures))
         clock = asyncio.get_running_loop().time
         deadline = clock() + self._restart_timeout
         start = asyncio.ensure_future(self._start(replica))
         try:
-            while (left := deadline - clock()) > 0:
-                await asyncio.wait([start], timeout=min(left, START_LOG_SECONDS))
+            while (seconds_left := deadline - clock()) > 0:
+                await asyncio.wait([start], timeout=min(seconds_left, START_LOG_SECONDS))
                 if start.done():
                     return await start
                 logger.warning("replica %d is not ready yet: it loads, or waits for %s", replica.index, replica.handle)
@@ -222,7 +225,7 @@ class ReplicaGroup:
             start.cancel()
 
     async def _supervise(self, replica: ReplicaState) -> None:
-        """Read what a replica reports, and start it again whenever it is lost."""
+        """Read the reports of a replica, and restart it whenever it is lost."""
         while True:
             try:
                 if replica.handle is None:
@@ -270,12 +273,12 @@ class ReplicaGroup:
         self._dispatch()
 
     def _move_requests(self, replica: ReplicaState, error: Exception) -> None:
-        """The replica was lost: its requests wait for another one, before those that were submitted after them."""
+        """Let the requests of a lost replica wait for another one, before requests that were submitted later."""
         if replica.handle is not None:
             replica.handle.kill()
         replica.handle, replica.is_ready, replica.to_send = None, False, []
         self._router.forget(replica.index)
-        if replica.poison_request is not None and replica.poison_request.replica_index is None:  # it has not been sent
+        if replica.poison_request is not None and replica.poison_request.replica_index is None:  # it was not sent yet
             self._poison_requests.appendleft(replica.poison_request)
             replica.poison_request = None
         requests = [*replica.requests.values()]
@@ -288,9 +291,9 @@ class ReplicaGroup:
                 request.fail_after_losses(error)
             if request.has_ended:
                 request.on_end(request)
-        left = [request for request in requests if not request.has_ended]
-        self._poison_requests += [request for request in left if request.num_failures == MAX_FAILURES - 1]
-        self._wait(request for request in left if request.num_failures < MAX_FAILURES - 1)
+        remaining = [request for request in requests if not request.has_ended]
+        self._poison_requests += [request for request in remaining if request.num_failures == MAX_FAILURES - 1]
+        self._wait(request for request in remaining if request.num_failures < MAX_FAILURES - 1)
         self._dispatch()
 
     def _fail_group(self, error: Exception) -> None:

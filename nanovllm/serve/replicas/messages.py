@@ -1,7 +1,7 @@
-"""What the driver (the caller's process, or the server) and a replica send each other, pickled to bytes.
+"""The messages between the driver (the caller's process, or the server) and a replica, pickled to bytes.
 
-A message has tuples of plain data, about many requests. Ray passes bytes on as they are; any other object would go
-through its own, slower serializer.
+A message has tuples of plain data about many requests. Ray passes bytes through unchanged; it would serialize any other
+object with its own, slower serializer.
 """
 
 import pickle
@@ -16,11 +16,13 @@ from nanovllm.sampling_params import SamplingParams
 
 
 class NewRequest(NamedTuple):
-    """A request on its way to a replica, under the id that it has at the driver.
+    """A request for a replica, with the driver's id.
 
-    prompt_index: of the prompt in its call. kind: DELTA if its answers are sent as they grow.
-    noise_seeds: of each answer. generated: the tokens of each answer that the caller has from a replica that was lost;
-        they are not sampled again. beams: it is a beam search with these parameters.
+    prompt_index: the index of the prompt in its call.
+    kind: DELTA if answers are sent as they grow.
+    noise_seeds: the seed of each answer.
+    generated: for each answer, the tokens that the caller already has from a lost replica. They are not sampled again.
+    beams: the parameters of a beam search; None for other requests.
     """
 
     request_id: int
@@ -38,8 +40,8 @@ class NewRequest(NamedTuple):
 class Final(NamedTuple):
     """The end of a request. It has no `answers` if they were sent as deltas.
 
-    seconds: from the request's arrival at the replica until it was scheduled, had its first token, and was finished:
-        differences, as the clocks of two machines do not agree.
+    seconds: the times from the arrival of the request at the replica until it was first scheduled, had its first token,
+        and was finished. They are differences, because the clocks of two machines do not agree.
     """
 
     request_id: int
@@ -50,11 +52,11 @@ class Final(NamedTuple):
 
 
 class Report(NamedTuple):
-    """All that has happened to a replica's requests since its last report."""
+    """Everything that has happened to a replica's requests since its last report."""
 
     deltas: list[StreamEvent]
     finals: list[Final]
-    errors: list[tuple[int, Exception]]  # (request id, what was raised when the request was queued)
+    errors: list[tuple[int, Exception]]  # (request id, error when it was queued)
 
 
 _delta_fields = attrgetter(*StreamEvent.__dataclass_fields__)
@@ -62,7 +64,7 @@ _answer_fields = attrgetter(*CompletionOutput.__dataclass_fields__)
 
 
 def encode_requests(requests: list[NewRequest]) -> bytes:
-    """Parameters that several requests share are in the message once."""
+    """Encode requests. Parameters that several requests share are in the message only once."""
     return pickle.dumps([tuple(request) for request in requests], protocol=5)
 
 
@@ -79,7 +81,10 @@ def encode_report(report: Report) -> bytes:
 
 def decode_report(data: bytes) -> Report:
     deltas, finals, errors = pickle.loads(data)
-    ends = [Final(i, [CompletionOutput(*fields) for fields in answers], *rest) for i, answers, *rest in finals]
+    ends = [
+        Final(i, [CompletionOutput(*fields) for fields in answers], *other_fields)
+        for i, answers, *other_fields in finals
+    ]
     return Report([StreamEvent(*fields) for fields in deltas], ends, errors)
 
 
@@ -90,7 +95,7 @@ def make_final(request_id: int, answers: list, num_cached: int, prompt_logprobs:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error, or a RuntimeError with its text if pickle can't copy it, as its class is of a user."""
+    """Return the error, or a RuntimeError with its text if pickle can't copy it, such as an error class of a user."""
     try:
         return pickle.loads(pickle.dumps(error))
     except Exception:

@@ -1,4 +1,4 @@
-"""`NanoVLLM`: an engine as a stage of a pipeline of `ray.data`."""
+"""`NanoVLLM`: an engine as a stage of a `ray.data` pipeline."""
 
 from typing import Any
 
@@ -11,21 +11,22 @@ from nanovllm.sampling_params import SamplingParams
 class NanoVLLM:
     """`ds.map_batches(NanoVLLM, fn_constructor_kwargs={"model": ...}, concurrency=N, num_gpus=M, batch_size=1024)`
 
-    Each of the N workers of `ray.data` has an engine with M GPUs, for `tensor_parallel_size=M`. A batch is one call of
-    `LLM.generate`, so its size should be several times `max_num_seqs`. The columns of the input stay, and these
-    are added: `generated_text`, `finish_reason`, `num_prompt_tokens`, `num_output_tokens`. A row whose prompt is
-    invalid has the finish reason "error", and the message of the error as its text; other rows are not affected.
+    Each of the N workers of `ray.data` has an engine with M GPUs, if `tensor_parallel_size=M`. A batch is one call of
+    `LLM.generate`, so its size should be several times `max_num_seqs`. The output has the columns of the input, and
+    `generated_text`, `finish_reason`, `num_prompt_tokens` and `num_output_tokens`. A row with an invalid prompt has the
+    finish reason "error", and the error message as its text. Other rows are not affected.
 
-    This class needs no Ray itself: an instance is a function from a dict of columns to a dict of columns.
+    The class itself does not need Ray: an instance is a function from a dict of columns to a dict of columns.
     """
 
     def __init__(
         self, model: str, sampling_params: dict[str, Any] | None = None, column: str = "prompt", **settings: Any
     ) -> None:
-        """sampling_params: arguments of SamplingParams; None is what the model recommends.
+        """Load the model. `settings` are the settings of `LLM`.
 
-        column: has the prompts: strings, lists of token ids, or conversations (lists of dicts with `role` and
-            `content`). `settings` are those of `LLM`.
+        sampling_params: arguments of SamplingParams. None means the parameters that the model recommends.
+        column: the column with the prompts: strings, lists of token ids, or conversations (lists of dicts with `role`
+            and `content`).
         """
         self.column = column
         self.llm = LLM(model, **settings)
@@ -40,8 +41,8 @@ class NanoVLLM:
                 prompts[i] = TokensPrompt(prompt_token_ids=self.llm.input_processor.tokenize(_as_prompt(prompt))[1])
             except (ValueError, TypeError) as error:
                 errors[i] = str(error)
-        found = self.llm.generate([*prompts.values()], self.params, use_tqdm=False) if prompts else []
-        outputs = dict(zip(prompts, found))
+        answers = self.llm.generate([*prompts.values()], self.params, use_tqdm=False) if prompts else []
+        outputs = dict(zip(prompts, answers))
         rows = range(len(batch[self.column]))
         return batch | {
             "generated_text": [outputs[i].text if i in outputs else errors[i] for i in rows],
@@ -52,8 +53,8 @@ class NanoVLLM:
 
 
 def _as_prompt(value: Any) -> Any:
-    """A cell of a column: arrays become lists."""
+    """Convert a cell of a column to a prompt. Arrays become lists."""
     items = value.tolist() if hasattr(value, "tolist") else value
-    if is_conversation(items):  # keys that other rows have come as None
+    if is_conversation(items):  # keys that only other rows have are None here
         return [{key: entry for key, entry in message.items() if entry is not None} for message in items]
     return items

@@ -22,19 +22,19 @@ from nanovllm.serve.replicas.routing import Router
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.progress import progress_bar
 
-SUBMIT_BATCH = 64  # requests that are made before they are sent
-REORDERED = 4  # times the requests in flight: how far ahead of the next output prompts are read
+SUBMIT_BATCH = 64  # requests that are sent together
+REORDERED = 4  # prompts are read up to this many times the requests in flight ahead of the next output
 
 
 class RayLLM:
-    """`RayLLM(model, num_replicas=N, **settings).generate(prompts, sampling_params)`, with the answers of `LLM`.
+    """Generates on N engines, like LLM: `RayLLM(model, num_replicas=N, **settings).generate(prompts, sampling_params)`.
 
-    Prompts are checked and tokenized in this process, with the errors of LLM, and their noise is chosen here: with the
-    same `seed` setting, the same calls give the same tokens on one engine and on any number of replicas (up to
-    rounding). A request that can't be computed ends with `finish_reason="error"`, and its `stop_reason` has the
-    message. See ReplicaGroup for what happens when a replica is lost.
+    This process checks and tokenizes prompts, with the errors of LLM, and chooses the seeds of the sampling noise. So
+    with the same `seed` setting, the same calls give the same tokens on one engine and on any number of replicas, up to
+    rounding. A request that can't be computed ends with `finish_reason="error"` and the message as its `stop_reason`.
+    ReplicaGroup explains what happens when a replica is lost.
 
-    Several threads may call the methods at the same time. A RayLLM is a context manager; `exit` ends the replicas.
+    Several threads may call the methods at the same time. A RayLLM is a context manager. `exit` ends the replicas.
     """
 
     def __init__(
@@ -47,12 +47,14 @@ class RayLLM:
         restart_timeout: float = RESTART_TIMEOUT,
         **settings: Any,
     ) -> None:
-        """`settings` are those of `LLM` for each replica, with its errors; Ray chooses the devices.
+        """Start the replicas. `settings` are the settings of each replica's `LLM`, with the same errors.
 
-        Joins the cluster of RAY_ADDRESS, or starts Ray on this machine, unless the process has called `ray.init`.
-        router: decides which replica gets a request; None is a PrefixRouter.
-        actor_options: options of Ray for each replica's actor, for example `{"num_cpus": 8}` for replicas on CPUs.
-        restart_timeout: seconds that a lost replica may take to run again, also to wait for a GPU or a host.
+        Ray chooses the devices. Unless the process has called `ray.init`, this joins the cluster of RAY_ADDRESS, or
+        starts Ray on this machine.
+
+        router: decides which replica gets a request. None means a PrefixRouter.
+        actor_options: Ray options for each replica's actor, for example `{"num_cpus": 8}` for replicas on CPUs.
+        restart_timeout: seconds that the restart of a lost replica may take, including the wait for a GPU or a host.
         """
         num_replicas = check_int("num_replicas", num_replicas, low=1)
         self.input_processor = make_processor(model, settings)
@@ -80,7 +82,7 @@ class RayLLM:
         use_tqdm: bool = True,
         priority: list[int] | None = None,
     ) -> list[RequestOutput]:
-        """`LLM.generate`, with its errors. Ctrl-C and errors drop the requests of this call."""
+        """Generate like `LLM.generate`, with the same errors. Ctrl-C and errors drop the requests of this call."""
         requests = self.input_processor.requests(prompts, sampling_params, OutputKind.FINAL_ONLY, None, priority)
         return self._run(requests, use_tqdm)
 
@@ -89,17 +91,17 @@ class RayLLM:
     get_default_sampling_params: Any = LLM.get_default_sampling_params
 
     def get_tokenizer(self):
-        """The tokenizer of the model, as transformers loads it."""
+        """Return the tokenizer of the model, as transformers loads it."""
         return self.input_processor.tokenizer
 
     def generate_iter(
         self, prompts: Iterable[Prompt], sampling_params: SamplingParams | Iterable[SamplingParams] | None = None
     ) -> Iterator[RequestOutput]:
-        """The answers to any number of prompts, in their order, while the prompts are read.
+        """Yield the answers to any number of prompts, in the order of the prompts, while the prompts are read.
 
-        Prompts, and parameters if they are iterable too, are read only as far as replicas can take them, so that memory
-        does not grow with their number. A prompt or parameters that `generate` would refuse have an output too: its
-        `finish_reason` is "error", and its `stop_reason` has the index and the message. ValueError if the parameters
+        Prompts, and parameters if they are iterable, are read only when replicas can take them. So memory does not grow
+        with their number. If `generate` would refuse a prompt or its parameters, its output has the
+        `finish_reason` "error", and a `stop_reason` with the index and the message. Raises ValueError if the parameters
         end before the prompts.
         """
         outputs: dict[int, RequestOutput] = {}
@@ -108,8 +110,8 @@ class RayLLM:
         def end() -> int:
             return next_index + REORDERED * self._window
 
-        for found in self._outputs(self._requests(prompts, sampling_params), end):
-            outputs |= found
+        for new_outputs in self._outputs(self._requests(prompts, sampling_params), end):
+            outputs |= new_outputs
             while next_index in outputs:
                 yield outputs.pop(next_index)
                 next_index += 1
@@ -117,17 +119,17 @@ class RayLLM:
     def as_completed(
         self, prompts: Iterable[Prompt], sampling_params: SamplingParams | Iterable[SamplingParams] | None = None
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Like `generate_iter`, with (index of the prompt, its answers) in the order in which they are complete."""
-        for found in self._outputs(self._requests(prompts, sampling_params)):
-            yield from found.items()
+        """Yield pairs (index of the prompt, its answers) like `generate_iter`, but as soon as each is complete."""
+        for new_outputs in self._outputs(self._requests(prompts, sampling_params)):
+            yield from new_outputs.items()
 
     def stats(self) -> list[dict[str, Any] | None]:
-        """`LLM.stats` of each replica; None for one that does not run at the moment. RuntimeError after `exit`."""
+        """Return `LLM.stats()` of each replica; None if it does not run at the moment. RuntimeError after `exit`."""
         self._check_open()
         return self._run_in_loop(self.group.stats())
 
     def exit(self) -> None:
-        """End the replicas, and Ray if this object has started it. Unfinished calls raise an EngineDeadError."""
+        """End the replicas, and Ray if this object started it. Unfinished calls raise an EngineDeadError."""
         if not self._is_open:
             return
         self._is_open = False
@@ -147,7 +149,7 @@ class RayLLM:
         self.exit()
 
     async def _finish(self) -> None:
-        """End the group, and what Ray's streams have left in the event loop."""
+        """End the group, and the tasks that Ray's streams have left in the event loop."""
         await self.group.close()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
@@ -158,18 +160,18 @@ class RayLLM:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def _run(self, requests: list[CompletionRequest], use_tqdm: bool) -> list[RequestOutput]:
-        """What `LLM.generate` and `LLM.chat` call."""
+        """Run requests, and return their outputs in order. `LLM.chat` calls this."""
         outputs: dict[int, RequestOutput] = {}
         bar = progress_bar(len(requests), desc="Generating", dynamic_ncols=True, disable=not use_tqdm)
         with bar as advance:
-            for found in self._outputs(iter(requests)):
-                num_tokens = sum(len(answer.token_ids) for output in found.values() for answer in output.outputs)
-                advance(len(found), decode=num_tokens)
-                outputs |= found
+            for new_outputs in self._outputs(iter(requests)):
+                num_tokens = sum(len(answer.token_ids) for output in new_outputs.values() for answer in output.outputs)
+                advance(len(new_outputs), decode=num_tokens)
+                outputs |= new_outputs
         return [outputs[i] for i in range(len(requests))]
 
     def _requests(self, prompts: Iterable[Prompt], sampling_params: Any) -> Iterator[CompletionRequest | RequestOutput]:
-        """A request for each prompt, or the output that says why there is none."""
+        """Yield a request for each prompt, or the output that says why the prompt was refused."""
         if isinstance(prompts, (str, Mapping)):
             raise TypeError(f"prompts={prompts!r:.80}: must be an iterable of prompts")
         is_single = sampling_params is None or isinstance(sampling_params, SamplingParams)
@@ -190,19 +192,19 @@ class RayLLM:
     def _outputs(
         self, requests: Iterator[CompletionRequest | RequestOutput], end: Callable[[], int] | None = None
     ) -> Iterator[dict[int, RequestOutput]]:
-        """The outputs of requests by their index, as they come. Requests are made and sent while others are computed.
+        """Yield outputs by the index of the request, as they complete. Requests are sent while others are computed.
 
-        More are sent after every few outputs, also while others wait to be taken: replicas must not run out of work
-        because the caller is slow.
+        After every few outputs, more requests are sent, even if outputs wait for the caller: replicas must not run out
+        of work because the caller is slow.
 
-        end: the index of the first request that must not be made yet.
+        end: returns the index of the first request that must not be made yet.
         """
         done: SimpleQueue[ReplicaRequest] = SimpleQueue()
-        live: dict[int, tuple[int, ReplicaRequest]] = {}  # (index, request) by its id
+        live: dict[int, tuple[int, ReplicaRequest]] = {}  # by id: (index, request)
         num_made, is_exhausted = 0, False
         try:
             while True:
-                found: dict[int, RequestOutput] = {}
+                new_outputs: dict[int, RequestOutput] = {}
                 while not is_exhausted:
                     count = min(SUBMIT_BATCH, self._window - len(live))
                     if end is not None:
@@ -213,21 +215,21 @@ class RayLLM:
                     started: dict[int, ReplicaRequest] = {}
                     for i, new in enumerate(made, num_made):
                         if isinstance(new, RequestOutput):
-                            found[i] = new
+                            new_outputs[i] = new
                         else:
                             started[i] = ReplicaRequest(new, done.put)
                     live |= {request.request_id: (i, request) for i, request in started.items()}
                     num_made += len(made)
                     is_exhausted = len(made) < count
                     self._post(partial(self.group.submit, [*started.values()]))
-                    if found:
+                    if new_outputs:
                         break
-                if not live and not found:
+                if not live and not new_outputs:
                     return
-                for request in [] if found else _some_of(done):
+                for request in [] if new_outputs else _some_of(done):
                     index, _ = live.pop(request.request_id)
-                    found[index] = self._output(request)
-                yield found
+                    new_outputs[index] = self._output(request)
+                yield new_outputs
         finally:
             if live and self._is_open:
                 self._post(partial(self.group.discard, [request for _, request in live.values()]))
@@ -245,7 +247,7 @@ class RayLLM:
         return RequestOutput(request.request_id, *prompt, failed, True, 0, None, metrics)
 
     def _post(self, call: Callable[[], None]) -> None:
-        """Call a function in the event loop. RuntimeError after `exit`."""
+        """Call a function in the event loop, without waiting. RuntimeError after `exit`."""
         self._check_open()
         self._loop.call_soon_threadsafe(call)
 
@@ -255,14 +257,14 @@ class RayLLM:
 
 
 def _refused(prompt: Prompt, message: str) -> RequestOutput:
-    """The output for a request that was not made; it has no id."""
+    """Make the output for a refused prompt, which has no request id."""
     answer = CompletionOutput(0, "", [], None, None, "error", message)
     text = prompt if isinstance(prompt, str) else None
     return RequestOutput(-1, text, [], [answer], True, 0, None, RequestMetrics(time(), None, None, None))
 
 
 def _some_of(done: SimpleQueue) -> Iterator[ReplicaRequest]:
-    """Wait for a request, and take a few of those that are there."""
+    """Wait for a finished request, and take a few more if they are there."""
     yield done.get()
     for _ in range(SUBMIT_BATCH // 4 - 1):
         try:

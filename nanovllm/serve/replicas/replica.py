@@ -1,4 +1,4 @@
-"""A replica: one engine that receives requests and reports results as messages. Ray runs it as an actor."""
+"""A replica: one engine that takes requests and reports results as messages. Ray runs it as an actor."""
 
 import logging
 import threading
@@ -21,46 +21,46 @@ logger = logging.getLogger("nanovllm")
 
 
 class Replica:
-    """Ray calls `start` once, then `reports`, and from then on the other methods, in the order of the driver's calls.
+    """An engine behind messages. Ray calls `start` once, then `reports`, then other methods in the driver's order.
 
-    The engine's thread runs the steps. Another one, in `reports`, sends what is new since the last report. If sending
-    takes longer than a step, the next report covers several steps; the engine never waits for it. This file does not
-    import Ray, so that tests can run replicas without it.
+    The engine's thread runs the steps. Another thread, in `reports`, sends the news since the last report. If sending
+    takes longer than a step, the next report covers several steps. The engine never waits for reports. This file does
+    not import Ray, so tests can run replicas without it.
     """
 
-    orders_by_id = True  # ids are one driver's: a request that another replica has begun keeps its place
+    orders_by_id = True  # ids come from one driver: a request that another replica has begun keeps its place
 
     def start(self, model: str, settings: dict[str, Any]) -> dict[str, Any]:
-        """Load the model, with the errors of `LLM`. Returns what the driver needs to know of the engine."""
+        """Load the model, with the errors of `LLM`. Returns the facts that the driver needs about the engine."""
         self.attach(LLM(model, **settings))
         config = self.engine.config
-        num_blocks = config.num_kvcache_blocks if config.enable_prefix_caching else 0  # that can hold prefixes
+        num_blocks = config.num_kvcache_blocks if config.enable_prefix_caching else 0  # blocks of the prefix cache
         return {"num_blocks": num_blocks, "startup_seconds": self.engine.startup_seconds}
 
     def attach(self, engine: LLM) -> None:
-        """Compute with an engine that was loaded already, and that others may use too; ids of requests are unique."""
+        """Use an engine that is already loaded. Others may use it, too, if all request ids are unique."""
         self.engine, self._engine_thread = engine, engine.engine_thread
         self._collectors = {kind: NotifyingCollector(kind, self._notify, self._fail) for kind in OutputKind}
-        self._requests: dict[int, CompletionRequest] = {}  # by id; ids are the driver's
-        self._num_unfinished: dict[int, int] = {}  # answers of each request that have not ended
-        self._changed = threading.Condition()  # guards what follows
+        self._requests: dict[int, CompletionRequest] = {}  # by the driver's id
+        self._num_unfinished: dict[int, int] = {}  # by id: the number of answers that have not ended
+        self._changed = threading.Condition()  # protects the following attributes
         self._errors: list[tuple[int, Exception]] = []
         self._failure: BaseException | None = None
         self.is_closed = False
-        self._in_grammar_thread: set[int] = set()  # ids of requests that are not made yet
+        self._in_grammar_thread: set[int] = set()  # ids of requests that wait for their grammars
         self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-grammar")
         self._engine_thread.watch(self._collectors[OutputKind.DELTA])
 
     def submit(self, data: bytes) -> None:
-        """Queue requests that were checked by the driver. An error of one is reported, and concerns no other."""
+        """Queue requests that the driver has checked. An error of one request is reported, and affects no other."""
         try:
             self._submit(decode_requests(data))
-        except Exception as error:  # the driver reads no result of this call: it learns this from `reports`
+        except Exception as error:  # the driver ignores the result of this call, but `reports` tells it
             self._fail(error)
             raise
 
     def _submit(self, messages: Iterable[NewRequest]) -> None:
-        """Grammars take long to compile, so requests with `structured_outputs` are made by another thread."""
+        """Queue requests. Another thread makes those with `structured_outputs`, because grammars compile slowly."""
         plain = []
         for new in messages:
             if new.params.structured_outputs is None:
@@ -97,7 +97,7 @@ class Replica:
         """End requests without an output."""
         request_ids = [*request_ids]
         if late := self._in_grammar_thread.intersection(request_ids):
-            self._grammar_thread.submit(self.discard, late)  # when it has made them
+            self._grammar_thread.submit(self.discard, late)  # after it has made them
         self._engine_thread.discard([i for i in request_ids if i not in late and self._forget(i)])
 
     def abort(self, request_id: int) -> None:
@@ -111,12 +111,12 @@ class Replica:
         return stats_of(self.engine.scheduler)
 
     def reports(self) -> Iterator[bytes]:
-        """`new_reports`, encoded."""
-        for report in self.new_reports():  # Ray calls `send`, which `yield from` would pass on to `map`
+        """Yield `new_reports`, encoded."""
+        for report in self.new_reports():  # not `yield from`: Ray calls `send`, which `map` does not have
             yield encode_report(report)
 
     def new_reports(self) -> Iterator[Report]:
-        """Yields one whenever there is something to report. RuntimeError if the engine has failed."""
+        """Yield a report whenever there is news. RuntimeError if the engine has failed."""
         while True:
             with self._changed:
                 while not (self._errors or self._failure or any(x.is_ready for x in self._collectors.values())):
@@ -124,19 +124,19 @@ class Replica:
                 if self._failure is not None:
                     raise RuntimeError(f"the engine has failed: {self._failure!r}") from self._failure
                 errors, self._errors = self._errors, []
-            # without the lock, for which the engine's thread would have to wait
+            # without the lock, because the engine's thread would wait for it
             outputs = StepOutput()
             for collector in self._collectors.values():
                 collector.take_into(outputs)
             yield Report(*self._read(outputs), errors)
 
     def exit(self) -> None:
-        """End the engine, and with it `reports`. Ray kills the actor's process instead, and with it all that it has."""
+        """End `reports` and the engine. With Ray, nobody calls this: the actor's process is killed."""
         self.close()
         self.engine.exit()
 
     def close(self) -> None:
-        """End `reports`, and leave the engine as it is."""
+        """End `reports`, but not the engine."""
         with self._changed:
             self.is_closed = True
             self._failure = self._failure or RuntimeError("it was closed")
@@ -150,9 +150,9 @@ class Replica:
         request.request_id = new.request_id
         for seq, noise_seed, generated in zip(request.group, new.noise_seeds, new.generated):
             seq.request_id, seq.noise_seed, seq.cache_salt = new.request_id, noise_seed, new.cache_salt
-            for token_id in generated:  # as after a preemption
+            for token_id in generated:  # the sequence goes on as after a preemption
                 seq.token_ids.append(token_id)
-                for name in seq.feature_state:  # each token by itself, as stop strings do not count before `min_tokens`
+                for name in seq.feature_state:  # one token at a time: stop strings do not count before `min_tokens`
                     FEATURES[name].load().after_step(ScheduledStep(), {0: seq}, {}, None)
             if seq.awaited is not None:
                 seq.awaited.result()
@@ -163,19 +163,19 @@ class Replica:
         return request
 
     def _read(self, outputs: StepOutput) -> tuple[list[StreamEvent], list[Final]]:
-        """Deltas, of which those of several steps become one for each answer, and the ends of requests."""
+        """Return the deltas, merged into one for each answer, and the ends of requests."""
         deltas: list[StreamEvent] = []
         finals: list[Final] = []
         events: dict[int, list[StreamEvent]] = {}
         for event in outputs.events:
             events.setdefault(event.request_id, []).append(event)
-        for request_id, several in events.items():
+        for request_id, request_events in events.items():
             if (request := self._requests.get(request_id)) is not None:
-                deltas += merged(several)
-                num_ended = len([event for event in several if event.finish_reason is not None])
+                deltas += merged(request_events)
+                num_ended = len([event for event in request_events if event.finish_reason is not None])
                 if num_ended and self._end_answers(request_id, num_ended):
-                    seq, found = request.group[0], request.logprobs
-                    logprobs = None if found is None else found.of_prompt(seq)
+                    seq, output_logprobs = request.group[0], request.logprobs
+                    logprobs = None if output_logprobs is None else output_logprobs.of_prompt(seq)
                     finals.append(make_final(request_id, [], seq.num_cached_tokens, logprobs, request.metrics()))
         for output in outputs.finished:
             if self._forget(i := output.request_id):
@@ -184,15 +184,15 @@ class Replica:
         return deltas, finals
 
     def _end_answers(self, request_id: int, count: int) -> bool:
-        """Count answers of a request that have ended. True if they were the last ones; it is forgotten then."""
+        """Count ended answers of a request. After the last answer, forget the request and return True."""
         with self._changed:
-            if request_id not in self._num_unfinished:  # discarded meanwhile
+            if request_id not in self._num_unfinished:  # it was discarded
                 return False
             self._num_unfinished[request_id] -= count
             return not self._num_unfinished[request_id] and self._forget(request_id)
 
     def _forget(self, request_id: int) -> bool:
-        """False if it has ended, or was discarded, before."""
+        """Forget a request. Returns False if it has already ended or was discarded."""
         with self._changed:
             self._num_unfinished.pop(request_id, None)
             return self._requests.pop(request_id, None) is not None

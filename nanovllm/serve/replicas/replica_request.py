@@ -1,4 +1,4 @@
-"""A request as the driver sees it: what its caller has received, and which replica computes it."""
+"""A request on the driver's side: what its caller has received, and which replica computes it."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,12 +13,12 @@ from nanovllm.serve.replicas.messages import Final, NewRequest
 
 
 class ResumableAnswer(PartialAnswer):
-    """What the caller has of an answer. A replica that takes the request over sends that again, and it is skipped."""
+    """The part of an answer that the caller has. If another replica sends this part again, it is skipped."""
 
-    num_tokens_again = num_characters_again = 0  # that are still to be skipped
+    num_tokens_again = num_characters_again = 0  # tokens and characters that are still to be skipped
 
     def skip(self, delta: StreamEvent) -> StreamEvent:
-        """The part of a delta that is new. RuntimeError if the new replica has sampled other tokens."""
+        """Return the new part of a delta. RuntimeError if the new replica has sampled other tokens."""
         num_tokens = min(self.num_tokens_again, len(delta.token_ids))
         num_characters = min(self.num_characters_again, len(delta.text))
         if not (num_tokens or num_characters):
@@ -34,23 +34,23 @@ class ResumableAnswer(PartialAnswer):
 
 
 class ReplicaRequest(AsyncRequest):
-    """A request that another process computes. If that process is lost, another replica takes the request over.
+    """A request that another process computes. If that process is lost, another replica takes over the request.
 
-    The caller gets every delta once. The new replica continues after the tokens that the caller has; a request with
-    log-probabilities is computed again from the start. In both cases the replica sends the answer from its beginning,
-    and what the caller has is skipped here. As the noise depends on the request alone, the tokens are those that one
-    engine would have given, up to rounding. If rounding has led to other tokens than those delivered, which only
-    log-probabilities make possible, the request ends with an error.
+    The caller gets each delta once. The new replica continues after the tokens that the caller has, except that a
+    request with log-probabilities is computed again from the start. In both cases, the replica sends the answer from
+    its beginning, and the part that the caller has is skipped here. The sampling noise depends only on the request, so
+    the tokens are the same as from one engine, up to rounding. If a request with log-probabilities gets other tokens
+    the second time, due to rounding, it ends with an error.
     """
 
-    num_cached_tokens = 0  # of the prompt, found in the prefix cache of the replica; 0 until the request has ended
+    num_cached_tokens = 0  # prompt tokens found in the replica's prefix cache; 0 until the request has ended
 
     def __init__(self, request: CompletionRequest, on_end: Callable[["ReplicaRequest"], None], name: str = ""):
-        """`on_end` is called once it has its answers or its error; not if it is discarded."""
+        """`on_end` is called when the request has its answers or its error, but not if it is discarded."""
         super().__init__(request, name)
         self.on_end = on_end
-        self.replica_index: int | None = None  # of the one that computes it
-        self.num_failures = 0  # replicas that were lost while they computed it
+        self.replica_index: int | None = None  # the replica that computes it
+        self.num_failures = 0  # number of replicas that were lost while they computed it
         self.is_aborted = False  # its replica was told to end it
         self.error: Exception | None = None
         self._sent_time = self.arrival_time
@@ -59,7 +59,7 @@ class ReplicaRequest(AsyncRequest):
 
     @property
     def order(self) -> tuple:
-        """The request's place in the order of the scheduling policy: unique, and the least comes first."""
+        """The key of the request in the scheduling order. It is unique, and the lowest comes first."""
         return self.request.group[0].order
 
     @property
@@ -67,10 +67,10 @@ class ReplicaRequest(AsyncRequest):
         return self.final is not None or self.error is not None
 
     def message(self, replica_index: int) -> NewRequest:
-        """The message that makes a replica compute this request. Its deltas are expected from now on."""
+        """Return the message that asks a replica to compute this request, and expect its deltas from now on."""
         self.replica_index, self._sent_time = replica_index, time()
         params = self.request.params
-        if type(params) is not SamplingParams:  # a class of the caller's, which a replica may not be able to import
+        if type(params) is not SamplingParams:  # a replica may be unable to import a class of the caller
             params = SamplingParams(**{name: getattr(params, name) for name in SamplingParams.__dataclass_fields__})
         generated = [[] if params.logprobs is not None else _generated(answer) for answer in self._answers]
         for answer in self._answers:
@@ -90,10 +90,10 @@ class ReplicaRequest(AsyncRequest):
         )
 
     def add_event(self, delta: StreamEvent) -> None:
-        """RuntimeError as in `ResumableAnswer.skip`."""
+        """Add the new part of a delta. RuntimeError as in `ResumableAnswer.skip`."""
         answer = self._answers[delta.output_index]
         if answer.finish_reason is not None:
-            return  # this answer had ended before another replica took the request over
+            return  # this answer had ended before another replica took over the request
         new = answer.skip(delta)
         if new.token_ids or new.text or new.finish_reason:
             self._add(answer, new)
@@ -105,8 +105,8 @@ class ReplicaRequest(AsyncRequest):
         self._events.append(delta)
 
     def finish(self, final: Final) -> None:
-        """The replica has computed the whole request."""
-        # a replica that took the request over may also have found generated tokens
+        """Set the output, because the replica has computed the whole request."""
+        # a replica that took over the request may also have found generated tokens in its cache
         self.num_cached_tokens = min(final.num_cached_tokens, len(self.prompt_token_ids))
         scheduled, first_token, finished = (
             None if seconds is None else self._sent_time + seconds for seconds in final.seconds
@@ -127,7 +127,7 @@ class ReplicaRequest(AsyncRequest):
         )
 
     def end_aborted(self) -> None:
-        """End it here, with the tokens that the caller has, as no replica computes it."""
+        """End the request with the tokens that the caller has. No replica computes it."""
         for answer in self._answers:
             if answer.finish_reason is None:
                 ids = self.request.index, answer.index, self.request_id
@@ -149,5 +149,5 @@ class ReplicaRequest(AsyncRequest):
 
 
 def _generated(answer: ResumableAnswer) -> list[int]:
-    """The tokens that the next replica must not sample again. Of an answer that has ended, it samples the last one."""
+    """Return the tokens that the next replica must not sample again: all, except the last token of an ended answer."""
     return answer.token_ids[: -1 if answer.finish_reason else None]

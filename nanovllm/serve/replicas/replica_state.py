@@ -1,4 +1,4 @@
-"""One of the N replicas of a ReplicaGroup: its process, and the requests that it computes."""
+"""The state of a replica in a ReplicaGroup: its process, and the requests that it computes."""
 
 import asyncio
 import logging
@@ -11,7 +11,7 @@ from nanovllm.serve.replicas.replica_request import ReplicaRequest
 
 logger = logging.getLogger("nanovllm")
 STATS_TIMEOUT = 5.0
-STABLE_SECONDS = 300.0  # of running, after which earlier losses of a replica are forgotten
+STABLE_SECONDS = 300.0  # of running until earlier losses of a replica are forgotten
 
 
 class ClusterDeadError(EngineDeadError):
@@ -19,7 +19,7 @@ class ClusterDeadError(EngineDeadError):
 
 
 class Handle(Protocol):
-    """A replica in another process. Any method may raise if it was lost, and `start` a ClusterDeadError."""
+    """A replica in another process. If it is lost, any method may raise. `start` may raise ClusterDeadError."""
 
     async def start(self) -> dict[str, Any]: ...
     def reports(self) -> AsyncIterator[bytes]: ...
@@ -33,18 +33,18 @@ class ReplicaState:
     def __init__(self, index: int):
         self.index = index
         self.handle: Handle | None = None
-        self.is_ready = False  # it takes requests
-        self.ready_time = 0.0  # of the event loop's clock
-        self.start_info: dict[str, Any] = {}  # that its start returned
-        self.requests: dict[int, ReplicaRequest] = {}  # that it has not ended, by id
-        self.num_answers = 0  # of those requests
-        self.poison_request: ReplicaRequest | None = None  # possibly one, that has the replica to itself, or will
+        self.is_ready = False  # whether it takes requests
+        self.ready_time = 0.0  # on the event loop's clock
+        self.start_info: dict[str, Any] = {}  # the result of `Handle.start`
+        self.requests: dict[int, ReplicaRequest] = {}  # by id: requests that have not ended
+        self.num_answers = 0  # of these requests
+        self.poison_request: ReplicaRequest | None = None  # a suspect that has the replica to itself, or soon will
         self.to_send: list[NewRequest] = []
-        self.num_failures = 0  # in a row
+        self.num_failures = 0  # losses in a row
         self.num_restarts = 0
 
     def load(self, max_answers: int) -> int | None:
-        """The answers that it has to compute; None if it takes no request now."""
+        """Return the number of answers that it computes; None if it takes no requests now."""
         takes_more = self.is_ready and self.poison_request is None and self.num_answers < max_answers
         return self.num_answers if takes_more else None
 
@@ -54,7 +54,7 @@ class ReplicaState:
         self.to_send.append(request.message(self.index))
 
     def release(self, request: ReplicaRequest) -> None:
-        """The replica no longer computes this request."""
+        """Remove a request that the replica no longer computes."""
         del self.requests[request.request_id]
         self.num_answers -= request.num_answers
         if self.poison_request is request:
@@ -62,7 +62,7 @@ class ReplicaState:
         request.replica_index = None
 
     def send(self) -> list[tuple[int, Exception]]:
-        """Send what was added, as one message. Returns the ids of requests that can't be pickled, with errors."""
+        """Send the added requests in one message. Returns ids and errors of requests that can't be pickled."""
         messages, self.to_send = self.to_send, []
         failed = []
         try:
@@ -81,7 +81,7 @@ class ReplicaState:
         return failed
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Call a method of the replica. If that fails, its reports end with the error."""
+        """Call a method of the replica. If that fails, kill the replica, which ends its reports."""
         if self.handle is None:  # the replica was lost, and its requests were moved
             return
         try:
@@ -95,13 +95,13 @@ class ReplicaState:
             return None
         restarts = self.num_restarts
         try:
-            found = await asyncio.wait_for(self.handle.call("stats"), STATS_TIMEOUT)
+            result = await asyncio.wait_for(self.handle.call("stats"), STATS_TIMEOUT)
         except Exception:  # if the replica was lost, the end of its reports says so
             return None
-        return found | {"restarts": restarts}
+        return result | {"restarts": restarts}
 
     def count_failure(self, now: float) -> None:
-        """The replica was lost. A request that it had to itself is the reason, and not a failure of the replica."""
+        """Count the loss of the replica, unless it had a poison request to itself, which then is the cause."""
         if self.is_ready and now - self.ready_time > STABLE_SECONDS:
             self.num_failures = 0
         if self.poison_request is None or self.poison_request.replica_index is None:

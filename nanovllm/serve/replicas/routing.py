@@ -1,4 +1,4 @@
-"""Which replica computes a request: plain counts and hashes, without Ray and without torch."""
+"""Routers, which choose the replica of a request. They use counts and hashes, and need neither Ray nor torch."""
 
 import logging
 from collections import OrderedDict
@@ -12,26 +12,27 @@ IMBALANCE, SLACK = 1.5, 8
 
 
 class Router(Protocol):
-    """What a ReplicaGroup needs of a router. Replicas are numbered from 0."""
+    """The interface of routers. Replicas are numbered from 0."""
 
     def choose(self, token_ids: list[int], loads: Sequence[int | None]) -> int:
-        """The replica for a prompt. `loads`: how many answers each has to compute; None if it takes no request now.
+        """Return the replica for a prompt.
 
-        At least one load is a number, and the choice must be one of those replicas.
+        `loads` has the number of answers that each replica computes; None if it takes no requests now. At least one
+        load is a number, and the router must choose a replica whose load is a number.
         """
         ...
 
     def computed(self, replica: int, token_ids: list[int]) -> None:
-        """The replica has computed these tokens, a prompt and its answer."""
+        """Note that the replica has computed these tokens, which are a prompt and its answer."""
         ...
 
     def forget(self, replica: int) -> None:
-        """The replica was lost: its cache is empty."""
+        """Note that the replica was lost, and that its cache is empty."""
         ...
 
 
 class GuardedRouter:
-    """Another router whose errors cost no request: where it fails to choose, the least loaded replica is chosen."""
+    """Wraps a router, so that its errors do no harm: if it fails to choose, the least loaded replica is chosen."""
 
     def __init__(self, router: Router):
         self._router = router
@@ -57,7 +58,7 @@ class GuardedRouter:
 
 
 class RoundRobin:
-    """Each replica in turn, regardless of what is cached."""
+    """Chooses the replicas in round-robin order, regardless of caches."""
 
     def __init__(self) -> None:
         self._last = -1
@@ -75,15 +76,15 @@ class RoundRobin:
 
 
 class PrefixRouter:
-    """The replica whose cache holds the longest prefix of the prompt, unless it has much more to do than another.
+    """Chooses the replica with the longest cached prefix of the prompt, unless its load is much higher than others.
 
-    "Much more" is a load of more than `imbalance * least + slack` answers, where `least` is the lowest load. Then, and
-    if no replica has a part of the prompt cached, the least loaded replica gets the request; of several with the same
-    load, the one that has had the fewest requests.
+    "Much higher" means more than `imbalance * least + slack` answers, where `least` is the lowest load. In that case,
+    or if no replica has cached a prefix, it chooses the least loaded replica. Among equal loads, it chooses the replica
+    that has had the fewest requests.
 
-    The router does not ask a replica what it has cached. It computes the hashes of the block manager, a chain over full
-    blocks of `block_size` tokens, and remembers those of all prompts and answers of a replica in an LRU list of
-    `max_blocks`, the size of the replica's cache. Memory: about 150 bytes a block.
+    The router does not ask replicas what they have cached. It computes the same hashes as the block manager, a chain
+    over full blocks of `block_size` tokens. For each replica, it remembers the hashes of all prompts and answers in an
+    LRU list of `max_blocks` hashes, the size of the replica's cache. This takes about 150 bytes of memory per block.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class PrefixRouter:
         if load[best] > self.imbalance * load[least] + self.slack:
             best = least
         self._num_chosen[best] += 1
-        self._remember(best, hashes)  # before it is computed, so that requests that follow at once are routed by it
+        self._remember(best, hashes)  # before they are computed, so that the next requests are routed by them
         return best
 
     def computed(self, replica: int, token_ids: list[int]) -> None:
