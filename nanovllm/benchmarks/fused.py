@@ -105,14 +105,14 @@ def step_times(
             llm.generate([[i + 5] * length for i in range(num_seqs)], params, use_tqdm=False)
             return perf_counter() - begin
 
-        found = {}
+        times = {}
         for name, (num_seqs, length, num_tokens) in STEPS.items():
             if llm.config.max_model_len <= length + num_tokens:
                 continue
             longer = [seconds(num_seqs, length, num_tokens) for _ in range(4)][1:]
             prompt = [seconds(num_seqs, length, 1) for _ in range(4)][1:] if num_tokens > 1 else [0.0]
-            found[name] = 1e6 * (min(longer) - min(prompt)) / max(1, num_tokens - 1)
-        return found
+            times[name] = 1e6 * (min(longer) - min(prompt)) / max(1, num_tokens - 1)
+        return times
 
 
 def measure(model: str, settings: dict[str, Any], fused: list[str]) -> None:

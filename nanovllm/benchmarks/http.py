@@ -60,7 +60,9 @@ NUM_ROUNDS = 4  # requests of each client, for other loads
 
 @dataclass
 class LoadResult(Result):
-    """`gpu` is the utilization of the busiest GPU, `client` that of the busiest client process, both in percent."""
+    """`gpu` is the utilization of the busiest GPU. `client` is the CPU time of the busiest client process. Both are in
+    percent of the time.
+    """
 
     num_requests: int = 0
     threads: Threads = field(default_factory=dict)

@@ -172,7 +172,7 @@ class LLM(nanovllm.LLM):
         These are: no text, the format of the reasoning, and restrictions of JSON schemas.
         """
         if isinstance(params, (list, tuple)):
-            return [self._params(own) for own in params]
+            return [self._params(item) for item in params]
         params = self.get_default_sampling_params() if params is None else params
         params = replace(params, detokenize=False) if self.skip_tokenizer_init else params
         if params.structured_outputs is not None or params.thinking_token_budget is not None:
@@ -213,7 +213,7 @@ class LLM(nanovllm.LLM):
 def _with_logprobs(answers: list[RequestOutput], params: Any) -> list[RequestOutput]:
     """Return the answers with log-probabilities as lists, or as FlatLogprobs if `flat_logprobs` asks for that."""
     each = params if isinstance(params, (list, tuple)) else [params] * len(answers)
-    kinds = (FlatLogprobs if getattr(own, "flat_logprobs", False) else list for own in each)
+    kinds = (FlatLogprobs if getattr(request_params, "flat_logprobs", False) else list for request_params in each)
     return [_with_type(answer, kind) for answer, kind in zip(answers, kinds)]
 
 

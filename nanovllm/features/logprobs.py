@@ -285,7 +285,7 @@ def log_probabilities(
     The `logits` [S, vocabulary] are divided by `temperatures` [S]. `num_top` is capped at the size of the vocabulary.
     Returns three tensors: ids [S, 1 + num_top] int32, log-probabilities [S, 1 + num_top] float32, and ranks [S] int32.
     The first column is for `token_ids`, the other columns are for the top tokens in descending order of `token_keys`.
-    The ranks are those of `token_ids` in the same order; the most likely token has rank 1.
+    The ranks belong to `token_ids`, in the same order of tokens; the most likely token has rank 1.
     """
     if num_top == 0:
         logprobs, ranks = token_logprobs(logits, token_ids, temperatures)

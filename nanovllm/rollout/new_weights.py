@@ -159,8 +159,8 @@ class ModelWeights:
         The language part of such a checkpoint may be trained alone, and the other way round.
         """
         parts = str(name).split(".language_model.", 1)
-        other = ".".join(parts) if len(parts) > 1 else str(name).replace("model.", "model.language_model.", 1)
-        return other if other in self.loaders else name
+        other_name = ".".join(parts) if len(parts) > 1 else str(name).replace("model.", "model.language_model.", 1)
+        return other_name if other_name in self.loaders else name
 
     def check(self, name: str, tensor: torch.Tensor) -> None:
         """Raise the errors of `load_weights`, except for shapes that the loader checks before it writes."""

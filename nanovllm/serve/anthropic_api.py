@@ -121,7 +121,7 @@ def chat_body(body: CountTokensBody) -> ChatBody:
     problem = "thread: this server stores no conversations; send the whole one"
     require(not body.thread, problem, "thread_unsupported_request")  # clients know this code, and then send everything
     system = InputMessage.model_construct(role="system", content=body.system or [])
-    messages = [message for given in (system, *body.messages) for message in _chat_messages(given)]
+    messages = [message for input_message in (system, *body.messages) for message in _chat_messages(input_message)]
     fields = body.model_dump(include=SAME_FIELDS) | {"messages": messages}
     if body.tools:
         fields["tools"] = [{"type": "function", "function": _function(tool)} for tool in body.as_sent("tools")]
@@ -137,8 +137,8 @@ def chat_body(body: CountTokensBody) -> ChatBody:
         config = body.output_config or {}
         fields |= {"stop": body.stop_sequences, "reasoning_effort": config.get("effort")}
         fields["thinking_token_budget"] = (body.thinking or {}).get("budget_tokens")
-        if wanted := config.get("format"):
-            fields["response_format"] = {"type": "json_schema", "json_schema": wanted}
+        if answer_format := config.get("format"):
+            fields["response_format"] = {"type": "json_schema", "json_schema": answer_format}
     return translated(TranslatedMessages, fields)
 
 
@@ -184,7 +184,7 @@ class MessagesAnswer(chat.ChatAnswer):
     def _whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         answer = outputs[0].outputs[0]
         parser = self._make_parser()
-        content = [block for found in self._found(parser, answer, is_last=True) for block in self._blocks(found)]
+        content = [block for part in self._found(parser, answer, is_last=True) for block in self._blocks(part)]
         stop = _stop(self._rest(answer, parser.num_calls) | {"stop_reason": answer.stop_reason})
         usage = {"usage": self._tokens(len(answer.token_ids))}
         return dump_json(self._message(content or [{"type": "text", "text": ""}]) | stop | usage)

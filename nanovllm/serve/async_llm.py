@@ -35,7 +35,7 @@ class AsyncLLM(EngineClient):
     engine: LLM
 
     def __init__(self, model: str, *, max_queued_requests: int = 1024, **settings: Any) -> None:
-        """Load the model. `settings` and errors are the same as those of `LLM`.
+        """Load the model. `settings` and errors are the same as for `LLM`.
 
         max_queued_requests: how many answers may wait, in addition to the `max_num_seqs` answers that run. Each of the
             `n` answers to a prompt counts.

@@ -90,7 +90,7 @@ class AsyncRequest:
         return self.final
 
     def output(self, answers: Iterable["PartialAnswer"]) -> RequestOutput:
-        """Return the answers as they are now: complete, or as far as they have arrived."""
+        """Return the answers as they are now, complete or not."""
         if self.final is not None:
             return self.final
         metrics, outputs = RequestMetrics(self.arrival_time, None, None, None), [answer.output() for answer in answers]
@@ -115,7 +115,7 @@ def merged(events: list[StreamEvent]) -> list[StreamEvent]:
     pieces: dict[int, list[StreamEvent]] = {}
     for event in events:
         pieces.setdefault(event.output_index, []).append(event)
-    return [several[0] if len(several) == 1 else _merge(several) for several in pieces.values()]
+    return [answer_events[0] if len(answer_events) == 1 else _merge(answer_events) for answer_events in pieces.values()]
 
 
 def _merge(events: list[StreamEvent]) -> StreamEvent:
@@ -127,7 +127,7 @@ def _merge(events: list[StreamEvent]) -> StreamEvent:
 
 
 class PartialAnswer:
-    """An answer as far as its events have arrived. The lists grow in place."""
+    """The part of an answer that has arrived. Its lists grow in place."""
 
     def __init__(self, index: int):
         self.index = index

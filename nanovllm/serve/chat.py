@@ -29,8 +29,9 @@ def conversation(body: ChatFields) -> list[prompts.Message]:
 def template_arguments(
     body: ChatFields, template: str | Mapping[str, str] | None = None, is_trusting: bool = False
 ) -> dict[str, Any]:
-    """Return the arguments of the chat template, except for the messages. Raises ApiError for those that a client may
-    not set.
+    """Return the arguments of the chat template, except for the messages.
+
+    Raises ApiError for arguments that a client may not set.
 
     template: the server's own template, or several templates by name.
     is_trusting: whether the server renders templates of clients, which are programs.

@@ -193,13 +193,13 @@ class EngineClient(ABC):
             tokenize = lambda lane: lane.tokens_of(prompt, chat_template_kwargs)
             if getattr(sampling_params, "structured_outputs", None) is not None:
                 compile_for = partial(make, await self._in_lane(tokenize))
-                made = await self._grammar_turns.run(lambda: self._in_thread(self._grammar_pool, compile_for))
+                prepared = await self._grammar_turns.run(lambda: self._in_thread(self._grammar_pool, compile_for))
             elif isinstance(prompt, list) and len(prompt) <= MANY_IDS and {*map(type, prompt)} == {int}:
-                made = make(tokenize(self._lane))  # without text to tokenize, a thread would cost more
+                prepared = make(tokenize(self._lane))  # without text to tokenize, a thread would cost more
             else:
-                made = await self._in_lane(lambda lane: make(tokenize(lane)))
+                prepared = await self._in_lane(lambda lane: make(tokenize(lane)))
             self.check_open()
-            request = self._start(made, name)
+            request = self._start(prepared, name)
         except BaseException:
             self._num_live[self._index] -= num_answers
             del self._names[name]

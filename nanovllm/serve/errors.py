@@ -40,8 +40,8 @@ class ApiError(Exception):
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Replace the name of the field by the client's name. names: client names of fields whose names differ."""
-        if self.param is not None and (own := names.get(self.param)) is not None:
-            self.message, self.param = self.message.replace(self.param, own, 1), own
+        if self.param is not None and (client_name := names.get(self.param)) is not None:
+            self.message, self.param = self.message.replace(self.param, client_name, 1), client_name
 
     def body(self, path: str = "") -> dict:
         """Return the body of the response, in the format of the API at `path`."""

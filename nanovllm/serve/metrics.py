@@ -157,10 +157,10 @@ class Metrics:
 class AllFronts(MultiProcessCollector):
     """The sums over all fronts, with the same descriptions as for a single process."""
 
-    def __init__(self, own: CollectorRegistry):
+    def __init__(self, registry: CollectorRegistry):
         super().__init__(None)
         self._folder = Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])
-        self._texts = {metric.name: metric.documentation for metric in own.collect()}
+        self._texts = {metric.name: metric.documentation for metric in registry.collect()}
 
     def collect(self) -> Iterator[Metric]:
         # an empty file belongs to a front that is creating it, or that was killed while it did

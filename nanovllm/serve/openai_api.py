@@ -127,10 +127,10 @@ class Api:
         self.model_name(body.model)
         require(body.stream or body.stream_options is None, "stream_options: needs stream=true")
         require(not (body.stream and body.prompt_logprobs), "prompt_logprobs: can't be streamed")
-        (prompts, params, template_arguments), most = prepared, self.settings.max_answers
+        (prompts, params, template_arguments), max_answers = prepared, self.settings.max_answers
         require(prompts, "prompt: there must be at least one")
-        problem = f"n={params.n}: times {len(prompts)} prompts is more than {most} answers"
-        require(len(prompts) * params.n <= most, problem)
+        problem = f"n={params.n}: times {len(prompts)} prompts is more than {max_answers} answers"
+        require(len(prompts) * params.n <= max_answers, problem)
         own_params: Any = params
         if body.use_beam_search:
             require(self.llm.has_one_engine, "use_beam_search: is not supported with several replicas")

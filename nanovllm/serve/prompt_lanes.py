@@ -54,13 +54,13 @@ class PromptLane(InputProcessor):
         return _tokens_prompt(token_ids, text)
 
     def _check_length(self, text: str, longest_token: int, is_elsewhere: bool) -> None:
-        most = (self.max_model_len - 1) * longest_token
+        max_bytes = (self.max_model_len - 1) * longest_token
         num_bytes = len(data := text.encode(errors="replace"))
-        if num_bytes > most and (normalizer := self.tokenizer.backend_tokenizer.normalizer) is not None:
+        if num_bytes > max_bytes and (normalizer := self.tokenizer.backend_tokenizer.normalizer) is not None:
             if is_elsewhere:
                 raise LongTextError
             num_bytes = len(normalizer.normalize_str(data.decode()).encode())  # may be fewer
-        if num_bytes > most:
+        if num_bytes > max_bytes:
             num_tokens = -(-num_bytes // longest_token)
             raise ValueError(f"prompt: has at least {num_tokens} tokens; must be fewer than {self.length_bound}")
 
@@ -83,8 +83,8 @@ def tokenized(
         else:
             token_ids, prompt = prompt, None
         if num_kept is not None:
-            most = lane.max_model_len - max(1, max_tokens or 0)
-            num_kept = most if num_kept == -1 else check_int("truncate_prompt_tokens", num_kept, 0, most)
+            max_kept = lane.max_model_len - max(1, max_tokens or 0)
+            num_kept = max_kept if num_kept == -1 else check_int("truncate_prompt_tokens", num_kept, 0, max_kept)
             if num_kept < len(token_ids):
                 is_left = body.truncation_side == "left"
                 token_ids = token_ids[len(token_ids) - num_kept :] if is_left else token_ids[:num_kept]

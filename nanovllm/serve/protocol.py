@@ -307,16 +307,16 @@ def sampling_params(
     `special` has, among others, `logprobs`, which endpoints define differently. Raises the errors of SamplingParams.
     """
     names = SamplingParams.__dataclass_fields__
-    given = {name: value for name in names if (value := getattr(body, name, None)) is not None}
+    sent = {name: value for name in names if (value := getattr(body, name, None)) is not None}
     if body.logit_bias:
         if wrong := [key for key in body.logit_bias if not re.fullmatch("[0-9]{1,19}", key)]:
             raise ValueError(f"logit_bias: the keys {wrong!r:.160} must be token ids")
-        given["logit_bias"] = {int(key): bias for key, bias in body.logit_bias.items()}
+        sent["logit_bias"] = {int(key): bias for key, bias in body.logit_bias.items()}
     if body.seed is not None and body.seed < -1:  # -1 is no seed, as in vLLM
-        given["seed"] = body.seed % 2**64
+        sent["seed"] = body.seed % 2**64
     if structured_outputs is not None:
-        given["structured_outputs"] = structured_outputs
-    return SamplingParams(**defaults | given | special)
+        sent["structured_outputs"] = structured_outputs
+    return SamplingParams(**defaults | sent | special)
 
 
 def beam_search_params(body: GenerationBody, params: SamplingParams, max_model_len: int) -> BeamSearchParams:

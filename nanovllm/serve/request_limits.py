@@ -90,9 +90,9 @@ class RequestLimits:
         """Return the server's keys that the client has sent. Raises ApiError if it needs one and has sent none."""
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         # clients of Anthropic's API send x-api-key
-        given = (bearer.strip() if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b""))
+        sent_keys = (bearer.strip() if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b""))
         # all keys are compared, in constant time, so that the time reveals nothing about them
-        matches = [key for key in self._keys if any(hmac.compare_digest(value, key) for value in given)]
+        matches = [key for key in self._keys if any(hmac.compare_digest(value, key) for value in sent_keys)]
         if self._keys and not matches:
             message = "a valid API key is needed, as `Authorization: Bearer KEY` or `x-api-key: KEY`"
             raise ApiError(401, message, code="invalid_api_key")
@@ -123,8 +123,8 @@ class RequestLimits:
         return receive_some
 
     def _check_length(self, length: int) -> None:
-        if length > (most := self.settings.max_body_bytes):
-            raise ApiError(413, f"the body is longer than {most} bytes", code="body_too_long")
+        if length > (max_length := self.settings.max_body_bytes):
+            raise ApiError(413, f"the body is longer than {max_length} bytes", code="body_too_long")
 
 
 async def _answer_head(answer: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
@@ -227,10 +227,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def _close_idle_connection(self) -> None:
         """Close the connection that has been idle for longest. Raises ApiError with 503 if none is idle."""
         all_protocols: set[Any] = self.connections  # type: ignore[assignment]
-        idle = [other for other in all_protocols if other.timeout_keep_alive_task is not None]
+        idle = [protocol for protocol in all_protocols if protocol.timeout_keep_alive_task is not None]
         if not idle:
             raise ApiError(503, f"there are {self.limit_concurrency} connections, which is as many as may be open")
-        oldest = min(idle, key=lambda other: other.timeout_keep_alive_task.when())
+        oldest = min(idle, key=lambda protocol: protocol.timeout_keep_alive_task.when())
         all_protocols.discard(oldest)  # now, because uvicorn counts them next
         oldest.transport.close()
 

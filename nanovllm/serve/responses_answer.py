@@ -56,7 +56,7 @@ class ResponsesAnswer(ChatAnswer):
         return b"".join([self._event(name, response=self._response()) for name in ("created", "in_progress")])
 
     def _events(self, prompt_index: int, events: Sequence[CompletionOutput | StreamEvent]) -> bytes:
-        return b"".join([made for event in events for made in self._take(event)])
+        return b"".join([data for event in events for data in self._take(event)])
 
     def _end(self) -> bytes:
         return self._event(self._status, response=Raw(self._kept()))
@@ -155,7 +155,7 @@ class ResponsesAnswer(ChatAnswer):
     # -- the response --------------------------------------------------------------------------------------------------
 
     def _response(self) -> dict[str, Any]:
-        """Return the response, as far as it has arrived."""
+        """Return the response as it is now, complete or not."""
         params = self.requests[0].request.params
         return {
             "id": self.id,

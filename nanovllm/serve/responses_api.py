@@ -131,8 +131,8 @@ def _translate(body: ResponsesBody, previous: tuple[bytes, bytes] | None) -> tup
     problem = f"previous_response_id: the conversation has more than {MAX_CONVERSATION_BYTES} bytes"
     require(previous is None or len(dumped) <= MAX_CONVERSATION_BYTES, problem)
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    last = items[-1] if items else {}
-    is_cut = last.get("role") == "assistant" and last.get("status") in ("in_progress", "incomplete")
+    last_item = items[-1] if items else {}
+    is_cut = last_item.get("role") == "assistant" and last_item.get("status") in ("in_progress", "incomplete")
     answer_format = body.text.get("format")
     if isinstance(answer_format, dict) and answer_format.get("type") == "json_schema":
         answer_format = {"type": "json_schema", "json_schema": answer_format}
@@ -159,7 +159,7 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Translate items to messages. The reasoning, text and calls of one answer are several items, but one message."""
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(items):
-        kind, last = item.get("type") or "message", messages[-1] if messages else {}
+        kind, last_message = item.get("type") or "message", messages[-1] if messages else {}
         if kind == "message" and item.get("role") in ("user", "assistant", "system", "developer"):
             message = {"role": item["role"], "content": _content(item.get("content"), i)}
         elif kind == "reasoning":
@@ -168,15 +168,17 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
-            message = {"role": "assistant", "tool_calls": [*last.get("tool_calls", ()), call]}
+            message = {"role": "assistant", "tool_calls": [*last_message.get("tool_calls", ()), call]}
         elif kind == "function_call_output":
             message = {"role": "tool", "tool_call_id": item.get("call_id"), "content": _content(item.get("output"), i)}
         else:
             problem = f"input[{i}]: neither a message with a role nor a supported type: {kind!r:.80}"
             raise ApiError(400, problem, "input")
-        is_after_reasoning = last.keys() == {"role", "reasoning"} and kind != "reasoning"
-        if message["role"] == last.get("role") == "assistant" and (is_after_reasoning or kind == "function_call"):
-            last.update(message)
+        is_after_reasoning = last_message.keys() == {"role", "reasoning"} and kind != "reasoning"
+        if message["role"] == last_message.get("role") == "assistant" and (
+            is_after_reasoning or kind == "function_call"
+        ):
+            last_message.update(message)
         else:
             messages.append(message)
     return messages

@@ -25,12 +25,12 @@ OTHER_FILES = 256  # open files other than connections: for devices, libraries, 
 def allow_connections(number: int) -> None:
     """Raise the limit of open files for `number` connections. Many systems grant 1,024 files unless asked for more."""
     limits, needed = resource.getrlimit(resource.RLIMIT_NOFILE), number + OTHER_FILES
-    granted, most = [inf if limit == resource.RLIM_INFINITY else limit for limit in limits]
+    granted, maximum = [inf if limit == resource.RLIM_INFINITY else limit for limit in limits]
     if granted < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (int(min(needed, most)), limits[1]))
-    if most < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(min(needed, maximum)), limits[1]))
+    if maximum < needed:
         problem = "this system allows a process %d open files (ulimit -Hn), so that connections beyond that will wait"
-        logger.warning(f"max_connections=%d: {problem}", number, most)
+        logger.warning(f"max_connections=%d: {problem}", number, maximum)
 
 
 class Server(uvicorn.Server):

@@ -45,7 +45,7 @@ class DraftModel:
             self.load(folder := Path(config.speculative_config.model), config.load_format)
         runner.fuse_layers(self.model)
         for parameter in self.model.parameters():
-            del parameter.weight_loader  # it refers to the parameter: a cycle
+            del parameter.weight_loader  # it makes a reference cycle
         for layer in self.model.modules():
             if isinstance(layer, Attention):
                 layer.backend = self.backend

@@ -35,8 +35,8 @@ def read_eagle3_config(folder: Path, target: ModelConfig, dtype: torch.dtype, wi
     raw = read_json(file)
     if "speculators_model_type" in raw:
         check_choice(f"{file}: speculators_model_type", raw["speculators_model_type"], ("eagle3",))
-    given = raw.get("transformer_layer_config")  # the format of speculators
-    layer = ModelConfig.read(folder, raw=raw if given is None else given)
+    layer_config = raw.get("transformer_layer_config")  # the format of speculators
+    layer = ModelConfig.read(folder, raw=raw if layer_config is None else layer_config)
     if layer.quantization or layer.moe or layer.hybrid:
         raise ValueError(f"{file}: must describe a dense layer, not quantized")
     check_int(f"{file}: num_hidden_layers", layer.num_hidden_layers, 1, 1)

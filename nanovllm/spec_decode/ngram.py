@@ -16,13 +16,13 @@ class NGram(Proposer):
         self.indices: dict[Sequence, tuple[dict[tuple[int, ...], int], int]] = {}
 
     def draft(self, seq, num_drafts):
-        least, most = self.settings.prompt_lookup_min, self.settings.prompt_lookup_max
-        tokens, (index, num_indexed) = seq.token_ids, self.indices.get(seq, ({}, least))
+        min_n, max_n = self.settings.prompt_lookup_min, self.settings.prompt_lookup_max
+        tokens, (index, num_indexed) = seq.token_ids, self.indices.get(seq, ({}, min_n))
         for end in range(num_indexed, len(tokens)):  # the n-grams at the very end are not indexed
-            for n in range(least, min(most, end) + 1):
+            for n in range(min_n, min(max_n, end) + 1):
                 index[tuple(tokens[end - n : end])] = end
         self.indices[seq] = index, max(num_indexed, len(tokens))
-        for n in range(min(most, len(tokens)), least - 1, -1):
+        for n in range(min(max_n, len(tokens)), min_n - 1, -1):
             if (start := index.get(tuple(tokens[-n:]))) is not None:
                 # past the end of the sequence, the repetition continues
                 return [tokens[start + i % (len(tokens) - start)] for i in range(num_drafts)]

@@ -145,9 +145,9 @@ def _resolve(settings: SpeculativeConfig, config: "Config") -> None:
     """Replace None by defaults, and check values that depend on several settings."""
     set_ = lambda name, value: object.__setattr__(settings, name, value)
     if settings.method == "ngram":
-        least, most = settings.prompt_lookup_min, settings.prompt_lookup_max
-        set_("prompt_lookup_min", least or min(2, most or 2))
-        set_("prompt_lookup_max", most or max(5, least or 5))
+        given_min, given_max = settings.prompt_lookup_min, settings.prompt_lookup_max
+        set_("prompt_lookup_min", given_min or min(2, given_max or 2))
+        set_("prompt_lookup_max", given_max or max(5, given_min or 5))
         check_int("prompt_lookup_min", settings.prompt_lookup_min, 1, settings.prompt_lookup_max)
     if settings.num_speculative_tokens is None:
         if settings.method != "suffix":

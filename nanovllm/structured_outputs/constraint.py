@@ -226,20 +226,20 @@ def update_fast(constraints: Iterable[Constraint], seconds: float) -> list[Const
     most one per core.
     """
     end, updated = perf_counter() + seconds, []
-    left: dict[Grammar, deque[Constraint]] = {}
+    waiting: dict[Grammar, deque[Constraint]] = {}
     for constraint in constraints:
         if constraint.set_without_grammar(constraint.reasoning):
             updated.append(constraint)
         elif not constraint._grammar.is_slow:
-            left.setdefault(constraint._grammar, deque()).append(constraint)
-    while left and perf_counter() < end:
-        chunk = [queue.popleft() for queue in islice(left.values(), num_cores())]
+            waiting.setdefault(constraint._grammar, deque()).append(constraint)
+    while waiting and perf_counter() < end:
+        chunk = [queue.popleft() for queue in islice(waiting.values(), num_cores())]
         _update_together(chunk)
         # `start_update` handles errors, because a restart takes time
         updated += [constraint for constraint in chunk if not constraint._matcher.is_error()]
         for grammar in (constraint._grammar for constraint in chunk):
-            if grammar.is_slow or not left[grammar]:
-                del left[grammar]
+            if grammar.is_slow or not waiting[grammar]:
+                del waiting[grammar]
     return updated
 
 

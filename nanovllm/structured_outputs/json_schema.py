@@ -123,7 +123,9 @@ def _rewrite(schema: dict[str, Any], resource: dict[str, Any]) -> None:
         if _is_loop(schema, resource):
             raise ValueError(f"$ref={reference!r:.80}: refers to itself")
     # alternatives with look-around can't be done; an answer by one of the other alternatives is valid, too
-    if isinstance(some := schema.get("anyOf"), list) and (possible := [x for x in some if not _looks_around(x)]):
+    if isinstance(alternatives := schema.get("anyOf"), list) and (
+        possible := [x for x in alternatives if not _looks_around(x)]
+    ):
         schema["anyOf"] = possible
     if "anyOf" not in schema and _are_disjoint(schema.get("oneOf"), schema.get("discriminator"), resource):
         schema["anyOf"] = schema.pop("oneOf")
@@ -163,13 +165,13 @@ def _are_disjoint(schemas: Any, discriminator: Any, resource: dict[str, Any]) ->
 
 def _are_told_apart(objects: list[dict[str, Any]], tag: Any, resource: dict[str, Any]) -> bool:
     """Return whether one property, required or named `tag`, has different values in each of these schemas."""
-    properties = [own["properties"] if isinstance(own.get("properties"), dict) else {} for own in objects]
-    required = [own["required"] if isinstance(own.get("required"), list) else [] for own in objects]
+    properties = [schema["properties"] if isinstance(schema.get("properties"), dict) else {} for schema in objects]
+    required = [schema["required"] if isinstance(schema.get("required"), list) else [] for schema in objects]
     for name in properties[0]:
         is_there = name == tag or all(name in names for names in required)
         if is_there and _differ([_resolved(x.get(name), resource) for x in properties]):
-            for own, names in zip(objects, required):
-                own["required"] = names if name in names else [*names, name]
+            for schema, names in zip(objects, required):
+                schema["required"] = names if name in names else [*names, name]
             return True
     return False
 
@@ -242,7 +244,7 @@ def _restrict_names(schema: dict[str, Any], names: Any, resource: dict[str, Any]
         if value is not False:
             schema["patternProperties"] = {allowed: value}
         return
-    schema["properties"] = {name: own for name, own in properties.items() if name in allowed}
+    schema["properties"] = {name: subschema for name, subschema in properties.items() if name in allowed}
     if value is not False and (unnamed := [name for name in allowed if name not in properties]):
         # these properties share one schema, because copies of it could be too long
         place = next(name for i in count(len(resource)) if (name := f"x-value-{i}") not in resource)
@@ -268,8 +270,8 @@ def _allowed_strings(schema: Any, resource: dict[str, Any]) -> str | dict[str, N
         return rules["pattern"]
     if rules.keys() <= {"maxLength", "minLength"} and all(type(length) is int for length in rules.values()):
         return rf"^[\s\S]{{{rules.get('minLength', 0)},{rules.get('maxLength', '')}}}$"
-    wanted = "'enum', 'const', an 'anyOf' of these, 'pattern', or 'minLength' and 'maxLength'"
-    raise ValueError(f"propertyNames: {[*rules]} is not supported there; it may have {wanted}")
+    expected = "'enum', 'const', an 'anyOf' of these, 'pattern', or 'minLength' and 'maxLength'"
+    raise ValueError(f"propertyNames: {[*rules]} is not supported there; it may have {expected}")
 
 
 def _rules(schema: Any) -> dict[str, Any]:

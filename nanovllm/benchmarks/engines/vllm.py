@@ -57,9 +57,9 @@ def run_vllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Resu
     """Run workloads with vLLM's offline `LLM`, which does not report the times of tokens."""
     from vllm import LLM, SamplingParams
 
-    given = vllm_settings(model, settings)
-    drafts = "speculative_config" in given
-    llm = LLM(**given, disable_log_stats=not drafts)  # the stats count drafts
+    arguments = vllm_settings(model, settings)
+    drafts = "speculative_config" in arguments
+    llm = LLM(**arguments, disable_log_stats=not drafts)  # the stats count drafts
 
     def counts() -> dict[str, Any]:
         """Return counts in the format of our `LLM.stats()["spec_decode"]`."""
