@@ -74,7 +74,7 @@ def _is_short_text(value: Any) -> bool:
 
 
 class TemplateSandbox:
-    """Runs rendering processes. They start on demand, and end with `close` or with this object. Any thread may use it."""
+    """Runs rendering processes. They start on demand, and end with `close` or this object. Any thread may use it."""
 
     def __init__(self, tokenizer: Any):
         """tokenizer: has the template for conversations that do not bring one."""
