@@ -32,7 +32,8 @@ def main() -> None:
         vocab_size = llm.config.model_config.vocab_size
         prompts, params = random_requests(num_seqs, max_len, vocab_size)
         # a warm-up, which compiles kernels; its ids differ, so that the timed run has no prefix hits
-        llm.generate([[(i + 1) % vocab_size for i in prompt] for prompt in prompts], params)
+        print("Warming up ...", flush=True)
+        llm.generate([[(i + 1) % vocab_size for i in prompt] for prompt in prompts], params, use_tqdm=False)
 
         begin = perf_counter()
         outputs = llm.generate(prompts, params)

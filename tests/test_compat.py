@@ -320,6 +320,9 @@ def test_compat_without_a_program(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["nanovllm.compat"])
     with pytest.raises(SystemExit, match="usage: python -m nanovllm.compat"):
         runpy.run_module("nanovllm.compat", run_name="__main__")
+    monkeypatch.setattr(sys, "argv", ["nanovllm.compat", "a_package.that_is_missing"])
+    with pytest.raises(SystemExit, match="there is no module 'a_package.that_is_missing': install the package"):
+        runpy.run_module("nanovllm.compat", run_name="__main__")
 
 
 ROWS = [

@@ -9,6 +9,7 @@ import shutil
 import threading
 from base64 import b64encode
 from collections.abc import Iterator
+from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
 from time import monotonic, sleep
@@ -389,6 +390,28 @@ def test_stream_of_frames(server):
     server.key = "secret"
     assert httpx.get(url).status_code == 401 and httpx.get(server.address).status_code == 200
     server.key = None
+
+
+def test_streams_of_frames_are_few(server):
+    """Many idle ones would take the event loop's time from other clients."""
+    httpx = pytest.importorskip("httpx")
+    from nanovllm.serve.view import MAX_STREAMS
+
+    url = f"{server.address}view/events"
+    with ExitStack() as stack, httpx.Client(timeout=20, limits=httpx.Limits(max_connections=50)) as client:
+        streams = [stack.enter_context(client.stream("GET", url)) for _ in range(MAX_STREAMS)]
+        lines = [stream.iter_lines() for stream in streams]
+        assert all(next(each).startswith("data: ") for each in lines)
+        answer = client.get(url)
+        assert answer.status_code == 503 and "16 pages show the engine already" in answer.text
+        streams[0].close()
+        wait_for(lambda: open_again(client, url))
+    wait_for(lambda: not server.llm.core.on_step)
+
+
+def open_again(client, url: str) -> bool:
+    with client.stream("GET", url) as stream:
+        return stream.status_code == 200
 
 
 def test_page_response(server):

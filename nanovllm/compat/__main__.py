@@ -3,12 +3,25 @@
 import os
 import runpy
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 
-from nanovllm.compat.vllm import install
+USAGE = """usage: python -m nanovllm.compat MODULE_OR_FILE [ARGUMENT ...]
+
+Run a program that imports vLLM for offline generation, with nano-vllm in vLLM's place. For example:
+
+    python -m nanovllm.compat lm_eval --model vllm --model_args pretrained=FOLDER --tasks gsm8k
+    python -m nanovllm.compat my_program.py"""
 
 if len(sys.argv) < 2:
-    sys.exit("usage: python -m nanovllm.compat MODULE_OR_FILE ...")
-install()
+    sys.exit(USAGE)
+if sys.argv[1] in ("-h", "--help"):
+    print(USAGE)
+    sys.exit()
+if not sys.argv[1].endswith(".py") and find_spec(sys.argv[1].partition(".")[0]) is None:
+    sys.exit(f"there is no module {sys.argv[1]!r}: install the package that has it, or name a file that ends in .py")
+
+import_module("nanovllm.compat.vllm").install()  # the import takes seconds
 del sys.argv[0]
 if sys.argv[0].endswith(".py"):
     sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))  # as Python does

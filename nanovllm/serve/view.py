@@ -6,7 +6,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, HTTPException, Request
 from fastapi.responses import HTMLResponse, StreamingResponse
 
 from nanovllm.serve.http_responses import COMMENT, EVENT_STREAM_HEADERS, HEARTBEAT
@@ -14,6 +14,7 @@ from nanovllm.serve.page import content_security_policy, render_page
 
 TICK = 0.05  # seconds between two events of a stream
 QUIET = 0.3  # seconds without a frame until the state is read again
+MAX_STREAMS = 16  # that are open at the same time; each asks for frames in every tick
 Call = Callable[..., Awaitable[Any]]
 
 
@@ -40,6 +41,8 @@ def view_router(
 
     @router.get("/view/events", include_in_schema=False, dependencies=[Depends(authorize)] if authorize else [])
     async def events(request: Request) -> StreamingResponse:
+        if watchers.are_full:
+            raise HTTPException(503, f"{MAX_STREAMS} pages show the engine already: close one of them")
         stream = watchers.events(request.is_disconnected, is_closing)
         return StreamingResponse(stream, media_type="text/event-stream", headers=EVENT_STREAM_HEADERS)
 
@@ -59,7 +62,13 @@ class Watchers:
         self._lock = asyncio.Lock()  # held while the recording starts or stops
         self._next_refresh = 0.0
 
+    @property
+    def are_full(self) -> bool:
+        return self._num_watching >= MAX_STREAMS
+
     async def events(self, is_disconnected: Callable[[], Any], is_closing: Callable[[], bool]) -> AsyncIterator[str]:
+        if self.are_full:  # several clients have asked at the same moment
+            return
         self._num_watching += 1
         with suppress(RuntimeError):  # the engine has ended
             try:
