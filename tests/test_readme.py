@@ -3,6 +3,7 @@ exist, links lead somewhere. And they are short.
 """
 
 import ast
+import codeop
 import inspect
 import json
 import re
@@ -102,6 +103,25 @@ def test_tour(capsys):
     for code in codes:
         assert "\n# " in code
         run(code, capsys, session)
+
+
+NOT_PASTED = "CONTRIBUTING.md", "concepts.md", "training.md"  # programs of their own, and quotes
+PASTED = {name: text for name, text in DOCUMENTS.items() if not name.endswith(NOT_PASTED)}
+
+
+@pytest.mark.parametrize("document", PASTED)
+def test_code_can_be_pasted(document):
+    """Into the prompt of Python 3.12 and before, where an empty line ends a compound statement, and nothing else does."""
+    for code in blocks(PASTED[document]):
+        statement: list[str] = []
+        for line in (*code.splitlines(), ""):
+            statement.append(line)
+            try:
+                is_complete = codeop.compile_command("\n".join(statement), symbol="single") is not None
+            except SyntaxError as error:
+                raise AssertionError(f"an empty line is missing, or one too many: {statement}") from error
+            statement = [] if is_complete else statement
+        assert "".join(statement) == ""
 
 
 def test_own_feature(capsys):

@@ -366,8 +366,8 @@ def test_budget_of_a_model_that_does_not_reason(servers):
 @pytest.mark.parametrize(
     "template, log",
     [
-        (OPENED, "tool calls: unknown; reasoning: think"),
-        ("{% if tools %}<tool_call>{% endif %}" + PLAIN, "tool calls: hermes; reasoning: none"),
+        (OPENED, "tool calls none (requests with `tools` are refused); reasoning think"),
+        ("{% if tools %}<tool_call>{% endif %}" + PLAIN, "tool calls hermes; reasoning none"),
         ("{% if tools %}{{ tools }}{% endif %}" + PLAIN, "tools, in a format that is unknown"),
         ("{{ enable_thinking }}" + PLAIN, "reasoning, in a format that is unknown"),
     ],

@@ -29,11 +29,11 @@ class CUDAModelRunner(BatchRunner):
     graphs: DecodeGraphs | None = None
     mixed_graphs: MixedGraphs | None = None
 
-    def _start(self, config, lap):
+    def _start(self, config, part_done):
         self._memory_before = torch.cuda.memory_allocated(self.device)
         with threads_in_turn(), ThreadPoolExecutor(1) as pool:
             pool.submit(hash_compiler)
-            super()._start(config, lap)
+            super()._start(config, part_done)
 
     def _load_model(self):
         with self.arena("weights"):
@@ -57,15 +57,15 @@ class CUDAModelRunner(BatchRunner):
         self.sleepers[tag] = Arena(self.device)
         return self.sleepers[tag]
 
-    def warm_up(self, lap: Callable[[str], None]) -> None:
+    def warm_up(self, part_done: Callable[[str], None]) -> None:
         self.buffers = make_buffers(self.config, self.device)
         self.add_features(FEATURES)  # graphs contain the features' edits of logits
         if start.has_graphs(self):
             start.compile_kernels(self)
-        lap("kernels")
-        super().warm_up(lap)
+        part_done("kernels")
+        super().warm_up(part_done)
         start.warm_up_rest(self)
-        lap("graphs")
+        part_done("graphs")
 
     def warmup_model(self) -> int:
         return start.memory_left(self, self._memory_before)

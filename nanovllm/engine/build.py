@@ -13,8 +13,8 @@ from nanovllm.engine.state_blocks import StateBlockManager
 from nanovllm.spec_decode.drafting_scheduler import DraftingScheduler
 
 
-def build_engine(config: Config, lap: Callable[[str], None] = lambda part: None) -> Engine:
-    """An engine that has loaded its model. `lap(name)` is called at the end of each part of the start.
+def build_engine(config: Config, part_done: Callable[[str], None] = lambda part: None) -> Engine:
+    """An engine that has loaded its model. `part_done(name)` is called at the end of each part of the start.
 
     RuntimeError if one of several ranks does not start.
     """
@@ -26,8 +26,8 @@ def build_engine(config: Config, lap: Callable[[str], None] = lambda part: None)
     engine = Engine(config, workers)
     try:
         tp = workers.connect()
-        lap("ranks")
-        engine.model_runner = make_runner(config, lap, tp)
+        part_done("ranks")
+        engine.model_runner = make_runner(config, part_done, tp)
         workers.wait_until_started()
     except BaseException as error:
         engine.close_after(error)

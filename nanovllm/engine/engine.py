@@ -39,7 +39,7 @@ class Engine:
         """Launch the next step, and process the result of this one or, with `async_scheduling`, of the one before."""
         self.output_processor.release_held()
         # prompts come first if one `generate` has the engine to itself: it returns all answers together
-        scheduled = self.scheduler.schedule(prompts_first=self.output_processor.wants_final_outputs_only)
+        scheduled = self.scheduler.schedule(prompts_first=self.output_processor.serves_one_batch)
         launched = self.workers.launch(self.model_runner, scheduled) if scheduled else None
         due = launched  # the step whose result is processed now
         if self.config.async_scheduling:

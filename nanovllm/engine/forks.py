@@ -28,7 +28,7 @@ def start_others(scheduler: "Scheduler", seq: Sequence, step: ScheduledStep) -> 
         scheduler.start_decoding(other, step)
 
 
-def hold(scheduler: "Scheduler", seq: Sequence) -> None:
+def pause(scheduler: "Scheduler", seq: Sequence) -> None:
     """Pause a sequence whose token has arrived, until `resume`. It may be forked before."""
     seq.is_paused, seq.num_tokens = True, len(seq.token_ids)
     scheduler.waiting.discard(seq)  # if it was preempted while the step was in flight

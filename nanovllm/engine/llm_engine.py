@@ -52,17 +52,17 @@ class LLMEngine:
         """
         startup = Stopwatch()
         self.config = Config.create(model, settings)
-        startup.lap("settings")
+        startup.part_done("settings")
         with ThreadPoolExecutor(1) as pool:  # importing transformers takes seconds; the model is loaded meanwhile
             tokenizer = pool.submit(load_tokenizer, str(self.config.tokenizer))
-            self.core = build_engine(self.config, startup.lap)
+            self.core = build_engine(self.config, startup.part_done)
             try:
                 self.tokenizer = tokenizer.result()
                 self.input_processor = InputProcessor(self.config, self.tokenizer)
             except BaseException as error:
                 self.core.close_after(error)
                 raise
-        startup.lap("tokenizer")  # the wait for it after the model was loaded
+        startup.part_done("tokenizer")  # the wait for it after the model was loaded
         self.startup_seconds = startup.seconds
         if self.tokenizer.eos_token_id is not None:
             self.config.resolve(eos=self.tokenizer.eos_token_id)
@@ -210,11 +210,11 @@ class LLMEngine:
 
 
 class Stopwatch:
-    """`lap(name)` stores in `seconds[name]` the time since the previous call, or since the beginning."""
+    """`part_done(name)` stores in `seconds[name]` the time since the previous call, or since the beginning."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
         self._begin = perf_counter()
 
-    def lap(self, name: str) -> None:
+    def part_done(self, name: str) -> None:
         self.seconds[name] = perf_counter() - self._begin - sum(self.seconds.values())

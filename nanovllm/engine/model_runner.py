@@ -43,21 +43,21 @@ class ModelRunner:
     def __init__(
         self,
         config: Config,
-        lap: Callable[[str], None] = lambda part: None,
+        part_done: Callable[[str], None] = lambda part: None,
         tp: TensorParallel = TensorParallel(),
     ):
-        """`lap(name)` is called at the end of each part of the start."""
+        """`part_done(name)` is called at the end of each part of the start."""
         self.config = config
         self.tp = tp
         self.device = config.device_of(tp.rank)
         self.sleepers: dict[str, Any] = {}  # owners of the memory that `sleep` frees, by tag: see rollout/
         with self.on_device():
-            self._start(config, lap)
+            self._start(config, part_done)
 
-    def _start(self, config: Config, lap: Callable[[str], None]) -> None:
+    def _start(self, config: Config, part_done: Callable[[str], None]) -> None:
         self.backend = backend_class(config.attention_backend)()
         self.model: Any = self._load_model()
-        lap("weights")
+        part_done("weights")
         self.cache_groups: dict[Any, list[nn.Module]] = {}  # layers by the spec of their cache: see cache/state.py
         for layer in self.model.modules():
             if hasattr(layer, "cache_spec"):
@@ -76,12 +76,12 @@ class ModelRunner:
         from_outside = [name for name, feature in FEATURES.items() if isinstance(feature.home, type)]
         self.add_features(from_outside)
         self.edits_all_rows = bool(from_outside)  # these features also edit logits of requests without features
-        self.warm_up(lap)
+        self.warm_up(part_done)
 
     def make_tables(self) -> None:
         """Allocate per-request tables on the device, in subclasses that have some."""
 
-    def warm_up(self, lap: Callable[[str], None]) -> None:
+    def warm_up(self, part_done: Callable[[str], None]) -> None:
         """Size and allocate the cache, and prepare the device for its first step."""
         config = self.config
         if config.num_kvcache_blocks is None:
@@ -89,7 +89,7 @@ class ModelRunner:
         self.allocate_kv_cache(config.num_kvcache_blocks)
         if config.max_num_mixed_tokens is None:
             self.size_mixed_steps(self.time_per_token())
-        lap("cache")
+        part_done("cache")
         self.capture_cudagraph()
 
     def warmup_model(self) -> int:
@@ -136,7 +136,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, step: ScheduledStep) -> PendingStep:
         """Compute a step, which samples a token for each of its `sampled_seqs`."""
-        rows, self._sampled_seqs = step.rows, step.sampled_seqs
+        rows, self._sampled_seqs = step.rows, step.sampled_seqs  # features may ask for their parameters
         with self.on_device(), self.few_threads(sum(end - start for _, start, end in rows)):
             arrays = self.start_features(step) if step.feature_names else {}
             if step.copies:

@@ -19,7 +19,7 @@ class OutputProcessor:
         self.collectors: set[OutputCollector] = set()  # of these requests
 
     @property
-    def wants_final_outputs_only(self) -> bool:
+    def serves_one_batch(self) -> bool:
         """Whether only one caller waits, for complete answers. Then only the time of the last answer matters."""
         return [collector.kind for collector in self.collectors] == [OutputKind.FINAL_ONLY]
 

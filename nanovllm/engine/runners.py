@@ -10,7 +10,7 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 RUNNERS = {"cuda": "nanovllm.cuda.runner:CUDAModelRunner"}  # type of the device -> module:class
 
 
-def make_runner(config: Config, lap: Callable[[str], None], tp: TensorParallel) -> ModelRunner:
+def make_runner(config: Config, part_done: Callable[[str], None], tp: TensorParallel) -> ModelRunner:
     """The runner of this rank, with its model loaded."""
     kind = config.device_of(tp.rank).type
     if config.batch_invariant:
@@ -20,5 +20,5 @@ def make_runner(config: Config, lap: Callable[[str], None], tp: TensorParallel) 
     elif config.async_scheduling or tp.size > 1 or config.tokens_per_row > 1:
         home = "nanovllm.batches.batch_runner:BatchRunner"
     else:
-        return ModelRunner(config, lap, tp)
-    return resolve_name(home)(config, lap, tp)
+        return ModelRunner(config, part_done, tp)
+    return resolve_name(home)(config, part_done, tp)

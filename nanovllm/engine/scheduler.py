@@ -109,7 +109,7 @@ class Scheduler:
     def _schedule_decodes(self, step: ScheduledStep) -> None:
         """Decode all ready sequences. Preempt sequences, the last in order first, until the others have blocks."""
         rows = self._ready()
-        while len(growing := self._without_slot(rows)) > len(self.block_manager.free_block_ids):
+        while len(growing := self._rows_that_need_a_block(rows)) > len(self.block_manager.free_block_ids):
             self.preempt(max((*self.running.values(), *self.prefilling.values()), key=attrgetter("order")))
             rows = self._ready()
         for i in growing:
@@ -136,10 +136,10 @@ class Scheduler:
             for seq in ready
         ]
 
-    def _without_slot(self, rows: list[ScheduledSequence]) -> list[int]:
-        """The indices of the rows whose sequences need another block."""
-        block_size = self.block_manager.block_size
-        return [i for i, (seq, _, end) in enumerate(rows) if len(seq.block_table) * block_size < end]
+    def _rows_that_need_a_block(self, rows: list[ScheduledSequence]) -> list[int]:
+        """The indices of these rows."""
+        needs_block = self.block_manager.needs_block
+        return [i for i, (seq, _, end) in enumerate(rows) if needs_block(seq, end)]
 
     def schedule_chunks(self, step: ScheduledStep, is_mixed: bool = False) -> None:
         """Schedule chunks of prompts: prompts in progress and new ones that can be admitted, in order."""
@@ -246,7 +246,7 @@ class Scheduler:
             if seq.is_watched:
                 arrived[i] = seq
             if seq.pauses_after_token:
-                forks.hold(self, seq)
+                forks.pause(self, seq)
                 continue
             seq.append_token(token_id)
             if len(seq.token_ids) % block_size <= 1:  # this token or the previous one filled a block

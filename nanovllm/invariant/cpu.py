@@ -23,9 +23,9 @@ class Runner(BatchRunner):
         self.backend = InvariantBackend()
         return super()._load_model()
 
-    def warm_up(self, lap: Callable[[str], None]) -> None:
+    def warm_up(self, part_done: Callable[[str], None]) -> None:
         refuse_states(self, GatedDeltaNet)
-        super().warm_up(lap)
+        super().warm_up(part_done)
         check_products(self.model, self.config.dtype)
 
     @contextmanager

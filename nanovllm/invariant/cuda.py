@@ -35,9 +35,9 @@ class Runner(CUDAModelRunner):
         self.backend = InvariantTritonBackend()
         return super()._load_model()
 
-    def warm_up(self, lap: Callable[[str], None]) -> None:
+    def warm_up(self, part_done: Callable[[str], None]) -> None:
         refuse_states(self, GatedDeltaNet)
-        super().warm_up(lap)
+        super().warm_up(part_done)
 
     def size_kv_cache(self, available: int) -> None:
         """Also leave memory for the parts of decode attention, which the largest prefill does not allocate."""

@@ -70,12 +70,12 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw a token of each row from this rank's shard: scores and token ids [S]."""
     scores = logits.float()
-    filtered = () if cutoffs is None else (cutoffs > KEEPS_ALL).nonzero().squeeze(-1)
-    if len(filtered):
-        kept = scores[filtered]
-        keys = token_keys(kept, torch.arange(kept.shape[1], device=kept.device) + first_id)
-        kept = kept.masked_fill(keys < cutoffs[filtered].unsqueeze(1), -torch.inf)
-        scores = scores.index_copy(0, filtered, kept)
+    filtered_rows = () if cutoffs is None else (cutoffs > KEEPS_ALL).nonzero().squeeze(-1)
+    if len(filtered_rows):
+        filtered = scores[filtered_rows]
+        keys = token_keys(filtered, torch.arange(filtered.shape[1], device=filtered.device) + first_id)
+        filtered = filtered.masked_fill(keys < cutoffs[filtered_rows].unsqueeze(1), -torch.inf)
+        scores = scores.index_copy(0, filtered_rows, filtered)
     if (is_drawn := temperatures > 0).any():
         scores = scores / temperatures.where(is_drawn, 1).unsqueeze(1)
         scores = add_noise(scores, is_drawn, seeds, positions, first_id)
@@ -186,16 +186,16 @@ def logit_cutoffs(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     if not (rows.params[:, FILTERS] != _NO_FILTERS.to(logits.device)).any():
         return out
     temperature, top_k, top_p, min_p = (column(rows.params, x) for x in ("temperature", "top_k", "top_p", "min_p"))
-    filtered = ((temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))).nonzero().squeeze(-1)
-    temperature, top_k, top_p, min_p = (x[filtered].unsqueeze(1) for x in (temperature, top_k, top_p, min_p))
-    ranked, ids = logits[filtered].float().sort(dim=-1, descending=True, stable=True)
-    kept = ranked >= ranked[:, :1] + temperature * min_p.log()
-    kept &= (torch.arange(ranked.shape[1], device=logits.device) < top_k) | (top_k <= 0)
-    weights = ((ranked - ranked[:, :1]) / temperature).exp().double() * kept  # probabilities times a constant
+    rows_to_filter = ((temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))).nonzero().squeeze(-1)
+    temperature, top_k, top_p, min_p = (x[rows_to_filter].unsqueeze(1) for x in (temperature, top_k, top_p, min_p))
+    ranked, ids = logits[rows_to_filter].float().sort(dim=-1, descending=True, stable=True)
+    is_kept = ranked >= ranked[:, :1] + temperature * min_p.log()
+    is_kept &= (torch.arange(ranked.shape[1], device=logits.device) < top_k) | (top_k <= 0)
+    weights = ((ranked - ranked[:, :1]) / temperature).exp().double() * is_kept  # probabilities times a constant
     sums = weights.cumsum(-1)
     # float32 rounds top_p=0.1 of 1,000 equal tokens to 100; in float64 it is a little more, and would keep 101
     needed = top_p * sums[:, -1:].float()
-    kept &= (sums - weights < needed) | (top_p >= 1)  # the tokens before it do not reach top_p
-    last = kept.sum(-1, keepdim=True).clamp(min=1) - 1  # the tokens that are kept come first
-    out[filtered] = token_keys(ranked.gather(1, last), ids.gather(1, last)).squeeze(1)
+    is_kept &= (sums - weights < needed) | (top_p >= 1)  # the tokens before it do not reach top_p
+    last = is_kept.sum(-1, keepdim=True).clamp(min=1) - 1  # the tokens that are kept come first
+    out[rows_to_filter] = token_keys(ranked.gather(1, last), ids.gather(1, last)).squeeze(1)
     return out

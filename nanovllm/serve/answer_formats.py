@@ -70,7 +70,8 @@ def find_formats(processor: InputProcessor, settings: ServerSettings) -> Formats
         if has_unknown_reasoning(template):
             logger.warning("the chat template has reasoning, in a format that is unknown here: set --reasoning-parser")
     reasoning = None if reasoning == "none" else reasoning
-    logger.info("tool calls: %s; reasoning: %s", tools or "unknown", reasoning or "none")
+    text = "formats of the chat template: tool calls %s; reasoning %s"
+    logger.info(text, tools or "none (requests with `tools` are refused)", reasoning or "none")
     markers = None if reasoning is None else markers_of(reasoning, processor)
     names = [*PARSERS[tools or "none"].markers, *((markers.begin.decode(), markers.end.decode()) if markers else ())]
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
