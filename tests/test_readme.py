@@ -111,7 +111,7 @@ PASTED = {name: text for name, text in DOCUMENTS.items() if not name.endswith(NO
 
 @pytest.mark.parametrize("document", PASTED)
 def test_code_can_be_pasted(document):
-    """Into the prompt of Python 3.12 and before, where an empty line ends a compound statement, and nothing else does."""
+    """Into the prompt of Python 3.12 and before, where an empty line alone ends a compound statement."""
     for code in blocks(PASTED[document]):
         statement: list[str] = []
         for line in (*code.splitlines(), ""):

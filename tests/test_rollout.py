@@ -434,6 +434,11 @@ def test_http(make_llm, serve, small_model, tmp_path):
         with client.stream("POST", "/v1/completions", json=body | {"stream": True, "max_tokens": 200}) as stream:
             events = stream.iter_lines()
             next(events)
+            for origin in ("http://evil.example", "null"):  # a form of a web page
+                answer = client.post("/pause", headers={"origin": origin})
+                assert answer.status_code == 403 and "Origin header" in answer.json()["error"]["message"]
+            headers = {"origin": server.url}
+            assert client.post("/resume", headers=headers).status_code == 200
             assert client.post("/pause", params={"mode": "keep"}).json() == {"status": "paused"}
             assert client.get("/is_paused").json() == {"is_paused": True}
             status, refused = complete()

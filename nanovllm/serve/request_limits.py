@@ -63,6 +63,8 @@ class RequestLimits:
             # a web page of another origin could send some other types without a CORS preflight
             if scope["method"] == "POST" and has_body and content_type != b"application/json":
                 raise ApiError(400, "the content-type of the body must be application/json")
+            if scope["method"] == "POST" and not has_body:  # nor needs that a preflight
+                self._check_origin(headers)
             await self._read(request, headers.get(b"content-length", b""))
             answer: ASGIApp = self.app
             if scope["method"] == "POST" and path in self._endpoints:
@@ -85,6 +87,14 @@ class RequestLimits:
             name = name.rpartition(":")[0] or name
         if self._hosts is not None and name not in self._hosts:
             raise ApiError(403, "the Host header is none of the names that this server answers to")
+
+    def _check_origin(self, headers: dict[bytes, bytes]) -> None:
+        """Raises ApiError with 403 for a request from a web page of another server."""
+        origin, host = headers.get(b"origin", b"").lower(), headers.get(b"host", b"").lower()
+        allowed = [name.lower().encode() for name in self.settings.allowed_origins or ()]
+        is_own = not origin or origin.partition(b"://")[2] == host
+        if not (is_own or origin in allowed or b"*" in allowed):
+            raise ApiError(403, "the Origin header is of a web page that may not call this server")
 
     def _checked_keys(self, headers: dict[bytes, bytes]) -> list[bytes]:
         """Return the server's keys that the client has sent. Raises ApiError if it needs one and has sent none."""
