@@ -27,7 +27,8 @@ class SamplingParams:
     top_p: sample only from the smallest set of most likely tokens whose total probability is at least this value.
     min_p: sample only from tokens whose probability is at least this fraction of the most likely token's probability.
     seed: the seed of the sampling noise. The noise does not depend on the batch; docs/sampling.md explains what may
-        still differ. With None or -1, the seed is derived from the engine's seed, or random if the engine has no seed.
+        still differ. By default, or with -1, the seed is derived from the engine's seed, or random if the engine has no
+        seed.
     n: the number of answers. The prompt is computed only once.
     min_tokens: until the answer has this many tokens, only `max_tokens` can end it.
     stop: strings that end the answer. The text is cut in front of the string.
