@@ -123,8 +123,8 @@ def _softmax(scores, state, position, key, MASKED: gl.constexpr, SHAPE: gl.const
     if MASKED:
         n = gl.arange(0, SHAPE.tile, gl.SliceLayout(0, scores.type.layout))
         # If a row sees no key of this tile, its weights are 1, and a later factor makes them 0. The score of a hidden
-        # key is a power of two, so that multiplying it by the scale is exact. Otherwise the fused multiply and subtraction
-        # below could give any number.
+        # key is a power of two, so that multiplying it by the scale is exact. Otherwise, the fused multiply and
+        # subtraction below could give any number.
         scores = gl.where((key + n)[None, :] <= position[:, None], scores, -(2.0**100))
     m_new = gl.maximum(m_i, gl.max(scores, 1) * scale)
     p = gl.exp2(scores * scale - m_new[:, None])
