@@ -91,7 +91,7 @@ def _signals_blocked() -> Iterator[None]:
 
 
 class Fronts:
-    """The fronts of an engine. If a front ends, its requests are dropped, it is restarted, and the others go on."""
+    """The fronts of an engine. If one ends, its requests are dropped and it is restarted. The other fronts go on."""
 
     def __init__(self, plan: FrontPlan):
         self._plan = plan

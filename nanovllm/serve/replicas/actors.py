@@ -109,7 +109,7 @@ class ActorHandle:
         return f"an actor of Ray that needs {self._options}"
 
     async def start(self) -> dict[str, Any]:
-        """Start the replica. Raises ClusterDeadError if Ray has ended on this machine, as the start would never end."""
+        """Start the replica. If Ray has ended on this machine, raise ClusterDeadError instead of waiting forever."""
         start = asyncio.ensure_future(self._actor.start.remote(self._model, self._settings))
         try:
             while not start.done():

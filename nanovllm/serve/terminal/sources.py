@@ -151,7 +151,7 @@ class Server:
         yield Piece(text, reasoning, num_tokens, finish_reason)
 
     def _chunks(self, response: Any) -> Generator[dict, None, None]:
-        """The JSON objects of server-sent events. OSError if one reports an error, or if the connection fails."""
+        """Yield the JSON objects of server-sent events. Raises OSError on an error event or a failed connection."""
         try:
             for line in response:
                 data = line.removeprefix(b"data:").strip()
