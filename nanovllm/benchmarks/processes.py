@@ -1,4 +1,4 @@
-"""Helpers for the processes of a measurement: reports of progress, and how a process is started and timed."""
+"""Helpers for measurements: progress reports, calls in a new process, and the age of this process."""
 
 import logging
 import multiprocessing
@@ -14,7 +14,7 @@ IMPORTED = time.perf_counter()
 
 
 def report(line: str) -> None:
-    """Print a line of progress to stderr. Results go to stdout."""
+    """Print a progress line to stderr, because results go to stdout."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -44,7 +44,7 @@ def run_in_process(function, *arguments):
 
 
 def seconds_since_start() -> float:
-    """Return the age of this process in seconds. Without Linux, return the time since this file was imported."""
+    """Return the age of this process in seconds. Except on Linux, return the time since this file was imported."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     except OSError:
