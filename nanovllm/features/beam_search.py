@@ -1,4 +1,4 @@
-"""Implements beam search. Beams are sequences that pause after each token and share the blocks of their prefix."""
+"""Implements beam search. Beams are sequences that pause after each token and share blocks of their common prefix."""
 
 from dataclasses import dataclass
 from itertools import count

@@ -102,7 +102,7 @@ class TokenLogprobs(StepFeature):
         self._logits_of_graphs: dict[tuple[int, int], Callable[[], torch.Tensor]] = {}  # by address and size
 
     def edit_logits(self, logits: torch.Tensor, rows: SamplingRows) -> None:
-        """Edit nothing, but record where a CUDA graph stores its logits, which remain until the next graph is replayed.
+        """Edit nothing, but record where a CUDA graph stores its logits, which are valid until the next graph replay.
 
         The record is a view that does not own the memory. A tensor that owned the memory would keep other graphs from
         using it.
@@ -154,8 +154,8 @@ class LogprobRequest(NamedTuple):
     """
 
     num_top: int
-    row: int  # prompt token: index into all hidden states of the step; sampled token: index into the sampled rows
-    result_index: int  # prompt token: index into StepLogprobs.of_prompts; sampled token: index into StepLogprobs.of_tokens
+    row: int  # index into all hidden states of the step (prompt token) or into the sampled rows (sampled token)
+    result_index: int  # index into StepLogprobs.of_prompts (prompt token) or StepLogprobs.of_tokens (sampled token)
     token_id: int = -1
 
 
@@ -290,7 +290,7 @@ def log_probabilities(
     The `logits` [S, vocabulary] are divided by `temperatures` [S]. `num_top` is capped at the size of the vocabulary.
     Returns three tensors: ids [S, 1 + num_top] int32, log-probabilities [S, 1 + num_top] float32, and ranks [S] int32.
     Column 0 is for `token_ids`. The other columns are for the top tokens, in descending order of `token_keys`. The
-    ranks are those of `token_ids` in the same order; the most likely token has rank 1.
+    ranks are the places of `token_ids` in the same order; the most likely token has rank 1.
     """
     if num_top == 0:
         logprobs, ranks = token_logprobs(logits, token_ids, temperatures)

@@ -25,8 +25,8 @@ class Dropped(str):
 def refusing_requests(llm: "LLMEngine", kind: str, reason: str) -> Iterator[None]:
     """Set `unavailable[kind]` to `reason` for a context in which the engine's thread changes the engine.
 
-    The reason remains after the context, unless an error restores the previous reason. Raises UnavailableError if the
-    engine has requests and is not paused, or while weights are being replaced.
+    The reason remains after the context. After an error, the previous reason is restored. Raises UnavailableError if
+    the engine has requests and is not paused, or while weights are being replaced.
     """
     unavailable = llm.core.unavailable
     if unavailable.get("weights") == LOADING:

@@ -154,7 +154,7 @@ class ModelWeights:
             raise ValueError(f"{name}: {problem}")
 
     def own_name(self, name: str) -> str:
-        """Return the model's name for a tensor. It may differ from the given name by `language_model.`.
+        """Return the model's name for a tensor, with `language_model.` added or removed where necessary.
 
         Either the trainer or the engine may have only the language part of a multimodal checkpoint.
         """
