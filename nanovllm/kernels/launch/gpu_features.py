@@ -1,4 +1,4 @@
-"""Features of devices. This module does not import Triton, because 8-bit weights and caches need it on any device."""
+"""Features of devices. This module does not import Triton, so 8-bit weights and caches can use it on any device."""
 
 from functools import cache
 
