@@ -73,7 +73,7 @@ class Qwen3DecoderLayer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (x, residual). The layer's output is x + residual, which the next norm adds.
 
-        The first layer gets no residual. The next layer may overwrite it.
+        `residual` is None in the first layer. The next layer may overwrite the returned residual.
         """
         if residual is None:
             hidden_states, residual = self.input_layernorm(hidden_states), hidden_states
