@@ -1,4 +1,4 @@
-"""Implements `nanovllm show-fused MODEL`, which lists modules with a fused form on CUDA and measures what they save."""
+"""Implements `nanovllm show-fused MODEL`, which lists modules with a fused form on CUDA and measures their savings."""
 
 import argparse
 from collections import Counter

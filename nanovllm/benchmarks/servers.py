@@ -129,7 +129,7 @@ def cpu_times(server: Server, since: Threads | None = None) -> Threads:
 
 @contextmanager
 def gpu_samples() -> Iterator[list[list[float]]]:
-    """Sample each GPU's utilization (in percent) once a second during a `with` block. Empty without nvidia-smi."""
+    """Sample each GPU's utilization (in percent) once a second during a `with` block, if there is nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
     samples: list[list[float]] = []
     ended = threading.Event()

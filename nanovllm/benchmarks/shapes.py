@@ -97,7 +97,7 @@ OF_HEAD += "max_position_embeddings", "rms_norm_eps", "rope_theta"
 
 
 def write_head(folder: Path, model: Path) -> None:
-    """Make a folder without weights: the config.json of an EAGLE-3 head for a shape, with at most 32,000 tokens."""
+    """Make a folder without weights: the config.json of an EAGLE-3 head (at most 32,000 tokens) for a shape."""
     entries = json.loads((model / "config.json").read_text())
     layer = {name: entries[name] for name in OF_HEAD} | {"model_type": "llama", "num_hidden_layers": 1}
     layer |= {"architectures": ["LlamaForCausalLMEagle3"], "torch_dtype": "bfloat16"}
@@ -108,8 +108,7 @@ def write_head(folder: Path, model: Path) -> None:
 def with_drafter(settings: dict[str, Any], model: Path) -> dict[str, Any]:
     """Make a drafter without weights next to the shape's folder `model`, and return `settings` with this drafter.
 
-    In `settings`, "model" may be the name of a shape, and the method "eagle3" needs no "model". Other settings are
-    returned unchanged.
+    In `settings`, "model" may be the name of a shape, and the method "eagle3" needs no "model".
     """
     folder = model.with_name("drafter")
     if settings.get("method") == "eagle3" and settings.get("model") is None:

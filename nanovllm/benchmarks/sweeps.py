@@ -1,4 +1,4 @@
-"""Makes the workloads `online`, `latency` and `batches`, each of which varies one variable, and their tables."""
+"""Makes the workloads `online`, `latency` and `batches`, and their tables. Each workload varies one variable."""
 
 import argparse
 from functools import partial

@@ -20,8 +20,7 @@ OF_DRAFTS += "draft_tensor_parallel_size", "synthetic_acceptance_rates"
 def vllm_settings(model: str, settings: dict) -> dict:
     """Return arguments for vLLM: our model, dtypes, max_model_len, ranks, load format and speculation.
 
-    `max_num_seqs` and `max_num_batched_tokens` are passed on only if `settings` contains them. vLLM's defaults apply
-    to all other arguments.
+    `max_num_seqs` and `max_num_batched_tokens` are passed on only if set. vLLM's defaults apply to everything else.
     """
     config = Config.create(model, settings)
     names = ["model", "max_model_len", "tensor_parallel_size", "load_format", "quantization", "kv_cache_dtype"]
