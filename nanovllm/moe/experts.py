@@ -129,8 +129,7 @@ class Experts(nn.Module):
     def forward(self, x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum [T, hidden] of the outputs of this rank's experts for x [T, hidden].
 
-        `weights` and `expert_ids` [T, choices] come from `route`. Each expert computes the tokens that chose it. This
-        definition shows what the kernels compute.
+        `weights` and `expert_ids` [T, choices] come from `route`. Each expert computes the tokens that chose it.
         """
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         order = expert_ids.flatten().argsort(stable=True)

@@ -38,9 +38,9 @@ HEADS_EACH = 2  # value heads of a chunk that a program computes one after the o
 def _inverse(system, IS_FLOAT32: tl.constexpr):
     """Invert the unit lower triangular matrix whose part below the diagonal is `system` [CHUNK, CHUNK].
 
-    Each iteration doubles the size of the inverted blocks: the inverse of [[A, 0], [B, C]] is [[A', 0], [-C' B A', C']]
-    if A' and C' are the inverses of A and C. Keys have norm 1, and betas and decays are at most 1. So all numbers here
-    are at most 1, and 16 bits are precise enough.
+    Each iteration doubles the size of the inverted blocks: the inverse of [[A, 0], [B, C]] is [[A', 0], [-C' B A',
+    C']]. Keys have norm 1, and betas and decays are at most 1. So all numbers here are at most 1, and 16 bits are
+    precise enough.
     """
     DTYPE: tl.constexpr = tl.float32 if IS_FLOAT32 else tl.float16
     i = tl.arange(0, CHUNK)

@@ -16,7 +16,7 @@ Weight = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # [.., N, K]; or 8-bi
 
 
 class Tiles(NamedTuple):
-    """The tile sizes of a matmul, as a constant of kernels."""
+    """The tile sizes of a matmul (a kernel constant)."""
 
     tile_n: int
     tile_k: int
@@ -27,7 +27,7 @@ class Tiles(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The number of inputs of a matmul, and how many of them share a scale, as a constant of kernels.
+    """The number of inputs of a matmul, and how many of them share a scale (a kernel constant).
 
     Without scales, the fields describe a single scale per row, so that kernels are not compiled for each N.
     """

@@ -1,11 +1,10 @@
 """The second GEMM of moe_gemm.py (after SwiGLU) on Hopper, for many rows in 16 bits.
 
-It is written in Gluon, whose language changes with Triton's version. Two warpgroups multiply, one warp loads, two warps
-store, and one warp looks up tiles.
+It is written in Gluon. Two warpgroups multiply, one warp loads, two warps store, and one warp looks up tiles.
 
 A tile has 128 rows of one expert, 64 for each warpgroup, and 256 outputs. An expert has few inputs, so a tile takes
-only 10 microseconds. To keep the tensor cores busy, other warps store its 64 KiB of output and look up the next tile
-while another tile is multiplied.
+only 10 microseconds. Therefore, other warps store its 64 KiB of output, and look up the next tile, while the
+warpgroups multiply.
 """
 
 from typing import NamedTuple

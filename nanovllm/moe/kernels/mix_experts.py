@@ -20,8 +20,7 @@ def mix_experts(x, layer, slot_mapping):
 def _by_gemv(x, layer, slot_mapping):
     """Compute the experts with matrix-vector kernels. For a single row, these kernels also compute the norm.
 
-    Kernels for 8-bit weights do not compute the norm, because instructions limit their speed too, and every program
-    would repeat the norm.
+    Kernels for 8-bit weights do not (scaled_gemv.py explains why).
     """
     gate, experts = layer.gate.weight, layer.experts
     summands = x.summands() if len(x) == 1 else None
