@@ -108,7 +108,7 @@ def split(events: list[Event]) -> tuple[list[Event], list[Event]]:
 
 
 def times_by_kind(events: list[Event]) -> Counter[str]:
-    """Return the microseconds of each kind. Kernels overlap, so each counts from the end of the previous kernel.
+    """Return the microseconds of each kind of kernel. They overlap, so each counts from the end of the previous one.
 
     The last GEMM before a sampler kernel is the output head. While no kernel runs, the GPU is idle.
     """

@@ -151,7 +151,7 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chat_messages(message: InputMessage) -> Iterator[dict[str, Any]]:
-    """Translate a message. Each tool result becomes a separate message, before the message of all other blocks."""
+    """Translate a message. Each tool result becomes a message, and the other blocks become one message after them."""
     blocks = defaultdict[str, list[Any]](list)
     for block in message.content:
         blocks[block["type"]].append(block)
