@@ -122,7 +122,7 @@ class PeerTensorParallel(Ranks):
         return self.gather(lambda out: out.copy_(x), *x.shape, x.dtype)
 
     def sum(self, compute: Compute, num_rows: int, width: int, dtype: torch.dtype, split_k: int = 1) -> PeerAllReduce:
-        """Return a sum as in `sum_over_ranks`. `compute` writes to memory that the other ranks read."""
+        """See `sum_over_ranks`. `compute` writes to memory that the other ranks read."""
         y = self.peers.next_sum(split_k, num_rows, width, dtype)
         compute(y.parts)
         return y

@@ -44,10 +44,7 @@ def check_order_of_sums(config: Config) -> None:
 
 
 def _can_read_peers(device: torch.device, rank: int, size: int) -> bool:
-    """Return whether the ranks' GPUs can access each other's memory. Their indices are consecutive.
-
-    `device` is the GPU of `rank`.
-    """
+    """Return whether the ranks' GPUs, which have consecutive indices, can access each other's memory."""
     indices = range(device.index - rank, device.index - rank + size)
     return importlib.util.find_spec("triton") is not None and all(
         torch.cuda.can_device_access_peer(a, b) for a in indices for b in indices if a != b

@@ -29,10 +29,7 @@ class StepChannel:
     """
 
     def __init__(self, capacity: int, num_readers: int):
-        """Allocate the buffers. `capacity` is the size of the largest batch in words.
-
-        Raises OSError if /dev/shm is too small.
-        """
+        """`capacity` is the size of the largest batch in words. Raises OSError if /dev/shm is too small."""
         self._free: list[int] = []
         self._filled: list[int] = []
         self._file = tempfile.TemporaryFile(dir="/dev/shm", buffering=0)
@@ -85,10 +82,7 @@ class StepReader:
 
     @contextmanager
     def receive(self) -> Iterator[tuple[Any, np.ndarray]]:
-        """Open a context with (shape, words) of the next `send`.
-
-        The words are valid only inside the context. Other words may follow the words that were sent.
-        """
+        """Open a context in which (shape, words) of the next `send` are valid. Other words may follow these words."""
         os.eventfd_read(self._filled)
         buffer = next(self._buffers)
         shape = pickle.loads(buffer.view(np.uint8)[4 : 4 + buffer[0]])

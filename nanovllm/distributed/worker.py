@@ -53,8 +53,8 @@ class Workers:
     all ranks, stores the reason in `failure`, and makes rank 0's device stop waiting for them. If the caller is killed,
     the ranks end by themselves.
 
-    The processes are plain subprocesses. `multiprocessing` would import the caller's script in each process. It would
-    also let any forked child of the caller end the processes when the child exits.
+    The processes are plain subprocesses. `multiprocessing` would import the caller's script in each process, and any
+    forked child of the caller would end the processes when it exits.
     """
 
     def __init__(self, config: Config):
@@ -128,7 +128,7 @@ class Workers:
     def cause_of(self, error: BaseException) -> BaseException:
         """Kill all ranks after an error of rank 0. Returns the error to raise: `error`, or the failure that caused it.
 
-        Rank 0 may notice a lost rank earlier than the supervisor, so this method first waits for the supervisor.
+        Rank 0 may notice a lost rank before the supervisor does, so this waits for the supervisor.
         """
         may_be_theirs = os.getpid() == self._caller_pid and isinstance(error, RuntimeError)
         deadline = monotonic() + 2.0

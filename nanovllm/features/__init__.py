@@ -10,7 +10,7 @@ def register_feature(feature: type[StepFeature]) -> None:
     The feature's `fields` are attributes of a subclass of SamplingParams. Each field gets a column on the device.
     `rows.column(name)` returns the field's value for each request, or 0 if the request does not ask for the feature.
 
-    Raises ValueError if a sampling parameter or a feature already has the name, or if no column is left.
+    Raises ValueError if the name of the feature or of a field is taken, or if no column is left.
     """
     from nanovllm.kernels.sampling.sampling_columns import COLUMNS, MAX_CUSTOM_COLUMNS, NUM_OWN_COLUMNS  # needs torch
 

@@ -1,10 +1,9 @@
 """Computes log-probabilities of generated tokens and of prompts.
 
-For generated tokens, the setting `logprobs_mode` selects the logits; for prompts, they are always the model's raw
-logits. A request asks for log-probabilities with `SamplingParams.logprobs` or `prompt_logprobs`, and a beam search
-needs them for its candidates. The batch lists the tokens that need them (LogprobRequest). After the step, every rank
-computes them (PendingLogprobs), and they reach the host with the step's result. logprob_outputs.py adds the text of the
-tokens.
+For generated tokens, the setting `logprobs_mode` selects the logits. Prompts always use the model's raw logits. A
+request asks for log-probabilities with `SamplingParams.logprobs` or `prompt_logprobs`; a beam search needs them for its
+candidates. The batch lists the tokens (LogprobRequest). After the step, every rank computes the log-probabilities
+(PendingLogprobs), which reach the host with the step's result. logprob_outputs.py adds the text of the tokens.
 """
 
 from collections import defaultdict
@@ -104,8 +103,7 @@ class TokenLogprobs(StepFeature):
     def edit_logits(self, logits: torch.Tensor, rows: SamplingRows) -> None:
         """Edit nothing, but record where a CUDA graph stores its logits, which are valid until the next graph replay.
 
-        The record is a view that does not own the memory. A tensor that owned the memory would keep other graphs from
-        using it.
+        The record is a view that does not own the memory, so other graphs can use the memory.
         """
         if logits.is_cuda and torch.cuda.is_current_stream_capturing():
             memory, like, device = DeviceBytes(logits.data_ptr(), logits.nbytes), logits.to("meta"), logits.device
@@ -149,8 +147,7 @@ def check_num_logprobs(name: str, value: int, config: "Config") -> None:
 class LogprobRequest(NamedTuple):
     """Asks for the log-probabilities of a token, and of the `num_top` most likely tokens at its position.
 
-    A request for a prompt token contains the token's id. For a sampled token, `token_id` is -1, because the host does
-    not know the token yet.
+    For a sampled token, `token_id` is -1, because the host does not know the token yet.
     """
 
     num_top: int
@@ -185,10 +182,7 @@ class PendingLogprobs:
 
     @torch.inference_mode()
     def __init__(self, requests: np.ndarray, runner: "ModelRunner", output: ForwardOutput, logits: torch.Tensor | None):
-        """Start the computation. Each row of `requests` [n, 4] is a LogprobRequest.
-
-        `logits` are the logits of the sampled rows, if they still exist.
-        """
+        """`requests` [n, 4] has a LogprobRequest per row. `logits` are the sampled rows' logits if they still exist."""
         self._requests = requests.copy()  # a later step overwrites the original
         on_device = self._compute(runner, output, logits)
         runner.tp.barrier(output.token_ids.device)  # no rank may overwrite peer memory that another rank still reads

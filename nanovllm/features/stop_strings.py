@@ -58,8 +58,8 @@ class StoppingDetokenizer(Detokenizer):
     def cut_at_stop(self) -> str | None:
         """Decode the last token. If it completes a stop string, cut the text there and return the stop string.
 
-        A stop string that is complete within the first `min_tokens` tokens does not count. Among several stop strings,
-        the one that ends first wins. If two end at the same character, the first one in the list wins.
+        Stop strings within the first `min_tokens` tokens do not count. Among several stop strings, the one that ends
+        first wins. If two end at the same character, the first one in the list wins.
         """
         piece, matches = self.decode(), []
         text = self._window + piece

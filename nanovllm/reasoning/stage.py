@@ -60,8 +60,8 @@ class Reasoning:
     """The state of one answer's reasoning after the tokens taken so far.
 
     stage: the stage of the answer.
-    num_tokens: the number of tokens of the reasoning, including its markers; 0 if there is no reasoning (yet).
-    num_thoughts: the number of tokens of the reasoning without the begin marker.
+    num_tokens: the number of reasoning tokens, including markers; 0 if there is no reasoning (yet).
+    num_thoughts: the number of reasoning tokens without the begin marker.
     num_ends: how often the text of the end marker occurs in the reasoning. The last occurrence is the marker.
     """
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 class HostWeights:
     """The memory of a model's parameters, with the interface of an Arena.
 
-    Weights that sleep mode keeps stay where they are, because they are already in host memory.
+    Weights that are kept stay in place, because they are already in host memory.
     """
 
     is_mapped = True

@@ -36,17 +36,18 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 def load_weights(llm: "LLMEngine", weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Replace some or all weights of a running engine with tensors from any device, and empty the prefix cache.
 
-    `weights` are (name, tensor) pairs as in a checkpoint of the model, or as in the state dict of its transformers
-    model: layers are not merged, and tensors are not split over ranks or quantized. An engine with 8-bit weights
-    quantizes the tensors. It also accepts 8-bit values and scales, as in its checkpoint. The caller's thread iterates
-    over `weights`, so a generator that creates one tensor at a time needs memory for only one tensor.
+    `weights` are (name, tensor) pairs as in a checkpoint, or in the state dict of the transformers model: layers are
+    not merged, and tensors are not split over ranks or quantized. An engine with 8-bit weights quantizes the tensors.
+    It also accepts 8-bit values and scales, as in its checkpoint. The caller's thread iterates over `weights`, so a
+    generator that creates one tensor at a time needs memory for only one tensor.
 
     Raises UnavailableError if there are requests and the engine is not paused, or if the weights are asleep. New
     requests raise UnavailableError until this function returns.
 
     Each tensor is checked before it is written. Raises TypeError if a value is not a tensor. Raises ValueError with the
     tensor's name if the model has no such tensor, if its shape or dtype is wrong, or if it contains NaN or infinite
-    values. If a tensor was written before an error, the engine takes no requests until one call has loaded all weights.
+    values. After an error, if a tensor was already written, the engine takes no requests until one call has loaded all
+    weights.
     """
     update = WeightUpdate(llm)
     in_engine(llm.engine_thread, update.begin)

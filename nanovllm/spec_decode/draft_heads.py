@@ -79,7 +79,7 @@ class Eagle3(Head):
         return head
 
     def capture(self, index: int, norm: nn.Module, args: tuple) -> None:
-        """Copy the hidden states [T, hidden_size] that entered a layer, before its second norm can overwrite them."""
+        """Copy the hidden states [T, hidden_size] entering a layer, before the layer's second norm overwrites them."""
         self.parts[index] = args[1].clone()
         if index == len(self.parts) - 1:
             self.keep(self.model.fc(torch.cat(self.parts, -1)))

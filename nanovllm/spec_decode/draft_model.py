@@ -26,8 +26,7 @@ class DraftModel:
 
     It needs no block manager, because each block of the model is also a block of the draft model. Before it drafts for
     a sequence, it computes everything that its cache lacks: the prompt, values that a preemption has freed, and tokens
-    that were generated while nothing was drafted. If several sequences share a block, each of them recomputes the same
-    values.
+    generated without drafts. If several sequences share a block, each of them recomputes the same values.
 
     Each rank has the whole draft model. The last bits of the ranks' results may differ, so the ranks agree on each
     draft.
@@ -75,7 +74,7 @@ class DraftModel:
     def draft(self, arrays: Arrays) -> None:
         """Draft from the arrays of `Speculation.prepare`, and write the drafts to RequestTables.
 
-        On CUDA, the host waits for the device only if a sequence must catch up.
+        On CUDA, this waits for the device only if a sequence must catch up.
         """
         if len(arrays["new_blocks"]):
             rows, columns, block_ids = arrays["new_blocks"].long().unbind(1)
@@ -156,7 +155,7 @@ class DraftModel:
         tables.last_token_ids[req_indices, 1 : 1 + num_steps] = torch.stack(drafts).where(newest_slots >= 0, -1).T
 
     def compute(self, slots: torch.Tensor, token_slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states [T, hidden_size] of rows, given the slots of rows and tokens, and the positions."""
+        """Return the hidden states [T, hidden_size] of rows, given the cache slots of the rows and of their tokens."""
         return self.model(self.runner.slot_token_ids[token_slots], positions)
 
     def chain(self, token_slots: torch.Tensor, hidden_states: torch.Tensor) -> None:

@@ -32,7 +32,7 @@ class Pace:
     """Decides when a sequence drafts. The sequence pauses if few of its drafts were accepted, or if none were found.
 
     The mean starts at two accepted drafts per step. If it falls below the break-even point, a sequence that drafts on
-    the host pauses. Each pause lasts for twice as many tokens as the previous pause. After a pause, the mean starts
+    the host pauses. Each pause is twice as long as the previous pause. After a pause, the mean starts
     slightly above the break-even point.
     """
 
@@ -63,8 +63,7 @@ class Pace:
 def width_that_pays(drafts: list[tuple[int, float]], num_seqs: int, cost: StepCost) -> int:
     """Return the number of drafts per sequence that maximizes throughput. All sequences have rows for this number.
 
-    `drafts` contains a pair for each sequence with drafts: the number of drafts, and the expected number of accepted
-    drafts.
+    `drafts` contains, for each sequence with drafts, the number of drafts and the expected number of accepted drafts.
     """
 
     def rate(width: int) -> float:
@@ -181,8 +180,8 @@ class DraftingScheduler(Scheduler):
     def _hold_for_others(self) -> bool:
         """If other sequences that draft on the host are still in flight, hold sequences whose tokens have arrived.
 
-        Otherwise, the two groups would alternate from then on, with twice as many steps. Returns whether there are
-        sequences in flight to wait for.
+        Otherwise, the two groups would alternate from then on, with twice as many steps. Returns whether others are in
+        flight.
         """
         if not any(seq.waits_for_token and seq.num_tokens > len(seq.token_ids) for seq in self.paces):
             return False

@@ -27,7 +27,7 @@ class Eagle3Config:
 
 
 def read_eagle3_config(folder: Path, target: ModelConfig, dtype: torch.dtype, with_weights: bool) -> Eagle3Config:
-    """Read the config of the head in `folder` for the model `target`. `dtype` is the dtype of the engine.
+    """Read the config of the head in `folder` for the model `target`. `dtype` is the engine's dtype.
 
     Raises ValueError or TypeError, with the file and the value, if the head is not supported or is for another model.
     """

@@ -8,7 +8,7 @@ from nanovllm.spec_decode.proposer import Proposer
 
 
 class NGram(Proposer):
-    """Finds the longest n-gram at the end of a sequence that also occurs earlier, and uses the latest occurrence."""
+    """Continues the latest earlier occurrence of the longest possible n-gram at the end of a sequence."""
 
     def __init__(self, settings):
         super().__init__(settings)

@@ -17,7 +17,7 @@ class Drafts:
 
 
 class Proposer:
-    """Drafts on the host, from tokens that have arrived on the host. Sequences therefore wait for their tokens.
+    """Drafts on the host, from tokens that have arrived there. Sequences therefore wait for their tokens.
 
     A proposer may be wrong or find nothing, because drafts never change the text. `settings` is a SpeculativeConfig.
     """

@@ -16,8 +16,8 @@ from nanovllm.kernels import operation
 def rows_of_drafts(k: int, req_indices: Any, num_reserved: Any, lengths: Any, last_token_ids: Any) -> tuple[Any, ...]:
     """Return the k rows of each of D sequences: request indices, `num_reserved`, lengths and token ids, all [D * k].
 
-    A sequence's first row contains its last token, and each further row contains its next draft. Rows after the first
-    `num_reserved` rows of a sequence are copies of the last of these rows.
+    A sequence's first row contains its last token, and each further row contains its next draft. Rows after
+    the first `num_reserved` rows are copies of the last of these rows.
     """
     (steps,) = arrays(torch.arange(k, device=getattr(num_reserved, "device", "cpu")))
     offsets = (steps - (steps - num_reserved[:, None] + 1).clip(0)).clip(0)  # [D, k]

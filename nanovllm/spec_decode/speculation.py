@@ -30,8 +30,8 @@ class Speculation(StepFeature):
     def prepare(cls, step: ScheduledStep) -> Arrays | None:
         """Return the drafts [D, k - 1] of D sequences, with -1 for no draft, and all new blocks.
 
-        For a drafter on the device, `behind` [B, 2] lists the sequences that must catch up: each row has a request
-        index, and whether the sequence is new.
+        For a drafter on the device, `behind` [B, 2] contains the request index of each sequence that must catch up, and
+        whether the sequence is new.
         """
         req_indices, all_reserved = (np.array(x, np.int64) for x in (step.req_indices, step.num_reserved))
         rows = (all_reserved > 1).nonzero()[0]

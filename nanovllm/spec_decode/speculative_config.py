@@ -50,8 +50,8 @@ class SpeculativeConfig:
     method: "ngram", "suffix", "eagle3", "mtp" or "draft_model". The default is "draft_model" if there is a `model`.
     num_speculative_tokens: the most drafts of a sequence in a step. Must be given, except for "suffix", whose default
         is `suffix_decoding_max_tree_depth`, or less with small blocks.
-    prompt_lookup_min, prompt_lookup_max: for "ngram", how many of the last tokens must have occurred earlier. Longer
-        matches are tried first.
+    prompt_lookup_min, prompt_lookup_max: for "ngram", the shortest and the longest n-gram that is looked up, in
+        tokens. Longer n-grams are tried first.
     suffix_decoding_max_tree_depth: for "suffix", the longest context that is looked up, in tokens.
     suffix_decoding_max_cached_requests: for "suffix", how many requests are remembered. With 0, each request finds only
         its own tokens.

@@ -16,12 +16,11 @@ ROOT = 0  # the state of the empty context
 
 
 class SuffixAutomaton:
-    """An index of all contexts in a set of texts. It takes time and memory linear in the length of the texts.
+    """An index of all contexts (token sequences) in a set of texts, with time and memory linear in their length.
 
-    A context is a sequence of consecutive tokens. A state stands for all contexts that occur at the same places.
-    `lengths` contains the length of a state's longest context. `links` contains the state of the longest suffix of this
-    context that also occurs elsewhere. `next` contains the states of contexts that are one token longer. `counts`
-    contains approximate numbers of occurrences.
+    A state stands for all contexts that occur at the same places. `lengths` has the length of a state's longest
+    context, and `links` the state of this context's longest suffix that also occurs elsewhere. `next` has the states of
+    contexts that are one token longer. `counts` has approximate numbers of occurrences.
     """
 
     def __init__(self) -> None:

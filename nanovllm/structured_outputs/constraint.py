@@ -42,10 +42,7 @@ class Constraint:
         vocab_size: int,
         eos_token_ids: frozenset[int],
     ):
-        """Start in the state before the first generated token.
-
-        queue: computes the masks that take too long for a step; None without a grammar.
-        """
+        """queue: computes the masks that take too long for a step; None without a grammar."""
         # a proxy, because a reference cycle would keep both objects until the garbage collector runs
         self._seq, self._grammar = proxy(seq), cast(Grammar, grammar)
         self._queue, self._vocab_size, self.has_grammar = queue, vocab_size, grammar is not None
@@ -188,7 +185,7 @@ class Constraint:
     # -- masks ---------------------------------------------------------------------------------------------------------
 
     def _grammar_mask(self) -> np.ndarray:
-        """Return the mask for the current state of the grammar, which may be an error state."""
+        """Return the mask for the grammar's current state, which may be an error."""
         mask = np.empty_like(self.next_mask)
         begin = thread_time()
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -226,7 +223,7 @@ def update_fast(constraints: Iterable[Constraint], seconds: float) -> list[Const
 
     Constraints inside reasoning, or without a grammar, take no time. llguidance computes the masks of one grammar one
     after the other. Any mask may turn out to be slow, so one parallel call computes at most one mask per grammar, and
-    at most one mask per core.
+    one per core.
     """
     end, updated = perf_counter() + seconds, []
     waiting: dict[Grammar, deque[Constraint]] = {}

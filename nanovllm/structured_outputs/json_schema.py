@@ -206,10 +206,7 @@ def _types(schema: Any) -> set[str] | None:
 
 
 def _resolved(schema: Any, resource: dict[str, Any]) -> Any:
-    """Follow the references of a schema to the last target, which allows at least as much as the schema.
-
-    Returns None if the target is not known.
-    """
+    """Return the last target of a schema's references, which allows at least as much; None if it is not known."""
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, dict) or "$ref" not in schema:
             return schema

@@ -1,4 +1,4 @@
-"""Threads for masks that take too long for a step, so that these masks do not delay other requests."""
+"""Threads for masks that take too long for a step, so that other requests are not delayed."""
 
 import os
 from collections import deque

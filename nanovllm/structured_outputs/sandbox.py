@@ -57,8 +57,8 @@ Process = subprocess.Popen[bytes]
 class CompileSandbox:
     """Compiles grammars in at most `MAX_PROCESSES` processes, which end with `close` or with this object.
 
-    The processes start on demand. The methods are thread-safe. Each grammar is tried once, even if several threads ask
-    for it at the same time. The results of the last `MAX_RESULTS` grammars are kept.
+    The processes start on demand. Any thread may call the methods. Each grammar is tried once, even if several threads
+    ask for it at the same time. The results of the last `MAX_RESULTS` grammars are kept.
     """
 
     def __init__(self, vocab_size: int, special_tokens: dict[int, str]):

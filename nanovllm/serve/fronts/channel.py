@@ -30,7 +30,7 @@ class FromFront(Struct, array_like=True):
 
 
 class FromEngine(Struct, array_like=True):
-    """A message from the engine. The first one is empty, and means that the engine has started.
+    """A message from the engine. The first message is empty, and means that the engine has started.
 
     errors: triples (request id, class name of the error, error message).
     results: triples (call number, result, error message). The message is "" if there was no error.
@@ -67,7 +67,7 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, message: Struct) -> None:
-        """Send a message. Raises OSError if the other end is closed. Nothing was sent if any other error is raised."""
+        """Send a message. Raises OSError if the other end is closed. After any other error, nothing was sent."""
         data = _encode(message)
         with self._lock:
             self._socket.sendall(len(data).to_bytes(LENGTH_BYTES, "big") + data)

@@ -42,9 +42,9 @@ BLOCKED = signal.SIGINT, signal.SIGTERM  # signals that are blocked while a fron
 class FrontPlan(NamedTuple):
     """What all fronts of an engine need to know.
 
-    num_live: the number of live answers of each front, in shared memory. The limit applies to the sum, which can
-        exceed it slightly if several fronts accept requests at the same instant.
-    listener: the listening socket. If None, each front opens a separate socket at the address in `settings`.
+    num_live: the number of live answers of each front, in shared memory. The limit applies to the sum, which can exceed
+        it slightly if several fronts accept requests at the same instant.
+    listener: the listening socket. If None, each front opens a socket at the address in `settings`.
     """
 
     model: str
@@ -78,10 +78,7 @@ def run_front(plan: FrontPlan, index: int, end: socket.socket) -> None:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block the signals `BLOCKED` inside this context.
-
-    Processes started inside begin with these signals blocked. This process receives them after the context.
-    """
+    """Block the signals `BLOCKED` in this context, also for processes started in it. The signals arrive afterwards."""
     resource_tracker.ensure_running()  # its start would unblock the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     try:
@@ -129,7 +126,7 @@ class Fronts:
 
     @staticmethod
     def _say_that_the_engine_has_started(channel: Channel) -> float:
-        """Tell a front that the engine has started. Returns the time by which the front must be ready."""
+        """Tell a front, and return the time by which it must be ready."""
         with suppress(OSError):  # the front has ended, which `_turn` notices
             channel.send(FromEngine())
         return monotonic() + START_SECONDS

@@ -124,7 +124,7 @@ class FrontClient(EngineClient):
             self._calls.pop(number, None)
 
     def next_message(self) -> FromFront:
-        """Return the message that will be sent at the end of this iteration of the event loop."""
+        """Return the message to be sent at the end of this event-loop iteration."""
         if self._to_send is None:
             self._to_send = FromFront()
             self._engine_loop.call_soon(self._send, self._to_send)
@@ -181,7 +181,7 @@ class FrontClient(EngineClient):
             self._lose(message.failure)
 
     def _lose(self, problem: str) -> None:
-        """Fail all requests and calls, because the engine has failed or its process has ended."""
+        """Fail all requests and calls, because the engine or its process has ended."""
         if self.error is None and not self._is_closing:
             logger.error("the engine is lost, so this HTTP process ends: %s", problem)
             self._fail(RuntimeError(problem))

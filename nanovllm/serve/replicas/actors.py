@@ -147,7 +147,7 @@ def make_group(
     replica_class: type = ReplicaProcess,
     restart_timeout: float = RESTART_TIMEOUT,
 ) -> ReplicaGroup:
-    """Create a group without starting it. `settings` are for each replica's LLM; `config` is the driver's Config."""
+    """Create a group without starting it. `settings` are for each LLM; `config` is the driver's Config."""
     actor_settings = dict(settings)
     if settings.get("tokenizer") is not None:
         actor_settings["tokenizer"] = absolute_path(settings["tokenizer"])

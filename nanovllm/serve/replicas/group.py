@@ -45,7 +45,7 @@ class ReplicaGroup:
         router: Router | None = None,
         restart_timeout: float = RESTART_TIMEOUT,
     ):
-        """Create the group; `start` starts the replicas.
+        """Create a group without starting it.
 
         launch: starts the process of a replica.
         max_answers: the most answers that a replica computes at a time.
@@ -124,7 +124,7 @@ class ReplicaGroup:
         self._dispatch()
 
     def abort(self, request: ReplicaRequest) -> None:
-        """End a request early, with the tokens that it has so far."""
+        """End a request early, with its tokens so far."""
         if request.replica_index is not None:
             request.is_aborted = True  # if the replica is lost before it ends the request, the driver ends it
             replica = self.replicas[request.replica_index]

@@ -16,7 +16,7 @@ from nanovllm.sampling_params import SamplingParams
 
 
 class NewRequest(NamedTuple):
-    """A request that the driver sends to a replica, with the driver's request id.
+    """A request for a replica, with the driver's request id.
 
     prompt_index: the index of the prompt in its call.
     kind: DELTA if answers are sent as they grow.

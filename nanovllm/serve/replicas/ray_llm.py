@@ -47,7 +47,7 @@ class RayLLM:
         restart_timeout: float = RESTART_TIMEOUT,
         **settings: Any,
     ) -> None:
-        """Start the replicas. `settings` are passed to each replica's `LLM`, and raise the same errors.
+        """Start the replicas. `settings` are the settings of each replica's `LLM`. Raises the same errors as `LLM`.
 
         Ray chooses the devices. If the process has not called `ray.init`, this joins the cluster at RAY_ADDRESS, or
         starts Ray on this machine.

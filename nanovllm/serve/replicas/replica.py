@@ -52,7 +52,7 @@ class Replica:
         self._engine_thread.watch(self._collectors[OutputKind.DELTA])
 
     def submit(self, data: bytes) -> None:
-        """Queue requests that the driver has checked. An error in one request is reported, and affects no other one."""
+        """Queue requests that the driver has checked. An error in one request is reported, and no other is affected."""
         try:
             self._submit(decode_requests(data))
         except Exception as error:  # the driver ignores the result of this call, but `reports` tells it
@@ -101,7 +101,7 @@ class Replica:
         self._engine_thread.discard([i for i in request_ids if i not in late and self._forget(i)])
 
     def abort(self, request_id: int) -> None:
-        """End a request early, with the tokens that it has so far."""
+        """End a request early, with its tokens so far."""
         if request_id in self._in_grammar_thread:
             self._grammar_thread.submit(self.abort, request_id)
         else:
@@ -111,12 +111,12 @@ class Replica:
         return stats_of(self.engine.scheduler)
 
     def reports(self) -> Iterator[bytes]:
-        """Yield the reports of `new_reports`, encoded as bytes."""
+        """Yield `new_reports`, encoded as bytes."""
         for report in self.new_reports():  # not `yield from`: Ray calls `send`, which `map` does not have
             yield encode_report(report)
 
     def new_reports(self) -> Iterator[Report]:
-        """Yield a report whenever there is news. Raises RuntimeError if the engine has failed."""
+        """Yield a report whenever there is news. Raises RuntimeError if the engine fails."""
         while True:
             with self._changed:
                 while not (self._errors or self._failure or any(x.is_ready for x in self._collectors.values())):
@@ -131,7 +131,7 @@ class Replica:
             yield Report(*self._read(outputs), errors)
 
     def exit(self) -> None:
-        """End `reports` and the engine. With Ray, nobody calls this, because the driver kills the actor's process."""
+        """End `reports` and the engine. With Ray, nobody calls this: the actor's process is killed."""
         self.close()
         self.engine.exit()
 

@@ -67,7 +67,7 @@ class ReplicaRequest(AsyncRequest):
         return self.final is not None or self.error is not None
 
     def message(self, replica_index: int) -> NewRequest:
-        """Return the message that asks a replica to compute this request, and expect the replica's deltas."""
+        """Assign the request to a replica, and return the message for the replica."""
         self.replica_index, self._sent_time = replica_index, time()
         params = self.request.params
         if type(params) is not SamplingParams:  # a replica may be unable to import a class of the caller

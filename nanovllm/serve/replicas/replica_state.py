@@ -1,4 +1,4 @@
-"""The driver's state of a replica in a ReplicaGroup: the replica's process, and the requests that it computes."""
+"""The driver's view of one replica: the replica's process, and the requests that it computes."""
 
 import asyncio
 import logging
@@ -19,10 +19,7 @@ class ClusterDeadError(EngineDeadError):
 
 
 class Handle(Protocol):
-    """Controls a replica in another process. Any method may raise an error if the replica is lost.
-
-    `start` may raise ClusterDeadError.
-    """
+    """Controls a replica in another process. Any method may raise if it is lost; `start` may raise ClusterDeadError."""
 
     async def start(self) -> dict[str, Any]: ...
     def reports(self) -> AsyncIterator[bytes]: ...

@@ -17,8 +17,8 @@ class Router(Protocol):
     def choose(self, token_ids: list[int], loads: Sequence[int | None]) -> int:
         """Return the index of the replica for a prompt.
 
-        `loads` contains the number of answers that each replica computes, or None for a replica that takes no requests
-        now. At least one load is a number, and the router must choose a replica whose load is a number.
+        `loads` contains the number of answers that each replica computes, or None if it takes no requests now. The
+        chosen replica's load must be a number. At least one load is a number.
         """
         ...
 
@@ -32,7 +32,7 @@ class Router(Protocol):
 
 
 class GuardedRouter:
-    """Wraps a router to contain its errors. If the router fails to choose, the least loaded replica is chosen."""
+    """Wraps a router so that its errors do no harm. If it fails to choose, the least loaded replica is chosen."""
 
     def __init__(self, router: Router):
         self._router = router
@@ -80,12 +80,11 @@ class PrefixRouter:
 
     A load is too high if it exceeds `imbalance * least + slack` answers, where `least` is the lowest load. In that
     case, or if no replica has cached a prefix, the router chooses the least loaded replica. Among equal loads, it
-    chooses the replica that has received the fewest requests.
+    chooses the replica with the fewest requests so far.
 
     The router does not ask replicas what they have cached. It computes the same hashes as the block manager: a chain
     over full blocks of `block_size` tokens. For each replica, it remembers the hashes of prompts and answers in an LRU
-    list. The list holds up to `max_blocks` hashes, one for each block of the replica's cache, and takes about 150 bytes
-    per block.
+    list of `max_blocks` hashes, the size of the replica's cache. The list takes about 150 bytes of memory per block.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ def _bash(words: Mapping[str, str]) -> str:
 
 
 def _fish(words: Mapping[str, str]) -> str:
-    """Return a line that completes the commands, and a line for each command that completes its words."""
+    """Return a line for the command names, and a line for the words of each command."""
     lines = [f"complete -c nanovllm -n __fish_use_subcommand -a '{' '.join([*words, '--help', '--version'])}'\n"]
     lines += [f"complete -c nanovllm -n '__fish_seen_subcommand_from {name}' -a '{words[name]}'\n" for name in words]
     return "".join(lines)

@@ -26,10 +26,9 @@ class Conversation:
     """A chat in the terminal. Answers go to standard output, everything else goes to standard error."""
 
     def __init__(self, source: Source, params: dict[str, Any], names: tuple[str, ...], system: str | None = None):
-        """Check the parameters. Raises ValueError or TypeError if they are wrong.
+        """params: the sampling parameters that are set. names: the names of all sampling parameters that can be set.
 
-        params: the sampling parameters that are set.
-        names: the names of all sampling parameters that can be set.
+        Raises ValueError or TypeError for wrong parameters.
         """
         source.check(params)
         self.source, self.params, self.names, self.system = source, params, names, system

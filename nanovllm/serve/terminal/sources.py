@@ -25,7 +25,7 @@ TIMEOUT = 600.0  # seconds that a server may be silent
 class Piece(NamedTuple):
     """The next part of an answer. The last part has a `finish_reason`.
 
-    num_tokens: the number of tokens of the answer so far, including its reasoning.
+    num_tokens: the number of tokens so far, including reasoning.
     """
 
     text: str
@@ -92,11 +92,7 @@ class Server:
     """A running server, which chooses values for parameters that are not set."""
 
     def __init__(self, url: str, model: str | None, api_key: str | None):
-        """Find the name of the model, unless it is given.
-
-        Raises OSError if the server can't be reached or refuses. Raises ValueError if the URL is wrong, or if the
-        server lists no models.
-        """
+        """Raises OSError if a request fails, and ValueError for a wrong URL or if the server lists no models."""
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"url={url!r}: must begin with http:// or https://")
         self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
@@ -165,7 +161,7 @@ class Server:
 
 
 def _message(content: bytes) -> str:
-    """Return the server's error message from its JSON, or the content itself if it is not JSON."""
+    """Return the error message in the server's JSON, or the content itself."""
     try:
         error = json.loads(content)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
