@@ -1,4 +1,4 @@
-"""Settings of an engine: validated and resolved when they are made, and frozen from then on."""
+"""The settings of an engine, which are validated and resolved on construction, and then frozen."""
 
 import inspect
 import logging
@@ -21,61 +21,65 @@ LOGPROBS_MODES = ("raw_logprobs", "temperature_logprobs", "processed_logprobs")
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The settings of an engine. Settings that are `None` or `"auto"` are replaced by the values in use.
+    """The settings of an engine. On construction, most that are `None` or `"auto"` are replaced by resolved values.
 
-    Importing this module does not import PyTorch, because `nanovllm --help` does without. Making a Config does.
+    Importing this module does not import PyTorch, which `nanovllm --help` does not need. Constructing a Config does.
 
     model: a folder in the Hugging Face layout, a hub id, or `"tiny-qwen3"`, the model in this package.
-    max_num_batched_tokens: maximum number of tokens in a step. Longer prompts are computed in chunks.
-    max_mixed_step_ms: how many milliseconds a step should take that computes prompt chunks while other sequences
-        decode; by default 50 on CUDA and 250 on a CPU.
-    max_num_mixed_tokens: maximum number of tokens in such a step; by default as many as take `max_mixed_step_ms`, which
-        is measured on CUDA and estimated on a CPU. A step uses half of them while few prompt tokens wait.
-    scheduling_policy: "fcfs" (first come, first served) or "priority" (the lowest `priority` of a request comes first).
-        In Python also an object with a method `priority_key`: see `SchedulingPolicy` in `engine/scheduling_policy.py`.
-    max_num_seqs: maximum number of sequences that run at the same time. If the model has layers that keep a state, it
-        is lowered so that the states take at most half of the cache's memory, unless `num_kvcache_blocks` is set.
-    max_model_len: maximum number of tokens of a prompt and its answer together; by default 4096, or the model's own
+    max_num_batched_tokens: maximum number of tokens in a step. Longer prompts are computed in chunks over several
+        steps.
+    max_mixed_step_ms: target duration in milliseconds of a mixed step, which computes prompt chunks while other
+        sequences decode; by default 50 on CUDA and 250 on a CPU.
+    max_num_mixed_tokens: maximum number of tokens in a mixed step; by default as many as fit into `max_mixed_step_ms`,
+        which is measured on CUDA and estimated on a CPU. While few prompt tokens wait, a mixed step uses only half of
+        the maximum.
+    scheduling_policy: "fcfs" (first come, first served) or "priority" (the lowest `priority` value of a request comes
+        first). In Python, it can also be an object with a method `priority_key`: see `SchedulingPolicy` in
+        `engine/scheduling_policy.py`.
+    max_num_seqs: maximum number of sequences that run at the same time. If the model has layers that keep a state, this
+        maximum is lowered until the states take at most half of the cache's memory, unless `num_kvcache_blocks` is set.
+    max_model_len: maximum number of tokens in a prompt and its answer together; by default 4096, or the model's own
         limit if that is smaller.
     gpu_memory_utilization: the fraction of the GPU's memory that weights and cache may use together. It has no effect
         on a CPU.
-    tensor_parallel_size: the number of ranks that share the model: 1, 2, 4 or 8. On CUDA each rank has a GPU of its
-        own; the first one is `device`.
-    expert_parallel: with several ranks, each rank has whole experts of a mixture-of-experts model. Otherwise each rank
-        has a part of every expert.
+    tensor_parallel_size: the number of ranks that share the model: 1, 2, 4 or 8. On CUDA, each rank has a separate GPU,
+        and `device` is the GPU of the first rank.
+    expert_parallel: with several ranks, give each rank whole experts of a mixture-of-experts model, instead of a part
+        of every expert.
     enforce_eager: do not use CUDA graphs.
     kvcache_block_size: tokens per cache block, a multiple of 16. The backend "flash" needs a multiple of 256, and
         `batch_invariant` on CUDA a multiple of 64.
-    num_kvcache_blocks: the number of cache blocks; by default as many as fit into memory, or into 1 GiB on a CPU. A
-        number that is given also limits `max_model_len`.
-    kv_cache_dtype: "auto" is `dtype`. "fp8" stores e4m3 with a scale for each key and value; it needs the backend
-        "triton" or "sdpa".
-    dtype: "auto" is the checkpoint's dtype. On a CPU that has no instructions for that dtype, "auto" is float32 if
-        float32 weights take at most half of the memory. Other values: "float32" ("float"), "float16" ("half"),
-        "bfloat16". In Python also a torch.dtype.
+    num_kvcache_blocks: the number of cache blocks; by default as many as fit into memory, or into 1 GiB on a CPU. An
+        explicit number also limits `max_model_len`.
+    kv_cache_dtype: "auto" is the same as `dtype`. "fp8" stores e4m3 values with a scale for each key and value; it
+        needs the backend "triton" or "sdpa".
+    dtype: "auto" is the checkpoint's dtype. On a CPU without instructions for that dtype, "auto" is float32 if float32
+        weights take at most half of the memory. Other values: "float32" ("float"), "float16" ("half"), "bfloat16". In
+        Python, it can also be a torch.dtype.
     device: "cpu", "cuda", or one GPU, such as "cuda:1". "auto" is "cuda" if there is a CUDA device, else "cpu".
     attention_backend: "triton", "sdpa" or "flash". "auto" is "triton" on CUDA if Triton is installed, else "sdpa".
     enable_prefix_caching: reuse the cache blocks of earlier requests that begin with the same tokens.
     async_scheduling: prepare a step while the previous step runs; by default on CUDA only.
-    seed: makes requests without their own seed repeatable; by default every run differs.
-    tokenizer: the folder or hub id of the tokenizer; by default that of the model.
-    revision: the branch, tag or commit of a model from the hub; by default the hub's default.
-    quantization: "fp8" or "int8" quantize the weights of linear layers while they are loaded; by default the weights
+    seed: makes requests repeatable that have no seed of their own; by default every run differs.
+    tokenizer: the folder or hub id of the tokenizer; by default the model's tokenizer.
+    revision: the branch, tag or commit of a model on the hub; by default the hub's default.
+    quantization: "fp8" or "int8" quantizes the weights of linear layers while they are loaded; by default the weights
         stay in the checkpoint's format. See docs/8-bit.md.
-    load_format: "auto" and "safetensors" read the weights. "dummy" makes random weights and needs no weight files.
-    logprobs_mode: which distribution the `logprobs` of a request describe. "raw_logprobs": the model's own logits.
-        "temperature_logprobs": these logits divided by the request's temperature (by 1 if that is 0), which is what
-        trainers compute. "processed_logprobs": the distribution that is sampled from, after penalties, temperature and
-        filters.
-    enable_sleep_mode: `sleep` gives memory back until `wake_up`; see docs/training.md.
-    batch_invariant: the tokens and log-probabilities of a request are the same bits in any batch; see
+    load_format: "auto" and "safetensors" read the weights. "dummy" makes random weights, and needs no weight files.
+    logprobs_mode: which distribution the `logprobs` of a request describe. "raw_logprobs": the distribution of the
+        model's own logits. "temperature_logprobs": the logits are first divided by the request's temperature (by 1 if
+        it is 0), as trainers do. "processed_logprobs": the distribution that is sampled from, after penalties,
+        temperature and filters.
+    enable_sleep_mode: allow `sleep`, which frees memory until `wake_up`; see docs/training.md.
+    batch_invariant: make the tokens and log-probabilities of a request bitwise identical in any batch; see
         docs/batch-invariance.md.
-    max_logprobs: the upper limit of `logprobs` and `prompt_logprobs` of a request, also over HTTP. -1 is the size of
-        the vocabulary.
-    speculative_config: how tokens are drafted, as JSON with the keys of docs/speculation.md; by default there are no
-        drafts. In Python also a dict.
+    max_logprobs: upper limit for `logprobs` and `prompt_logprobs` of a request, also over HTTP. -1 is the size of the
+        vocabulary.
+    speculative_config: how tokens are drafted, as JSON with the keys of docs/speculation.md; by default no tokens are
+        drafted. In Python, it can also be a dict.
 
-    Raises ValueError or TypeError with the value and the bound, FileNotFoundError if there is no such model.
+    Raises ValueError or TypeError, which states the value and the bound. Raises FileNotFoundError if the model does not
+    exist.
     """
 
     model: str
@@ -109,8 +113,8 @@ class Config:
     batch_invariant: bool = checked(False, check_bool)
     speculative_config: Any = None
     dtype_reason: str = field(init=False, repr=False)  # why "auto" has become this dtype
-    eos: int = field(default=-1, init=False, repr=False)  # of the tokenizer, once the engine has read that
-    num_states: int = field(default=0, init=False, repr=False)  # of layers that keep one: see cache/state.py
+    eos: int = field(default=-1, init=False, repr=False)  # the tokenizer's id, once the engine has read the tokenizer
+    num_states: int = field(default=0, init=False, repr=False)  # for layers that keep states: see cache/state.py
     model_config: "ModelConfig" = field(init=False, repr=False)  # with our `dtype`, not the checkpoint's
 
     def __post_init__(self) -> None:
@@ -159,17 +163,15 @@ class Config:
             self.resolve(speculative_config=read_speculative_config(self))
 
     def resolve(self, **settings) -> None:
-        """Replace settings by the values in use. Later, the ModelRunner calls this with what it has measured, and the
-        LLMEngine with `eos`.
-        """
+        """Replace settings by resolved values. Later, the ModelRunner sets measured values, and the LLMEngine `eos`."""
         for name, value in settings.items():
             object.__setattr__(self, name, value)
 
     @classmethod
     def create(cls, model: str, settings: dict) -> "Config":
-        """A Config of keyword settings, which may have vLLM's names and values where `compat.settings` accepts them.
+        """Make a Config from keyword settings. `compat.vllm_settings` translates vLLM's names and values.
 
-        TypeError for an unknown name, with a list of the known ones.
+        Raises TypeError for an unknown name, with a list of the known names.
         """
         known = [f.name for f in fields(cls) if f.init][1:]
         if None in settings.values() or not settings.keys() <= {*known}:
@@ -178,24 +180,24 @@ class Config:
 
     @property
     def hf_config(self) -> Any:
-        """config.json as transformers reads it. The engine itself reads `model_config`."""
+        """The model's config.json, as transformers parses it. The engine itself uses `model_config`."""
         from transformers import AutoConfig
 
         return AutoConfig.from_pretrained(self.model)
 
     @property
     def max_blocks_per_seq(self) -> int:
-        """The number of blocks of the longest possible sequence."""
+        """The number of blocks that the longest possible sequence needs."""
         assert self.max_model_len is not None, "is resolved on construction"
         return -(-self.max_model_len // self.kvcache_block_size)
 
     @property
     def tokens_per_row(self) -> int:
-        """The most tokens that a sequence gets in a step: those that are drafted for it, and one."""
+        """The maximum number of tokens that a sequence gets in a step: the accepted drafts, and one more token."""
         return 1 + (self.speculative_config.num_speculative_tokens if self.speculative_config else 0)
 
     def device_of(self, rank: int) -> "torch.device":
-        """The device of a rank: on CUDA the rank-th after `device`."""
+        """Return the device of a rank. On CUDA, ranks use consecutive GPUs, starting with `device`."""
         import torch
 
         device = torch.device(self.device)
@@ -221,7 +223,7 @@ Init = Callable[Concatenate[Any, P], None]
 
 
 def takes_settings_of(settings: Callable[P, object]) -> Callable[[Callable[..., None]], Init[P]]:
-    """Give an `__init__(self, model, **settings)` the signature of a class, for editors, type checkers and `help`."""
+    """Give `__init__(self, model, **settings)` the signature of a class, for editors, type checkers and `help`."""
 
     def decorate(init: Callable[..., None]) -> Init[P]:
         init.__signature__ = inspect.signature(settings.__init__)  # type: ignore[attr-defined, misc]

@@ -1,4 +1,4 @@
-"""The class that users import: LLMEngine with chat and beam search added."""
+"""The class that users import."""
 
 from collections.abc import Mapping
 
@@ -14,15 +14,15 @@ from nanovllm.sampling_params import SamplingParams
 class LLM(LLMEngine):
     """An engine for offline generation: `LLM(model, **settings).generate(prompts, sampling_params)`.
 
-    `generate`, `stream`, `step` and other methods are in LLMEngine.
+    Adds chat and beam search to LLMEngine, which defines `generate`, `stream`, `step` and other methods.
     """
 
     def get_tokenizer(self):
-        """The tokenizer of the model, as transformers loads it."""
+        """Return the model's tokenizer, as loaded by transformers."""
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Parameters from the model's `generation_config.json`, with SamplingParams' defaults for all others."""
+        """Return the parameters in the model's `generation_config.json`, completed with SamplingParams' defaults."""
         return self.input_processor.default_sampling_params()
 
     def chat(
@@ -37,10 +37,11 @@ class LLM(LLMEngine):
         chat_template_kwargs: Mapping | None = None,
         priority: list[int] | None = None,
     ) -> list[RequestOutput]:
-        """Like `generate`, for one conversation or several. A conversation is a list of dicts: `role` and `content`.
+        """Answer one or more conversations, as `generate` answers prompts.
 
-        `chat_template_kwargs` are further arguments of the chat template, for example `{"enable_thinking": False}`.
-        ValueError for a conversation that the template can't render.
+        A conversation is a list of dicts with `role` and `content`. `chat_template_kwargs` are passed to the chat
+        template, for example `{"enable_thinking": False}`. Raises ValueError if the template can't render a
+        conversation.
         """
         template_arguments = {
             "chat_template": chat_template,
@@ -59,5 +60,5 @@ class LLM(LLMEngine):
         use_tqdm: bool = False,
         priority: list[int] | None = None,
     ) -> list[BeamSearchOutput]:
-        """The most likely answers to each prompt that beam search finds, best first. Errors are as in `generate`."""
+        """Return the best answers that beam search finds for each prompt, best first. Raises as `generate` does."""
         return self._run(beam_requests(self.input_processor, prompts, params, priority), use_tqdm)

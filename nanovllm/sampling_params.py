@@ -1,4 +1,4 @@
-"""The parameters of a request, which check themselves."""
+"""The sampling parameters of a request, which are validated on construction."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -7,53 +7,56 @@ from nanovllm.reasoning.formats import FORMATS
 from nanovllm.utils.checks import check_bool, check_choice, check_fields, check_int, check_real, checked
 from nanovllm.utils.collection_checks import check_collections
 
-# parameters with several values, of which most requests have none
+# parameters with several values, which most requests do not set
 COLLECTIONS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias", "structured_outputs")
-MAX_INT = 2**63 - 1  # of a number whose bound is the model's: it must fit into a message to another process
+MAX_INT = 2**63 - 1  # for numbers that only the model bounds: they must fit into a message to another process
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request is sampled, when it ends, and what its output contains. Validated on construction.
+    """Specifies how a request is sampled, when it ends, and what its output contains.
 
-    The first three may be passed by position.
+    Values are validated on construction. Only the first three parameters can be positional arguments.
 
-    temperature: the logits are divided by it. With 0, or anything below 1e-5, the most likely token is taken.
-    max_tokens: maximum number of tokens to generate. The setting `max_model_len` limits the answer too. In Python, None
-        leaves that as the only limit.
-    ignore_eos: do not end at the model's end-of-sequence ids.
-    top_k: sample from the k most likely tokens only. Of equally likely tokens, the lower id comes first. 0 or -1: all.
-    top_p: sample from the smallest set of most likely tokens that together have at least this probability.
-    min_p: sample from tokens with at least this fraction of the most likely token's probability.
-    seed: the same seed draws the same noise in any batch; docs/sampling.md says what may still differ. Without a seed,
-        or with -1, it is derived from the engine's seed, or random if there is none.
-    n: the number of answers. The prompt is computed once.
-    min_tokens: until the answer has this many tokens, only `max_tokens` ends it.
-    stop: strings that end the answer. The text is cut before them.
-    stop_token_ids: at most 128 ids that end the answer as end-of-sequence ids do. They are cut like `stop`.
-    bad_words: strings that are not generated. Each is tokenized both with and without a space before it.
+    temperature: divides the logits. With 0, or anything below 1e-5, the most likely token is chosen.
+    max_tokens: maximum number of tokens to generate. The setting `max_model_len` limits the answer too. In Python, with
+        None it is the only limit.
+    ignore_eos: do not stop at the model's end-of-sequence ids.
+    top_k: sample only from the k most likely tokens. Of equally likely tokens, the lower id comes first. 0 or -1: all
+        tokens.
+    top_p: sample only from the smallest set of most likely tokens whose total probability is at least this value.
+    min_p: sample only from tokens whose probability is at least this fraction of the most likely token's probability.
+    seed: the seed of the sampling noise. The noise does not depend on the batch; docs/sampling.md explains what may
+        still differ. By default, or with -1, the seed is derived from the engine's seed, or random if the engine has no
+        seed.
+    n: the number of answers. The prompt is computed only once.
+    min_tokens: until the answer has this many tokens, only `max_tokens` can end it.
+    stop: strings that end the answer. The text is cut in front of the string.
+    stop_token_ids: at most 128 ids that end the answer like end-of-sequence ids. The text is cut as with `stop`.
+    bad_words: strings that must not be generated. Each string is tokenized both with and without a leading space.
     allowed_token_ids: the only ids that may be generated.
-    include_stop_str_in_output: the text ends after the stop string or stop token, not before it.
-    skip_special_tokens: leave special tokens out of the text.
-    detokenize: decode the answer to text. Without it there is no text, and `stop` is refused.
-    presence_penalty: subtracted from the logits of the tokens that the answer has so far; -2 to 2.
-    frequency_penalty: subtracted from the same logits once for each time that the token was generated; -2 to 2.
-    repetition_penalty: for tokens in the prompt or the answer, positive logits are divided by it, and negative logits
-        are multiplied by it; 0.01 to 100.
-    logit_bias: a dict from at most 300 token ids to numbers from -100 to 100, which are added to their logits.
-    structured_outputs: the form of the answer, as a dict with one key: "json" (a JSON schema, as a dict or text),
-        "json_object" (True), "regex", "choice" (a list of strings) or "grammar". See docs/structured-outputs.md.
-    reasoning_parser: how the model marks its reasoning: "qwen3", "deepseek_r1", "mistral" or another name of
-        docs/reasoning.md. `structured_outputs` and `stop` then apply only to the answer after the reasoning.
-    thinking_token_budget: maximum number of tokens of reasoning. Then its end is forced. None or -1: no limit. Needs
-        `reasoning_parser`.
-    logprobs: return the log-probability of each generated token and of this many of the most likely tokens; -1 is all.
-        The setting `logprobs_mode` says of which logits.
-    prompt_logprobs: the same for the tokens of the prompt, always the model's own. Such a request does not read the
-        prefix cache.
+    include_stop_str_in_output: keep the stop string or stop token at the end of the text.
+    skip_special_tokens: omit special tokens from the text.
+    detokenize: decode the answer to text. Otherwise, outputs have no text, and `stop` is refused.
+    presence_penalty: subtracted from the logits of tokens that the answer already contains; -2 to 2.
+    frequency_penalty: subtracted from the logit of a token once per occurrence in the answer so far; -2 to 2.
+    repetition_penalty: applies to tokens in the prompt or the answer: it divides positive logits and multiplies
+        negative logits; 0.01 to 100.
+    logit_bias: a dict that maps up to 300 token ids to numbers from -100 to 100, which are added to the logits of these
+        tokens.
+    structured_outputs: the required form of the answer, as a dict with one key: "json" (a JSON schema, as a dict or
+        text), "json_object" (True), "regex", "choice" (a list of strings) or "grammar". See docs/structured-outputs.md.
+    reasoning_parser: the format in which the model marks its reasoning: "qwen3", "deepseek_r1", "mistral" or another
+        name in docs/reasoning.md. `structured_outputs` and `stop` then apply only to the answer after the reasoning.
+    thinking_token_budget: maximum number of reasoning tokens. After them, the end marker is forced. None or -1: no
+        limit. It needs `reasoning_parser`.
+    logprobs: return the log-probabilities of each generated token and of this many most likely tokens; -1 means all.
+        The setting `logprobs_mode` selects the distribution.
+    prompt_logprobs: return the same for each prompt token, always from the model's own logits. The request then does
+        not read the prefix cache.
 
-    Raises ValueError (TypeError for a value of the wrong type) with the value and the bound. What depends on the model
-    is checked when a request is made.
+    Raises ValueError, or TypeError for a value of the wrong type. The error states the value and the bound. Limits that
+    depend on the model are checked when a request is made.
     """
 
     temperature: float = checked(1.0, check_real, low=0)
@@ -98,12 +101,12 @@ class SamplingParams:
 
     @property
     def has_filters(self) -> bool:
-        """Whether less likely tokens are left out before the draw."""
+        """Whether `top_k`, `top_p` or `min_p` excludes less likely tokens from sampling."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 def check_token_ids(name: str, token_ids: Iterable[int] | None, vocab_size: int) -> None:
-    """ValueError for an id that is outside of the vocabulary."""
+    """Raise ValueError if a token id is outside the vocabulary."""
     for token_id in token_ids or ():
         if not 0 <= token_id < vocab_size:
             bound = f"(vocab_size={vocab_size}): must be in 0 to {vocab_size - 1}"

@@ -1,7 +1,7 @@
-"""The table of attention backends, and the checks of a choice among them.
+"""The table of attention backends, and validation of the selected one.
 
-Each module here is a backend, except `base`, which has the interface: `triton` has the class `TritonBackend`. A module
-is imported when its backend is used.
+Each module here contains a backend: `triton` contains the class `TritonBackend`. It is imported when the backend is
+used. Only `base` contains the interface.
 """
 
 import importlib.util
@@ -13,7 +13,7 @@ from nanovllm.utils.checks import check_choice
 if TYPE_CHECKING:
     from nanovllm.config import Config
 
-# "module:class" or a class, by the setting `attention_backend`; without "sdpa", which needs PyTorch alone
+# "module:class" or a class, by the setting `attention_backend`, without "sdpa", which needs only PyTorch
 NAMES = sorted({module.name for module in iter_modules(__path__)} - {"base", "sdpa"})
 BACKENDS: dict[str, Any] = {name: f"{__name__}.{name}:{name.title()}Backend" for name in NAMES}
 
@@ -24,13 +24,13 @@ def backend_class(name: str) -> Any:
 
 
 def resolve_backend(config: "Config", device: str) -> tuple[str, int]:
-    """The backend's name, and the number that must divide `kvcache_block_size`. ValueError if it can't run here."""
+    """Return the backend's name, and a divisor of `kvcache_block_size`. Raises ValueError if it can't run here."""
     name, kv_cache_dtype = config.attention_backend, config.kv_cache_dtype
     check_choice("attention_backend", name, ("auto", *BACKENDS, "sdpa"))
     if config.batch_invariant:
         own = "sdpa" if device == "cpu" else "triton"
         check_choice("batch_invariant=True has its own backend: attention_backend", name, ("auto", own))
-        if device == "cpu":  # with more ranks, gloo's order of adding up depends on the size of the batch
+        if device == "cpu":  # with more ranks, gloo's order of summation depends on the batch size
             check_choice("batch_invariant=True: tensor_parallel_size", config.tensor_parallel_size, (1, 2))
         name = own
     if name == "auto":
@@ -51,7 +51,7 @@ def resolve_backend(config: "Config", device: str) -> tuple[str, int]:
 
 
 def check_head_dim(head_dim: int, device: str, backend: str) -> None:
-    """ValueError if our kernels would run but can't: their tiles have `head_dim` columns."""
+    """Raise ValueError if kernels run but do not support `head_dim`, the number of columns of their tiles."""
     runs_kernels = backend == "triton" or (device.startswith("cuda") and importlib.util.find_spec("triton") is not None)
     if runs_kernels and (head_dim < 16 or head_dim & (head_dim - 1)):
         raise ValueError(f"head_dim={head_dim} of the model: must be a power of two from 16 on, unless device='cpu'")

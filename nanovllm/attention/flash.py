@@ -1,4 +1,4 @@
-"""Attention by the flash-attn package, which is imported when the backend is constructed."""
+"""Attention by the flash-attn package."""
 
 import torch
 import torch.nn.functional as F
@@ -7,7 +7,7 @@ from nanovllm.attention.base import AttentionBackend
 
 
 class FlashBackend(AttentionBackend):
-    """Calls the flash-attn package (FlashAttention-2, arXiv:2307.08691)."""
+    """Calls the flash-attn package (FlashAttention-2, arXiv:2307.08691), which `__init__` imports."""
 
     package, install = "flash_attn", "pip install 'nano-vllm[flash]'"
     block_multiple = 256
@@ -31,7 +31,7 @@ class FlashBackend(AttentionBackend):
         return out
 
     def _prefill(self, q, cache, context):
-        """Attention of chunks, in an output for all rows; the rows of decodes are arbitrary."""
+        """Compute attention for the prefill chunks. The output has a row for every token; decode rows are undefined."""
         n = context.num_decode_rows
         if "cu_seqlens_k" not in context.plans:
             context.plans["cu_seqlens_k"] = F.pad(context.context_lens[n:].cumsum(0, dtype=torch.int32), (1, 0))
@@ -64,5 +64,5 @@ class FlashBackend(AttentionBackend):
 
 
 def _window_size(cache) -> tuple[int, int]:
-    """The number of tokens before and after its own that a query sees; -1 is no bound."""
+    """Return how many tokens a query sees before and after its own. -1 means no limit."""
     return (-1, -1) if cache.window is None else (cache.window - 1, 0)

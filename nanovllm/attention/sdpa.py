@@ -12,14 +12,14 @@ from nanovllm.utils.context import Context
 
 
 class _Group(NamedTuple):
-    """What one call computes: several sequences with one query each, or one sequence with several queries.
+    """The rows of one call: several sequences with one query each, or one sequence with several queries.
 
     L, the number of keys, is padded to a multiple of SPAN_SIZE, so that CPU kernels are compiled for fewer shapes.
     """
 
     rows: slice  # of q
-    spans: torch.Tensor  # [sequences, L / SPAN_SIZE] int32: the spans of the cache that hold their keys and values
-    mask: torch.Tensor | None  # added to the scores; None: all keys for single queries, a causal mask for a chunk
+    spans: torch.Tensor  # [sequences, L / SPAN_SIZE] int32: the cache spans that contain the keys and values
+    mask: torch.Tensor | None  # added to the scores; None: single queries see all keys, and a chunk's mask is causal
     is_prompt: bool
 
 
@@ -29,7 +29,7 @@ class SDPABackend(AttentionBackend):
     uses_cuda_graphs = False
 
     def attend(self, q, cache, context):
-        if cache.window not in context.plans:  # the first layer of a step plans for all with the same window
+        if cache.window not in context.plans:  # the first layer of a step plans for all layers with the same window
             context.plans[cache.window] = [*_plan(context, cache.window, cache.k.shape[1], q.dtype)]
         q = q.unflatten(1, (cache.k.shape[2], -1))  # [T, kv_heads, group, head_dim]
         outputs = []
@@ -40,9 +40,12 @@ class SDPABackend(AttentionBackend):
 
 
 def _attend_one_token(q, k, v, mask, scale) -> torch.Tensor:
-    """One query per sequence: q [n, kv_heads, group, head_dim], k and v [n, L, kv_heads, head_dim] -> as q."""
-    # The query heads that share keys are the rows of one matmul. The exception is two heads in bfloat16 on a CPU with
-    # AMX: one by one they take 0.4 to 0.7 of the time (without AMX, 1.6 to 8 times as long).
+    """Attend with one query per sequence.
+
+    q [n, kv_heads, group, head_dim], k and v [n, L, kv_heads, head_dim] -> as q.
+    """
+    # Query heads that share keys are the rows of one matmul, except two bfloat16 heads on a CPU with AMX. Computing
+    # these one by one takes 0.4 to 0.7 of the time (without AMX, 1.6 to 8 times as long).
     singly = q.shape[2] == 2 and q.is_cpu and q.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
     queries = q.flatten(1, 2).unsqueeze(2) if singly else q
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # [n, kv_heads, L, head_dim]
@@ -51,9 +54,9 @@ def _attend_one_token(q, k, v, mask, scale) -> torch.Tensor:
 
 
 def _attend_chunk(q, k, v, mask, scale) -> torch.Tensor:
-    """M queries of one sequence: q [M, kv_heads, group, head_dim], k and v [1, L, kv_heads, head_dim] -> as q.
+    """Attend with M queries of one sequence. Without a mask, query i sees the keys 0 to i.
 
-    Without a mask, query i sees the keys 0 to i.
+    q [M, kv_heads, group, head_dim], k and v [1, L, kv_heads, head_dim] -> as q.
     """
     num_queries, _, group, _ = q.shape
     queries = q.permute(1, 2, 0, 3)  # [kv_heads, group, M, head_dim]
@@ -66,18 +69,18 @@ def _attend_chunk(q, k, v, mask, scale) -> torch.Tensor:
 
 
 def _plan(context: Context, window: int | None, block_size: int, dtype: torch.dtype) -> Iterator[_Group]:
-    """Yield the groups of a step, in the order of its rows."""
+    """Yield the groups of a step in the order of its rows."""
     lengths, starts = context.context_lens.tolist(), []
     num_single = len(lengths)
     if context.is_prefill and context.max_seqlen_q > 1:  # beams compute one token each
         num_single, starts = context.num_decode_rows, context.cu_seqlens_q.tolist()
 
-    # A group is adjacent sequences of similar length; the scheduler sorts them, the longest first. Padding to the
-    # longest of a group adds at most a seventh and 18 tokens to each. Larger groups would gather more padding, and
-    # smaller ones need more calls.
+    # A group consists of adjacent sequences of similar length; the scheduler sorts them, the longest first. Padding
+    # adds at most a seventh and 18 tokens to each. Larger groups would gather more padding, and smaller groups would
+    # need more calls.
     begin = 0
     for end in range(1, num_single + 1):
-        longest = _padded(lengths[begin])  # rows of drafts attend to a few keys more than the row before
+        longest = _padded(lengths[begin])  # a draft's row attends to more keys than the row before it
         if end < num_single and longest * 7 // 8 - 16 <= lengths[end] <= longest:
             continue
         bounds, mask = context.context_lens[begin:end, None, None, None], None
@@ -100,7 +103,7 @@ def _padded(length: int) -> int:
 
 
 def _mask(bounds: torch.Tensor, num_keys: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """A mask [..., num_keys]: 0 for the keys that a query sees, the last `window` before its bound [..., 1]."""
+    """Return a mask [..., num_keys], which is 0 for the last `window` keys before a query's bound [..., 1]."""
     positions = torch.arange(num_keys, device=bounds.device)
     visible = positions < bounds
     if window is not None:
@@ -109,7 +112,7 @@ def _mask(bounds: torch.Tensor, num_keys: int, window: int | None, dtype: torch.
 
 
 def spans_of(block_tables: torch.Tensor, length: int, block_size: int) -> torch.Tensor:
-    """The spans [B, L / SPAN_SIZE] int32 that hold the first `length` tokens of each block table [B, W]."""
+    """Return the spans [B, L / SPAN_SIZE] int32 with the first `length` tokens of each block table [B, W]."""
     per_block = block_size // SPAN_SIZE
     offsets = torch.arange(per_block, device=block_tables.device, dtype=torch.int32)
     tables = block_tables[:, : -(-length // block_size), None]

@@ -1,4 +1,4 @@
-"""Attention by the Triton kernels of this package."""
+"""Attention by this package's Triton kernels."""
 
 import os
 
@@ -19,14 +19,14 @@ class TritonBackend(AttentionBackend):
         from nanovllm.kernels import ops
 
         self.ops = ops
-        self.tile_sizes: dict[tuple[int, int], int] = {}  # queries of a tile, by group and head_dim
+        self.tile_sizes: dict[tuple[int, int], int] = {}  # queries per tile, by group and head_dim
 
     @staticmethod
     def devices():
         return ("cuda", "cpu") if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
 
     def attend(self, q, cache, context):
-        q = q.contiguous()  # plain layers may leave it strided
+        q = q.contiguous()  # plain layers may pass a strided q
         out, n = torch.empty_like(q), context.num_decode_rows
         lengths, tables = context.context_lens, context.block_tables
         if context.is_prefill:
@@ -52,9 +52,9 @@ class TritonBackend(AttentionBackend):
 
 
 def query_tiles(chunks: list[tuple[int, int]], first_row: int, size: int) -> np.ndarray:
-    """The tiles of queries that the programs of the prefill kernel compute [N, 2] int32: (row, first new token).
+    """Return the query tiles [N, 2] int32 of the prefill kernel's programs: (row, first new token).
 
-    Chunks are (start, end) in their sequences. A tile has `size` tokens. Tiles with the most keys come first.
+    Chunks are (start, end) in their sequences. A tile covers `size` tokens. Tiles with the most keys come first.
     """
     starts, ends = np.array(chunks, np.int64).T
     counts = -((starts - ends) // size)

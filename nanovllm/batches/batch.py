@@ -1,7 +1,7 @@
-"""The inputs of one step, as one flat int32 buffer with named views.
+"""The inputs of a step: a flat int32 buffer with named views.
 
-The host fills the buffer from the scheduler's decisions. One copy brings it to the device, where it has the same views.
-Code that runs on the device does not know sequences.
+The host fills the buffer from the scheduler's decisions. A single copy sends it to the device, where it has the same
+views. Code for the device uses no sequences.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +20,7 @@ from nanovllm.engine.sequence import Sequence, packed_ids
 from nanovllm.kernels.sampling.sampling_columns import WIDTH, params_rows
 
 MAX_CHUNKS = 32  # in a step that a CUDA graph computes
-VIEW_ALIGNMENT = 4  # words, or 16 bytes: Triton compiles another kernel for addresses that are not aligned to them
+VIEW_ALIGNMENT = 4  # words (16 bytes); Triton compiles another kernel for unaligned addresses
 
 Array = TypeVar("Array", np.ndarray, torch.Tensor)
 Dims = tuple[int, ...]
@@ -32,13 +32,13 @@ class BatchShape(NamedTuple):
 
     num_tokens: int
     num_seqs: int
-    num_decode_rows: int  # the first sequences, which have one token each
+    num_decode_rows: int  # rows of one token, which come first
     num_sampled_tokens: int
     max_blocks_per_seq: int  # the width of the block tables
     max_seqlen_q: int = 1
     backend_shapes: ArrayShapes = ()  # of `backend_arrays`
-    is_padded: bool = False  # in a step with chunks: these numbers are upper bounds, and the real ones on the device
-    tokens_per_row: int = 1  # see ScheduledStep: how many of the rows belong to one sequence, each a token longer
+    is_padded: bool = False  # a step with chunks whose numbers here are upper bounds; the device has the real numbers
+    tokens_per_row: int = 1  # see ScheduledStep; a sequence has so many decode rows, each a token longer than the last
 
     num_sampled_seqs: int = 0  # without padding
     num_new_requests: int = 0  # sampled for the first time since admission
@@ -47,12 +47,12 @@ class BatchShape(NamedTuple):
 
     @property
     def has_chunks(self) -> bool:
-        """Whether the step computes tokens of prompts."""
+        """Whether the step computes prompt tokens."""
         return self.num_seqs > self.num_decode_rows
 
     @property
     def graph_shape(self) -> tuple[int, ...]:
-        """The first group of fields, which selects a CUDA graph."""
+        """The first group of fields. It selects a CUDA graph."""
         return self[: self._fields.index("num_sampled_seqs")]
 
     @property
@@ -67,11 +67,11 @@ def _view(dims: Callable[[BatchShape], Dims], chunks_only: bool = False) -> Any:
 
 @dataclass(slots=True, eq=False)
 class Batch(Generic[Array]):
-    """The int32 arrays of one step: NumPy's on the host, PyTorch's on the device. Each field states its shape.
+    """The int32 arrays of a step: NumPy's on the host, PyTorch's on the device. Each field states its shape.
 
-    Steps that only decode have None in fields with `chunks_only`. For decode rows, the host fills the first three
-    fields, and the device fills the next five (batches.request_tables.place_decodes). Views whose shapes depend on
-    BatchShape.graph_shape come first, because CUDA graphs read only these.
+    Fields with `chunks_only` are None in steps that only decode. For decode rows, the host fills the first three fields
+    after `buffer`, and the device fills the next five (batches.request_tables.place_decodes). Views whose shapes depend
+    on BatchShape.graph_shape come first, because CUDA graphs read only these views.
     """
 
     shape: BatchShape
@@ -79,7 +79,7 @@ class Batch(Generic[Array]):
 
     req_indices: Array = _view(lambda s: (s.num_sampled_tokens // s.tokens_per_row,))  # of each sampled sequence
     num_reserved: Array = _view(lambda s: (s.num_decode_rows // s.tokens_per_row,))  # see ScheduledStep; 0: padding
-    # for each of these sequences (column in its block table, id of its new block); column -1: no new block
+    # per decoding sequence: (column in the block table, id of the new block); column -1: no new block
     new_blocks: Array = _view(lambda s: (s.num_decode_rows // s.tokens_per_row, 2))
 
     input_ids: Array = _view(lambda s: (s.num_tokens,))
@@ -90,7 +90,7 @@ class Batch(Generic[Array]):
 
     cu_seqlens_q: Array = _view(lambda s: (s.num_seqs + 1,), chunks_only=True)
     logits_indices: Array = _view(lambda s: (s.num_sampled_tokens,), chunks_only=True)  # token whose logits are sampled
-    sampled_rows: Array = _view(lambda s: (s.num_sampled_tokens,), chunks_only=True)  # its row in `block_tables`
+    sampled_rows: Array = _view(lambda s: (s.num_sampled_tokens,), chunks_only=True)  # that token's block table row
     state_rows: Array = _view(lambda s: (2, s.num_seqs), chunks_only=True)  # read, written: see cache/state.py
     num_decode_rows: Array = _view(lambda s: (1,), chunks_only=True)  # for CUDA graphs, whose shape has an upper bound
     params: Array = _view(lambda s: (s.num_new_requests, WIDTH), chunks_only=True)  # of new requests
@@ -102,13 +102,13 @@ class Batch(Generic[Array]):
 
     @property
     def new_req_indices(self) -> Array:
-        """[new requests]: the end of `req_indices`, without the padding."""
+        """The request indices of new requests, which are at the end of `req_indices`."""
         end = self.shape.num_sampled_seqs
         return self.req_indices[end - self.shape.num_new_requests : end]
 
     @classmethod
     def from_buffer(cls, shape: BatchShape, buffer: Array) -> "Batch[Array]":
-        """The batch in a buffer, which may be longer than the batch."""
+        """Make the views of a batch in `buffer`, which may be longer than the batch."""
         layout, size = _layout(shape)
         arrays = {
             owner: {name: buffer[begin:end].reshape(dims) for name, begin, end, dims in views}
@@ -118,11 +118,11 @@ class Batch(Generic[Array]):
         return cls(shape, buffer[:size], **batch_arrays, feature_arrays=arrays, backend_arrays=backend_arrays)
 
     def to(self, device: torch.device) -> "Batch[torch.Tensor]":
-        """A copy of this host batch on a device."""
+        """Copy this host batch to a device."""
         return Batch.from_buffer(self.shape, torch.from_numpy(self.buffer).to(device))
 
 
-FeatureArrays = Mapping[str, Mapping[str, Any]]  # by feature and name: arrays, or lists of equally long ones
+FeatureArrays = Mapping[str, Mapping[str, Any]]  # by feature and name: arrays, or lists of arrays of equal length
 HostBatch = Batch[np.ndarray]
 DeviceBatch = Batch[torch.Tensor]
 VIEWS = [f for f in fields(Batch) if "dims" in f.metadata]
@@ -131,7 +131,7 @@ BATCH, BACKEND = "the batch itself", "the attention backend"  # owners of arrays
 
 @lru_cache(maxsize=1024)
 def _layout(shape: BatchShape) -> tuple[list[tuple[str, list[tuple[str, int, int, Dims]]]], int]:
-    """For each owner of arrays (name, begin, end, shape) of its views, in words; and the buffer's size."""
+    """Return (name, begin, end, shape) of each owner's views, and the buffer's size. All are in words."""
     views_used = [view for view in VIEWS if shape.has_chunks or not view.metadata["chunks_only"]]
     batch_shapes = [(view.name, view.metadata["dims"](shape)) for view in views_used]
     layout, begin = [], 0
@@ -144,7 +144,7 @@ def _layout(shape: BatchShape) -> tuple[list[tuple[str, list[tuple[str, int, int
 
 
 def shape_of(step: ScheduledStep, block_size: int, backend_arrays: Mapping[str, np.ndarray]) -> BatchShape:
-    """The shape of a step without padding; only the fields of `graph_shape` are set."""
+    """Return the shape of a step without padding. Only the fields of `graph_shape` are set."""
     k, chunk_lens = step.tokens_per_row, step.chunk_lens
     n, prompt_seqs = step.num_decodes * k, (*step.new_seqs, *(seq for seq, _, _ in step.chunks))
     longest_decode = max((end for _, _, end in step.decodes), default=0)
@@ -169,10 +169,10 @@ def prepare_batch(
     block_size: int,
     pad_req_index: int = 0,
 ) -> HostBatch:
-    """The batch of a step in the `host_buffer` of its shape, with the arrays of the attention backend and features.
+    """Fill a step's batch in the `host_buffer` for its shape, including the arrays of the backend and features.
 
     If `shape` is larger than the step, the batch is padded with empty sequences, which store nothing and whose samples
-    are dropped, and with -1 in the backend's arrays.
+    are dropped. The backend's arrays are padded with -1.
     """
     new = step.new_seqs
     shape = shape._replace(
@@ -205,13 +205,13 @@ def prepare_batch(
 
 
 def _fill(array: np.ndarray, values: Any, padding: int) -> None:
-    """Write `values` to the beginning of an array, and `padding` to its end."""
+    """Write `values` to the beginning of an array, and `padding` to the remaining elements."""
     array[: len(values)] = values
     array[len(values) :] = padding
 
 
 def _fill_chunks(batch: HostBatch, step: ScheduledStep, block_size: int, pad_req_index: int) -> None:
-    """Fill the rows and tokens of chunks, which follow the decodes, and the arrays that locate them."""
+    """Fill the rows and tokens of chunks, which follow the decode rows, and the arrays that locate them."""
     k, n = step.tokens_per_row, step.num_decodes * step.tokens_per_row
     lengths = np.array([1] * n + step.chunk_lens)
     ends = lengths.cumsum(dtype=np.int32)  # [B], into the flat tokens of the step
@@ -252,7 +252,7 @@ def _feature_shapes(arrays: FeatureArrays) -> tuple[tuple[str, ArrayShapes], ...
 
 
 def largest_batch(config: Config) -> int:
-    """The size of the buffer of the largest possible step, in words."""
+    """Return the buffer size of the largest possible step, in words."""
     T, W, num_seqs = config.max_num_batched_tokens, config.max_blocks_per_seq, config.max_num_seqs
     B = num_seqs * config.tokens_per_row
     largest = BatchShape(
@@ -262,7 +262,7 @@ def largest_batch(config: Config) -> int:
         num_sampled_tokens=B + MAX_CHUNKS * config.tokens_per_row,
         max_blocks_per_seq=W,
         max_seqlen_q=T,
-        backend_shapes=(("", (T + B + MAX_CHUNKS, 2)),),  # enough for any backend: two words for each tile of queries
+        backend_shapes=(("", (T + B + MAX_CHUNKS, 2)),),  # enough for any backend: two words per query tile
         num_sampled_seqs=num_seqs,
         num_new_requests=num_seqs,
         num_block_copies=3 * num_seqs,  # a sequence may copy a block and its state, and leave a snapshot

@@ -1,4 +1,4 @@
-"""A runner whose steps are flat batches. The host prepares a batch before it knows the tokens of the previous step."""
+"""A runner that prepares each step as a flat batch, before the host knows the previous step's tokens."""
 
 from collections.abc import Callable
 
@@ -19,12 +19,12 @@ from nanovllm.utils.context import Context, attention_context
 class BatchRunner(ModelRunner):
     """Replaces the plain ModelRunner for overlapping steps, several ranks or drafts.
 
-    A step is one buffer of int32 numbers, which one copy brings to the device or to another rank. Sampled tokens stay
-    on the device, in RequestTables. The next step reads its input there, so it can be queued before the host knows
-    these tokens.
+    A step is one int32 buffer, so a single copy sends it to the device or to another rank. Sampled tokens stay on the
+    device, in RequestTables. The next step reads its input there, so it can be queued before the host knows these
+    tokens.
 
-    This class is for a device that computes each step at once, such as a CPU. On CUDA, the subclass in cuda/runner.py
-    queues steps and replays graphs.
+    This class computes each step at once, as on a CPU. On CUDA, the subclass in cuda/runner.py queues steps and replays
+    graphs.
     """
 
     def make_tables(self) -> None:
@@ -32,7 +32,7 @@ class BatchRunner(ModelRunner):
         sizes = config.max_num_seqs, config.tokens_per_row, config.max_blocks_per_seq, WIDTH
         self.tables = RequestTables.zeros(*sizes, self.device)
         self.pad_req_index = config.max_num_seqs
-        # counters of the filters' kernels, which leave them at zero
+        # counters for the filters' kernels, which reset them to zero
         num_rows = config.max_num_seqs * config.tokens_per_row
         self._num_finished_programs = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
         if config.tokens_per_row > 1:
@@ -44,7 +44,7 @@ class BatchRunner(ModelRunner):
     # -- on the host ---------------------------------------------------------------------------------------------------
 
     def prepare(self, step: ScheduledStep) -> HostBatch:
-        """The batch of a step."""
+        """Prepare the batch of a step."""
         if step.tokens_per_row > 1:
             step.feature_names.add("spec_decode")
         block_size, first_row = self.config.kvcache_block_size, step.num_decodes * step.tokens_per_row
@@ -54,15 +54,15 @@ class BatchRunner(ModelRunner):
         return prepare_batch(step, shape, backend_arrays, arrays, self.host_buffer, block_size, self.pad_req_index)
 
     def padded(self, shape: BatchShape) -> BatchShape:
-        """The shape in which a step is computed; a subclass may add padding."""
+        """Return the shape in which a step is computed. A subclass may add padding."""
         return shape
 
     def host_buffer(self, shape: BatchShape) -> np.ndarray:
-        """The memory for the next batch: at least `shape.size` words."""
+        """Return memory for the next batch: at least `shape.size` words."""
         return np.empty(shape.size, np.int32)
 
     def launch(self, batch: HostBatch, step: ScheduledStep | None = None) -> PendingStep:
-        """Launch a prepared batch. On CUDA it is only queued: this returns before it has run."""
+        """Launch a prepared batch. On CUDA, only queue it."""
         self.tp.check()
         with self.on_device():
             if batch.shape.num_block_copies:
@@ -74,25 +74,25 @@ class BatchRunner(ModelRunner):
 
     @torch.inference_mode()
     def compute(self, batch: HostBatch) -> tuple[torch.Tensor, ForwardOutput]:
-        """Run a batch. Returns its output, and its results in host memory, which are valid at the end of the step."""
+        """Run a batch. Return its results in host memory, which are valid at the end of the step, and its output."""
         with self.few_threads(batch.shape.num_tokens):
             output = self.forward(batch.to(self.device))
             return output.results.cpu(), output
 
     def end_of_step(self) -> Callable[[], None]:
-        """A function that waits until the device has finished all work queued so far."""
+        """Return a function that waits until the device has finished all work queued so far."""
         return lambda: None
 
     # -- on the device -------------------------------------------------------------------------------------------------
 
     def forward(self, batch: DeviceBatch) -> ForwardOutput:
-        """A whole step on the device. CUDA graphs capture it for decode batches, so it never waits for the device."""
+        """Compute a whole step on the device. CUDA graphs capture this, so it never waits for the device."""
         self.upload(batch)
         hidden_states, x = self.run_batch(batch)
         return ForwardOutput(*self.sample_and_accept(x), hidden_states, x)
 
     def upload(self, batch: DeviceBatch) -> None:
-        """Write the parameters and block tables of new requests to the device's tables, and upload features' arrays."""
+        """Write new requests' parameters and block tables to the device's tables, and upload the features' arrays."""
         if batch.shape.num_new_requests:
             new = batch.new_req_indices.long()
             self.tables.params[new] = batch.params
@@ -102,7 +102,7 @@ class BatchRunner(ModelRunner):
             self.features[name].upload(arrays)
 
     def run_batch(self, batch: DeviceBatch) -> tuple[torch.Tensor, SamplerInput]:
-        """Fill in the decode rows, and run the model: hidden states [T, hidden_size] and the sampler's input."""
+        """Fill in decode rows, and run the model. Return hidden states [T, hidden_size] and the sampler's input."""
         if batch.shape.num_decode_rows:
             request_tables.place_decodes(self.tables, batch, self.config.kvcache_block_size)
         with attention_context(self._context(batch)):
@@ -131,7 +131,7 @@ class BatchRunner(ModelRunner):
         )
 
     def sample_and_accept(self, x: SamplerInput) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sample tokens, and store them in the tables. Returns ForwardOutput's `token_ids` and `results`."""
+        """Sample tokens, and store them in the tables. Return ForwardOutput's `token_ids` and `results`."""
         rows = self.sampling_rows(x)
         logits = self.compute_logits(x.hidden_states, rows)
         cutoffs = self.edit_logits(logits, rows)

@@ -1,7 +1,7 @@
 """The device's tables of running requests, which each step reads and updates. The host learns the result later.
 
-With drafts a sequence gets several tokens in a step: one for each accepted draft, and one more. So only the device
-knows its length when the next step is queued, and computes the positions and slots of that step.
+With drafts, a step adds a token to a sequence for each accepted draft, and one more. When the next step is queued, only
+the device knows the sequence's length. So the device computes the positions and slots of the next step.
 """
 
 from typing import Any, NamedTuple
@@ -13,11 +13,11 @@ from nanovllm.kernels import operation
 
 
 class RequestTables(NamedTuple):
-    """int32 arrays by request index. The last row is for padding: its parameters are zeros, for greedy sampling."""
+    """The int32 arrays by request index. The last row is for padding. Its parameters are zeros (greedy sampling)."""
 
-    last_token_ids: torch.Tensor  # [requests, K]: the last token and drafts after it; -1: no draft
+    last_token_ids: torch.Tensor  # [requests, K]: the last token, then drafts; -1: no draft
     num_tokens: torch.Tensor  # [requests], including the last token
-    block_tables: torch.Tensor  # [requests, W + 1]; the last column takes entries of `new_blocks` with column -1
+    block_tables: torch.Tensor  # [requests, W + 1]; the last column absorbs entries of `new_blocks` with column -1
     params: torch.Tensor  # [requests, WIDTH]: see kernels/sampling/sampling_columns.py
 
     @property
@@ -36,7 +36,7 @@ class RequestTables(NamedTuple):
 def place_decodes(tables: RequestTables, batch: DeviceBatch, block_size: int) -> None:
     """Fill in the decode rows of a batch: token ids, positions, slots, lengths and block tables.
 
-    A sequence has one row, for its last token, or `tokens_per_row` rows with drafts. Padding has length 0 and slot -1.
+    A sequence has one row for its last token, or `tokens_per_row` rows with drafts. Padding has length 0 and slot -1.
     """
     k = batch.shape.tokens_per_row
     n = int(batch.num_decode_rows) if batch.shape.is_padded else batch.shape.num_decode_rows
@@ -66,8 +66,8 @@ def accept(
 ) -> torch.Tensor | None:
     """Make each sequence's sampled token its next input, and increase its length.
 
-    req_indices [S]; positions and token_ids [S * k]. With drafts (k > 1), returns how many of its k tokens each
-    sequence gets, which are the accepted drafts and one more: counts [S] int32.
+    req_indices [S]; positions and token_ids [S * k]. With drafts (k > 1), returns counts [S] int32: how many of its k
+    tokens each sequence gets, which are one for each accepted draft and one more.
     """
     if len(token_ids) > len(req_indices):
         from nanovllm.spec_decode.rows import accept_drafts
@@ -80,5 +80,5 @@ def accept(
 
 
 def arrays(*tensors: torch.Tensor) -> list[Any]:
-    """NumPy views of CPU tensors, because NumPy takes a fraction of PyTorch's time there; operators are the same."""
+    """Replace CPU tensors by NumPy views, which are much faster there. The operators are the same as PyTorch's."""
     return [x.numpy() if x.is_cpu else x for x in tensors]

@@ -1,4 +1,4 @@
-"""Copies of cache blocks and states on the device: for sequences that fork, and for snapshots of states."""
+"""Copies cache blocks and states on the device, for forked sequences and snapshots of states."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 def copy_blocks(copies: np.ndarray, token_ids: torch.Tensor, caches: dict[Any, list[torch.Tensor]]) -> None:
     """Copy cache blocks with their token ids, and states.
 
-    copies [2, C] int32: sources and targets. An id from the number of blocks on is a state.
+    copies [2, C] int32: sources and targets. Ids below the number of blocks are blocks; the other ids are states.
     token_ids [blocks, block_size] int32.
     caches: the tensors of each group of layers, by the group's spec.
     """

@@ -1,4 +1,4 @@
-"""The KV cache of one layer: a key and a value per token, in blocks."""
+"""The KV cache of a layer: keys and values of tokens, in blocks."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -7,14 +7,14 @@ import torch
 if TYPE_CHECKING:
     from nanovllm.config import Config
 
-SPAN_SIZE = 16  # tokens that `gather` copies as one row; divides every `kvcache_block_size`
+SPAN_SIZE = 16  # tokens that `gather` copies as one row; every `kvcache_block_size` is a multiple
 
 
 class KVCache:
     """The keys and values of one layer, in the model's dtype. Other formats are subclasses: see `quantization/`.
 
-    `k` and `v` are [blocks, block_size, kv_heads, head_dim]. `scales` is what a subclass needs to read them; kernels
-    take it too. `window` and `scale` come from the layer's AttentionSpec.
+    `k` and `v` are [blocks, block_size, kv_heads, head_dim]. Subclasses and kernels read them with `scales`. `window`
+    and `scale` come from the layer's AttentionSpec.
     """
 
     scales: torch.Tensor | None = None
@@ -22,31 +22,31 @@ class KVCache:
     scale: float | None = None
 
     def __init__(self, data: torch.Tensor):
-        """data [2, blocks, block_size, kv_heads, head_dim]: this layer's part of what `tensors` describes."""
+        """data [2, blocks, block_size, kv_heads, head_dim]: this layer's part of the group's tensor."""
         self.k, self.v = data
 
     @staticmethod
     def tensors(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """The tensors of a group of layers, on the meta device: see cache/state.py.
+        """Return the tensors of a group of layers, on the meta device: see cache/state.py.
 
-        shape is the shape of the first tensor: (2, layers, blocks, block_size, kv_heads, head_dim).
+        shape: (2, layers, blocks, block_size, kv_heads, head_dim), the shape of the first tensor.
         """
         return (torch.empty(shape, dtype=dtype, device="meta"),)
 
     def store_kvcache(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write keys and values [T, kv_heads, head_dim] to slots [T], which count tokens. None may be -1."""
+        """Write keys and values [T, kv_heads, head_dim] to slots [T]. Slots must not be -1."""
         self.k.flatten(0, 1).index_copy_(0, slots, k)
         self.v.flatten(0, 1).index_copy_(0, slots, v)
 
     def gather(self, spans: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [B, L, kv_heads, head_dim] in `dtype`, the model's, of the spans [B, L / SPAN_SIZE] int32."""
+        """Read spans [B, L / SPAN_SIZE] int32 as keys and values [B, L, kv_heads, head_dim] in the model's `dtype`."""
         return gather_spans(self.k, spans), gather_spans(self.v, spans)
 
 
 def gather_spans(cache: torch.Tensor, spans: torch.Tensor) -> torch.Tensor:
     """Gather spans [B, L / SPAN_SIZE] -> [B, L, kv_heads, head_dim].
 
-    On a CPU this is a view, without a copy, if there is one sequence and its spans are adjacent.
+    On a CPU, the adjacent spans of a single sequence are returned as a view, without a copy.
     """
     rows = cache.view(-1, SPAN_SIZE * cache.shape[2] * cache.shape[3])
     if len(spans) == 1 and cache.is_cpu:
@@ -57,14 +57,14 @@ def gather_spans(cache: torch.Tensor, spans: torch.Tensor) -> torch.Tensor:
 
 
 class AttentionSpec(NamedTuple):
-    """What a layer's attention computes and keeps: a key and a value per token and head, in blocks.
+    """The spec of an attention layer, which keeps a key and a value per token and head, in blocks.
 
-    cache/state.py says what a spec is, and lists the other specs.
+    cache/state.py explains specs, and lists the other specs.
     """
 
     num_kv_heads: int
     head_dim: int
-    window: int | None = None  # a token attends to the last so many, itself included; older ones stay in their blocks
+    window: int | None = None  # a token attends to so many tokens, up to itself; older ones stay in their blocks
     scale: float | None = None  # of scores; None is 1 / sqrt(head_dim)
     of_states = False
 

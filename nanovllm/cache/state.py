@@ -1,12 +1,12 @@
-"""What layers keep between steps, and layers that keep a state: tensors of a fixed size for each sequence.
+"""The memory that layers keep between steps. Some layers keep a state: tensors of fixed size for each sequence.
 
 A layer with a method `cache_spec()` gets its part of the engine's memory as `layer.cache`. Layers with equal specs form
 a group, which the ModelRunner allocates together. A spec is an `AttentionSpec` (cache/kv_cache.py), a `PagedHidden`
-(models/head_models.py) or a `StateSpec`. Each has:
+(models/head_models.py) or a `StateSpec`. Each spec has:
 
 - `of_states`: True for one state per sequence, False for blocks of tokens
 - `tensors(num_layers, num_blocks, config)`: the tensors of the whole group, on the meta device. Dimension 1 is the
-  layer, dimension 2 the block or the state.
+  layer, and dimension 2 the block or the state.
 - `make(parts, config)`: the `layer.cache`, made of the layer's part of each tensor
 
 | what happens to a sequence | keys and values in blocks | a state (engine/state_blocks.py) |
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
     from nanovllm.config import Config
     from nanovllm.engine.model_runner import ModelRunner
 
-NUM_FIXED = 2  # rows for padding and for zeros, besides those of sequences and snapshots
+NUM_FIXED = 2  # one row for padding and one of zeros, after the rows of sequences and before those of snapshots
 
 
 class KeptDrafts(NamedTuple):
-    """What a layer keeps of a step's drafts, so that the next step can compute the right ones into the state.
+    """Stores a layer's inputs for a step's drafts. The next step adds the accepted drafts to the state.
 
-    No draft enters a state at once, because it may be wrong.
+    No draft enters a state at once, because it might be rejected.
     """
 
-    inputs: torch.Tensor  # [rows, k, draft_size]: what the layer needs of each of the last step's k drafts
-    num_tokens: torch.Tensor  # [rows] int32: tokens of the sequence that its state contains
+    inputs: torch.Tensor  # [rows, k, draft_size]: the layer's input for each of the last step's k drafts
+    num_tokens: torch.Tensor  # [rows] int32: how many tokens of the sequence its state contains
 
 
 class State:
     """The states of one layer: `tensors`, each [rows, *shape].
 
-    A running sequence has the row of its request index. `Context.state_rows` says which rows a step reads and
-    writes: a layer computes the tokens of the i-th sequence from row `state_rows[0, i]`, which may be a snapshot or
-    zeros, and writes the state after them to row `state_rows[1, i]`. Padding has a separate row.
+    The state of a running sequence is in the row of its request index. For the i-th sequence of a step, a layer reads
+    the state before its tokens from row `Context.state_rows[0, i]`, which may be a snapshot or zeros, and writes the
+    state after them to row `Context.state_rows[1, i]`. Padding has a separate row.
 
     `kept_drafts` is None without `speculative_config`.
     """
@@ -54,17 +54,17 @@ class State:
         self.kept_drafts = KeptDrafts(*(tensor[0] for tensor in kept_drafts)) if kept_drafts else None
 
     def count_tokens(self, read: Any, written: Any, number: int) -> None:
-        """Note that the states in rows `written` have `number` tokens more than those in rows `read`, and no drafts."""
+        """Record that the states in rows `written` contain `number` more tokens than those in rows `read`."""
         if self.kept_drafts is not None:
             self.kept_drafts.num_tokens[written] = self.kept_drafts.num_tokens[read] + number
 
 
 class StateSpec(NamedTuple):
-    """The spec of a layer with a state: the shape and the dtype of each of its tensors."""
+    """The spec of a layer that keeps a state: the shape and dtype of each tensor."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
-    draft_size: int = 0  # numbers of the first dtype that a layer keeps of each draft; 0: it can't be used with drafts
+    draft_size: int = 0  # numbers per draft that a layer stores, in the first dtype; 0: it does not support drafts
     of_states = True
 
     def tensors(self, num_layers: int, num_blocks: int, config: "Config") -> tuple[torch.Tensor, ...]:
@@ -79,11 +79,12 @@ class StateSpec(NamedTuple):
 
 
 def fit_states(runner: "ModelRunner") -> None:
-    """Set `Config.num_states` and lower `Config.max_num_seqs`, for a ModelRunner whose model is loaded.
+    """Set `Config.num_states`, and lower `Config.max_num_seqs` if needed. The runner's model must be loaded.
 
-    There is a state for each of `max_num_seqs` sequences and, with the prefix cache, another for a snapshot. If
-    `num_kvcache_blocks` is set, they take as much memory as they need. Otherwise they take at most half of the cache's
-    memory. If they don't all fit, sequences get at most three quarters of those that do, and `max_num_seqs` is lowered.
+    Each of `max_num_seqs` sequences needs a state and, with the prefix cache, another one for a snapshot. If
+    `num_kvcache_blocks` is set, states take as much memory as they need. Otherwise they take at most half of the
+    cache's memory. If not all states fit, sequences get at most three quarters of those that fit, and `max_num_seqs` is
+    lowered.
     """
     config, has_snapshots = runner.config, runner.config.enable_prefix_caching
     num_seqs, num_states = config.max_num_seqs, config.max_num_seqs * (1 + has_snapshots)

@@ -1,1 +1,1 @@
-"""Accepts vLLM's names. The engine imports this package only for settings that it does not know itself."""
+"""Translates vLLM's names to ours. The engine uses this package only to translate settings."""

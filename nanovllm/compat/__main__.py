@@ -1,4 +1,4 @@
-"""`python -m nanovllm.compat MODULE ...` runs a program that imports vLLM with this package in vLLM's place."""
+"""`python -m nanovllm.compat MODULE ...` runs a program that imports vLLM, and substitutes this package for vLLM."""
 
 import os
 import runpy

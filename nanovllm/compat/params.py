@@ -1,4 +1,4 @@
-"""vLLM's request parameters, checked and translated to ours."""
+"""Checks vLLM's request parameters, and translates them to ours."""
 
 import json
 from dataclasses import fields
@@ -12,7 +12,7 @@ from nanovllm.features import beam_params
 from nanovllm.structured_outputs.spec import check_spec
 from nanovllm.utils.checks import check_bool
 
-# parameters that only vLLM's SamplingParams have, with the values, or types of values, that change nothing here
+# parameters that only vLLM's SamplingParams have, and the values (or types of values) that change nothing here
 ACCEPTED: dict[str, tuple] = {
     "best_of": (None,),
     "early_stopping": (False,),
@@ -45,9 +45,9 @@ FORM_OPTIONS: dict[str, tuple] = {
 
 
 def restricted_schema(schema: Any, disable_any_whitespace: bool, disable_additional_properties: bool) -> Any:
-    """Return a JSON schema that also forbids white space between parts, or properties that the schema does not name.
+    """Restrict a JSON schema: forbid white space between elements, or additional properties, or both.
 
-    Raises the same errors as `SamplingParams`.
+    Raises the same errors as `SamplingParams` for an invalid schema.
     """
     if not (disable_any_whitespace or disable_additional_properties):
         return schema
@@ -66,7 +66,7 @@ def _closed(schema: Any) -> Any:
 
 
 class RequestOutputKind(Enum):
-    """The content of a streamed output: the answer so far, only its new part, or nothing until it is complete."""
+    """What a streamed output contains: the answer so far, only its new part, or nothing until it is complete."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -74,13 +74,13 @@ class RequestOutputKind(Enum):
 
 
 class StructuredOutputsParams(dict):
-    """The form of an answer: a dict for `SamplingParams.structured_outputs` that also has vLLM's attributes."""
+    """A dict for `SamplingParams.structured_outputs` that also has the attributes of vLLM's class."""
 
     def __init__(self, **options: Any):
-        """Takes `json`, `regex`, `choice`, `grammar` or `json_object`, and further options of vLLM.
+        """Accept `json`, `regex`, `choice`, `grammar` or `json_object`, plus vLLM's other options.
 
-        Raises ValueError for an option that is not supported, and TypeError for an unknown option. `SamplingParams`
-        checks the rest.
+        Raises TypeError for an unknown option, and ValueError for an option that is not supported. `SamplingParams`
+        checks the values.
         """
         forms = select("option of structured outputs", options, FORMS, FORM_OPTIONS)
         if forms.get("json") is not None:
@@ -94,11 +94,11 @@ class StructuredOutputsParams(dict):
 
 
 class FlatLogprobs(list):
-    """The log-probabilities of a request with `flat_logprobs`: a list with a dict for each token."""
+    """The log-probabilities of a request with `flat_logprobs`: a list of one dict per token."""
 
 
 class SamplingParams(ours.SamplingParams):
-    """Our SamplingParams with vLLM's names and vLLM's default of `max_tokens`. Like vLLM's, they are mutable."""
+    """Our SamplingParams with vLLM's names and vLLM's default for `max_tokens`. As in vLLM, objects are mutable."""
 
     flat_logprobs = False
 

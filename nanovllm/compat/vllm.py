@@ -1,7 +1,7 @@
 """vLLM's interface for offline generation, implemented by this package.
 
-Use it with `from nanovllm.compat.vllm import LLM, SamplingParams`. For programs that always import vLLM, `install()`
-makes `import vllm`, and imports of the vLLM modules in MODULES, return this file. Names that are missing here raise
+Use it with `from nanovllm.compat.vllm import LLM, SamplingParams`. For a program that imports vLLM itself, `install()`
+makes `import vllm`, and imports of the submodules in MODULES, return this module. Names that this module lacks raise
 ImportError or AttributeError.
 """
 
@@ -48,7 +48,7 @@ class LoRARequest:
 
 
 class NCCLWeightTransferEngine:
-    """Stands for vLLM's class that sends weights to a server. TRL always imports it; here, all uses raise an error."""
+    """A placeholder for vLLM's class that sends weights to a server. TRL always imports it, but every use fails."""
 
     def __init__(self, *args: Any, **options: Any):
         raise NotImplementedError("weights are sent by NCCL to vLLM's server only: here, call LLM.load_weights")
@@ -60,7 +60,7 @@ NCCLTrainerSendWeightsArgs = NCCLWeightTransferEngine
 
 
 def get_ip() -> str:
-    """Return the address of this machine, by resolving its host name."""
+    """Resolve the host name of this machine to an IP address."""
     return socket.gethostbyname(socket.gethostname())
 
 
@@ -77,7 +77,7 @@ def get_tokenizer(tokenizer_name: str, **options: Any) -> Any:
 def resolve_chat_template(
     tokenizer: Any, chat_template: str | None = None, tools: list[dict] | None = None, *, model_config: Any = None
 ) -> str | None:
-    """Return `chat_template`, or the template of the tokenizer; None if there is none."""
+    """Return `chat_template` or, by default, the tokenizer's template; None if there is neither."""
     try:
         return tokenizer.get_chat_template(chat_template, tools=tools)
     except ValueError:
@@ -89,7 +89,7 @@ def cleanup_dist_env_and_memory(*args: Any) -> None:
 
 
 class VllmDistribution(Distribution, DistributionFinder):
-    """Tells `importlib.metadata` the version of vLLM."""
+    """Makes `importlib.metadata` report a version of vLLM."""
 
     def read_text(self, filename: str) -> str | None:
         return f"Name: vllm\nVersion: {__version__}\n" if filename == "METADATA" else None
@@ -105,7 +105,7 @@ class VllmDistribution(Distribution, DistributionFinder):
 
 
 def install() -> None:
-    """Make `import vllm` and imports of the modules in MODULES return this file, in this process."""
+    """Make `import vllm`, and imports of its submodules in MODULES, return this module in this process."""
     module = sys.modules[__name__]
     sys.modules.update(dict.fromkeys(["vllm", *(f"vllm.{name}" for name in MODULES.split())], module))
     sys.meta_path.insert(0, VllmDistribution())

@@ -1,4 +1,4 @@
-"""Translates command lines of `vllm serve` to our own flags."""
+"""Translates command lines of `vllm serve` to our flags."""
 
 import json
 from collections.abc import Container, Iterable
@@ -9,9 +9,9 @@ from nanovllm.compat.vllm_settings import ALIASES, VLLM_SETTINGS, check_accepted
 
 SHORT = {"-tp": "tensor-parallel-size", "-dp": "data-parallel-size", "-pp": "pipeline-parallel-size"}
 SHORT |= {"-q": "quantization", "-ep": "enable-expert-parallel", "-O": "optimization-level"}
-# flags of vLLM's server, with the values, or types of values, that change nothing here
+# flags of vLLM's server, and the values (or types of values) that change nothing here
 ACCEPTED: dict[str, tuple] = {
-    # about what is printed, or what this server always does
+    # these flags concern log output, or what this server always does
     "disable_fastapi_docs disable_frontend_multiprocessing disable_uvicorn_access_log enable_auto_tool_choice": (bool,),
     "enable_log_deltas enable_log_outputs enable_prompt_tokens_details enable_reasoning": (bool,),
     "enable_server_load_tracking exclude_tools_when_tool_choice_none log_error_stack": (bool,),
@@ -27,10 +27,10 @@ SERVER_FLAGS = {name: accepted for names, accepted in ACCEPTED.items() for name 
 
 
 def translate_flags(arguments: Iterable[str], known: Container[str]) -> tuple[list[str], dict[str, Any]]:
-    """Split a command line into arguments for our own parser and settings of vLLM's engine.
+    """Split a command line into arguments for our parser and settings of vLLM's engine.
 
-    `known` has the names of our own flags. They go to our parser, and so do flags that neither engine has, so that it
-    reports them. Raises ValueError for a flag of vLLM's server with a value that is not supported.
+    `known` contains the names of our flags, which go to our parser. Unknown flags go there too, so that the parser
+    reports them. Raises ValueError for an unsupported value of a flag of vLLM's server.
     """
     remaining, own_arguments, model, settings = [*arguments], list[str](), list[str](), dict[str, Any]()
     while remaining:
@@ -54,7 +54,7 @@ def translate_flags(arguments: Iterable[str], known: Container[str]) -> tuple[li
 
 
 def _long(argument: str) -> str:
-    """Return `--like-this` for vLLM's other forms of a flag, `--like_this` and short. Keep any other argument."""
+    """Convert short flags, and flags with underscores, to the form `--like-this`. Return other arguments unchanged."""
     if argument.startswith("--"):
         flag, separator, value = argument.partition("=")
         return flag.replace("_", "-") + separator + value
@@ -64,7 +64,7 @@ def _long(argument: str) -> str:
 
 
 def _value(text: str) -> Any:
-    """Parse a value as JSON, or else return the text."""
+    """Parse a value as JSON or None, or else return the text."""
     try:
         return json.loads(text)
     except ValueError:

@@ -57,9 +57,10 @@ class LLM(nanovllm.LLM):
     ):
         """Raises the same errors as our LLM.
 
-        chat_template: the template for calls of `chat` that give no template.
-        skip_tokenizer_init: prompts must be token ids, and answers have no text. The tokenizer files are needed anyway.
-        reasoning_parser: the format of reasoning that structured outputs and reasoning budgets use.
+        chat_template: the default template of `chat`.
+        skip_tokenizer_init: if True, prompts must be token ids, and answers have no text. The tokenizer's files must
+            still exist.
+        reasoning_parser: the model's reasoning format, which structured outputs and reasoning budgets need.
         """
         check_choice("reasoning_parser", reasoning_parser, ("", *FORMATS))
         check_bool("skip_tokenizer_init", skip_tokenizer_init)
@@ -83,7 +84,7 @@ class LLM(nanovllm.LLM):
 
     @property
     def model_executor(self) -> SimpleNamespace:
-        """The path on which trainers reach vLLM's model. Here, the model has only `load_weights`."""
+        """The attributes through which trainers reach vLLM's model. Here, the model has only `load_weights`."""
         model = SimpleNamespace(load_weights=self.load_weights)
         return SimpleNamespace(driver_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)))
 
@@ -106,7 +107,7 @@ class LLM(nanovllm.LLM):
         return not self.is_finished()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of the model's `generation_config.json`, and vLLM's defaults for all others."""
+        """Return vLLM's default parameters, updated from the model's `generation_config.json`."""
         params = self.input_processor.default_sampling_params(SamplingParams)
         assert isinstance(params, SamplingParams)
         return params
@@ -123,9 +124,9 @@ class LLM(nanovllm.LLM):
     ) -> list[RequestOutput]:
         """Return the complete answers. Raises the same errors as our `generate`.
 
-        use_tqdm: whether to show our progress bar. A function that makes another bar counts as True.
-        tokenization_kwargs: may have `add_special_tokens`, and `truncate_prompt_tokens`, the number of last tokens that
-            are kept.
+        use_tqdm: whether to show our progress bar. A function that would make a different bar counts as True.
+        tokenization_kwargs: may contain `add_special_tokens`, and `truncate_prompt_tokens`: how many tokens to keep,
+            counted from the end.
         """
         select("argument", unused, (), UNUSED)
         prompts = [self._prompt(prompt, **tokenization_kwargs or {}) for prompt in as_prompts(prompts)]
@@ -141,7 +142,7 @@ class LLM(nanovllm.LLM):
         chat_template: str | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
-        """Answer conversations. `options` are further arguments of our `chat`."""
+        """Answer conversations. `options` are additional arguments of our `chat`."""
         names = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs", "priority")
         options = select("argument", options | {"lora_request": lora_request}, names, UNUSED)
         template = chat_template or self.chat_template
@@ -156,7 +157,7 @@ class LLM(nanovllm.LLM):
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """Search beams. `concurrency_limit` is the number of prompts that are searched at a time; None means all."""
+        """Run beam search. `concurrency_limit` is how many prompts are searched at once; None means all of them."""
         check_accepted("lora_request", lora_request, UNUSED["lora_request"])
         prompts = [self._prompt(prompt) for prompt in as_prompts(prompts)]
         limit = len(prompts) or 1
@@ -167,9 +168,9 @@ class LLM(nanovllm.LLM):
         return [BeamSearchOutput([*self._beams(output)]) for output in outputs]
 
     def _params(self, params: Any) -> Any:
-        """Return parameters, or a list of them, with additions from the settings of this LLM.
+        """Apply the settings of this LLM to parameters, or to each item of a list.
 
-        These are: no text, the format of the reasoning, and restrictions of JSON schemas.
+        The settings are `skip_tokenizer_init`, the reasoning format, and the restrictions of JSON schemas.
         """
         if isinstance(params, (list, tuple)):
             return [self._params(item) for item in params]
@@ -188,7 +189,7 @@ class LLM(nanovllm.LLM):
             yield BeamSearchSequence(tokens, beam.cumulative_logprob, self.tokenizer.decode(tokens))
 
     def _prompt(self, prompt: Any, add_special_tokens: bool = True, truncate_prompt_tokens: int | None = None) -> Any:
-        """Return the prompt without unused keys. It has token ids if it is not tokenized in the usual way."""
+        """Drop unused keys from a prompt. Tokenize it here if an option differs from its default."""
         if isinstance(prompt, dict):
             prompt = select("key of a prompt", prompt, PROMPT_KEYS, UNUSED)
         given_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
@@ -211,7 +212,7 @@ class LLM(nanovllm.LLM):
 
 
 def _with_logprobs(answers: list[RequestOutput], params: Any) -> list[RequestOutput]:
-    """Return the answers with log-probabilities as lists, or as FlatLogprobs if `flat_logprobs` asks for that."""
+    """Return the answers with their log-probabilities as lists, or as FlatLogprobs where `flat_logprobs` is set."""
     each = params if isinstance(params, (list, tuple)) else [params] * len(answers)
     kinds = (FlatLogprobs if getattr(request_params, "flat_logprobs", False) else list for request_params in each)
     return [_with_type(answer, kind) for answer, kind in zip(answers, kinds)]

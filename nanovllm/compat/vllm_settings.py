@@ -1,21 +1,21 @@
-"""Settings of vLLM's engine that this engine does not have: EngineArgs of vLLM 0.26, and some older ones."""
+"""Settings that vLLM's engine has and this engine lacks: EngineArgs of vLLM 0.26, and some of older versions."""
 
 from collections.abc import Collection
 from difflib import get_close_matches
 from numbers import Real
 from typing import Any
 
-# settings that have another name here
+# settings that have a different name here
 ALIASES = {
     "block_size": "kvcache_block_size",
     "num_gpu_blocks_override": "num_kvcache_blocks",
     "enable_expert_parallel": "expert_parallel",
 }
-# settings of both engines whose default is None in vLLM, and another value here
+# settings whose default is None in vLLM but not here
 NONE_IS_DEFAULT = ("attention_backend", "block_size", "enable_prefix_caching", "max_num_batched_tokens", "max_num_seqs")
-# (accepted values or types of values, names of settings); a value is accepted if it changes nothing here
+# (accepted values or types of values, names of settings); a value is accepted if ignoring it changes nothing
 GROUPS: tuple[tuple[tuple, str], ...] = (
-    # permissions that are never needed, output, and hints about how vLLM computes: any value is accepted
+    # unneeded permissions, log output, and hints for vLLM's computation: any value is accepted
     (
         (bool,),
         "aggregate_engine_logging allow_deprecated_quantization cudagraph_metrics disable_cascade_attn "
@@ -46,7 +46,7 @@ GROUPS: tuple[tuple[tuple, str], ...] = (
     ((list, None), "cudagraph_capture_sizes"),
     ((str,), "jit_monitor_mode mamba_backend performance_mode prefix_caching_hash_algo pt_load_map_location"),
     ((str, None), "show_hidden_metrics_for_version"),
-    # features that this engine does not have: only values that do not ask for the feature are accepted
+    # features that this engine lacks: only values that leave the feature off are accepted
     (
         (False,),
         "calculate_kv_scales data_parallel_external_lb data_parallel_hybrid_lb data_parallel_multi_port_external_lb "
@@ -123,10 +123,10 @@ STRUCTURED_OUTPUTS_CONFIG = {
 
 
 def translate(settings: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Translate settings that may be vLLM's to the settings whose names are `known`.
+    """Translate settings, which may have vLLM's names, into settings whose names are `known`.
 
-    Raises ValueError for a value of a vLLM setting that is not supported. Raises TypeError for an unknown name, with a
-    list of the known names, and for a setting that is given under both of its names.
+    Raises ValueError for an unsupported value of a vLLM setting. Raises TypeError for an unknown name, and for a
+    setting that is given under both of its names.
     """
     renamed: dict[str, Any] = {}
     for given, value in settings.items():
@@ -144,10 +144,9 @@ def translate(settings: dict[str, Any], known: Collection[str]) -> dict[str, Any
 def select(
     kind: str, values: dict[str, Any], known: Collection[str], accepted: dict[str, tuple[Any, ...]]
 ) -> dict[str, Any]:
-    """Return the values whose names are `known`. All other values must be `accepted`, and are left out.
+    """Return the values whose names are `known`. Check that all other values are `accepted`, and drop them.
 
-    Raises TypeError for a name that is neither, with a list of the known names. Raises ValueError for a value that is
-    not accepted.
+    Raises TypeError for a name that is neither known nor accepted. Raises ValueError for a value that is not accepted.
     """
     for name, value in values.items():
         if name in known:
@@ -161,7 +160,7 @@ def select(
 
 
 def check_accepted(name: str, value: Any, accepted: tuple[Any, ...]) -> None:
-    """Raise ValueError unless `value` equals one of `accepted` and has its type, or is of a type in `accepted`."""
+    """Raise ValueError unless `accepted` contains the type of `value`, or an equal value of the same type."""
     for choice in accepted:
         if isinstance(choice, type):
             if isinstance(value, choice) and (choice is bool or not isinstance(value, bool)):

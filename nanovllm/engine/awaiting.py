@@ -1,6 +1,6 @@
-"""Holds sequences that await a feature's work in other threads, such as a mask of structured outputs.
+"""Holds sequences while they await a feature's work in other threads, such as a mask for structured outputs.
 
-These functions belong to the Scheduler. A held sequence is paused, like beams, and may lose its blocks.
+These functions belong to the Scheduler. A held sequence is paused, as beams are, and may lose its blocks.
 """
 
 from concurrent.futures import FIRST_COMPLETED, wait
@@ -11,17 +11,17 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 if TYPE_CHECKING:
     from nanovllm.engine.scheduler import Scheduler
 
-MAX_WAIT_SECONDS = 0.02  # short, because callers' commands wait meanwhile
+MAX_WAIT_SECONDS = 0.02  # short, because callers' commands have to wait
 
 
 def hold(scheduler: "Scheduler", seq: Sequence) -> None:
-    """Schedule no step of a sequence whose tokens have arrived, until `release`. Its status does not matter."""
+    """Hold a sequence whose tokens have arrived: no step computes it until `release`. It may be running or waiting."""
     seq.is_paused, scheduler.held[seq] = True, None
     scheduler.waiting.discard(seq)  # if it was preempted while the step was in flight
 
 
 def release(scheduler: "Scheduler") -> list[Sequence]:
-    """Resume or end the held sequences whose `awaited` is done. Returns the ended ones."""
+    """Resume or end the held sequences whose `awaited` Future is done. Return those that ended."""
     ended = []
     for seq in [seq for seq in scheduler.held if seq.awaited.done()]:
         del scheduler.held[seq]
@@ -38,7 +38,7 @@ def release(scheduler: "Scheduler") -> list[Sequence]:
 
 
 def outcome(future: Any) -> tuple[str, int | str | None] | None:
-    """Why a sequence must end, if it must. An error ends only its own sequence."""
+    """Return why a sequence must end, or None. An error ends only the sequence that awaits it."""
     if future.cancelled():
         return "abort", None
     if (error := future.exception()) is not None:
@@ -47,5 +47,5 @@ def outcome(future: Any) -> tuple[str, int | str | None] | None:
 
 
 def wait_for_one(scheduler: "Scheduler") -> None:
-    """Wait until a held sequence may go on, because no step can be scheduled."""
+    """Wait for a held sequence, because no step can be scheduled."""
     wait([seq.awaited for seq in scheduler.held], MAX_WAIT_SECONDS, FIRST_COMPLETED)

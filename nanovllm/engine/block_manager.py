@@ -9,7 +9,7 @@ from nanovllm.engine.sequence import Sequence, packed_ids
 
 
 class Block:
-    """One block of the paged KV cache. A block with a hash is in the prefix cache; hits also compare its token ids."""
+    """A block of the paged KV cache. If it has a hash, it is in the prefix cache. Lookups also compare token ids."""
 
     __slots__ = ("block_id", "hash", "ref_count", "token_ids")
 
@@ -28,33 +28,33 @@ class Block:
 
 
 class BlockManager:
-    """Allocates and frees blocks in O(1) each.
+    """Allocates and frees each block in constant time.
 
     A freed block keeps its contents until it is allocated again, so that a later sequence with the same prefix can
-    reuse it. Free blocks outside of the prefix cache are allocated first, then the least recently freed one.
+    reuse it. Blocks outside the prefix cache are allocated first, then the least recently freed block.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
         self.num_blocks, self.block_size = num_blocks, block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.salt = secrets.randbits(64)  # so that nobody can search for prompts with equal hashes
+        self.salt = secrets.randbits(64)  # so that nobody can construct prompts with equal hashes
         self.reset()
 
     def reset(self) -> None:
-        """Free all blocks and forget their contents: at the start, and after a step has failed."""
+        """Free all blocks and forget their contents."""
         self.blocks = [Block(block_id) for block_id in range(self.num_blocks)]
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
         self.hash_to_block_id: dict[int, int] = {}
-        self.duplicates: dict[int, set[int]] = {}  # hash -> further blocks with the same contents
-        self.copies: dict[int, int] = {}  # to make before the next step: target block id -> source block id
+        self.duplicates: dict[int, set[int]] = {}  # hash -> further blocks with equal contents
+        self.copies: dict[int, int] = {}  # target block id -> source block id, to be copied before the next step
 
     def req_indices(self, max_num_seqs: int):
-        """The Scheduler's `free_req_indices` when no sequence runs."""
+        """Return the Scheduler's initial `free_req_indices`."""
         return [*reversed(range(max_num_seqs))]
 
     @staticmethod
     def compute_hash(token_ids: list[int], prefix: int = -1) -> int:
-        """The hash of a block. `prefix` is the hash of the block before it; for the first block, a salt."""
+        """Hash a block. `prefix` is the hash of the preceding block, or a salt for the first block."""
         return xxhash.xxh3_64_intdigest(packed_ids(token_ids), max(prefix, 0))
 
     @property
@@ -65,12 +65,12 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def can_allocate(self, seq: Sequence, num_spare: int = 0) -> bool:
-        """Whether there are blocks for all tokens of `seq` and the next one, with `num_spare` blocks left free."""
+        """Return whether `seq` and its next token fit, with `num_spare` blocks left free."""
         num_shared = sum(self.blocks[block_id].ref_count > 0 for block_id in self._cached_prefix(seq))
         return self.num_blocks_for(seq.num_tokens + 1) - num_shared + num_spare <= len(self.free_block_ids)
 
     def allocate(self, seq: Sequence) -> None:
-        """Give `seq` blocks for all its tokens. Tokens found in the prefix cache count as computed."""
+        """Allocate blocks for all tokens of `seq`. Tokens found in the prefix cache count as computed."""
         assert not seq.block_table
         for block_id in self._cached_prefix(seq):
             block = self.blocks[block_id]
@@ -85,9 +85,9 @@ class BlockManager:
             seq.block_table.append(self._allocate_block())
 
     def fork(self, seq: Sequence, other: Sequence) -> None:
-        """Share the full blocks of `seq` with `other`, which has the same computed tokens, and give it one more block.
+        """Share the full blocks of `seq` with `other`, whose computed tokens are the same, and add a block to `other`.
 
-        If the last block of `seq` is not full, that block becomes a copy of it before the next step: see `copies`.
+        If the last block of `seq` is not full, it is copied into the added block before the next step: see `copies`.
         """
         num_full = seq.num_computed_tokens // self.block_size
         other.block_table = seq.block_table[:num_full]
@@ -100,24 +100,24 @@ class BlockManager:
             self.copies[other.block_table[-1]] = seq.block_table[num_full]
 
     def needs_block(self, seq: Sequence, num_tokens: int) -> bool:
-        """Whether `num_tokens` tokens do not fit into the blocks of `seq`."""
+        """Return whether `seq` needs another block to hold `num_tokens` tokens."""
         return len(seq.block_table) * self.block_size < num_tokens
 
     def can_append(self, seq: Sequence) -> bool:
-        """Whether there is a slot for the last token of `seq`, in its blocks or in a free one."""
+        """Return whether the last token of `seq` fits into its blocks or a free block."""
         return bool(self.free_block_ids) or not self.needs_block(seq, seq.num_tokens)
 
     def may_append(self, seq: Sequence, num_tokens: int | None = None) -> None:
-        """Add one block to `seq` if its last token, or `num_tokens` tokens in all, need it."""
+        """Add a block to `seq` if its tokens, or `num_tokens` tokens, need one."""
         if self.needs_block(seq, num_tokens or seq.num_tokens):
             seq.block_table.append(self._allocate_block())
 
     def hash_blocks(self, seq: Sequence, num_tokens: int | None = None) -> None:
-        """Put the full blocks of `seq` into the prefix cache: all of them, or only of the first `num_tokens` tokens.
+        """Put the full blocks of `seq`, or of its first `num_tokens` tokens, into the prefix cache.
 
-        A prompt's blocks enter the cache when the step that computes them is scheduled, so that other sequences of the
-        same step can share them. That is safe: each layer stores the keys and values of a step before it attends, and
-        all readers of the block belong to this step or to a later one on the same stream.
+        A prompt's blocks enter the cache when the step that computes them is scheduled, so that other sequences of this
+        step can share them. That is safe: each layer stores a step's keys and values before it attends, and only this
+        step and later ones on the same stream read the block.
         """
         if not self.enable_prefix_caching:
             return
@@ -127,26 +127,26 @@ class BlockManager:
         for i in range(num_full - 1, -1, -1):
             block = self.blocks[seq.block_table[i]]
             if block.hash != -1:
-                break  # this block and all blocks before it are cached already
+                break  # this block and all earlier ones are already cached
             block.update(seq.block_hashes[i], self._block_token_ids(seq, i))
             if self.hash_to_block_id.setdefault(block.hash, block.block_id) != block.block_id:
                 self.duplicates.setdefault(block.hash, set()).add(block.block_id)
 
     def take_copies(self) -> dict[int, int]:
-        """Take the `copies` for the step that is about to be scheduled. Its own new copies wait for the next step."""
+        """Take the `copies` for the step that is about to be scheduled. Copies that it adds wait for the next step."""
         copies, self.copies = self.copies, {}
         return copies
 
     def end_for_state(self, seq: Sequence, end: int) -> int:
-        """The end of a chunk that may go up to `end`. It may be earlier if layers keep a state."""
+        """Return where a chunk up to `end` must end. With layers that keep a state, it may end earlier."""
         return end
 
     def state_row(self, seq: Sequence) -> int:
-        """The row of the state with which the next chunk of `seq` begins; only layers that keep a state read it."""
+        """Return the row of the initial state of the next chunk. Only layers that keep a state read it."""
         return seq.req_index
 
     def deallocate(self, seq: Sequence) -> None:
-        """Free the blocks of `seq`, the last one first, because the first blocks of a prefix are the most useful."""
+        """Free the blocks of `seq`, the last one first, because the first blocks of a prefix are reused most."""
         for block_id in reversed(seq.block_table):
             block = self.blocks[block_id]
             block.ref_count -= 1
@@ -164,7 +164,7 @@ class BlockManager:
             block.hash = -1
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
-        """Ids of the cached blocks with which `seq` begins. At least one token is always left to compute."""
+        """Return the ids of the cached blocks with which `seq` begins. At least one token remains to be computed."""
         block_ids: list[int] = []
         if not self.enable_prefix_caching or seq.skips_prefix_hits:
             return block_ids
@@ -194,7 +194,7 @@ class BlockManager:
         return block_id
 
     def evict(self, block: Block, block_hash: int) -> None:
-        """Take the block out of the prefix cache; a duplicate takes its place."""
+        """Remove the block from the prefix cache. A duplicate replaces it if there is one."""
         duplicates = self.duplicates.get(block_hash, set())
         if self.hash_to_block_id[block_hash] != block.block_id:
             duplicates.remove(block.block_id)

@@ -1,4 +1,4 @@
-"""Builds an engine from its settings: makes all parts and connects them."""
+"""Builds an engine from its settings."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +14,9 @@ from nanovllm.spec_decode.drafting_scheduler import DraftingScheduler
 
 
 def build_engine(config: Config, part_done: Callable[[str], None] = lambda part: None) -> Engine:
-    """An engine that has loaded its model. `part_done(name)` is called at the end of each part of the start.
+    """Build an engine and load its model. `part_done(name)` is called after each startup phase.
 
-    RuntimeError if one of several ranks does not start.
+    Raises RuntimeError if a rank does not start.
     """
     workers: Any = SingleRank()
     if config.tensor_parallel_size > 1:
@@ -32,14 +32,14 @@ def build_engine(config: Config, part_done: Callable[[str], None] = lambda part:
     except BaseException as error:
         engine.close_after(error)
         raise
-    # only now: the runner has determined how many cache blocks and states there are
+    # only now, because the runner determines the numbers of cache blocks and states
     engine.scheduler = make_scheduler(config)
     engine.output_processor = OutputProcessor(engine.scheduler)
     return engine
 
 
 def make_scheduler(config: Config) -> Scheduler:
-    """The scheduler for a config whose `num_kvcache_blocks` is known."""
+    """Make the scheduler for a config whose `num_kvcache_blocks` is known."""
     block_manager: BlockManager | None = None
     if config.num_states:
         sizes = config.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching

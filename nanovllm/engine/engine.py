@@ -1,4 +1,4 @@
-"""The engine's loop: schedule a step, launch it, and process its result or the previous step's."""
+"""The engine loop: schedule a step, launch it, and process its result or the previous step's."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,23 +17,23 @@ CLOSED = "this engine was closed by exit()"
 
 
 class UnavailableError(RuntimeError):
-    """The engine can't do this now. It is paused, its weights are being replaced, or it has requests."""
+    """The engine can't do this now: it is paused, asleep, loading weights, or has requests."""
 
 
 class Engine:
-    """`LLMEngine.core`: scheduler, model runner, ranks and output processor. An `EngineThread` runs its steps."""
+    """Holds the scheduler, model runner, ranks and output processor. An `EngineThread` runs its steps."""
 
     model_runner: ModelRunner | None = None  # None before the model is loaded, and after `exit`
     scheduler: Scheduler
     output_processor: OutputProcessor
 
     def __init__(self, config: Config, workers: Any):
-        """`workers` are the other ranks. build.py sets the model runner, scheduler and output processor."""
+        """Store `workers`, the other ranks. build.py sets the model runner, scheduler and output processor."""
         self.config, self.workers = config, workers
-        # called after each step, for viewers; an error in one of these hooks fails the step
+        # viewers' hooks, called after each step; an error in a hook fails the step
         self.on_step: list[Callable[[ScheduledStep, StepResult], None]] = []
         self._in_flight: PendingStep | None = None
-        self.unavailable: dict[str, str] = {}  # reasons to run no steps and accept no requests: see rollout/
+        self.unavailable: dict[str, str] = {}  # reasons not to run steps or accept requests: see rollout/
 
     def step(self) -> None:
         """Launch the next step, and process the result of this one or, with `async_scheduling`, of the one before."""
@@ -54,26 +54,26 @@ class Engine:
             wait_for_one(self.scheduler)
 
     def check_open(self) -> None:
-        """RuntimeError if the engine was closed or has failed."""
+        """Raise RuntimeError if the engine was closed or has failed."""
         if self.model_runner is None:
             raise RuntimeError(CLOSED)
         self.workers.check()
 
     def check_available(self) -> None:
-        """UnavailableError if the engine runs no steps now."""
+        """Raise UnavailableError if the engine runs no steps now."""
         if reasons := [*self.unavailable.values()]:
             raise UnavailableError(reasons[0])
 
     def drop_requests(self) -> None:
-        """Forget all requests and reset the state: after an error, even in the middle of a step, and at the end."""
+        """Drop all requests and reset the state. Called on exit, and after an error, even in mid-step."""
         reset_context()
         if self.model_runner is not None:
-            self.model_runner.recover()  # steps that are queued still read the host's buffers
+            self.model_runner.recover()  # queued steps still read the host's buffers
         self._in_flight = None
         self.output_processor.reset()
 
     def close_after(self, error: BaseException) -> None:
-        """Close the engine. If another rank's failure has caused `error`, raise that instead."""
+        """Close the engine. If `error` was caused by another rank's failure, raise that failure."""
         cause = self.workers.cause_of(error)
         has_runner = self.model_runner is not None
         self.exit()
@@ -83,7 +83,7 @@ class Engine:
             raise cause from error
 
     def exit(self) -> None:
-        """End the ranks, and free the device's memory."""
+        """Stop the other ranks, and free the device's memory."""
         self.workers.exit()
         if self.model_runner is not None:
             self.model_runner.exit()
@@ -99,10 +99,10 @@ class SingleRank:
         return self.tp
 
     def wait_until_started(self) -> None:
-        """There is nobody to wait for."""
+        """Return at once: there is no other rank."""
 
     def check(self) -> None:
-        """No rank can be lost."""
+        """Do nothing: no other rank can fail."""
 
     def launch(self, runner: ModelRunner, step: ScheduledStep) -> PendingStep:
         return runner.run(step)
@@ -111,4 +111,4 @@ class SingleRank:
         return error
 
     def exit(self) -> None:
-        """There is no process to end."""
+        """Do nothing: there is no other process."""

@@ -1,4 +1,4 @@
-"""The thread that owns an engine: it takes commands and runs steps."""
+"""The thread that owns an engine. It carries out commands and runs steps."""
 
 import os
 import threading
@@ -21,9 +21,9 @@ T = TypeVar("T")
 class EngineThread:
     """Runs the steps of an engine. No other thread changes the engine's state.
 
-    Callers submit requests and wait for outputs in their own threads, so Ctrl-C interrupts a wait and never a step.
-    Their calls are queued as commands, which this thread carries out between steps. It runs steps while a collector
-    wants them, and sleeps otherwise.
+    Callers submit requests and wait for outputs in other threads, so Ctrl-C interrupts a wait but never a step. Their
+    calls are queued as commands, which this thread carries out between steps. It runs steps while a collector wants
+    them, and sleeps otherwise.
 
     Signal handlers and finalizers may call `submit`, `abort`, `discard` and `exit` at any moment, because the queues
     have no lock that the interrupted code could hold.
@@ -32,16 +32,16 @@ class EngineThread:
     def __init__(self, engine: Engine):
         self.engine = engine
         self._output_processor = engine.output_processor
-        # (command, its waiter: a collector or the queue of a `call`); a command stays here until it is carried out
+        # (command, its waiter: a collector, or the queue of a `call`); a command stays here until it is carried out
         self._commands: deque[tuple[Callable[[], object], Any]] = deque()
         self._bell: SimpleQueue[None] = SimpleQueue()  # wakes the thread
         self._is_asleep = False
-        self._watchers: list[ref[OutputCollector]] = []  # fail when a rank is lost, even without requests
+        self._watchers: list[ref[OutputCollector]] = []  # these fail when a rank is lost, even without requests
         engine.workers.on_failure = self._tell_watchers
         self._pid = os.getpid()
         self._is_closing = False
         self._has_ended = False
-        # a daemon: the interpreter joins other threads before it runs finalizers, and a finalizer ends this thread
+        # a daemon, because the interpreter joins other threads before it runs the finalizer that ends this thread
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
 
     def start(self) -> None:
@@ -50,19 +50,19 @@ class EngineThread:
     # -- for all threads -----------------------------------------------------------------------------------------------
 
     def submit(self, requests: Collection[Request], collector: OutputCollector) -> None:
-        """Queue requests, whose outputs go to `collector`. UnavailableError while the engine takes none."""
+        """Queue requests, whose outputs go to `collector`. Raises UnavailableError while the engine accepts none."""
         self.check_open()
         self.engine.check_available()
         for request in requests:
             request.collector = collector
         self._post(partial(self._output_processor.add, requests), collector)
         self.check_open()  # again: if the engine is not closing now, the thread will see the command
-        if reasons := [*self.engine.unavailable.values()]:  # again: later changes of it see these requests
+        if reasons := [*self.engine.unavailable.values()]:  # again: whoever sets it from now on sees these requests
             self.discard([request.request_id for request in requests])
             raise UnavailableError(reasons[0])
 
     def abort(self, request_id: int) -> None:
-        """End a request before the next step; its collector gets the tokens that were generated."""
+        """End a request before the next step. Its collector gets the tokens generated so far."""
         self._post(partial(self._output_processor.abort, request_id))
 
     def discard(self, request_ids: Collection[int]) -> None:
@@ -70,24 +70,24 @@ class EngineThread:
         self._post(partial(self._output_processor.discard, request_ids))
 
     def is_finished(self, collector: OutputCollector) -> bool:
-        """Whether nothing is left to take, and nothing more will come."""
+        """Return whether there is nothing to take, and nothing more will come."""
         return self._is_closing or not (collector in self.queued() or collector.live or collector.is_ready)
 
     def queued(self) -> list[Any]:
-        """The waiters of the commands that were not carried out, such as the collectors of submitted requests."""
+        """Return the waiters of the queued commands, such as the collectors of submitted requests."""
         return [waiter for _, waiter in [*self._commands]]
 
     def take(self, collector: OutputCollector) -> StepOutput:
-        """Wait for outputs of a caller's requests, and return them. RuntimeError if a step has failed."""
+        """Wait for outputs of a caller's requests, and return them. Raises RuntimeError if a step has failed."""
         self.check_may_wait()
         output = collector.take()
         self.wake()  # a full collector wants steps again
         return output
 
     def call(self, work: Callable[[], T]) -> T:
-        """Do `work` between two steps, and return its result. An error in it is treated like an error of a step.
+        """Do `work` between two steps, and return its result. Its errors are treated like errors of a step.
 
-        In a hook, which runs in this thread, do it at once.
+        A call from a hook, which runs in this thread, does it at once.
         """
         if threading.current_thread() is self._thread:
             return work()
@@ -100,18 +100,18 @@ class EngineThread:
         return value
 
     def watch(self, collector: OutputCollector) -> None:
-        """Make `collector` fail when a rank is lost, even without requests, as long as it is referenced."""
+        """Make `collector` fail when a rank is lost, even if it has no requests. Holds only a weak reference."""
         self._watchers = [watcher for watcher in self._watchers if watcher() is not None] + [ref(collector)]
         self._post(self.engine.check_open, collector)  # a rank may be lost already
 
     def check_may_wait(self) -> None:
-        """RuntimeError in this thread itself, and as in `check_open`."""
+        """Raise RuntimeError if called in this thread, or as `check_open` does."""
         if threading.current_thread() is self._thread:
             raise RuntimeError("this is the engine's own thread, in a hook or a finalizer: it can't wait for a step")
         self.check_open()
 
     def check_open(self) -> None:
-        """RuntimeError if the engine was closed, has failed, or belongs to another process."""
+        """Raise RuntimeError if the engine was closed, has failed, or belongs to another process."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"this process is a fork of {self._pid}, to which this engine belongs: start another engine here"
@@ -127,8 +127,8 @@ class EngineThread:
     def exit(self) -> None:
         """Drop all requests, free the device's memory, and end the thread. Waiting callers get a RuntimeError.
 
-        In a finalizer that runs in this thread or in the supervisor of the ranks, it takes effect after the step. In a
-        forked child it does nothing.
+        A finalizer might call this in this thread or in the supervisor of the ranks. Then it takes effect after the
+        step. In a forked child it does nothing.
         """
         if os.getpid() != self._pid:
             return
@@ -136,10 +136,10 @@ class EngineThread:
         self.wake()
         may_wait = threading.current_thread() not in (self._thread, self.engine.workers.supervisor)
         while may_wait and self._thread.ident is not None and not self._has_ended:  # None: it was never started
-            sleep(0.001)  # not `join`: before Python 3.13, an interrupted one takes the thread for ended
+            sleep(0.001)  # not `join`, because before Python 3.13 an interrupted `join` marks the thread as ended
 
     def _tell_watchers(self) -> None:
-        """Treat the failure of the ranks like a failed step. Without a watcher, the next caller notices it."""
+        """Treat a failure of the ranks like a failed step. Without a watcher, the next caller notices it."""
         for watcher in self._watchers:
             if (collector := watcher()) is not None:
                 self._post(self.engine.check_open, collector)
@@ -165,7 +165,7 @@ class EngineThread:
                     self._recover(error)
         finally:
             self._is_closing = True
-            with ExitStack() as cleanup:  # calls the last one first; an error of one does not stop the others
+            with ExitStack() as cleanup:  # calls the last callback first; an error in one does not stop the others
                 cleanup.callback(setattr, self, "_has_ended", True)
                 cleanup.callback(self.engine.exit)
                 cleanup.callback(self.engine.drop_requests)
@@ -173,7 +173,7 @@ class EngineThread:
 
     def _carry_out_commands(self) -> None:
         for _ in range(len(self._commands)):
-            self._commands[0][0]()  # without a local name, which would keep its requests alive
+            self._commands[0][0]()  # without a local variable, which would keep its requests alive
             self._commands.popleft()
 
     def _steps_are_wanted(self) -> bool:
@@ -182,13 +182,13 @@ class EngineThread:
 
     def _sleep(self) -> None:
         self._is_asleep = True
-        # checked after the flag is set: a caller that adds a command from here on sees that the thread is asleep
+        # checked after the flag is set, because a caller that adds a command from here on rings the bell
         if not (self._commands or self._steps_are_wanted() or self._is_closing):
             self._bell.get()
         self._is_asleep = False
 
     def _recover(self, error: BaseException) -> None:
-        """Drop all requests after an error of a step. With several ranks, close the engine."""
+        """Drop all requests after an error in a step. With several ranks, also close the engine."""
         try:
             self.engine.drop_requests()
             if self.engine.workers.processes:
@@ -215,7 +215,7 @@ class EngineThread:
 class Submission:
     """Submits requests for a `with` block, and discards the unfinished ones at its end.
 
-    If an interrupt prevents that, the end of the last reference to this object does it.
+    If an interrupt prevents that, they are discarded when this object is garbage-collected.
     """
 
     _requests: Collection[Request] = ()

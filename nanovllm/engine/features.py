@@ -1,7 +1,7 @@
 """The interface of features, which only some requests use. Each feature is a class in a separate file.
 
-The table FEATURES lists them. The first request that asks for a feature imports it. On CUDA the start imports all,
-because graphs contain their edits of logits.
+The table FEATURES lists all features. The first request that asks for a feature imports it. On CUDA, all are imported
+at startup, because graphs contain their edits of logits.
 """
 
 from collections.abc import Mapping
@@ -19,88 +19,88 @@ if TYPE_CHECKING:
     from nanovllm.requests.input_processor import InputProcessor
     from nanovllm.requests.request import CompletionRequest
 
-Arrays = Mapping[str, Any]  # by name; in a Batch they are int32, NumPy's on the host and PyTorch's on the device
+Arrays = Mapping[str, Any]  # by name; a Batch contains int32 arrays: NumPy's on the host, PyTorch's on the device
 Ends = dict[Sequence, tuple[str, int | str | None]]  # finish reason and stop reason of the sequences that end
 
 
 class StepFeature:
-    """The hooks of a feature. In this base class only `attach` and `prepare` do something.
+    """The hooks of a feature. In this base class, most of them do nothing.
 
-    The class methods run in rank 0's process and know sequences. Each rank also makes one object of the class, which
-    knows the device and batches but no sequences.
+    The class methods run on rank 0 and deal with sequences. Each rank also creates an instance, which deals with the
+    device and batches, but not with sequences.
     """
 
-    fields: tuple[str, ...] = ()  # numeric parameters of a registered feature; 0: not asked for
+    fields: tuple[str, ...] = ()  # numeric parameters of a registered feature; 0 means not asked for
 
     @classmethod
     def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
-        """Check a new request in its caller's thread, and set up its sequences. ValueError or TypeError refuses it.
+        """Check a new request in its caller's thread, and set up its sequences. ValueError or TypeError rejects it.
 
-        The feature keeps its state of a sequence in `seq.feature_state[name]`, which is None before. It may also set:
-        `columns`, numbers for the device by column name (done here for `fields`); `is_watched`, so that `after_step`
-        sees each token; `waits_for_token`, so that no further token is decoded before `after_step` has seen it; and
-        `skips_prefix_hits`.
+        The feature stores its state for a sequence in `seq.feature_state[name]`, which is initially None. It may set:
+        `columns`, numbers for the device by column name (this method sets `fields`); `is_watched`, so that `after_step`
+        sees each token; `waits_for_token`, so that the next token is decoded only after `after_step` has seen this one;
+        and `skips_prefix_hits`.
         """
         for seq in request.group:
             seq.columns |= {name: float(getattr(seq.params, name, 0)) for name in cls.fields}
 
     @classmethod
     def prepare(cls, step: ScheduledStep) -> Arrays | None:
-        """Arrays of int32 numbers, or lists of equally long arrays, for a step; None if it needs none.
+        """Return int32 arrays, or lists of arrays of equal length, for a step. None if the feature needs none.
 
-        Each rank makes the feature's object when its first arrays arrive. So a feature that edits logits returns a dict
-        when there are new sequences, even an empty one.
+        Each rank creates its instance of a feature when the first arrays arrive. So a feature that edits logits returns
+        a dict when there are new sequences, even an empty dict.
         """
         return {} if step.new_seqs and cls.edit_logits is not StepFeature.edit_logits else None
 
     @classmethod
     def max_words(cls, config: "Config") -> int:
-        """An upper bound of the int32 words that the arrays of a step take, plus 4 for each array."""
+        """Return an upper bound of the int32 words in the arrays of a step, plus 4 for each array."""
         return 0
 
     def __init__(self, runner: "ModelRunner"):
-        """Allocate the feature's memory on the runner's device. On CUDA this comes before graphs are captured."""
+        """Allocate the feature's memory on the runner's device. On CUDA, this runs before graphs are captured."""
 
     def upload(self, arrays: Arrays) -> None:
-        """Take the arrays of `prepare`, now on the device, before the model runs. No graph contains this."""
+        """Receive the arrays of `prepare` on the device before the model runs. No graph contains this."""
 
     def edit_logits(self, logits: Any, rows: Any) -> None:
         """Edit logits [S, vocabulary] in place; `rows` are layers.sampler.SamplingRows.
 
-        CUDA graphs contain this. So it must not wait for the device, and it runs even if no request asks for it.
+        CUDA graphs contain this, so it must not wait for the device, and it runs even if no request needs it.
         """
 
     def after_forward(self, arrays: Arrays, output: Any) -> Any:
         """Compute more from a step's ForwardOutput and the `arrays` of `prepare`. No graph contains this.
 
-        Every rank calls it if `prepare` has returned arrays. It returns an object with a method `result(step)`, which
-        rank 0 calls when the device has finished, or None.
+        Every rank calls this if `prepare` returned arrays. Return None, or an object whose `result(step)` is called on
+        rank 0 when the device has finished.
         """
 
     @classmethod
     def after_step(cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: Any) -> None:
         """Look at the new tokens, the last ones of `seq.token_ids`, and add the sequences that end to `ends`.
 
-        `arrived` are the watched sequences that have not ended, by the index of their token in StepResult.token_ids.
-        `result` is the return value of `result(step)` (see `after_forward`), or None.
+        `arrived` contains the watched sequences that have not ended, by the index of their token in
+        StepResult.token_ids. `result` is the return value of `result(step)` (see `after_forward`), or None.
 
-        Other threads do long work, with `seq.awaited` as its Future. The sequence is held until the Future is done;
-        its result is a value of `Ends`, or None. The sequence must have `waits_for_token`.
+        Long work belongs in another thread, with its Future in `seq.awaited`. The sequence, which must have
+        `waits_for_token`, is held until the Future is done. The Future's result is a value of `Ends`, or None.
         """
 
     @classmethod
     def forget(cls, seq: Sequence) -> None:
-        """Free the feature's state of an ended sequence, because the sequence lives until garbage is collected."""
+        """Free the feature's state of an ended sequence, because the sequence lives until it is garbage-collected."""
 
 
-_class_of = cache(resolve_name)  # every step with features asks
+_class_of = cache(resolve_name)  # cached, because every step with features needs it
 
 
 class Feature(NamedTuple):
-    """Where a feature is, and the parameters that ask for it."""
+    """The location of a feature, and the parameters that ask for it."""
 
     home: str | type[StepFeature]  # "module:Class" within nanovllm, or the class itself
-    fields: Mapping[str, Any]  # parameter -> its value if the feature is not asked for
+    fields: Mapping[str, Any]  # parameter -> its value when the feature is not asked for
 
     def is_asked_for(self, params: SamplingParams) -> bool:
         return any(getattr(params, name, default) != default for name, default in self.fields.items())
@@ -113,7 +113,7 @@ def _feature(home: str, *names: str) -> Feature:
     return Feature(home, {name: SamplingParams.__dataclass_fields__[name].default for name in names})
 
 
-# by name, in the order in which features check requests, edit logits and look at tokens
+# in the order in which features check requests, edit logits and look at tokens
 FEATURES = {
     "logit_edits": _feature(
         "features.logit_edits:LogitEdits",

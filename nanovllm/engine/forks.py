@@ -1,7 +1,7 @@
-"""Forks of sequences: several answers to one prompt (`n` > 1), and beams, which pause after each token.
+"""Forks sequences: for several answers to one prompt (`n` > 1), and for beams, which pause after each token.
 
-These functions belong to the Scheduler, and are called between steps like its methods. They have a separate file
-because most requests have one answer.
+These functions belong to the Scheduler, and are called between steps like its methods. They are in a separate file
+because most requests have only one answer.
 """
 
 from copy import copy, deepcopy
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def start_others(scheduler: "Scheduler", seq: Sequence, step: ScheduledStep) -> None:
-    """Start as many other answers to the prompt of `seq` as fit. They are sampled from the same row."""
+    """Start as many other answers to the prompt of `seq` as fit. They are sampled from its row."""
     num_spare = len(scheduler.running) - 1  # a block for each other sequence, as in `Scheduler._admit`
     for other in seq.group:
         if other.status is not SequenceStatus.WAITING or other.has_sampled:
@@ -29,15 +29,15 @@ def start_others(scheduler: "Scheduler", seq: Sequence, step: ScheduledStep) -> 
 
 
 def pause(scheduler: "Scheduler", seq: Sequence) -> None:
-    """Pause a sequence whose token has arrived, until `resume`. It may be forked before."""
+    """Pause a sequence whose token has arrived. Until `resume`, it may be forked."""
     seq.is_paused, seq.num_tokens = True, len(seq.token_ids)
     scheduler.waiting.discard(seq)  # if it was preempted while the step was in flight
 
 
 def fork(scheduler: "Scheduler", seq: Sequence, index: int, token_id: int) -> Sequence:
-    """A new answer to the request of a paused sequence: the tokens of `seq`, then `token_id`.
+    """Fork a paused sequence into a new answer: the tokens of `seq`, then `token_id`.
 
-    It shares the blocks of `seq` if a request index and a block are free. Otherwise it is recomputed.
+    The answer shares the blocks of `seq` if a request index and a block are free. Otherwise it is recomputed.
     """
     new_seq = _copy(seq, index, token_id)
     scheduler.live[seq.request_id][index] = new_seq
@@ -66,7 +66,7 @@ def resume(scheduler: "Scheduler", seq: Sequence, token_id: int) -> None:
 
 
 def preempt_paused(scheduler: "Scheduler", step: ScheduledStep) -> None:
-    """Preempt paused beams if nothing fits into the step, because other beams of their requests may need the blocks."""
+    """Preempt paused beams if nothing fits into the step. Other beams of their requests might need the blocks."""
     paused = [seq for seq in scheduler.running.values() if seq.is_paused and seq not in scheduler.held]
     while paused and scheduler.waiting and not step.chunks:
         scheduler.preempt(paused.pop())
@@ -74,7 +74,7 @@ def preempt_paused(scheduler: "Scheduler", step: ScheduledStep) -> None:
 
 
 def _copy(seq: Sequence, index: int, token_id: int) -> Sequence:
-    """A new answer without blocks to the same request: the tokens of `seq`, then `token_id`."""
+    """Copy `seq` without its blocks, and append `token_id`."""
     new_seq = copy(seq)
     new_seq.index, new_seq.token_ids = index, [*seq.token_ids, token_id]
     new_seq.set_order(seq.order[0])

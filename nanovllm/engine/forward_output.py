@@ -1,4 +1,4 @@
-"""The output of a step on the device, and how it reaches the host."""
+"""The output of a step on the device, and its way to the host."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
 
 
 class SamplerInput(NamedTuple):
-    """The sampler's input. k is the step's `tokens_per_row`, which is 1 without drafts."""
+    """The sampler's input. `k` is the step's `tokens_per_row`, which is 1 without drafts."""
 
     hidden_states: torch.Tensor  # [S * k, hidden_size]: the last k tokens of each sampled sequence
     req_indices: torch.Tensor  # [S] int32
@@ -21,21 +21,21 @@ class ForwardOutput(NamedTuple):
     """The output of a step on the device."""
 
     token_ids: torch.Tensor  # [S * k] int32, sampled
-    results: torch.Tensor  # for the host: token_ids; if k > 1, [S, k + 1]: k ids and how many of them are valid
+    results: torch.Tensor  # for the host: token_ids, or if k > 1, [S, k + 1]: k ids and how many of them are valid
     hidden_states: torch.Tensor  # [T, hidden_size]
     sampler_input: SamplerInput
 
 
 class PendingStep(NamedTuple):
-    """A step that was launched. Its results may not be in host memory yet."""
+    """A launched step. Its results might not be in host memory yet."""
 
     step: ScheduledStep | None  # None on ranks other than 0, which can't `wait`
     results: torch.Tensor  # `ForwardOutput.results`, in host memory
-    pending: dict[str, Any]  # what `StepFeature.after_forward` returned, by the feature's name
-    synchronize: Callable[[], None]  # waits for the device; RuntimeError if another rank is lost, or hangs
+    pending: dict[str, Any]  # the return values of `StepFeature.after_forward`, by feature name
+    synchronize: Callable[[], None]  # waits for the device; RuntimeError if another rank is lost or hangs
 
     def wait(self) -> StepResult:
-        """Wait for the device, and return the result. RuntimeError as in `synchronize`."""
+        """Wait for the device, and return the result. Raises RuntimeError if another rank is lost or hangs."""
         assert self.step is not None
         self.synchronize()
         results = self.results[: len(self.step.sampled_seqs)]

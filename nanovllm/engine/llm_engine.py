@@ -1,4 +1,4 @@
-"""The public methods of an engine: requests in, text out."""
+"""The public methods of an engine."""
 
 import logging
 import weakref
@@ -28,27 +28,27 @@ from nanovllm.utils.loader import load_tokenizer
 from nanovllm.utils.progress import progress_bar
 
 logger = logging.getLogger("nanovllm")
-PROGRESS_SECONDS = 0.1  # between two updates of a progress bar
+PROGRESS_SECONDS = 0.1  # between updates of a progress bar
 
 
 class LLMEngine:
-    """Generates for many requests at once.
+    """Generates answers to many requests at once.
 
     `generate` returns complete answers, and `stream` yields pieces of them as they arrive. Callers that run the loop
     themselves use `add_request`, `step`, `abort` and `is_finished`. All methods are thread-safe, and each caller gets
-    the outputs of its own requests. The engine's own thread runs the steps.
+    only the outputs of its requests. A background thread runs the steps.
 
-    A failed step drops all requests, and every waiting caller gets a RuntimeError whose cause is the error. The engine
-    stays usable with one rank. With several ranks it is closed; if another rank has failed, the error names that rank.
+    A failed step drops all requests, and every waiting caller gets a RuntimeError whose cause is the error. An engine
+    with one rank stays usable. An engine with several ranks is closed; if another rank failed, the error names it.
 
-    An engine is a context manager; `exit` frees its memory. `startup_seconds` has the time of each part of the start.
+    An engine is a context manager. `exit` frees its memory. `startup_seconds` contains the time of each startup phase.
     """
 
     @takes_settings_of(Config)
     def __init__(self, model: str, **settings: Any) -> None:
-        """`settings` are the fields of `nanovllm.config.Config`, which documents their defaults and errors.
+        """Load `model`. `settings` are fields of `nanovllm.config.Config`, which documents their defaults and errors.
 
-        RuntimeError if one of several ranks does not start.
+        Raises RuntimeError if a rank does not start.
         """
         startup = Stopwatch()
         self.config = Config.create(model, settings)
@@ -62,14 +62,14 @@ class LLMEngine:
             except BaseException as error:
                 self.core.close_after(error)
                 raise
-        startup.part_done("tokenizer")  # the wait for it after the model was loaded
+        startup.part_done("tokenizer")  # only the wait after the model was loaded
         self.startup_seconds = startup.seconds
         if self.tokenizer.eos_token_id is not None:
             self.config.resolve(eos=self.tokenizer.eos_token_id)
             self.scheduler.eos = self.config.eos
-        # the thread starts only now: the caller's thread has loaded the model, so that Ctrl-C ended the loading at once
+        # the thread starts only now: the caller's thread loads the model, so that Ctrl-C ends loading at once
         self.engine_thread = EngineThread(self.core)
-        weakref.finalize(self, self.engine_thread.exit)  # before `start`, so that a started thread is always ended
+        weakref.finalize(self, self.engine_thread.exit)  # registered first, so that a started thread always ends
         self.engine_thread.start()
         if logger.isEnabledFor(logging.INFO):
             logger.info("%s", repr(self))  # a string, because a stored log record would keep the engine alive
@@ -81,14 +81,14 @@ class LLMEngine:
         use_tqdm: bool = True,
         priority: list[int] | None = None,
     ) -> list[RequestOutput]:
-        """The answers to one prompt or many, in the order of the prompts.
+        """Return the answers to one or more prompts, in the order of the prompts.
 
         A prompt is a string, a list of token ids, a dict with `prompt` or `prompt_token_ids`, or a conversation.
-        `sampling_params` is one for all prompts or a list with one for each; None takes what the model recommends.
-        `priority` has an integer for each prompt, as in `add_request`.
+        Pass one `sampling_params` for all prompts, a list with one per prompt, or None for the model's recommendation.
+        `priority` contains an integer for each prompt, as in `add_request`.
 
-        ValueError or TypeError, as in `add_request`, if any prompt is invalid; then none is queued. Ctrl-C drops the
-        requests of this call.
+        If any prompt is invalid, raises ValueError or TypeError as `add_request` does, and queues no prompt. Ctrl-C
+        drops the requests of this call.
         """
         requests = self.input_processor.requests(prompts, sampling_params, OutputKind.FINAL_ONLY, None, priority)
         return self._run(requests, use_tqdm)
@@ -115,12 +115,12 @@ class LLMEngine:
         chat_template_kwargs: Mapping | None = None,
         priority: list[int] | None = None,
     ) -> Iterator[StreamEvent]:
-        """The answers of `generate` piece by piece; events of different prompts are interleaved.
+        """Yield the answers of `generate` piece by piece. Events of different prompts are interleaved.
 
-        Text that may turn out to be part of a stop string is held back, and no character is split.
-        `chat_template_kwargs` are for conversations. An invalid prompt raises in the call itself. The first `next`
-        queues the requests, and leaving the loop drops the unfinished ones. The engine runs at most 32 steps ahead of
-        the reader, unless other callers want more.
+        Text that might be part of a stop string is held back, and no character is split. `chat_template_kwargs` apply
+        to conversations. An invalid prompt raises in the call itself. The first `next` queues the requests, and leaving
+        the loop drops the unfinished ones. The engine runs at most 32 steps ahead of the reader, unless other callers
+        need more steps.
         """
         self.engine_thread.check_open()
         kind = OutputKind.DELTA
@@ -130,11 +130,11 @@ class LLMEngine:
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None, priority: int = 0) -> int:
         """Queue a request and return its id. `step`, called by the same thread, returns its output.
 
-        With `scheduling_policy="priority"`, the lowest `priority` is served first. It must be 0 with "fcfs".
+        With `scheduling_policy="priority"`, the lowest `priority` is served first. With "fcfs", it must be 0.
 
-        ValueError for a prompt that is empty or not shorter than `max_model_len`, or for a token id outside of the
-        vocabulary. TypeError for anything that is not a prompt. Errors of your own scheduling policy are passed on. In
-        all these cases nothing is queued.
+        Raises ValueError for an empty prompt, a prompt that is not shorter than `max_model_len`, or a token id outside
+        the vocabulary, and TypeError for anything that is not a prompt. Errors of a custom scheduling policy propagate.
+        After an error, nothing is queued.
         """
         self.engine_thread.check_open()
         request = self.input_processor.request(prompt, sampling_params, OutputKind.TOKENS, priority=priority)
@@ -142,16 +142,16 @@ class LLMEngine:
         return request.request_id
 
     def abort(self, request_id: int) -> None:
-        """End a request before the next step; its caller gets the tokens that were generated.
+        """End a request before the next step. Its caller gets the tokens generated so far.
 
-        Does nothing if the request has ended. Signal handlers may call this. ValueError for an unknown id.
+        Does nothing if the request has ended. Signal handlers may call this. Raises ValueError for an unknown id.
         """
         if not (num_requests := self.input_processor.num_requests):
             raise ValueError(f"request_id={request_id!r}: there has been no request yet")
         self.engine_thread.abort(check_int("request_id", request_id, low=0, high=num_requests - 1))
 
     def step(self) -> StepOutput:
-        """Run a step, and return the new outputs of this thread's requests. If some are waiting, run no step.
+        """Return the new outputs of this thread's requests. If there are none, run a step first.
 
         A thread that has added no request, such as the loop of a server, gets the outputs of all threads that do not
         call `step` themselves. Ctrl-C drops no request.
@@ -159,7 +159,7 @@ class LLMEngine:
         return self._step_callers.step()
 
     def is_finished(self) -> bool:
-        """Whether `step` has nothing more to return to this thread."""
+        """Return whether `step` has nothing more to return to this thread."""
         return self._step_callers.is_finished()
 
     @property
@@ -168,25 +168,25 @@ class LLMEngine:
 
     @property
     def workers(self) -> Any:
-        """The other ranks: a distributed.worker.Workers, or a SingleRank."""
+        """The other ranks: a `distributed.worker.Workers`, or a `SingleRank` if there are none."""
         return self.core.workers
 
     @property
     def model_runner(self) -> ModelRunner | None:
-        """The model runner of rank 0; None after `exit`, and after an error with several ranks."""
+        """The model runner of rank 0; None once the engine is closed."""
         return self.core.model_runner
 
     def exit(self) -> None:
-        """Drop unfinished requests and free the device's memory; the engine can't be used again."""
+        """Drop unfinished requests and free the device's memory. The engine can't be used afterwards."""
         self.engine_thread.exit()
         self.input_processor.close()
 
     def stats(self) -> dict[str, Any]:
-        """Counts since the start, and the current state.
+        """Return counts since the start, and the current state.
 
         `requests`: waiting and running; each of `n` answers counts. `blocks`: used, cached (free, but still in the
-        prefix cache) and free. `prefix_hit_rate`: the fraction of the prompts' tokens that were found in the prefix
-        cache. `preemptions`. `tokens`: in and out. `steps`: prefill (only prompts), decode (only decodes) and mixed.
+        prefix cache) and free. `prefix_hit_rate`: the fraction of prompt tokens that were found in the prefix cache.
+        `preemptions`. `tokens`: in and out. `steps`: prefill (only prompts), decode (only decodes) and mixed.
         """
         return stats_of_engine(self)
 
@@ -210,7 +210,7 @@ class LLMEngine:
 
 
 class Stopwatch:
-    """`part_done(name)` stores in `seconds[name]` the time since the previous call, or since the beginning."""
+    """Times consecutive phases. `part_done(name)` ends a phase and stores its seconds in `seconds[name]`."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}

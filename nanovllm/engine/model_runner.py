@@ -1,4 +1,4 @@
-"""One rank: its weights, its part of the KV cache, and the execution of steps on its device."""
+"""The model runner of a rank: its weights, its part of the KV cache, and the execution of steps on its device."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,18 +27,18 @@ from nanovllm.utils.loader import load_model
 from nanovllm.utils.refusals import cache_too_small
 from nanovllm.utils.tensor_parallel import TensorParallel
 
-CPU_KV_CACHE_BYTES = 2**30  # of the cache on a CPU, unless num_kvcache_blocks is set
-CPU_OPERATIONS_PER_MS = 2e8  # of matmuls, roughly
-MIN_MIXED_TOKENS = 64  # the least `max_num_mixed_tokens`, however slow the device is
+CPU_KV_CACHE_BYTES = 2**30  # unless num_kvcache_blocks is set
+CPU_OPERATIONS_PER_MS = 2e8  # a rough estimate for matmuls
+MIN_MIXED_TOKENS = 64  # the least `max_num_mixed_tokens`, even on a slow device
 
 
 class ModelRunner:
-    """Loads the model, owns the KV cache, and runs steps one at a time, from the tokens that are on the host.
+    """Loads the model, owns the KV cache, and runs steps one at a time on tokens from the host.
 
-    Subclasses overlap steps, or run them on several ranks: see runners.py.
+    Subclasses overlap steps or run them on several ranks: see runners.py.
     """
 
-    budget_name = "the budget on a CPU is"  # in messages about the size of the cache
+    budget_name = "the budget on a CPU is"  # for error messages about the cache size
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class ModelRunner:
         part_done: Callable[[str], None] = lambda part: None,
         tp: TensorParallel = TensorParallel(),
     ):
-        """`part_done(name)` is called at the end of each part of the start."""
+        """Load the model and allocate the cache. `part_done(name)` is called after each startup phase."""
         self.config = config
         self.tp = tp
         self.device = config.device_of(tp.rank)
@@ -79,7 +79,7 @@ class ModelRunner:
         self.warm_up(part_done)
 
     def make_tables(self) -> None:
-        """Allocate per-request tables on the device, in subclasses that have some."""
+        """Allocate per-request tables on the device. Subclasses may override this."""
 
     def warm_up(self, part_done: Callable[[str], None]) -> None:
         """Size and allocate the cache, and prepare the device for its first step."""
@@ -93,27 +93,27 @@ class ModelRunner:
         self.capture_cudagraph()
 
     def warmup_model(self) -> int:
-        """The bytes for the cache. CUDA runs the largest step, to measure how much memory it leaves."""
+        """Return the bytes for the cache. On CUDA, run the largest step to measure how much memory remains."""
         return self.cache_budget()
 
     def cache_budget(self) -> int:
-        """An estimate of what `warmup_model` will return."""
+        """Estimate what `warmup_model` will return."""
         return CPU_KV_CACHE_BYTES
 
     def time_per_token(self) -> float:
-        """Milliseconds to compute one token of a prompt. CUDA measures it."""
+        """Estimate the milliseconds per prompt token. On CUDA, measure them."""
         return self.milliseconds_per_token
 
     def capture_cudagraph(self) -> None:
-        """Capture steps, on CUDA only."""
+        """Capture steps in CUDA graphs. Only CUDA overrides this."""
 
     def on_device(self) -> AbstractContextManager:
-        """Suspend the caller's autocast, which would change dtypes. A subclass also makes the device current."""
+        """Suspend the caller's autocast, which would change dtypes. On CUDA, also make the device current."""
         kind = self.device.type
         return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
     def size_kv_cache(self, available: int) -> None:
-        """Set `num_kvcache_blocks` to what fits into `available` bytes. ValueError if the longest sequence does not."""
+        """Set `num_kvcache_blocks` to fill `available` bytes. ValueError if the longest sequence does not fit."""
         config, state_bytes = self.config, self.cache_bytes(num_blocks=0)
         block_bytes = self.cache_bytes(num_blocks=1) - state_bytes
         num_blocks = self.min_of_ranks((available - state_bytes) // block_bytes)
@@ -122,10 +122,10 @@ class ModelRunner:
         config.resolve(num_kvcache_blocks=num_blocks)
 
     def size_mixed_steps(self, milliseconds_per_token: float) -> None:
-        """Set `max_num_mixed_tokens` to what takes `max_mixed_step_ms`."""
+        """Set `max_num_mixed_tokens` to the number of tokens that `max_mixed_step_ms` allows."""
         num_fitting = int(self.config.max_mixed_step_ms / milliseconds_per_token)
         num_tokens = self.min_of_ranks(max(MIN_MIXED_TOKENS, num_fitting))  # all ranks capture the same graphs
-        # whole GEMM tiles: the rest of a tile would be padding
+        # whole GEMM tiles, because the rest of a tile would be padding
         self.config.resolve(max_num_mixed_tokens=num_tokens // 1024 * 1024 or num_tokens // 64 * 64)
 
     def min_of_ranks(self, number: int) -> int:
@@ -135,8 +135,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, step: ScheduledStep) -> PendingStep:
-        """Compute a step, which samples a token for each of its `sampled_seqs`."""
-        rows, self._sampled_seqs = step.rows, step.sampled_seqs  # features may ask for their parameters
+        """Compute a step, and sample a token for each of its `sampled_seqs`."""
+        rows, self._sampled_seqs = step.rows, step.sampled_seqs  # features may need their parameters
         with self.on_device(), self.few_threads(sum(end - start for _, start, end in rows)):
             arrays = self.start_features(step) if step.feature_names else {}
             if step.copies:
@@ -160,7 +160,7 @@ class ModelRunner:
     def prepare_prefill(
         self, rows: Iterable[ScheduledSequence | Sequence], num_decodes: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Set the context of a step with prompts, and return its token ids and positions, both [T] int32.
+        """Set the context of a step with prompts, and return its token ids and positions, each [T] int32.
 
         The first `num_decodes` rows decode. A row may also be a Sequence: see `ScheduledSequence.of`.
         """
@@ -187,7 +187,7 @@ class ModelRunner:
         return self.int_tensor(input_ids), self.int_tensor(positions)
 
     def prepare_decode(self, rows: Iterable[ScheduledSequence | Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Set the context of a step that only decodes, and return its token ids and positions, both [B] int32."""
+        """Set the context of a step that only decodes, and return its token ids and positions, each [B] int32."""
         rows = [x if isinstance(x, ScheduledSequence) else ScheduledSequence.of(x) for x in rows]
         block_size = self.config.kvcache_block_size
         input_ids, positions, slot_mapping, context_lens = [], [], [], []
@@ -208,27 +208,27 @@ class ModelRunner:
         return self.int_tensor(input_ids), self.int_tensor(positions)
 
     def prepare_block_tables(self, seqs: list[Sequence]) -> torch.Tensor:
-        """[B, W] int32: each sequence's cache block ids, padded with zeros."""
+        """Return each sequence's cache block ids, padded with zeros: [B, W] int32."""
         width = max(len(seq.block_table) for seq in seqs)
         return self.int_tensor([seq.block_table + [0] * (width - len(seq.block_table)) for seq in seqs])
 
     def prepare_state_rows(self, step: ScheduledStep) -> torch.Tensor:
-        """[2, B] int32: which states each row of a step reads and writes, for layers that keep a state."""
+        """Return which state each row reads and which it writes: [2, B] int32. Only layers that keep a state use it."""
         written = [seq.req_index for seq, _, _ in step.rows]
         return self.int_tensor([written[: step.num_decodes] + step.state_rows, written])
 
     def prepare_sample(self, seqs: list[Sequence]) -> torch.Tensor:
-        """Temperatures [S] float32; 0 is greedy."""
+        """Return the temperatures [S] float32. 0 means greedy."""
         return torch.tensor(temperatures_of(seqs), dtype=torch.float32, device=self.device)
 
     def run_model(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Hidden states [T, hidden_size]. Also stores the step's keys, values and token ids in the cache."""
-        # padding has slot -1, the last one, which belongs to no block
+        """Return hidden states [T, hidden_size], and store the step's keys, values and token ids in the cache."""
+        # padding has slot -1, which is the extra slot at the end
         self.slot_token_ids[get_context().slot_mapping] = input_ids
         return self.model(input_ids, positions)
 
     def sampler_input(self, hidden_states: torch.Tensor, positions: torch.Tensor, step: ScheduledStep) -> SamplerInput:
-        """The sampler's input: the last token of each sampled row."""
+        """Select the sampler's input: the last token of each sampled row."""
         context, req_indices = get_context(), self.int_tensor([seq.req_index for seq in step.sampled_seqs])
         if not context.is_prefill:
             return SamplerInput(hidden_states, req_indices, positions, context.block_tables)
@@ -237,7 +237,7 @@ class ModelRunner:
         return SamplerInput(hidden_states[last], req_indices, positions[last], context.block_tables[rows])
 
     def sample(self, x: SamplerInput, seqs: list[Sequence]) -> torch.Tensor:
-        """Token ids [S] int32, one for each of `seqs`."""
+        """Sample a token id for each of `seqs`: [S] int32."""
         logits, cutoffs = self.model.compute_logits(x.hidden_states), None  # [S, vocabulary]
         if self.edits_all_rows or any(seq.feature_state or seq.params.has_filters for seq in seqs):
             cutoffs = self.edit_logits(logits, self.sampling_rows(x))
@@ -245,13 +245,13 @@ class ModelRunner:
         return self.sampler(logits, self.prepare_sample(seqs), seeds, x.positions, cutoffs)
 
     def edit_logits(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-        """Let features edit logits [S, vocabulary] in place, and return the cutoffs [S] of min-p, top-k and top-p."""
+        """Let features edit logits [S, vocabulary] in place. Return the cutoffs [S] of min-p, top-k and top-p."""
         for feature in self.features.values():
             feature.edit_logits(logits, rows)
         return logit_cutoffs(logits, rows)
 
     def sampling_rows(self, x: SamplerInput) -> SamplingRows:
-        """The data of this step's sampled rows for edits of logits and for filters."""
+        """Return the sampled rows' data for features and filters."""
         params, scratch = self.int_tensor(params_rows(self._sampled_seqs)), torch.zeros_like(x.req_indices)
         return SamplingRows(params, x.req_indices, x.positions, x.block_tables, self._cached_token_ids, scratch)
 
@@ -260,7 +260,7 @@ class ModelRunner:
 
     @contextmanager
     def few_threads(self, num_tokens: int) -> Iterator[None]:
-        """Use one CPU thread for a small step, because several would mostly wait for each other."""
+        """Use one CPU thread for a small step, because several threads would mostly wait for each other."""
         num_threads = torch.get_num_threads()
         if num_tokens * self.milliseconds_per_token < 1:
             torch.set_num_threads(1)
@@ -270,18 +270,18 @@ class ModelRunner:
             torch.set_num_threads(num_threads)
 
     def copy_blocks(self, copies: np.ndarray) -> None:
-        """Copy cache blocks and states, for forks and for snapshots of states. `copies` [2, C]: from, to."""
+        """Copy cache blocks and states, for forks and snapshots. `copies` [2, C] contains sources and targets."""
         copy_blocks(copies, self._cached_token_ids, self.caches)
 
     # -- features ------------------------------------------------------------------------------------------------------
 
     def add_features(self, names: Collection[str]) -> None:
-        """Load features, and keep them in the order of FEATURES, in which they edit logits."""
+        """Load features. They edit logits in the order of FEATURES."""
         loaded = self.features | {name: FEATURES[name].load()(self) for name in names if name not in self.features}
         self.features = {name: loaded[name] for name in [*FEATURES] if name in loaded}
 
     def start_features(self, step: ScheduledStep) -> dict[str, Arrays]:
-        """Prepare the arrays of a step's features, upload them, and return them as they are on the host."""
+        """Prepare the arrays of a step's features, upload them, and return the host's copy."""
         prepared = self.prepare_features(step)
         self.add_features(prepared)
         host_arrays: dict[str, Arrays] = {}
@@ -291,7 +291,7 @@ class ModelRunner:
         return host_arrays
 
     def prepare_features(self, step: ScheduledStep) -> dict[str, Arrays]:
-        """The arrays of a step by feature, without features that need none; sorted, so that runs are repeatable."""
+        """Return the features' arrays for a step by feature name, sorted so that runs are repeatable."""
         prepared = {name: FEATURES[name].load().prepare(step) for name in sorted(step.feature_names)}
         return {name: arrays for name, arrays in prepared.items() if arrays is not None}
 
@@ -299,12 +299,12 @@ class ModelRunner:
 
     @property
     def kv_cache(self) -> torch.Tensor:
-        """[2, layers, blocks, block_size, kv_heads, head_dim]: the keys and values of the first group of layers."""
+        """The keys and values of the first group of layers: [2, layers, blocks, block_size, kv_heads, head_dim]."""
         return next(tensors[0] for spec, tensors in self.caches.items() if isinstance(spec, AttentionSpec))
 
     @property
     def _cached_token_ids(self) -> torch.Tensor:
-        """[blocks, block_size] int32: the ids of the tokens whose keys and values are in the cache."""
+        """The ids of the tokens whose keys and values are in the cache: [blocks, block_size] int32."""
         return self.slot_token_ids[:-1].view(-1, self.config.kvcache_block_size)
 
     def _load_model(self) -> nn.Module:
@@ -318,15 +318,15 @@ class ModelRunner:
         return model.eval()
 
     def fuse_layers(self, model: nn.Module) -> None:
-        """Replace layers by fused ones, in subclasses that have some."""
+        """Replace layers by fused ones. Subclasses may override this."""
 
     def allocate_kv_cache(self, num_blocks: int, num_layers: int | None = None) -> None:
-        """Allocate the cache tensors of each group of layers, and give each layer its part.
+        """Allocate the cache tensors of each group of layers, and assign each layer its part.
 
-        With `num_layers=1` all layers of a group share one part, for steps whose results do not matter.
+        With `num_layers=1`, all layers of a group share one part, for steps whose results do not matter.
         """
         for spec, layers in self.cache_groups.items():
-            # zeros, because attention multiplies masked slots by 0, and a NaN in them would spread
+            # zeros, because attention multiplies masked slots by 0, and a NaN there would spread
             tensors = spec.tensors(num_layers or len(layers), num_blocks, self.config)
             self.caches[spec] = [self.zeros(tensor) for tensor in tensors]
             for i, layer in enumerate(layers):
@@ -337,8 +337,8 @@ class ModelRunner:
         self.slot_token_ids = torch.zeros(num_slots + 1, dtype=torch.int32, device=self.device)
 
     def zeros(self, like: torch.Tensor) -> torch.Tensor:
-        """Zeros in the shape and dtype of a tensor on the meta device."""
-        # NumPy's zeros take no memory until they are used
+        """Allocate zeros with the shape and dtype of a tensor on the meta device."""
+        # NumPy's zeros use no memory until they are written
         return torch.from_numpy(np.zeros(like.nbytes, np.uint8)).view(like.dtype).view(like.shape).to(self.device)
 
     def cache_bytes(self, num_blocks: int) -> int:
@@ -347,7 +347,7 @@ class ModelRunner:
         return sum(tensor.nbytes for tensor in tensors)
 
     def recover(self) -> None:
-        """Wait for the queued steps and drop their results. Never raises, because it is called after errors."""
+        """Wait for the queued steps, and drop their results. Never raises, because it runs after errors."""
 
     def exit(self) -> None:
         """Free the device's memory."""

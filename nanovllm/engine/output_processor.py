@@ -1,4 +1,4 @@
-"""Turns the result of a step into outputs of requests."""
+"""Turns the results of steps into outputs of requests."""
 
 from collections.abc import Collection
 
@@ -11,16 +11,16 @@ from nanovllm.requests.request import Request
 
 
 class OutputProcessor:
-    """Makes outputs of new tokens and ended sequences, and puts them into the callers' collectors."""
+    """Makes outputs from new tokens and ended sequences, and puts them into the callers' collectors."""
 
     def __init__(self, scheduler: Scheduler):
         self.scheduler = scheduler
-        self.requests: dict[int, Request] = {}  # requests that have not ended, by id
+        self.requests: dict[int, Request] = {}  # unfinished requests by id
         self.collectors: set[OutputCollector] = set()  # of these requests
 
     @property
     def serves_one_batch(self) -> bool:
-        """Whether only one caller waits, for complete answers. Then only the time of the last answer matters."""
+        """Whether a single caller waits for complete answers. Then only the time of the last answer matters."""
         return [collector.kind for collector in self.collectors] == [OutputKind.FINAL_ONLY]
 
     def add(self, requests: Collection[Request]) -> None:
@@ -33,7 +33,7 @@ class OutputProcessor:
             self.scheduler.add(*request.group)
 
     def process(self, step: ScheduledStep, result: StepResult, changed: Collection[Sequence]) -> None:
-        """Give callers the new outputs of a step; `Scheduler.postprocess` returns the sequences that `changed`."""
+        """Pass a step's outputs to callers. `changed` is the return value of `Scheduler.postprocess`."""
         self._deliver(changed)
         num_prefilled = sum(step.chunk_lens)
         num_decoded = step.num_decodes if result.counts is None else sum(result.counts[: step.num_decodes])
@@ -41,7 +41,7 @@ class OutputProcessor:
             self._hand_over(collector, num_prefilled, num_decoded)
 
     def release_held(self) -> None:
-        """Resume held sequences whose feature is done."""
+        """Resume held sequences whose awaited work is done."""
         if not self.scheduler.held:
             return
         self._deliver(release(self.scheduler))
@@ -63,7 +63,7 @@ class OutputProcessor:
                 self._finish(request)
 
     def abort(self, request_id: int) -> None:
-        """End a request that has not ended, with the tokens that it has."""
+        """End an unfinished request with the tokens generated so far."""
         if (request := self.requests.get(request_id)) is not None:
             for seq in self.scheduler.abort(request_id):
                 request.deliver(seq)
@@ -71,7 +71,7 @@ class OutputProcessor:
             self._hand_over(request.collector)
 
     def discard(self, request_ids: Collection[int]) -> None:
-        """End requests without an output, because their caller has stopped waiting."""
+        """End requests without an output, because their caller no longer waits."""
         for request_id in request_ids:
             if (request := self.requests.get(request_id)) is not None:
                 self.scheduler.abort(request_id)
@@ -79,12 +79,12 @@ class OutputProcessor:
                 self._hand_over(request.collector)
 
     def reset(self) -> None:
-        """Forget all requests and sequences, without outputs. The EngineThread tells the collectors."""
+        """Drop all requests and sequences without outputs. The EngineThread notifies the collectors."""
         self.requests.clear()
         self.scheduler.reset()
 
     def _finish(self, request: Request) -> None:
-        """Hand over the output of a request that has ended, and forget the request."""
+        """Hand over the output of an ended request, and forget the request."""
         if request.kind is not OutputKind.DELTA:
             request.collector.new.finished.append(request.output())
         self._forget(request)

@@ -1,6 +1,6 @@
 """The outputs that callers get, and the collectors in which outputs wait for their caller.
 
-Output records are frozen. Their lists belong to the caller: the engine neither changes nor reads them afterwards.
+Output records are frozen. Their lists belong to the caller: the engine no longer reads or changes them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,13 +16,13 @@ from typing import Any, ClassVar, NamedTuple
 class OutputKind(Enum):
     """Which outputs a caller gets."""
 
-    FINAL_ONLY = auto()  # one output when a request has ended
+    FINAL_ONLY = auto()  # one output when a request ends
     DELTA = auto()  # an event for each new piece of an answer
-    TOKENS = auto()  # every token id, and one output when a request has ended
+    TOKENS = auto()  # every token id, and one output when a request ends
 
 
 class Record(Mapping):
-    """Base of frozen dataclasses whose fields can be read as attributes or by key.
+    """The base of frozen dataclasses whose fields can be read as attributes or by key.
 
     Subclasses set `eq=False`, so that a record equals a dict with the same items.
     """
@@ -54,14 +54,14 @@ class Logprob(NamedTuple):
 class CompletionOutput(Record):
     """One answer to a prompt.
 
-    index: of this answer among the `n` of its request.
+    index: the index of this answer among the `n` answers to its request.
     token_ids: the generated tokens, including the end-of-sequence or stop id that ended the answer.
     cumulative_logprob: the sum of the log-probabilities of `token_ids`; None unless the request has `logprobs`.
-    logprobs: for each token a dict from token id to Logprob: the token itself first, then the most likely ones. None
+    logprobs: for each token, a dict from token id to Logprob, the token itself first, then the most likely ones. None
         unless the request has `logprobs`.
     finish_reason: "stop", "length", "abort", or "error" if `structured_outputs` allows no next token.
     stop_reason: the stop string or id that ended the answer, or the message of an "error". None for "length", "abort"
-        and the tokenizer's end-of-sequence id; the model's other end-of-sequence ids are reported.
+        and the tokenizer's end-of-sequence id. The model's other end-of-sequence ids are reported.
     """
 
     index: int
@@ -75,9 +75,9 @@ class CompletionOutput(Record):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestMetrics(Record):
-    """Times in seconds since the epoch; None if the request was aborted before that event.
+    """The times of a request's events in seconds since the epoch. None means it was aborted before that event.
 
-    With several answers: when the first one was scheduled and got a token, and when the last one finished.
+    With several answers, the first one to be scheduled or to get a token counts, and the last one to finish.
     """
 
     arrival_time: float
@@ -93,12 +93,12 @@ class RequestMetrics(Record):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestOutput(Record):
-    """The answers to one request. Fields of the first answer can be read here too: `output.text` or `output["text"]`.
+    """The answers to one request. `output.text` and `output["text"]` read fields of the first answer.
 
-    prompt: the text of the prompt, after the chat template; None if only token ids were passed.
+    prompt: the text of the prompt after the chat template was applied; None if only token ids were passed.
     outputs: the `n` answers.
-    num_cached_tokens: how many tokens of the prompt were found in the prefix cache.
-    prompt_logprobs: for each token of the prompt, as in `CompletionOutput.logprobs`; None for the first token.
+    num_cached_tokens: how many prompt tokens were found in the prefix cache.
+    prompt_logprobs: a dict for each prompt token, as in `CompletionOutput.logprobs`; None for the first token.
     """
 
     request_id: int
@@ -139,7 +139,7 @@ class RequestOutput(Record):
         return Record.__getitem__(owner, key)
 
     def __iter__(self) -> Iterator[str]:
-        """So `dict(output)` is {"text": ..., "token_ids": ...}."""
+        """Make `dict(output)` return {"text": ..., "token_ids": ...}."""
         return iter(("text", "token_ids"))
 
     def __len__(self) -> int:
@@ -148,15 +148,15 @@ class RequestOutput(Record):
 
 @dataclass(slots=True)
 class StepOutput:
-    """New outputs for one caller, of one or more steps.
+    """One caller's new outputs from one or more steps.
 
-    It unpacks into a pair, as in `outputs, num_tokens = llm.step()`: (request id, token ids) of each request that
-    ended, and the number of prompt tokens, or minus the number of decoded tokens if there were no prompt tokens.
+    It unpacks into a pair, as in `outputs, num_tokens = llm.step()`. `outputs` contains (request id, token ids) of each
+    ended request. `num_tokens` is the number of prompt tokens, or minus the number of decoded tokens without a prompt.
 
     finished: the outputs of the requests that ended.
-    new_tokens: (request id, token id) of every new token, in the order of arrival; only for callers of `step`.
+    new_tokens: (request id, token id) of every new token in the order of arrival; only for callers of `step`.
     events: a `stream_event.StreamEvent` for each new piece; only for callers of `stream`.
-    num_prefill_tokens, num_decode_tokens: how many tokens these steps computed, for all callers together.
+    num_prefill_tokens, num_decode_tokens: how many tokens these steps computed for all callers.
     """
 
     finished: list[RequestOutput] = field(default_factory=list)
@@ -185,20 +185,21 @@ class StepOutput:
 
 
 class OutputCollector:
-    """The outputs that wait for one caller. The engine's thread puts them in, and the caller's thread takes them out.
+    """Holds the outputs for one caller. The engine's thread puts them in, and the caller's thread takes them out.
 
-    Both sides use atomic operations instead of a lock, which a signal handler could find taken.
+    Both threads use atomic operations instead of a lock, because a signal handler could deadlock on a lock.
     """
 
     def __init__(self, kind: OutputKind, max_steps_ahead: float = inf, max_seconds: float = inf):
-        """max_steps_ahead: while the outputs of this many steps are unread, the engine runs no step for this caller.
-        max_seconds: without outputs, the caller gets the numbers of computed tokens this often.
+        """
+        max_steps_ahead: the engine runs no step for this caller while the outputs of so many steps are unread.
+        max_seconds: while there are no outputs, the caller gets the token counts at this interval.
         """
         self.kind = kind
         self.max_steps_ahead = max_steps_ahead
         self.max_seconds = max_seconds
-        self.live: set[int] = set()  # ids of the requests that have not ended
-        self.new = StepOutput()  # of the current step; for the engine's thread only
+        self.live: set[int] = set()  # ids of unfinished requests
+        self.new = StepOutput()  # of the current step; only the engine's thread uses it
         self._ended: set[int] = set()  # ids in `live` that ended in the current step
         self._outputs: SimpleQueue[StepOutput | RuntimeError] = SimpleQueue()
         self.error: RuntimeError | None = None  # taken from the queue, but not raised yet
@@ -216,17 +217,17 @@ class OutputCollector:
         return bool(self.live) and self._outputs.qsize() < self.max_steps_ahead
 
     def end(self, request_id: int) -> None:
-        """The next `put` hands over the last output of this request."""
+        """Mark a request as ended. The next `put` hands over its last output."""
         self._ended.add(request_id)
 
     def put(self, num_prefill_tokens: int = 0, num_decode_tokens: int = 0) -> None:
-        """Hand over the outputs of a step. Token counts of steps without outputs are added up."""
+        """Hand over the outputs of a step. Without outputs, only add up the token counts."""
         new = self.new
         new.num_prefill_tokens += num_prefill_tokens
         new.num_decode_tokens += num_decode_tokens
         if new.has_outputs or perf_counter() > self._last_flush + self.max_seconds:
             self.flush()
-        # last, because a thread that sees no live request expects no further output
+        # comes last, because a thread that sees no live request expects no further output
         self.live.difference_update(self._ended)
         self._ended.clear()
 
@@ -237,7 +238,7 @@ class OutputCollector:
         self._outputs.put(output)
 
     def fail(self, error: RuntimeError) -> None:
-        """Hand over the error that tells the caller that its requests were dropped."""
+        """Drop the caller's requests, and hand over the error for it to raise."""
         self.new = StepOutput()
         self._outputs.put(error)
         self.live.clear()
@@ -246,7 +247,7 @@ class OutputCollector:
     # -- for the caller's thread ---------------------------------------------------------------------------------------
 
     def take(self) -> StepOutput:
-        """Wait for outputs, and return all since the last call. An error is raised after the outputs before it."""
+        """Wait for outputs, and return all since the last call. Earlier outputs are returned before an error raises."""
         taken = StepOutput()
         self.take_into(taken, wait=True)
         if self.error is not None and not taken.has_outputs:
@@ -255,7 +256,7 @@ class OutputCollector:
         return taken
 
     def take_into(self, taken: StepOutput, wait: bool = False) -> None:
-        """Add all outputs since the last call to `taken`, up to an error, which is kept in `error`."""
+        """Add all outputs since the last call to `taken`. Stop at an error, and store it in `error`."""
         with suppress(Empty):
             while self.error is None:
                 output = self._outputs.get(wait)

@@ -1,4 +1,4 @@
-"""Scheduling policies other than first come, first served: by priority, or a user's policy with checked keys."""
+"""Further scheduling policies: by priority, or a user's policy with checked keys."""
 
 from contextlib import suppress
 from pkgutil import resolve_name
@@ -10,21 +10,21 @@ from nanovllm.utils.setting_checks import POLICIES
 
 
 class Priority(SchedulingPolicy):
-    """The lowest `priority` of a request first, as in vLLM."""
+    """Serves the request with the lowest `priority` first, as vLLM does."""
 
     def priority_key(self, seq: Sequence) -> int:
         return seq.priority
 
 
 class CheckedPolicy(SchedulingPolicy):
-    """A user's policy, whose keys are checked."""
+    """Checks the keys of a user's policy."""
 
     def __init__(self, policy: Any):
         self._policy = policy
         self._last_key: Any = None  # the last accepted key
 
     def priority_key(self, seq: Sequence) -> Any:
-        """TypeError for a key that can't be compared with the previous one."""
+        """Return the policy's key. Raises TypeError if it can't be compared with the previous key."""
         key = self._policy.priority_key(seq)
         known_key = key if self._last_key is None else self._last_key
         if not _are_ordered(key, known_key):
@@ -38,14 +38,14 @@ class CheckedPolicy(SchedulingPolicy):
 
 
 def _are_ordered(a: Any, b: Any) -> bool:
-    """False for keys such as None, NaN, a number and a string, or sets of which none contains the other."""
+    """Return whether `a` and `b` can be ordered, unlike None, NaN, or a number and a string."""
     with suppress(Exception):  # the operators of a user's class may raise anything
         return bool(a < b or b < a or a == b)
     return False
 
 
 def make_policy(policy: Any) -> SchedulingPolicy:
-    """The policy for the setting `scheduling_policy`, which is a name or a user's object."""
+    """Make the policy for the setting `scheduling_policy`, which is a name or a user's object."""
     if isinstance(policy, str):
         return resolve_name(POLICIES[policy])()
     return policy if type(policy) in (FCFS, Priority) else CheckedPolicy(policy)

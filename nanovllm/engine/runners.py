@@ -1,4 +1,4 @@
-"""Chooses the model runner of a rank: the plain one, or a subclass."""
+"""Chooses the model runner of a rank: the plain `ModelRunner` or a subclass."""
 
 from collections.abc import Callable
 from pkgutil import resolve_name
@@ -7,11 +7,11 @@ from nanovllm.config import Config
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.utils.tensor_parallel import TensorParallel
 
-RUNNERS = {"cuda": "nanovllm.cuda.runner:CUDAModelRunner"}  # type of the device -> module:class
+RUNNERS = {"cuda": "nanovllm.cuda.runner:CUDAModelRunner"}  # device type -> module:class
 
 
 def make_runner(config: Config, part_done: Callable[[str], None], tp: TensorParallel) -> ModelRunner:
-    """The runner of this rank, with its model loaded."""
+    """Return the runner of this rank, with its model loaded."""
     kind = config.device_of(tp.rank).type
     if config.batch_invariant:
         home = f"nanovllm.invariant.{kind}:Runner"

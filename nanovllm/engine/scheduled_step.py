@@ -1,4 +1,4 @@
-"""One step: the rows that the scheduler chose, and their result."""
+"""A scheduled step and its result."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from nanovllm.engine.sequence import Sequence
 
 
 class ScheduledSequence(NamedTuple):
-    """A row of a step: it computes the tokens `start:end` of `seq`."""
+    """A row of a step. It computes the tokens `start:end` of `seq`."""
 
     seq: Sequence
     start: int
@@ -17,7 +17,7 @@ class ScheduledSequence(NamedTuple):
 
     @classmethod
     def of(cls, seq: Sequence) -> "ScheduledSequence":
-        """The last scheduled row of a sequence. If it was never scheduled: all tokens that are not cached."""
+        """Return the last scheduled row of a sequence, or all uncached tokens if it was never scheduled."""
         if seq.num_scheduled_tokens:
             return cls(seq, seq.num_computed_tokens - seq.num_scheduled_tokens, seq.num_computed_tokens)
         return cls(seq, seq.num_cached_tokens, len(seq.token_ids))
@@ -25,20 +25,20 @@ class ScheduledSequence(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ScheduledStep:
-    """One step: first the rows of sequences that decode one token, then chunks of prompts.
+    """A step computes decode rows of one token each, then prefill chunks.
 
-    `tokens_per_row` is 1 without `speculative_config`; read it as 1 at first, here and elsewhere.
+    With `speculative_config`, a decode row contains `tokens_per_row` tokens. Assume 1 on a first reading.
 
     decodes: the rows of the sequences that decode. With drafts, `end` is an upper bound.
     new_blocks: (index into `decodes`, column in the block table, block id) of each block that these sequences got.
-    chunks: the rows that compute a prompt or a part of it. After a preemption this includes generated tokens.
-    state_rows: the state with which each chunk begins; only layers that keep a state read it: see cache/state.py.
+    chunks: the rows that compute part or all of a prompt. After a preemption, the prompt includes generated tokens.
+    state_rows: the row of each chunk's initial state. Only layers that keep a state read it: see cache/state.py.
     sampled_seqs: the sequences that get a token from this step, decodes first.
-    sampled_rows: the row that each of them is sampled from, ascending; answers to one prompt share a row.
+    sampled_rows: for each of `sampled_seqs`, the row to sample from. Ascending; answers to one prompt share a row.
     feature_names: the features with work on the host in this step.
     copies: (from, to) of cache blocks and states, copied before the step stores keys and values.
-    tokens_per_row: the largest of `num_reserved`, at least 1: the width of a decode row.
-    scheduled_at: when its scheduling began, in seconds of `time.perf_counter`.
+    tokens_per_row: the width of a decode row: the largest of `num_reserved`, at least 1.
+    scheduled_at: when scheduling began, in seconds of `time.perf_counter`.
     """
 
     decodes: list[ScheduledSequence] = field(default_factory=list)
@@ -58,17 +58,17 @@ class ScheduledStep:
 
     @property
     def req_indices(self) -> list[int]:
-        """The request indices of the sequences that decode."""
+        """The request index of each decode row."""
         return [seq.req_index for seq, _, _ in self.decodes]
 
     @property
     def num_reserved(self) -> list[int]:
-        """How many tokens each of these sequences may get, at most `tokens_per_row`."""
+        """For each decode row, how many tokens its sequence may get."""
         return [end - start for _, start, end in self.decodes]
 
     @property
     def watched(self) -> list[int]:
-        """The indices in `sampled_seqs` of the sequences that are watched."""
+        """The indices of watched sequences in `sampled_seqs`."""
         return [i for i, seq in enumerate(self.sampled_seqs) if seq.is_watched]
 
     @property
@@ -86,7 +86,7 @@ class ScheduledStep:
         return [*self.decodes, *self.chunks]
 
     def __iter__(self) -> Iterator[Any]:
-        """`seqs, is_prefill = scheduler.schedule()`: the sequences, and whether there are chunks of prompts."""
+        """Unpack as in `seqs, is_prefill = scheduler.schedule()`."""
         yield [seq for seq, _, _ in self.rows]
         yield bool(self.chunks)
 
@@ -98,13 +98,13 @@ class ScheduledStep:
         return "mixed" if self.num_decodes else "prefill"
 
     def decode(self, rows: list[ScheduledSequence]) -> None:
-        """Set the rows that decode. To be called before chunks are added."""
+        """Set the decode rows. Call this before adding chunks."""
         self.decodes, self.sampled_rows = rows, [*range(len(rows))]
         self.sampled_seqs = [seq for seq, _, _ in rows]
         self.tokens_per_row = max((end - start for _, start, end in rows), default=1)
 
     def add_sampled(self, seq: Sequence) -> None:
-        """Sample a token of `seq` from the last chunk so far."""
+        """Sample a token of `seq` from the most recently added chunk."""
         self.sampled_seqs.append(seq)
         self.sampled_rows.append(self.num_decodes + len(self.chunks) - 1)
 
@@ -113,8 +113,8 @@ class StepResult(NamedTuple):
     """The result of a step on the host.
 
     token_ids: `tokens_per_row` ids for each of the step's `sampled_seqs`.
-    feature_results: what features have computed, by their names.
-    counts: how many of these ids each sequence gets; None: each gets one.
+    feature_results: the results of features, by feature name.
+    counts: how many of these ids each sequence gets. None means one.
     """
 
     token_ids: list[int]

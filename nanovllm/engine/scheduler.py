@@ -1,4 +1,4 @@
-"""The scheduler: chooses the sequences of each step, appends their tokens, and ends sequences."""
+"""The scheduler chooses the sequences of each step, appends their tokens, and ends sequences."""
 
 from collections import Counter, deque
 from collections.abc import Collection
@@ -17,22 +17,22 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 if TYPE_CHECKING:
     from nanovllm.config import Config
 
-MAX_COUNTED_PROMPTS = 64  # how many waiting prompts are counted to size a mixed step
+MAX_COUNTED_PROMPTS = 64  # at most so many waiting prompts are counted to size a mixed step
 
 
 class Scheduler:
-    """Continuous batching with mixed steps: running sequences decode a token each, next to chunks of prompts.
+    """Implements continuous batching with mixed steps: sequences decode a token each, next to chunks of prompts.
 
     Prompts are computed in `Sequence.order`, within the step's TokenBudget. A full engine admits new sequences in
-    groups: see AdmissionPause. `schedule` may be called once more before the tokens of the last step have arrived; it
+    groups (see AdmissionPause). `schedule` may be called once more before the tokens of the last step have arrived. It
     then leaves out sequences that wait for their tokens. A sequence with drafts decodes them too, in the same row.
 
     The answers to one prompt (`Sequence.group`) are queued together. The first one is admitted when all of them fit, or
-    nothing else runs. Answers that fit share the computed prompt; the others find it in the prefix cache later.
+    nothing else runs. Answers that fit share the computed prompt. The other answers find it in the prefix cache later.
     """
 
     def __init__(self, config: "Config", block_manager: BlockManager | None = None):
-        """`config` must be resolved; `block_manager` replaces the plain BlockManager."""
+        """Set up for a resolved `config`. `block_manager` replaces the plain BlockManager."""
         self.eos = config.eos  # the tokenizer's end-of-sequence id, which is not reported as a stop reason
         self.eos_token_ids: frozenset[int] = config.model_config.eos_token_ids
         self.block_manager = block_manager or BlockManager(
@@ -48,14 +48,14 @@ class Scheduler:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all sequences and the contents of all blocks: at the start, after an error, and at the end."""
+        """Forget all sequences and the contents of all blocks."""
         self.block_manager.reset()
         for seq in self.held:
             seq.awaited.cancel()
-        self.live: dict[int, dict[int, Sequence]] = {}  # all that have not ended, by request id and index
+        self.live: dict[int, dict[int, Sequence]] = {}  # unfinished sequences by request id and index
         self.waiting = WaitingQueue()  # sequences without blocks
-        self.prefilling: dict[tuple[int, int], Sequence] = {}  # with blocks; their prompts are being computed
-        self.running: dict[tuple[int, int], Sequence] = {}  # with blocks; they decode, or pause after a token
+        self.prefilling: dict[tuple[int, int], Sequence] = {}  # they hold blocks, and their prompts are being computed
+        self.running: dict[tuple[int, int], Sequence] = {}  # they hold blocks, and decode or pause after a token
         self.held.clear()
         self.admission = AdmissionPause()
         self.free_req_indices = self.block_manager.req_indices(self.max_num_seqs)
@@ -74,14 +74,14 @@ class Scheduler:
         return not self.live
 
     def schedule(self, prompts_first: bool = False) -> ScheduledStep | None:
-        """The next step; None if there is nothing to compute, or all running sequences wait for tokens in flight.
+        """Return the next step, or None if nothing can be computed before tokens in flight arrive.
 
-        prompts_first: do not decode while prompts can be computed, because that takes less time in total.
-        RuntimeError if the number of cache blocks is not known yet.
+        prompts_first: decode only when no prompts can be computed, because that takes less time in total.
+        Raises RuntimeError if the number of cache blocks is not known yet.
         """
         if not self.block_manager.num_blocks:
             raise RuntimeError("num_kvcache_blocks is not known: make a ModelRunner with this Config first, or set it")
-        # of earlier steps; forks of this step are copied in the next one, when their contents are complete
+        # forks of earlier steps; forks of this step are copied in the next one, when their contents are complete
         copies = self.block_manager.take_copies()
         step = ScheduledStep()
         if prompts_first:
@@ -107,7 +107,7 @@ class Scheduler:
         return step
 
     def _schedule_decodes(self, step: ScheduledStep) -> None:
-        """Decode all ready sequences. Preempt sequences, the last in order first, until the others have blocks."""
+        """Decode all ready sequences. If blocks run out, preempt sequences, the last in order first."""
         rows = self._ready()
         while len(growing := self._rows_that_need_a_block(rows)) > len(self.block_manager.free_block_ids):
             self.preempt(max((*self.running.values(), *self.prefilling.values()), key=attrgetter("order")))
@@ -122,10 +122,10 @@ class Scheduler:
         step.decode(rows)
 
     def _ready(self) -> list[ScheduledSequence]:
-        """A row for each running sequence that can decode, for its next token and its drafts.
+        """Return a row for each running sequence that can decode: its next token and its drafts.
 
-        The longest contexts come first: their attention starts first, and shorter ones fill the gaps at the end. Of
-        equally long sequences, the one that began to decode first comes first.
+        The longest contexts come first, so that shorter ones fill the gaps when attention ends. Sequences of equal
+        length stay in the order in which they began to decode.
         """
         ready = [
             seq for seq in self.running.values() if seq.num_tokens < seq.token_limit and not seq.pauses_after_token
@@ -137,12 +137,12 @@ class Scheduler:
         ]
 
     def _rows_that_need_a_block(self, rows: list[ScheduledSequence]) -> list[int]:
-        """The indices of these rows."""
+        """Return the indices of the rows that need a block."""
         needs_block = self.block_manager.needs_block
         return [i for i, (seq, _, end) in enumerate(rows) if needs_block(seq, end)]
 
     def schedule_chunks(self, step: ScheduledStep, is_mixed: bool = False) -> None:
-        """Schedule chunks of prompts: prompts in progress and new ones that can be admitted, in order."""
+        """Schedule chunks of prompts in order. Prompts are in progress or newly admitted."""
         budget = self.budget
         if is_mixed:
             seqs = (*self.prefilling.values(), *islice(self.waiting, MAX_COUNTED_PROMPTS))
@@ -180,20 +180,20 @@ class Scheduler:
                 forks.start_others(self, seq, step)
 
     def start_decoding(self, seq: Sequence, step: ScheduledStep) -> None:
-        """Sample a token of `seq` from the last row of the step, which completes its prompt, and decode from now on."""
+        """Sample a token of `seq` from the step's last row, which completes its prompt. Later steps decode `seq`."""
         self.prefilling.pop(seq.key, None)
         self.running[seq.key] = seq
         step.add_sampled(seq)
         seq.num_tokens += 1
 
     def _admit(self, seq: Sequence) -> bool:
-        """Admit the first waiting sequence if admission is not paused and there are blocks for it. Returns whether."""
+        """Admit the first waiting sequence if it fits and admission is not paused. Return whether it was admitted."""
         num_running = len(self.running) + len(self.prefilling)
         if not self.admission.may_admit(num_running) or len(seq.token_ids) < seq.num_tokens:  # its token is in flight
             return False
         is_new_group = num_running and seq is seq.group[0] and not seq.has_sampled
         num_others = num_running + (len(seq.group) - 1 if is_new_group else 0)
-        # a spare block for each other sequence: all can grow once before one has to be preempted
+        # a spare block for each other sequence: all can grow once before any is preempted
         if num_others >= self.max_num_seqs or not self.block_manager.can_allocate(seq, num_spare=num_others):
             self.admission.pause(num_running)
             return False
@@ -225,15 +225,15 @@ class Scheduler:
     def postprocess(self, step: ScheduledStep, result: StepResult) -> Collection[Sequence]:
         """Append the tokens of a step, pass them to features, and end sequences.
 
-        Returns the watched sequences that got a token, and all that ended. Only beam search appends tokens elsewhere.
+        Returns the watched sequences that got a token, and all sequences that ended. Beam search appends tokens itself.
         """
         arrived, ends = self.append_tokens(step.sampled_seqs, result.token_ids)
         return self.run_features(step, result, arrived, ends)
 
     def append_tokens(self, seqs: list[Sequence], token_ids: list[int]) -> tuple[dict[int, Sequence], Ends]:
-        """Append each token to its sequence, unless the sequence has ended. Hold a sequence that pauses instead.
+        """Append each token to its sequence, unless the sequence has ended or pauses instead.
 
-        Returns the watched sequences by index, and the sequences that end by this token or by their length.
+        Returns the watched sequences by index, and the sequences that end because of their last token or length.
         """
         arrived, ends, num_late = dict[int, Sequence](), Ends(), 0
         block_size = self.block_manager.block_size
@@ -259,7 +259,7 @@ class Scheduler:
     def run_features(
         self, step: ScheduledStep, result: StepResult, arrived: dict[int, Sequence], ends: Ends
     ) -> Collection[Sequence]:
-        """Call `after_step` of the step's features with the sequences that have `arrived`, and end sequences."""
+        """Call `after_step` of the step's features, and end the sequences in `ends`."""
         for name in [*FEATURES]:  # a copy, because another thread may register a feature
             if name in step.feature_names:
                 FEATURES[name].load().after_step(step, arrived, ends, result.feature_results.get(name))
@@ -272,10 +272,10 @@ class Scheduler:
         return dict.fromkeys([*arrived.values(), *ends]) if ends else arrived.values()
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
-        """End a sequence, in any state. Nothing else ends one.
+        """End a sequence in any state. Only this method ends sequences.
 
-        A step in flight may still write to its blocks. The next owner of the blocks writes later, because the device
-        runs steps in order.
+        A step in flight may still write to the blocks. That is safe: the device runs steps in order, so the blocks'
+        next owner writes later.
         """
         self.waiting.discard(seq)
         self.held.pop(seq, None)
@@ -292,7 +292,7 @@ class Scheduler:
             del self.live[seq.request_id]
 
     def abort(self, request_id: int) -> list[Sequence]:
-        """End the sequences of a request that have not ended, and return them."""
+        """End the unfinished sequences of a request, and return them."""
         seqs = [*self.live.get(request_id, {}).values()]
         for seq in seqs:
             self.finish(seq, "abort")

@@ -1,6 +1,6 @@
-"""Rules of the scheduler: who is served first, who is admitted, and how many tokens of prompts a step computes.
+"""The scheduler's rules: who is served first, who is admitted, and how many prompt tokens a step computes.
 
-policies.py has more policies than first come, first served.
+policies.py contains further scheduling policies.
 """
 
 from bisect import bisect_left, insort
@@ -11,36 +11,36 @@ from typing import Any, NamedTuple
 
 from nanovllm.engine.sequence import Sequence
 
-MIN_SHARED_CHUNK = 32  # tokens; less is not worth a separate chunk
+MIN_SHARED_CHUNK = 32  # tokens; fewer are not worth a separate chunk
 MAX_STEPS_WITHOUT_ADMISSION = 32
 
 
 class SchedulingPolicy:
-    """Orders sequences. Subclass it for another order, and pass an instance as the setting `scheduling_policy`.
+    """Orders sequences. For a custom order, pass an instance of a subclass as the setting `scheduling_policy`.
 
     The prompt of the sequence with the smallest `priority_key` is computed first. When cache blocks run out, the
     sequence with the largest key is preempted first. Sequences with equal keys are served in the order of arrival.
     """
 
     def priority_key(self, seq: Sequence) -> Any:
-        """A key of `seq`: a number, or anything that can be compared with the keys of other sequences.
+        """Return the key of `seq`: a number, or anything that can be compared with the keys of other sequences.
 
-        Called once per request, with its first answer, before the request is queued. The thread that adds the request
-        calls it and gets any error. Useful attributes of `seq` are `num_prompt_tokens`, `max_num_tokens` (prompt and
-        output together), `priority`, `params`, and `arrival` in seconds of `time.perf_counter`.
+        The thread that adds a request calls this once, with the first answer, and gets any error. Useful attributes of
+        `seq` are `num_prompt_tokens`, `max_num_tokens` (prompt and output together), `priority`, `params`, and
+        `arrival` in seconds of `time.perf_counter`.
         """
         raise NotImplementedError
 
 
 class FCFS(SchedulingPolicy):
-    """First come, first served: requests in the order in which they were added."""
+    """First come, first served."""
 
     def priority_key(self, seq: Sequence) -> int:
         return 0
 
 
 class WaitingQueue:
-    """Sequences sorted by `order`, the next to be served first. A binary search finds a sequence."""
+    """The waiting sequences, sorted by `order`. The first is served next."""
 
     def __init__(self) -> None:
         self._seqs: list[Sequence] = []
@@ -71,11 +71,11 @@ class WaitingQueue:
 
 
 class AdmissionPause:
-    """Admission with hysteresis: once the engine is full, sequences are admitted in groups.
+    """Admits sequences in groups once the engine is full.
 
-    If every sequence that ends were replaced at once, most steps would be mixed steps, which delay all others. So the
-    first sequence that does not fit pauses admission, until a sixteenth of the running sequences have ended or
-    MAX_STEPS_WITHOUT_ADMISSION steps have passed.
+    If every sequence that ends were replaced at once, most steps would be mixed steps, which delay the running
+    sequences. So the first sequence that does not fit pauses admission until a sixteenth of the running sequences have
+    ended or MAX_STEPS_WITHOUT_ADMISSION steps have passed.
     """
 
     def __init__(self) -> None:
@@ -83,54 +83,54 @@ class AdmissionPause:
         self._num_steps = 0  # since the pause began
 
     def may_admit(self, num_running: int) -> bool:
-        """Whether a sequence may be admitted. Counts its calls while paused: the scheduler asks once a step then."""
+        """Return whether a sequence may be admitted. While paused, count the calls; the scheduler makes one a step."""
         if self._max_running is None or num_running <= self._max_running:
             return True
         self._num_steps += 1
         return self._num_steps > MAX_STEPS_WITHOUT_ADMISSION
 
     def pause(self, num_running: int) -> None:
-        """Stop admitting sequences, because one did not fit."""
+        """Pause admission, because a sequence did not fit."""
         self._max_running, self._num_steps = max(0, num_running - max(1, num_running // 16)), 0
 
     def resume(self) -> None:
-        """Admit sequences again, because one was admitted or none waits."""
+        """Resume admission, because a sequence was admitted or none waits."""
         self._max_running, self._num_steps = None, 0
 
 
 class TokenBudget(NamedTuple):
-    """How many tokens of prompts a step may compute: `num_tokens` without a context, fewer after a long context.
+    """Limits the prompt tokens of a step to `num_tokens`, or fewer after a long context.
 
-    A token after a context of `context_of_equal_cost` tokens counts twice, because its attention costs as much as the
-    rest.
+    A token after a context of `context_of_equal_cost` tokens counts twice, because its attention costs as much as its
+    other work.
     """
 
     num_tokens: float
     context_of_equal_cost: float = inf
 
     def for_mixed_step(self, num_decodes: int, num_left: int) -> "TokenBudget":
-        """The budget for prompts next to `num_decodes` decoded tokens, when `num_left` tokens of prompts wait.
+        """Return the budget for prompts next to `num_decodes` decoded tokens while `num_left` prompt tokens wait.
 
-        Short steps keep inter-token latency low, and long steps shorten the queue. So decodes and prompts together get
-        a quarter of the waiting tokens, but at least half of this budget and at most all of it. Prompts get at least a
-        quarter of it, however many sequences decode.
+        Short steps keep inter-token latency low, and long steps shorten the queue. So a step computes a quarter as many
+        tokens as wait, but at least half of this budget and at most all of it. Prompts always get at least a quarter of
+        the budget.
         """
         num_tokens = min(self.num_tokens, max(self.num_tokens // 2, num_left // 4))
         return self._replace(num_tokens=max(1, num_tokens - num_decodes, self.num_tokens // 4))
 
     def cost(self, start: int, end: int) -> float:
-        """The cost of the tokens `start:end` of a sequence, in units of `num_tokens`."""
+        """Return the cost of the tokens `start:end` of a sequence, in units of `num_tokens`."""
         return (end - start) * (1 + (start + end) / 2 / self.context_of_equal_cost)
 
     def minus(self, start: int, end: int) -> "TokenBudget":
-        """The budget that is left after the chunk `start:end`."""
+        """Return the budget that remains after the chunk `start:end`."""
         return self._replace(num_tokens=self.num_tokens - self.cost(start, end))
 
     def chunk_end(self, start: int, end: int, others_wait: bool) -> int:
-        """The end of the next chunk of a prompt whose tokens `start:end` are left: `end` if the budget allows.
+        """Return where the next prefill chunk ends, given that the prompt tokens `start:end` remain.
 
-        Otherwise the chunk gets the whole budget, or half of it if other prompts wait, so that short prompts are
-        computed next to a long one. It has at least one token.
+        If the budget is too small for them, the chunk gets all of it, or half if other prompts wait, so that short
+        prompts are computed next to a long one. A chunk contains at least one token.
         """
         if self.cost(start, end) <= self.num_tokens:
             return end

@@ -1,4 +1,4 @@
-"""One sequence in the engine: its token ids, counts and blocks; no tensors and no text."""
+"""A sequence in the engine: its token ids, counts and blocks, but no tensors and no text."""
 
 import struct
 from collections.abc import Collection
@@ -9,7 +9,7 @@ from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
 
-_request_ids = count()  # for sequences made by hand; an engine numbers its requests itself
+_request_ids = count()  # for sequences made without an engine
 
 
 class SequenceStatus(Enum):
@@ -19,19 +19,19 @@ class SequenceStatus(Enum):
 
 
 def packed_ids(token_ids: list[int]) -> bytes:
-    """Token ids as int32 bytes, in half of NumPy's time. struct.error for an id that does not fit."""
+    """Return token ids as int32 bytes, twice as fast as NumPy. Raises struct.error for an id that does not fit."""
     return struct.pack(f"{len(token_ids)}i", *token_ids)
 
 
 class Sequence:
     """A prompt and the tokens that were generated for it.
 
-    Counts run ahead of contents: `num_tokens` (and `len`) counts a token as soon as the step that samples it is
-    scheduled; `token_ids` gets the token when it reaches the host. Once a sequence is queued, only the Scheduler, its
-    block manager and the features that it calls change it.
+    Counts run ahead of contents. `num_tokens` (and `len`) counts a token as soon as the step that samples it is
+    scheduled, but `token_ids` gets the token when it reaches the host. Only the Scheduler, its block manager and the
+    features that it calls change a queued sequence.
     """
 
-    block_size = 256  # of the cache; the scheduler sets the engine's value
+    block_size = 256  # tokens per cache block; the scheduler sets the engine's value
 
     def __init__(
         self,
@@ -46,18 +46,18 @@ class Sequence:
     ):
         params = params or SamplingParams()
         self.request_id = next(_request_ids) if request_id is None else request_id
-        self.index = index  # among the answers to its request
+        self.index = index  # of this answer in its request
         self.group = [self]  # all answers to its request
         self.priority = priority  # for scheduling policies
         self.set_order(0)
         self.params = params
-        self.feature_state: dict[str, Any] = {}  # by the name of a feature that it uses: see StepFeature
+        self.feature_state: dict[str, Any] = {}  # by feature name: see StepFeature
         self.columns: dict[str, float] = {}  # parameters of features, by the name of their column on the device
         self.is_watched = False  # a feature or a caller looks at each token when it arrives
-        self.waits_for_token = False  # decodes a token only when the previous one has reached the host
-        self.skips_prefix_hits = False  # the whole prompt is computed
-        self.pauses_after_token = False  # pauses at each token, which is not appended, until it is resumed
-        self.is_paused = False  # no step computes it, but it may hold blocks
+        self.waits_for_token = False  # decode a token only when the previous one has reached the host
+        self.skips_prefix_hits = False  # compute the whole prompt
+        self.pauses_after_token = False  # pause after each token, without appending it, until resumed
+        self.is_paused = False  # no step computes the sequence, but it may hold blocks
         self.awaited: Any = None  # a feature's Future: no step computes the sequence until it is done
         self.noise_seed = noise_seed  # 64 bits: the seed of all random numbers of this sequence
         self.token_ids = [*token_ids]
@@ -65,14 +65,14 @@ class Sequence:
         self.max_num_tokens = max_len if params.max_tokens is None else min(len(token_ids) + params.max_tokens, max_len)
         self.num_tokens = len(token_ids)
         self.num_scheduled_tokens = 0  # how many tokens the last scheduled step computes
-        self.num_computed_tokens = 0  # keys and values are in the cache, or will be after the scheduled steps
+        self.num_computed_tokens = 0  # their keys and values are in the cache, or will be after the scheduled steps
         self.token_limit = self.max_num_tokens  # no step decodes the sequence once `num_tokens` reaches this
-        self.num_drafts = 0  # drafted tokens after its next one; a step gives it at most num_drafts + 1 tokens
-        self.num_cached_tokens = 0  # found in the prefix cache when it was first admitted
+        self.num_drafts = 0  # drafted tokens after its next one; a step adds at most num_drafts + 1 tokens
+        self.num_cached_tokens = 0  # found in the prefix cache when the sequence was first admitted
         self.block_table: list[int] = []
         self.block_hashes: list[int] = []  # of the full blocks of token_ids, computed when needed
-        self.cache_salt = 0  # 64 bits; only sequences with the same salt share blocks
-        self.req_index = -1  # its row in the device's per-request state while it runs
+        self.cache_salt = 0  # 64 bits; only sequences with equal salts share blocks
+        self.req_index = -1  # its row in the device's per-request tables while it runs
         self.status = SequenceStatus.WAITING
         self.was_admitted = False  # at least once
         self.finish_reason: str | None = None
@@ -91,7 +91,7 @@ class Sequence:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Unique among the live sequences of an engine."""
+        """A key that is unique among the live sequences of an engine."""
         return self.request_id, self.index
 
     def set_order(self, priority_key: Any) -> None:
@@ -103,7 +103,7 @@ class Sequence:
 
     @property
     def seq_id(self) -> int:
-        """The id of its request, which all answers to the same prompt share."""
+        """The request id, which all answers to one prompt share."""
         return self.request_id
 
     @property
@@ -137,14 +137,14 @@ class Sequence:
         return self.token_ids[-1]
 
     def append_token(self, token_id: int) -> None:
-        """Append a token that has reached the host. `num_tokens` counts it already if a step sampled it."""
+        """Append a token that has reached the host. If a step sampled it, `num_tokens` already counts it."""
         self.token_ids.append(token_id)
         if self.num_tokens < len(self.token_ids):
             self.num_tokens += 1
 
     @property
     def num_blocks(self) -> int:
-        """The number of cache blocks that its tokens need."""
+        """The number of cache blocks that the tokens need."""
         return -(-self.num_tokens // self.block_size)
 
     @property
@@ -152,12 +152,12 @@ class Sequence:
         return self.num_tokens - (self.num_blocks - 1) * self.block_size
 
     def block(self, i: int) -> list[int]:
-        """The token ids of the i-th block."""
+        """Return the token ids of the i-th block."""
         return self.token_ids[i * self.block_size : (i + 1) * self.block_size]
 
     @property
     def has_sampled(self) -> bool:
-        """Whether the step that samples its first token was scheduled."""
+        """Whether a step that samples the first token was scheduled."""
         return self.num_tokens > self.num_prompt_tokens
 
     @property
@@ -165,7 +165,7 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     def limit_tokens(self, num_drafts: int = 0) -> None:
-        """Set the number of drafts, and let a sequence that waits for its tokens decode them and one more token."""
+        """Set the number of drafts. A sequence that waits for its tokens may then decode these drafts and one token."""
         self.num_drafts = num_drafts
         if self.awaited is not None:
             self.token_limit = self.num_tokens
@@ -173,7 +173,7 @@ class Sequence:
             self.token_limit = min(len(self.token_ids) + 1 + num_drafts, self.max_num_tokens)
 
     def finish_reasons(self, eos_token_ids: Collection[int], eos: int) -> tuple[str, int | None] | None:
-        """(finish reason, stop reason) if the last token ends this sequence; `eos` is the tokenizer's."""
+        """Return (finish reason, stop reason) if the last token ends the sequence. `eos` is the tokenizer's."""
         params = self.params
         is_eos = self.last_token in eos_token_ids and not params.ignore_eos
         is_stop = is_eos or self.last_token in (params.stop_token_ids or ())
@@ -184,5 +184,5 @@ class Sequence:
         return None
 
     def record_time(self, event: str) -> None:
-        """Record the time of the first event of this name."""
+        """Record the time of an event, unless this event was recorded before."""
         self.timing.setdefault(event, perf_counter() - self.arrival)

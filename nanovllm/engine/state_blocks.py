@@ -1,4 +1,4 @@
-"""The block manager for models whose layers keep a state: a prefix hit needs a snapshot of the state."""
+"""The block manager for models with layers that keep a state. Their prefix hits need a snapshot of the state."""
 
 from collections import OrderedDict
 
@@ -7,11 +7,11 @@ from nanovllm.engine.sequence import Sequence
 
 
 class StateRows:
-    """The rows of states that no running sequence uses. They are the Scheduler's `free_req_indices`.
+    """Tracks the rows of states that no running sequence uses. This is the Scheduler's `free_req_indices`.
 
-    The state of a running sequence is in the row of its request index, below `num_indices`. After these rows come one
-    row for padding, one row of zeros, with which every sequence begins, and rows for snapshots. Unused request indices
-    hold snapshots too; when a sequence needs one, the least recently found of these snapshots is dropped.
+    The state of a running sequence is in the row of its request index, below `num_indices`. The rows after that are one
+    for padding, one of zeros, which is every sequence's initial state, and the rest for snapshots. Rows of unused
+    request indices hold snapshots too. When a sequence needs such a row, the least recently found snapshot is dropped.
     """
 
     def __init__(self, num_indices: int, num_states: int):
@@ -19,14 +19,14 @@ class StateRows:
         self.free_indices = [*reversed(range(num_indices))]
         self.free_others = [*reversed(range(self.zeros + 1, num_states + 2))]  # for snapshots
         self.snapshots: OrderedDict[int, int] = OrderedDict()  # block id -> row, the least recently found first
-        self.being_read: set[int] = set()  # by the step that is scheduled; no sequence may write there
+        self.being_read: set[int] = set()  # rows that the scheduled step reads; no sequence may write there
 
     def __bool__(self) -> bool:
-        """Whether a sequence can get a request index."""
+        """Return whether a sequence can get a request index."""
         return bool(self.free_indices) or self._least_recent_index() is not None
 
     def pop(self) -> int:
-        """A request index; a snapshot may be dropped for it."""
+        """Return a request index. This may drop a snapshot."""
         if not self.free_indices:
             self.forget(self._least_recent_index())
         return self.free_indices.pop()
@@ -35,19 +35,19 @@ class StateRows:
         (self.free_indices if row < self.num_indices else self.free_others).append(row)
 
     def pop_for_snapshot(self) -> int | None:
-        """A free row, or the row of the least recently found snapshot; None if there are none."""
+        """Return a free row, or the row of the least recently found snapshot, or None."""
         if not (self.free_others or self.free_indices) and self.snapshots:
             self.forget(next(iter(self.snapshots)))
         free = self.free_others or self.free_indices
         return free.pop() if free else None
 
     def forget(self, block_id: int | None) -> None:
-        """Drop the snapshot of a block, if there is one, and free its row."""
+        """Drop a block's snapshot, if there is one, and free its row."""
         if (row := self.snapshots.pop(block_id, None)) is not None:
             self.append(row)
 
     def _least_recent_index(self) -> int | None:
-        """The block of the snapshot that is dropped when a sequence needs a request index."""
+        """Return the block whose snapshot is dropped when a sequence needs a request index."""
         rows = self.snapshots.items()
         return next((i for i, row in rows if row < self.num_indices and row not in self.being_read), None)
 
@@ -57,14 +57,14 @@ class StateBlockManager(BlockManager):
 
     In `copies`, the id of a row of states is `num_blocks` plus the row.
 
-    A prompt leaves a snapshot at the end of its last full block. It leaves another one at the end of cached blocks
-    without a snapshot, because this prefix is used for the second time. Chunks end at these boundaries, so a snapshot
-    costs a copy of the state and one more step of its prompt. The next step takes the snapshot, and from then on it
-    can be found. If there is no free row, the least recently found snapshot is dropped. A block that leaves the prefix
+    A prompt leaves a snapshot at the end of its last full block. It leaves another at the end of its cached blocks if
+    they have no snapshot, because this prefix is used for the second time. Chunks end at these boundaries, so a
+    snapshot costs a copy of the state and one more step of its prompt. The next step takes the snapshot, which can be
+    found from then on. If no row is free, the least recently found snapshot is dropped. A block that leaves the prefix
     cache drops its snapshot.
 
-    If the cached blocks end with an answer, a conversation continues. Its next prompt will begin with all of this one.
-    So no snapshot is left at the end of the answer, and the snapshot that was found is the next to be dropped.
+    If the cached blocks end with an answer, a conversation continues, and its next prompt will begin with all of the
+    current prompt. So no snapshot is left at the end of the answer, and the snapshot that was found is dropped next.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class StateBlockManager(BlockManager):
         super().reset()
         self.rows = StateRows(self.max_num_seqs, self.num_states)
         self.snapshots = self.rows.snapshots
-        self._untaken: dict[int, int] = {}  # block id -> row: snapshots of the next step, which can't be found yet
+        self._untaken: dict[int, int] = {}  # block id -> row of a snapshot that the next step will take
         self._unused: list[int] = []  # rows of untaken snapshots whose blocks were evicted
         self._first_rows: dict[Sequence, int] = {}  # the row that a sequence's first chunk reads
-        self._boundaries: dict[Sequence, list[int]] = {}  # numbers of tokens, descending
+        self._boundaries: dict[Sequence, list[int]] = {}  # in tokens, descending
         self._decoded: set[int] = set()  # ids of cached blocks whose last token was generated
 
     def req_indices(self, max_num_seqs: int) -> StateRows:
@@ -155,7 +155,7 @@ class StateBlockManager(BlockManager):
         return block_ids
 
     def _take_snapshot(self, seq: Sequence, i: int) -> None:
-        """Take a snapshot of the state after the i-th block of `seq`, which the scheduled step computes."""
+        """Request a snapshot of the state after the i-th block of `seq`, which the scheduled step computes."""
         block_id = self.hash_to_block_id[seq.block_hashes[i]]  # of the duplicates, the block that lookups find
         is_collision = self.blocks[block_id].token_ids != self._block_token_ids(seq, i)
         if is_collision or block_id in self.snapshots or block_id in self._untaken:

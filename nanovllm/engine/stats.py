@@ -1,4 +1,4 @@
-"""Statistics of an engine, and its description in one line."""
+"""An engine's statistics, and its one-line description."""
 
 from typing import TYPE_CHECKING
 
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 
 
 def stats_of(scheduler: Scheduler) -> dict:
-    """`LLMEngine.stats`, to be called while no step runs."""
+    """Return `LLMEngine.stats`. Call this only while no step runs."""
     totals, blocks = scheduler.totals, scheduler.block_manager
     num_free = len(blocks.free_block_ids)
     num_cached = sum(blocks.blocks[i].ref_count == 0 for i in [*blocks.hash_to_block_id.values()])
     accepted = [totals[f"accepted_{i}"] for i in range(totals["num_speculative_tokens"])]
     drafts = {
-        "drafts": totals["drafts"],  # how many sequences had drafts, summed over steps
+        "drafts": totals["drafts"],  # sequences with drafts, summed over steps
         "draft_tokens": totals["draft_tokens"],
         "accepted_tokens": sum(accepted),
         "accepted_per_position": accepted,
@@ -33,14 +33,14 @@ def stats_of(scheduler: Scheduler) -> dict:
 
 
 def stats_of_engine(llm: "LLMEngine") -> dict:
-    """`LLMEngine.stats`, computed between two steps, or after `exit`."""
+    """Return `LLMEngine.stats`, computed between two steps or after `exit`."""
     if llm.model_runner is None:
         return stats_of(llm.scheduler)
     return llm.engine_thread.call(lambda: stats_of(llm.scheduler))
 
 
 def described(config: "Config") -> str:
-    """One line with the settings in use that differ between machines and models, for `repr(llm)`."""
+    """Return one line for `repr(llm)`, with the settings that differ between machines and models."""
     num_tokens = (config.num_kvcache_blocks or 0) * config.kvcache_block_size
     dtype = str(config.dtype).removeprefix("torch.") + (f" ({config.dtype_reason})" if config.dtype_reason else "")
     import torch  # only here, because the scheduler's tests read the counts without it

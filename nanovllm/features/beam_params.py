@@ -1,4 +1,4 @@
-"""The parameters of a beam search, which are checked on construction."""
+"""The parameters of a beam search, which are validated on construction."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,11 @@ from nanovllm.utils.checks import check_bool, check_fields, check_int, check_rea
 class BeamSearchParams:
     """The parameters of `LLM.beam_search`.
 
-    beam_width: the number of beams, which is also the number of answers; at most half the vocabulary.
-    max_tokens: maximum number of tokens of a beam.
-    length_penalty: the score of a beam is its cumulative log-probability / its number of tokens ** length_penalty.
-    ignore_eos: no beam ends before `max_tokens`.
+    beam_width: the number of beams and of answers; at most half the vocabulary size.
+    max_tokens: maximum number of tokens to generate per beam.
+    length_penalty: the score of a beam is its cumulative log-probability divided by (number of tokens **
+        length_penalty).
+    ignore_eos: do not end beams at end-of-sequence ids.
     """
 
     beam_width: int

@@ -1,12 +1,12 @@
 """The setting `batch_invariant`: no bit of a request's answer depends on what else the engine computes.
 
-A library may compute a row of a matmul differently if there are more or fewer rows, and then rounds it differently.
-Here each operation computes a row in the same way everywhere: in a batch or alone, in a chunk or in a decode step.
+A library may choose another method for a matmul with more or fewer rows, and then rounds each row differently. Here,
+each operation computes a row in the same way everywhere: in a batch or alone, in a chunk or in a decode step.
 
-`cpu.py` and `cuda.py` have the runners that `engine/runners.py` chooses by the type of the device. A runner sets the
-variant of the operations (`cpu_ops.py`, `cuda_ops.py`) and the attention backend. `kernels/invariant_gemm.py`,
-`kernels/invariant_attention.py` and `delta_net/kernels/delta_net_tokens.py` explain why the kernels of CUDA do not
-depend on the batch.
+`cpu.py` and `cuda.py` contain the runners. `engine/runners.py` chooses one by device type. A runner sets the variant of
+the operations (`cpu_ops.py`, `cuda_ops.py`) and the attention backend. `kernels/invariant_gemm.py`,
+`kernels/invariant_attention.py` and `delta_net/kernels/delta_net_tokens.py` explain why the results of the CUDA kernels
+do not depend on the batch.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ VARIANT = "-invariant"  # the variant of the operations: see kernels/__init__.py
 
 @contextmanager
 def invariant_operations() -> Iterator[None]:
-    """Let this thread use the operations of this variant in a `with` block."""
+    """Use the batch-invariant operations in this thread within a `with` block."""
     token = variant.set(VARIANT)
     try:
         yield
@@ -32,7 +32,7 @@ def invariant_operations() -> Iterator[None]:
 
 
 def refuse_states(runner: "ModelRunner", *known: type) -> None:
-    """ValueError if a layer has a state and is not of a `known` type: its state may depend on the chunks of a prompt.
+    """Raise ValueError if a layer with a state is not of a `known` type. Its state might depend on a prompt's chunks.
 
     `runner` is a ModelRunner whose model is loaded.
     """

@@ -17,7 +17,7 @@ register_ops("cpu" + VARIANT, vars(cpu_ops))
 
 
 class Runner(BatchRunner):
-    """Computes each row of a step as if it were alone."""
+    """A runner that computes each row of a step as if the row were alone."""
 
     def _load_model(self) -> nn.Module:
         self.backend = InvariantBackend()
@@ -36,9 +36,10 @@ class Runner(BatchRunner):
 
 @torch.inference_mode()
 def check_products(model: nn.Module, dtype: torch.dtype) -> None:
-    """RuntimeError if this CPU's library gives different results for equal rows of a block.
+    """Raise RuntimeError if this CPU's library computes different results for equal rows of a block.
 
-    Batch invariance on a CPU relies on only two facts: on this one, and that equal calls have equal results.
+    Batch invariance on a CPU relies on only two facts: equal rows have equal results, and equal calls have equal
+    results.
     """
     random = torch.Generator().manual_seed(0)
     results = {}  # by what is multiplied

@@ -1,4 +1,4 @@
-"""Attention that adds up keys in the order of their positions, for each query."""
+"""Attention in which each query adds up its keys in the order of their positions."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,22 +10,22 @@ from nanovllm.attention.base import AttentionBackend
 from nanovllm.attention.sdpa import spans_of
 from nanovllm.utils.context import Context
 
-QUERIES = 4  # of a block; few, because a decode step uses only one of them
-KEYS = 128  # of a block; block j has the keys from position j * KEYS on
+QUERIES = 4  # per block; few, because a decode step uses only one of them
+KEYS = 128  # per block; block j starts at position j * KEYS
 
 
 class _Sequence(NamedTuple):
-    """The plan of a sequence, which all layers with the same window share."""
+    """The attention plan of a sequence, shared by all layers with the same window."""
 
     spans: torch.Tensor  # the result of `spans_of`
     queries: list[tuple[slice, torch.Tensor]]  # blocks: rows of q, and hidden keys [key blocks, QUERIES, 1, KEYS]
 
 
 class InvariantBackend(AttentionBackend):
-    """Multiplies blocks of a sequence's queries by blocks of its keys, in float32.
+    """A backend that multiplies blocks of a sequence's queries by blocks of its keys, in float32.
 
-    All calls have the same shapes. Exponentials are relative to the largest score of all blocks. Blocks are added from
-    the first position on. A block that a query does not see adds zeros.
+    All matmuls have the same shape. Exponentials are relative to the largest score of all blocks. Blocks are added in
+    the order of their positions. A block that a query does not see adds zeros.
     """
 
     uses_cuda_graphs = False

@@ -1,13 +1,12 @@
-"""Replacements on a CPU for operations whose definitions depend on the number of rows.
+"""CPU replacements for operations whose definitions depend on the number of rows.
 
-A runner computes a step in one thread, so that no loop over elements is divided at a place that depends on the batch.
-Then elementwise operations, and reductions over the last dimension, depend only on their own row. These operations need
-a replacement:
+A runner computes a step in one thread. Otherwise, the batch would determine where loops over elements are divided among
+threads. In one thread, elementwise operations and reductions over the last dimension depend only on their own row.
+These operations need a replacement:
 
-- Matmuls, because the library chooses its method by their shape. They are computed in blocks of one shape, in all
-  threads.
-- Functions of few elements, because some elements are computed in vectors and the rest one by one. They are computed
-  row by row.
+- Matmuls, because the library chooses a method by shape. They are computed in blocks of a fixed shape, in all threads.
+- Functions of few elements, because PyTorch computes some elements in vectors and the remaining elements one by one.
+  They are computed row by row.
 - The chunked form of the gated delta rule, because its sums depend on where a chunk begins. Each token is computed
   alone, as in a decode step.
 """
@@ -33,7 +32,7 @@ num_threads: ContextVar[int] = ContextVar("threads of a product")
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute a step in one thread, except its matmuls, which use as many threads as PyTorch had before."""
+    """Use one thread within a `with` block. Only matmuls use as many threads as PyTorch did before the block."""
     before = torch.get_num_threads()
     token = num_threads.set(before)
     torch.set_num_threads(1)
@@ -61,14 +60,14 @@ gate_scores = linear
 
 
 def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Compute row by row, because a gate may be a single number per row."""
+    """Compute the gate row by row, because a row of gates may be a single number."""
     if len(x) <= 1:
         return NotImplemented
     return torch.cat([gates.sigmoid_gate(*row) for row in zip(x.split(1), gate.split(1))])
 
 
 def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -> None:
-    """Compute token by token, in order. The same state may occur several times, for the tokens of a sequence."""
+    """Compute token by token, in order. Several tokens of a sequence may use the same state."""
     if len(rows) == 1:
         return NotImplemented
     for x, gates_of_x, row, y in zip(qkvz.split(1), ba.split(1), rows.split(1), out.split(1)):
@@ -77,7 +76,10 @@ def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -
 
 
 def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, num_seqs: int, out, count=None) -> None:
-    """Compute decode steps, so that no result depends on where a chunk begins. Steps on a CPU have no padding."""
+    """Compute chunks as decode steps, so that results do not depend on where a chunk begins.
+
+    Steps on a CPU have no padding.
+    """
     lengths = starts.diff().tolist()
     inputs = (x[starts[0] :].split(lengths) for x in (qkvz, ba, out))
     for *tokens, y, (read, written) in zip(*inputs, state_rows.T):
@@ -88,7 +90,10 @@ def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, nu
 
 
 def delta_net_drafts(qkvz, ba, layer: Any, states: State, rows, context_lens, out, count=None) -> None:
-    """Compute token by token: accepted drafts of the previous step, a token, and new drafts, which are undone."""
+    """Compute token by token: accepted drafts of the previous step, then a token, then new drafts.
+
+    The new drafts do not change the stored state.
+    """
     (kept, num_tokens), k = states.kept_drafts, len(qkvz) // len(rows)
     sizes = qkvz.shape[1] - out.shape[1], ba.shape[1]
     for x, gates_of_x, lengths, y, row in zip(*(t.split(k) for t in (qkvz, ba, context_lens, out)), rows.split(1)):
@@ -100,7 +105,7 @@ def delta_net_drafts(qkvz, ba, layer: Any, states: State, rows, context_lens, ou
         num_tokens[row], kept[row, : k - 1] = lengths[0], torch.cat((x[1:, : sizes[0]], gates_of_x[1:]), 1)
         stored = [tensor[row] for tensor in states.tensors]
         for i in range(1, k):
-            y[i] = y[i - 1]  # stays for a copy of the token before
+            y[i] = y[i - 1]  # stays if this token is a copy of the previous token
             if lengths[i] > lengths[i - 1]:
                 gated_delta_net.delta_net_step(x[i : i + 1], gates_of_x[i : i + 1], *own, y[i : i + 1])
         for tensor, values in zip(states.tensors, stored):
@@ -115,7 +120,7 @@ def sample(
     first_id: int = 0,
     cutoffs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute row by row, because the tokens whose noise is computed differ between rows."""
+    """Sample row by row, because each row computes noise for different tokens."""
     if len(logits) <= 1:
         return NotImplemented
     found = []
@@ -138,7 +143,7 @@ def logit_cutoffs(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, temperatures: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the same log-probabilities as steps in which other requests want those of the most likely tokens."""
+    """Compute log-probabilities as in steps where other requests ask for the most likely tokens."""
     _, ranks = logprobs.token_logprobs.__wrapped__(logits, token_ids, temperatures)  # the definition
     values = logprobs.divided(logits, temperatures).log_softmax(-1)
     return values.gather(1, token_ids.unsqueeze(1).long()).squeeze(1), ranks

@@ -26,7 +26,7 @@ class InvariantTritonBackend(TritonBackend):
 
 
 class Runner(CUDAModelRunner):
-    """Computes each row of a step with kernels whose results do not depend on other rows."""
+    """A runner that computes each row of a step with kernels whose results do not depend on other rows."""
 
     def _load_model(self) -> nn.Module:
         check_choice("batch_invariant=True on CUDA: dtype", self.config.dtype, (torch.bfloat16, torch.float16))
@@ -40,7 +40,7 @@ class Runner(CUDAModelRunner):
         super().warm_up(part_done)
 
     def size_kv_cache(self, available: int) -> None:
-        """Also leave memory for the parts of decode attention, which the largest prefill does not allocate."""
+        """Reserve memory for the parts of decode attention, which the largest prefill does not allocate."""
         num_rows, max_len = self.config.max_num_seqs * self.config.tokens_per_row, self.config.max_model_len
         layers = (layer for layer in self.model.modules() if isinstance(layer, Attention))
         shapes = {(num_rows * layer.num_heads, layer.head_dim, max_len, layer.window) for layer in layers}

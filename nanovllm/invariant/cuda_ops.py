@@ -1,6 +1,6 @@
-"""Replacements in the table of CUDA for operations whose kernels depend on the number of rows.
+"""Replacements for CUDA operations whose kernels depend on the number of rows.
 
-All other operations already compute each row in the same way, wherever it is.
+All other operations already compute a row in the same way in every batch.
 """
 
 from functools import partial
@@ -80,5 +80,5 @@ def token_logprobs(logits, token_ids, temperatures=None):
 
 
 def gather_logprobs(logits, ids):
-    """Compute log-probabilities of several tokens; for the same token, the result equals `token_logprobs`."""
+    """Compute log-probabilities of several tokens per row, each exactly as `token_logprobs` computes it."""
     return logits.gather(1, ids) - log_sums_and_ranks(logits, ids[:, 0])[0].unsqueeze(1)

@@ -1,10 +1,10 @@
 """FP8 (e4m3) in kernels: conversions, and rows that share a scale.
 
-From compute capability 8.9 on, the GPU converts e4m3, and tensors are `torch.float8_e4m3fn`. Elsewhere kernels take the
-bits as uint8 and convert them here, because Triton has no e4m3 for older GPUs, and its interpreter rounds it wrongly.
+From compute capability 8.9 on, the GPU converts e4m3, and tensors are `torch.float8_e4m3fn`. Elsewhere, kernels take
+the bits as uint8 and convert them here: Triton has no e4m3 for older GPUs, and its interpreter rounds e4m3 wrongly.
 
-The scale of a row is the row's largest magnitude / 448, rounded to bfloat16; 448 is the largest number in e4m3. So the
-largest number of a row is almost exact, and the other numbers have a relative error of up to 1/16.
+The scale of a row is the row's largest magnitude / 448, rounded to bfloat16, because 448 is the largest e4m3 number.
+So the largest number of a row is almost exact. The other numbers have a relative error of up to 1/16.
 """
 
 import triton
@@ -17,7 +17,7 @@ ONES = tl.constexpr(0x3F803F80)  # a pair of scales, bfloat16
 
 @triton.jit
 def decode_e4m3(x, dtype: tl.constexpr):
-    """Convert e4m3, or its bits as uint8, to `dtype`, exactly."""
+    """Convert e4m3 numbers, or their bits as uint8, to `dtype` without rounding."""
     if x.dtype == tl.uint8:
         bits = x.to(tl.int16)
         # a float16 with these bits has an exponent that is 8 too small
@@ -28,7 +28,7 @@ def decode_e4m3(x, dtype: tl.constexpr):
 
 @triton.jit
 def decode_e4m3_pairs(pairs, stored_dtype: tl.constexpr, dtype: tl.constexpr):
-    """Convert pairs of e4m3 numbers in uint16 words: return the first and the second numbers in `dtype`."""
+    """Unpack uint16 words with two e4m3 numbers each. Return all first and all second numbers in `dtype`."""
     if stored_dtype == tl.uint8 or dtype != tl.float16:
         first = (pairs & 0xFF).to(tl.uint8).to(stored_dtype, bitcast=True)
         second = (pairs >> 8).to(tl.uint8).to(stored_dtype, bitcast=True)
@@ -52,7 +52,7 @@ def decode_e4m3_pairs(pairs, stored_dtype: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def encode_e4m3(x, dtype: tl.constexpr):
-    """Convert float32 to e4m3, as float8e4nv or as bits in uint8: round to nearest even, and saturate at 448."""
+    """Convert float32 to e4m3 (float8e4nv, or its bits as uint8). Round to nearest even, and saturate at 448."""
     if dtype == tl.uint8:
         sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
         magnitude = tl.minimum(tl.abs(x), 448.0)
@@ -71,7 +71,7 @@ def encode_e4m3(x, dtype: tl.constexpr):
 def encode_rows(x, dtype: tl.constexpr):
     """Quantize rows [R, D] to e4m3 [R, D] as `dtype`. Also return scales [R] float32, which are exact in bfloat16.
 
-    A row with NaN or infinity gets an infinite scale, so that no finite number is read from it.
+    A row that contains NaN or infinity gets an infinite scale, so that it is never read as finite numbers.
     """
     x = x.to(tl.float32)
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # integers sort like magnitudes, with NaN at the top
@@ -83,15 +83,15 @@ def encode_rows(x, dtype: tl.constexpr):
 
 @triton.jit
 def bfloat16_bits(x):
-    """Return the bfloat16 bits, as int16, of float32 numbers that are exact in bfloat16."""
+    """Convert float32 numbers that are exact in bfloat16 to their bfloat16 bits in int16."""
     return (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
 
 
 @triton.jit
 def store_row(x, row_ptr, scale_ptr, slot):
-    """Quantize a row [1, D], and store it with its scale (bfloat16 bits, as int16) unless `slot` is -1.
+    """Quantize a row [1, D], and store it with its scale (bfloat16 bits in int16) unless `slot` is -1.
 
-    Return the stored numbers [1, D] as float32, without the scale, and the scale [1].
+    Return the quantized numbers [1, D] as float32, not multiplied by the scale, and the scale [1].
     """
     y, scale = encode_rows(x, row_ptr.dtype.element_ty)
     i = tl.arange(0, 1)
@@ -102,11 +102,11 @@ def store_row(x, row_ptr, scale_ptr, slot):
 
 @triton.jit
 def unpack_scales(pairs, stored_dtype: tl.constexpr):
-    """Unpack pairs of bfloat16 scales in int32 [N]: return scales of keys and log2 of scales of values, float32 [N].
+    """Unpack int32 words [N] with two bfloat16 scales each. Return key scales and log2 of value scales, float32 [N].
 
-    Attention does not multiply values by their scales. It uses p * scale = 2 ** (score + log2(scale) - m) instead: the
-    logarithm is added to the scores before their maximum m is taken. So p lies between 0 and 1 for values of any size,
-    and keeps its accuracy in float16. The sum of the softmax adds p / scale.
+    Attention does not multiply values by their scales. Instead, it adds log2(scale) to the scores before it takes their
+    maximum m. Then p = 2 ** (score + log2(scale) - m) already includes the scale. It lies between 0 and 1 for values of
+    any size, so it is accurate in float16. The sum of the softmax adds p / scale.
     """
     k_scale = (pairs << 16).to(tl.float32, bitcast=True)
     v_scale = (pairs & -0x10000).to(tl.float32, bitcast=True)
@@ -120,10 +120,10 @@ def unpack_scales(pairs, stored_dtype: tl.constexpr):
 
 @triton.jit
 def as_fp8_partner(x):
-    """Convert queries that are multiplied with e4m3 keys from bfloat16 to float16.
+    """Convert queries from bfloat16 to float16 if they are multiplied by e4m3 keys.
 
-    The hardware converts e4m3 to float16 directly, but to bfloat16 only through float16 and float32. float16 has more
-    digits than bfloat16. Its range is smaller, but far larger than the results of norms and projections.
+    The hardware converts e4m3 to float16 directly, but to bfloat16 only through float16 and float32. float16 is more
+    precise than bfloat16. Its range is smaller, but far larger than the outputs of norms and projections.
     """
     if x.dtype == tl.bfloat16:
         x = tl.clamp(x.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)

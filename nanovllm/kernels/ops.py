@@ -1,7 +1,7 @@
-"""The table of operations of CUDA: which kernel computes an operation. Importing this module needs Triton.
+"""CUDA's table of operations. Importing this module requires Triton.
 
-A function with the name of an operation computes this operation, or returns NotImplemented where the definition is as
-fast. The other functions are helpers, or are called only by code for CUDA.
+A function with the name of an operation replaces the definition of that operation. It returns NotImplemented where the
+definition is as fast. The other functions are helpers, or are called only by CUDA code.
 """
 
 import torch
@@ -57,9 +57,9 @@ def split_linear(x, weight, bias=None, split_k=1, out=None):
 
 
 def norm_linear(x, weight, bias=None, act=None):
-    """Compute norm, matmul and activation of one row in one kernel, unless the row is still a sum of parts.
+    """Compute the norm, matmul and activation of a single row in one kernel, unless the row is still a sum of parts.
 
-    For more rows, the norm is a separate kernel. Matmul and SwiGLU are one kernel for many rows on Hopper.
+    For more rows, the norm is a separate kernel. For many rows on Hopper, matmul and SwiGLU are one kernel.
     """
     if len(x) != 1:
         return NotImplemented if act is None or bias is not None else swiglu(x.tensor(), weight)
@@ -89,7 +89,7 @@ def rms_norm(x, weight, eps):
 
 
 def store_kvcache(k, v, cache, slot_mapping):
-    """Store keys and values with the kernel that norms and rotates, but without norm weights and by an angle of 0."""
+    """Store keys and values with the norm and rope kernel, called without norm weights and with angles of 0."""
     cos = torch.ones(len(k), 1, 2, dtype=torch.float32, device=k.device)
     cos_sin = torch.cat((cos, 0 * cos), 1)  # the kernel reads it early: torch.cat of k and v is launched after it
     norm_rope_and_store(torch.cat((k, v), 1), (None, None, 0.0, cos_sin), slot_mapping, cache)

@@ -1,4 +1,4 @@
-"""Causal attention of one layer over its paged KV cache."""
+"""The attention layer, which reads a paged KV cache."""
 
 import torch
 from torch import nn
@@ -14,16 +14,16 @@ from nanovllm.utils.context import get_context
 def store_kvcache(k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
     """Write keys and values [T, kv_heads, head_dim] to their cache slots [T].
 
-    No slot may be -1 here. Kernels skip tokens with slot -1, which are padding.
+    Slots must not be -1. (Kernels skip slot -1, which is padding.)
     """
     cache.store_kvcache(slot_mapping.long(), k, v)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention: query head h reads key-value head h // (num_heads / num_kv_heads)."""
+    """Causal grouped-query attention. Query head h reads key-value head h // (num_heads / num_kv_heads)."""
 
     def __init__(self, num_heads: int, head_dim: int, scale: float, num_kv_heads: int, window: int | None = None):
-        """Numbers of heads are per rank. `window` is how many tokens a token attends to, including itself."""
+        """Head counts are per rank. `window` is the number of tokens that a token attends to, including itself."""
         super().__init__()
         self.num_heads, self.head_dim, self.num_kv_heads = num_heads, head_dim, num_kv_heads
         self.scale, self.window = scale, window

@@ -1,4 +1,4 @@
-"""Token embedding and output head, split over the ranks along the vocabulary."""
+"""Token embedding and output head. Ranks split the vocabulary."""
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from nanovllm.utils.loader import Shard, parameter
 def embed_shard(
     token_ids: torch.Tensor, weight: torch.Tensor, first_id: int, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Embeddings [T, N] from weight [n, N], whose rows belong to the ids from `first_id` on; zeros for other ids.
+    """Look up embeddings [T, N] in weight [n, N], whose first row belongs to `first_id`. Other ids get zeros.
 
     Kernels write the result to `out` [1, T, N].
     """
@@ -25,7 +25,7 @@ def embed_shard(
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Each rank holds an equal range of the vocabulary and embeds other ids as zeros. The ranks' results are summed."""
+    """Embeds token ids. Each rank holds an equal range of the vocabulary, and the ranks' results are summed."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int):
         super().__init__()
@@ -46,7 +46,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ScaledEmbedding(VocabParallelEmbedding):
-    """The embedding times a factor."""
+    """Multiplies embeddings by a factor."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, factor: float):
         super().__init__(num_embeddings, embedding_dim)
@@ -57,11 +57,11 @@ class ScaledEmbedding(VocabParallelEmbedding):
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """Hidden states [S, embedding_dim] to logits [S, vocabulary]."""
+    """Maps hidden states [S, embedding_dim] to logits [S, vocabulary]."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.tp.all_gather(linear(hidden_states, self.weight))
 
     def local_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """The columns of this rank's range of the vocabulary."""
+        """Return the columns of this rank's range of the vocabulary."""
         return logits[:, self.first_id : self.first_id + len(self.weight)]

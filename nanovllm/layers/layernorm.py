@@ -1,4 +1,4 @@
-"""RMSNorm, also of the sum with the residual."""
+"""RMSNorm, optionally of the sum with a residual."""
 
 import torch
 import torch.nn.functional as F
@@ -10,12 +10,12 @@ from nanovllm.utils.loader import default_weight_loader, parameter
 
 @operation
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm of x [..., N] over the last dimension, with a weight [N]; PyTorch computes it in float32."""
+    """Compute the RMSNorm of x [..., N] with weight [N]. PyTorch computes in float32."""
     return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32 (arXiv:1910.07467)."""
+    """Computes x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 (arXiv:1910.07467)."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-6):
         super().__init__()
@@ -31,12 +31,12 @@ class RMSNorm(nn.Module):
         return rms_norm(total, self.weight, self.eps), total
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None):
-        """The norm of x [..., hidden_size]. With a residual: the norm of x + residual, and the sum itself."""
+        """Return the norm of x [..., hidden_size]. With a residual, return the norm of x + residual and the sum."""
         return self.rms_forward(x) if residual is None else self.add_rms_forward(x, residual)
 
 
 class ZeroCenteredRMSNorm(RMSNorm):
-    """RMSNorm for checkpoints with weight - 1. The weight is float32: 16 bits near 1 would lose small differences."""
+    """RMSNorm for checkpoints that store weight - 1. The weight is float32, because 16 bits are too coarse near 1."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-6):
         super().__init__(hidden_size, eps)

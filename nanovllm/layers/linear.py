@@ -1,4 +1,4 @@
-"""Linear layers split over the ranks: column-parallel (by outputs), merged, and row-parallel (by inputs)."""
+"""Linear layers that are split over ranks: column-parallel (by outputs), merged, and row-parallel (by inputs)."""
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,8 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 
 @operation
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x W^T + bias: x [T, inputs], weight [outputs, inputs] -> [T, outputs]."""
-    # oneDNN compiles about half a MiB of code for each number of rows; padding to few sizes bounds that memory
+    """Compute x W^T + bias: x [T, inputs], weight [outputs, inputs] -> [T, outputs]."""
+    # oneDNN compiles about half a MiB of code for each number of rows; padding to a few sizes bounds that memory
     num_padding = _padded_rows(len(x)) - len(x) if x.is_cpu and x.dtype is not torch.float32 else 0
     if num_padding:
         return F.linear(F.pad(x, (0, 0, 0, num_padding)), weight, bias)[: len(x)]
@@ -21,13 +21,13 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def _padded_rows(num_rows: int) -> int:
-    """The next size: every number up to 64, then eight sizes for each power of two, at most 256 apart."""
+    """Round up: to every number up to 64, then to eight sizes per power of two, at most 256 apart."""
     step = 1 if num_rows <= 64 else min(256, 1 << ((num_rows - 1).bit_length() - 4))
     return -(-num_rows // step) * step
 
 
 class LinearBase(nn.Module):
-    """y = x W^T + b, with this rank's part of the weight [outputs, inputs] and bias [outputs]."""
+    """Computes x W^T + b with this rank's part of the weight [outputs, inputs] and bias [outputs]."""
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False):
         """Sizes are per rank."""
@@ -37,19 +37,19 @@ class LinearBase(nn.Module):
         self.bias = parameter((output_size,), self.weight_loader, is_linear=True) if bias else None
 
     def shard_ids(self) -> list[tuple]:
-        """The ids of the checkpoint's weights that are merged in this layer; one empty id if there is only one."""
+        """Return the ids of the checkpoint weights that this layer merges. A single weight has an empty id."""
         return [()]
 
     def shard(self, *shard_id: int | str) -> Shard:
-        """This rank's part of the checkpoint's weight with this id."""
+        """Return this rank's part of a checkpoint weight."""
         raise NotImplementedError
 
     def weight_loader(self, param: torch.Tensor, loaded_weight, *shard_id: int | str) -> torch.Tensor:
-        """Copy this rank's part of a weight or bias of the checkpoint; returns the part of `param` that was filled."""
+        """Copy this rank's part of a checkpoint weight or bias. Return the part of `param` that was filled."""
         return self.shard(*shard_id).copy(param, loaded_weight)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x W^T + bias. Quantized layers replace this method (quantization/)."""
+        """Compute x W^T + bias. Quantized layers override this method (quantization/)."""
         return linear(x, self.weight, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -58,14 +58,14 @@ class LinearBase(nn.Module):
 
 
 class ReplicatedLinear(LinearBase):
-    """Every rank has the whole layer."""
+    """A linear layer that is not split: every rank has all of it."""
 
     def shard(self) -> Shard:
         return Shard(tuple(self.weight.shape))
 
 
 class MergedColumnParallelLinear(LinearBase):
-    """Several layers with the same input, merged. Each rank computes an equal range of each layer's outputs."""
+    """Merges layers that share an input. Each rank computes an equal range of each layer's outputs."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class MergedColumnParallelLinear(LinearBase):
         bias: bool = False,
         divisions: list[TensorParallel] | None = None,
     ):
-        """`divisions`: for each layer, the ranks that it is split over; all ranks by default."""
+        """divisions: how each layer is split over ranks; by default, over all ranks."""
         self.input_size, self.output_sizes = input_size, output_sizes
         self.divisions = divisions or [get_construction().tp] * len(output_sizes)
         pairs = zip(self.divisions, output_sizes)
@@ -94,19 +94,19 @@ class MergedColumnParallelLinear(LinearBase):
 
 
 class ColumnParallelLinear(MergedColumnParallelLinear):
-    """Each rank computes an equal range of the outputs."""
+    """A layer of which each rank computes an equal range of the outputs."""
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False):
         super().__init__(input_size, [output_size], bias)
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
-    """Query, key and value projections, merged and split by heads. Ranks share key-value heads if there are too few."""
+    """Merges the query, key and value projections, split by heads. Ranks share key-value heads if there are too few."""
 
     def __init__(
         self, hidden_size: int, head_size: int, num_heads: int, num_kv_heads: int | None = None, bias: bool = False
     ):
-        """Arguments count the heads of all ranks; the attributes `num_heads` and `num_kv_heads` are per rank."""
+        """The arguments count the heads of all ranks. The attributes `num_heads` and `num_kv_heads` are per rank."""
         num_kv_heads, tp = num_kv_heads or num_heads, get_construction().tp
         kv_tp = tp.for_heads(num_kv_heads)
         local = tp.shard_size("query heads", num_heads), kv_tp.shard_size("key-value heads", num_kv_heads)
@@ -119,7 +119,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
 
 class RowParallelLinear(LinearBase):
-    """x and W are split along the inputs: each rank has its range of x, and y is the sum over the ranks."""
+    """A layer that is split along the inputs. Each rank has a range of x, and the ranks' results are summed."""
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False):
         self.input_size, self.output_size = input_size, output_size
@@ -129,6 +129,6 @@ class RowParallelLinear(LinearBase):
         return Shard((self.output_size, self.input_size), columns=self.tp.local_slice(self.input_size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, inputs of this rank] -> [T, outputs], the same on all ranks."""
+        """x [T, inputs of this rank] -> [T, outputs], equal on all ranks."""
         bias = self.bias if self.tp.rank == 0 else None  # the sum over ranks must contain it once
         return self.tp.all_reduce(self.multiply(x, bias))

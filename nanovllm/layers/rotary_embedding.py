@@ -10,15 +10,15 @@ from nanovllm.utils.rope_scaling import inverse_frequencies, scaled_rope
 
 
 def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs (x[i], x[i + N / 2]) of x [T, heads, N] by angles whose cos and sin are [T, 1, N / 2]."""
+    """Rotate the pairs (x[i], x[i + N / 2]) of x [T, heads, N]. `cos` and `sin` of the angles are [T, 1, N / 2]."""
     first, second = x.float().chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates the first N numbers of every head: pair i of N / 2 by the angle position * inv_freq[i].
+    """Rotates the first N numbers of every head. The angle of pair i is position * inv_freq[i].
 
-    All layers share one float32 table [max_position, N]: the cosines of each position, then the sines.
+    All layers share one float32 table [max_position, N] with the cosines of each position, then the sines.
     """
 
     def __init__(self, inv_freq: tuple[float, ...], scale: float, max_position: int):
@@ -43,9 +43,9 @@ class RotaryEmbedding(nn.Module):
 def get_rope(
     head_size: int, rotary_dim: int, max_position: int, base: float, rope_scaling: dict | None = None
 ) -> RotaryEmbedding:
-    """A RotaryEmbedding for the first `rotary_dim` numbers of heads of `head_size`.
+    """Make a RotaryEmbedding for the first `rotary_dim` numbers of heads of size `head_size`.
 
-    `rope_scaling` is an entry of config.json: a "rope_type" and the parameters of this type. ValueError if invalid.
+    `rope_scaling` is this entry of config.json: a "rope_type" and its parameters. Raises ValueError if it is invalid.
     """
     if not 0 < rotary_dim <= head_size or rotary_dim % 2:
         raise ValueError(f"rotary_dim={rotary_dim}: must be even, and at most head_size={head_size}")

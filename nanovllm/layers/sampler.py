@@ -1,16 +1,16 @@
 """Samples the next token of each row from its logits, with the filters min-p, top-k and top-p.
 
-Logits are edited in this order, which is vLLM's:
+As in vLLM, logits are edited in this order:
 
 1. logit biases, and the ban of stop ids by min_tokens
 2. penalties
-3. allowed ids (of a request, or of a structured output after its last token) and bad words
-4. features that were registered from outside
+3. bad words, and the ids allowed by a request or by its structured output
+4. features that users registered
 5. temperature, min-p, top-k, top-p
 
-features/logit_edits.py does 1 to 3. Log-probabilities come by default from the model's logits, before all edits.
+features/logit_edits.py does 1 to 3. By default, log-probabilities are computed from the unedited logits.
 
-With several ranks, each computes the logits of its range of the vocabulary, edits them, and draws a token from them.
+With several ranks, each rank computes and edits the logits of its range of the vocabulary, and draws a token from them.
 The best draw of all ranks wins. Only min-p, top-k and top-p need complete rows of logits.
 """
 
@@ -26,10 +26,10 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 
 
 class Sampler(nn.Module):
-    """Gumbel-max sampling: argmax(logits / temperature + Gumbel noise) is a draw from softmax(logits / temperature).
+    """Samples with Gumbel noise: argmax(logits / temperature + noise) is a draw from softmax(logits / temperature).
 
-    A draw needs no sum over the vocabulary, no generator and no state, and its noise does not depend on the batch.
-    Temperature 0 is greedy.
+    A draw needs no sum over the vocabulary and no generator, and its noise does not depend on the batch. Temperature 0
+    is greedy.
     """
 
     def __init__(self, tp: TensorParallel = TensorParallel(), first_id: int = 0):
@@ -44,10 +44,10 @@ class Sampler(nn.Module):
         positions: torch.Tensor | None = None,
         cutoffs: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Token ids [S] int32 drawn from logits [S, shard], whose column 0 is the token `first_id`.
+        """Draw token ids [S] int32 from logits [S, shard], whose column 0 is the token `first_id`.
 
         temperatures [S] float32; seeds [S, 2] int32, by default from PyTorch's generator; positions [S] int32.
-        cutoffs [S] int64, from `logit_cutoffs`: tokens whose key is below the cutoff of their row are not drawn.
+        cutoffs [S] int64, from `logit_cutoffs`: tokens with a key below their row's cutoff are not drawn.
         """
         if seeds is None:
             seeds = torch.randint(-(2**31), 2**31, (len(logits), 2), dtype=torch.int32, device=logits.device)
@@ -68,7 +68,7 @@ def sample(
     first_id: int = 0,
     cutoffs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a token of each row from this rank's shard: scores and token ids [S]."""
+    """Draw a token for each row from this rank's shard. Return their scores and ids [S]."""
     scores = logits.float()
     filtered_rows = () if cutoffs is None else (cutoffs > KEEPS_ALL).nonzero().squeeze(-1)
     if len(filtered_rows):
@@ -92,12 +92,12 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox(counter: tuple, key: tuple, rounds: int = PHILOX_ROUNDS) -> tuple[torch.Tensor, ...]:
-    """Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): four words of each counter.
+    """Compute Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
-    Counter and key are four and two int64 tensors of values below 2^32, of shapes that broadcast.
+    The counter is four int64 tensors and the key two, of values below 2^32, whose shapes broadcast. Returns four words.
     """
     words = *counter, *key
-    # NumPy takes a third of PyTorch's time for hundreds of counters, and not longer for many
+    # for hundreds of counters, NumPy takes a third of PyTorch's time, and for more counters no longer than PyTorch
     c0, c1, c2, c3, k0, k1 = (word.numpy() for word in words) if key[0].device.type == "cpu" else words
     for _ in range(rounds):
         x, y = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # modulo 2^64
@@ -108,14 +108,14 @@ def philox(counter: tuple, key: tuple, rounds: int = PHILOX_ROUNDS) -> tuple[tor
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, quads: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise [N, 4] float32 for the ids 4 * quad to 4 * quad + 3 of each of `quads` [N].
+    """Return standard Gumbel noise [N, 4] float32 for the ids 4 * quad to 4 * quad + 3 of each of `quads` [N].
 
-    It depends only on (seed, position, token id): the seed is Philox's key, (token id // 4, position, 0, 0) is its
+    Noise depends only on seed, position and token id: the seed is Philox's key, (token id // 4, position, 0, 0) is its
     counter, and token id % 4 selects a word of its output.
     """
     zero = torch.zeros_like(quads)
     words = philox((quads, positions.long(), zero, zero), (seeds.long() & _WORD).unbind(-1))
-    # in (0, 1); small values keep all their digits, because they become large noise
+    # in (0, 1); small values, which become large noise, keep all their digits
     uniform = torch.stack(words, dim=-1).float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
@@ -123,9 +123,9 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, quads: torch.Tens
 def add_noise(
     scores: torch.Tensor, is_drawn: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, first_id: int
 ) -> torch.Tensor:
-    """scores [S, n] of the ids from `first_id` on, plus noise for tokens that can become the best of their row.
+    """Add noise to the scores [S, n] of tokens that can win. Column 0 is the token `first_id`.
 
-    Noise is between -2.9 and 22.9, so most tokens are too far below the best one to need it. Greedy rows need none.
+    Noise is between -2.9 and 22.9, so most tokens are too far below the best token to win. Greedy rows get no noise.
     """
     num_before = first_id % 4
     padding = num_before, -(num_before + scores.shape[1]) % 4
@@ -141,12 +141,12 @@ def add_noise(
 
 
 def token_keys(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """int64 keys that order tokens by likelihood: a larger logit, or an equal logit of a lower id, has a larger key.
+    """Return int64 keys that order tokens by their float32 logits, and tokens with equal logits by descending id.
 
-    `logits` are float32. The high word of a key has the order of the logits; the low word is ~token_id.
+    The high word of a key has the order of the logits. The low word is ~token_id.
     """
     bits = (logits + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0, which must have the same key
-    order = bits ^ (bits >> 31 & 0x7FFFFFFF)  # int32 in the order of the floats: the bits of negative ones are reversed
+    order = bits ^ (bits >> 31 & 0x7FFFFFFF)  # int32 in the order of the floats: bits of negative numbers are inverted
     return (order.long() << 32) | (~token_ids.long() & 0xFFFFFFFF)
 
 
@@ -156,31 +156,31 @@ KEEPS_ALL = token_keys(*_LEAST_LIKELY).item()  # no token's key is below this cu
 
 
 class SamplingRows(NamedTuple):
-    """The S sequences that get a token.
+    """The rows of the S sequences that get a token.
 
-    Token ids are cached in blocks like keys and values, with the same block tables. So penalties also find the ids of a
-    cached prefix, and a preempted sequence writes its ids again when it is recomputed.
+    Token ids are cached in the same blocks as keys and values. So penalties also find the ids of a cached prefix, and a
+    preempted sequence writes its ids again when it is recomputed.
     """
 
     params: torch.Tensor  # [S, WIDTH] int32
     req_indices: torch.Tensor  # [S] int32
-    positions: torch.Tensor  # [S] int32, of the last token
+    positions: torch.Tensor  # [S] int32, the position of the last token
     block_tables: torch.Tensor  # [S, W] int32
     token_ids: torch.Tensor  # [blocks, block_size] int32
-    num_finished_programs: torch.Tensor  # [S or more] int32, scratch of a kernel: zeros before and after it
+    num_finished_programs: torch.Tensor  # [S or more] int32, a kernel's scratch: zeros before and after the kernel
 
     def column(self, name: str) -> torch.Tensor:
-        """[S]: a parameter of the rows, as float32 unless it is declared as an integer."""
+        """Return a parameter of each row [S], as float32 unless it is declared as an integer."""
         return column(self.params, name)
 
 
 @operation
 def logit_cutoffs(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """The smallest of the `token_keys` that min-p, top-k and top-p keep in each row: [S] int64.
+    """Return the smallest of the `token_keys` that min-p, top-k and top-p keep in each row: [S] int64.
 
-    Filters take tokens in descending order of their keys. min-p keeps the tokens that are likely enough. Of these,
-    top-k keeps the first k. Of these, top-p keeps the fewest whose probabilities, renormalized after top-k, reach
-    top_p. Greedy rows and rows without filters get KEEPS_ALL.
+    Tokens are filtered in descending order of their keys. min-p keeps the tokens that are likely enough, and top-k
+    keeps the first k of them. After renormalization, top-p keeps the fewest whose probabilities reach top_p. Greedy
+    rows and rows without filters get KEEPS_ALL.
     """
     out = torch.full((len(logits),), KEEPS_ALL, dtype=torch.int64, device=logits.device)
     if not (rows.params[:, FILTERS] != _NO_FILTERS.to(logits.device)).any():
@@ -193,9 +193,9 @@ def logit_cutoffs(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     is_kept &= (torch.arange(ranked.shape[1], device=logits.device) < top_k) | (top_k <= 0)
     weights = ((ranked - ranked[:, :1]) / temperature).exp().double() * is_kept  # probabilities times a constant
     sums = weights.cumsum(-1)
-    # float32 rounds top_p=0.1 of 1,000 equal tokens to 100; in float64 it is a little more, and would keep 101
+    # float32 rounds 0.1 of 1,000 equal tokens to 100; in float64 it is slightly more, which would keep 101
     needed = top_p * sums[:, -1:].float()
-    is_kept &= (sums - weights < needed) | (top_p >= 1)  # the tokens before it do not reach top_p
-    last = is_kept.sum(-1, keepdim=True).clamp(min=1) - 1  # the tokens that are kept come first
+    is_kept &= (sums - weights < needed) | (top_p >= 1)  # keep a token if the tokens before it do not reach top_p
+    last = is_kept.sum(-1, keepdim=True).clamp(min=1) - 1  # kept tokens come first
     out[rows_to_filter] = token_keys(ranked.gather(1, last), ids.gather(1, last)).squeeze(1)
     return out

@@ -10,23 +10,23 @@ from nanovllm.utils.loader import default_weight_loader, parameter
 
 @operation
 def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """x [T, N] times the sigmoid of gate [T, N or 1], computed in float32 and rounded once."""
+    """Multiply x [T, N] by the sigmoid of gate [T, N or 1], in float32, and round once."""
     return (x.float() * gate.float().sigmoid()).to(x.dtype)
 
 
 @operation
 def gate_scores(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x W^T: x [T, inputs], weight [1, inputs] -> [T, 1]."""
+    """Compute x W^T: x [T, inputs], weight [1, inputs] -> [T, 1]."""
     return F.linear(x, weight)
 
 
 class SigmoidGate(nn.Module):
-    """A gate for each row: the dot product of the layer's input with one vector, which is never quantized."""
+    """Gates rows by the dot product of the layer's input with a vector, which is never quantized."""
 
     def __init__(self, input_size: int):
         super().__init__()
         self.weight = parameter((1, input_size), default_weight_loader)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """y [T, N] times the gates of x [T, input_size]."""
+        """Multiply y [T, N] by the gates of x [T, input_size]."""
         return sigmoid_gate(y, gate_scores(x, self.weight))

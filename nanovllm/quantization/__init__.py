@@ -1,11 +1,12 @@
 """The formats of 8-bit weights, and `fp8_cache.py`, the format of an 8-bit cache. docs/8-bit.md explains both.
 
-A format is a module of `formats/`. It has one or both of these functions:
+A format is a module of `formats/`. The name of the format is the module's name with dashes. The module has one or both
+of these functions:
 
-- `read_config(raw, file)`: turns the `quantization_config` of a config.json into a QuantConfig, if its `quant_method`
-  is the module's name with dashes. ValueError, with `file`, if it is not supported.
-- `config_on_load()`: returns the QuantConfig of a checkpoint that is quantized while it is loaded, if the setting
-  `quantization` is the module's name with dashes.
+- `read_config(raw, file)` turns the `quantization_config` of a config.json into a QuantConfig. It is called if the
+  `quant_method` is the format's name. It raises ValueError, naming `file`, if the configuration is not supported.
+- `config_on_load()` returns the QuantConfig for weights that are quantized while they are loaded. It is called if the
+  setting `quantization` is the format's name.
 """
 
 from collections.abc import Callable
@@ -16,9 +17,10 @@ from typing import Any
 
 
 def find_quantization(raw: dict | None, file: Path, setting: str | None) -> Any:
-    """Return the QuantConfig for `raw`, the `quantization_config` of a config.json, and `setting`; None without both.
+    """Return the QuantConfig for `raw` (`quantization_config` in config.json) and the setting `quantization`.
 
-    ValueError if the format is not supported, or if the setting `quantization` differs from the checkpoint's format.
+    Return None if both are None. Raise ValueError if the format is not supported, or if the setting differs from the
+    checkpoint's format.
     """
     if not raw:
         return None if setting is None else _format("quantization", setting, "config_on_load")()
@@ -30,7 +32,7 @@ def find_quantization(raw: dict | None, file: Path, setting: str | None) -> Any:
 
 
 def _format(name: str, value: Any, maker: str) -> Callable:
-    """Return the function `maker` of the format `value`. ValueError, which starts with `name`, if there is none."""
+    """Return the function `maker` of the format `value`. If there is none, raise ValueError starting with `name`."""
     names = [module.name for module in iter_modules([f"{path}/formats" for path in __path__])]
     modules = {name.replace("_", "-"): import_module(f"{__name__}.formats.{name}") for name in names}
     known = {name: getattr(module, maker) for name, module in modules.items() if hasattr(module, maker)}

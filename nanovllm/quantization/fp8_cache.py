@@ -1,11 +1,11 @@
-"""Keys and values in FP8 (e4m3): half the bytes of a bfloat16 cache, so nearly twice the tokens in the same memory.
+"""A KV cache in FP8 (e4m3). It stores nearly twice as many tokens in the same memory as a bfloat16 cache.
 
-The key and the value of each token and head have their own scales, which depend only on the key or the value itself. So
-there is no calibration. The cached numbers of a token do not depend on its neighbours in a block, on the chunks of a
-prompt, or on the number of ranks. Attention always reads the cache, even in the step that stores a token. So an answer
-is the same after a prefix hit, a preemption, or a copy of blocks.
+Each key and each value of a token and head has a scale, which depends only on this key or value. So the cache needs no
+calibration. The cached numbers of a token do not depend on its neighbours in a block, on the chunks of a prompt, or on
+the number of ranks. Attention always reads the cache, even in the step that stores a token. So a prefix hit, a
+preemption or a copy of blocks does not change an answer.
 
-With two bfloat16 scales (see `kernels/e4m3.py`), a key and a value of 128 numbers take 260 bytes instead of 512.
+With two bfloat16 scales (see `kernels/e4m3.py`), a key and a value of 128 elements each take 260 bytes instead of 512.
 """
 
 import torch
@@ -17,11 +17,11 @@ MIN_SCALE = 2.0**-32  # as in kernels/e4m3.py
 
 
 class FP8KVCache(KVCache):
-    """The keys and values of one layer in e4m3: `torch.float8_e4m3fn`, or bits as uint8 where kernels need these.
+    """The keys and values of one layer in e4m3: `torch.float8_e4m3fn`, or its bits as uint8 where kernels need bits.
 
-    `scales` [blocks, kv_heads, block_size] int32 has pairs of bfloat16 scales: of a key and of its value. The pairs of
-    a head are adjacent, because a program of a kernel reads the tokens of one head. A pair is one word, because kernels
-    can load 32-bit words ahead.
+    Each word of `scales` [blocks, kv_heads, block_size] int32 packs the bfloat16 scales of a key and of its value.
+    Kernels can load such 32-bit words ahead. The words of a head are adjacent, because each program of a kernel reads
+    the tokens of one head.
     """
 
     def __init__(self, data: torch.Tensor, scales: torch.Tensor):
@@ -55,10 +55,10 @@ class FP8KVCache(KVCache):
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize x [..., head_dim] to e4m3. Return its bits as uint8 [..., head_dim], and bfloat16 scales [...] of rows.
+    """Quantize rows x [..., head_dim] to e4m3. Return the bits as uint8 [..., head_dim], and bfloat16 scales [...].
 
-    A scale is the row's largest magnitude / 448, the largest number in e4m3. It is infinite if the row has NaN or
-    infinity.
+    A scale is the row's largest magnitude / 448, because 448 is the largest e4m3 number. It is infinite if the row
+    contains NaN or infinity.
     """
     x = x.float()
     largest = x.abs().amax(-1)
@@ -68,7 +68,7 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantize(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Invert `quantize`: return [..., head_dim] float32. A row that had NaN or infinity has no finite number."""
-    # These bits as float16 have an exponent that is 8 too small. PyTorch's own conversion handles one number at a time.
+    """Invert `quantize`. Return [..., head_dim] float32. A row that contained NaN or infinity has no finite number."""
+    # Read as float16, these bits have an exponent that is 8 too small. PyTorch would convert one number at a time.
     bits = data.view(torch.int8).short().bitwise_left_shift_(7).bitwise_and_(-0x4080)
     return bits.view(torch.float16).float().mul_((scales.float() * 256).unsqueeze(-1))

@@ -1,7 +1,7 @@
-"""Linear layers with FP8 weights on GPUs with FP8 units: the activations are quantized too (W8A8).
+"""Linear layers with FP8 weights on GPUs with FP8 units, where activations are quantized too (W8A8).
 
-A single row is not quantized, because reading the weights is the limit. Several rows are quantized by the norm or the
-activation before the matmul, or by a separate kernel if there is none.
+A single row is not quantized, because it only waits for the weights to be read. Several rows are quantized in the
+kernel of the preceding norm or activation or, if there is none, in a separate kernel.
 """
 
 from functools import cache
@@ -17,14 +17,14 @@ from nanovllm.layers.linear import LinearBase
 from nanovllm.quantization.scaled import QuantScheme
 from nanovllm.quantization.scaled_linear import ScaledLinear
 
-BLOCK = (128, 128)  # the only block that the library multiplies, besides whole rows
-MAX_GEMM_ROWS = 32  # with more rows, the library computes what `quantized_linear` does not
+BLOCK = (128, 128)  # the only block size that the library supports, besides whole rows
+MAX_GEMM_ROWS = 32  # with more rows, the library computes the matmuls that `quantized_linear` does not
 
 
 class FP8Linear(ScaledLinear):
-    """Quantizes rows, unless the norm or the activation before the layer has quantized them."""
+    """A format that quantizes rows, unless the preceding norm or activation has already quantized them."""
 
-    max_split_k_rows = 160  # up to so many rows, a split GEMM with few output tiles is faster than the library
+    max_split_k_rows = 160  # up to this many rows, a split GEMM with few output tiles is faster than the library
     min_rows = 2  # fewer rows are not quantized: for one row, reading the weights is the limit
 
     def __init__(self, layer: LinearBase, scheme: QuantScheme):
@@ -69,13 +69,13 @@ class FP8Linear(ScaledLinear):
         return (self._quantized(x), self.values, self.scales) if self.group == self.block.rows == 128 else None
 
     def _swiglu(self, layer: LinearBase, rows: ops.QuantizedRows, act: "FP8SiluAndMul") -> Any:
-        """Compute matmul and activation in one kernel. NotImplemented if there is no such kernel."""
+        """Compute matmul and activation in one kernel. Return NotImplemented if there is no such kernel."""
         if variant.get() or layer.bias is not None or act.consumer.group != ops.SWIGLU_GROUP:
             return NotImplemented
         return ops.swiglu_quantize(rows, self.values, self.scales)
 
     def _quantized(self, x: NormInput) -> ops.QuantizedRows:
-        """Quantize in the kernel of the norm, unless the norm is already computed or adds parts of several ranks."""
+        """Quantize in the norm's kernel, unless the norm is already computed or must add parts of several ranks."""
         parts, residual = x.x, x.residual_before
         if x.total is not None or parts.barrier is not None:
             return ops.quantize_rows(x.tensor(), self.group)
@@ -99,7 +99,7 @@ class FP8Linear(ScaledLinear):
         return y if out is None else out[0].copy_(y)
 
     def act_fn(self) -> "FP8SiluAndMul":
-        """Return an activation that quantizes its results for this layer."""
+        """Return an activation module that quantizes its results for this layer."""
         return FP8SiluAndMul(self)
 
 
@@ -119,7 +119,7 @@ SWIGLU.add(FP8SiluAndMul.forward)
 
 @cache
 def _has_scaled_mm(device: torch.device, is_row: bool) -> bool:
-    """Whether the library multiplies e4m3 with scales of rows, or of blocks. This depends on its CUDA version."""
+    """Return whether the library's CUDA version multiplies e4m3 with scales of rows (`is_row`) or of blocks."""
     if device.type != "cuda":
         return False
     size = 512

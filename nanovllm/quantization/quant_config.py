@@ -1,4 +1,4 @@
-"""Which layers of a model are quantized, and how, by their names in the checkpoint."""
+"""A table that maps the layers of a model, by name in the checkpoint, to how they are quantized."""
 
 import re
 from collections.abc import Callable
@@ -25,14 +25,13 @@ ALL = "Linear"  # a pattern for every linear layer
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """How each linear layer of a model is quantized.
+    """The quantization scheme of each linear layer of a model.
 
-    groups: (patterns of names, scheme) for each group; a layer gets the scheme of the first group with a matching
-        pattern.
-    ignore: patterns of names of layers that are not quantized.
+    groups: a list of (name patterns, scheme); a layer gets the scheme of the first group with a matching pattern
+    ignore: name patterns of layers that are not quantized
 
-    A pattern is one of these: "Linear", which matches all layers; a module's name in the checkpoint, or the end of it;
-    the name of a module that contains it; or "re:" and a regular expression that matches the beginning of the name.
+    A pattern is one of these: "Linear", which matches all layers; a module's name in the checkpoint, or the end of the
+    name; the name of a parent module; or "re:" and a regular expression that matches the beginning of the name.
     Embeddings, the output head and routers are never quantized.
     """
 
@@ -45,11 +44,11 @@ class QuantConfig:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the values of all groups."""
+        """The dtype of the quantized values, which all groups share."""
         return self.groups[0][1].dtype
 
     def scheme_of(self, module: str) -> QuantScheme | None:
-        """Return the scheme of the module with this name in the checkpoint; None if it is not quantized."""
+        """Return the scheme of the module with this name in the checkpoint, or None if it is not quantized."""
         if any(_matches(pattern, module) for pattern in self.ignore):
             return None
         return next((s for targets, s in self.groups if any(_matches(p, module) for p in targets)), None)
@@ -96,7 +95,7 @@ class QuantConfig:
 
 
 def _checkpoint_names(path: str, packed_modules_mapping: dict) -> list[str]:
-    """Return the names of the checkpoint's modules that are merged in the model's module at `path`."""
+    """Return the names of the checkpoint's modules that are merged into the model's module at `path`."""
     parent, _, own = path.rpartition(".")
     parts = [name for name, (merged, _) in packed_modules_mapping.items() if merged == own] or [own]
     return [f"{parent}.{name}" for name in parts]

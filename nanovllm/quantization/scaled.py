@@ -1,4 +1,4 @@
-"""Weights as 8-bit values times scales of blocks: how they are stored, loaded and quantized.
+"""Storage, loading and quantization of weights that are 8-bit values times block scales.
 
 A matrix [N, K] has values [N, K] and float32 scales [N / rows, K / columns], one for each block of rows x columns.
 """
@@ -19,7 +19,7 @@ ROWS_AT_A_TIME = 2048  # rows that are quantized together; few, because float32 
 
 
 class Block(NamedTuple):
-    """The part of a matrix that shares a scale."""
+    """The size of the blocks of a matrix that share a scale."""
 
     rows: int
     columns: int
@@ -27,23 +27,23 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """How a weight is quantized, in the checkpoint or while it is loaded."""
+    """A description of how a weight is quantized, in the checkpoint or while it is loaded."""
 
     dtype: torch.dtype  # of the values: float8_e4m3fn or int8
     max_value: float  # the quantized value of a block's largest magnitude
     block_rows: int | None  # rows that share a scale in the checkpoint; None: all
     block_columns: int | None  # columns that share a scale; None: all
-    scale_name: str | None = None  # the end of the names of the checkpoint's scales; None: it is not quantized
+    scale_name: str | None = None  # the suffix of the scales' names in the checkpoint; None: it is not quantized
 
     def block_of(self, shape: tuple[int, int]) -> Block:
-        """Return the block of a whole weight of the checkpoint."""
+        """Return the block size of a whole weight in the checkpoint."""
         return Block(self.block_rows or shape[0], self.block_columns or shape[1])
 
     def local_block(self, shards: list[Shard], columns: int) -> Block:
-        """Return the block of this rank's part of some weights: the largest that no border of a shard cuts.
+        """Return the largest block size for this rank's shards such that no block crosses the border of a shard.
 
-        Its sides are powers of two. If a border between ranks cuts a block of the checkpoint, the scale of this block
-        belongs to several smaller blocks.
+        The sides of a block are powers of two. If a border between ranks cuts a block of the checkpoint, several
+        smaller blocks get copies of its scale.
         """
         if self.block_columns is not None:
             columns = _power_of_two(self.block_columns, columns)
@@ -55,7 +55,7 @@ class QuantScheme:
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantize a weight [N, K]. Return values [N, K], and scales [ceil(N / rows), ceil(K / columns)].
 
-        The last blocks may be smaller.
+        The last blocks may be smaller than the others.
         """
         rows, columns = self.block_of(tuple(weight.shape))
         parts = [self._quantize(part, rows, columns) for part in weight.split(-(-ROWS_AT_A_TIME // rows) * rows)]
@@ -76,14 +76,14 @@ class QuantScheme:
 
 
 def _power_of_two(*sizes: int) -> int:
-    """The largest power of two that divides all sizes."""
+    """Return the largest power of two that divides all sizes."""
     divisor = math.gcd(*sizes)
     return divisor & -divisor
 
 
 @operation
 def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return values [..., N, K] times scales [..., N / rows, K / columns], as [..., N, K] in `dtype`."""
+    """Return values [..., N, K] times scales [..., N / rows, K / columns] in `dtype`."""
     rows, columns = (a // b for a, b in zip(values.shape[-2:], scales.shape[-2:]))
     blocks = values.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows)).float()
     return (blocks * scales[..., :, None, :, None]).to(dtype).flatten(-2, -1).flatten(-3, -2)
@@ -91,17 +91,18 @@ def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
 
 @operation
 def min_block_columns(values: torch.Tensor) -> int:
-    """Return the fewest inputs that must share a scale in experts that multiply several rows."""
+    """Return the minimum number of inputs per scale for experts that multiply several rows."""
     return 1
 
 
 class ScaledWeight:
-    """Values [..., N, K] and scales [..., N / rows, K / columns] of a layer, as parameters with weight loaders.
+    """The parameters of a layer's 8-bit weight, with loaders: values [..., N, K], scales [..., N / rows, K / columns].
 
-    If the checkpoint has no scales, they are a tensor, not a parameter.
+    If the checkpoint has no scales, the scales are a tensor, not a parameter.
 
-    `select` maps the arguments of a `weight_loader` to the shard of the checkpoint's weight, and to the index of the
-    matrix that it belongs to: () if there is only one matrix. It returns None if another rank has the shard.
+    `select` takes the arguments of a `weight_loader`. It returns the shard of the checkpoint's weight and the index of
+    the matrix that the shard belongs to, which is () for a single matrix. It returns None if the shard belongs to
+    another rank.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class ScaledWeight:
             self.scales = parameter(shape, self._load_scales, torch.float32)
 
     def _load_values(self, values: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
-        """Load a shard of a checkpoint's values, or quantize a weight. The result has NaN if the weight has NaN."""
+        """Load a shard of a checkpoint's values, or quantize a weight. NaN in the weight leads to NaN in the result."""
         if (selected := self.select(*arguments)) is None:
             return None
         shard, index = selected
@@ -133,11 +134,11 @@ class ScaledWeight:
         return _nan_of(shard.copy(values[index], weight))
 
     def must_quantize(self, weight) -> bool:
-        """Whether a weight has no scales: a random weight, a trainer's tensor, or part of an unquantized checkpoint."""
+        """Return whether a weight has no scales, because it is random, from a trainer or from an unquantized file."""
         return callable(weight) or isinstance(weight, torch.Tensor) or self.scheme.scale_name is None
 
     def quantize_shard(self, weight: torch.Tensor, shard: Shard, index: tuple[int, ...]) -> torch.Tensor:
-        """Quantize a whole weight, because blocks may be larger than a rank's part. Copy a shard; return its scales."""
+        """Quantize a whole weight, because blocks may be larger than a shard. Copy the shard, and return its scales."""
         # always on this device, because CUDA may round quotients differently than a CPU
         values, scales = self.scheme.quantize(weight.to(self.values.device))
         shard.copy(self.values[index], values)
@@ -145,11 +146,11 @@ class ScaledWeight:
 
     def _load_scales(self, scales: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
         if callable(weight) or (selected := self.select(*arguments)) is None:
-            return None  # random weights are quantized, which makes their scales
+            return None  # random weights are quantized, which also computes their scales
         return self._copy_scales(weight[...], *selected)
 
     def _copy_scales(self, scales: torch.Tensor, shard: Shard, index: tuple[int, ...]) -> torch.Tensor:
-        """Copy a shard's part of the scales [N / rows, K / columns] of the whole weight, and return this part."""
+        """Copy the scales of a shard from the scales of the whole weight [N / rows, K / columns], and return them."""
         (n, k), block = shard.shape, self.scheme.block_of(shard.shape)
         needed = -(-n // block.rows), -(-k // block.columns)
         if scales.numel() != needed[0] * needed[1]:
@@ -169,13 +170,13 @@ def _parts_of(shard: Shard | RowRanges) -> list[Shard]:
 
 
 def _slice_of(indices: list[int]) -> slice | list[int]:
-    """Return a slice if the indices are consecutive. A list would be copied to the device, and the copy waited for."""
+    """Return a slice if the indices are consecutive. Indexing with a list would wait for a copy to the device."""
     begin, end = indices[0], indices[-1] + 1
     return slice(begin, end) if indices == list(range(begin, end)) else indices
 
 
 def _nan_of(values: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with one element, which is NaN if a value is NaN. PyTorch has no `aminmax` for float8."""
+    """Return a one-element tensor that is NaN if any value is NaN. PyTorch has no `aminmax` for float8."""
     if values.dtype == torch.int8:
         return torch.zeros(1, device=values.device)
     has_nan = (values.view(torch.uint8) & 0x7F).amax() == 0x7F

@@ -8,7 +8,7 @@ from nanovllm.utils.loader import Shard, check_shape
 
 
 class ScaledExperts(ExpertsFormat):
-    """8-bit weights that are multiplied in the dtype of the activations (W8A16)."""
+    """The format of 8-bit weights that are multiplied in the dtype of the activations (W8A16)."""
 
     is_scaled = True
 
@@ -40,7 +40,7 @@ class ScaledExperts(ExpertsFormat):
 
 
 class FP8Experts(ScaledExperts):
-    """The format on GPUs with FP8 units: with many tokens, the activations are quantized too (W8A8)."""
+    """The format on GPUs with FP8 units, where steps with many tokens quantize activations too (W8A8)."""
 
     quantizes_activations = True
 

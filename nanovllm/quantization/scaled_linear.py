@@ -22,7 +22,7 @@ def scaled_linear(
     split_k: int = 1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `split_linear` with a weight of values times scales (scaled.py), and the activation."""
+    """Compute `split_linear` with a weight of values times scales (see scaled.py), then the activation."""
     y = split_linear(x, dequantize(values, scales, x.dtype), bias, 1, out)
     return y if act is None else act(y)
 
@@ -31,22 +31,22 @@ def scaled_linear(
 def best_scaled_split_k(
     values: torch.Tensor, scales: torch.Tensor, num_rows: int, max_split_k: int, max_rows: int | None = None
 ) -> int:
-    """Return the best number of parts, up to `max_split_k`, into which `scaled_linear` should split a matmul.
+    """Return the best split_k for `scaled_linear`, at most `max_split_k`.
 
-    `max_rows` is only given if rows are quantized. With more rows, only a kernel for quantized rows splits.
+    `max_rows` is given only if rows are quantized. With more rows, only a kernel for quantized rows can split.
     """
     return 1
 
 
 class Quantized:
-    """Replaces `LinearBase.multiply` in layers with a format of this folder."""
+    """The replacement of `LinearBase.multiply` in layers with a format of this folder."""
 
     def multiply(self: Any, x: Any, bias: torch.Tensor | None) -> torch.Tensor:
         return self.format.linear(self, x, bias)
 
 
 class ScaledLinear(WeightFormat):
-    """8-bit weights that are converted when they are read."""
+    """The format of 8-bit weights that kernels convert when they read them."""
 
     max_split_k_rows: int | None = None
 

@@ -1,4 +1,4 @@
-"""How models mark their reasoning. Names are taken from vLLM's reasoning parsers; some formats have several names."""
+"""The formats in which models mark their reasoning. They are named after vLLM's reasoning parsers."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -7,8 +7,8 @@ from typing import NamedTuple
 class ReasoningFormat(NamedTuple):
     """The two markers that enclose the reasoning, which comes before the answer.
 
-    is_open: if True, the model starts inside the reasoning, and writes only the end marker, unless the prompt has
-        already ended the reasoning. If False, it starts inside the reasoning only if the prompt has opened it.
+    is_open: if True, the model starts inside the reasoning and writes only the end marker, unless the prompt has
+        already ended the reasoning. If False, the model starts inside the reasoning only if the prompt has opened it.
     """
 
     begin: str
@@ -31,12 +31,12 @@ HINTS = "reasoning_content", "enable_thinking", "thinking", "reasoning_effort"
 
 
 def template_text(chat_template: str | Mapping[str, str] | None) -> str:
-    """Return the text of a chat template, or of several named templates."""
+    """Return the text of a chat template, or the joined texts of several named templates."""
     return "\n".join(chat_template.values()) if isinstance(chat_template, Mapping) else chat_template or ""
 
 
 def format_of(chat_template: str) -> str | None:
-    """Return the name of the reasoning format in a chat template; None if it has none that is known."""
+    """Return the name of a chat template's reasoning format, or None if the template has no known format."""
     if "[THINK]" in chat_template:
         return "mistral"
     if "<think>" in chat_template:

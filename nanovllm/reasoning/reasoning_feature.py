@@ -1,4 +1,4 @@
-"""Reasoning as a feature of a step: it tells other features where the answer begins."""
+"""Tracks reasoning as a feature of a step. Other features read from it where the answer begins."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ReasoningStage(StepFeature):
-    """Keeps a Reasoning for each sequence, and gives it each token that reaches the host."""
+    """Stores a Reasoning for each sequence, and feeds it each token that reaches the host."""
 
     @classmethod
     def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:

@@ -1,4 +1,4 @@
-"""Tells whether an answer is before, inside or after its reasoning, from the token ids of prompt and answer alone."""
+"""Determines whether an answer is before, inside or after its reasoning, from the token ids of prompt and answer."""
 
 from collections.abc import Iterable, Mapping
 from enum import Enum, auto
@@ -16,8 +16,9 @@ class Stage(Enum):
 class Markers:
     """The markers of a format in the vocabulary of a model.
 
-    Most models have a token for each marker. Then only a token that contains the marker counts. If several tokens spell
-    the marker, they are part of the reasoning. If a model has no such token, the text of the marker counts.
+    Most models have a token for each marker. For these models, only a token that contains the marker counts, and
+    several tokens that spell the marker are part of the reasoning. For a model without such a token, the text of the
+    marker counts.
     """
 
     def __init__(self, form: ReasoningFormat, tokenizer: Any, token_bytes: Mapping[int, bytes]):
@@ -35,7 +36,7 @@ class Markers:
         return self.begin in text.encode() or self.end in text.encode()
 
     def stage_after(self, prompt_token_ids: list[int]) -> Stage:
-        """Return the stage in which an answer to this prompt begins: the last turn may open or end the reasoning."""
+        """Return the stage in which an answer to this prompt begins. The last turn may open or end the reasoning."""
         start = len(prompt_token_ids)
         while start and prompt_token_ids[start - 1] not in self._turn_ids:
             start -= 1
@@ -47,7 +48,7 @@ class Markers:
 
 
 class TextMarkers:
-    """The markers of a format, for text whose tokens are not known."""
+    """The markers of a format, for text whose tokens are unknown."""
 
     begin_id = end_id = None
 
@@ -56,11 +57,11 @@ class TextMarkers:
 
 
 class Reasoning:
-    """The reasoning of one answer, up to the tokens that were taken.
+    """The state of one answer's reasoning after the tokens taken so far.
 
     stage: the stage of the answer.
-    num_tokens: the number of tokens of the reasoning, including its markers; 0 if there is none (yet).
-    num_thoughts: the same number without the begin marker.
+    num_tokens: the number of tokens of the reasoning, including its markers; 0 if there is no reasoning (yet).
+    num_thoughts: the number of tokens of the reasoning without the begin marker.
     num_ends: how often the text of the end marker occurs in the reasoning. The last occurrence is the marker.
     """
 
@@ -83,7 +84,7 @@ class Reasoning:
             self.take_text(self.markers.token_bytes[token_id])
 
     def take_text(self, piece: bytes) -> None:
-        """Take the text of the next token or, with TextMarkers, of any number of tokens."""
+        """Take the text of the next token, or of any number of tokens with TextMarkers."""
         if self.stage is Stage.BEFORE:
             self._begin_with(piece)
         elif self.stage is Stage.INSIDE:
@@ -116,7 +117,7 @@ def _begins_or_ends_turn(token: Any) -> bool:
     """Return whether an added token may separate the turns of a conversation.
 
     Other added tokens, such as `<tool_call>`, may occur inside reasoning. DeepSeek does not mark all of its separators
-    as special, so a token with a bar in it counts, too.
+    as special, so a token that contains a bar also counts.
     """
     return bool(token.content.strip()) and (token.special or any(bar in token.content for bar in "|\uff5c"))
 

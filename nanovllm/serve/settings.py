@@ -18,58 +18,61 @@ ALIASES = {
         "deepseek_v31": "deepseek_v3",
     },
 }
-KEEP_ALIVE_VARIABLE = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"  # of the environment
+KEEP_ALIVE_VARIABLE = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"  # an environment variable
 KEEP_ALIVE_SECONDS = 120.0
-CORES_FOR_A_FRONT = 4  # on fewer, its memory matters more than the time that it takes off the engine's GIL
+CORES_FOR_A_FRONT = 4  # with fewer, a second process costs more in memory than it saves the engine in GIL time
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Who may use the server, under which names, and how much a client may use.
+    """The settings of the HTTP server: its address, access, formats and limits.
 
-    host: the address to listen on. Other machines can't reach the default.
-    port: the port to listen on; 0 is any free port.
+    host: the address to listen on. The default is unreachable from other machines.
+    port: the port to listen on; 0 selects any free port.
     api_key: a key that clients must send as `Authorization: Bearer KEY` or `x-api-key: KEY`; by default no key is
-        needed. The environment variables NANOVLLM_API_KEY and VLLM_API_KEY are two more keys, which the list of
-        processes does not show.
-    allowed_origins: web pages of this origin may call the server from a browser; by default only its own page may.
-    allowed_hosts: a name that a request's Host header may have. By default any name is accepted, or only the names of
-        this machine if `host` is one of them: then no web page can reach the server through a name of its own (DNS
-        rebinding).
-    served_model_name: the names of the model in the API; by default MODEL, or the folder's name if that is a path.
-    chat_template: the chat template, or a file that contains it; by default the model's own.
+        needed. The environment variables NANOVLLM_API_KEY and VLLM_API_KEY add further keys, which do not appear in the
+        process list.
+    allowed_origins: an origin whose web pages may call the server from a browser; by default only the server's own page
+        may.
+    allowed_hosts: a name that is accepted in a request's Host header. By default, a server whose `host` is a loopback
+        address accepts only the loopback names, and other servers accept any name. This protects local servers against
+        DNS rebinding, where a web page reaches them through a domain name that it controls.
+    served_model_name: the names of the model in the API; by default MODEL, or the folder's name if MODEL is a path.
+    chat_template: the chat template, or a file that contains it; by default the model's template.
     tool_call_parser: the format of tool calls: "hermes" ("qwen", "qwen25", "qwen3"), "qwen3_coder" ("qwen3_xml"),
         "llama3_json" ("llama4_json"), "mistral" or "deepseek_v3" ("deepseek_v31"). "none" leaves the calls in the
-        content. "auto" takes the format from the chat template, and refuses requests with tools if that shows none.
+        content. "auto" detects the format from the chat template, and refuses requests with tools if it finds none.
     reasoning_parser: the format of reasoning, which is returned as `reasoning` and `reasoning_content`: "think"
-        ("qwen3", "deepseek_v3", "glm45"), "deepseek_r1" (answers may have only the end marker) or "mistral". "none"
-        leaves the reasoning in the content. "auto" takes the format from the chat template.
-    trust_request_chat_template: a request may have its own chat template. Templates are programs: they run in jinja2's
-        sandbox, in a process that has 2 seconds and 512 MiB for each.
-    max_body_bytes: maximum size of a request's body.
-    max_answers: maximum number of answers of one request: prompts times `n`.
-    request_timeout: seconds after which a request that is still running is ended.
-    body_timeout: seconds within which a request's body must have arrived.
-    timeout_keep_alive: seconds after which a connection without a request is closed; by default the environment
-        variable VLLM_HTTP_TIMEOUT_KEEP_ALIVE, or 120. Clients keep idle connections for up to 90 seconds, and a request
-        fails if it is sent just when its connection is closed.
-    max_connections: maximum number of open connections. For a further connection, the server closes the one that has
-        been idle for longest. If none is idle, the answer is 503.
-    drain_seconds: how long running requests may go on after SIGTERM or Ctrl-C.
+        ("qwen3", "deepseek_v3", "glm45"), "deepseek_r1" (answers may contain only the end marker) or "mistral". "none"
+        leaves the reasoning in the content. "auto" detects the format from the chat template.
+    trust_request_chat_template: allow a request to bring its own chat template. A template is a program: it runs in
+        jinja2's sandbox, in a process that is limited to 2 seconds and 512 MiB per template.
+    max_body_bytes: maximum size of a request body.
+    max_answers: maximum number of answers per request, which is the number of prompts times `n`.
+    request_timeout: seconds after which a running request is ended.
+    body_timeout: seconds within which the body of a request must arrive.
+    timeout_keep_alive: seconds after which an idle connection is closed; by default the environment variable
+        VLLM_HTTP_TIMEOUT_KEEP_ALIVE, or 120. Many clients reuse connections that were idle for up to 90 seconds, and a
+        request fails if the server closes the connection at that moment.
+    max_connections: maximum number of open connections. For a further connection, the server closes the connection that
+        has been idle longest. If no connection is idle, the answer is 503.
+    drain_seconds: maximum seconds for running requests to finish after SIGTERM or Ctrl-C.
     access_log: print a line for each request.
     enable_openapi: describe the API at `/openapi.json`.
-    enable_dev_endpoints: clients may pause the engine and replace its weights.
-    enable_force_include_usage: every chunk of a stream has the usage, even if the request does not ask for it.
-    return_tokens_as_token_ids: log-probabilities name every token as `token_id:ID`.
-    root_path: the path under which a proxy shows this server.
+    enable_dev_endpoints: allow clients to pause the engine and to replace its weights.
+    enable_force_include_usage: include the usage in every chunk of a stream, even if the request does not ask for it.
+    return_tokens_as_token_ids: in log-probabilities, write every token as `token_id:ID`.
+    root_path: the path under which a proxy exposes this server.
     uds: the path of a Unix domain socket to listen on instead of `host` and `port`.
-    max_queued_requests: how many answers may wait in addition to the `max_num_seqs` that run. Further ones get a 429.
-    data_parallel_size: the number of engines, each on its own GPUs; several are actors of Ray.
-    api_server_count: the number of HTTP processes next to the engine's process; 0 does HTTP in the engine's process. By
-        default 1 on 4 cores or more, and 0 on fewer, with several engines, and with `enable_dev_endpoints`.
+    max_queued_requests: maximum number of answers that wait, in addition to the `max_num_seqs` answers that run.
+        Further requests get a 429.
+    data_parallel_size: the number of engines, each on separate GPUs; several engines run as Ray actors.
+    api_server_count: the number of HTTP processes next to the engine's process; with 0, the engine's process also
+        handles HTTP. The default is 1 on machines with at least 4 cores. It is 0 on machines with fewer cores, with
+        several engines, and with `enable_dev_endpoints`.
 
-    Raises ValueError or TypeError with the value and the bound.
+    Raises ValueError or TypeError, which states the value and the bound.
     """
 
     host: str = "127.0.0.1"
@@ -106,7 +109,7 @@ class ServerSettings:
         for name, names in ALIASES.items():
             value = getattr(self, name)
             object.__setattr__(self, name, names.get(value, value))
-        if self.chat_template is not None and "{" not in self.chat_template:  # no template, so a file
+        if self.chat_template is not None and "{" not in self.chat_template:  # it is a file name
             object.__setattr__(self, "chat_template", Path(self.chat_template).read_text("utf-8"))
         check_fields(self)
         if self.timeout_keep_alive is None:
@@ -120,7 +123,7 @@ class ServerSettings:
 
     @property
     def num_fronts(self) -> int:
-        """How many processes do HTTP for an engine in another one. Replicas are in other processes anyway."""
+        """The number of HTTP processes next to the engine's process. Replicas need none."""
         if self.data_parallel_size > 1 or self.enable_dev_endpoints:
             return 0
         if self.api_server_count is None:
@@ -133,7 +136,7 @@ class ServerSettings:
         return self.uds is not None or self.host in ("localhost", "127.0.0.1", "::1")
 
     def hosts(self) -> tuple[str, ...] | None:
-        """The allowed values of a Host header without its port; None is any."""
+        """Return the accepted Host header values, without port; None means any."""
         if self.allowed_hosts is None and self.is_local and self.uds is None:  # no web page reaches a Unix socket
             return LOOPBACK_HOSTS
         return self.allowed_hosts

@@ -1,4 +1,4 @@
-"""Computes which tokens may come next in an answer of a given form. An answer without such a token ends."""
+"""Computes which tokens may come next in a constrained answer. If no token is allowed, the answer ends."""
 
 import os
 from collections import deque
@@ -20,18 +20,18 @@ from nanovllm.reasoning.stage import Reasoning, Stage
 from nanovllm.structured_outputs.grammar import Grammar, Matcher
 from nanovllm.structured_outputs.masks import MaskQueue, num_cores
 
-TOKEN_MARKER = 0xFF  # in the texts of llguidance, the first byte of a token that a grammar names
+TOKEN_MARKER = 0xFF  # in llguidance's texts, a token that a grammar names begins with this byte
 
 
 class Constraint:
-    """Limits the next token of one sequence by a grammar, by a budget for its reasoning, or by both.
+    """Restricts the next token of one sequence by a grammar, by a budget for its reasoning, or by both.
 
-    The grammar applies to the answer. If the sequence reasons first, the grammar applies to the tokens after the
-    reasoning, and end-of-sequence ids are banned in the reasoning. The mask also includes the bans of other parameters:
-    only the combined mask shows that no token is left. An id of `stop_token_ids` is treated like an end-of-sequence id:
-    it is allowed only where the grammar may end.
+    The grammar applies to the answer. If the sequence reasons first, the grammar begins after the reasoning, and
+    end-of-sequence ids are banned inside the reasoning. The mask also includes the bans of other parameters, because
+    only the combined mask shows whether any token is left. An id of `stop_token_ids` is treated like an end-of-sequence
+    id: it is allowed only where the grammar may end.
 
-    The state is a function of the sequence's token ids, so a preemption loses nothing.
+    The state depends only on the sequence's token ids, so a preemption loses nothing.
     """
 
     def __init__(
@@ -42,7 +42,10 @@ class Constraint:
         vocab_size: int,
         eos_token_ids: frozenset[int],
     ):
-        """queue: makes the masks that a step has no time for; None without a grammar."""
+        """Start in the state before the first generated token.
+
+        queue: computes the masks that take too long for a step; None without a grammar.
+        """
         # a proxy, because a reference cycle would keep both objects until the garbage collector runs
         self._seq, self._grammar = proxy(seq), cast(Grammar, grammar)
         self._queue, self._vocab_size, self.has_grammar = queue, vocab_size, grammar is not None
@@ -60,22 +63,22 @@ class Constraint:
         self._ends = np.array([*{*eos_token_ids, *self._stops.tolist()}], np.int64)
         edits = seq.feature_state["logit_edits"]
         self._allowed, self._bad_words = edits.allowed_mask, edits.bad_words
-        # the masks without a grammar, and inside reasoning that a grammar follows
+        # the mask without a grammar, and the mask inside reasoning that precedes a grammar
         self._free = _all_ids(vocab_size) if self._allowed is None else self._allowed
         self._free_but_ends = self._free.copy()
         _set_bits(self._free_but_ends, self._ends, False)
         self.next_mask = self._free  # [ceil(vocabulary / 32)] int32: bits of the ids that may come next
         self.sent_mask: np.ndarray | None = None  # the mask that the device has
-        self.draft_masks: list[np.ndarray] = []  # the masks after each draft of the next step
+        self.draft_masks: list[np.ndarray] = []  # the mask after each draft of the next step
         self.error: str | None = None  # why there is no next token
 
     def start_update(self) -> Future:
-        """Call `update` in another thread, after earlier updates. Until it is done, do not read this object."""
+        """Run `update` in another thread, after earlier updates. Until it has finished, do not read this object."""
         update = partial(self.update, self._seq.completion_token_ids, copy(self.reasoning))
         return cast(MaskQueue, self._queue).submit(update)
 
     def update(self, completion: list[int], reasoning: Reasoning | None = None) -> tuple[str, str] | None:
-        """Compute the mask for the next token, from the generated tokens and the stage of the reasoning after them.
+        """Compute the mask for the next token from the generated tokens and the current stage of the reasoning.
 
         Returns None, or a finish reason and a message if no token can follow.
         """
@@ -87,14 +90,14 @@ class Constraint:
         return None if self.error is None else ("error", self.error)
 
     def set_without_grammar(self, reasoning: Reasoning | None) -> bool:
-        """Set the mask if no grammar applies, as inside reasoning. Returns False if a grammar applies."""
+        """Set the mask if no grammar applies, for example inside reasoning. Returns False if a grammar applies."""
         if (mask := self._mask_without_grammar(reasoning)) is None:
             return False
         self._set(mask)
         return True
 
     def _restart(self) -> bool:
-        """After an error, which too small automata may have caused, start again with larger ones, if there are any."""
+        """Start again with larger automata, in case the small ones caused an error. Returns False if there are none."""
         self._automata.has_failed = True
         if self._automata.is_largest:
             return False
@@ -103,7 +106,7 @@ class Constraint:
         return True
 
     def consume(self, completion: list[int], reasoning: Reasoning | None = None) -> bool:
-        """Give the matcher the tokens that it has not consumed yet. Returns False if the grammar refuses them."""
+        """Feed the matcher the tokens that it has not consumed yet. Returns False if the grammar refuses them."""
         new = completion[cast(int, _num_in_reasoning(reasoning)) + self._num_consumed :]
         is_allowed = self._matcher.consume_tokens(new)
         self._num_consumed += len(new)
@@ -112,7 +115,7 @@ class Constraint:
         return is_allowed
 
     def set_mask(self, mask: np.ndarray | None, completion: list[int], reasoning: Reasoning | None = None) -> None:
-        """Set `mask` and add the bans of other parameters to it. It is None if the grammar is in an error state."""
+        """Add the bans of other parameters to `mask`, and store it. `mask` is None after an error in the grammar."""
         if mask is None or self._matcher.is_error():
             self.next_mask = np.zeros_like(self._free)
             reason = _first_line(self._matcher.get_error())
@@ -136,7 +139,7 @@ class Constraint:
         return self._free_but_ends if self.has_grammar else self._free
 
     def token_limit(self) -> int:
-        """Return the number of tokens that the sequence may reach with `next_mask`, before it needs another mask."""
+        """Return how many tokens the sequence may have before it needs a new mask."""
         seq, reasoning = self._seq, self.reasoning
         if reasoning is None or self._budget is None or reasoning.stage is Stage.ENDED:
             return seq.max_num_tokens
@@ -149,8 +152,8 @@ class Constraint:
     def draft(self, drafts: list[int], num_drafts: int) -> list[int]:
         """Return the leading drafts that are allowed and do not end the answer, and set `draft_masks`.
 
-        If there are none, the drafts are the tokens that the grammar forces, at most `num_drafts`. If the masks of the
-        grammar are slow, there are no drafts.
+        If no draft is allowed, return the tokens that the grammar forces, at most `num_drafts`. If the grammar's masks
+        are slow, return no drafts.
         """
         if self._mask_without_grammar(self.reasoning) is not None:
             return self._allowed_of(drafts)
@@ -185,7 +188,7 @@ class Constraint:
     # -- masks ---------------------------------------------------------------------------------------------------------
 
     def _grammar_mask(self) -> np.ndarray:
-        """Return the mask of the grammar in its current state, which may be an error."""
+        """Return the mask for the current state of the grammar, which may be an error state."""
         mask = np.empty_like(self.next_mask)
         begin = thread_time()
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -193,11 +196,11 @@ class Constraint:
         return self._with_text(mask)
 
     def _with_text(self, mask: np.ndarray) -> np.ndarray:
-        """Correct a mask of llguidance whose only token the grammar refuses.
+        """Correct an llguidance mask that allows only one token, which the grammar refuses.
 
         If only one text can follow, llguidance allows the first token that the tokenizer makes of this text. This may
-        be an added token, which the grammar does not accept as text. It may also be a token of another text, if the
-        tokenizer normalizes texts. In both cases, the token of the first byte of the text is allowed instead.
+        be an added token, which the grammar does not accept as text. If the tokenizer normalizes texts, it may also be
+        a token of a different text. In both cases, allow the token of the text's first byte instead.
         """
         text = self._matcher.compute_ff_bytes()
         if text and text[0] != TOKEN_MARKER and not self._matcher.validate_tokens([_first_id(mask)]):
@@ -219,11 +222,11 @@ class Constraint:
 
 
 def update_fast(constraints: Iterable[Constraint], seconds: float) -> list[Constraint]:
-    """Update the constraints with fast masks, in parallel, for at most about `seconds`. Returns the updated ones.
+    """Update the constraints whose masks are fast, in parallel, for about `seconds`. Returns the updated constraints.
 
-    Constraints inside reasoning, or without a grammar, take no time. llguidance makes the masks of one grammar one
-    after the other. Any mask may turn out to be slow, so one parallel call makes at most one mask per grammar, and at
-    most one per core.
+    Constraints inside reasoning, or without a grammar, take no time. llguidance computes the masks of one grammar one
+    after the other. Any mask may turn out to be slow, so one parallel call computes at most one mask per grammar, and
+    at most one mask per core.
     """
     end, updated = perf_counter() + seconds, []
     waiting: dict[Grammar, deque[Constraint]] = {}
@@ -255,7 +258,7 @@ def _update_together(constraints: list[Constraint]) -> None:
         masks = np.empty((len(ready), len(ready[0][0].next_mask)), np.int32)
         matchers = [(constraint._matcher, i) for i, (constraint, _) in enumerate(ready)]
         _executor(os.getpid()).unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
-        seconds = perf_counter() - begin  # how much of it each mask took is unknown
+        seconds = perf_counter() - begin  # the time of each single mask is unknown
         for (constraint, completion), mask in zip(ready, masks):
             constraint.set_mask(constraint._with_text(mask), completion, constraint.reasoning)
             constraint._grammar.add_mask(seconds)
@@ -270,7 +273,7 @@ def _executor(pid: int) -> Any:
 
 
 def _num_in_reasoning(reasoning: Reasoning | None) -> float:
-    """Return how many tokens of an answer precede the grammar; infinity while the reasoning goes on."""
+    """Return how many tokens of an answer precede the grammar, or infinity while the reasoning goes on."""
     if reasoning is None:
         return 0
     return inf if reasoning.stage is Stage.INSIDE else reasoning.num_tokens
@@ -292,7 +295,7 @@ def _set_bits(mask: np.ndarray, token_ids: np.ndarray, value: bool) -> None:
 
 
 def _first_id(mask: np.ndarray) -> int:
-    """Return the lowest token id that a mask allows; 0 if it allows none."""
+    """Return the lowest token id that a mask allows, or 0 if it allows none."""
     word = int((mask != 0).argmax())
     bits = int(mask[word])
     return 32 * word + (bits & -bits).bit_length() - 1 if bits else 0

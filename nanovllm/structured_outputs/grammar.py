@@ -1,4 +1,4 @@
-"""A compiled grammar and its automata, which its sequences share."""
+"""A compiled grammar and its automata, which several sequences share."""
 
 import threading
 import weakref
@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 # Most grammars have fewer than 1,000 states. With 400 terminals, 2,000 states take 8 MB, so 128 grammars take at most
-# 1 GiB. The largest automata, of 250,000 states, take as much for a single grammar.
+# 1 GiB. The largest automata (250,000 states) take as much memory for one grammar.
 MAX_KEPT_STATES = 2000
 SLOW_SECONDS = 0.005  # of CPU time for a mask; most masks take less than a hundredth of that
 Matcher = Any  # llguidance.LLMatcher, which is imported only where it is used
 
 
 class Automata:
-    """A matcher in its start state. Its copies share the automata that are built for masks, and their errors."""
+    """A matcher in its start state. Copies of it share the automata that are built for masks, and their errors."""
 
     def __init__(self, start: Matcher, is_largest: bool):
         self.start, self.is_largest, self.has_failed = start, is_largest, False
@@ -22,12 +22,12 @@ class Automata:
 class Grammar:
     """A compiled grammar. Its automata have at most `MAX_KEPT_STATES` states, which is enough for most grammars.
 
-    Sequences that need more states share larger automata, up to the limit of llguidance. These are freed with the last
-    of the sequences.
+    Sequences that need more states share larger automata, up to llguidance's limit. The larger automata are freed with
+    the last sequence that uses them.
     """
 
     def __init__(self, tokenizer: Any, text: str):
-        """tokenizer: an LLTokenizer of llguidance. Raises ValueError if llguidance refuses the text."""
+        """Compile `text` with an LLTokenizer of llguidance. Raises ValueError if llguidance refuses the text."""
         self._tokenizer, self._text, self._lock = tokenizer, text, threading.Lock()
         # CPU time of a mask, as an exponential moving average
         self._mask_seconds: float | None = None
@@ -57,7 +57,7 @@ class Grammar:
         self._mask_seconds = mean + (seconds - mean) / 8
 
     def token_ids_of_byte(self, byte: int) -> list[int]:
-        """Return the token that consists of this byte only, as a list; empty if there is none."""
+        """Return a list with the token that consists of only this byte, or an empty list if there is none."""
         tokenizer = self._tokenizer
         ids = tokenizer.greedy_tokenize(chr(byte)) if byte < 128 else tokenizer.tokenize_bytes(bytes([byte]))
         return ids if tokenizer.decode_bytes(ids) == bytes([byte]) else []

@@ -1,4 +1,4 @@
-"""Compiles the grammars of `SamplingParams.structured_outputs` with llguidance, when a request is made."""
+"""Compiles the grammars of `SamplingParams.structured_outputs` with llguidance, when a request is created."""
 
 import json
 import threading
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from nanovllm.requests.input_processor import InputProcessor
 
 MAX_CACHED_GRAMMARS = 128
-# at most one space between two parts of JSON: some models never stop writing spaces and newlines once they may
+# allow at most one space between parts of JSON: where more is allowed, some models never stop writing white space
 JSON_OPTIONS: Any = {"whitespace_pattern": " "}
 
 
 class Grammars:
-    """The most recently used grammars of an engine. Any thread may call it at any time."""
+    """An LRU cache of an engine's compiled grammars. Its methods are thread-safe."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]):
-        """`tokenizer` is a `tokenizers.Tokenizer` that nobody else uses: this object changes it."""
+        """`tokenizer` is a `tokenizers.Tokenizer` that nothing else uses, because this object modifies it."""
         try:
             from llguidance import LLTokenizer
         except ImportError as error:
@@ -47,12 +47,12 @@ class Grammars:
         self.threads = MaskThreads()
 
     def close(self) -> None:
-        """Stop compiling grammars and making masks."""
+        """Stop compiling grammars and computing masks."""
         self._sandbox.close()
         self.threads.close()
 
     def grammar(self, spec: dict[str, Any]) -> Grammar:
-        """Return the compiled grammar of a value of `structured_outputs`. ValueError if llguidance refuses it."""
+        """Return the compiled grammar for a `structured_outputs` value. Raises ValueError if llguidance refuses it."""
         ((kind, content),) = spec.items()
         try:
             text = _grammar_of(kind, content)
@@ -74,7 +74,7 @@ class Grammars:
 
 
 def _grammar_of(kind: str, content: Any) -> str:
-    """Return the content of any kind as a grammar in the format of llguidance."""
+    """Convert a `structured_outputs` value of any kind to a grammar in llguidance's format."""
     from llguidance import LLMatcher
 
     if kind == "regex":
@@ -82,7 +82,7 @@ def _grammar_of(kind: str, content: Any) -> str:
     if kind == "grammar":
         return LLMatcher.grammar_from_lark(content)
     if kind == "choice":
-        # a terminal, which is a single expression; as rules, llguidance would take at most 2,000 choices
+        # one terminal with a single expression, because llguidance accepts at most 2,000 choices as rules
         return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, content)))
     schema = '{"type": "object"}' if kind == "json_object" else for_llguidance(content)
     return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
@@ -92,7 +92,7 @@ _lock = threading.Lock()  # held for seconds at the first structured request of 
 
 
 def constrain(group: list[Sequence], processor: "InputProcessor") -> None:
-    """Give each answer to a request its constraint.
+    """Attach a constraint to each sequence of a request.
 
     Raises ValueError if llguidance is missing or refuses the grammar, or if the other parameters allow no first token.
     """

@@ -1,9 +1,9 @@
-"""Rewrites JSON schemas that llguidance would refuse without need.
+"""Rewrites JSON schemas that llguidance would refuse needlessly.
 
-llguidance ignores keywords that JSON Schema does not define. But it refuses an unknown `format`, an unknown dialect,
-and some keywords with values that allow everything: these are removed. It has no `propertyNames`, and it supports
-`oneOf` only if it can tell that no value is valid for two of the schemas: these are expressed with other keywords.
-Any other keyword that llguidance does not support is left, and its error names the keyword.
+llguidance ignores keywords that JSON Schema does not define. However, it refuses an unknown `format`, an unknown
+dialect, and some keywords whose values allow everything. These are removed. llguidance has no `propertyNames`, and it
+supports `oneOf` only if it can tell that no value is valid for two of the schemas. These two keywords are expressed
+with other keywords. Any other unsupported keyword is left, and llguidance's error names it.
 """
 
 import json
@@ -89,7 +89,7 @@ def _subschemas(schema: dict[str, Any], resource: dict[str, Any]) -> Iterator[An
 
 
 def referred(reference: Any, resource: Any) -> Any:
-    """Return the target of "#" or of a JSON pointer such as "#/$defs/Item"; None if there is none."""
+    """Return the target of "#" or of a JSON pointer such as "#/$defs/Item", or None if there is no target."""
     if not (isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))):
         return None
     target = resource
@@ -110,7 +110,7 @@ def _rewrite(schema: dict[str, Any], resource: dict[str, Any]) -> None:
             schema["$schema"] = f"{scheme}://json-schema.org/{known[1]}/schema"
     if _is_annotation(schema.get("format")):
         del schema["format"]
-    # llguidance refuses dynamic references; without them, $dynamicAnchor is an anchor and $recursiveAnchor is nothing
+    # llguidance refuses dynamic references; without them, $dynamicAnchor is an anchor and $recursiveAnchor is unused
     if isinstance(anchor := schema.pop("$dynamicAnchor", None), str):
         schema.setdefault("$anchor", anchor)
     schema.pop("$recursiveAnchor", None)
@@ -122,7 +122,7 @@ def _rewrite(schema: dict[str, Any], resource: dict[str, Any]) -> None:
         schema["$ref"] = quote(reference, safe="!#$%&'()*+,-./:;=?@_~")  # a name may be "Page<Item>"
         if _is_loop(schema, resource):
             raise ValueError(f"$ref={reference!r:.80}: refers to itself")
-    # alternatives with look-around can't be done; an answer by one of the other alternatives is valid, too
+    # drop alternatives with look-around, which llguidance refuses; an answer to another alternative is valid, too
     if isinstance(alternatives := schema.get("anyOf"), list) and (
         possible := [x for x in alternatives if not _looks_around(x)]
     ):
@@ -147,7 +147,7 @@ def _looks_around(schema: Any) -> bool:
 def _are_disjoint(schemas: Any, discriminator: Any, resource: dict[str, Any]) -> bool:
     """Return whether types and constants show that no value can be valid for two of these schemas.
 
-    If only the property that OpenAPI's `discriminator` names tells objects apart, that property becomes required.
+    If objects differ only in the property that OpenAPI's `discriminator` names, make that property required.
     """
     by_type: dict[str, list[dict[str, Any]]] = {}
     for schema in schemas if isinstance(schemas, list) else [None]:
@@ -164,7 +164,7 @@ def _are_disjoint(schemas: Any, discriminator: Any, resource: dict[str, Any]) ->
 
 
 def _are_told_apart(objects: list[dict[str, Any]], tag: Any, resource: dict[str, Any]) -> bool:
-    """Return whether one property, required or named `tag`, has different values in each of these schemas."""
+    """Return whether a property, which is required or named `tag`, has different values in all of these schemas."""
     properties = [schema["properties"] if isinstance(schema.get("properties"), dict) else {} for schema in objects]
     required = [schema["required"] if isinstance(schema.get("required"), list) else [] for schema in objects]
     for name in properties[0]:
@@ -177,7 +177,7 @@ def _are_told_apart(objects: list[dict[str, Any]], tag: Any, resource: dict[str,
 
 
 def _differ(schemas: list[Any]) -> bool:
-    """Return whether each schema lists its valid values, and no value is in two lists."""
+    """Return whether each schema lists its valid values, and no value is in two of the lists."""
     value_sets = [_values(schema) for schema in schemas]
     return None not in value_sets and len({*chain(*filter(None, value_sets))}) == sum(
         len(values or ()) for values in value_sets
@@ -185,7 +185,7 @@ def _differ(schemas: list[Any]) -> bool:
 
 
 def _values(schema: Any) -> set[tuple[type, Any]] | None:
-    """Return the values of `const` or `enum`, with their types; None without them, or with values of other types."""
+    """Return the (type, value) pairs of `const` or `enum`; None if there are none, or if a type is not supported."""
     if not isinstance(schema, dict):
         return None
     values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -195,7 +195,7 @@ def _values(schema: Any) -> set[tuple[type, Any]] | None:
 
 
 def _types(schema: Any) -> set[str] | None:
-    """Return the types of all valid values, with "number" for integers; None if the schema does not say."""
+    """Return the types of all valid values ("number" for integers), or None if the schema does not list them."""
     if (values := _values(schema)) is not None:
         return {{str: "string", bool: "boolean", int: "number", NoneType: "null"}[kind] for kind, _ in values}
     types = schema.get("type") if isinstance(schema, dict) else None
@@ -206,7 +206,10 @@ def _types(schema: Any) -> set[str] | None:
 
 
 def _resolved(schema: Any, resource: dict[str, Any]) -> Any:
-    """Follow the references of a schema to their end; None if the end is not known. It allows at least as much."""
+    """Follow the references of a schema to the last target, which allows at least as much as the schema.
+
+    Returns None if the target is not known.
+    """
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, dict) or "$ref" not in schema:
             return schema
@@ -253,7 +256,7 @@ def _restrict_names(schema: dict[str, Any], names: Any, resource: dict[str, Any]
 
 
 def _allowed_strings(schema: Any, resource: dict[str, Any]) -> str | dict[str, None] | None:
-    """Return the strings that a schema allows: None for all, a pattern, or a dict as an ordered set."""
+    """Return which strings a schema allows: None (all strings), a pattern, or a dict as an ordered set."""
     rules = _rules(schema)
     for _ in range(MAX_REFERENCES):
         if [*rules] == ["$ref"] and isinstance(target := referred(rules["$ref"], resource), (dict, bool)):
@@ -281,7 +284,7 @@ def _rules(schema: Any) -> dict[str, Any]:
 
 
 def _listed(schema: Any) -> list[str] | None:
-    """Return the strings of `enum` or `const`; None if there are none, or if another keyword constrains them."""
+    """Return the strings of `enum` or `const`; None if there are none, or if other keywords constrain strings, too."""
     rules = _rules(schema)
     values = [rules["const"]] if [*rules] == ["const"] else rules["enum"] if [*rules] == ["enum"] else None
     return [value for value in values if isinstance(value, str)] if isinstance(values, list) else None

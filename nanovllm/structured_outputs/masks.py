@@ -1,4 +1,4 @@
-"""Threads for masks that take too long for a step, so that they delay no other request."""
+"""Threads for masks that take too long for a step, so that these masks do not delay other requests."""
 
 import os
 from collections import deque
@@ -39,7 +39,7 @@ class MaskThreads:
 
 
 class MaskQueue:
-    """The masks that one request needs. Requests take turns, and each turn makes at least one mask."""
+    """Queues the masks that one request needs. Requests take turns, and each turn computes at least one mask."""
 
     def __init__(self, threads: MaskThreads, grammar: Grammar):
         self._threads, self._grammar = threads, grammar
@@ -47,7 +47,7 @@ class MaskQueue:
         self._has_turn, self._lock = False, Lock()
 
     def submit(self, make: Callable[[], Any]) -> Future:
-        """Make a mask after the earlier masks of this request. Until then, the Future can be cancelled."""
+        """Compute a mask after the request's earlier masks. Until it starts, the returned Future can be cancelled."""
         future: Future = Future()
         with self._lock:
             self._jobs.append((future, make))

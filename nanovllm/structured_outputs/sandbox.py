@@ -1,8 +1,8 @@
 """Checks in separate processes whether grammars compile.
 
-llguidance bounds the time of each mask, but not the time to compile an intersection. A few patterns in one `allOf`, a
-large `multipleOf`, or `&` and `~` in a Lark grammar can take minutes. A process that compiles can be killed; a thread
-can't.
+llguidance limits the time for each mask, but not the time to compile an intersection. A few patterns in one `allOf`, a
+large `multipleOf`, or `&` and `~` in a Lark grammar can take minutes. A process can be killed while it compiles; a
+thread can't.
 """
 
 import json
@@ -16,7 +16,7 @@ from contextlib import suppress
 from hashlib import blake2b
 
 MAX_PROCESSES = 4
-MAX_SECONDS = 5.0  # of CPU time per grammar, so that a busy machine refuses no more; the wall-clock limit is twice that
+MAX_SECONDS = 5.0  # CPU time per grammar, so that a busy machine refuses no more; the wall-clock limit is twice that
 MAX_MEMORY = 2**32  # bytes of a process's address space
 MAX_RESULTS = 1024
 MAX_ERROR_CHARACTERS = 1000
@@ -55,14 +55,14 @@ Process = subprocess.Popen[bytes]
 
 
 class CompileSandbox:
-    """Runs at most `MAX_PROCESSES` processes. They start on demand, and end with `close` or with this object.
+    """Compiles grammars in at most `MAX_PROCESSES` processes, which end with `close` or with this object.
 
-    Any thread may call it. Each grammar is tried once, even if several threads ask at the same time. The results of
-    the last `MAX_RESULTS` grammars are kept.
+    The processes start on demand. The methods are thread-safe. Each grammar is tried once, even if several threads ask
+    for it at the same time. The results of the last `MAX_RESULTS` grammars are kept.
     """
 
     def __init__(self, vocab_size: int, special_tokens: dict[int, str]):
-        """special_tokens: names by id. A grammar may use them, and ids below vocab_size."""
+        """special_tokens: token names by id. Grammars may use these tokens, and all ids below vocab_size."""
         self._vocabulary = [vocab_size, [*special_tokens.items()]]
         self._processes: set[Process] = set()
         self._in_trial: dict[bytes, Process] = {}  # by hash of the grammar
@@ -75,7 +75,7 @@ class CompileSandbox:
     def close(self) -> None:
         """End the processes. Does nothing in a forked child, which does not own them.
 
-        It does not wait for `error_of`: the caller may be a signal handler that has interrupted `error_of`.
+        This does not wait for `error_of`, because the caller may be a signal handler that has interrupted `error_of`.
         """
         if os.getpid() != self._pid:
             return
@@ -87,7 +87,7 @@ class CompileSandbox:
             self._changed.notify_all()
 
     def error_of(self, grammar: str) -> str:
-        """Return why a grammar can't be compiled; "" if it can. Raises RuntimeError after `close`."""
+        """Return why a grammar can't be compiled, or "" if it can. Raises RuntimeError after `close`."""
         key, process = blake2b(grammar.encode(), digest_size=16).digest(), None
         try:
             with self._changed:
@@ -108,7 +108,7 @@ class CompileSandbox:
                 while len(self._errors) > MAX_RESULTS:
                     self._errors.popitem(last=False)
             return error
-        except BaseException:  # the process must end: a late answer would count for the next grammar
+        except BaseException:  # the process must end: its late answer would be taken for the next grammar's
             if process is not None:
                 _end(process)
             raise
@@ -121,7 +121,7 @@ class CompileSandbox:
                 self._changed.notify_all()
 
     def _has_turn(self, key: bytes) -> bool:
-        """Return whether the result is known, or a process is free to find it out."""
+        """Return whether the result is known, or a process is free to compute it."""
         return key in self._errors or (key not in self._in_trial and len(self._in_trial) < MAX_PROCESSES)
 
     def _idle_process(self) -> Process:
@@ -149,7 +149,7 @@ def _send(process: Process, message: object) -> None:
 
 
 def _ask(process: Process, grammar: str) -> bytes:
-    """Return the answer to a grammar; empty if the process has ended instead."""
+    """Return the process's answer to a grammar, or b"" if the process has ended."""
     assert process.stdout is not None
     _send(process, grammar)
     if not (answer := process.stdout.readline()):

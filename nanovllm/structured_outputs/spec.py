@@ -1,4 +1,4 @@
-"""Checks of `SamplingParams.structured_outputs` that need neither a model nor llguidance."""
+"""Checks `SamplingParams.structured_outputs` without a model and without llguidance."""
 
 import json
 from collections.abc import Callable
@@ -8,7 +8,7 @@ MAX_BYTES = 2**16  # of the schema, expression, grammar or choices; bounds the t
 
 
 def check_spec(value: Any, ignore_eos: bool) -> dict[str, Any]:
-    """Return the value, with a schema as text and choices as a tuple. ValueError or TypeError says what is wrong."""
+    """Check the value. Returns it with a schema as text and choices as a tuple. Raises ValueError or TypeError."""
     if not isinstance(value, dict):
         raise TypeError(f"structured_outputs={value!r:.80}: must be a dict")
     if len(value) != 1 or not CHECKS.keys() >= value.keys():
@@ -27,7 +27,7 @@ def check_spec(value: Any, ignore_eos: bool) -> dict[str, Any]:
 
 
 def _schema(name: str, value: Any) -> str:
-    """Return a JSON schema as text. It keeps the order of properties, which is their order in the answer."""
+    """Return a JSON schema as text. Properties keep their order, which is also their order in the answer."""
     if not isinstance(value, (str, dict)):
         raise TypeError(f"{name}={value!r:.80}: must be a JSON schema, as a dict or as text")
     try:

@@ -1,12 +1,13 @@
 """Attention in which no bit depends on the batch, on chunks, or on how keys are split over programs.
 
 Prefill (invariant_prefill.py) and decode (invariant_decode.py) use the arithmetic of this file for each query. Keys are
-added up in tiles, and tiles in segments, which begin at absolute positions. Each segment has its own sums, and segments
-are added in order. So one program may compute all segments of a query, or several programs (flash-decoding).
+added up in tiles, and tiles in segments. Tiles and segments begin at absolute positions. Each segment has separate
+sums, and segments are added in order. So the segments of a query may be computed by one program or by several programs
+(flash-decoding).
 
-This requires that a matmul gives the same result in tiles with any number of rows, transposed or not. Hopper's
-instructions for 64 rows (wgmma) have this property; mma.sync was seen to round differently.
-tests/test_invariant_kernels.py checks it.
+This requires that a matmul computes the same result in tiles with any number of rows, transposed or not. Hopper's
+instructions for 64 rows (wgmma) have this property, and tests/test_invariant_kernels.py checks it. mma.sync was seen to
+round differently.
 """
 
 import torch
@@ -16,13 +17,13 @@ import triton.language as tl
 from nanovllm.kernels.attention.split_sequence import NO_KEYS
 from nanovllm.kernels.e4m3 import unpack_scales
 
-# keys, a multiple of every tile; with fewer, a sequence has more programs, but sums are added more often
+# keys, a multiple of every tile; smaller segments allow more programs per sequence, but add sums more often
 SEGMENT = tl.constexpr(512)
 
 
 @triton.jit
 def fma(x, factor, y):
-    """Return x * factor + y, rounded once. Otherwise the compiler decides whether it fuses both operations."""
+    """Return x * factor + y, always rounded once. Otherwise, the compiler would decide whether to fuse."""
     return tl.fma(x, tl.broadcast_to(factor, x.shape), tl.broadcast_to(y, x.shape))
 
 
@@ -30,12 +31,12 @@ def fma(x, factor, y):
 def add_tile(sums, scores, v, scale, pairs, visible, stored_dtype: tl.constexpr, KEYS: tl.constexpr):
     """Add a tile of keys to the sums: (weighted values, weights, largest score so far).
 
-    Scores are products of queries and keys. KEYS is the dimension of the keys: 1, or 0 if everything is transposed.
-    `visible` is None if all keys are visible; values of hidden keys must be zeros. In FP8, `pairs` are the scales of
-    keys and values. A matmul with ones adds the weights, so that the order does not depend on which threads hold them.
+    KEYS is the dimension of `scores` that the keys have: 1, or 0 if everything is transposed. `visible` is None if all
+    keys are visible. The values of hidden keys must be zero. In FP8, `pairs` contains the scales of keys and values. A
+    matmul with ones adds the weights, so that their order does not depend on which threads hold them.
     """
     acc, total, largest = sums
-    # weights are divided by the scales of values, and may exceed the range of float16 if these are small
+    # weights are divided by the scales of values, and may exceed the range of float16 if the scales are small
     DTYPE: tl.constexpr = tl.bfloat16 if pairs is not None and v.dtype == tl.float16 else v.dtype
     factor = tl.full([1, 1], 1.0, tl.float32)
     if pairs is None:
@@ -68,14 +69,14 @@ def add_tile(sums, scores, v, scale, pairs, visible, stored_dtype: tl.constexpr,
 
 @triton.jit
 def segment_of(sums, KEYS: tl.constexpr):
-    """Return the sums after the last tile of a segment. All sums of weights of a query are equal; keep one."""
+    """Finish the sums of a segment: of a query's equal sums of weights, keep one."""
     acc, total, largest = sums
     return acc, tl.max(total, KEYS, keep_dims=True), largest
 
 
 @triton.jit
 def add_segment(done, segment):
-    """Add the sums of the next segment to the sums of the segments before it."""
+    """Add the sums of the next segment to the sums of all earlier segments."""
     acc_before, total_before, largest_before = done
     acc, total, largest = segment
     new_largest = tl.maximum(largest_before, largest)
@@ -90,5 +91,5 @@ def store_attended(out_ptr, at, done, mask):
 
 
 def tile_sizes(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the query rows of a prefill tile, and the keys of a prefill or decode tile."""
+    """Return (query rows of a prefill tile, keys of a prefill or decode tile)."""
     return (64 if dtype == torch.float32 or head_dim > 128 else 128), 64

@@ -28,7 +28,7 @@ NUM_IDS = tl.constexpr(16)  # block ids that are loaded at a time
 
 @triton.jit
 def _segments_of(context_lens_ptr, seq, splits, CACHE: tl.constexpr):
-    """Return (length, first visible key, first segment, end segment, segments of a split) of a decoding query."""
+    """Return (length, first visible key, first segment, end segment, segments per split) of a decoding query."""
     length = tl.load(context_lens_ptr + seq)
     first = 0
     if CACHE.window:
@@ -48,7 +48,7 @@ def _store_part(part_ptrs, part, sums, mask, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _add_parts(part_ptrs, row, num_parts, stride, mask, HEAD_DIM: tl.constexpr):
-    """Load and add the stored sums [HEAD_DIM, ROWS] of all segments of rows [1, ROWS]."""
+    """Load the stored sums of all segments of rows [1, ROWS]. Return their total [HEAD_DIM, ROWS]."""
     acc_ptr, total_ptr, largest_ptr = part_ptrs
     ROWS: tl.constexpr = row.shape[1]
     acc, total = tl.zeros([HEAD_DIM, ROWS], tl.float32), tl.zeros([1, ROWS], tl.float32)
@@ -76,9 +76,9 @@ def _decode_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """As in decode_attention.py, program (kv_head, sequence, split); but a split has whole segments.
+    """Compute one split of a sequence, as in decode_attention.py, except that a split consists of whole segments.
 
-    If a sequence has several segments, the program stores the sums of each one. Everything is transposed, so that
+    If a sequence has several segments, the program stores the sums of each segment. Everything is transposed, so that
     tensor cores multiply 64 keys at a time, with the same instructions as in prefill.
     """
     gdc_launch_dependents(PDL)
@@ -166,7 +166,7 @@ def _decode_kernel(
 @dependent_kernel(early=("seq_ptrs",))
 @triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(seq_ptrs, out_ptrs, splits, HEADS: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr):
-    """A program adds the segments of one query and head, if several programs have computed them."""
+    """Add the segments of one query head per program, if several programs have computed them."""
     gdc_launch_dependents(PDL)
     num_seqs_ptr, context_lens_ptr = seq_ptrs
     out_ptr, part_ptrs = out_ptrs
@@ -188,7 +188,10 @@ def _combine_kernel(seq_ptrs, out_ptrs, splits, HEADS: tl.constexpr, CACHE: tl.c
 def empty_parts(
     num_rows: int, head_dim: int, max_context_len: int, window: int | None, device: torch.device | str
 ) -> tuple[torch.Tensor, ...]:
-    """Allocate memory for the sums of each segment, for `num_rows` queries times heads; empty if there is only one."""
+    """Allocate memory for the sums of each segment. With a single segment, the tensors are empty.
+
+    `num_rows` is the number of queries times the number of heads.
+    """
     num_segments = triton.cdiv(min(max_context_len, (window or max_context_len) + SEGMENT.value), SEGMENT.value)
     shape = (num_segments, num_rows) if num_segments > 1 else (0, 0)
     return tuple(torch.empty((*shape, *x), dtype=torch.float32, device=device) for x in ((head_dim,), (), ()))
@@ -205,7 +208,7 @@ def decode_attention(
     out: torch.Tensor | None = None,
     tokens_per_row: int = 1,
 ) -> torch.Tensor:
-    """See `decode_attention` of decode_attention.py, which has the same arguments. Here each row reads its own keys."""
+    """Compute `decode_attention` of decode_attention.py with the same arguments. Here, each row reads its own keys."""
     batch_size, heads, head_dim = q.shape
     out = torch.empty_like(q) if out is None else out
     layout = layout_of(cache, tile_sizes(head_dim, q.dtype)[1])

@@ -1,8 +1,8 @@
 """y = x W^T + b in which no bit of a row depends on the number of rows: each output is one sum in the order of inputs.
 
-With their instructions for 64 rows, tensor cores add 16-bit products in the same way in tiles of any size. Here the 64
-rows are rows of weights, and the tile depends on the number of rows of x. With 8-bit numbers, all steps over the inputs
-have the same length, because each step ends with a multiplication by scales.
+With the tensor core instructions for 64 rows, 16-bit products are added in the same way in tiles of any size. Here, the
+64 rows are rows of weights, and the number of rows of x determines the tile size. With 8-bit numbers, each step over
+the inputs ends with a multiplication by scales. So the steps have the same length in all tile sizes.
 """
 
 import torch
@@ -23,7 +23,7 @@ from nanovllm.kernels.linear.tiles import (
 )
 
 GROUP_M = tl.constexpr(8)  # consecutive tiles of rows that use the same tile of weights
-FEW_OUTPUTS = 1024, 4096  # up to so many outputs, tiles have fewer rows than x, because there would be too few tiles
+FEW_OUTPUTS = 1024, 4096  # up to this many outputs, tiles have fewer rows than x, so that there are enough tiles
 
 # by the rows of x in a tile
 TILES = {m: Tiles(64, 128, 6, 4, m) for m in (16, 32, 64)} | {128: Tiles(64, 128, 4, 4, 128)}
@@ -63,7 +63,7 @@ def _product_kernel(
 
 
 def _choose_tiles(num_rows: int, num_outputs: int, is_scaled: bool, is_float32: bool, device: torch.device) -> Tiles:
-    """Choose the fastest tiles, measured on an H100. All choices give the same results: see the top of this file."""
+    """Choose the tiles that were fastest on an H100. All tiles compute the same results (see the top of this file)."""
     size = max(16, triton.next_power_of_2(num_rows))
     if is_scaled or is_float32:
         table = SCALED_TILES if is_scaled else FLOAT32
@@ -86,10 +86,10 @@ def invariant_product(
     out: torch.Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Return x [M, K] times W transposed, plus the bias [N], as [M, N]. `out` receives it.
+    """Return x W^T + bias [M, N], for x [M, K], weight W [N, K] and bias [N]. `out` receives the result.
 
-    W [N, K] may be 8-bit values times scales [N / block rows, K / block columns], with blocks of at least 32 columns.
-    All tensors are contiguous, and their rows have a multiple of 16 bytes.
+    W may be 8-bit values and scales [N / block rows, K / block columns], with blocks of at least 32 columns. All
+    tensors are contiguous, and the size of a row is a multiple of 16 bytes.
     """
     rows, values, scales, shape = operands_of(x, weight)
     (n, k), m, device, is_scaled = values.shape, len(x), values.device, isinstance(weight, tuple)

@@ -68,7 +68,7 @@ def _prefill_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (kv_head, i) computes the i-th tile of queries, as in prefill_attention.py, but segment by segment."""
+    """Compute the i-th tile of queries in program (kv_head, i), as in prefill_attention.py but segment by segment."""
     gdc_launch_dependents(PDL)
     query_tiles_ptr, cu_seqlens_q_ptr, context_lens_ptr = query_ptrs
     HEADS: tl.constexpr = CACHE.kv_heads * GROUP
@@ -122,7 +122,7 @@ def _prefill_kernel(
 
 
 def query_tile_size(group: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Return the number of tokens of a tile of queries, if `group` query heads share a key-value head."""
+    """Return how many tokens a tile of queries has, given that `group` query heads share a key-value head."""
     return tile_sizes(head_dim, dtype)[0] // group
 
 
@@ -135,7 +135,7 @@ def prefill_attention(
     query_tiles: torch.Tensor,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `prefill_attention` of prefill_attention.py, which has the same arguments."""
+    """Compute `prefill_attention` of prefill_attention.py, with the same arguments."""
     heads, head_dim = q.shape[1:]
     tile_m, tile_n = tile_sizes(head_dim, q.dtype)
     layout = layout_of(cache, tile_n)

@@ -1,4 +1,4 @@
-"""Decode attention: the query of each sequence, and of a few drafts, over its paged keys and values.
+"""Decode attention over paged keys and values, for the newest token of each sequence and a few draft tokens.
 
 The keys of a sequence are split over several programs (flash-decoding).
 """
@@ -34,7 +34,7 @@ NO_NORM_ROPE = None, None, 0.0, None, None  # weights, eps, cos_sin, slots
 
 @triton.jit
 def _load_rotation(norm_rope_ptrs, seq, d, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr):
-    """Load the factors of `norm_rope` for a query and a key, and the partner of each number of a head."""
+    """Load the `norm_rope` factors of queries and keys. Also return each element's rotation partner."""
     q_weight_ptr, k_weight_ptr = norm_rope_ptrs[0], norm_rope_ptrs[1]
     cos, sin, swapped = load_cos_sin(norm_rope_ptrs[3], seq, d, HEAD_DIM, ROTARY)
     q_cos, q_sin, k_cos, k_sin = cos, sin, cos, sin
@@ -46,7 +46,7 @@ def _load_rotation(norm_rope_ptrs, seq, d, HEAD_DIM: tl.constexpr, ROTARY: tl.co
 
 @triton.jit
 def _prefetch_tile(cache_ptrs, table_ptr, kv_head, tokens, CACHE: tl.constexpr):
-    """Prefetch keys, values and scales of tokens [TILE] into the L2 cache."""
+    """Prefetch the keys, values and scales of tokens [TILE] into the L2 cache."""
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
     BLOCK_SIZE: tl.constexpr = CACHE.block_size
     blocks = tl.load(table_ptr + tokens // BLOCK_SIZE).to(tl.int64)
@@ -62,8 +62,8 @@ def _prefetch_tile(cache_ptrs, table_ptr, kv_head, tokens, CACHE: tl.constexpr):
 def _store_new_token(k, v, cache_ptrs, slot, kv_head, d, CACHE: tl.constexpr):
     """Store a key and a value [1, head_dim] unless `slot` is -1.
 
-    Return the stored key, its scale, the stored value and its scale. In FP8 these are rounded, and this step must
-    attend to the same numbers as later steps.
+    Return the key and its scale, then the value and its scale, all as stored. FP8 rounds them, and this step must
+    attend to the rounded numbers that later steps will read.
     """
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
     at = (slot * CACHE.kv_heads + kv_head) * CACHE.head_dim + d[None, :]
@@ -81,7 +81,7 @@ def _store_new_token(k, v, cache_ptrs, slot, kv_head, d, CACHE: tl.constexpr):
 
 @triton.jit
 def _scores_of_tile(q, k_ptrs, pair_ptrs, inside, scale, STORED: tl.constexpr):
-    """Return the scores [TILE, GROUP_PAD] of keys for the queries q, and in FP8 log2 of the values' scales [TILE]."""
+    """Return the scores [TILE, GROUP_PAD] of a tile of keys, and log2 of the values' FP8 scales [TILE]."""
     k = tl.load(k_ptrs, inside[:, None], 0.0)
     v_log2_scale = 0.0
     if pair_ptrs is not None:
@@ -95,7 +95,7 @@ def _scores_of_tile(q, k_ptrs, pair_ptrs, inside, scale, STORED: tl.constexpr):
 
 @triton.jit
 def _store_result(acc, m_i, l_i, row, is_row, d, split, splits, out_ptrs, HEAD_DIM: tl.constexpr):
-    """Store acc [GROUP_PAD, head_dim]: the queries' results or, if a sequence has several splits, this split's part."""
+    """Normalize acc [GROUP_PAD, head_dim], and store it as the result or, with several splits, as this split's part."""
     out_ptr, partial_ptr, lse_ptr = out_ptrs
     acc = acc / tl.maximum(l_i, 1e-30)[:, None]
     if partial_ptr is not None:
@@ -127,11 +127,11 @@ def _decode_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (kv_head, sequence, split) computes ROWS rows of a sequence over one split of its keys.
+    """Compute attention for ROWS rows of a sequence over one split of its keys, in program (kv_head, sequence, split).
 
-    It takes all query heads that share the key-value head. Before the wait, it reads only what the previous kernel does
-    not write. Then it loads the queries, and the new token if q is qkv (the first split also stores it). Then it reads
-    the cached keys tile by tile, and stores the result.
+    The program handles all query heads that share the key-value head. Before the wait, it reads only what the previous
+    kernel does not write. Then it loads the queries and, if q is qkv, the new token, which the first split also stores.
+    Finally, it reads the cached keys tile by tile, and stores the result.
     """
     gdc_launch_dependents(PDL)
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
@@ -173,7 +173,7 @@ def _decode_kernel(
     m_i = tl.full([GROUP_PAD], NO_KEYS, tl.float32)  # the running maximum of the scores
     l_i = tl.zeros([GROUP_PAD], tl.float32)  # the sum of exp2(score - m_i)
     acc = tl.zeros([HEAD_DIM, GROUP_PAD], tl.float32)
-    if IS_FP8:  # a word of 16 bits has two adjacent numbers of a value: one even, one odd
+    if IS_FP8:  # a 16-bit word holds two adjacent elements of a value: one even, one odd
         acc_even = tl.zeros([HEAD_DIM // 2, GROUP_PAD], tl.float32)
         acc_odd = tl.zeros([HEAD_DIM // 2, GROUP_PAD], tl.float32)
         pair = tl.arange(0, HEAD_DIM // 2)
@@ -214,7 +214,7 @@ def _decode_kernel(
         known_end = tl.minimum((first_block + NUM_IDS) * BLOCK_SIZE, end)
         for tile in tl.range(tl.maximum(first_block * BLOCK_SIZE, begin), known_end, TILE, num_stages=STAGES):
             inside = tile + n < end
-            if CACHE.window:  # only some keys of the first tile are before the window
+            if CACHE.window:  # only the first tile can have keys in front of the window
                 inside &= tile + n >= first
             block = tl.sum(tl.where(b == tile // BLOCK_SIZE - first_block, block_ids, 0), 0).to(tl.int64)
             first_key = ((block * BLOCK_SIZE + tile % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
@@ -253,7 +253,7 @@ def _decode_kernel(
 
 
 def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> bool:
-    """Whether `decode_attention` should take qkv, and norm, rotate and store by itself.
+    """Return whether `decode_attention` should take qkv, and also normalize, rotate and store.
 
     This saves a kernel launch. But if there are more programs than can run at once, each program computes norm and rope
     while its multiprocessor could read keys.
@@ -262,12 +262,12 @@ def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> 
 
 
 def _choose_programs(batch_size, tokens_per_row, cache, row_bytes, is_qkv) -> tuple[int, int, int]:
-    """Return (programs per multiprocessor, warps of a program, stages: tiles that are loaded ahead).
+    """Return (programs per multiprocessor, warps per program, tiles that are loaded ahead).
 
-    Two programs of four warps read fastest, but then no program of the next kernel can start next to them. So this is
-    used for a single sequence and for several rows per sequence. If q is qkv, it is also used for keys of 512 bytes,
-    and for keys of 256 bytes if there are at most two splits. `row_bytes` is the size of a key. In FP8, two warps
-    convert too slowly.
+    Two programs with four warps each read fastest, but no program of the next kernel fits next to them. They are used
+    for a single sequence and for several rows per sequence. If q is qkv, they are also used for keys of 512 bytes, and
+    for keys of 256 bytes with at most two splits. `row_bytes` is the size of a key. Two warps would convert FP8 too
+    slowly.
     """
     has_few_splits = batch_size * cache.k.shape[2] * 3 > 2 * num_sms(cache.k.device)  # at most two
     are_fastest = is_qkv and (row_bytes > 256 or (row_bytes == 256 and has_few_splits))
@@ -290,20 +290,20 @@ def decode_attention(
 ) -> torch.Tensor:
     """Return the attention [B, heads, head_dim] of q [B, heads, head_dim] over the first context_lens[b] cached tokens.
 
-    The tokens of row b are in the blocks of block_tables[b]. Rows without tokens give zeros.
+    `block_tables[b]` lists the blocks that contain these tokens. The result of a row without tokens is zero.
 
-    cache: block_size is a multiple of 16, and head_dim a power of two from 16 on
+    cache: block_size is a multiple of 16, and head_dim is a power of two and at least 16
     context_lens [B] and block_tables [B, W]: int32; all tensors except the tables are contiguous
-    splits: the largest number of splits of a sequence, which gets at most one for each tile. By default it is chosen
-        from `max_context_len`, an upper bound of context_lens. Programs start in the order of the rows, so the longest
+    splits: the maximum number of splits per sequence, which gets at most one split per tile. The default depends on
+        `max_context_len`, an upper bound of context_lens. Programs start in the order of the rows, so the longest
         sequences should come first.
-    num_seqs [1] int32, at least 1: only so many rows are computed, and the other rows of the result stay as they are
+    num_seqs [1] int32, at least 1: the number of rows to compute; the other rows of the result are left unchanged
     out: receives the result
-    tokens_per_row: so many consecutive rows belong to one sequence. They have the same block table, and no row sees
-        fewer keys than the row before it. Their keys are read once.
-    norm_rope_inputs: the qk_norm_rope of `norm_rope_and_store` and the slots. Then q is qkv [B, heads + 2 kv_heads,
-        head_dim], whose tokens may have any stride, and the kernel does the work of both functions. The result of an
-        empty sequence is any finite numbers.
+    tokens_per_row: the number of consecutive rows that belong to one sequence. They share a block table, and each row
+        sees at least as many keys as the previous row. The keys are read once for all of them.
+    norm_rope_inputs: the arguments qk_norm_rope and slot_mapping of `norm_rope_and_store`. With them, q is qkv
+        [B, heads + 2 kv_heads, head_dim], with any stride between tokens, and the kernel also does the work of that
+        function. The result of an empty sequence is then finite but undefined.
     """
     is_qkv, kv_heads = norm_rope_inputs is not NO_NORM_ROPE, cache.k.shape[2]
     out = torch.empty_like(q[:, 2 * kv_heads :] if is_qkv else q) if out is None else out
@@ -325,7 +325,7 @@ def decode_attention(
     constants["GROUP_PAD"] = max(16 if IS_TRITON_3_4 else 8, triton.next_power_of_2(tokens_per_row * group))
     constants["ROTARY"] = norm_rope_inputs[3].shape[2] if is_qkv else head_dim
     pointers, scale = (q, norm_rope_inputs, caches, seqs, (out, *parts)), log2_scale(cache)
-    # near the percentage of the matmuls (see `launch`), and the same for all launches of a compiled kernel
+    # near the percentage that the matmuls use (see `launch`), and the same for all launches of a compiled kernel
     shared = (75 if splits == 1 else 50) if is_qkv else 100
     launch(_decode_kernel, (kv_heads, batch_size, splits), q.device, shared=shared)(
         *pointers, scale, q.stride(0), block_tables.stride(0), splits, **constants

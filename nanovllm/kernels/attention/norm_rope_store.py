@@ -1,4 +1,4 @@
-"""Everything between the qkv projection and attention in one kernel: q and k norm, rotary embedding, store."""
+"""One kernel for everything between the qkv projection and attention: q and k norms, rotary embedding, cache store."""
 
 from typing import NamedTuple
 
@@ -14,19 +14,19 @@ PER_PROGRAM = tl.constexpr(16)  # heads of a program
 
 
 class Rows(NamedTuple):
-    """The heads of queries; a constant of the kernel. In qkv, each head of a token is a row."""
+    """Sizes of the rows of qkv, a constant of the kernel. Each head of a token is a row."""
 
-    heads: int  # of queries
-    rotary: int  # how many numbers of each head are rotated: the first ones
+    heads: int  # query heads
+    rotary: int  # how many elements of each head are rotated: the first ones
 
 
 @triton.jit
 def norm_rope(x, x_swapped, cos, sin, eps, HAS_NORM: tl.constexpr):
-    """Compute the RMS norm of each row of x [R, D] if HAS_NORM, then rotate. Computes in float32, and rounds once.
+    """Apply the RMS norm to each row of x [R, D] if HAS_NORM, then rotate it. Compute in float32, and round once.
 
-    x_swapped is x with its halves swapped. cos and sin [1 or R, D] come from FusedRotaryEmbedding: sin is negated in
-    its first half. With a norm, the caller has multiplied cos by the norm's weight, and sin by the weight with its
-    halves swapped. The rest of the norm is one factor per row, which is applied after the rotation.
+    x_swapped is x with its halves swapped. cos and sin [1 or R, D] come from FusedRotaryEmbedding, which negates the
+    first half of sin. With a norm, the caller has multiplied cos by the norm's weight, and sin by the weight with its
+    halves swapped. The remaining factor of the norm is one number per row, which is applied after the rotation.
     """
     y = x.to(tl.float32)
     rotated = y * cos + x_swapped.to(tl.float32) * sin
@@ -38,9 +38,9 @@ def norm_rope(x, x_swapped, cos, sin, eps, HAS_NORM: tl.constexpr):
 
 @triton.jit
 def load_cos_sin(cos_sin_ptr, token, d, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr):
-    """Load a token's cosines and sines for the numbers d of a head. Also return the partner of each number.
+    """Load a token's cosines and sines for the elements `d` of a head. Also return each element's rotation partner.
 
-    Only the first ROTARY numbers of a head are rotated.
+    Only the first ROTARY elements of a head are rotated.
     """
     cos_ptr = cos_sin_ptr + token * (2 * ROTARY)
     if ROTARY == HEAD_DIM:
@@ -56,7 +56,7 @@ def load_cos_sin(cos_sin_ptr, token, d, HEAD_DIM: tl.constexpr, ROTARY: tl.const
 def _norm_rope_store_kernel(
     qkv_ptr, norm_rope_ptrs, q_ptr, cache_ptrs, qkv_stride, ROWS: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr
 ):
-    """A program takes PER_PROGRAM heads of one token in qkv: first all query heads, then key heads, then value heads.
+    """Process PER_PROGRAM heads of one token per program. In qkv, query heads come first, then key, then value heads.
 
     All heads run the same instructions. The masks is_q, is_k and is_v select what is loaded and stored.
     """
@@ -98,14 +98,15 @@ def _norm_rope_store_kernel(
 
 
 def norm_rope_and_store(qkv: torch.Tensor, qk_norm_rope, slot_mapping: torch.Tensor, cache) -> torch.Tensor:
-    """Norm and rotate queries and keys of qkv [T, heads + 2 kv_heads, head_dim]; store keys and values in the cache.
+    """Normalize and rotate the queries and keys of qkv, and store keys and values in the cache.
 
-    Return the queries [T, heads, head_dim]. The tokens of qkv may have any stride. head_dim is a power of two.
+    Return the queries [T, heads, head_dim]. qkv is [T, heads + 2 kv_heads, head_dim], with any stride between tokens.
+    head_dim is a power of two.
 
-    qk_norm_rope: the weights of both norms [head_dim], or None for both if there is no norm; eps; and the cos_sin of
-        FusedRotaryEmbedding [T, 2, N] float32, for the first N numbers of a head
-    slot_mapping [T]: each token's index into the first two dimensions of the cache, flattened; -1: the token's key and
-        value are not stored
+    qk_norm_rope: (q weight, k weight, eps, cos_sin). The weights [head_dim] are None if there is no norm. cos_sin
+        [T, 2, N] float32 comes from FusedRotaryEmbedding, for the first N elements of a head.
+    slot_mapping [T]: each token's index into the cache with its first two dimensions flattened; -1 if the token's key
+        and value are not stored
     """
     num_tokens, num_rows, head_dim = qkv.shape
     layout = CacheLayout(*cache.k.shape[1:])

@@ -3,10 +3,10 @@
 Functions that launch kernels take a layer's `cache`, a KVCache of cache/kv_cache.py:
 
 - keys `k` and values `v` [blocks, block_size, kv_heads, head_dim]
-- `scales` [blocks, kv_heads, block_size] int32 if these are in FP8 (see e4m3.py): each has the bfloat16 scales of a key
-  and of its value
+- `scales` [blocks, kv_heads, block_size] int32 if keys and values are in FP8 (see e4m3.py): each word packs the
+  bfloat16 scales of a key and of its value
 - `window`: the number of tokens that a token attends to; None: all
-- `scale` of scores; None: head_dim ** -0.5
+- `scale`: the factor of the scores; None: head_dim ** -0.5
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ LOG2_E = 1.4426950408889634  # attention computes exp2 instead of exp
 
 
 class CacheLayout(NamedTuple):
-    """The sizes of a cache, and how it is read; a constant of kernels."""
+    """The sizes of a cache and of the tiles that kernels read, as a constant of kernels."""
 
     block_size: int
     kv_heads: int
@@ -31,18 +31,18 @@ class CacheLayout(NamedTuple):
 
 
 def layout_of(cache, max_tile: int) -> CacheLayout:
-    """Return the layout of a cache. A tile is the largest power of two, up to `max_tile`, that divides a block."""
+    """Return the layout of a cache. Its tile is the largest power of two up to `max_tile` that divides a block."""
     block_size = cache.k.shape[1]
     return CacheLayout(*cache.k.shape[1:], min(max_tile, block_size & -block_size), cache.window or 0)
 
 
 def log2_scale(cache) -> float:
-    """Return the factor of scores, including log2(e), because attention computes exp2."""
+    """Return the factor of the scores times log2(e), because attention computes exp2 instead of exp."""
     return (cache.scale or cache.k.shape[3] ** -0.5) * LOG2_E
 
 
 def cache_tiles(cache, layout: CacheLayout) -> tuple:
-    """Return what prefill kernels load tiles of keys and values from: descriptors, or pointers without TMA."""
+    """Return the keys and the values as prefill kernels read them: TMA descriptors or, without TMA, tensors."""
     if not has_tma(cache.k.device):
         return cache.k, cache.v
     shape = [layout.tile, layout.head_dim]
@@ -51,7 +51,7 @@ def cache_tiles(cache, layout: CacheLayout) -> tuple:
 
 @triton.jit
 def prefetch_rows(starts, SIZE: tl.constexpr):
-    """Prefetch SIZE elements from each pointer of a tensor into the L2 cache, without waiting for them."""
+    """Prefetch SIZE elements from each pointer in `starts` into the L2 cache, without waiting for them."""
     LINE: tl.constexpr = 1024 // starts.dtype.element_ty.primitive_bitwidth  # elements in 128 bytes
     lines = starts[:, None] + tl.arange(0, (SIZE + LINE - 1) // LINE)[None, :] * LINE
     asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"

@@ -1,4 +1,4 @@
-"""Causal attention of new tokens over their sequence's paged keys and values (FlashAttention-2, arXiv:2307.08691)."""
+"""Causal attention of new tokens over the paged keys of their sequences (FlashAttention-2, arXiv:2307.08691)."""
 
 import torch
 import triton
@@ -14,7 +14,7 @@ from nanovllm.kernels.launch.gpu_features import has_hopper_kernels
 def _attend_tiles(
     state, q, begin, end, position, keys, kv_head, scale, length, CACHE: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Add the keys from `begin` to `end` to the state: (sums of values, sums of weights, maxima of scores)."""
+    """Attend to the keys from `begin` to `end`. Return the new state (value sums, weight sums, maximum scores)."""
     acc, l_i, m_i = state
     k_tiles, v_tiles, scales_ptr, table_ptr = keys
     IS_FP8: tl.constexpr = scales_ptr is not None
@@ -78,8 +78,8 @@ def _prefill_kernel(
     CACHE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Program (i, kv_head, part) computes a part of the i-th tile of queries: TILE_M rows, each a token and a query head
-    # of the key-value head.
+    # Program (i, kv_head, part) computes TILE_M rows of the i-th tile of queries. Each row is one query head of one
+    # token.
     gdc_launch_dependents(PDL)
     query_tiles_ptr, cu_seqlens_q_ptr, context_lens_ptr = query_ptrs
     KV_HEADS: tl.constexpr = CACHE.kv_heads
@@ -137,7 +137,7 @@ def _prefill_kernel(
 
 
 def _tile_sizes(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the query rows and the keys of a tile. A token has a row for each query head of a key-value head."""
+    """Return (query rows, keys) per tile. A token has one row per query head that shares the key-value head."""
     return (64, 32) if dtype == torch.float32 or head_dim > 128 else (128, 64)
 
 
@@ -146,10 +146,10 @@ def _is_for_hopper(head_dim: int, dtype: torch.dtype) -> bool:
 
 
 def query_tile_size(group: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Return the number of tokens of a tile of queries, if `group` query heads share a key-value head.
+    """Return how many tokens a tile of queries has, given that `group` query heads share a key-value head.
 
-    On Hopper, hopper_prefill.py may compute a tile too. Its tiles have 128 rows, so the size is the largest multiple of
-    the tile of the kernel above that fits into them.
+    On Hopper, either the kernel above or hopper_prefill.py computes a tile. The tiles of hopper_prefill.py have 128
+    rows, so the size is the largest multiple of the tokens of the kernel above that fits into these rows.
     """
     tokens = _tile_sizes(head_dim, dtype)[0] // group
     if _is_for_hopper(head_dim, dtype):
@@ -168,17 +168,15 @@ def prefill_attention(
 ) -> torch.Tensor:
     """Return the causal attention [T, heads, head_dim] of new tokens over the cached keys of their sequences.
 
-    A query sees the tokens of its sequence up to its own token, or only the last ones if the cache has a window. The
-    cache already holds all of them: the tokens of this step and, if context_lens[b] is larger than the number of
-    queries, of earlier steps.
+    A query sees the tokens of its sequence up to its own position or, if the cache has a window, only the last ones of
+    them. The cache already contains all context_lens[b] tokens of a sequence, including the tokens of this step.
 
     q [T, heads, head_dim]: contiguous, the last tokens of B sequences; at most 64 query heads share a key-value head
     cu_seqlens_q [B + 1]: where the queries of each sequence begin
     cache, context_lens [B], block_tables: as in `decode_attention`
-    query_tiles [N, 2] int32: the tiles to compute, in the order in which their programs start. A tile is a sequence,
-    and
-        the first of at most `query_tile_size` of its queries. A sequence of -1 is no tile.
-    out: receives the result; rows of queries in no tile stay as they are
+    query_tiles [N, 2] int32: the tiles to compute, in the order in which their programs start. Each is a pair
+        (sequence, first query), and covers at most `query_tile_size` queries. Pairs with sequence -1 are skipped.
+    out: receives the result; rows of queries that are in no tile are left unchanged
     """
     heads, head_dim = q.shape[1:]
     tile_m, tile_n = _tile_sizes(head_dim, q.dtype)

@@ -19,10 +19,10 @@ NO_KEYS = tl.constexpr(-1e30)  # the log-sum-exp of no keys; finite, so that no 
 def choose_num_splits(
     batch_size: int, kv_heads: int, max_keys: int, tile: int, device: torch.device, programs: int = PROGRAMS_PER_SM
 ) -> int:
-    """Return the largest number of splits of a sequence, each of at least `tile` keys.
+    """Return the maximum number of splits per sequence, where each split has at least `tile` keys.
 
-    A single sequence gets one program for each multiprocessor. Several sequences get `programs` for each
-    multiprocessor, because their lengths differ.
+    A single sequence gets one program per multiprocessor. Several sequences get `programs` programs per multiprocessor,
+    because their lengths differ.
     """
     programs, most = (1, MAX_SPLITS_OF_ONE) if batch_size == 1 else (programs, MAX_SPLITS)
     wanted = programs * num_sms(device) // max(1, batch_size * kv_heads)
@@ -31,10 +31,10 @@ def choose_num_splits(
 
 @triton.jit
 def split_sequence(context_lens_ptr, seq, splits, IS_QKV: tl.constexpr, ROWS: tl.constexpr, CACHE: tl.constexpr):
-    """Return (first key that a query of the sequence sees, keys in the cache, keys of a split, splits in use).
+    """Return (first key that the queries see, keys in the cache, keys per split, splits in use) of a sequence.
 
-    Splits start at the tile of the first key. The first split is always in use: it adds the new token, or writes the
-    zeros of an empty sequence.
+    The splits start at the tile of the first key. The first split is always in use, because it adds the new token, or
+    writes the zeros of an empty sequence.
     """
     length = tl.load(context_lens_ptr + seq * ROWS + ROWS - 1)  # the last row sees the most keys
     num_cached = length - (1 if IS_QKV else 0)
@@ -48,7 +48,7 @@ def split_sequence(context_lens_ptr, seq, splits, IS_QKV: tl.constexpr, ROWS: tl
 
 
 class SplitRows(NamedTuple):
-    """The sizes of the results that are combined; a constant of the kernel."""
+    """The sizes of the partial results, as a constant of the kernel."""
 
     heads: int
     tokens: int  # of a sequence
@@ -59,9 +59,9 @@ class SplitRows(NamedTuple):
 @dependent_kernel(early=("seq_ptrs",))
 @triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(part_ptrs, seq_ptrs, out_ptr, splits, ROWS: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr):
-    """A program combines the splits of one query head.
+    """Combine the splits of one query head per program.
 
-    This is a separate kernel because the alternative was slower: that the last split to finish combines all splits.
+    This is a separate kernel because it was slower to let the last split that finishes combine all splits.
     """
     gdc_launch_dependents(PDL)
     partial_ptr, lse_ptr = part_ptrs
@@ -86,11 +86,11 @@ def _combine_kernel(part_ptrs, seq_ptrs, out_ptr, splits, ROWS: tl.constexpr, CA
 def combine_splits(
     parts: tuple, seqs: tuple, out: torch.Tensor, layout: CacheLayout, is_qkv: bool, tokens_per_row: int = 1
 ) -> None:
-    """Fill out [B, heads, head_dim] with the splits' results, weighted by their log-sum-exps.
+    """Combine the splits' results in `out` [B, heads, head_dim], weighted by their log-sum-exps.
 
-    `parts` are the results [B, heads, splits, head_dim] and the log-sum-exps [B, heads, splits], float32. `seqs` are
-    num_seqs and context_lens. These and the other arguments must equal the arguments of the kernel that wrote the
-    parts, because they determine how many splits of a sequence are in use.
+    `parts` contains the results [B, heads, splits, head_dim] and the log-sum-exps [B, heads, splits], both float32.
+    `seqs` contains num_seqs and context_lens. All arguments must be those that the parts were computed with, because
+    they determine how many splits of a sequence are in use.
     """
     batch_size, heads, splits = parts[1].shape
     rows = SplitRows(heads, tokens_per_row, is_qkv, max(MAX_SPLITS, triton.next_power_of_2(splits)))

@@ -1,10 +1,10 @@
-"""The GEMM of split_k_gemm.py for Hopper and 129 to 256 rows. Written in Gluon.
+"""The Hopper version of split_k_gemm.py for 129 to 256 rows, written in Gluon.
 
 One warp loads, and two warpgroups multiply. A tile has 128 rows of the weight, 64 for each warpgroup, and all tokens,
-so each weight is read once. The tokens are in two parts, because sizes of tensors are powers of two. A program leaves a
-quarter of the registers to programs of the kernels before and after it.
+so each weight is read once. The tokens are split into two parts, because tensor sizes must be powers of two. A program
+leaves a quarter of the registers to programs of the previous and the next kernel.
 
-It computes GEMMs with many more inputs than outputs, such as down_proj. cuBLAS is as fast for the others.
+This kernel computes GEMMs with many more inputs than outputs, such as down_proj. cuBLAS is as fast for other GEMMs.
 """
 
 import torch
@@ -19,13 +19,13 @@ from nanovllm.kernels.launch.dependent_launch import dependent_kernel, launch
 
 TILE_N = gl.constexpr(128)  # rows of the weight
 FIRST = gl.constexpr(128)  # tokens of the first part
-TILE_K = gl.constexpr(64)  # inputs of a buffer, whose rows have 128 bytes
-SHARED_BYTES = 218 * 2**10  # of all buffers; 4 KiB are for what is stored
+TILE_K = gl.constexpr(64)  # inputs per buffer; a row of them has 128 bytes
+SHARED_BYTES = 218 * 2**10  # of all buffers; another 4 KiB hold outputs that are stored
 
 
 @gluon.constexpr_function
 def _outputs(tokens):
-    """Return the layout in which outputs [tokens, 64] are stored: a thread has 16 bytes, for 8 rows of the weight."""
+    """Return the layout for storing outputs [tokens, 64]. A thread stores 16 bytes: outputs of 8 rows of the weight."""
     registers = [[0, 1], [0, 2], [0, 4], *([1 << i, 0] for i in range(4, tokens.bit_length() - 1))]
     lanes = [[2, 0], [4, 0], [1, 0], [0, 8], [8, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[0, 16], [0, 32]], [], [tokens, 64])
@@ -33,7 +33,7 @@ def _outputs(tokens):
 
 @gluon.jit
 def _load_weights(i, w_tiles, rings, row, first_k, TOKENS: gl.constexpr, BUFFERS: gl.constexpr):
-    """Load the weights of this program's i-th step. The buffer is full when the tokens have arrived too."""
+    """Start loading the weights of this program's i-th step. The buffer is full when the tokens have arrived too."""
     weights, _, _, full, _ = rings
     buffer = i % BUFFERS
     mbarrier.expect(full.index(buffer), (TILE_N + TOKENS) * 2 * TILE_K)
@@ -44,7 +44,7 @@ def _load_weights(i, w_tiles, rings, row, first_k, TOKENS: gl.constexpr, BUFFERS
 
 @gluon.jit
 def _load(tiles, rings, row, first_k, steps, TOKENS: gl.constexpr, BUFFERS: gl.constexpr):
-    """The warp that loads, with one thread. The loads of the first buffers' weights have already started."""
+    """Run the loading warp, which uses one thread. The weights of the first buffers are already being loaded."""
     w_tiles, first_tiles, second_tiles = tiles
     _, firsts, seconds, full, empty = rings
     for i in range(steps):
@@ -71,7 +71,7 @@ def _store(out_ptr, sums, row, first_token, num_tokens, num_rows):
 def _multiply(
     out_ptr, rings, row, steps, num_tokens, num_rows, GROUP: gl.constexpr, TOKENS: gl.constexpr, BUFFERS: gl.constexpr
 ):
-    """A warpgroup: multiply 64 rows of the weight by all tokens."""
+    """Run a warpgroup, which multiplies 64 rows of the weight by all tokens."""
     weights, firsts, seconds, full, empty = rings
     SECOND: gl.constexpr = TOKENS - FIRST
     first = gl.full([64, FIRST], 0.0, gl.float32, sums_of(FIRST))
@@ -129,7 +129,7 @@ def _gemm_kernel(
 
 
 def hopper_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute `split_k_gemm` for x [129 to 256, K] and weight [N, K] in 16 bits -> [split_k, rows, N]."""
+    """Compute `split_k_gemm` for x [rows, K] and weight [N, K] in 16 bits, with 129 to 256 rows."""
     (m, k), n = x.shape, weight.shape[0]
     out = torch.empty((split_k, m, n), dtype=x.dtype, device=x.device) if out is None else out
     second = max(16, triton.next_power_of_2(m - FIRST.value))

@@ -1,11 +1,11 @@
 """Prefill attention for Hopper (FlashAttention-3, arXiv:2407.08608).
 
-It is written in Gluon, which changes with Triton's version. One warp loads, and two warpgroups compute. A tile of
-queries has 128 rows, 64 for each warpgroup: one row for each token and each query head of a pack. A pack has as many
-query heads of a key-value head as a power of two allows.
+It is written in Gluon, whose language changes with Triton's version. One warp loads, and two warpgroups compute. A tile
+of queries has 128 rows, 64 for each warpgroup. Each row is one query head of one token. A tile covers a *pack* of query
+heads that share a key-value head. The size of a pack is the largest power of two that divides the number of such heads.
 
-The warpgroups take turns. While one of them computes softmax, the tensor cores compute its previous matmul, weights
-times values, or the matmuls of the other warpgroup.
+The warpgroups alternate. While one of them computes softmax, the tensor cores compute the matmuls of the other
+warpgroup, or multiply the first warpgroup's previous softmax weights by values.
 """
 
 from typing import NamedTuple
@@ -24,35 +24,35 @@ from nanovllm.kernels.launch.gpu_features import num_sms
 class Shape(NamedTuple):
     """Constants of the kernel."""
 
-    packs: int  # of a token
-    pack: int  # query heads of a pack
+    packs: int  # per token
+    pack: int  # query heads per pack
     group: int  # query heads that share a key-value head
     head_dim: int
     block_size: int
-    tokens: int  # of a tile of queries
-    tile: int  # keys of a tile, all in one block of the cache
-    scale: float  # of scores, including log2(e), for exp2
+    tokens: int  # per tile of queries
+    tile: int  # keys per tile, all in one block of the cache
+    scale: float  # the factor of the scores times log2(e), for exp2
 
 
 @gluon.constexpr_function
 def _rows(head_dim):
-    """Return a layout for loads and stores of [., head_dim] as vectors of 16 bytes."""
+    """Return a layout that loads and stores [., head_dim] as vectors of 16 bytes."""
     lanes = head_dim // 8
     return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def _lanes():
-    """Return the layout [64, 4] of a value for each row, and for each of the four threads with columns of the row."""
+    """Return the layout of one value for each of the 64 rows and each of the four threads that share a row."""
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
 
 
 @gluon.jit
 def _load(ring, buffer, use, tiles, at):
-    """Load a tile into a buffer for the use-th time, when the previous tile is no longer needed.
+    """Wait until a buffer is free, and start its use-th load.
 
-    A ring has buffers, and two barriers for each: `full`, and `empty` when it may be loaded again.
+    Each buffer of a ring has two barriers: `full` completes when a tile is loaded, `empty` when it is no longer needed.
     """
     smem, full, empty = ring
     mbarrier.wait(empty.index(buffer), (use & 1) ^ 1)
@@ -62,10 +62,10 @@ def _load(ring, buffer, use, tiles, at):
 
 @gluon.jit
 def _work(n, plan, SHAPE: gl.constexpr):
-    """Return the n-th tile of queries of this program. The number of its tiles of keys is 0 if there is no n-th tile.
+    """Return the n-th tile of queries of this program, starting with its number of key tiles; 0 if there is no tile.
 
-    Programs get tiles in alternating order: the first tile of the first program has the most keys, its second tile the
-    fewest.
+    The tiles are dealt to the programs in alternating order: first program to last, then last to first. Tiles are
+    sorted by descending number of keys, so every program gets about the same amount of work.
     """
     plan_ptrs, num_tiles, _ = plan
     tiles_ptr, starts_ptr, lengths_ptr, _ = plan_ptrs
@@ -87,7 +87,7 @@ def _work(n, plan, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _load_tiles(tiles, rings, plan, SHAPE: gl.constexpr):
-    """The warp that loads, with one thread: queries, then keys and values from the last tile to the first."""
+    """Run the loading warp: load queries, then keys and values from the last tile to the first."""
     q_tiles, k_tiles, v_tiles = tiles
     queries, keys, values = rings
     plan_ptrs, _, table_stride = plan
@@ -114,17 +114,17 @@ def _load_tiles(tiles, rings, plan, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _softmax(scores, state, position, key, MASKED: gl.constexpr, SHAPE: gl.constexpr):
-    """Return weights, the factor of the old sums, and the new state.
+    """Return the softmax weights, the factor of the old sums, and the new state.
 
-    The state has the greatest scaled score of each row, and the sums of weights for each lane, so that no lane waits.
+    The state is the maximum scaled score of each row, and one sum of weights per thread, so that no thread waits.
     """
     scale: gl.constexpr = SHAPE.scale
     m_i, l_i = state
     if MASKED:
         n = gl.arange(0, SHAPE.tile, gl.SliceLayout(0, scores.type.layout))
-        # If a row sees no key of this tile, its weights are 1, and a later factor makes them 0. The hidden score is a
-        # power of two, so that its product with the scale is exact; otherwise the fused difference below could be any
-        # number.
+        # If a row sees no key of this tile, its weights are 1, and a later factor makes them 0. The score of a hidden
+        # key is a power of two, so that multiplying it by the scale is exact. Otherwise, the fused multiply and
+        # subtraction below could give any number.
         scores = gl.where((key + n)[None, :] <= position[:, None], scores, -(2.0**100))
     m_new = gl.maximum(m_i, gl.max(scores, 1) * scale)
     p = gl.exp2(scores * scale - m_new[:, None])
@@ -136,7 +136,7 @@ def _softmax(scores, state, position, key, MASKED: gl.constexpr, SHAPE: gl.const
 
 @gluon.jit
 def _scores(q, keys, i, SHAPE: gl.constexpr):
-    """Start the matmul of queries and the i-th tile of keys, which must be loaded."""
+    """Start the matmul of the queries and the i-th tile of keys. The keys must be loaded."""
     zeros = gl.full([64, SHAPE.tile], 0.0, gl.float32, sums_of(SHAPE.tile))
     k = keys[0].index(i % 2).permute((1, 0))
     return hopper.warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
@@ -144,7 +144,7 @@ def _scores(q, keys, i, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _add_values(acc, p, values, i, SHAPE: gl.constexpr):
-    """Start the matmul of weights and the i-th tile of values. Pass (sums, weights) to `warpgroup_mma_wait`."""
+    """Start to add weights times the i-th tile of values. The caller passes the results to `warpgroup_mma_wait`."""
     weights = gl.convert_layout(p.to(values[0].dtype), gl.DotOperandLayout(0, sums_of(SHAPE.head_dim), 2))
     mbarrier.wait(values[1].index(i % 2), i // 2 & 1)
     return hopper.warpgroup_mma(weights, values[0].index(i % 2), acc, is_async=True), weights
@@ -152,7 +152,7 @@ def _add_values(acc, p, values, i, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _attend_tiles(sums, begin, end, args, W: gl.constexpr, MASKED: gl.constexpr, SHAPE: gl.constexpr):
-    """Attend to the tiles of keys `begin` to `end`, counted down from the last one. Values are one tile behind."""
+    """Attend to the key tiles `begin` to `end`, counted backwards from the last. Values lag one tile behind keys."""
     q, position, rings, turns, counts = args
     _, keys, values = rings
     count, base = counts
@@ -176,7 +176,7 @@ def _attend_tiles(sums, begin, end, args, W: gl.constexpr, MASKED: gl.constexpr,
 
 @gluon.jit
 def _forget_stale(v, key, length, SHAPE: gl.constexpr):
-    """Zero the values from `length` on, because 0 times a stale NaN is NaN. Both warpgroups do it, which is safe."""
+    """Zero the values from `length` on, because 0 times a stale NaN is NaN. Both warpgroups can safely do it."""
     ROWS: gl.constexpr = _rows(SHAPE.head_dim)
     for part in gl.static_range(SHAPE.tile // 32):
         some = v.slice(part * 32, 32)
@@ -187,7 +187,7 @@ def _forget_stale(v, key, length, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _compute(out_ptr, rings, turns, plan, W: gl.constexpr, SHAPE: gl.constexpr):
-    """A warpgroup: compute softmax(q k^T) v for 64 rows of each tile of queries."""
+    """Run a warpgroup, which computes softmax(q k^T) v for 64 rows of each tile of queries."""
     queries, keys, values = rings
     SUMS: gl.constexpr = sums_of(SHAPE.head_dim)
     ROWS: gl.constexpr = _rows(SHAPE.head_dim)
@@ -242,7 +242,7 @@ def _compute(out_ptr, rings, turns, plan, W: gl.constexpr, SHAPE: gl.constexpr):
 def _prefill_kernel(
     q_tiles, k_tiles, v_tiles, plan_ptrs, out_ptr, stride, num_tiles, SHAPE: gl.constexpr, PDL: gl.constexpr
 ):
-    # A program loops over its tiles of queries, see _work.
+    # A program loops over its tiles of queries (see _work).
     gdc_launch_dependents(PDL)
     gdc_wait(PDL)
     queries = buffers(q_tiles, 2), barriers(2, 1), barriers(2, 1)
@@ -262,11 +262,11 @@ def _prefill_kernel(
 
 
 def attend(tokens: int, tile: int, q: torch.Tensor, caches, scale: float, plan_ptrs, out: torch.Tensor) -> None:
-    """Fill out [T, heads, head_dim] with the attention of q [T, heads, head_dim]; see `prefill_attention`.
+    """Fill `out` [T, heads, head_dim] with the attention of q [T, heads, head_dim]; see `prefill_attention`.
 
-    `plan_ptrs` are query_tiles, with at most `tokens` tokens each, cu_seqlens_q, context_lens and block_tables.
-    `caches` are keys and values, and `scale` includes log2(e). `tile` is 64 or 128, and divides a block. head_dim is 64
-    or 128, or 256 with tiles of 64. The dtype has 16 bits.
+    `plan_ptrs` contains query_tiles (each of at most `tokens` tokens), cu_seqlens_q, context_lens and block_tables.
+    `caches` contains keys and values, and `scale` includes log2(e). `tile` is 64 or 128, and divides the block size.
+    head_dim is 64, 128 or, with a tile of 64, 256. The dtype has 16 bits.
     """
     heads, head_dim = q.shape[1:]
     block_size, kv_heads = caches[0].shape[1:3]

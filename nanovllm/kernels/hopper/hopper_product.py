@@ -1,13 +1,13 @@
-"""A GEMM with an epilogue in one kernel for Hopper. Written in Gluon, which changes with Triton's version.
+"""A GEMM and its epilogue in one kernel for Hopper, written in Gluon, whose language changes with Triton's version.
 
-It multiplies in 16 bits, or in FP8: quantized rows by weights with a scale for each 128 x 128 block. One warp loads,
+The factors have 16 bits, or are in FP8: quantized rows, and weights with one scale per 128 x 128 block. One warp loads,
 and two warpgroups compute. A tile has 128 rows, 64 for each warpgroup, and two blocks of 128 outputs.
 
-The epilogue is a function in another file. It gets the sums of a warpgroup: [64, 256] in 16 bits, and four quarters
-[64, 64] in FP8.
+The epilogue is a function in another file. It gets the sums of a warpgroup: [64, 256] for 16-bit factors, and four
+quarters [64, 64] for FP8.
 
-In FP8, the tensor cores add the products of 128 inputs, with few digits. These sums are multiplied by their scales and
-added in float32, for 64 outputs at a time, so that the tensor cores already compute the next 64 outputs.
+In FP8, the tensor cores sum over only 128 inputs, because their sums are imprecise. The warpgroup multiplies these sums
+by scales and adds them in float32, for 64 outputs at a time. Meanwhile, the tensor cores compute the next 64 outputs.
 """
 
 from typing import NamedTuple
@@ -40,7 +40,7 @@ class Plan(NamedTuple):
     """Constants of the kernel."""
 
     k: int
-    step: int  # inputs of a buffer, whose rows have 128 bytes
+    step: int  # inputs per buffer; a row of them has 128 bytes
     adjacent: bool  # the two blocks of a tile are adjacent; otherwise one is in each half of the outputs
     stages: int = 4  # steps that are loaded ahead
     group: int = 16  # consecutive tiles of rows that use the same weights, which then stay in the L2 cache
@@ -64,7 +64,7 @@ def _block(n, j, sizes, PLAN: gl.constexpr):
 
 @gluon.jit
 def _load_tiles(tiles, rings, sizes, PLAN: gl.constexpr):
-    """The warp that loads, with one thread: rows for both warpgroups, and the weights of both blocks."""
+    """Run the loading warp: load rows for both warpgroups, and the weights of both blocks."""
     x_tiles, w_tiles = tiles
     x_ring, w_ring, full, empty = rings
     i = 0
@@ -84,13 +84,13 @@ def _load_tiles(tiles, rings, sizes, PLAN: gl.constexpr):
 
 @gluon.jit
 def _load_scales(scale_ptrs, tile, k, sizes, W: gl.constexpr, PLAN: gl.constexpr):
-    """Load the scales of the k-th block of inputs: for this warpgroup's rows, and for both blocks of weights."""
+    """Load the scales of this warpgroup's rows and of both weight blocks, for the k-th block of inputs."""
     x_ptr, w_ptr, stride = scale_ptrs
     row, n = tile
     rows = row + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
     x = gl.load(x_ptr + k * stride + gl.minimum(rows, sizes[0] - 1))
-    # Each thread loads the weights' scales from an address that looks different to the compiler. If the compiler knew
-    # that all are equal, it would move the scales to uniform registers, and wait for them at once.
+    # To the compiler, each thread seems to load the weights' scales from another address. If it knew that all addresses
+    # are equal, it would move the scales to uniform registers, and wait for them at once.
     at = w_ptr + k + gl.minimum(rows, 0)
     blocks = PLAN.k // BLOCK
     return x, gl.load(at + _block(n, 0, sizes, PLAN) * blocks), gl.load(at + _block(n, 1, sizes, PLAN) * blocks)
@@ -98,20 +98,20 @@ def _load_scales(scale_ptrs, tile, k, sizes, W: gl.constexpr, PLAN: gl.constexpr
 
 @gluon.jit
 def _product(x, w, half: gl.constexpr):
-    """Start the matmul of rows [64, 128] in registers and half of a block of weights [128, 128]."""
+    """Start the matmul of the rows x [64, 128], in registers, and one half of a weight block [128, 128]."""
     zeros = gl.full([64, 64], 0.0, gl.float32, SUMS)
     return hopper.warpgroup_mma(x, w.slice(half * 64, 64).permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _add(acc, product, scale, RUNNING: gl.constexpr):
-    """Add a product. The wait keeps the compiler from moving this after the next matmul, which needs more registers."""
+    """Add a product to `acc`. The wait keeps the compiler from delaying this, which would need more registers."""
     return hopper.warpgroup_mma_wait(RUNNING, deps=[acc + product * scale[:, None]])
 
 
 @gluon.jit
 def _add_block(sums, stage, use, scales, rings, W: gl.constexpr):
-    """Add the products of a block of inputs to the sums. Two matmuls run at once."""
+    """Multiply a block of inputs, and add the results to the sums. Two matmuls run at once."""
     x_ring, w_ring, full, empty = rings
     a0, a1, b0, b1 = sums
     a_scale, b_scale = scales
@@ -134,7 +134,7 @@ def _add_block(sums, stage, use, scales, rings, W: gl.constexpr):
 
 @gluon.jit
 def quarters_of(sums):
-    """Return the sums that an epilogue gets as four quarters [64, 64]."""
+    """Return an epilogue's sums as four quarters [64, 64]."""
     if isinstance(sums, gl.tensor):
         a, b = halves(sums)
         a0, a1 = halves(a)
@@ -150,7 +150,7 @@ def _as_sums(x):
 
 @gluon.jit
 def _compute(out, rings, sizes, W: gl.constexpr, EPILOGUE: gl.constexpr, PLAN: gl.constexpr):
-    """A warpgroup: multiply in 16 bits, and run the epilogue."""
+    """Run a warpgroup, which multiplies 16-bit factors and runs the epilogue."""
     x_ring, w_ring, full, empty = rings
     w_ring = w_ring._reinterpret(w_ring.dtype, [PLAN.stages, 2 * BLOCK, PLAN.step], w_ring.layout)  # both blocks
     i = 0
@@ -173,7 +173,7 @@ def _compute(out, rings, sizes, W: gl.constexpr, EPILOGUE: gl.constexpr, PLAN: g
 
 @gluon.jit
 def _compute_scaled(out, scale_ptrs, rings, sizes, W: gl.constexpr, EPILOGUE: gl.constexpr, PLAN: gl.constexpr):
-    """A warpgroup: multiply in FP8, and run the epilogue.
+    """Run a warpgroup, which multiplies FP8 factors and runs the epilogue.
 
     Scales are loaded one block ahead. The first scales of a tile are loaded before the previous tile is stored.
     """
@@ -211,7 +211,7 @@ def _compute_either(out, scale_ptrs, rings, sizes, W: gl.constexpr, EPILOGUE: gl
 
 @gluon.jit
 def store_tile(y, smem, tiles, at, RUNNING: gl.constexpr):
-    """Store a tile through a buffer. RUNNING earlier stores may still run, because they read other buffers."""
+    """Store a tile through a buffer. Up to RUNNING earlier stores may still run, because they read other buffers."""
     tma.store_wait(RUNNING)
     smem.store(y.to(smem.dtype))
     hopper.fence_async_shared()
@@ -252,10 +252,11 @@ def _product_kernel(
 
 
 def product(x: torch.Tensor | QuantizedRows, weight, scales: torch.Tensor | None, epilogue, out_ptrs, y=None) -> None:
-    """Compute x W^T, for x [T, K] and weight [N, K], and run the epilogue, which gets `out_ptrs`.
+    """Compute x W^T for x [T, K] and weight [N, K], and pass the sums and `out_ptrs` to the epilogue.
 
     Without `scales`, x and the weight have 16 bits; with scales, they are in FP8. N is a multiple of 256. A tile has
-    two adjacent blocks of outputs. With `y`, whose tiles the epilogue stores, it has one block of each half.
+    two adjacent blocks of outputs. With `y`, it has one block of each half of the outputs, and the epilogue stores
+    tiles of `y`.
     """
     (n, k), step = weight.shape, 128 // weight.element_size()
     rows, scale_ptrs = (x, None) if scales is None else (x.values, (x.scales, scales, x.scales.stride(1)))

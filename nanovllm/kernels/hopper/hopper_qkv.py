@@ -1,7 +1,7 @@
-"""q and k norm, rotary embedding and the store into the cache as the epilogue of hopper_product.py, for Hopper.
+"""A Hopper epilogue for hopper_product.py: q and k norms, rotary embedding and the store into the cache.
 
-A block of weights is one head of 128 numbers. Everything is computed in float32 and rounded once. A thread holds both
-numbers of each pair that is rotated.
+A weight block computes one head of 128 elements. The epilogue computes in float32 and rounds once. A thread holds both
+elements of each rotated pair.
 """
 
 import torch
@@ -10,14 +10,14 @@ from triton.experimental.gluon import language as gl
 
 from nanovllm.kernels.hopper.hopper_product import SUMS, product, quarters_of
 
-# the layout of half a head for stores of 16 bytes; each row stays in the warp that has it in SUMS
+# the layout of half a head for 16-byte stores; each row stays in the warp that has it in SUMS
 _OF_THREAD, _OF_WARP = [[0, 1], [0, 2], [0, 4], [4, 0], [8, 0]], [[0, 8], [0, 16], [0, 32], [1, 0], [2, 0]]
 ROWS = gl.constexpr(gl.DistributedLinearLayout(_OF_THREAD, _OF_WARP, [[16, 0], [32, 0]], [], [64, 64]))
 
 
 @gluon.jit
 def _norm_rope(x0, x1, weights, eps, cos, sin):
-    """Norm and rotate the halves x0 and x1 of a head, both [64, 64]. Without weights, only rotate."""
+    """Normalize and rotate a head for 64 tokens, given its halves x0 and x1 [64, 64]. Without weights, only rotate."""
     y0, y1 = x0, x1
     if weights is not None:
         y0, y1 = x0 * weights[0], x1 * weights[1]
@@ -30,14 +30,14 @@ def _norm_rope(x0, x1, weights, eps, cos, sin):
 
 @gluon.jit
 def _store_head(y0, y1, at, is_stored):
-    """Store the halves of a head to [64, 128], at the pointers `at` [64, 64] of the first half."""
+    """Store both halves of a head. `at` [64, 64] points to the first half, and the second half is next to it."""
     gl.store(at, gl.convert_layout(y0.to(at.dtype.element_ty), ROWS), is_stored)
     gl.store(at + 64, gl.convert_layout(y1.to(at.dtype.element_ty), ROWS), is_stored)
 
 
 @gluon.jit
 def _store_heads(sums, out_ptrs, row, n, num_rows, W: gl.constexpr):
-    """The epilogue: store a pair of heads, which are both queries, both keys or both values."""
+    """Run the epilogue on a pair of heads. Both are query heads, both are key heads, or both are value heads."""
     quarters = quarters_of(sums)
     norm_rope_ptrs, q_ptr, k_ptr, v_ptr, heads, kv_heads = out_ptrs
     q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, slots_ptr = norm_rope_ptrs
@@ -70,9 +70,9 @@ def _store_heads(sums, out_ptrs, row, n, num_rows, W: gl.constexpr):
 
 
 def store_product(factors, qk_norm_rope, slot_mapping: torch.Tensor, cache) -> torch.Tensor:
-    """Compute `norm_rope_and_store` of x W^T. `factors` are x, the weight, and scales if both are in FP8, or None.
+    """Compute `norm_rope_and_store` of x W^T. `factors` is (x, weight, scales), where scales is None without FP8.
 
-    Heads have 128 numbers. The numbers of query heads and of key-value heads are even.
+    head_dim is 128. There is an even number of query heads, and an even number of key-value heads.
     """
     x, weight, scales = factors
     kv_heads = cache.k.shape[2]

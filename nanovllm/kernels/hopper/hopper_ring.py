@@ -1,7 +1,7 @@
-"""What the Gluon kernels share: a warp loads tiles into a ring of buffers, and warpgroups compute with them.
+"""Shared code of the Gluon kernels: a warp loads tiles into a ring of buffers, and warpgroups compute with them.
 
-A buffer has two barriers. `full` completes when all bytes have arrived, and all other data is stored there. `empty`
-completes when all users of the buffer have finished. The i-th use of a buffer is the phase i & 1 of both barriers.
+A buffer has two barriers. `full` completes when all data has arrived. `empty` completes when all users of the buffer
+have finished. The i-th use of a buffer is phase i & 1 of both barriers.
 """
 
 import torch
@@ -25,7 +25,7 @@ def gdc_wait(PDL: gl.constexpr):
 
 
 def tiles_of(x: torch.Tensor, *shape: int) -> TensorDescriptor:
-    """Return a descriptor of tiles of x. Rows are swizzled over up to 128 bytes."""
+    """Return a TMA descriptor for tiles of x. Rows are swizzled over up to 128 bytes."""
     size = x.element_size()
     layout = gl.NVMMASharedLayout(min(128, shape[-1] * size), 8 * size, len(shape))
     return TensorDescriptor.from_tensor(x, [*shape], layout)
@@ -56,5 +56,5 @@ def sums_of(columns, bits=16):
 
 @gluon.jit
 def halves(sums):
-    """Split sums [64, columns] into the left and the right half of the columns. No number moves between threads."""
+    """Split sums [64, columns] into a left and a right half. No number moves between threads."""
     return gl.reshape(sums, [64, 2, sums.shape[1] // 2]).permute((0, 2, 1)).split()

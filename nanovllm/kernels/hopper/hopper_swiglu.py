@@ -1,7 +1,8 @@
-"""SwiGLU as the epilogue of hopper_product.py, for Hopper: in 16 bits, or in FP8 with quantized results.
+"""A Hopper epilogue for hopper_product.py: SwiGLU in 16 bits, or in FP8 with quantized results.
 
-In 16 bits, gate, up and silu are rounded as in separate kernels, which takes no longer. So the results are the same,
-except that numbers near 1e-36 become 0. In FP8, all results that share a scale are in the same tile.
+In 16 bits, gate, up and silu are rounded as in separate kernels. This takes no extra time. So the results equal the
+results of separate kernels, except that numbers near 1e-36 become 0. In FP8, all results that share a scale are in the
+same tile.
 """
 
 import torch
@@ -15,9 +16,9 @@ from nanovllm.kernels.linear.tiles import QuantizedRows
 
 @gluon.constexpr_function
 def _silu_of(x, y):
-    """Return PTX for y = silu(x), with two approximate instructions, each exact to 2^-22.
+    """Return PTX for y = silu(x). It uses two approximate instructions, each with an error of at most 2^-22.
 
-    Division and `gl.exp` take several times as many instructions.
+    Division and `gl.exp` would need several times as many instructions.
     """
     return f"""
         mul.f32 y, {x}, 0fBFB8AA3B;  // -log2(e)
@@ -30,7 +31,7 @@ def _silu_of(x, y):
 
 @gluon.constexpr_function
 def _swiglu_of(dtype):
-    """Return PTX for two results of SwiGLU. It rounds pairs to 16 bits; the compiler would round one by one."""
+    """Return PTX for two SwiGLU results. It rounds both to 16 bits at once. The compiler would round one by one."""
     half = "bf16" if dtype == gl.bfloat16 else "f16"
     return f"""
     {{
@@ -58,7 +59,7 @@ def _silu(x):
 
 @gluon.jit
 def _store_swiglu(sums, out, row, n, num_rows, W: gl.constexpr):
-    """The epilogue in 16 bits."""
+    """Run the 16-bit epilogue."""
     out_tiles, out_ring, _ = out
     gate, up = halves(sums)
     asm: gl.constexpr = _swiglu_of(out_tiles.dtype)
@@ -68,7 +69,7 @@ def _store_swiglu(sums, out, row, n, num_rows, W: gl.constexpr):
 
 @gluon.jit
 def _store_quantized(quarters, out, row, n, num_rows, W: gl.constexpr):
-    """The epilogue in FP8: quantize with a scale for each row and 128 results."""
+    """Run the FP8 epilogue: quantize the results, with one scale per 128 results of a row."""
     out_tiles, out_ring, scale_ptrs = out
     scale_ptr, stride = scale_ptrs
     gate0, gate1, up0, up1 = quarters
@@ -85,7 +86,7 @@ def _store_quantized(quarters, out, row, n, num_rows, W: gl.constexpr):
 def swiglu(
     x: torch.Tensor | QuantizedRows, weight: torch.Tensor, scales: torch.Tensor | None = None
 ) -> torch.Tensor | QuantizedRows:
-    """Compute `silu_and_mul` of x W^T, for x [T, K] and weight [N, K] in 16 bits -> [T, N / 2].
+    """Return `silu_and_mul` of x W^T [T, N / 2], for x [T, K] and weight [N, K] in 16 bits.
 
     With `scales`, compute `multiply_scaled.swiglu_quantize` for quantized x and an FP8 weight.
     """

@@ -1,4 +1,4 @@
-"""Which matmuls Hopper's kernels compute: FP8 matmuls and their tiles (hopper_scaled_gemm.py), qkv (hopper_qkv.py).
+"""Rules that decide which matmuls run in the Hopper kernels hopper_scaled_gemm.py (FP8) and hopper_qkv.py.
 
 Importing this module does not import Gluon.
 """
@@ -12,24 +12,24 @@ from nanovllm.kernels.linear.tiles import QuantizedRows, block_shape
 
 BLOCK = 128, 128  # weights that share a scale
 MIN_BUSY = 0.7  # the fraction of multiprocessors that tiles must keep busy
-MAX_CAPTURED_ROWS = 8192  # the most rows of a CUDA graph of a step with chunks
-# Up to this size of a row of the qkv weight, matmul and store are one kernel. This saves a pass over the outputs, which
-# does not grow with the inputs: with longer rows (Qwen3-8B in 16 bits), prefill was not faster.
+MAX_CAPTURED_ROWS = 8192  # the maximum number of rows in a CUDA graph of a step with prefill chunks
+# If a row of the qkv weight has at most this size, matmul and store are one kernel. This saves a pass over the outputs,
+# whose time does not grow with the inputs: with longer rows (Qwen3-8B in 16 bits), prefill was not faster.
 MAX_ROW_BYTES = 5120
 
 
 class HopperTile(NamedTuple):
-    """A tile of the result, and how a program computes it."""
+    """The size of a tile of the result, and how a program computes it."""
 
     rows: int
     outputs: int
     split_k: int = 1
     burst: int = 2  # blocks of inputs that are loaded together
-    stages: int = 16  # the most blocks that are loaded ahead; shared memory may allow fewer
-    registers: int = 168  # of a thread, on average
+    stages: int = 16  # the maximum number of blocks that are loaded ahead; shared memory may allow fewer
+    registers: int = 168  # per thread, on average
 
 
-# (up to so many rows, the fewest blocks of inputs of a split, tiles from the largest and best one on)
+# (maximum rows, minimum blocks of inputs per split, tiles from the largest and best to the smallest)
 TILES = (
     (64, 8, [HopperTile(64, outputs, stages=6, registers=128) for outputs in (192, 128, 64)]),
     (128, 16, [HopperTile(128, 192), HopperTile(128, 64, stages=8, registers=96)]),
@@ -38,9 +38,9 @@ TILES = (
 
 
 def choose_tile(num_rows: int, n: int, k: int, max_split_k: int, sms: int) -> HopperTile | None:
-    """Return the tile for a matmul [num_rows, k] x [n, k]^T; None if other kernels are as fast.
+    """Return the tile for a matmul [num_rows, k] x [n, k]^T, or None if other kernels are as fast.
 
-    If a program has several tiles, only the largest tile is faster than the library.
+    Where a program must compute several tiles, only tiles of the largest size are faster than the library.
     """
     if not 16 < num_rows <= TILES[-1][0]:
         return None
@@ -55,7 +55,7 @@ def choose_tile(num_rows: int, n: int, k: int, max_split_k: int, sms: int) -> Ho
 
 
 def hopper_tile(num_rows: int, values: torch.Tensor, scales: torch.Tensor, max_split_k: int) -> HopperTile | None:
-    """Return the tile of `quantized_linear`, with the best split_k up to `max_split_k`; None: it is not used."""
+    """Return the tile for `quantized_linear`, with the best split_k up to `max_split_k`, or None if it can't help."""
     if not has_hopper_kernels() or block_shape(values, scales) != BLOCK:
         return None
     return choose_tile(num_rows, *values.shape, max_split_k, num_sms(values.device))
@@ -64,9 +64,9 @@ def hopper_tile(num_rows: int, values: torch.Tensor, scales: torch.Tensor, max_s
 def quantized_linear(
     x: QuantizedRows, values: torch.Tensor, scales: torch.Tensor, split_k: int, out: torch.Tensor | None
 ) -> torch.Tensor:
-    """Compute `split_k_gemm` of quantized rows [T, K] and values [N, K] -> [split_k, T, N].
+    """Return `split_k_gemm` [split_k, T, N] of quantized rows [T, K] and values [N, K].
 
-    NotImplemented if another kernel is as fast, or if this kernel can't compute it.
+    Return NotImplemented if another kernel is as fast, or if this kernel can't compute it.
     """
     tile = hopper_tile(len(x), values, scales, split_k)
     if tile is None or tile.split_k != split_k or x.dtype == torch.float32:
@@ -80,11 +80,11 @@ def quantized_linear(
 
 
 def qkv_norm_rope_store(x, layer, qk_norm_rope, slot_mapping: torch.Tensor, cache) -> torch.Tensor:
-    """Compute `norm_rope_and_store` of the qkv matmul of NormInput x, in one kernel with the matmul.
+    """Compute the qkv matmul of NormInput x and `norm_rope_and_store` in one kernel.
 
-    NotImplemented if there is no kernel for it, if it gains nothing, or if CUDA graphs may contain steps of so many
-    rows. Graphs pad steps, and a step must use the same kernels with and without graphs: other kernels add in another
-    order, and may give other tokens.
+    Return NotImplemented if there is no kernel for this, if it is not faster, or if steps of this size may be in CUDA
+    graphs. Graphs pad steps, but a step must use the same kernels with and without graphs. Other kernels add in another
+    order, and might produce other tokens.
     """
     if isinstance(x, torch.Tensor) or len(x) <= MAX_CAPTURED_ROWS or not has_hopper_kernels():
         return NotImplemented

@@ -1,6 +1,6 @@
-"""Copies from and to pinned host memory by a kernel: a CUDA graph can contain them, and they need no copy engine.
+"""Kernels that copy from and to pinned host memory. CUDA graphs can contain them, and they need no copy engine.
 
-Host memory is double-buffered, [2, capacity] int32: the host prepares one buffer while the device works with the other.
+Host memory is double-buffered as [2, capacity] int32: the host prepares one buffer while the device uses the other one.
 `buffer_index` [1] int32, on the device, is the index of the device's buffer.
 """
 
@@ -29,7 +29,7 @@ def _copy_to_host_kernel(x_ptr, host_ptr, buffer_index_ptr, size, capacity, BLOC
 
 
 def copy_from_host(out: torch.Tensor, host: torch.Tensor, buffer_index: torch.Tensor) -> None:
-    """Fill `out` [n] int32 with the first n words of the device's buffer in `host`. A program copies 128 words."""
+    """Fill `out` [n] int32 with the first n words of the device's buffer in `host`. Each program copies 128 words."""
     block = 128  # one word per thread, so that a warp reads adjacent words
     grid = (triton.cdiv(len(out), block),)
     launch_ordinary(_copy_from_host_kernel, grid)(out, host, buffer_index, len(out), host.shape[1], BLOCK=block)

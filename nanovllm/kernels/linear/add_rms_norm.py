@@ -1,4 +1,4 @@
-"""RMSNorm, optionally with a sum of split-K parts and a residual addition before it, and quantization after it."""
+"""RMSNorm kernels. They can also add split-K parts and a residual first, and quantize the result."""
 
 import torch
 import triton
@@ -14,7 +14,7 @@ from nanovllm.kernels.linear.tiles import QuantizedRows
 def _rms_norm_kernel(
     x_ptrs, weight_ptr, out_ptrs, num_rows, eps, stride, GROUPS: tl.constexpr, SPLIT_K: tl.constexpr, PDL: tl.constexpr
 ):
-    # A program computes one whole row. A tile is [groups, elements of a group].
+    # A program computes one whole row. A tile is [groups, elements per group].
     gdc_launch_dependents(PDL)
     x_ptr, residual_ptr = x_ptrs
     row = tl.program_id(0).to(tl.int64)
@@ -46,10 +46,10 @@ def _store_norm(x, weight, eps, residual, split_k: int, group: int, outputs: tup
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, split_k: int = 1
 ) -> torch.Tensor:
-    """Return the norm [T, N] of each row of x + residual, for x and `residual` [T, N]. `residual` becomes the sum.
+    """Return the normalized rows [T, N] of x + residual, and store the sum in `residual`. Both are [T, N].
 
-    Without a residual, it is the norm of x. With split_k > 1, x is [split_k, T, N], and is summed over the first
-    dimension. All tensors are contiguous.
+    Without a residual, normalize x. With split_k > 1, x is [split_k, T, N], and is summed over its first dimension. All
+    tensors are contiguous.
     """
     out = torch.empty(x.shape[-2:], dtype=x.dtype, device=x.device)
     _store_norm(x, weight, eps, residual, split_k, x.shape[-1], (out, None), 0)
@@ -59,7 +59,7 @@ def rms_norm(
 def rms_norm_quantize(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, split_k: int, group: int
 ) -> QuantizedRows:
-    """Return `quantize_rows` of `rms_norm`. The arguments are those of both functions."""
+    """Return `quantize_rows` of the result of `rms_norm`, with the arguments of both functions."""
     rows = empty_rows(*x.shape[-2:], group, x)
     _store_norm(x, weight, eps, residual, split_k, group, *outputs_of(rows))
     return rows

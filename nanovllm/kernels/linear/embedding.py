@@ -1,4 +1,4 @@
-"""The embedding of a rank that has only a range of the token ids."""
+"""The embedding lookup of a rank that stores only a range of the token ids."""
 
 import torch
 import triton
@@ -17,10 +17,10 @@ def _embed_shard_kernel(ids_ptr, weight_ptr, out_ptr, first_id, num_ids, N: tl.c
 
 
 def embed_shard(token_ids: torch.Tensor, weight: torch.Tensor, first_id: int, out: torch.Tensor | None = None):
-    """Fill `out` [T, N] with rows of weight [ids, N], whose first row belongs to `first_id`; zeros for ids elsewhere.
+    """Fill `out` [T, N] with rows of weight [ids, N], whose first row is token `first_id`. Other ids get zeros.
 
-    A program copies one row. This must be an ordinary launch: it makes sure that the rope lookup before it is complete,
-    and attention reads the result of the lookup early (dependent_launch.py).
+    A program copies one row. The launch must be an ordinary one, so that the earlier rope lookup is complete: attention
+    reads the result of that lookup early (dependent_launch.py).
     """
     if out is None:
         return NotImplemented

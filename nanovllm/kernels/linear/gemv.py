@@ -1,6 +1,6 @@
-"""y = x W^T + b for a single row of x, with the norm before it and the activation after it.
+"""y = x W^T + b for a single row x, in one kernel with the norm before it and the activation after it.
 
-The time is bound by reading W.
+Reading W takes most of the time.
 """
 
 from typing import NamedTuple
@@ -14,22 +14,22 @@ from nanovllm.kernels.linear.tiles import NO_NORM, Tiles
 
 
 class Inputs(NamedTuple):
-    """The tensors that make up the row that is multiplied; None if there is no residual."""
+    """The tensors from which the kernel computes its input row."""
 
     x: torch.Tensor
     residual: torch.Tensor | None
-    total: torch.Tensor  # takes x + residual
+    total: torch.Tensor  # receives x + residual
 
 
 @triton.jit
 def _load_if(ptr, at, inside, OTHERWISE: tl.constexpr):
-    """Load elements of the norm's weight or of the bias; OTHERWISE if there is none."""
+    """Load elements of a norm's weight or of a bias. Return OTHERWISE if there is none."""
     return tl.load(ptr + at, inside, 0.0).to(tl.float32) if ptr is not None else OTHERWISE
 
 
 @triton.jit
 def _load_input(x_ptrs, norm_weight, k, inside):
-    """Load a tile of the row that is multiplied, not yet divided by its root mean square, and its squares."""
+    """Load a tile of the input row, not yet divided by its root mean square. Also return the squared elements."""
     x = tl.load(x_ptrs.x + k, inside, 0.0).to(tl.float32)
     if x_ptrs.residual is not None:
         total = x + tl.load(x_ptrs.residual + k, inside, 0.0).to(tl.float32)
@@ -84,25 +84,25 @@ def _gemv_kernel(
 def gemv(
     x: torch.Tensor, weight: torch.Tensor, norm=NO_NORM, residual=None, gated: bool = False, bias=None, out=None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Multiply x [1, K] by weight [N, K] transposed, and add bias [N]. Return y [1, N] and x + residual [1, K].
+    """Return y = x W^T + bias [1, N] and x + residual [1, K], for x [1, K], weight W [N, K] and bias [N].
 
-    Without a residual, the second result is x itself. With `norm`, the weight [K] and the eps of a norm, the RMS norm
-    of x + residual is multiplied instead of x. A residual requires a norm. If `gated`, weight is [2N, K], bias is [2N],
-    and y is silu(first half of the outputs) * second half. All tensors are contiguous. `out` receives y.
+    Without a residual, the second result is x itself. `norm` is the weight [K] and the eps of an RMS norm. With it, the
+    norm of x + residual replaces x in the matmul. A residual requires a norm. If `gated`, the weight is [2N, K], the
+    bias is [2N], and y is silu(first half of the outputs) * second half. All tensors are contiguous. `out` receives y.
     """
     norm_weight, eps = norm
     assert norm_weight is not None or residual is None
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     out = torch.empty((1, n), dtype=x.dtype, device=x.device) if out is None else out
     inputs = Inputs(x, residual, x if residual is None else torch.empty_like(x))
-    # Short matmuls gain from kernels that overlap. For long ones, 75% holds four programs of 40 KB each. The driver's
-    # own choice would differ from kernel to kernel.
+    # Short matmuls gain from overlapping kernels. For long matmuls, 75% holds four programs of 40 KB each. The driver
+    # would choose a different percentage for each kernel.
     shared = 50 if weight.numel() <= 2**23 else 75
     tile_size = (8192 if gated else 16384) // x.element_size()  # in weights; with `gated`, two tiles are loaded
     # for the shortest matmuls, programs load as much as they can before they wait
     tile_k = min(tile_size // (2 if weight.numel() <= 2**22 else 4), 1 << (k - 1).bit_length())
     tiles = Tiles(tile_size // tile_k, tile_k, stages=3, warps=4)
-    # so few registers let more programs run at once; with larger tiles, registers would spill
+    # this few registers let more programs run at once; with larger tiles, registers would spill
     constants = dict(K=k, TILES=tiles, GATED=gated, maxnreg=64 if k <= tile_k and not gated else None)
     launch(_gemv_kernel, (-(-n // tiles.tile_n),), x.device, shared)(
         inputs, (weight, bias, norm_weight), out, n, eps, **constants, num_warps=tiles.warps

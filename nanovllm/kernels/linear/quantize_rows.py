@@ -1,7 +1,7 @@
-"""Quantizes activations to e4m3 for GEMMs: alone, or in the kernel of the norm or activation that computes them.
+"""Quantization of activations to e4m3 for GEMMs, alone or in the kernel of the preceding norm or activation.
 
-A group of inputs of a row shares a scale: 128 inputs if the weights have blocks, otherwise the whole row. The same
-functions store norms and activations without quantization if there are no scales to write.
+Each group of inputs in a row shares a scale: 128 inputs if the weights have blocks, otherwise the whole row. If there
+are no scales to write, the same functions store norms and activations without quantization.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ SLOW_ROWS = range(129, 256)  # padded to 256: the library takes at least as long
 
 
 class Groups(NamedTuple):
-    """How the `n` elements of a row are divided into groups of `size`, which share a scale."""
+    """The division of a row's `n` elements into groups of `size` elements that share a scale."""
 
     n: int
     size: int
@@ -29,7 +29,7 @@ class Groups(NamedTuple):
 
 @triton.jit
 def positions_of(first_group, GROUPS: tl.constexpr):
-    """Return the positions of the elements of groups [count, width] in a row, and whether they exist."""
+    """Return where the elements of groups [count, width] are in a row, and a mask of the elements that exist."""
     col = tl.arange(0, GROUPS.width)[None, :]
     at = (first_group + tl.arange(0, GROUPS.count))[:, None] * GROUPS.size + col
     return at, (at < GROUPS.n) & (col < GROUPS.size)
@@ -37,7 +37,7 @@ def positions_of(first_group, GROUPS: tl.constexpr):
 
 @triton.jit
 def store_groups(x, out_ptrs, row, first_group, stride, GROUPS: tl.constexpr):
-    """Store groups x [count, width] of a row, from `first_group` on; quantized if there are scales.
+    """Store groups x [count, width] of a row, starting at `first_group`. Quantize them if there are scales.
 
     x must be 0 where there is no element.
     """
@@ -55,7 +55,7 @@ def store_groups(x, out_ptrs, row, first_group, stride, GROUPS: tl.constexpr):
 @dependent_kernel()
 @triton.jit(do_not_specialize=["scale_stride"])
 def _groups_kernel(x_ptr, out_ptrs, scale_stride, GROUPS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr):
-    """A program stores `count` groups of a row; if GATED, of the activation of a row with 2 n elements."""
+    """Store `count` groups of a row per program. If GATED, a row of x has 2 n elements, and its SwiGLU is stored."""
     gdc_launch_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     first_group = tl.program_id(1) * GROUPS.count
@@ -77,7 +77,7 @@ def empty_rows(num_rows: int, n: int, group: int, like: torch.Tensor) -> Quantiz
 
 
 def outputs_of(rows: QuantizedRows) -> tuple[tuple[torch.Tensor, torch.Tensor], int]:
-    """Return the tensors that kernels write, and the stride of the scales between groups."""
+    """Return the tensors that kernels write, and the stride between the scales of adjacent groups."""
     return (as_loadable(rows.values), rows.scales), rows.scales.stride(1)
 
 
@@ -89,9 +89,9 @@ def store_rows(x: torch.Tensor, outputs: tuple, scale_stride: int, groups: Group
 
 
 def quantize_rows(x: torch.Tensor, group: int, gated: bool = False) -> QuantizedRows:
-    """Quantize x [T, K] to e4m3, with a scale for each `group` of inputs; `group` divides K.
+    """Quantize x [T, K] to e4m3, with one scale per `group` inputs of a row. `group` divides K.
 
-    If `gated`, x is [T, 2K], and its activation is quantized.
+    If `gated`, x is [T, 2K], and its SwiGLU activation is quantized.
     """
     n = x.shape[1] // 2 if gated else x.shape[1]
     rows, width = empty_rows(len(x), n, group, x), 1 << (group - 1).bit_length()
@@ -102,5 +102,5 @@ def quantize_rows(x: torch.Tensor, group: int, gated: bool = False) -> Quantized
 
 
 def silu_and_mul_quantize(x: torch.Tensor, group: int) -> QuantizedRows:
-    """Return `quantize_rows` of `silu_and_mul`: x [T, 2n] -> [T, n]."""
+    """Apply `silu_and_mul` to x [T, 2n], and quantize the result [T, n]."""
     return quantize_rows(x, group, gated=True)

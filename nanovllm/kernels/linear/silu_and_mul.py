@@ -1,4 +1,4 @@
-"""The activation of SwiGLU, alone or with the matmul before it, and sigmoid gates."""
+"""The SwiGLU activation, alone or in one kernel with the preceding matmul, and sigmoid gates."""
 
 import torch
 import triton
@@ -12,7 +12,7 @@ MIN_ROWS = 512  # for a fused matmul and activation
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """Return silu(x[:, :n]) * x[:, n:], [T, n], of x [T, 2n]."""
+    """Return silu(x[:, :n]) * x[:, n:] for x [T, 2n]."""
     n = x.shape[1] // 2
     out, block = torch.empty((len(x), n), dtype=x.dtype, device=x.device), min(2048, 1 << (n - 1).bit_length())
     store_rows(x, (out, None), 0, Groups(n, block, 1, block), gated=True, num_warps=8)
@@ -20,9 +20,10 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return `silu_and_mul` of x W^T, in one kernel with the same rounding: x [T, K], weight [N, K] -> [T, N / 2].
+    """Return `silu_and_mul` of x W^T [T, N / 2], for x [T, K] and weight [N, K], in one kernel.
 
-    NotImplemented if there is no kernel for it, if there are too few rows, or if its tiles would fill the GPU badly.
+    The rounding is the same as in separate kernels. Return NotImplemented if there is no kernel for this, if there are
+    too few rows, or if the tiles would leave too much of the GPU idle.
     """
     n, k = weight.shape
     if len(x) < MIN_ROWS or x.dtype == torch.float32 or n % 256 or k % 8 or not has_hopper_kernels():
@@ -50,7 +51,7 @@ def _sigmoid_gate_kernel(
 
 
 def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Return x [T, n] times the sigmoid of gate [T, n or 1]. x is contiguous; rows of `gate` may have any stride."""
+    """Return x [T, n] times the sigmoid of gate [T, n or 1]. x is contiguous. Rows of `gate` may have any stride."""
     (num_rows, n), out = x.shape, torch.empty_like(x)
     if num_rows:
         block = min(2048, 1 << (n - 1).bit_length())

@@ -1,4 +1,4 @@
-"""y = x W^T for small batches, with 16-bit or 8-bit W. It is split along K if its output tiles do not fill the GPU."""
+"""y = x W^T for small batches and 16-bit or 8-bit W. If the output tiles do not fill the GPU, K is split."""
 
 import torch
 import triton
@@ -21,7 +21,7 @@ FEW_WEIGHTS = 5 * 2**20
 MAX_ROWS = 256  # half as many for more than FEW_WEIGHTS, except in hopper_gemm.py, whose tiles hold twice as many rows
 TILE_N = 64
 TILE_K = 128
-LONE_BYTES = 2**17  # that a program has in flight if it is alone on its multiprocessor
+LONE_BYTES = 2**17  # bytes that a program has in flight if it is alone on its multiprocessor
 
 
 @dependent_kernel()
@@ -52,7 +52,7 @@ def _split_k_kernel(
 
 
 def tile_m_of(num_rows: int) -> int:
-    """Return the rows of a tile: all rows if there are at most 128."""
+    """Return the number of rows per tile: all rows if there are at most 128."""
     return min(128, max(16, 1 << (num_rows - 1).bit_length()))
 
 
@@ -61,13 +61,16 @@ def _tile_m(m: int, weight: torch.Tensor) -> int:
 
 
 def _is_for_hopper(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether hopper_gemm.py computes this GEMM, if it is split. With fewer inputs, the parts cost what it saves."""
+    """Return whether hopper_gemm.py computes this GEMM if it is split.
+
+    With fewer inputs, adding the parts takes as long as the kernel saves.
+    """
     is_large = MAX_ROWS // 2 < len(x) <= MAX_ROWS and weight.numel() > FEW_WEIGHTS
     return is_large and weight.shape[1] > 2 * len(weight) and x.dtype != torch.float32 and has_hopper_kernels()
 
 
 def choose_split_k(x: torch.Tensor, weight: torch.Tensor, max_split_k: int) -> int:
-    """Return the best split_k, up to `max_split_k`, for `split_k_gemm`; 0 if the library is faster."""
+    """Return the best split_k for `split_k_gemm`, at most `max_split_k`, or 0 if the library is faster."""
     (m, k), n = x.shape, weight.shape[0]
     if not has_tma(x.device) or x.dtype == torch.float32 or not 0 < m <= MAX_ROWS or k % 8:
         return 0
@@ -89,8 +92,9 @@ def choose_split_k(x: torch.Tensor, weight: torch.Tensor, max_split_k: int) -> i
 def scaled_tiles(num_rows: int, columns: int, sms: int) -> Tiles:
     """Return the tiles for 8-bit weights. `columns` is the number of outputs of all splits together.
 
-    At least two programs fit on a multiprocessor. If each multiprocessor has at most one program, the program has more
-    loads in flight. Tiles are twice as wide if there is still one for each multiprocessor: this halves the reads of x.
+    At least two programs fit on a multiprocessor. If each multiprocessor has at most one program, the program keeps
+    more loads in flight. If every multiprocessor still gets a tile, tiles are twice as wide, which halves the reads of
+    x.
     """
     tile_m = tile_m_of(num_rows)
     tile_n = 2 * TILE_N if 16 < num_rows <= 64 and 0.9 * sms < columns / (2 * TILE_N) <= sms else TILE_N
@@ -109,11 +113,11 @@ def _tiles(num_rows: int, weight: torch.Tensor) -> Tiles:
 def split_k_gemm(
     x: torch.Tensor | QuantizedRows, weight: Weight, split_k: int = 1, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Multiply x [M, K] by weight [N, K] transposed, split along K. Return parts [split_k, M, N]; their sum is x W^T.
+    """Return parts [split_k, M, N] whose sum is x W^T, for x [M, K] and weight W [N, K].
 
-    The weight may be 8-bit values times scales [N / block rows, K / block columns], with blocks of at least 32 columns.
-    Then x may be quantized to e4m3 too, on GPUs with FP8 units. Otherwise the values are converted to the dtype of x.
-    All tensors are contiguous, and their rows have a multiple of 16 bytes. `out` receives the result.
+    The weight may be 8-bit values and scales [N / block rows, K / block columns], with blocks of at least 32 columns.
+    Then x may also be quantized to e4m3, on GPUs with FP8 units. Otherwise, the values are converted to the dtype of x.
+    All tensors are contiguous, and the size of a row is a multiple of 16 bytes. `out` receives the result.
     """
     is_scaled = isinstance(weight, tuple)
     if not is_scaled and split_k > 1 and _is_for_hopper(x, weight):

@@ -1,4 +1,4 @@
-"""What the matmul kernels share: how a matmul is divided, and tiles of matrices, also of 8-bit values with scales."""
+"""Shared code of the matmul kernels: division of a matmul into tiles, and tiles of 8-bit values with scales."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,7 +16,7 @@ Weight = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # [.., N, K]; or 8-bi
 
 
 class Tiles(NamedTuple):
-    """How a matmul is divided; a constant of kernels."""
+    """The tile sizes of a matmul, as a constant of kernels."""
 
     tile_n: int
     tile_k: int
@@ -27,9 +27,9 @@ class Tiles(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """How many inputs a matmul has, and which of them share a scale; a constant of kernels.
+    """The number of inputs of a matmul, and how many of them share a scale, as a constant of kernels.
 
-    Without scales, the fields say that all inputs of a row share one, so that kernels are not compiled for each N.
+    Without scales, the fields describe a single scale per row, so that kernels are not compiled for each N.
     """
 
     k: int
@@ -41,7 +41,7 @@ class Shape(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """The scales of x and of the weight; None if there are no scales."""
+    """The scales of x and of the weight. Each is None if there are no scales."""
 
     x: torch.Tensor | None
     x_stride: int  # between the scales of adjacent groups of inputs
@@ -50,7 +50,7 @@ class Scales(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """Activations [T, K] as e4m3 times scales. The rows after T are uninitialized padding."""
+    """Activations [T, K] in the form of e4m3 values times scales. The rows after T are uninitialized padding."""
 
     values: torch.Tensor  # [T + padding, K] float8_e4m3fn
     scales: torch.Tensor  # [T + padding, K / group] float32, column-major: the scales of a group are adjacent
@@ -66,7 +66,10 @@ def values_and_scales(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None
 
 
 def operands_of(x: torch.Tensor | QuantizedRows, weight: Weight) -> tuple[torch.Tensor, torch.Tensor, Scales, Shape]:
-    """Return what a kernel takes for activations and a weight [.., N, K]: elements of both, scales, and the shape."""
+    """Return the arguments that a kernel takes for activations x and a weight [.., N, K].
+
+    These are the elements of x, the elements of the weight, all scales, and the shape.
+    """
     values, scales = values_and_scales(weight)
     values, shape = as_loadable(values), shape_of(values, scales)
     if not isinstance(x, QuantizedRows):
@@ -76,20 +79,20 @@ def operands_of(x: torch.Tensor | QuantizedRows, weight: Weight) -> tuple[torch.
 
 
 def shape_of(values: torch.Tensor, scales: torch.Tensor | None) -> Shape:
-    """Return the shape of a matmul of unquantized activations that is not split."""
+    """Return the shape of a matmul without split K and with unquantized activations."""
     k = values.shape[-1]
     return Shape(k, k, k, *block_shape(values, scales))
 
 
 def as_loadable(values: torch.Tensor) -> torch.Tensor:
-    """Return what kernels take for 8-bit values: where Triton can't load e4m3, its bits as uint8 (see e4m3.py)."""
+    """View e4m3 values as uint8 on devices where Triton can't load e4m3 (see e4m3.py). Return others unchanged."""
     if values.dtype == torch.float8_e4m3fn and not has_fp8_units(values.device):
         return values.view(torch.uint8)
     return values
 
 
 def block_shape(values: torch.Tensor, scales: torch.Tensor | None) -> tuple[int, int]:
-    """Return how many rows and columns of a weight [.., N, K] share a scale; one row if there are no scales."""
+    """Return how many rows and columns of a weight [.., N, K] share a scale. Without scales, return (1, K)."""
     if scales is None:
         return 1, values.shape[-1]
     return values.shape[-2] // scales.shape[-2], values.shape[-1] // scales.shape[-1]
@@ -97,9 +100,9 @@ def block_shape(values: torch.Tensor, scales: torch.Tensor | None) -> tuple[int,
 
 @triton.jit
 def load_tile(tiles, first_row, begin, is_row, K: tl.constexpr, TILES: tl.constexpr):
-    """Load a tile [rows, tile_k] of a matrix with K columns, from its descriptor, or from its pointer without TMA.
+    """Load a tile [rows, tile_k] of a matrix with K columns from its TMA descriptor or, without TMA, its pointer.
 
-    A descriptor ignores `is_row` [rows], and reads zeros outside of the matrix.
+    Descriptors ignore the mask `is_row` [rows], and read zeros outside the matrix.
     """
     if TILES.tma:
         tile = tiles.load([first_row, begin])
@@ -112,14 +115,14 @@ def load_tile(tiles, first_row, begin, is_row, K: tl.constexpr, TILES: tl.conste
 
 @triton.jit
 def scale_of(largest):
-    """Return the scales that map these largest magnitudes to 448, and their inverses. A scale is never 0."""
+    """Return scales that map the magnitudes `largest` to 448, and the inverse scales. A scale is never 0."""
     largest = tl.maximum(largest, 1e-12)
     return largest / 448.0, 448.0 / largest
 
 
 @triton.jit
 def as_factor(x):
-    """Convert e4m3 bits to float16 for `tl.dot`, which gives the same products as FP8 units; leave e4m3 as it is."""
+    """Convert e4m3 bits to float16, so that `tl.dot` computes the same products as FP8 units. Return e4m3 unchanged."""
     if x.dtype == tl.uint8:
         x = decode_e4m3(x, tl.float16)
     return x
@@ -138,7 +141,10 @@ def dot_values(w, x):
 
 @triton.jit
 def scales_of_rows(scale_ptr, first_n, N, STRIDE: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
-    """Load the scales of ROWS rows of a weight; BLOCK_N rows share one. [1, 1] if all rows share it, else [ROWS, 1]."""
+    """Load the scales of ROWS rows of a weight: [1, 1] if all of them share a scale, otherwise [ROWS, 1].
+
+    BLOCK_N rows share a scale.
+    """
     SIZE: tl.constexpr = 1 if BLOCK_N % ROWS == 0 else ROWS
     row = first_n + tl.arange(0, SIZE)
     return tl.load(scale_ptr + row // BLOCK_N * STRIDE, row < N, 0.0)[:, None]
@@ -146,7 +152,7 @@ def scales_of_rows(scale_ptr, first_n, N, STRIDE: tl.constexpr, BLOCK_N: tl.cons
 
 @triton.jit
 def scales_of_x(x_scale_ptr, begin, row, is_row, stride, GROUP: tl.constexpr):
-    """Load the scales [1, TILE_M] of rows of x for the GROUP of inputs that starts at `begin`; 1 without scales."""
+    """Load the scales [1, TILE_M] of rows of x for the GROUP inputs from `begin` on. Return ones without scales."""
     if x_scale_ptr is None:
         scales = tl.full([row.shape[0]], 1.0, tl.float32)
     else:
@@ -158,8 +164,8 @@ def scales_of_x(x_scale_ptr, begin, row, is_row, stride, GROUP: tl.constexpr):
 def times_scales(y, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES: tl.constexpr, WHOLE: tl.constexpr):
     """Multiply y [tile_n, M] by the scales of M rows of x and of tile_n rows of the weight, if the weight has scales.
 
-    With WHOLE, only scales that all inputs of a row share are applied. Otherwise only the other scales are applied: the
-    ones for the inputs from `begin` on.
+    With WHOLE, apply only scales that belong to a whole row. Otherwise, apply only scales that belong to a group of
+    inputs, for the group at `begin`.
 
     x_scales: pointer, rows, whether these rows exist, stride between groups. w_scales: pointer, first row, end row.
     """
@@ -176,7 +182,7 @@ def times_scales(y, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES: tl.co
 
 @triton.jit
 def add_product(acc, w, x, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES: tl.constexpr):
-    """Return acc [tile_n, M] + w [tile_n, C] x [C, M], for the inputs from `begin` on. Scales: see `times_scales`."""
+    """Return acc [tile_n, M] + w [tile_n, C] x [C, M] for the inputs from `begin` on. `times_scales` applies scales."""
     if w_scales[0] is None:
         acc = tl.dot(w, x, acc, input_precision="ieee")
     else:
@@ -186,10 +192,10 @@ def add_product(acc, w, x, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES
 
 @triton.jit
 def columns_of_parts(TILE_K: tl.constexpr, BLOCK_K: tl.constexpr, MAX_LANE: tl.constexpr):
-    """Return the columns of a tile of a matrix-vector product as [parts, LANE]. No border of a block cuts a part.
+    """Return the columns [parts, LANE] of a tile in a matrix-vector multiplication. A part lies within one block.
 
-    LANE is MAX_LANE, or less if blocks are narrower. A thread holds the same part of the weights and of x, so that few
-    values move between threads.
+    LANE is the smaller of MAX_LANE and the width of a block. A thread holds the same part of the weights and of x, so
+    that few values move between threads.
     """
     LANE: tl.constexpr = BLOCK_K if BLOCK_K < MAX_LANE else MAX_LANE
     return tl.arange(0, TILE_K // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]

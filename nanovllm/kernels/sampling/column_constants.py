@@ -1,4 +1,4 @@
-"""How kernels read a row of sampling parameters; sampling_columns.py declares its columns."""
+"""Access to rows of sampling parameters for kernels; sampling_columns.py declares the columns."""
 
 import triton
 import triton.language as tl
@@ -19,7 +19,7 @@ TEMPERATURE, TOP_K, TOP_P, MIN_P = column_constants("temperature", "top_k", "top
 
 @triton.jit
 def is_filtered(params_ptr):
-    """Whether a sampled row uses min-p, top-k or top-p, which need the logits of the whole vocabulary."""
+    """Return whether a sampled row uses min-p, top-k or top-p, which need the logits of the whole vocabulary."""
     has_filter = (
         (tl.load(params_ptr + TOP_K) > 0) | (load_float(params_ptr, TOP_P) < 1) | (load_float(params_ptr, MIN_P) > 0)
     )

@@ -1,8 +1,9 @@
 """Cutoffs for top-k, top-p and min-p, without sorting; layers/sampler.py defines them.
 
-The vocabulary is cut into tiles. The maximum of each tile shows which few tiles have entries above a bound. A search
-that cuts an interval in four in each iteration finds the smallest logit that is kept. If only some of the tokens with
-this logit are kept, one more pass over the tiles finds the last of them. Rows without filters end at once.
+The vocabulary is divided into tiles. The maximum of each tile shows which few tiles have entries above a bound. A
+search finds the smallest logit that is kept. Each iteration divides its interval into four. If only some of the tokens
+with the smallest logit are kept, one more pass over the tiles finds the last kept token. Rows without filters end at
+once.
 """
 
 from typing import NamedTuple
@@ -35,7 +36,7 @@ class Row(NamedTuple):
 
 @triton.jit
 def _list_tiles(row, bound):
-    """Write the tiles with an entry >= `bound` to the row's list, in ascending order. Return their number."""
+    """List the tiles that contain an entry >= `bound`, in ascending order. Return the number of listed tiles."""
     is_listed = (row.tile_maxima >= bound).to(tl.int32)
     tl.debug_barrier()  # all threads have read the previous list
     at = row.tiles_ptr + tl.cumsum(is_listed, 0) - 1
@@ -46,7 +47,7 @@ def _list_tiles(row, bound):
 
 @triton.jit
 def _load_tiles(row, entry, num_listed):
-    """Load the listed tiles at `entry` [GROUP]. Return their ids and logits, both [GROUP, TILE]; -inf outside."""
+    """Return the ids and logits [GROUP, TILE] of the tiles at `entry` [GROUP] of the list. Padding logits are -inf."""
     tile = tl.load(row.tiles_ptr + entry, entry < num_listed, row.vocab_size)
     ids = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
     return ids, tl.load(row.logits_ptr + ids, ids < row.vocab_size, float("-inf")).to(tl.float32)
@@ -59,9 +60,9 @@ def _weight(x, row):
 
 @triton.jit
 def _sum_above(row, bound_1, bound_2, bound_3, BY_MASS: tl.constexpr):
-    """Return the number of entries >= each of three ascending bounds.
+    """For each of three ascending bounds, return the number of entries >= the bound.
 
-    With BY_MASS, return the sums of their weights exp((entry - max) / temperature) instead.
+    With BY_MASS, return the sum of these entries' weights exp((entry - max) / temperature) instead.
     """
     num_listed = _list_tiles(row, bound_1)
     sum_1 = tl.zeros([GROUP, TILE], tl.float32)
@@ -77,7 +78,7 @@ def _sum_above(row, bound_1, bound_2, bound_3, BY_MASS: tl.constexpr):
 
 @triton.jit
 def _key(x, LOW: tl.constexpr):
-    """Return the rank of a number among all numbers of the logits' dtype, rounded down."""
+    """Round a number down to the logits' dtype, and return its rank among all numbers of that dtype."""
     return (ordered_bits(x.to(tl.int32, bitcast=True)) >> LOW).to(tl.int64)
 
 
@@ -89,7 +90,7 @@ def _value(key, LOW: tl.constexpr):
 
 @triton.jit
 def _probe(quarters, iteration, low, high, row, LOW: tl.constexpr):
-    """Return a key between `low` and `high`, `quarters` quarters of the way.
+    """Return the key that is `quarters` quarters of the way from `low` to `high`.
 
     The first four iterations divide the interval of logits. Later iterations divide the interval of keys, because
     floating-point numbers are densest around 0.
@@ -102,9 +103,9 @@ def _probe(quarters, iteration, low, high, row, LOW: tl.constexpr):
 
 @triton.jit
 def _search(row, lower_bound, target, BY_MASS: tl.constexpr, LOW: tl.constexpr):
-    """Return the smallest number from `lower_bound` on for which the entries above it sum up to less than `target`.
+    """Return the smallest number >= `lower_bound` such that all entries above it count less than `target` in total.
 
-    Also return this sum (see `_sum_above`).
+    Also return this total, which is a number of entries or, with BY_MASS, a sum of weights (see `_sum_above`).
     """
     low, high = _key(lower_bound, LOW), _key(row.max, LOW)
     above = 0.0  # the sum of the entries above `high`
@@ -125,7 +126,7 @@ def _search(row, lower_bound, target, BY_MASS: tl.constexpr, LOW: tl.constexpr):
 
 @triton.jit
 def _find_equal(row, counts_ptr, value, n):
-    """Return the id of the `n`-th entry, in ascending order, that equals `value`; LAST_ID if there are fewer."""
+    """Return the n-th lowest id whose entry equals `value`, or LAST_ID if fewer than n entries do."""
     num_listed = _list_tiles(row, value)
     for first in tl.range(0, num_listed, GROUP, num_stages=STAGES):
         entry = first + tl.arange(0, GROUP)
@@ -186,10 +187,10 @@ def _cutoff_kernel(
             return  # the last program of the row has all tile maxima, and continues
         tl.store(num_finished_ptr + row, 0)
         cutoff = float("-inf")
-        num_equal = tl.full([], LAST_ID, tl.int32)  # how many entries that equal the cutoff are kept; at first all
+        num_equal = tl.full([], LAST_ID, tl.int32)  # of the entries that equal the cutoff, how many are kept; first all
         tile_maxima = tl.load(tile_maxima_ptr + tl.arange(0, TILES), tl.arange(0, TILES) < num_tiles, float("-inf"))
         row_max = tl.max(tile_maxima, 0)
-        row_max = tl.where(row_max == 0, 0.0, row_max)  # -0 has another key than 0
+        row_max = tl.where(row_max == 0, 0.0, row_max)  # the keys of -0 and 0 differ
         this = Row(row_ptr, tile_maxima, tiles_ptr, vocab_size, row_max, temperature)
         if min_p > 0:
             cutoff = row_max + temperature * tl.log(min_p)
@@ -223,9 +224,10 @@ def _cutoff_kernel(
 
 
 def logit_cutoffs(logits: torch.Tensor, rows) -> torch.Tensor:
-    """Return the smallest keys [S] int64 (see token_order.py) that min-p, top-k and top-p keep in each row.
+    """Return for each row the smallest key that min-p, top-k and top-p keep: [S] int64 (see token_order.py).
 
-    logits [S, vocabulary]; `rows` are layers.sampler.SamplingRows. Rows without filters get the smallest possible key.
+    logits is [S, vocabulary], and `rows` are layers.sampler.SamplingRows. A row without filters gets the smallest
+    possible key.
     """
     num_rows, vocab_size = logits.shape
     tiles = max(GROUP.value, triton.next_power_of_2(triton.cdiv(vocab_size, TILE.value)))

@@ -1,4 +1,4 @@
-"""The log-probability of one token of each row, in one pass over its logits; features/logprobs.py defines it."""
+"""Log-probabilities of one token per row, in one pass over the logits; features/logprobs.py defines them."""
 
 import torch
 import triton
@@ -20,7 +20,7 @@ def _token_logprobs_kernel(logits_ptr, ids_ptr, temperatures_ptr, out_ptrs, voca
     logits = logits_ptr + row.to(tl.int64) * stride
     token_id = tl.load(ids_ptr + row)
     chosen = tl.load(logits + token_id).to(tl.float32) / temperature
-    # each lane keeps the largest of its logits so far, and the sum of their exponentials relative to it
+    # each lane keeps its largest logit so far, and the sum of exp(logit - largest) over its logits
     largest = tl.full([TILE], float("-inf"), tl.float32)
     total = tl.zeros([TILE], tl.float32)
     num_before = tl.zeros([TILE], tl.int32)
@@ -57,5 +57,5 @@ def token_logprobs(logits, token_ids, temperatures=None) -> tuple[torch.Tensor, 
 
 
 def log_sums_and_ranks(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-sum-exp [S] float32 of logits [S, vocabulary], and the ranks [S] int32 of `token_ids` [S]."""
+    """Return the log-sum-exp [S] float32 of each row of logits [S, vocabulary], and the rank [S] int32 of its token."""
     return _compute(logits, token_ids, None)[1:]

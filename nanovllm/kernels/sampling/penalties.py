@@ -1,8 +1,8 @@
-"""Biases and penalties of logits, allowed ids and bad words; features/logit_edits.py defines them.
+"""Logit biases, penalties, allowed ids and bad words; features/logit_edits.py defines them.
 
 A program counts the tokens of its row in scratch memory that is all zeros. Then its threads exchange the count of each
 token for a zero. The first thread for a token gets the count, and edits the logit of the token. Later threads for the
-same token get zero. Afterwards the memory is all zeros again. Rows without such parameters end at once.
+same token get zero. Afterwards, the memory is all zeros again. The kernel skips rows without such parameters.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ IN_PROMPT = tl.constexpr(1 << 30)  # a flag in a count; the lower bits count tok
 
 
 class Sizes(NamedTuple):
-    """The sizes that the kernel is compiled for."""
+    """The sizes for which the kernel is compiled."""
 
     max_biases: int
     max_words: int
@@ -35,7 +35,7 @@ class Sizes(NamedTuple):
 
 @triton.jit
 def _token_ids(at, tokens, BLOCK_SIZE: tl.constexpr):
-    """Load the token ids at positions `at`. `tokens`: pointers to all ids and to the block table, and the length."""
+    """Load the token ids at positions `at`. `tokens` is (pointer to all ids, pointer to the block table, length)."""
     token_ids_ptr, table_ptr, length = tokens
     block = tl.load(table_ptr + at // BLOCK_SIZE, at < length, 0).to(tl.int64)
     return tl.load(token_ids_ptr + block * BLOCK_SIZE + at % BLOCK_SIZE, at < length, 0)
@@ -43,7 +43,7 @@ def _token_ids(at, tokens, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def _ban_unset(x_ptr, mask_ptr, vocab_size, TILE: tl.constexpr):
-    """Set logits of ids whose bit is not set to -inf."""
+    """Set the logits of all ids whose bit in the mask is 0 to -inf."""
     for first in range(0, vocab_size, TILE):
         ids = first + tl.arange(0, TILE)
         words = tl.load(mask_ptr + ids // 32, ids < vocab_size, -1)
@@ -52,7 +52,7 @@ def _ban_unset(x_ptr, mask_ptr, vocab_size, TILE: tl.constexpr):
 
 @triton.jit
 def _ban_bad_words(x_ptr, words_ptr, num_words, tokens, num_prompt, SIZES: tl.constexpr):
-    """Set the logit of a bad word's last token to -inf if the output ends with the other tokens of the word."""
+    """Set the logit of a bad word's last token to -inf if the output ends with the word's preceding tokens."""
     TOKENS: tl.constexpr = SIZES.word_tokens
     length = tokens[2]
     # the last place belongs to the token that is sampled now
@@ -133,7 +133,7 @@ def _penalize_kernel(
 
 
 def penalize(logits: torch.Tensor, rows, tables) -> None:
-    """Edit logits [S, vocabulary] in place. `rows` are SamplingRows, `tables` are features.logit_edits.EditTables."""
+    """Edit logits [S, vocabulary] in place, given SamplingRows `rows` and features.logit_edits.EditTables `tables`."""
     if len(logits):
         params, token_ids, counts = rows.params, rows.token_ids, tables.token_counts
         row_tensors = params, rows.req_indices, token_ids, rows.block_tables, rows.positions

@@ -1,10 +1,10 @@
-"""Positions and slots of the tokens of a decode step, and the state that the step leaves for the next one.
+"""Kernels that place the tokens of a decode step (positions, cache slots), and update the state for the next step.
 
-batches/request_tables.py has the definitions of `place_decodes` and `accept`. `place_chains` does the same for rows of
-a draft model; spec_decode/rows.py has its definition.
+batches/request_tables.py defines `place_decodes` and `accept`. `place_chains`, defined in spec_decode/rows.py, places
+the rows of a draft model.
 
-All kernels are ordinary launches. Attention may read early what `place_decodes` writes (slots, lengths, block tables),
-because the embedding, another ordinary launch, comes between them (dependent_launch.py).
+All kernels are ordinary launches. `place_decodes` writes slots, lengths and block tables. Attention may read them
+early, because the embedding, another ordinary launch, comes between them (dependent_launch.py).
 """
 
 import torch
@@ -71,7 +71,7 @@ def _accept_kernel(batch_ptrs, table_ptrs, counts_ptr, NUM_IDS: tl.constexpr, K:
 
 
 def place_decodes(tables, batch, block_size: int) -> None:
-    """Fill in a batches.batch.Batch on the device, from batches.request_tables.RequestTables.
+    """Fill in a batches.batch.Batch on the device from batches.request_tables.RequestTables.
 
     A program fills in the rows of one sequence.
     """
@@ -88,10 +88,10 @@ def place_decodes(tables, batch, block_size: int) -> None:
 
 
 def accept(req_indices: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, tables) -> torch.Tensor | None:
-    """Store sampled tokens in the tables, and return how many tokens of each sequence are accepted: counts [S] int32.
+    """Store sampled tokens in the tables, and return the number of accepted tokens per sequence [S] int32.
 
-    req_indices [S], positions and token_ids [S * k], all int32. Returns None if k is 1 or S is 0. A program updates one
-    sequence.
+    req_indices is [S], positions and token_ids are [S * k], all int32. Return None if k is 1 or S is 0. A program
+    updates one sequence.
     """
     num_seqs, own = len(req_indices), tables[:2]
     k = max(1, len(token_ids) // max(1, num_seqs))
@@ -147,13 +147,13 @@ def _place_chains_kernel(batch_ptrs, table_ptrs, out_ptrs, num_rows, SHAPE: tl.c
 def place_chains(
     req_indices: torch.Tensor, num_drafts: torch.Tensor, tables, num_computed: torch.Tensor, shape
 ) -> tuple[torch.Tensor, ...]:
-    """Compute the rows of drafts; spec_decode/rows.py has the definition. A program computes one sequence.
+    """Place the rows of a draft model, one sequence per program; spec_decode/rows.py has the definition.
 
     `tables` are batches.request_tables.RequestTables, and `shape` is a ChainShape of spec_decode/rows.py.
     """
     num_seqs, device = len(req_indices), req_indices.device
     num_rows = num_seqs * (shape.width + shape.num_steps - 1)
-    # zeros and -1: if kernels are only compiled, these are the indices that later kernels read
+    # zeros and -1: in `compile_only`, no kernel fills these tensors, but later operations use them as indices
     words = torch.zeros(5 * num_rows + shape.num_steps * num_seqs, dtype=torch.int32, device=device)
     token_slots, rows, newest = words.split((2 * num_rows, 3 * num_rows, shape.num_steps * num_seqs))
     newest_slots = torch.full((shape.num_steps, num_seqs), -1, dtype=torch.int64, device=device)

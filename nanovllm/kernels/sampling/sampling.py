@@ -1,4 +1,4 @@
-"""Gumbel-max over the vocabulary with stateless noise; layers/sampler.py defines it."""
+"""Gumbel-max sampling over the vocabulary with stateless noise; layers/sampler.py defines it."""
 
 from typing import NamedTuple
 
@@ -15,9 +15,10 @@ SPLIT_SIZE = 2048
 
 
 class Splits(NamedTuple):
-    """How rows are divided over programs; a constant of the kernel.
+    """The division of rows into splits, one per program, as a constant of the kernel.
 
-    Noise is made for four tokens at once, so the first split begins at a multiple of four, at or before the first id.
+    Noise is generated for four tokens at once. So the first split begins at the first id, rounded down to a multiple of
+    four.
     """
 
     number: int
@@ -27,7 +28,7 @@ class Splits(NamedTuple):
 
 @triton.jit
 def _log(x, HARDWARE: tl.constexpr):
-    """Natural logarithm. With HARDWARE, an instruction with an error of 2^-22 in log2 saves a dozen instructions."""
+    """Return the natural logarithm. HARDWARE uses a log2 instruction (error 2^-22) and saves a dozen instructions."""
     if HARDWARE:
         asm: tl.constexpr = "lg2.approx.ftz.f32 $0, $1;"
         return 0.6931471805599453 * tl.inline_asm_elementwise(asm, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -92,11 +93,11 @@ def _sample_reduce_kernel(best_ptr, index_ptr, score_ptr, out_ptr, SPLITS: tl.co
 
 
 def sample(logits, temperatures, seeds, positions, first_id=0, cutoffs=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a token from each row of logits [S, vocabulary]: return scores [S] float32 and ids [S] int32.
+    """Draw a token from each row of logits [S, vocabulary]. Return scores [S] float32 and ids [S] int32.
 
-    temperatures [S] float32; seeds [S, 2] int32, low and high word; positions [S] int32; cutoffs [S] int64: the
-    smallest keys that may be drawn (see token_order.py). Column 0 of the logits is the token `first_id`. If scores are
-    equal, the lowest id wins.
+    temperatures is [S] float32, seeds [S, 2] int32 (low and high word), and positions [S] int32. cutoffs [S] int64
+    contains the smallest keys that may be drawn (see token_order.py). Column 0 of the logits is the token `first_id`.
+    If scores are equal, the lowest id wins.
     """
     num_rows, vocab_size = logits.shape
     skipped = first_id % 4

@@ -1,6 +1,6 @@
-"""The sampling parameters of a request on the device: a row of WIDTH int32 words, with one column for each parameter.
+"""The sampling parameters of a request on the device: a row of WIDTH int32 words, with one column per parameter.
 
-COLUMNS declares the name and the type of each column. Kernels look up its index with
+COLUMNS declares the name and the type of each column. Kernels look up column indices with
 `column_constants.column_constants`. The last two words of a row are the seed of the noise.
 """
 
@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 GREEDY_BELOW = 1e-5  # float32 logits cannot be divided by a smaller temperature
-# of the generator of the noise: the smallest number that passes every test of BigCrush, according to its authors
+# rounds of the noise generator: the smallest number that passes every BigCrush test, according to its authors
 PHILOX_ROUNDS = 7
-MAX_CUSTOM_COLUMNS = 4  # of features that are registered from outside (features.register_feature)
+MAX_CUSTOM_COLUMNS = 4  # for features that are registered from outside (features.register_feature)
 COLUMNS: dict[str, type] = {  # in this order; float is float32, which is stored as its bits
     "temperature": float,
     "top_p": float,
@@ -44,7 +44,7 @@ EDITS = slice(column_index("is_penalized"), column_index("num_bad_words") + 1)
 
 
 def column(params, name: str):
-    """Return a column of `params` [S, WIDTH] int32, an array or a tensor, as a view [S]: int32 or float32."""
+    """Return a column of `params` [S, WIDTH] int32 (array or tensor) as a view [S] with the column's type."""
     i = column_index(name)
     if COLUMNS[name] is int:
         return params[:, i]
@@ -52,22 +52,22 @@ def column(params, name: str):
 
 
 def seeds(params):
-    """Return the seeds of the noise [S, 2], low and high word, as a view of the last two columns of `params`."""
+    """Return the noise seeds [S, 2] (low and high word) as a view of the last two columns of `params`."""
     return params[:, WIDTH - 2 :]
 
 
 def temperatures_of(seqs: Any) -> list[float]:
-    """Return the temperature of each sequence; 0, which is greedy, instead of one that is too small to divide by."""
+    """Return the temperature of each sequence. Temperatures that are too small to divide by become 0 (greedy)."""
     return [seq.temperature if seq.temperature >= GREEDY_BELOW else 0.0 for seq in seqs]
 
 
 def seeds_of(seqs: Any) -> np.ndarray:
-    """Return the seeds of the noise of sequences [S, 2] int32, low and high word."""
+    """Return the noise seeds of sequences [S, 2] int32 (low and high word)."""
     return np.array([seq.noise_seed for seq in seqs], np.uint64).view(np.int32).reshape(-1, 2)
 
 
 def params_rows(seqs: Any) -> np.ndarray:
-    """Return the rows [S, WIDTH] int32 of sequences. Columns of a feature are 0 for sequences that do not use it."""
+    """Return the parameter rows of sequences [S, WIDTH] int32. Columns of features that a sequence ignores are 0."""
     params = np.zeros((len(seqs), WIDTH), np.int32)
     column(params, "temperature")[:] = temperatures_of(seqs)
     for name in ("top_p", "min_p", "top_k"):

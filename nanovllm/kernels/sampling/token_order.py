@@ -1,7 +1,7 @@
 """The order of a row's tokens: by descending logit, then by ascending id; layers/sampler.py defines it.
 
-The key of a token has the logit, as an integer with the same order, in its upper 32 bits, and the inverted id in its
-lower 32 bits. So the order of tokens is the descending order of their keys.
+Tokens are ordered by descending key. The upper 32 bits of a key are the logit, mapped to an integer with the same
+order. The lower 32 bits are the inverted id.
 """
 
 import triton
@@ -12,7 +12,7 @@ LAST_ID = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def ordered_bits(bits):
-    """Map the bits of float32 numbers to int32 numbers with the same order. This function is its own inverse."""
+    """Map the bits of float32 numbers to int32 numbers with the same order. Applying it twice restores the bits."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 

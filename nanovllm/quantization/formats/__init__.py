@@ -1,1 +1,1 @@
-"""A module for each format of checkpoints, or of weights that are quantized while loading. `quantization/` finds it."""
+"""One module per format of 8-bit weights (see `quantization/__init__.py`)."""

@@ -1,4 +1,4 @@
-"""The `quantization_config` of compressed-tensors: FP8 weights with a scale for each output, block or whole weight."""
+"""The compressed-tensors format: FP8 weights with one scale per output, per block or per weight."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""FP8 (e4m3): published checkpoints such as Qwen3's, with scales of 128 x 128 blocks, and `quantization="fp8"`."""
+"""FP8 (e4m3): checkpoints such as Qwen3's with one scale per 128 x 128 block, and the setting `quantization="fp8"`."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def e4m3_scheme(rows: int | None, columns: int | None, scale_name: str | None = 
 
 
 def config_on_load() -> QuantConfig:
-    """Use a scale for each output: it is a factor of the matmul's result, and the same on any number of ranks."""
+    """Use one scale per output. It can multiply the matmul's result, and is the same on any number of ranks."""
     return QuantConfig("fp8", (((ALL,), e4m3_scheme(1, None)),))
 
 

@@ -1,6 +1,6 @@
-"""`quantization="int8"`: weights as 8-bit integers with a scale for each output. Activations are not quantized.
+"""`quantization="int8"`: weights as 8-bit integers with one scale per output. Activations are not quantized.
 
-It is an example of a new format: kernels and the loaders of scaled.py work for any 8-bit values with scales.
+This module shows how to add a format. The kernels and the loaders of scaled.py work for any 8-bit values with scales.
 """
 
 import torch

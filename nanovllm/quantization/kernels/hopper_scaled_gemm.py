@@ -1,10 +1,10 @@
-"""y = x W^T in FP8 for Hopper and 17 to 256 rows. Written in Gluon.
+"""y = x W^T in FP8 on Hopper, for 17 to 256 rows, written in Gluon.
 
-There is a scale for each 128 inputs of a row, and for each 128 x 128 block of weights. One warpgroup loads, and one or
-two warpgroups multiply. The tensor cores add the products of 128 inputs, with few digits. These sums are multiplied by
-their scales and added in float32, for 64 rows and 64 outputs at a time, while the tensor cores compute the next ones.
-The scale of a row and the scale of the weights are multiplied in advance and pass through shared memory, because the
-256 x 192 sums of the largest tiles take nearly all registers.
+Each group of 128 inputs of a row and each 128 x 128 block of weights has a scale. One warpgroup loads, and one or two
+warpgroups multiply. The tensor cores sum over only 128 inputs, because their sums are imprecise. The warpgroups
+multiply these sums by scales and add them in float32, for 64 rows and 64 outputs at a time. Meanwhile, the tensor cores
+compute the next sums. The loading warpgroup multiplies the scales of rows by the scales of weights in advance, and
+passes the results through shared memory, because the 256 x 192 sums of the largest tiles take nearly all registers.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from nanovllm.kernels.launch.dependent_launch import dependent_kernel, launch
 from nanovllm.kernels.launch.gpu_features import num_sms
 from nanovllm.kernels.linear.tiles import QuantizedRows
 
-BLOCK = gl.constexpr(128)  # the size of groups and blocks that share a scale, and the inputs of a buffer
+BLOCK = gl.constexpr(128)  # the size of groups and blocks that share a scale, and the number of inputs per buffer
 WIDTH = gl.constexpr(64)  # rows and outputs of one tensor core matmul
 SUMS = gl.constexpr(sums_of(64, 8))
 SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -35,14 +35,14 @@ class Plan(NamedTuple):
     """Constants of the kernel."""
 
     groups: int  # warpgroups that multiply, each with its own rows
-    parts: int  # of 64 rows, for each of these warpgroups
-    chunks: int  # of 64 outputs, in a tile
+    parts: int  # of 64 rows, per multiplying warpgroup
+    chunks: int  # of 64 outputs, per tile
     split_k: int
     k_blocks: int  # blocks of 128 inputs of the whole matmul
     blocks: int  # blocks of 128 inputs of a split
     stages: int  # blocks that are loaded ahead
     burst: int  # blocks that are loaded together, because memory is faster with longer pieces of a row
-    registers: int  # of a thread that multiplies
+    registers: int  # per thread that multiplies
 
 
 @gluon.constexpr_function
@@ -64,7 +64,7 @@ def _least(a, b):
 
 @gluon.jit
 def _place(tile, sizes, PLAN: gl.constexpr):
-    """Return the first row, output and block of a tile, and its split. Tiles with the same weights are consecutive."""
+    """Return (first row, first output, first block, split) of a tile. Tiles with the same weights are consecutive."""
     _, _, row_tiles, _ = sizes
     split = tile // row_tiles % PLAN.split_k
     n = tile // row_tiles // PLAN.split_k * (PLAN.chunks * WIDTH)
@@ -73,7 +73,7 @@ def _place(tile, sizes, PLAN: gl.constexpr):
 
 @gluon.jit
 def _load_weights(w_tiles, rings, i, n, block, X_ROWS: gl.constexpr, PLAN: gl.constexpr):
-    """Load the weights of a burst that starts at the i-th block. A buffer is full when rows and scales arrive too."""
+    """Load the weights of the burst at the i-th block. A buffer is full when its rows and scales have arrived too."""
     _, w_ring, _, full, empty = rings
     BURST: gl.constexpr = PLAN.burst
     CHUNKS: gl.constexpr = PLAN.chunks
@@ -90,7 +90,7 @@ def _load_weights(w_tiles, rings, i, n, block, X_ROWS: gl.constexpr, PLAN: gl.co
 
 @gluon.jit
 def _load_scales(scale_ptrs, row, n, block, sizes, PLAN: gl.constexpr):
-    """Load the scales for a block of inputs: of a tile's rows, and of the two blocks of weights with its outputs."""
+    """Load the scales for a block of inputs: of the tile's rows, and of the two weight blocks that the tile uses."""
     x_ptr, w_ptr, stride = scale_ptrs
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     block = gl.minimum(block, PLAN.k_blocks - 1)
@@ -102,7 +102,7 @@ def _load_scales(scale_ptrs, row, n, block, sizes, PLAN: gl.constexpr):
 
 @gluon.jit
 def _load(tiles, scale_ptrs, rings, sizes, PLAN: gl.constexpr):
-    """The warpgroup that loads. The loads of the first buffers' weights have already started."""
+    """Run the loading warpgroup. The weights of the first buffers are already being loaded."""
     x_tiles, w_tiles = tiles
     x_ring, scale_ring, full = rings[0], rings[2], rings[3]
     ROWS: gl.constexpr = x_tiles.block_shape[0]
@@ -131,7 +131,10 @@ def _load(tiles, scale_ptrs, rings, sizes, PLAN: gl.constexpr):
 
 @gluon.jit
 def _add_block(sums, rings, stage, phase, n, G: gl.constexpr, PLAN: gl.constexpr):
-    """Add the products of a block of inputs to the sums. Two matmuls run at once if there are enough registers."""
+    """Multiply a block of inputs, and add the results to the sums.
+
+    Two matmuls run at once if there are enough registers.
+    """
     x_ring, w_ring, scale_ring, full, empty = rings
     PARTS: gl.constexpr = PLAN.parts
     CHUNKS: gl.constexpr = PLAN.chunks
@@ -176,7 +179,7 @@ def _store(out_ptr, sums, row, n, sizes):
 
 @gluon.jit
 def _multiply(out_ptr, rings, sizes, G: gl.constexpr, PLAN: gl.constexpr):
-    """A warpgroup: multiply its rows of each tile by all weights of the tile."""
+    """Run a warpgroup, which multiplies its rows of each tile by all weights of the tile."""
     zeros = gl.full([WIDTH, WIDTH], 0.0, gl.float32, SUMS)
     COUNT: gl.constexpr = PLAN.parts * PLAN.chunks
     stage, phase = 0, 0
@@ -200,7 +203,7 @@ def _multiply(out_ptr, rings, sizes, G: gl.constexpr, PLAN: gl.constexpr):
 def _gemm_kernel(
     x_tiles, w_tiles, out_ptr, scale_ptrs, num_rows, n, row_tiles, num_tiles, PLAN: gl.constexpr, PDL: gl.constexpr
 ):
-    # A program loops over tiles; its first tile has its own index.
+    # A program loops over tiles. Its first tile is the tile whose index is the program's index.
     gdc_launch_dependents(PDL)
     STAGES: gl.constexpr = PLAN.stages
     EARLY: gl.constexpr = _early(PLAN)
@@ -252,7 +255,7 @@ def _plan(tile: HopperTile, k: int) -> Plan:
 def hopper_scaled_gemm(
     x: QuantizedRows, values: torch.Tensor, scales: torch.Tensor, tile: HopperTile, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute `split_k_gemm` of quantized rows x [M, K] and weights [N, K] with scales -> [split_k, M, N]."""
+    """Return `split_k_gemm` [split_k, M, N] of quantized rows x [M, K] and 8-bit weights [N, K] with scales."""
     m, (n, k) = len(x), values.shape
     out = torch.empty((tile.split_k, m, n), dtype=x.dtype, device=values.device) if out is None else out
     x_tiles, w_tiles = tiles_of(x.values, 32 if m <= 32 else 64, 128), tiles_of(values, 64, 128)

@@ -1,4 +1,4 @@
-"""Matmuls with 8-bit weights, with the fastest kernel for the number of rows."""
+"""Matmuls with 8-bit weights. The number of rows determines which kernel is fastest."""
 
 import triton
 
@@ -9,7 +9,7 @@ from nanovllm.kernels.linear.tiles import SWIGLU_GROUP, QuantizedRows, block_sha
 from nanovllm.quantization.kernels.scaled_gemv import choose_gemv_split_k, scaled_gemv
 
 MAX_SCALED_ROWS = 64  # with more rows, a kernel converts the weights for a GEMM of the library
-MIN_BLOCK_COLUMNS = 32  # the fewest inputs of a step of tensor cores in FP8, and of our GEMM kernels
+MIN_BLOCK_COLUMNS = 32  # the minimum number of inputs per step of FP8 tensor cores and of our GEMM kernels
 
 
 def scaled_linear(x, values, scales, bias=None, act=None, split_k=1, out=None):
@@ -46,10 +46,10 @@ def best_scaled_split_k(values, scales, num_rows, max_split_k, max_rows=None):
 
 
 def swiglu_quantize(x: QuantizedRows, values, scales) -> QuantizedRows:
-    """Return `silu_and_mul_quantize` of x W^T, in groups of SWIGLU_GROUP: [M, K] -> [M, N / 2].
+    """Return `silu_and_mul_quantize` of x W^T [M, N / 2], for x [M, K], in groups of SWIGLU_GROUP.
 
-    Gate and up are not rounded in between. NotImplemented if there is no kernel for it, or if too few rows would leave
-    the GPU partly idle.
+    Gate and up are not rounded in between. Return NotImplemented if there is no kernel for this, or if there are so few
+    rows that the GPU would be partly idle.
     """
     n, k = values.shape
     groups = *block_shape(values, scales), k // x.scales.shape[1]

@@ -1,7 +1,7 @@
-"""y = x W^T + b for a single row of x, where W is 8-bit values times scales of blocks; gemv.py is for other weights.
+"""y = x W^T + b for a single row x, where W is 8-bit values times block scales; gemv.py is for 16-bit weights.
 
-8-bit weights arrive twice as fast and must be converted, so instructions are a limit too. So the norm before the matmul
-is not fused as in gemv.py, because every program would compute it again.
+8-bit weights arrive twice as fast and must be converted, so instructions limit the speed too. That is why the preceding
+norm is not fused as in gemv.py: every program would compute it again.
 """
 
 import torch
@@ -12,20 +12,20 @@ from nanovllm.kernels.e4m3 import decode_e4m3
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.linear.tiles import Tiles, Weight, as_loadable, columns_of_parts, shape_of
 
-TILE_SIZE = 4096  # weights of a tile; if gated, pairs of weights
-NUM_TILES = 2  # of a program, which loads both before it waits; the compiler would load more tiles too late
-MAX_TILE_K = 8192  # inputs of a tile; twice as many if that fills the tile as well; more if a matmul may not be split
+TILE_SIZE = 4096  # weights per tile; if gated, pairs of weights
+NUM_TILES = 2  # per program, which loads both before it waits; the compiler would load more tiles too late
+MAX_TILE_K = 8192  # inputs per tile; twice as many if that fills the tile as well; more if a matmul must not be split
 MIN_FILL = 0.75  # the fraction of a tile's width, a power of two, that inputs should fill
 K_MULTIPLE = 128  # divides the inputs of a split: loads are aligned, and no block's border cuts a load of a thread
-SHORT = 2**24  # a matmul with at most so many weights is short
+SHORT = 2**24  # a matmul with at most this many weights is short
 
 
 @triton.jit
 def _load_tile(w_ptrs, first_n, k, is_column, N, SHAPE: tl.constexpr, ROWS: tl.constexpr, MATRICES: tl.constexpr):
-    """Load the weights of ROWS rows from first_n on, [ROWS, MATRICES, parts, lane]; 0 outside of is_column.
+    """Load the weights [ROWS, MATRICES, parts, lane] of ROWS rows from `first_n` on. Return 0 outside `is_column`.
 
-    Also return the factors and the biases of the results [ROWS, MATRICES]: 1 without scales of rows, and 0 without a
-    bias. k and is_column are [parts, lane].
+    Also return factors and biases [ROWS, MATRICES] of the results. A factor is 1 without scales of rows, and a bias is
+    0 if there is none. k and is_column are [parts, lane].
     """
     w_ptr, scale_ptr, bias_ptr = w_ptrs
     n = tl.minimum(first_n + tl.arange(0, ROWS), N - 1)  # instead of a mask, which would cost registers and time
@@ -83,7 +83,7 @@ def _scaled_gemv_kernel(
 
 
 def choose_gemv_split_k(k: int, max_split_k: int) -> int:
-    """Return the best number of parts, up to `max_split_k`, for `scaled_gemv` with k inputs."""
+    """Return the best split_k, at most `max_split_k`, for `scaled_gemv` with k inputs."""
 
     def fill(split_k: int) -> float:
         k_per_split = _k_per_split(k, split_k)
@@ -104,14 +104,14 @@ def _k_per_split(k: int, split_k: int) -> int:
 def scaled_gemv(
     x: torch.Tensor, weight: Weight, gated: bool = False, bias=None, split_k: int = 1, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return x [1, K] times W transposed + bias [N], as [1, N].
+    """Return x W^T + bias [1, N], for x [1, K] and bias [N].
 
     `weight` is (values [N, K], scales [N / block rows, K / block columns]). If blocks are narrower than K, their sides
     are powers of two. All tensors are contiguous.
 
-    If `gated`, W is [2N, K], bias is [2N], and the result is silu(first half of the outputs) * second half. Then a
-    border of blocks must lie between the halves. With split_k > 1, which excludes `gated` and a bias, the result is
-    parts [split_k, 1, N], whose sum is x W^T. `out` [split_k, 1, N] receives the result.
+    If `gated`, W is [2N, K], bias is [2N], and the result is silu(first half of the outputs) * second half. Then no
+    block may contain rows of both halves. With split_k > 1, the result is parts [split_k, 1, N] whose sum is x W^T, and
+    `gated` and a bias are not allowed. `out` [split_k, 1, N] receives the result.
     """
     assert split_k == 1 or (not gated and bias is None)
     matrices, (values, scales) = 2 if gated else 1, weight
@@ -124,7 +124,7 @@ def scaled_gemv(
         tile_n = min(tile_n, shape.block_n)
         num_tiles = min(num_tiles, shape.block_n // tile_n)
     tiles = Tiles(tile_n, tile_k, num_tiles, min(16, max(1, tile_n * tile_k // 2048)))
-    # as in gemv: short matmuls gain from kernels that overlap
+    # as in gemv: short matmuls gain from overlapping kernels
     shared = 50 if values.numel() <= SHORT else None
     pointers, constants = (as_loadable(values), scales, bias), dict(SHAPE=shape, TILES=tiles, MATRICES=matrices)
     launch(_scaled_gemv_kernel, (triton.cdiv(n, tile_n * num_tiles), split_k), x.device, shared)(

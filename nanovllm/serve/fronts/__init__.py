@@ -1,1 +1,1 @@
-"""One engine behind separate HTTP processes, the fronts. See ../README.md."""
+"""Runs one engine behind several HTTP processes, called fronts. See ../README.md."""

@@ -1,4 +1,4 @@
-"""The messages between a front and the engine's process, in MessagePack. Each has all news since the last message.
+"""Defines the MessagePack messages between a front and the engine's process. Each has all news since the last one.
 
 Nothing here needs PyTorch, so the engine's process can start the fronts before it imports PyTorch.
 """
@@ -15,11 +15,11 @@ from nanovllm.serve.replicas.messages import Final, NewRequest
 
 
 class FromFront(Struct, array_like=True):
-    """A message from a front. The first message says that the front accepts connections or, in `problem`, why it can't.
+    """A message from a front. The first one says that the front accepts connections or, in `problem`, why it can't.
 
-    requests: pairs of an id and an encoded request. They are encoded separately, so that one that can't be encoded or
+    requests: pairs (id, encoded request). Each request is encoded separately, so a request that can't be encoded or
         decoded does not affect the others.
-    calls: calls of EngineCalls: a number, the name of the method, and its arguments.
+    calls: calls of EngineCalls as triples (number, method name, arguments).
     """
 
     requests: list[tuple[int, bytes]] = []
@@ -30,10 +30,10 @@ class FromFront(Struct, array_like=True):
 
 
 class FromEngine(Struct, array_like=True):
-    """A message from the engine. The first message is empty, and says that the engine has started.
+    """A message from the engine. The first one is empty, and means that the engine has started.
 
-    errors: the id of a request, the class name of its error, and the text of the error.
-    results: the number of a call, its result, and the text of its error ("" without an error).
+    errors: triples (request id, class name of the error, error message).
+    results: triples (call number, result, error message). The message is "" if there was no error.
     failure: the error that has ended the engine.
     """
 
@@ -56,7 +56,7 @@ def encode_request(new: NewRequest) -> tuple[int, bytes]:
 
 
 class Channel:
-    """One end of a pair of sockets. One thread may wait for messages while others send. `close` ends both."""
+    """One end of a socket pair. One thread may receive while other threads send. `close` stops all of them."""
 
     def __init__(self, end: socket.socket):
         self._socket, self._lock = end, threading.Lock()
@@ -67,13 +67,13 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, message: Struct) -> None:
-        """Send a message. OSError if the other end is closed. Other errors are about the message: nothing was sent."""
+        """Send a message. Raises OSError if the other end is closed. Nothing was sent if any other error is raised."""
         data = _encode(message)
         with self._lock:
             self._socket.sendall(len(data).to_bytes(LENGTH_BYTES, "big") + data)
 
     def receive(self, seconds: float | None = None) -> bytes:
-        """Wait for the next message, at most `seconds`. OSError after that time, or if an end is closed."""
+        """Return the next message. Raises OSError if none arrives within `seconds`, or if an end is closed."""
         self._socket.settimeout(seconds)
         data = self._stream.read(int.from_bytes(self._stream.read(LENGTH_BYTES), "big"))
         if not data:

@@ -1,6 +1,6 @@
-"""The process of the engine, which starts the fronts and computes their requests.
+"""Runs the engine's process, which starts the fronts and computes their requests.
 
-It starts the fronts before it imports PyTorch, so that they import their libraries at the same time.
+It starts the fronts before it imports PyTorch, so that all processes import their libraries at the same time.
 """
 
 import gc
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nanovllm")
 START_SECONDS = 300.0  # time for a front to get ready, once the engine has started
-MAX_FAILED_STARTS = 10  # in a row, when a front is restarted
+MAX_FAILED_STARTS = 10  # consecutive ones, when a front is restarted
 SETTLED_SECONDS = 10.0  # a front that ends by itself within this time after it was ready counts as a failed start
 END_SECONDS = 10.0  # time for fronts to end, after the time for running requests
 URGENT_SECONDS = 3.0  # time for fronts to end after a second Ctrl-C
@@ -40,11 +40,11 @@ BLOCKED = signal.SIGINT, signal.SIGTERM  # signals that are blocked while a fron
 
 
 class FrontPlan(NamedTuple):
-    """The facts that all fronts of an engine need.
+    """What all fronts of an engine need to know.
 
     num_live: the number of live answers of each front, in shared memory. The limit applies to their sum, which can
         exceed it slightly if several fronts accept requests at the same instant.
-    listener: the listening socket; with None, each front opens its own socket at the address in `settings`.
+    listener: the listening socket. If None, each front opens a separate socket at the address in `settings`.
     """
 
     model: str
@@ -57,7 +57,7 @@ class FrontPlan(NamedTuple):
 def make_plan(
     model: str, settings: ServerSettings, engine_settings: dict[str, Any], listener: socket.socket
 ) -> FrontPlan:
-    """Make the plan. `listener` has reserved the address; a single front uses it, several only for a Unix socket."""
+    """Make the plan. `listener` has reserved the address; only a single front, or fronts on a Unix socket, use it."""
     count, port = settings.num_fronts, settings.port if settings.uds else listener.getsockname()[1]
     front_settings = replace(settings, port=port, max_connections=max(1, settings.max_connections // count))
     is_passed = bool(settings.uds) or count == 1
@@ -65,7 +65,7 @@ def make_plan(
 
 
 def run_front(plan: FrontPlan, index: int, end: socket.socket) -> None:
-    """Run the process of a front. Ctrl-C reaches only the engine's process, which lets the fronts drain."""
+    """Run a front in this process. Ctrl-C reaches only the engine's process, which then lets the fronts drain."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a terminal may send it if a background group writes its log
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # also drops a SIGINT that arrived while it was blocked
@@ -78,7 +78,10 @@ def run_front(plan: FrontPlan, index: int, end: socket.socket) -> None:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """A block that starts a process with the signals BLOCKED. This process gets them after the block."""
+    """Block the signals BLOCKED in a context, so that processes started there begin with them blocked.
+
+    This process receives the signals after the context.
+    """
     resource_tracker.ensure_running()  # its start would unblock the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     try:
@@ -88,7 +91,7 @@ def _signals_blocked() -> Iterator[None]:
 
 
 class Fronts:
-    """The fronts of an engine. If a front ends, its requests are dropped, it is restarted, and the others go on."""
+    """The fronts of an engine. If one ends, its requests are dropped and it is restarted. The other fronts go on."""
 
     def __init__(self, plan: FrontPlan):
         self._plan = plan
@@ -109,8 +112,9 @@ class Fronts:
     def listen(self, make_session: Callable[[Channel], object]) -> None:
         """Tell the fronts that the engine has started, and wait until all of them listen.
 
-        make_session: makes the session that serves a front over its channel. Raises RuntimeError if a front does not
-        start, and ValueError if the front says why.
+        make_session: creates the session that serves a front over its channel.
+
+        Raises RuntimeError if a front does not start, or ValueError if the front reports the reason.
         """
         self._make_session, self._has_engine = make_session, True
         for index, (channel, _) in self._starting.items():
@@ -119,13 +123,13 @@ class Fronts:
             self._turn(max_failures=1)
 
     def watch(self) -> None:
-        """Restart fronts that end, until `end` is called. RuntimeError if restarts fail again and again."""
+        """Restart fronts that end, until `end` is called. Raises RuntimeError if restarts keep failing."""
         while not self.is_ending:
             self._turn(MAX_FAILED_STARTS)
 
     @staticmethod
     def _say_that_the_engine_has_started(channel: Channel) -> float:
-        """Tell a front, and return the deadline by which it must be ready."""
+        """Tell a front that the engine has started. Returns the time by which the front must be ready."""
         with suppress(OSError):  # the front has ended, which `_turn` notices
             channel.send(FromEngine())
         return monotonic() + START_SECONDS
@@ -143,7 +147,7 @@ class Fronts:
         self._starting[index] = channel, until
 
     def _turn(self, max_failures: int) -> None:
-        """Wait until a front is ready, or has ended. RuntimeError after `max_failures` failed starts in a row."""
+        """Handle fronts that got ready or ended. Raises RuntimeError after `max_failures` consecutive failed starts."""
         channels = [channel.fileno() for channel, _ in self._starting.values()]
         changed = wait([*channels, *(process.sentinel for process in self._processes.values())], TURN_SECONDS)
         for index, (channel, deadline) in [*self._starting.items()]:
@@ -188,7 +192,7 @@ class Fronts:
         self.end()
 
     def end(self, number: int = signal.SIGTERM, *_: Any) -> None:
-        """Let all fronts drain and end. A second Ctrl-C does not wait for running requests."""
+        """Let all fronts drain and end. After a second Ctrl-C, the fronts do not wait for running requests."""
         if is_urgent := self.is_ending and number == signal.SIGINT:
             self._deadline = monotonic() + URGENT_SECONDS
         self.is_ending = True
@@ -199,7 +203,7 @@ class Fronts:
                 process.terminate()
 
     def join(self, seconds: float) -> None:
-        """Wait for the end of the fronts. Kill those that have not ended in time, or soon after a second Ctrl-C."""
+        """Wait up to `seconds` for the fronts to end (less after a second Ctrl-C), then kill the remaining fronts."""
         end = monotonic() + seconds
         while any(process.is_alive() for process in self._processes.values()) and monotonic() < min(
             end, self._deadline
@@ -218,16 +222,16 @@ def serve_by_fronts(
     prepare: Callable[[], None],
     on_start: Callable[[], None],
 ) -> int:
-    """Serve until SIGTERM, Ctrl-C or a failure of the engine, and return the exit status of the process.
+    """Serve until SIGTERM, Ctrl-C or an engine failure, and return the exit status of the process.
 
-    listener: has reserved the address.
+    listener: the socket that has reserved the address.
     prepare: called before the model is loaded, while the fronts start.
-    on_start: called when the fronts listen.
+    on_start: called once the fronts listen.
     """
-    with tempfile.TemporaryDirectory() as folder:  # for the metrics that all fronts add up
+    with tempfile.TemporaryDirectory() as folder:  # for the fronts' metrics, which are summed
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
         fronts = Fronts(make_plan(model, settings, engine_settings, listener))
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # to clean up
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `finally` cleans up
         try:
             fronts.begin()
             prepare()

@@ -1,4 +1,4 @@
-"""A front: a process that does HTTP, checks, tokenization and text for an engine in another process."""
+"""A front is a process that handles HTTP, checks, tokenization and text for an engine in another process."""
 
 import asyncio
 import itertools
@@ -39,7 +39,7 @@ IDS_PER_FRONT = 2**40  # so that request ids are unique among all fronts of an e
 
 
 class FrontRequest(ReplicaRequest):
-    """A request that the engine's process computes. The front makes its text, unless the engine needs the text, too."""
+    """A request that the engine's process computes. The front decodes the text, unless the engine needs it, too."""
 
     def __init__(self, request: Any, name: str):
         super().__init__(request, lambda ended: None, name)
@@ -71,7 +71,7 @@ class FrontRequest(ReplicaRequest):
         super().finish(final)
 
     def _extended(self, index: int, new: StreamEvent | CompletionOutput) -> Sequence:
-        """Return the sequence of an answer, after adding the new tokens."""
+        """Add new tokens to the sequence of an answer, and return the sequence."""
         seq = self.request.group[index]
         seq.token_ids += new.token_ids
         seq.finish_reason, seq.stop_reason = new.finish_reason, new.stop_reason
@@ -83,7 +83,7 @@ def _makes_text(params: SamplingParams) -> bool:
 
 
 class FrontClient(EngineClient):
-    """The engine client of a front. Everything that is sent within one turn of the event loop is one message."""
+    """The engine client of a front. Everything sent within one iteration of the event loop goes into one message."""
 
     def __init__(self, plan: FrontPlan, index: int, channel: Channel):
         processor = make_processor(plan.model, plan.engine_settings, index * IDS_PER_FRONT)
@@ -124,7 +124,7 @@ class FrontClient(EngineClient):
             self._calls.pop(number, None)
 
     def next_message(self) -> FromFront:
-        """Return the message that is sent at the end of this turn."""
+        """Return the message that will be sent at the end of this iteration of the event loop."""
         if self._to_send is None:
             self._to_send = FromFront()
             self._engine_loop.call_soon(self._send, self._to_send)
@@ -140,7 +140,7 @@ class FrontClient(EngineClient):
     # -- received messages ---------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Wait for messages, in a separate thread."""
+        """Receive messages. This runs in a separate thread."""
         try:
             while True:
                 self._arrived.append(self._channel.receive())
@@ -152,12 +152,12 @@ class FrontClient(EngineClient):
                 self._engine_loop.call_soon_threadsafe(self._lose, "its process has ended")
 
     def _receive(self) -> None:
-        """Process all messages that have arrived. News from several steps for one stream is written in one piece."""
+        """Process all messages that have arrived. For each stream, news from several steps is written in one piece."""
         self._is_told = False
         self._has_started.set()
         try:
             messages = [decode_from_engine(self._arrived.popleft()) for _ in range(len(self._arrived))]
-        except DecodeError as error:  # no request may wait for its content
+        except DecodeError as error:  # otherwise requests would wait for its content forever
             self._lose(f"its message can't be read: {error}")
             return
         deltas = (delta for message in messages for delta in message.deltas)
@@ -181,7 +181,7 @@ class FrontClient(EngineClient):
             self._lose(message.failure)
 
     def _lose(self, problem: str) -> None:
-        """End, because the engine has failed, or its process has ended."""
+        """Fail all requests and calls, because the engine has failed or its process has ended."""
         if self.error is None and not self._is_closing:
             logger.error("the engine is lost, so this HTTP process ends: %s", problem)
             self._fail(RuntimeError(problem))
@@ -196,7 +196,7 @@ class FrontClient(EngineClient):
 
 
 def serve_front(plan: FrontPlan, index: int, end: socket.socket) -> None:
-    """Run a front from its start to its end. If it can't start, tell the engine's process why."""
+    """Run a front until it ends. If it can't start, tell the engine's process why."""
     set_up_process()
     channel = Channel(end)
     with ExitStack() as ending:

@@ -1,4 +1,4 @@
-"""The engine's side of one front."""
+"""The engine's side of the channel to one front."""
 
 import logging
 import threading
@@ -20,9 +20,9 @@ logger = logging.getLogger("nanovllm")
 
 
 class Session(Replica):
-    """The requests of one front. One thread carries out its messages, and another thread sends it the news."""
+    """Serves the requests of one front. One thread handles the front's messages; another thread sends it the news."""
 
-    orders_by_id = False  # ids from several fronts do not tell which request came first; the engine does
+    orders_by_id = False  # ids from several fronts do not show which request came first, so the engine decides
 
     def __init__(self, engine: LLM, sizes: StepSizes, on_failure: Callable[[], None], channel: Channel):
         self.attach(engine)
@@ -94,7 +94,7 @@ class Session(Replica):
                 self._on_failure()
 
     def _send_singly(self, message: FromEngine) -> None:
-        """Send a message that can't be encoded in parts. The requests that can't be encoded fail."""
+        """Send the parts of a message that can't be encoded as a whole. Requests whose parts can't be encoded fail."""
         parts = [(delta.request_id, FromEngine(deltas=[delta])) for delta in message.deltas]
         parts += [(final.request_id, FromEngine(finals=[final])) for final in message.finals]
         for request_id, part in parts:
@@ -110,5 +110,5 @@ class Session(Replica):
 
 
 def _as_text(error: Exception) -> str:
-    """Return the text of an error. It may quote half of a surrogate pair, which can't be encoded, and is replaced."""
+    """Return the text of an error, with unpaired surrogates replaced, because they can't be encoded."""
     return str(error).encode(errors="replace").decode()

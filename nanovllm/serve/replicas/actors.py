@@ -1,4 +1,4 @@
-"""Replicas as Ray actors. No other file uses Ray."""
+"""Runs replicas as Ray actors. No other file uses Ray."""
 
 import asyncio
 import gc
@@ -23,14 +23,14 @@ from nanovllm.serve.replicas.replica import Replica
 from nanovllm.serve.replicas.replica_state import ClusterDeadError
 from nanovllm.serve.replicas.routing import Router
 
-# options of an actor that callers can't set: calls must keep their order, and ReplicaGroup does the restarts, not Ray
+# actor options that callers can't set: calls must stay in order, and ReplicaGroup (not Ray) restarts replicas
 RESERVED_OPTIONS = {"concurrency_groups", "lifetime", "max_concurrency", "max_restarts", "max_task_retries", "name"}
 NODE_CHECK_SECONDS = 10.0  # between checks that Ray still runs on this machine, while a replica starts
-MAX_UNREAD_REPORTS = 4  # beyond that, the replica waits, and its next report covers more steps
+MAX_UNREAD_REPORTS = 4  # with this many, the replica waits, and its next report covers more steps
 
 
 def connect() -> bool:
-    """Join the cluster of RAY_ADDRESS, or start one on this machine. Returns False if the process was connected."""
+    """Join the cluster at RAY_ADDRESS, or start one on this machine. Returns False if Ray was already initialized."""
     if ray.is_initialized():
         return False
     # "local", because without an address, Ray joins the latest cluster that anybody started on this machine
@@ -40,23 +40,23 @@ def connect() -> bool:
 
 
 def disconnect() -> None:
-    """End the cluster that `connect` has started, or leave the cluster that it has joined."""
+    """Stop the cluster that `connect` started, or leave the cluster that it joined."""
     ray.shutdown()
 
 
 def check_node() -> None:
-    """Raise ClusterDeadError if the raylet, Ray's process that starts actors on this machine, has ended."""
+    """Raise ClusterDeadError if this machine's raylet, the Ray process that starts actors, has ended."""
     node_id = ray.get_runtime_context().get_node_id()
     if not any(node["Alive"] for node in ray.nodes() if node["NodeID"] == node_id):
         raise ClusterDeadError("Ray has ended on this machine (its raylet is gone), so no replica can be started")
 
 
 def needs_of(settings: dict[str, Any], actor_options: dict[str, Any], num_replicas: int) -> dict[str, Any]:
-    """Return the options of a replica's actor: a GPU for each rank, or a CPU if the cluster has no GPUs.
+    """Return the Ray options of a replica's actor: a GPU for each rank, or a CPU for each rank if it runs on CPUs.
 
-    The actor itself starts the processes of its ranks. Ray reserves everything for one actor on one node, so no
-    placement group is needed, and none can be left behind. Raises ValueError if the cluster is too small, because Ray
-    would wait for more nodes forever.
+    The actor itself starts the processes of its ranks. Ray reserves an actor's resources on a single node, so no
+    placement group is needed, and none can be left behind. Raises ValueError if the cluster is too small; Ray would
+    wait for more nodes forever.
     """
     device, num_ranks = settings.get("device", "auto"), settings.get("tensor_parallel_size", 1)
     if device not in ("auto", "cpu", "cuda"):
@@ -88,7 +88,7 @@ def needs_of(settings: dict[str, Any], actor_options: dict[str, Any], num_replic
 
 
 class ReplicaProcess(Replica):
-    """A Replica in a separate process."""
+    """A Replica that runs in a separate process."""
 
     def start(self, model: str, settings: dict[str, Any]) -> dict[str, Any]:
         sys.setswitchinterval(SWITCH_INTERVAL)
@@ -99,7 +99,7 @@ class ReplicaProcess(Replica):
 
 
 class ActorHandle:
-    """A `Handle` of a Ray actor. Its methods run one at a time, in the order of the calls. `reports` runs meanwhile."""
+    """A `Handle` for a Ray actor, which runs its methods one at a time in call order, and `reports` concurrently."""
 
     def __init__(self, replica_class: type, options: dict[str, Any], model: str, settings: dict[str, Any]):
         self._options, self._model, self._settings = options, model, settings
@@ -109,7 +109,7 @@ class ActorHandle:
         return f"an actor of Ray that needs {self._options}"
 
     async def start(self) -> dict[str, Any]:
-        """Start the replica. ClusterDeadError if Ray has ended on this machine: the start would wait forever."""
+        """Start the replica. If Ray has ended on this machine, raise ClusterDeadError instead of waiting forever."""
         start = asyncio.ensure_future(self._actor.start.remote(self._model, self._settings))
         try:
             while not start.done():
@@ -128,11 +128,11 @@ class ActorHandle:
             yield await reference
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the actor. The result can be awaited, but need not be."""
+        """Call a method of the actor. Awaiting the result is optional."""
         return getattr(self._actor, method).remote(*arguments)
 
     def kill(self) -> None:
-        """Kill the actor. The other ranks of its engine end when they lose their parent process."""
+        """Kill the actor. The engine's other ranks end when they lose their parent process."""
         with suppress(ray.exceptions.RayError):  # the whole cluster may be gone
             ray.kill(self._actor)
 
@@ -147,7 +147,7 @@ def make_group(
     replica_class: type = ReplicaProcess,
     restart_timeout: float = RESTART_TIMEOUT,
 ) -> ReplicaGroup:
-    """Make a group, without starting it. `settings` are for each replica's LLM; `config` is the driver's Config."""
+    """Create a group without starting it. `settings` are for each replica's LLM; `config` is the driver's Config."""
     actor_settings = dict(settings)
     if settings.get("tokenizer") is not None:
         actor_settings["tokenizer"] = absolute_path(settings["tokenizer"])

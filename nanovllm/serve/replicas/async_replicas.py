@@ -1,4 +1,4 @@
-"""Replicas behind one HTTP address: the engine client of `nanovllm serve --data-parallel-size N`."""
+"""The engine client of `nanovllm serve --data-parallel-size N`, which has N replicas behind one HTTP address."""
 
 import asyncio
 import threading
@@ -16,7 +16,7 @@ from nanovllm.utils.checks import check_int
 
 
 class AsyncReplicas(EngineClient):
-    """An AsyncLLM with several engines. Only the event loop that calls `start` may use it."""
+    """Works like AsyncLLM, but with several engines. Only the event loop that calls `start` may use it."""
 
     has_one_engine = False
 
@@ -31,7 +31,7 @@ class AsyncReplicas(EngineClient):
         restart_timeout: float = RESTART_TIMEOUT,
         **settings: Any,
     ) -> None:
-        """Takes the arguments of RayLLM and AsyncLLM, and raises their errors. `start` loads the model."""
+        """Take the arguments of RayLLM and AsyncLLM, and raise the same errors. `start` loads the model."""
         num_replicas = check_int("num_replicas", num_replicas, low=1)
         max_queued = check_int("max_queued_requests", max_queued_requests, low=0)
         processor = make_processor(model, settings)
@@ -44,7 +44,7 @@ class AsyncReplicas(EngineClient):
         self._group_loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
-        """Load the model in all replicas in parallel, and accept requests from then on."""
+        """Load the model in all replicas in parallel, then accept requests."""
         self._group_loop, self._group_thread = asyncio.get_running_loop(), threading.get_ident()
         await self.group.start()
 
@@ -79,7 +79,7 @@ class AsyncReplicas(EngineClient):
             self._fail(error)
 
     def exit(self) -> None:
-        """Kill the replicas, and end Ray if this object started it. RuntimeError in the thread of the event loop."""
+        """Kill the replicas, and stop Ray if this object started it. Raises RuntimeError in the event loop's thread."""
         if self._is_closing and self._group_loop is None:
             return
         loop = self._group_loop

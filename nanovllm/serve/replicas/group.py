@@ -1,4 +1,4 @@
-"""A group of replicas for one event loop: it distributes requests, and restarts lost replicas."""
+"""Distributes requests to a group of replicas in one event loop, and restarts lost replicas."""
 
 import asyncio
 import logging
@@ -14,26 +14,26 @@ from nanovllm.serve.replicas.replica_state import ClusterDeadError, Handle, Repl
 from nanovllm.serve.replicas.routing import GuardedRouter, PrefixRouter, Router
 
 logger = logging.getLogger("nanovllm")
-MAX_FAILURES = 3  # losses of a replica in a row, or losses while a request is computed; see ReplicaGroup
-RESTART_SECONDS = 2.0  # before a restart, times the failures in a row; the ranks of a dead engine need time to end
+MAX_FAILURES = 3  # consecutive losses of a replica, or losses while a request is computed; see ReplicaGroup
+RESTART_SECONDS = 2.0  # delay of a restart, times the consecutive losses; the ranks of a dead engine need time to end
 START_LOG_SECONDS = 60.0  # between two log lines about a replica that has not started yet
 RESTART_TIMEOUT = 1800.0
 
 
 class ReplicaGroup:
-    """Sends each request to the replica that the router chooses. While all have `max_answers`, requests wait here.
+    """Sends each request to the replica that the router chooses. If every replica has `max_answers`, requests wait.
 
-    Only the thread of one event loop may call its methods. Everything that is sent to a replica within one iteration
-    of the loop is one message, and so is everything that a replica has to report.
+    Only the thread of one event loop may call its methods. All new requests for a replica within one iteration of the
+    loop are sent in one message.
 
-    A replica can be lost with its process, its GPU or its host, or by a step that fails. Then it is restarted, and the
-    other replicas compute its requests. A single request fails if it can't be queued, or if MAX_FAILURES replicas were
-    lost while they computed it. After MAX_FAILURES - 1 losses, the request may be the cause (a poison request): it gets
-    a replica to itself, one such request at a time.
+    A replica is lost if its process, GPU or host fails, or if a step raises an error. The group then restarts it, and
+    the other replicas compute its requests. A single request fails if it can't be queued, or if MAX_FAILURES replicas
+    were lost while computing it. After MAX_FAILURES - 1 losses, the request itself may be the cause (a poison request).
+    Poison requests run one at a time, each alone on a replica.
 
-    A replica is not restarted after MAX_FAILURES losses in a row, without an answer or some minutes of running between
-    them. Losses with a poison request do not count. If no replica is left, every request ends with an EngineDeadError
-    that states the last cause.
+    A replica is given up after MAX_FAILURES consecutive losses. A finished request, or a few minutes of uptime, resets
+    the count. Losses during a poison request do not count. If no replica is left, every request fails with an
+    EngineDeadError that states the last cause.
     """
 
     def __init__(
@@ -45,8 +45,10 @@ class ReplicaGroup:
         router: Router | None = None,
         restart_timeout: float = RESTART_TIMEOUT,
     ):
-        """launch: starts the process of a replica. max_answers: the most answers that a replica gets at a time.
+        """Create the group; `start` starts the replicas.
 
+        launch: starts the process of a replica.
+        max_answers: the most answers that a replica computes at a time.
         block_size: the number of tokens in a block of the replicas' caches.
         router: None means a PrefixRouter.
         restart_timeout: seconds until a restart, which may have to wait for a GPU or a host, counts as failed.
@@ -57,14 +59,14 @@ class ReplicaGroup:
         self._launch, self._max_answers = launch, max_answers
         self._block_size, self._given_router, self._restart_timeout = block_size, router, restart_timeout
         self._waiting: list[tuple[tuple, ReplicaRequest]] = []  # a heap, in scheduling order
-        self._poison_requests: deque[ReplicaRequest] = deque()  # possible ones; each waits for a replica to itself
+        self._poison_requests: deque[ReplicaRequest] = deque()  # suspects; each waits for a replica to itself
         self._is_flushing = False
         self._tasks: list[asyncio.Task[None]] = []
 
     # -- start and end -------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start all replicas in parallel. The first error ends all of them, and is raised."""
+        """Start all replicas in parallel. If one fails, kill all of them and raise its error."""
         try:
             await asyncio.gather(*[self._start(replica) for replica in self.replicas])
         except BaseException:
@@ -79,14 +81,14 @@ class ReplicaGroup:
         self._tasks = [asyncio.ensure_future(self._supervise(replica)) for replica in self.replicas]
 
     async def close(self) -> None:
-        """Kill all replicas. Requests that have not ended get an EngineDeadError."""
+        """Kill all replicas. Unfinished requests fail with an EngineDeadError."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._fail_group(EngineDeadError("the engine was closed"))
 
     def kill(self) -> None:
-        """End all replicas at once. No event loop is needed."""
+        """Kill all replicas immediately. This needs no event loop."""
         for replica in self.replicas:
             replica.is_ready = False
             if replica.handle is not None:
@@ -106,7 +108,7 @@ class ReplicaGroup:
         self._dispatch()
 
     def discard(self, requests: Iterable[ReplicaRequest]) -> None:
-        """End requests without an output, if they have not ended yet."""
+        """Drop unfinished requests without an output."""
         request_ids: dict[int, list[int]] = {}  # by the index of the replica
         waiting = set()
         for request in requests:
@@ -122,7 +124,7 @@ class ReplicaGroup:
         self._dispatch()
 
     def abort(self, request: ReplicaRequest) -> None:
-        """End a request with the tokens that it has."""
+        """End a request early, with the tokens that it has so far."""
         if request.replica_index is not None:
             request.is_aborted = True  # if the replica is lost before it ends the request, the driver ends it
             replica = self.replicas[request.replica_index]
@@ -151,13 +153,13 @@ class ReplicaGroup:
         return sum(replica.is_ready for replica in self.replicas)
 
     async def stats(self) -> list[dict[str, Any] | None]:
-        """Return `LLM.stats()` and the number of `restarts` of each replica; None if it does not answer in time."""
+        """Return each replica's `LLM.stats()` and number of `restarts`, or None if it does not answer in time."""
         return [*await asyncio.gather(*[replica.stats() for replica in self.replicas])]
 
     # -- where requests are computed -----------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
-        """Send waiting requests, as long as there are replicas that take them."""
+        """Send waiting requests while any replica accepts more."""
         self._dispatch_poison_request()
         while self._waiting:
             loads = [replica.load(self._max_answers) for replica in self.replicas]
@@ -167,7 +169,7 @@ class ReplicaGroup:
             self._assign(request, self.replicas[self._router.choose(request.prompt_token_ids, loads)])
 
     def _dispatch_poison_request(self) -> None:
-        """Reserve the least loaded replica for a poison request. Send the request when the replica has no others."""
+        """Reserve the least loaded replica for a poison request, and send the request once the replica is idle."""
         reserved = next((replica for replica in self.replicas if replica.poison_request is not None), None)
         ready = [replica for replica in self.replicas if replica.is_ready]
         if reserved is None and self._poison_requests and ready:
@@ -207,7 +209,7 @@ class ReplicaGroup:
         replica.is_ready, replica.ready_time = True, asyncio.get_running_loop().time()
 
     async def _start_again(self, replica: ReplicaState) -> None:
-        """Restart a lost replica. RuntimeError after `restart_timeout` seconds."""
+        """Restart a lost replica. Raises RuntimeError after `restart_timeout` seconds."""
         await asyncio.sleep(RESTART_SECONDS * max(1, replica.num_failures))
         clock = asyncio.get_running_loop().time
         deadline = clock() + self._restart_timeout
@@ -273,7 +275,7 @@ class ReplicaGroup:
         self._dispatch()
 
     def _move_requests(self, replica: ReplicaState, error: Exception) -> None:
-        """Let the requests of a lost replica wait for another one, before requests that were submitted later."""
+        """Put the requests of a lost replica back into the queue, ahead of requests that were submitted later."""
         if replica.handle is not None:
             replica.handle.kill()
         replica.handle, replica.is_ready, replica.to_send = None, False, []
@@ -297,7 +299,7 @@ class ReplicaGroup:
         self._dispatch()
 
     def _fail_group(self, error: Exception) -> None:
-        """Kill all replicas, and end every request with this error."""
+        """Kill all replicas, and fail every request with this error."""
         if self.error is None:
             self.error = error
             self.kill()

@@ -1,7 +1,7 @@
 """The messages between the driver (the caller's process, or the server) and a replica, pickled to bytes.
 
-A message has tuples of plain data about many requests. Ray passes bytes through unchanged; it would serialize any other
-object with its own, slower serializer.
+A message contains plain tuples with data about many requests. It is bytes because Ray passes bytes through unchanged;
+for other objects, Ray uses a slower serializer.
 """
 
 import pickle
@@ -16,7 +16,7 @@ from nanovllm.sampling_params import SamplingParams
 
 
 class NewRequest(NamedTuple):
-    """A request for a replica, with the driver's id.
+    """A request that the driver sends to a replica, with the driver's request id.
 
     prompt_index: the index of the prompt in its call.
     kind: DELTA if answers are sent as they grow.
@@ -38,10 +38,10 @@ class NewRequest(NamedTuple):
 
 
 class Final(NamedTuple):
-    """The end of a request. It has no `answers` if they were sent as deltas.
+    """The result of a finished request. `answers` is empty if they were sent as deltas.
 
-    seconds: the times from the arrival of the request at the replica until it was first scheduled, had its first token,
-        and was finished. They are differences, because the clocks of two machines do not agree.
+    seconds: the time from the request's arrival at the replica until it was first scheduled, until its first token, and
+        until it finished. These are durations, because the clocks of two machines differ.
     """
 
     request_id: int
@@ -64,7 +64,7 @@ _answer_fields = attrgetter(*CompletionOutput.__dataclass_fields__)
 
 
 def encode_requests(requests: list[NewRequest]) -> bytes:
-    """Encode requests. Parameters that several requests share are in the message only once."""
+    """Encode requests. Parameters that several requests share are encoded only once."""
     return pickle.dumps([tuple(request) for request in requests], protocol=5)
 
 
@@ -95,7 +95,7 @@ def make_final(request_id: int, answers: list, num_cached: int, prompt_logprobs:
 
 
 def _portable(error: Exception) -> Exception:
-    """Return the error, or a RuntimeError with its text if pickle can't copy it, such as an error class of a user."""
+    """Return the error if pickle can copy it (a user's class may prevent that), else a RuntimeError with its text."""
     try:
         return pickle.loads(pickle.dumps(error))
     except Exception:

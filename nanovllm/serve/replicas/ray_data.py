@@ -11,12 +11,13 @@ from nanovllm.sampling_params import SamplingParams
 class NanoVLLM:
     """`ds.map_batches(NanoVLLM, fn_constructor_kwargs={"model": ...}, concurrency=N, num_gpus=M, batch_size=1024)`
 
-    Each of the N workers of `ray.data` has an engine with M GPUs, if `tensor_parallel_size=M`. A batch is one call of
-    `LLM.generate`, so its size should be several times `max_num_seqs`. The output has the columns of the input, and
-    `generated_text`, `finish_reason`, `num_prompt_tokens` and `num_output_tokens`. A row with an invalid prompt has the
-    finish reason "error", and the error message as its text. Other rows are not affected.
+    Each of the N `ray.data` workers has one engine, which uses M GPUs if `tensor_parallel_size=M`. Each batch is one
+    call of `LLM.generate`, so `batch_size` should be several times `max_num_seqs`. The output adds the columns
+    `generated_text`, `finish_reason`, `num_prompt_tokens` and `num_output_tokens` to the columns of the input. A row
+    with an invalid prompt gets the finish reason "error", and the error message as its text. Other rows are not
+    affected.
 
-    The class itself does not need Ray: an instance is a function from a dict of columns to a dict of columns.
+    The class works without Ray: calling an instance maps a dict of columns to a dict of columns.
     """
 
     def __init__(
@@ -25,8 +26,8 @@ class NanoVLLM:
         """Load the model. `settings` are the settings of `LLM`.
 
         sampling_params: arguments of SamplingParams. None means the parameters that the model recommends.
-        column: the column with the prompts: strings, lists of token ids, or conversations (lists of dicts with `role`
-            and `content`).
+        column: the column that contains the prompts, which are strings, lists of token ids, or conversations (lists of
+            dicts with `role` and `content`).
         """
         self.column = column
         self.llm = LLM(model, **settings)

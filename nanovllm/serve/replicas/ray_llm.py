@@ -23,18 +23,18 @@ from nanovllm.utils.checks import check_int
 from nanovllm.utils.progress import progress_bar
 
 SUBMIT_BATCH = 64  # requests that are sent together
-REORDERED = 4  # prompts are read up to this many times the requests in flight ahead of the next output
+REORDERED = 4  # how many prompts may be read ahead of the next output, in units of `_window`
 
 
 class RayLLM:
     """Generates on N engines, like LLM: `RayLLM(model, num_replicas=N, **settings).generate(prompts, sampling_params)`.
 
-    This process checks and tokenizes prompts, with the errors of LLM, and chooses the seeds of the sampling noise. So
-    with the same `seed` setting, the same calls give the same tokens on one engine and on any number of replicas, up to
-    rounding. A request that can't be computed ends with `finish_reason="error"` and the message as its `stop_reason`.
-    ReplicaGroup explains what happens when a replica is lost.
+    This process checks and tokenizes the prompts, raises the same errors as LLM, and chooses the seeds of the sampling
+    noise. With the same `seed` setting, the same calls therefore return the same tokens on one engine and on any number
+    of replicas, up to rounding. A request that can't be computed ends with `finish_reason="error"` and the error
+    message as its `stop_reason`. ReplicaGroup explains what happens when a replica is lost.
 
-    Several threads may call the methods at the same time. A RayLLM is a context manager. `exit` ends the replicas.
+    The methods are thread-safe. A RayLLM is a context manager that calls `exit`, which ends the replicas.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class RayLLM:
         restart_timeout: float = RESTART_TIMEOUT,
         **settings: Any,
     ) -> None:
-        """Start the replicas. `settings` are the settings of each replica's `LLM`, with the same errors.
+        """Start the replicas. `settings` are passed to each replica's `LLM`, and raise the same errors.
 
-        Ray chooses the devices. Unless the process has called `ray.init`, this joins the cluster of RAY_ADDRESS, or
+        Ray chooses the devices. If the process has not called `ray.init`, this joins the cluster at RAY_ADDRESS, or
         starts Ray on this machine.
 
         router: decides which replica gets a request. None means a PrefixRouter.
@@ -82,11 +82,11 @@ class RayLLM:
         use_tqdm: bool = True,
         priority: list[int] | None = None,
     ) -> list[RequestOutput]:
-        """Generate like `LLM.generate`, with the same errors. Ctrl-C and errors drop the requests of this call."""
+        """Generate like `LLM.generate`, with the same errors. Ctrl-C or an error drops the requests of this call."""
         requests = self.input_processor.requests(prompts, sampling_params, OutputKind.FINAL_ONLY, None, priority)
         return self._run(requests, use_tqdm)
 
-    # these need only `processor` and `_run`
+    # these use only `input_processor` and `_run`
     chat: Any = LLM.chat
     get_default_sampling_params: Any = LLM.get_default_sampling_params
 
@@ -97,12 +97,12 @@ class RayLLM:
     def generate_iter(
         self, prompts: Iterable[Prompt], sampling_params: SamplingParams | Iterable[SamplingParams] | None = None
     ) -> Iterator[RequestOutput]:
-        """Yield the answers to any number of prompts, in the order of the prompts, while the prompts are read.
+        """Yield the output for each of any number of prompts, in prompt order, while the prompts are still being read.
 
-        Prompts, and parameters if they are iterable, are read only when replicas can take them. So memory does not grow
-        with their number. If `generate` would refuse a prompt or its parameters, its output has the
-        `finish_reason` "error", and a `stop_reason` with the index and the message. Raises ValueError if the parameters
-        end before the prompts.
+        Prompts (and parameters, if they are iterable) are read only when replicas can take more requests, so memory use
+        is bounded. If a prompt or its parameters are invalid, the output has the `finish_reason` "error", and its
+        `stop_reason` contains the prompt's index and the error message. Raises ValueError if there are fewer parameters
+        than prompts.
         """
         outputs: dict[int, RequestOutput] = {}
         next_index = 0
@@ -119,17 +119,17 @@ class RayLLM:
     def as_completed(
         self, prompts: Iterable[Prompt], sampling_params: SamplingParams | Iterable[SamplingParams] | None = None
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Yield pairs (index of the prompt, its answers) like `generate_iter`, but as soon as each is complete."""
+        """Yield pairs (prompt index, output) like `generate_iter`, but as soon as each output is complete."""
         for new_outputs in self._outputs(self._requests(prompts, sampling_params)):
             yield from new_outputs.items()
 
     def stats(self) -> list[dict[str, Any] | None]:
-        """Return `LLM.stats()` of each replica; None if it does not run at the moment. RuntimeError after `exit`."""
+        """Return `LLM.stats()` of each replica, or None if it is not running. Raises RuntimeError after `exit`."""
         self._check_open()
         return self._run_in_loop(self.group.stats())
 
     def exit(self) -> None:
-        """End the replicas, and Ray if this object started it. Unfinished calls raise an EngineDeadError."""
+        """End the replicas, and stop Ray if this object started it. Unfinished calls raise an EngineDeadError."""
         if not self._is_open:
             return
         self._is_open = False
@@ -149,7 +149,7 @@ class RayLLM:
         self.exit()
 
     async def _finish(self) -> None:
-        """End the group, and the tasks that Ray's streams have left in the event loop."""
+        """End the group, and cancel the tasks that Ray's streams left in the event loop."""
         await self.group.close()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
@@ -171,7 +171,7 @@ class RayLLM:
         return [outputs[i] for i in range(len(requests))]
 
     def _requests(self, prompts: Iterable[Prompt], sampling_params: Any) -> Iterator[CompletionRequest | RequestOutput]:
-        """Yield a request for each prompt, or the output that says why the prompt was refused."""
+        """Yield a request for each prompt, or an output with the error if the prompt is refused."""
         if isinstance(prompts, (str, Mapping)):
             raise TypeError(f"prompts={prompts!r:.80}: must be an iterable of prompts")
         is_single = sampling_params is None or isinstance(sampling_params, SamplingParams)
@@ -192,10 +192,9 @@ class RayLLM:
     def _outputs(
         self, requests: Iterator[CompletionRequest | RequestOutput], end: Callable[[], int] | None = None
     ) -> Iterator[dict[int, RequestOutput]]:
-        """Yield outputs by the index of the request, as they complete. Requests are sent while others are computed.
+        """Yield dicts of outputs by request index, as requests complete. Sends more requests in the meantime.
 
-        After every few outputs, more requests are sent, even if outputs wait for the caller: replicas must not run out
-        of work because the caller is slow.
+        More requests are sent after every few outputs, so that replicas do not run out of work when the caller is slow.
 
         end: returns the index of the first request that must not be made yet.
         """
@@ -247,7 +246,7 @@ class RayLLM:
         return RequestOutput(request.request_id, *prompt, failed, True, 0, None, metrics)
 
     def _post(self, call: Callable[[], None]) -> None:
-        """Call a function in the event loop, without waiting. RuntimeError after `exit`."""
+        """Call a function in the event loop, without waiting. Raises RuntimeError after `exit`."""
         self._check_open()
         self._loop.call_soon_threadsafe(call)
 
@@ -257,14 +256,14 @@ class RayLLM:
 
 
 def _refused(prompt: Prompt, message: str) -> RequestOutput:
-    """Make the output for a refused prompt, which has no request id."""
+    """Return the output for a refused prompt, which has no request id."""
     answer = CompletionOutput(0, "", [], None, None, "error", message)
     text = prompt if isinstance(prompt, str) else None
     return RequestOutput(-1, text, [], [answer], True, 0, None, RequestMetrics(time(), None, None, None))
 
 
 def _some_of(done: SimpleQueue) -> Iterator[ReplicaRequest]:
-    """Wait for a finished request, and take a few more if they are there."""
+    """Wait for a finished request, then take a few more that have already finished."""
     yield done.get()
     for _ in range(SUBMIT_BATCH // 4 - 1):
         try:

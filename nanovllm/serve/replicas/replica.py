@@ -1,4 +1,4 @@
-"""A replica: one engine that takes requests and reports results as messages. Ray runs it as an actor."""
+"""A replica is an engine that receives requests and reports results as messages. Ray runs it as an actor."""
 
 import logging
 import threading
@@ -21,24 +21,24 @@ logger = logging.getLogger("nanovllm")
 
 
 class Replica:
-    """An engine behind messages. Ray calls `start` once, then `reports`, then other methods in the driver's order.
+    """An engine controlled by messages. Ray calls `start`, then `reports`, then other methods in the driver's order.
 
-    The engine's thread runs the steps. Another thread, in `reports`, sends the news since the last report. If sending
-    takes longer than a step, the next report covers several steps. The engine never waits for reports. This file does
-    not import Ray, so tests can run replicas without it.
+    The engine's thread runs the steps. Another thread, in `reports`, sends everything that is new since the last
+    report. If sending takes longer than a step, the next report covers several steps. The engine never waits for
+    reports. This file does not import Ray, so tests can run replicas without it.
     """
 
-    orders_by_id = True  # ids come from one driver: a request that another replica has begun keeps its place
+    orders_by_id = True  # one driver assigns the ids, so a request that another replica has begun keeps its place
 
     def start(self, model: str, settings: dict[str, Any]) -> dict[str, Any]:
-        """Load the model, with the errors of `LLM`. Returns the facts that the driver needs about the engine."""
+        """Load the model, with the same errors as `LLM`. Returns what the driver needs to know about the engine."""
         self.attach(LLM(model, **settings))
         config = self.engine.config
         num_blocks = config.num_kvcache_blocks if config.enable_prefix_caching else 0  # blocks of the prefix cache
         return {"num_blocks": num_blocks, "startup_seconds": self.engine.startup_seconds}
 
     def attach(self, engine: LLM) -> None:
-        """Use an engine that is already loaded. Others may use it, too, if all request ids are unique."""
+        """Use an engine that is already loaded. Several replicas can share it if all request ids are unique."""
         self.engine, self._engine_thread = engine, engine.engine_thread
         self._collectors = {kind: NotifyingCollector(kind, self._notify, self._fail) for kind in OutputKind}
         self._requests: dict[int, CompletionRequest] = {}  # by the driver's id
@@ -52,7 +52,7 @@ class Replica:
         self._engine_thread.watch(self._collectors[OutputKind.DELTA])
 
     def submit(self, data: bytes) -> None:
-        """Queue requests that the driver has checked. An error of one request is reported, and affects no other."""
+        """Queue requests that the driver has checked. An error in one request is reported, and affects no other one."""
         try:
             self._submit(decode_requests(data))
         except Exception as error:  # the driver ignores the result of this call, but `reports` tells it
@@ -60,7 +60,7 @@ class Replica:
             raise
 
     def _submit(self, messages: Iterable[NewRequest]) -> None:
-        """Queue requests. Another thread makes those with `structured_outputs`, because grammars compile slowly."""
+        """Queue requests. Another thread makes requests with `structured_outputs`, because grammars compile slowly."""
         plain = []
         for new in messages:
             if new.params.structured_outputs is None:
@@ -94,14 +94,14 @@ class Replica:
             self._changed.notify()
 
     def discard(self, request_ids: Iterable[int]) -> None:
-        """End requests without an output."""
+        """Drop requests without an output."""
         request_ids = [*request_ids]
         if late := self._in_grammar_thread.intersection(request_ids):
             self._grammar_thread.submit(self.discard, late)  # after it has made them
         self._engine_thread.discard([i for i in request_ids if i not in late and self._forget(i)])
 
     def abort(self, request_id: int) -> None:
-        """End a request with the tokens that it has."""
+        """End a request early, with the tokens that it has so far."""
         if request_id in self._in_grammar_thread:
             self._grammar_thread.submit(self.abort, request_id)
         else:
@@ -111,12 +111,12 @@ class Replica:
         return stats_of(self.engine.scheduler)
 
     def reports(self) -> Iterator[bytes]:
-        """Yield `new_reports`, encoded."""
+        """Yield the reports of `new_reports`, encoded as bytes."""
         for report in self.new_reports():  # not `yield from`: Ray calls `send`, which `map` does not have
             yield encode_report(report)
 
     def new_reports(self) -> Iterator[Report]:
-        """Yield a report whenever there is news. RuntimeError if the engine has failed."""
+        """Yield a report whenever there is news. Raises RuntimeError if the engine has failed."""
         while True:
             with self._changed:
                 while not (self._errors or self._failure or any(x.is_ready for x in self._collectors.values())):
@@ -131,7 +131,7 @@ class Replica:
             yield Report(*self._read(outputs), errors)
 
     def exit(self) -> None:
-        """End `reports` and the engine. With Ray, nobody calls this: the actor's process is killed."""
+        """End `reports` and the engine. Ray does not call this, because it kills the actor's process."""
         self.close()
         self.engine.exit()
 
@@ -163,7 +163,7 @@ class Replica:
         return request
 
     def _read(self, outputs: StepOutput) -> tuple[list[StreamEvent], list[Final]]:
-        """Return the deltas, merged into one for each answer, and the ends of requests."""
+        """Return one merged delta per answer, and a Final for each request that has ended."""
         deltas: list[StreamEvent] = []
         finals: list[Final] = []
         events: dict[int, list[StreamEvent]] = {}
@@ -184,7 +184,7 @@ class Replica:
         return deltas, finals
 
     def _end_answers(self, request_id: int, count: int) -> bool:
-        """Count ended answers of a request. After the last answer, forget the request and return True."""
+        """Count answers of a request that have ended. After the last one, forget the request and return True."""
         with self._changed:
             if request_id not in self._num_unfinished:  # it was discarded
                 return False

@@ -1,4 +1,4 @@
-"""A request on the driver's side: what its caller has received, and which replica computes it."""
+"""The driver's record of a request: what the caller has received, and which replica computes the request."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,12 +13,12 @@ from nanovllm.serve.replicas.messages import Final, NewRequest
 
 
 class ResumableAnswer(PartialAnswer):
-    """The part of an answer that the caller has. If another replica sends this part again, it is skipped."""
+    """The part of an answer that the caller has received. If another replica sends this part again, it is skipped."""
 
     num_tokens_again = num_characters_again = 0  # tokens and characters that are still to be skipped
 
     def skip(self, delta: StreamEvent) -> StreamEvent:
-        """Return the new part of a delta. RuntimeError if the new replica has sampled other tokens."""
+        """Return the new part of a delta. Raises RuntimeError if the new replica has sampled different tokens."""
         num_tokens = min(self.num_tokens_again, len(delta.token_ids))
         num_characters = min(self.num_characters_again, len(delta.text))
         if not (num_tokens or num_characters):
@@ -36,17 +36,17 @@ class ResumableAnswer(PartialAnswer):
 class ReplicaRequest(AsyncRequest):
     """A request that another process computes. If that process is lost, another replica takes over the request.
 
-    The caller gets each delta once. The new replica continues after the tokens that the caller has, except that a
-    request with log-probabilities is computed again from the start. In both cases, the replica sends the answer from
-    its beginning, and the part that the caller has is skipped here. The sampling noise depends only on the request, so
-    the tokens are the same as from one engine, up to rounding. If a request with log-probabilities gets other tokens
-    the second time, due to rounding, it ends with an error.
+    The caller gets each delta once. The new replica continues after the tokens that the caller has; only a request with
+    log-probabilities is recomputed from the start. In both cases, the replica sends the whole answer, and this class
+    skips the part that the caller has. The sampling noise depends only on the request, so the new replica samples the
+    same tokens, up to rounding. If rounding changes the tokens of a request with log-probabilities, the request ends
+    with an error.
     """
 
     num_cached_tokens = 0  # prompt tokens found in the replica's prefix cache; 0 until the request has ended
 
     def __init__(self, request: CompletionRequest, on_end: Callable[["ReplicaRequest"], None], name: str = ""):
-        """`on_end` is called when the request has its answers or its error, but not if it is discarded."""
+        """Record a new request. `on_end` is called when it finishes or fails, but not if it is discarded."""
         super().__init__(request, name)
         self.on_end = on_end
         self.replica_index: int | None = None  # the replica that computes it
@@ -59,7 +59,7 @@ class ReplicaRequest(AsyncRequest):
 
     @property
     def order(self) -> tuple:
-        """The key of the request in the scheduling order. It is unique, and the lowest comes first."""
+        """The request's sort key in the scheduling order. Keys are unique, and the lowest key comes first."""
         return self.request.group[0].order
 
     @property
@@ -67,7 +67,7 @@ class ReplicaRequest(AsyncRequest):
         return self.final is not None or self.error is not None
 
     def message(self, replica_index: int) -> NewRequest:
-        """Return the message that asks a replica to compute this request, and expect its deltas from now on."""
+        """Return the message that asks a replica to compute this request, and expect the replica's deltas."""
         self.replica_index, self._sent_time = replica_index, time()
         params = self.request.params
         if type(params) is not SamplingParams:  # a replica may be unable to import a class of the caller
@@ -90,7 +90,7 @@ class ReplicaRequest(AsyncRequest):
         )
 
     def add_event(self, delta: StreamEvent) -> None:
-        """Add the new part of a delta. RuntimeError as in `ResumableAnswer.skip`."""
+        """Add the new part of a delta. Raises RuntimeError like `ResumableAnswer.skip`."""
         answer = self._answers[delta.output_index]
         if answer.finish_reason is not None:
             return  # this answer had ended before another replica took over the request
@@ -105,7 +105,7 @@ class ReplicaRequest(AsyncRequest):
         self._events.append(delta)
 
     def finish(self, final: Final) -> None:
-        """Set the output, because the replica has computed the whole request."""
+        """Set the output. The replica has computed the whole request."""
         # a replica that took over the request may also have found generated tokens in its cache
         self.num_cached_tokens = min(final.num_cached_tokens, len(self.prompt_token_ids))
         scheduled, first_token, finished = (
@@ -127,7 +127,7 @@ class ReplicaRequest(AsyncRequest):
         )
 
     def end_aborted(self) -> None:
-        """End the request with the tokens that the caller has. No replica computes it."""
+        """End a request that no replica computes, with the tokens that the caller has."""
         for answer in self._answers:
             if answer.finish_reason is None:
                 ids = self.request.index, answer.index, self.request_id
@@ -149,5 +149,5 @@ class ReplicaRequest(AsyncRequest):
 
 
 def _generated(answer: ResumableAnswer) -> list[int]:
-    """Return the tokens that the next replica must not sample again: all, except the last token of an ended answer."""
+    """Return the tokens not to be sampled again: all tokens, except the last one if the answer has ended."""
     return answer.token_ids[: -1 if answer.finish_reason else None]

@@ -1,4 +1,4 @@
-"""The state of a replica in a ReplicaGroup: its process, and the requests that it computes."""
+"""The driver's state of a replica in a ReplicaGroup: the replica's process, and the requests that it computes."""
 
 import asyncio
 import logging
@@ -11,15 +11,18 @@ from nanovllm.serve.replicas.replica_request import ReplicaRequest
 
 logger = logging.getLogger("nanovllm")
 STATS_TIMEOUT = 5.0
-STABLE_SECONDS = 300.0  # of running until earlier losses of a replica are forgotten
+STABLE_SECONDS = 300.0  # uptime after which earlier losses of a replica are forgotten
 
 
 class ClusterDeadError(EngineDeadError):
-    """No replica can be started any more."""
+    """No replica can be started anymore."""
 
 
 class Handle(Protocol):
-    """A replica in another process. If it is lost, any method may raise. `start` may raise ClusterDeadError."""
+    """Controls a replica in another process. Any method may raise an error if the replica is lost.
+
+    `start` may raise ClusterDeadError.
+    """
 
     async def start(self) -> dict[str, Any]: ...
     def reports(self) -> AsyncIterator[bytes]: ...
@@ -40,11 +43,11 @@ class ReplicaState:
         self.num_answers = 0  # of these requests
         self.poison_request: ReplicaRequest | None = None  # a suspect that has the replica to itself, or soon will
         self.to_send: list[NewRequest] = []
-        self.num_failures = 0  # losses in a row
+        self.num_failures = 0  # consecutive losses
         self.num_restarts = 0
 
     def load(self, max_answers: int) -> int | None:
-        """Return the number of answers that it computes; None if it takes no requests now."""
+        """Return how many answers the replica computes, or None if it takes no requests now."""
         takes_more = self.is_ready and self.poison_request is None and self.num_answers < max_answers
         return self.num_answers if takes_more else None
 
@@ -62,7 +65,7 @@ class ReplicaState:
         request.replica_index = None
 
     def send(self) -> list[tuple[int, Exception]]:
-        """Send the added requests in one message. Returns ids and errors of requests that can't be pickled."""
+        """Send the added requests in one message. Returns the ids and errors of requests that can't be pickled."""
         messages, self.to_send = self.to_send, []
         failed = []
         try:
@@ -101,7 +104,7 @@ class ReplicaState:
         return result | {"restarts": restarts}
 
     def count_failure(self, now: float) -> None:
-        """Count the loss of the replica, unless it had a poison request to itself, which then is the cause."""
+        """Count a loss of the replica, unless a poison request ran alone on it, which is then the cause."""
         if self.is_ready and now - self.ready_time > STABLE_SECONDS:
             self.num_failures = 0
         if self.poison_request is None or self.poison_request.replica_index is None:

@@ -1,4 +1,4 @@
-"""Routers, which choose the replica of a request. They use counts and hashes, and need neither Ray nor torch."""
+"""Routers choose a replica for each request. They use counts and hashes, and need neither Ray nor torch."""
 
 import logging
 from collections import OrderedDict
@@ -15,24 +15,24 @@ class Router(Protocol):
     """The interface of routers. Replicas are numbered from 0."""
 
     def choose(self, token_ids: list[int], loads: Sequence[int | None]) -> int:
-        """Return the replica for a prompt.
+        """Return the index of the replica for a prompt.
 
-        `loads` has the number of answers that each replica computes; None if it takes no requests now. At least one
-        load is a number, and the router must choose a replica whose load is a number.
+        `loads` contains the number of answers that each replica computes, or None for a replica that takes no requests
+        now. At least one load is a number, and the router must choose a replica whose load is a number.
         """
         ...
 
     def computed(self, replica: int, token_ids: list[int]) -> None:
-        """Note that the replica has computed these tokens, which are a prompt and its answer."""
+        """Record that the replica has computed these tokens (a prompt and its answer)."""
         ...
 
     def forget(self, replica: int) -> None:
-        """Note that the replica was lost, and that its cache is empty."""
+        """Record that the replica was lost, so its cache is empty."""
         ...
 
 
 class GuardedRouter:
-    """Wraps a router, so that its errors do no harm: if it fails to choose, the least loaded replica is chosen."""
+    """Wraps a router to contain its errors. If the router fails to choose, the least loaded replica is chosen."""
 
     def __init__(self, router: Router):
         self._router = router
@@ -76,15 +76,16 @@ class RoundRobin:
 
 
 class PrefixRouter:
-    """Chooses the replica with the longest cached prefix of the prompt, unless its load is much higher than others.
+    """Chooses the replica that has cached the longest prefix of the prompt, unless the replica's load is too high.
 
-    "Much higher" means more than `imbalance * least + slack` answers, where `least` is the lowest load. In that case,
-    or if no replica has cached a prefix, it chooses the least loaded replica. Among equal loads, it chooses the replica
-    that has had the fewest requests.
+    A load is too high if it exceeds `imbalance * least + slack` answers, where `least` is the lowest load. In that
+    case, or if no replica has cached a prefix, the router chooses the least loaded replica. Among equal loads, it
+    chooses the replica that has received the fewest requests.
 
-    The router does not ask replicas what they have cached. It computes the same hashes as the block manager, a chain
-    over full blocks of `block_size` tokens. For each replica, it remembers the hashes of all prompts and answers in an
-    LRU list of `max_blocks` hashes, the size of the replica's cache. This takes about 150 bytes of memory per block.
+    The router does not ask replicas what they have cached. It computes the same hashes as the block manager: a chain
+    over full blocks of `block_size` tokens. For each replica, it remembers the hashes of prompts and answers in an LRU
+    list. The list holds up to `max_blocks` hashes, one for each block of the replica's cache, and takes about 150 bytes
+    per block.
     """
 
     def __init__(

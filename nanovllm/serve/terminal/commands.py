@@ -1,4 +1,4 @@
-"""The commands `nanovllm generate` and `nanovllm chat`, with their flags."""
+"""Implements the commands `nanovllm generate` and `nanovllm chat`, with their flags."""
 
 import argparse
 import os
@@ -28,7 +28,7 @@ def _add_settings(parser: argparse.ArgumentParser, sampling: tuple[str, ...], is
 
 
 def add_flags_of(name: str, parser: argparse.ArgumentParser) -> None:
-    """The arguments of `generate` or `chat` after MODEL."""
+    """Add the arguments of `generate` or `chat` that follow MODEL."""
     if name == "generate":
         parser.set_defaults(run=generate)
         parser.add_argument("prompt", metavar="PROMPT", help="the prompt, or - to read it from the standard input")
@@ -46,7 +46,7 @@ def add_flags_of(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def _load(options: argparse.Namespace) -> Any:
-    """The LLM."""
+    """Load the model, and return its LLM."""
     SamplingParams(**given(options, SamplingParams))  # errors before the model is loaded
     settings = given(options, Config, skip=NO_ENGINE_FLAGS)
     with waiting_for(f"Loading {options.model}"):

@@ -1,4 +1,4 @@
-"""`nanovllm completion SHELL`: a script by which a shell completes commands and flags."""
+"""`nanovllm completion SHELL` prints a script that lets a shell complete commands and flags."""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -42,14 +42,14 @@ def _bash(words: Mapping[str, str]) -> str:
 
 
 def _fish(words: Mapping[str, str]) -> str:
-    """A line for the commands, and one for the words of each."""
+    """Return a line that completes the commands, and a line for each command that completes its words."""
     lines = [f"complete -c nanovllm -n __fish_use_subcommand -a '{' '.join([*words, '--help', '--version'])}'\n"]
     lines += [f"complete -c nanovllm -n '__fish_seen_subcommand_from {name}' -a '{words[name]}'\n" for name in words]
     return "".join(lines)
 
 
 def _words(parser: argparse.ArgumentParser) -> list[str]:
-    """Its flags, what it lets one choose from, and the model that is always there."""
+    """Return a command's flags, the choices of its arguments, and the bundled model if it takes a model."""
     words = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
     choices = [choice for action in parser._actions for choice in action.choices or () if not action.option_strings]
     takes_model = any(action.dest == "model" and not action.option_strings for action in parser._actions)

@@ -1,4 +1,4 @@
-"""A conversation in the terminal: its commands, and its answers as they arrive."""
+"""Runs a conversation in the terminal: reads commands and questions, and shows answers as they arrive."""
 
 import json
 import shlex
@@ -23,12 +23,13 @@ COMMANDS = {
 
 
 class Conversation:
-    """A chat, which `run` carries out. Answers go to the standard output, everything else to the standard error."""
+    """A chat in the terminal. Answers go to standard output, everything else goes to standard error."""
 
     def __init__(self, source: Source, params: dict[str, Any], names: tuple[str, ...], system: str | None = None):
-        """params: the sampling parameters that are set. names: of all sampling parameters that can be set.
+        """Check the parameters. Raises ValueError or TypeError if they are wrong.
 
-        ValueError or TypeError for wrong params.
+        params: the sampling parameters that are set.
+        names: the names of all sampling parameters that can be set.
         """
         source.check(params)
         self.source, self.params, self.names, self.system = source, params, names, system
@@ -37,7 +38,7 @@ class Conversation:
     def run(self) -> int:
         """Chat until the input ends. Returns the exit status, which is 1 if a line of piped input has failed.
 
-        KeyboardInterrupt for a second Ctrl-C, or for the first one if the input is not a terminal.
+        Raises KeyboardInterrupt on the second Ctrl-C, or on the first one if the input is not a terminal.
         """
         reader = LineReader(COMMANDS)
         if reader.is_terminal:
@@ -124,7 +125,7 @@ class Conversation:
         return messages if self.system is None else [{"role": "system", "content": self.system}, *messages]
 
     def _answer(self, question: str) -> None:
-        """Print the answer, and keep it with its question, even if Ctrl-C stops it. Without an answer, keep neither."""
+        """Print the answer. Keep question and answer, even if Ctrl-C stops the answer, unless no token has arrived."""
         asked, answer = {"role": "user", "content": question}, Answer()
         messages = [*self.messages, asked]
         try:
@@ -164,12 +165,12 @@ class Answer:
         write(piece.text, sys.stdout)
 
     def close(self) -> None:
-        """End the line, and print the summary in the next one."""
+        """End the line, and print the summary on the next line."""
         write("" if self.text.endswith("\n") else "\n", sys.stdout)
         write(self.summary() + "\n", sys.stderr, is_dim=True)
 
     def summary(self) -> str:
-        """The number of tokens, their rate, and the reason why the answer ended."""
+        """Return the number of tokens, their rate, and the finish reason as text."""
         parts = [f"{self.num_tokens} tokens" if self.num_tokens > 1 else "1 token"]
         if self.num_tokens > 1 and self._last > self._first:
             parts.append(f"{(self.num_tokens - 1) / (self._last - self._first):.1f} tokens/s")
@@ -181,7 +182,7 @@ class Answer:
 
 
 def _value(text: str) -> Any:
-    """JSON, or the text itself."""
+    """Parse the text as JSON, or return it unchanged."""
     try:
         return json.loads(text)
     except ValueError:

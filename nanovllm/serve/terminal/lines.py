@@ -1,4 +1,4 @@
-"""Reads lines from a terminal or a pipe, and writes to a terminal."""
+"""Reads lines from a terminal or a pipe, and writes text."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ CONTROLS = dict.fromkeys([*range(9), *range(11, 32), 127, *range(128, 160)])  # 
 
 
 class LineReader:
-    """Lines of the standard input. On a terminal, readline edits, searches and completes them."""
+    """Reads lines from standard input. On a terminal, readline can edit, search and complete them."""
 
     def __init__(self, commands: Collection[str]):
         """commands: the words that Tab completes at the start of a line."""
@@ -36,9 +36,9 @@ class LineReader:
                 readline.read_history_file(self._history)
 
     def read(self) -> str:
-        """The next line. While a line ends with a backslash, the following line is appended.
+        """Return the next line. A line that ends with a backslash continues on the following line.
 
-        EOFError at the end of the input, KeyboardInterrupt for Ctrl-C.
+        Raises EOFError at the end of the input, and KeyboardInterrupt on Ctrl-C.
         """
         lines = [self._read_line("> ")]
         while lines[-1].endswith("\\"):
@@ -67,7 +67,7 @@ class LineReader:
 
 
 def write(text: str, file: TextIO, is_dim: bool = False) -> None:
-    """Write and flush. For a terminal, remove a model's control characters, and dim the text if `is_dim`."""
+    """Write text and flush. On a terminal, remove the text's control characters, and dim the text if `is_dim`."""
     if file.isatty():
         text = text.translate(CONTROLS)
         if is_dim and text and "NO_COLOR" not in os.environ:

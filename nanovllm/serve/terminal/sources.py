@@ -1,4 +1,4 @@
-"""The sources of answers in a conversation: a model in this process, or a server with OpenAI's API."""
+"""Provides the answers of a conversation, from a model in this process or a server with OpenAI's API."""
 
 import json
 from collections.abc import Generator
@@ -25,7 +25,7 @@ TIMEOUT = 600.0  # seconds that a server may be silent
 class Piece(NamedTuple):
     """The next part of an answer. The last part has a `finish_reason`.
 
-    num_tokens: of the answer so far, including its reasoning.
+    num_tokens: the number of tokens of the answer so far, including its reasoning.
     """
 
     text: str
@@ -39,13 +39,13 @@ class Source(Protocol):
     description: str
 
     def check(self, params: dict[str, Any]) -> None:
-        """ValueError or TypeError for wrong sampling parameters."""
+        """Raise ValueError or TypeError if a sampling parameter is wrong."""
 
     def all_params(self, params: dict[str, Any]) -> dict[str, Any]:
-        """These sampling parameters, and the values of the others if they are known."""
+        """Return these sampling parameters, and the values of all other parameters if they are known."""
 
     def stream(self, messages: list[Message], params: dict[str, Any]) -> Generator[Piece, None, None]:
-        """The answer to a conversation, as it arrives. ValueError, OSError or RuntimeError if there is none."""
+        """Yield the answer to a conversation as it arrives. Raises ValueError, OSError or RuntimeError if it fails."""
 
 
 class LocalModel:
@@ -89,10 +89,14 @@ class LocalModel:
 
 
 class Server:
-    """A running server. It chooses the parameters that are not set."""
+    """A running server, which chooses values for parameters that are not set."""
 
     def __init__(self, url: str, model: str | None, api_key: str | None):
-        """OSError if the server can't be reached or refuses. ValueError for a wrong URL, or if it lists no models."""
+        """Find the name of the model, unless it is given.
+
+        Raises OSError if the server can't be reached or refuses. Raises ValueError if the URL is wrong, or if the
+        server lists no models.
+        """
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"url={url!r}: must begin with http:// or https://")
         self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
@@ -137,7 +141,7 @@ class Server:
                     content = delta.get("content") or ""
                     finish_reason = choice.get("finish_reason") or finish_reason
                     if content or reasoning:
-                        num_tokens += 1  # about one in each chunk, until the usage arrives
+                        num_tokens += 1  # an estimate (one token per chunk) until the usage arrives
                         more, text = parser.feed(content)
                         yield Piece(text, reasoning + more, num_tokens, None)
                 num_tokens = (chunk.get("usage") or {}).get("completion_tokens", num_tokens)
@@ -147,7 +151,7 @@ class Server:
         yield Piece(text, reasoning, num_tokens, finish_reason)
 
     def _chunks(self, response: Any) -> Generator[dict, None, None]:
-        """The JSON objects of server-sent events. OSError if one reports an error, or if the connection fails."""
+        """Yield the JSON objects of server-sent events. Raises OSError on an error event or a failed connection."""
         try:
             for line in response:
                 data = line.removeprefix(b"data:").strip()
@@ -161,7 +165,7 @@ class Server:
 
 
 def _message(content: bytes) -> str:
-    """The server's error message: from its JSON, or the text itself."""
+    """Return the server's error message from its JSON, or the content itself if it is not JSON."""
     try:
         error = json.loads(content)["error"]
         return str(error["message"] if isinstance(error, dict) else error)

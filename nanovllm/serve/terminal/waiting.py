@@ -1,4 +1,4 @@
-"""Shows a message and the elapsed time while something takes long."""
+"""Shows a message and the elapsed time during a long operation."""
 
 import sys
 import threading
@@ -10,7 +10,7 @@ DELAY = 1.0  # seconds until the message appears
 
 @contextmanager
 def waiting_for(text: str) -> Iterator[None]:
-    """Show the text on the standard error: with the elapsed time on a terminal, below other bars; elsewhere once."""
+    """Show the text on standard error during a context. On a terminal, also show the elapsed time, below other bars."""
     is_done = threading.Event()
 
     def show() -> None:
