@@ -1,11 +1,11 @@
-"""The headline benchmark of nano-vllm: the throughput of many random requests in one batch, in tokens per second.
+"""Runs the headline benchmark of nano-vllm: the throughput of many random requests in one batch, in tokens per second.
 
     python bench.py                                      the benchmark in this file
     python bench.py headline --model Qwen/Qwen3-0.6B     the same requests with another model, and more figures
-    python bench.py --shape qwen3-8b --compare vllm      other workloads too, compared with vLLM
+    python bench.py --shape qwen3-8b --compare vllm      further workloads, compared with vLLM
     python bench.py --help                               all benchmarks and flags
 
-With any argument this is the command `nanovllm bench`, which needs no clone of the repository.
+With arguments, this runs the command `nanovllm bench`, which needs no clone of the repository.
 """
 
 import sys
@@ -14,11 +14,11 @@ from time import perf_counter
 
 from nanovllm import LLM, SamplingParams
 
-MODEL = "tiny-qwen3"  # bundled with the package; a folder in the Hugging Face layout or a hub id works too
+MODEL = "tiny-qwen3"  # bundled with the package; may also be a folder in the Hugging Face layout or a hub id
 
 
 def random_requests(num_seqs: int, max_len: int, vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of random token ids, and parameters with output lengths: about `max_len` / 10 to `max_len` each."""
+    """Make prompts of random token ids, and parameters. Lengths are about `max_len` / 10 to `max_len` tokens."""
     rng = Random(0)
     min_len, max_id = max_len * 100 // 1024, min(10_000, vocab_size - 1)
     prompts = [[rng.randint(0, max_id) for _ in range(rng.randint(min_len, max_len))] for _ in range(num_seqs)]
@@ -31,7 +31,7 @@ def main() -> None:
         num_seqs, max_len = (64, 256) if llm.config.device == "cpu" else (256, 1024)
         vocab_size = llm.config.model_config.vocab_size
         prompts, params = random_requests(num_seqs, max_len, vocab_size)
-        # a warm-up, which compiles kernels; its ids differ, so that the timed run has no prefix hits
+        # compile kernels; other token ids, so that the timed run has no prefix hits
         print("Warming up ...", flush=True)
         llm.generate([[(i + 1) % vocab_size for i in prompt] for prompt in prompts], params, use_tqdm=False)
 

@@ -21,7 +21,7 @@ def main() -> None:
     model, max_tokens, temperature = (settings.pop(name) for name in ("model", "max_tokens", "temperature"))
 
     print(f"Loading {model} ...", flush=True)
-    from nanovllm import LLM, SamplingParams  # not at the top: importing PyTorch takes seconds
+    from nanovllm import LLM, SamplingParams  # not at the top, because importing PyTorch takes seconds
 
     logging.basicConfig(format="%(message)s")
     logging.getLogger("nanovllm").setLevel(logging.INFO)  # the engine logs one line when it has started

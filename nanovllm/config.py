@@ -21,7 +21,7 @@ LOGPROBS_MODES = ("raw_logprobs", "temperature_logprobs", "processed_logprobs")
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The settings of an engine. On construction, most that are `None` or `"auto"` are replaced by resolved values.
+    """The settings of an engine. On construction, most `None` and `"auto"` values are replaced by resolved values.
 
     Importing this module does not import PyTorch, which `nanovllm --help` does not need. Constructing a Config does.
 

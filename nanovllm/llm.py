@@ -60,5 +60,5 @@ class LLM(LLMEngine):
         use_tqdm: bool = False,
         priority: list[int] | None = None,
     ) -> list[BeamSearchOutput]:
-        """Return the best answers that beam search finds for each prompt, best first. Raises as `generate` does."""
+        """Return the most likely answers to each prompt by beam search, best first. Raises as `generate` does."""
         return self._run(beam_requests(self.input_processor, prompts, params, priority), use_tqdm)

@@ -48,8 +48,8 @@ class SamplingParams:
         text), "json_object" (True), "regex", "choice" (a list of strings) or "grammar". See docs/structured-outputs.md.
     reasoning_parser: the format in which the model marks its reasoning: "qwen3", "deepseek_r1", "mistral" or another
         name in docs/reasoning.md. `structured_outputs` and `stop` then apply only to the answer after the reasoning.
-    thinking_token_budget: maximum number of reasoning tokens. After them, the end marker is forced. None or -1: no
-        limit. It needs `reasoning_parser`.
+    thinking_token_budget: maximum number of reasoning tokens, after which the engine forces the end marker. None or -1:
+        no limit. It needs `reasoning_parser`.
     logprobs: return the log-probabilities of each generated token and of this many most likely tokens; -1 means all.
         The setting `logprobs_mode` selects the distribution.
     prompt_logprobs: return the same for each prompt token, always from the model's own logits. The request then does

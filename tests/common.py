@@ -1,4 +1,4 @@
-"""Fixtures and helpers of tests. The model is the bundled one; the reference is Qwen3 of transformers."""
+"""Fixtures and helpers for tests. By default, tests use the bundled model, and transformers' Qwen3 as the reference."""
 
 import atexit
 import gc
@@ -66,7 +66,7 @@ if not torch.cuda.is_available():
 
 
 def small_cache_budget(runner: ModelRunner) -> int:
-    """Return the bytes for 16,384 tokens and at least 256 blocks. The usual 131,072 tokens would take a second."""
+    """Return the bytes for a cache of 16,384 tokens and at least 256 blocks. The usual 131,072 would take a second."""
     num_blocks = max(256, 16384 // runner.config.kvcache_block_size)
     return min(model_runner.CPU_KV_CACHE_BYTES, runner.cache_bytes(num_blocks))
 
@@ -93,12 +93,12 @@ EXPERTS_ON_TWO = {"tensor_parallel_size": 2, "expert_parallel": True}
 
 
 def pairs(first: Iterable, second: Iterable) -> list[tuple]:
-    """Return all pairs on a GPU. In the interpreter, which is slow, return every other pair, as on a chessboard."""
+    """Return all pairs on a GPU. In the slow interpreter, return every other pair, as on a chessboard."""
     return [(a, b) for i, a in enumerate(first) for j, b in enumerate(second) if CUDA or (i + j) % 2 == 0]
 
 
 class Peers(TensorParallel):
-    """A rank that writes its part of a sum to the memory of other ranks."""
+    """A rank that writes its part of a sum to other ranks' memory."""
 
     def sum(self, compute, num_rows, width, dtype, split_k=1):
         self.parts = torch.full((split_k, num_rows, width), NAN, dtype=dtype, device=DEVICE)
@@ -135,7 +135,7 @@ class CharacterTokenizer:
 
 
 def noise_of_rows(seeds: torch.Tensor, positions: torch.Tensor, num_ids: int, first_id: int = 0) -> torch.Tensor:
-    """Return the sampler's noise [S, num_ids] of `num_ids` token ids from `first_id` on."""
+    """Return the sampler's noise [S, num_ids] for `num_ids` token ids, starting at `first_id`."""
     quads = torch.arange(-(-(first_id + num_ids) // 4), device=seeds.device)
     rows = torch.arange(len(seeds), device=seeds.device).repeat_interleave(len(quads))
     noise = gumbel_noise(seeds[rows], positions[rows], quads.repeat(len(seeds)))
@@ -147,7 +147,7 @@ def randn(*shape: int, dtype=torch.float32) -> torch.Tensor:
 
 
 def warnings_in(caplog) -> list[str]:
-    """Return the warnings of our logger, whatever its level is after other tests."""
+    """Return our logger's warnings, even if other tests have changed its level."""
     return [x.getMessage() for x in caplog.records if x.name == "nanovllm" and x.levelname == "WARNING"]
 
 
@@ -159,7 +159,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, scale: float = 1.
 
 @pytest.fixture
 def fresh_memory_is_nan():
-    """Fill torch.empty with NaN, so that values that a kernel does not write show, and fix the random seed."""
+    """Fill torch.empty with NaN, which reveals values that a kernel does not write. Also fix the random seed."""
     torch.manual_seed(0)
     # torch.use_deterministic_algorithms would import the compiler, which takes two seconds
     torch._C._set_deterministic_algorithms(True, warn_only=True)
@@ -169,7 +169,7 @@ def fresh_memory_is_nan():
 
 @contextmanager
 def step_error(kind: type[BaseException], match: str | None = None):
-    """Check like `pytest.raises` for an error in a step: callers get a RuntimeError whose cause is this error."""
+    """Expect an error in a step, as `pytest.raises` does. Callers get a RuntimeError whose cause is this error."""
     with pytest.raises(RuntimeError, match=match) as raised:
         yield
     assert isinstance(raised.value.__cause__, kind)
@@ -198,7 +198,7 @@ def interrupts(pytestconfig) -> int:
 
 
 def pytest_collection_finish():
-    """Freeze all modules and tests, so that no garbage collection during a test scans them."""
+    """Freeze all modules and tests, so that garbage collections during tests do not scan them."""
     gc.enable()
     gc.set_threshold(5000)  # tests make hardly any cyclic garbage
     gc.freeze()
@@ -222,7 +222,7 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def chat(tokenizer):
-    """A function that turns a user's question into the token ids of a chat prompt."""
+    """Return a function that turns a user's question into the token ids of a chat prompt."""
 
     def render(question: str) -> list[int]:
         messages = [{"role": "user", "content": question}]
@@ -234,7 +234,7 @@ def chat(tokenizer):
 
 @pytest.fixture(autouse=True)
 def remove_registered_features():
-    """Remove the features that a test has registered, because they apply to all engines of the process."""
+    """Remove the features that a test has registered, because they apply to all engines in the process."""
     num_columns, names = len(COLUMNS), {*FEATURES}
     yield
     for name in {*FEATURES} - names:
@@ -245,10 +245,10 @@ def remove_registered_features():
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory) -> str:
-    """The folder of a model whose steps take a quarter of the time, for tests with many steps.
+    """Return the folder of a model for tests with many steps, which take a quarter of the usual time.
 
-    It has half as many layers as the bundled model, and a quarter of its width. Its random weights are so large that
-    each token depends on all tokens before it.
+    It has half the layers and a quarter of the width of the bundled model. Its random weights are so large that each
+    token depends on all tokens before it.
     """
     folder = tmp_path_factory.mktemp("small") / "model"
     shutil.copytree(TINY, folder)
@@ -276,7 +276,7 @@ def with_end_ids(model: str, folder: Path, step: int, first: int = 0) -> str:
 def scripted_model(folder: Path, pieces: list[str], template: str, special: Collection[str] = ()) -> str:
     """Make a model that answers with `pieces`, and then ends. Each piece becomes a new token; all must be different.
 
-    Its only layer does nothing, and its output head maps each token to the next one. Prompts must end with a line end.
+    Its only layer does nothing, and its output head maps each token to the next one. Prompts must end with a newline.
     special: the special tokens, which may be pieces or further tokens.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -307,16 +307,16 @@ def scripted_model(folder: Path, pieces: list[str], template: str, special: Coll
 
 @pytest.fixture(scope="module")
 def model_name(request) -> str:
-    """The model of `make_llm`: the bundled model, or `small_model` in files with that mark."""
+    """Return the model for `make_llm`: the bundled model, or `small_model` in files with that mark."""
     is_small = request.node.get_closest_marker("small_model")
     return request.getfixturevalue("small_model") if is_small else "tiny-qwen3"
 
 
 @pytest.fixture
 def use_ops(monkeypatch):
-    """A function that replaces the operations of the test device: by a table, by some kernels, or by all kernels.
+    """Return a function that replaces the test device's operations by a table, by some kernels, or by all kernels.
 
-    Engines that are made afterwards have fused layers. Without a CUDA device, kernels run in Triton's interpreter.
+    Engines made after calling it have fused layers. Without a CUDA device, kernels run in Triton's interpreter.
     """
     before = kernels.ops_for(torch.device(DEVICE))
 
@@ -331,7 +331,7 @@ def use_ops(monkeypatch):
 
 
 def runs_as_on_cuda(runner) -> None:
-    """Let a CPU runner run steps like a CUDA runner, with tensors on the CPU. It must not have allocated memory yet."""
+    """Make a CPU runner run steps as a CUDA runner does. The runner must not have allocated memory yet."""
     from nanovllm.cuda.runner import CUDAModelRunner
 
     plain, batches = vars(ModelRunner), vars(BatchRunner)
@@ -343,7 +343,7 @@ def runs_as_on_cuda(runner) -> None:
 
 
 class ForkedRank(ForkProcess):
-    """The process of a rank, forked so that it has PyTorch. A new process would take two seconds to import it."""
+    """A rank's process, forked so that PyTorch is already imported. A new process would need two seconds for that."""
 
     def __init__(self, command: list[str], stdin: int, pass_fds: tuple[int, ...]):
         super().__init__(target=self.work, args=(int(command[3]), pass_fds))
@@ -364,7 +364,7 @@ class ForkedRank(ForkProcess):
 
 @pytest.fixture
 def free_drafts(monkeypatch):
-    """Pretend that more rows of a step take no time on CUDA, so that drafts always pay, even for a small model."""
+    """Pretend that more rows take no time on CUDA, so that drafts always pay off, even for a small model."""
     from nanovllm.cuda import start as cuda
     from nanovllm.spec_decode.speculative_config import StepCost
 
@@ -377,13 +377,13 @@ def free_drafts(monkeypatch):
 
 @pytest.fixture
 def forked_ranks(monkeypatch):
-    """Fork ranks from this process. test_tensor_parallel.py also starts ranks as a program does."""
+    """Fork ranks from this process. test_tensor_parallel.py also starts ranks as programs do."""
     if not CUDA:  # forked processes can't use CUDA
         monkeypatch.setattr(worker, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": ForkedRank}))
 
 
 def run_with_copy(code: str, folder: Path, *arguments: str) -> str:
-    """Return the output of a program that imports a copy of the package from `folder`. The program must not fail."""
+    """Run a program with a copy of the package in `folder`, and return its output. The program must not fail."""
     command = [sys.executable, "-c", code, *arguments]
     with Program(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         printed, errors = process.communicate()
@@ -393,7 +393,7 @@ def run_with_copy(code: str, folder: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def make_llm(model_name):
-    """A function that makes engines, by default in float32 on the CPU. They are closed after the test."""
+    """Return a function that makes engines, by default in float32 on the CPU. They are closed after the test."""
     engines = []
 
     def make(model: str = model_name, **settings) -> LLM:

@@ -1,4 +1,4 @@
-"""Programs as forks of this process, which has imported PyTorch and more: a new process would take seconds for that."""
+"""Runs programs as forks of this process, which has imported PyTorch. A new process needs seconds for imports."""
 
 import atexit
 import logging
@@ -19,15 +19,15 @@ from types import ModuleType, SimpleNamespace
 
 from tqdm import tqdm
 
-# what each program imports anew: modules of ours, and what reads the environment when it is imported
+# packages that each program imports anew: ours, and one that reads the environment when it is imported
 IMPORTED_ANEW = "nanovllm", "prometheus_client"
 SPAWN = util.spawnv_passfds
-# tqdm's own lock is shared with forks, and one that is killed while it draws a bar would keep it for ever
+# tqdm's default lock is shared with forks; a fork that is killed while it draws a bar would hold it forever
 tqdm.set_lock(threading.RLock())
 
 
 class Program(subprocess.Popen):
-    """`subprocess.Popen([sys.executable, ...])` as a fork; what it starts by `multiprocessing`'s spawn is one, too."""
+    """Replaces `subprocess.Popen([sys.executable, ...])` by a fork. Processes that the program spawns are forks too."""
 
     def _execute_child(self, *arguments):
         given = SimpleNamespace(**signature(super()._execute_child).bind(*arguments).arguments)
@@ -46,10 +46,10 @@ def fork_python(
     start_new_session: bool = False,
     cwd: str | os.PathLike | None = None,
 ) -> int:
-    """The id of a fork that does what `python FILE | -m MODULE | -c CODE ...` would do.
+    """Fork a process that does what `python FILE | -m MODULE | -c CODE ...` would do. Return its id.
 
-    Like a new process it has its own modules of ours, no signal handlers, and no descriptors but `pass_fds` and its
-    standard streams; `streams` has by number what these are here.
+    Like a new process, it imports our modules anew, and has no signal handlers and no descriptors except `pass_fds` and
+    its standard streams. `streams` maps the number of a standard stream to a descriptor of this process.
     """
     _wait_until_other_threads_sleep()
     if pid := os.fork():
@@ -58,10 +58,10 @@ def fork_python(
     try:
         for number, fd in streams.items():
             os.dup2(fd, number)
-        tracker = resource_tracker._resource_tracker._fd  # closed, it would be taken for lost
+        tracker = resource_tracker._resource_tracker._fd  # if this was closed, the tracker would be considered lost
         null = os.open(os.devnull, os.O_RDWR)
         for fd in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, null, tracker, *pass_fds}:
-            os.dup2(null, fd, inheritable=False)  # an old object that is collected closes this, and no new file
+            os.dup2(null, fd, inheritable=False)  # if an old object is collected, it closes this and no new file
         if start_new_session:
             os.setsid()
         if cwd is not None:
@@ -75,9 +75,9 @@ def fork_python(
 
 
 def _wait_until_other_threads_sleep(seconds: float = 2.0) -> None:
-    """A thread that has just ended gives MKL its memory back, under a lock: the fork would wait for that lock for ever.
+    """Wait until no other thread runs, for at most `seconds`, because a running thread may hold a lock.
 
-    Also threads that compute may hold such locks. One that computes for longer than this is not waited for.
+    A fork would wait for that lock forever. For example, an ending thread holds a lock while it returns memory to MKL.
     """
     end = time.perf_counter() + seconds
     while any(map(_is_running, os.listdir("/proc/self/task"))) and time.perf_counter() < end:
@@ -95,7 +95,7 @@ def _is_running(thread: str) -> bool:
 
 
 def _run(arguments: list[str]) -> int:
-    """The exit status of a program."""
+    """Run a program, and return its exit status."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
@@ -103,9 +103,9 @@ def _run(arguments: list[str]) -> int:
     logging.getLogger("nanovllm").setLevel(logging.NOTSET)
     for name in [name for name in sys.modules if name.split(".")[0] in IMPORTED_ANEW]:
         del sys.modules[name]
-    sys.modules["__main__"] = ModuleType("__main__")  # which processes that are spawned import
+    sys.modules["__main__"] = ModuleType("__main__")  # spawned processes import this
     util.spawnv_passfds = _spawn
-    tqdm.set_lock(threading.RLock())  # another thread may have had it
+    tqdm.set_lock(threading.RLock())  # another thread may have held the old lock
     atexit._clear()
     weakref.finalize._registry.clear()
     weakref.finalize._registered_with_atexit = False
@@ -131,7 +131,7 @@ def _run(arguments: list[str]) -> int:
     if isinstance(code, str):
         print(code, file=sys.stderr)
     sys.stdout.flush()
-    if code == -signal.SIGINT:  # whoever waits for the process sees what has ended it
+    if code == -signal.SIGINT:  # end by the signal, so that the parent sees it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     return code if isinstance(code, int) else int(code is not None)
@@ -139,5 +139,5 @@ def _run(arguments: list[str]) -> int:
 
 def _spawn(path: str | bytes, args: list, pass_fds: Collection[int]) -> int:
     arguments = [*map(os.fsdecode, args)]
-    is_ours = "spawn_main" in arguments[-2]  # the tracker of resources is another program
+    is_ours = "spawn_main" in arguments[-2]  # the resource tracker is another program
     return fork_python(arguments[arguments.index("-c") :], {}, pass_fds) if is_ours else SPAWN(path, args, pass_fds)

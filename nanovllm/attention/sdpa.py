@@ -103,7 +103,7 @@ def _padded(length: int) -> int:
 
 
 def _mask(bounds: torch.Tensor, num_keys: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """Return a mask [..., num_keys], which is 0 for the last `window` keys before a query's bound [..., 1]."""
+    """Return a mask [..., num_keys] that is 0 for visible keys: the last `window` keys before `bounds` [..., 1]."""
     positions = torch.arange(num_keys, device=bounds.device)
     visible = positions < bounds
     if window is not None:

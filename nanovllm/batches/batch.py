@@ -38,7 +38,7 @@ class BatchShape(NamedTuple):
     max_seqlen_q: int = 1
     backend_shapes: ArrayShapes = ()  # of `backend_arrays`
     is_padded: bool = False  # a step with chunks whose numbers here are upper bounds; the device has the real numbers
-    tokens_per_row: int = 1  # see ScheduledStep; a sequence has so many decode rows, each a token longer than the last
+    tokens_per_row: int = 1  # see ScheduledStep; the number of decode rows per sequence, each a token longer
 
     num_sampled_seqs: int = 0  # without padding
     num_new_requests: int = 0  # sampled for the first time since admission

@@ -66,8 +66,8 @@ def accept(
 ) -> torch.Tensor | None:
     """Make each sequence's sampled token its next input, and increase its length.
 
-    req_indices [S]; positions and token_ids [S * k]. With drafts (k > 1), returns counts [S] int32: how many of its k
-    tokens each sequence gets, which are one for each accepted draft and one more.
+    req_indices [S]; positions and token_ids [S * k]. With drafts (k > 1), returns counts [S] int32: how many tokens
+    each sequence gets, which is one more than its accepted drafts.
     """
     if len(token_ids) > len(req_indices):
         from nanovllm.spec_decode.rows import accept_drafts

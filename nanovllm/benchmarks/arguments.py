@@ -1,10 +1,10 @@
 """Measure throughput and latency of nano-vllm, and of other engines with the same requests.
 
     nanovllm bench --model MODEL                      the workloads headline, single and prefill
-    nanovllm bench --model MODEL --compare vllm       the same for nano-vllm and vLLM (or transformers, or both)
+    nanovllm bench --model MODEL --compare vllm       these workloads on nano-vllm and vLLM (or transformers, or both)
     nanovllm bench --shape llama-3.1-8b               a published model shape with random weights: no download
     nanovllm bench online --model MODEL --request-rate 8,16,24      latency while requests keep arriving
-    nanovllm bench latency --model MODEL --max-model-len 32768      one prompt; decode after long contexts
+    nanovllm bench latency --model MODEL --max-model-len 32768      a single prompt; decode after long contexts
     nanovllm bench batches --model MODEL --batch-sizes 2,8,32       throughput by batch size
     nanovllm bench all,batches --model MODEL --compare vllm         several workloads in one run
     nanovllm bench http --model MODEL --compare vllm  clients of an HTTP server
@@ -18,59 +18,59 @@ In a clone of the repository, `python bench.py` takes the same arguments.
 
 Workloads. All requests have random token ids and temperature 0.6, and ignore the end-of-sequence token:
 
-    headline    --num-seqs requests. Input and output lengths are uniform between a tenth of the maximum and the
-                maximum
+    headline    --num-seqs requests. Input and output lengths are distributed uniformly, from a tenth of the maximum to
+                the maximum
     single      one request. Its input is an eighth of --max-input-len, its output half of --max-output-len
     prefill     an eighth of --num-seqs requests, with --prefill-len input tokens and one output token each
-    online      for each --request-rate, 20 seconds of requests, or --num-seqs requests. The gaps between arrivals are
-                exponential. The lengths are log-normal (sigma 0.9 for inputs, 0.7 for outputs), cut to
-                --max-model-len. On a CPU, 6 seconds of requests; the default rates are 30, 60 and 90% of the highest
-                rate, which a short run measures
-    latency     first, one prompt of 16 to 32,000 tokens with one output token, --num-seqs times. Then 1 and 8
-                sequences decode after contexts of 500 to 30,000 tokens, three times. --max-model-len and
-                --max-input-len bound the lengths
+    online      for each --request-rate, 20 seconds of requests (on a CPU 6), or --num-seqs requests. The gaps between
+                arrivals are distributed exponentially. The lengths are log-normal (sigma 0.9 for inputs, 0.7 for
+                outputs), and cut to --max-model-len. On a CPU, a short run first measures the highest rate, and the
+                default rates are 30, 60 and 90% of it
+    latency     first, a single prompt of 16 to 32,000 tokens with one output token, --num-seqs times for each length.
+                Then 1 and 8 sequences decode after contexts of 500 to 30,000 tokens, three times each.
+                --max-model-len and --max-input-len bound the lengths
     batches     for each of --batch-sizes, requests with 512 input and 256 output tokens
     http        clients of `nanovllm serve`, which is started on a free port. Each client sends its next request when
-                its last answer has ended. Each value of --clients is a row: 64x256/128 means 64 clients that stream
-                answers of 128 tokens to prompts of 256 tokens. 256x200/256-chat sends conversations, and
+                its previous answer is complete. Each value of --clients is a row: 64x256/128 means 64 clients that
+                stream answers of 128 tokens to prompts of 256 tokens. 256x200/256-chat sends conversations, and
                 512x128/128-whole does not stream. --num-seqs is the number of requests per row
-    host        no model runs: a fake device samples at once. For 1 to 1,024 sequences that decode, the
-                microseconds of a step's schedule, prepare and process. Then the CPU time of a step of 512 sequences in
-                the whole process, until the caller of `generate` or `stream` has the text. The time of a Python loop
-                shows how fast the machine is
+    host        no model runs: a fake device returns random tokens at once. First, the microseconds that schedule,
+                prepare and process take in a decode step of 1 to 1,024 sequences. Then the CPU time of the process for
+                a step of 512 sequences, until the caller of `generate` or `stream` has the text. The time of a Python
+                loop shows how fast the machine is
 
-Runs. Each workload first runs once as a warm-up, with other token ids (online with a quarter of its requests). Then
-headline, single, prefill and batches run --rounds times, each time with other ids, and the fastest run is reported.
-One run is not enough: with FP8, vLLM compiles kernels whenever a step has a new number of tokens, even after the
-warm-up. With --compare, each engine runs in its own process. vLLM keeps its own defaults, except for the model, the
-dtypes, --max-model-len, the number of GPUs and --speculative-config. It gets --max-num-seqs and
---max-num-batched-tokens only if they are given. The output names all versions, and the VLLM_* variables of the
-environment. --plot FILE.svg draws online, latency or batches.
+Runs. Each workload first runs once as a warm-up with different token ids. (Online warms up with a quarter of its
+requests, and all decode runs of latency have the same ids.) Then headline, single, prefill and batches run --rounds
+times, each time with different ids, and the fastest run is reported. One run is not enough: with FP8, vLLM compiles
+kernels whenever a step has a new number of tokens, even after the warm-up. With --compare, each engine runs in a
+separate process. vLLM runs with its defaults, except for the model, the dtypes, --max-model-len, the number of GPUs
+and --speculative-config. It gets --max-num-seqs and --max-num-batched-tokens only if you set them. The output lists all
+versions, and the environment variables VLLM_*. --plot FILE.svg draws online, latency or batches.
 
-Random weights. With --shape, the model of --speculative-config may be a shape, too, and the method "eagle3" needs no
-model. Drafts from random weights are never right. To accept them at given rates in both engines, add for example
-'{"method": "eagle3", "num_speculative_tokens": 2, "rejection_sample_method": "synthetic",
+Random weights. With --shape, the model of --speculative-config may also be a shape, and the method "eagle3" needs no
+model. Drafts from random weights are never right. To make both engines accept drafts at given rates, set for example
+--speculative-config '{"method": "eagle3", "num_speculative_tokens": 2, "rejection_sample_method": "synthetic",
 "synthetic_acceptance_rates": [0.8, 0.64]}'.
 
-Latency. Online is an open loop: each request is submitted when it is due, even if the engine is busy, and its times
-count from when it was due. TTFT is the time to first token. "time per output token" is the time from the first token
-of a request to its last, divided by the number of tokens after the first. ITL (inter-token latency) covers all gaps
-between two tokens of a request; the longest gap is reported as well. Decode speed counts the tokens that arrive while
-all sequences of a batch decode. Percentiles are interpolated between the two nearest values, so p50 is the median. For
-online and latency, the same loop steps both engines, and vLLM has the defaults of its server. For http, both servers
-run. The other workloads call `LLM.generate`.
+Latency. Online is an open loop: each request is submitted when it is due, even if the engine is busy, and its latency
+counts from that time. TTFT is the time to first token. "time per output token" is the time from the first token of a
+request to its last token, divided by the number of tokens after the first. ITL (inter-token latency) covers all gaps
+between consecutive tokens of a request. The longest gap of a request is also reported. Decode speed counts the tokens
+that arrive while all sequences of a batch decode. Percentiles are interpolated between the two nearest values, so p50
+is the median. For online and latency, the same loop steps both engines, and vLLM uses its server's defaults. For http,
+each engine runs its server. Headline, single, prefill and batches call `LLM.generate`.
 
-Profiles. --profile traces a run of headline, single, prefill, batches or latency on a GPU, with up to 65 tokens of each
-request. A table shows the microseconds of each kind of kernel in a mean step: first for the steps up to the last one
-that computes prompts, then for the decode steps after it. Kernels overlap, so the time of a kernel counts from the end
-of the previous kernel. "products" are the GEMMs of the layers, with everything fused into them. "limit" is the least
-time that the hardware needs for such a step.
+Profiles. --profile traces a run of headline, single, prefill, batches or latency on a GPU, with at most 65 output
+tokens per request. A table shows the mean time per step of each kind of kernel, in microseconds. Its first row covers
+the steps up to the last one that computes prompts, and its second row covers the decode steps after it. Kernels
+overlap, so a kernel's time counts from the end of the previous kernel. "products" are the GEMMs of the layers, with
+everything fused into them. "limit" is the least time that the hardware needs for such a step.
 
-Limits. On CUDA, two columns compare the measured time with the least time that the hardware needs. A step reads
-weights, keys and values, and it multiplies. "of limit" assumes that each step computes either prompts or decodes, and
-takes the longer of reading and multiplying. "of overlap" takes the longer of all reading and all multiplying of the
-run. Memory bandwidth and GEMM throughput are measured on this device under load. Several ranks count as that many times
-the rates of one.
+Limits. On CUDA, two columns compare the measured time with the least time that the hardware needs. A step spends time
+on reading (weights, keys and values) and on multiplying. "of limit" assumes that each step computes either prompts or
+decodes, and counts the longer of its two times. "of overlap" assumes that all reading of the run overlaps with all
+multiplying. Memory bandwidth and GEMM throughput are measured on this device under load. With several ranks, both rates
+are multiplied by the number of ranks.
 """
 
 import argparse
@@ -93,8 +93,8 @@ from nanovllm.benchmarks.throughput import WORKLOADS
 from nanovllm.config import Config
 from nanovllm.utils.flags import Parser, add_flags, given
 
-OTHERS = "http", "host"  # workloads that are no calls of an engine
-OWN_FLAGS = "model", "seed"  # not the engine settings with these names: `seed` is the seed of the requests
+OTHERS = "http", "host"  # workloads with separate modules, which do not use `engines/`
+OWN_FLAGS = "model", "seed"  # not the engine settings of the same names: `seed` is the seed of the requests
 
 
 def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -147,7 +147,7 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the arguments. Combinations that make no sense end the program with an error."""
+    """Parse the arguments. Exit with an error if their combination makes no sense."""
     args = parser.parse_args(arguments)
     args.workload = args.name or args.workload
     names, first = ",".join(args.workload), args.workload[0]
@@ -186,7 +186,7 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def workload_names(text: str) -> list[str]:
-    """Comma-separated names of workloads. "all" stands for headline, single and prefill."""
+    """Parse comma-separated names of workloads. "all" stands for headline, single and prefill."""
     names = dict.fromkeys(name for part in text.split(",") for name in (WORKLOADS if part == "all" else [part]))
     for name in names:
         if name not in (*WORKLOADS, *SWEEPS, *OTHERS):
@@ -198,7 +198,7 @@ def workload_names(text: str) -> list[str]:
 
 
 def other_engines(text: str) -> list[str]:
-    """Comma-separated names of engines to compare with."""
+    """Parse comma-separated names of engines to compare with this package."""
     other_names = [name for name in ENGINES if name != "nanovllm"]
     names = list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
     for name in names:
@@ -228,14 +228,14 @@ positive = checked(float, "a number", lambda value: 0 < value < inf, "greater th
 
 
 def load(text: str) -> Load:
-    """A row of the workload http."""
+    """Parse a row of the workload http."""
     if not (match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)/([1-9]\d*)(?:-(whole|chat))?", text)):
         raise ArgumentTypeError(f"{text!r}: must be CLIENTSxINPUT/OUTPUT, and -whole or -chat after it, or nothing")
     return Load(*map(int, match.groups()[:3]), match[4] or "")
 
 
 def words(text: str) -> list[str]:
-    """Words, split as by a shell."""
+    """Split words as a shell does."""
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -243,7 +243,7 @@ def words(text: str) -> list[str]:
 
 
 def each(parse: Callable[[str], Any]) -> Callable[[str], list]:
-    """Comma-separated values, sorted in ascending order and without duplicates."""
+    """Make a parser for comma-separated values. It sorts them, and removes duplicates."""
 
     def parse_all(text: str) -> list:
         if not (parts := list(filter(None, map(str.strip, text.split(","))))):
@@ -254,7 +254,7 @@ def each(parse: Callable[[str], Any]) -> Callable[[str], list]:
 
 
 def writable_folder(text: str) -> Path:
-    """A folder that exists or can be created, and that is writable."""
+    """Create the folder if necessary, and check that it is writable."""
     folder = Path(text)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -266,7 +266,7 @@ def writable_folder(text: str) -> Path:
 
 
 def results_file(text: str) -> Path:
-    """A JSON file: a new one, or `{"notes": text, "results": {setup: {workload: {engine: rate}}}}`."""
+    """Check that a file is new, or contains `{"notes": text, "results": {setup: {workload: {engine: rate}}}}`."""
     file = Path(text)
     writable_folder(str(file.parent))
     if file.exists():
@@ -278,7 +278,7 @@ def results_file(text: str) -> Path:
 
 
 def svg_file(text: str) -> Path:
-    """An svg file that can be written."""
+    """Check that an svg file can be written."""
     file = Path(text)
     if file.suffix != ".svg":
         raise ArgumentTypeError(f"{text!r}: must end in .svg")
@@ -287,7 +287,7 @@ def svg_file(text: str) -> Path:
 
 
 def figure_file(text: str) -> Path:
-    """An svg file, next to a results file of the same name."""
+    """Check that an svg file can be written, and that a results file with the same name is next to it."""
     file = svg_file(text)
     if not file.with_suffix(".json").is_file():
         raise ArgumentTypeError(f"{text!r}: must have a .json of the same name beside it")

@@ -1,4 +1,4 @@
-"""Compares two calls on the same requests: `generate` and `stream`, or our beam search and that of transformers."""
+"""Compares two calls on the same requests: `generate` with `stream`, or our beam search with transformers' search."""
 
 from collections.abc import Callable
 from statistics import median
@@ -23,7 +23,7 @@ def time_alternately(calls: dict[str, Callable[[], object]], rounds: int) -> dic
 
 
 def compare_streaming(model: str, settings: dict, requests: list[Request], rounds: int = 7) -> None:
-    """Time the same requests with `generate` and with `stream`, in `rounds` alternating runs."""
+    """Time the requests with `generate` and with `stream`, in `rounds` alternating runs."""
     prompts, params = inputs(requests)
     num_tokens = sum(r.max_tokens for r in requests)
     with LLM(model, **settings, enable_prefix_caching=False) as llm:

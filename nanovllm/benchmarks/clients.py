@@ -1,7 +1,7 @@
-"""A program with HTTP clients that send one request after the other.
+"""A program that runs HTTP clients, each of which sends one request at a time.
 
-The clients must not limit the server. So `http.py` runs this file, which imports only the standard library, in several
-processes. It sends them jobs, which are pickled arguments of `drive`.
+The clients must not be the bottleneck. Therefore, `http.py` runs this file in several processes, and the file imports
+only the standard library. Each process receives jobs, which are pickled arguments of `drive`.
 """
 
 import pickle
@@ -21,7 +21,7 @@ class AnswerError(Exception):
 
 
 class Client:
-    """A connection that has one request at a time."""
+    """A connection that carries one request at a time."""
 
     def __init__(self, port: int):
         self.socket = socket.create_connection(("127.0.0.1", port))
@@ -83,7 +83,7 @@ class Client:
         return False
 
     def check(self, num_tokens: int) -> None:
-        """Raise AnswerError if the status, the end, or the number of tokens in the answer's usage is wrong."""
+        """Raise AnswerError if the answer's status, its end, or the token count in its usage is wrong."""
         body = b"".join(self._body)
         counts = NUM_TOKENS.findall(body)
         if self._status != 200:
@@ -98,10 +98,10 @@ class Client:
 def drive(
     port: int, requests: Sequence[tuple[int, bytes]], num_clients: int, num_tokens: int
 ) -> tuple[float, float, float, list[list[float]]]:
-    """Send the numbered requests. Each client sends the next request when its last answer has ended.
+    """Send the numbered requests. Each client sends its next request when its previous answer is complete.
 
-    Returns the begin and the end, the CPU time between them, all in seconds, and the `Client.times` of each request.
-    Raises AnswerError for an answer without exactly `num_tokens` tokens.
+    Returns the start time, the end time, and the CPU time in between (all in seconds), and the `Client.times` of each
+    request. Raises AnswerError unless every answer has exactly `num_tokens` tokens.
     """
     waiting = iter(requests)
     client = None
@@ -133,7 +133,7 @@ def drive(
 
 
 def main() -> None:
-    """Do jobs from standard input until it ends. Each result, or the text of an error, goes to standard output."""
+    """Run jobs from standard input until it closes. Write each result, or the text of its error, to standard output."""
     while True:
         try:
             job = pickle.load(sys.stdin.buffer)

@@ -1,4 +1,4 @@
-"""The command `nanovllm bench`: it reads arguments, runs measurements, and prints tables or draws pictures."""
+"""Implements `nanovllm bench`: reads arguments, runs measurements, and prints tables or draws pictures."""
 
 import argparse
 import sys
@@ -19,7 +19,7 @@ from nanovllm.utils.libraries import import_libraries
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
-    """Run the command, by default with the arguments of the process. Ctrl-C ends the process with status 130."""
+    """Run the command. `arguments` defaults to the command line of the process. Ctrl-C exits with status 130."""
     try:
         _main(arguments, prog)
     except KeyboardInterrupt:
@@ -55,7 +55,7 @@ def _main(arguments: Sequence[str] | None, prog: str | None) -> None:
 
 
 def run(args: argparse.Namespace, settings: dict[str, Any], config: Config) -> None:
-    """Run the workloads, or the measurement that was asked for instead."""
+    """Run the workloads, or the measurement that a flag selects instead."""
     from nanovllm.benchmarks import calls, host, profiling  # they import PyTorch, which --help does not need
 
     if args.profile:
@@ -119,7 +119,7 @@ def compare_engines(args: argparse.Namespace, settings: dict[str, Any], config: 
 
 
 def requested(args: argparse.Namespace, config: Config) -> tuple[Workloads, Workloads, list[Panel]]:
-    """Return the workloads with a table each, the workloads that vary a variable, and the tables for these."""
+    """Return the workloads that have one table each, the workloads of a sweep, and the tables of the sweep."""
     workloads = throughput.workloads(args, config)
     swept: Workloads = {}
     panels: list[Panel] = []

@@ -1,4 +1,4 @@
-"""`nanovllm show-fused MODEL`: lists modules with a fused form on CUDA. --measure shows how much time they save."""
+"""Implements `nanovllm show-fused MODEL`, which lists modules with a fused form on CUDA and measures their savings."""
 
 import argparse
 from collections import Counter
@@ -12,7 +12,7 @@ from nanovllm.benchmarks.tables import print_table
 from nanovllm.config import Config
 from nanovllm.utils.flags import Parser
 
-# groups of fused forms that --measure leaves out, given as ends of names in FORMS
+# groups of fused forms, each of which --measure disables; the values are ends of names in FORMS
 PARTS = {
     "attention: norms, RoPE and store": ("Attention",),
     "feed-forward: product and activation, experts": ("MLP", "MoE"),
@@ -50,7 +50,7 @@ def show_fused(options: argparse.Namespace) -> int:
 
 
 def make_fused(model: str, settings: dict[str, Any]) -> Any:
-    """Return the model with its fused forms, on the meta device: without memory for weights."""
+    """Return the model with its fused forms on the meta device, which allocates no memory for weights."""
     import torch
 
     from nanovllm.fused import fuse
@@ -66,7 +66,7 @@ def make_fused(model: str, settings: dict[str, Any]) -> Any:
 
 
 def plain_name(module: Any) -> str:
-    """Return the name of the class that a fused module had before it was fused."""
+    """Return the name of the class that a module had before it was fused."""
     return type(module).__bases__[1].__name__
 
 
@@ -78,7 +78,7 @@ def stays_plain(module: Any) -> bool:
 
 @contextmanager
 def without(names: tuple[str, ...]) -> Iterator[None]:
-    """A context without the fused forms of classes whose names end with one of `names`."""
+    """Disable the fused forms of classes whose names end with one of `names`, for the `with` block."""
     from nanovllm.fused import FORMS
 
     kept = dict(FORMS)
@@ -94,7 +94,7 @@ def without(names: tuple[str, ...]) -> Iterator[None]:
 def step_times(
     model: str, settings: dict[str, Any], left_out: tuple[str, ...] = ("no such class",)
 ) -> dict[str, float]:
-    """Return the microseconds of each kind of step, the least of three runs, without the forms in `left_out`."""
+    """Return the microseconds of each kind of step without the forms in `left_out`, as the minimum of three runs."""
     from nanovllm import LLM, SamplingParams
 
     with without(left_out), LLM(model, device="cuda", enable_prefix_caching=False, **settings) as llm:
@@ -116,7 +116,7 @@ def step_times(
 
 
 def measure(model: str, settings: dict[str, Any], fused: list[str]) -> None:
-    """Print the time of a step, and how much longer a step takes without each group of forms."""
+    """Print the time of a step, and how much longer the step takes without each group of forms."""
     import torch
 
     base = run_in_process(step_times, model, settings)

@@ -1,4 +1,4 @@
-"""The workload `host`: the host time of a step. It runs no model, so it works on any machine."""
+"""Measures the workload `host`, the host time of a step. No model runs, so it works on any machine."""
 
 import random
 from dataclasses import replace
@@ -50,7 +50,7 @@ def host_requests(num_seqs: int, max_input_len: int, output_len: int, vocab_size
 
 
 def host_step(llm: LLM, requests: list[Request]) -> list[float]:
-    """Return the microseconds of schedule, prepare, process, and their sum: medians over the decode steps."""
+    """Return the median microseconds that schedule, prepare, process, and all three take in the decode steps."""
     scheduler, runner, config = llm.scheduler, llm.model_runner, llm.config
     device = FakeDevice(len(requests), config.model_config.vocab_size)
     for i, r in enumerate(requests):
@@ -73,7 +73,7 @@ def host_step(llm: LLM, requests: list[Request]) -> list[float]:
 
 
 def host_calls(llm: LLM, requests: list[Request], rounds: int = 3) -> dict[str, float]:
-    """Return the CPU time of a step of `generate` and `stream`, in microseconds: the least of `rounds` runs."""
+    """Return the CPU microseconds per step of `generate` and of `stream`, as the minimum of `rounds` runs."""
     prompts, params = inputs(requests)
     with_stop = [replace(p, stop=["a string that never comes"]) for p in params]
     calls = {
@@ -93,7 +93,7 @@ def host_calls(llm: LLM, requests: list[Request], rounds: int = 3) -> dict[str, 
 
 
 class FakeDevice:
-    """A device whose steps end at once, with random token ids. Its `launch` replaces `BatchRunner.launch`.
+    """A device that finishes each step at once, with random token ids. Its `launch` replaces `BatchRunner.launch`.
 
     decoding_since: the CPU time of the process when the first decode step was launched, in seconds.
     """

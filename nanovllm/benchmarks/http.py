@@ -1,4 +1,4 @@
-"""The workload `http`: clients of a server. Each client sends its next request when its last answer has ended."""
+"""Measures the workload `http`, in which each client of a server sends a request when its last answer is complete."""
 
 import argparse
 import json
@@ -60,8 +60,8 @@ NUM_ROUNDS = 4  # requests of each client, for other loads
 
 @dataclass
 class LoadResult(Result):
-    """`gpu` is the utilization of the busiest GPU. `client` is the CPU time of the busiest client process. Both are in
-    percent of the time.
+    """`gpu` is the utilization of the busiest GPU. `client` is the CPU time of the busiest client process. Both are
+    percentages of the elapsed time.
     """
 
     num_requests: int = 0
@@ -71,7 +71,7 @@ class LoadResult(Result):
 
 
 def compare_servers(args: argparse.Namespace, settings: dict, config: Config) -> Results:
-    """Send the same requests to each server, one server after the other. RuntimeError if an answer is wrong."""
+    """Send the same requests to one server after another. Raises RuntimeError if an answer is wrong."""
     commands = {
         "nanovllm": ("nanovllm", ["serve", args.model, *as_flags(settings), *args.server_flags]),
         "vllm": ("vllm.entrypoints.openai.api_server", as_flags(vllm_settings(args.model, settings))),
@@ -95,11 +95,11 @@ def compare_servers(args: argparse.Namespace, settings: dict, config: Config) ->
 
 
 class ClientProcesses:
-    """Up to eight client processes, on at most half of the cores. The server needs the other cores."""
+    """Runs up to eight client processes, at most one per two cores, because the server needs the other cores."""
 
     def __enter__(self) -> "ClientProcesses":
-        # -I, because files in the same folder have names of other modules; a new session, so that Ctrl-C does not reach
-        # the clients
+        # -I, because files in this folder have the same names as other modules; a new session, so that Ctrl-C does not
+        # reach the clients
         command = [sys.executable, "-I", clients.__file__]
         self._processes = [
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
@@ -114,7 +114,7 @@ class ClientProcesses:
             process.communicate()
 
     def run(self, server: Server, load: Load, requests: list[bytes]) -> LoadResult:
-        """Send the requests and measure. Raises AnswerError if an answer has another number of tokens than the load."""
+        """Send the requests, and time the answers. Raises AnswerError if an answer has a wrong number of tokens."""
         numbered, before = list(enumerate(requests)), cpu_times(server)
         step = min(len(self._processes), load.num_clients, len(requests))
         with gpu_samples() as gpu:
@@ -146,7 +146,7 @@ class ClientProcesses:
 
 
 def make_runs(args: argparse.Namespace, config: Config) -> Iterator[tuple[Load, list[bytes], list[bytes]]]:
-    """Yield each load, its warm-up of one request per client, and the requests that are measured."""
+    """Yield each load, its warm-up requests (one per client), and its measured requests."""
     from nanovllm.utils.loader import load_tokenizer
 
     known = CPU_LOADS if config.device == "cpu" else GPU_LOADS
@@ -199,7 +199,7 @@ def print_results(results: Results) -> None:
 
 
 def row(load: str, engine: str, result: LoadResult) -> list[str]:
-    """The cells below HEADER."""
+    """Return the cells below HEADER."""
     times = [number(latency_ms(result, kind, p), 1) for kind in ("TTFT", "ITL", "longest gap") for p in (50, 99)]
     rates = [number(result.rate, 0), number(result.num_requests / result.seconds, 1)]
     cpu = sum(seconds for _, seconds in result.threads.values()) or nan

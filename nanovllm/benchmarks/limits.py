@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 from nanovllm.benchmarks.requests import Request
 from nanovllm.config import Config
 
-SECONDS = 2.0  # of load before a rate is measured: clocks of a GPU fall within a second if it draws much power
+SECONDS = 2.0  # of load before a rate is measured, because a GPU's clocks fall within a second if it draws much power
 Steps = list[tuple[float, float]]  # seconds of reading and seconds of multiplying, for each step
 
 
 class Rates(NamedTuple):
-    """The rates that a GPU sustains. Several ranks have a multiple of them."""
+    """The rates that a GPU sustains. `times` returns the total rates of several ranks."""
 
     bytes_per_s: float
     operations_per_s: float  # of GEMMs in bf16; FP8 units are twice as fast
@@ -22,10 +22,10 @@ class Rates(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """The least seconds that a run can take.
+    """The shortest time that a run can take, in seconds.
 
     stepwise: if each step computes either prompts or decodes, and reading overlaps with multiplying within a step.
-    overlap: if all reading of the run overlaps with all multiplying.
+    overlap: if all reading of the run overlaps with all multiplying of the run.
     """
 
     stepwise: float
@@ -63,7 +63,7 @@ def limits(requests: list[Request], config: Config, rates: Rates) -> Limits:
 def least_steps(requests: list[Request], config: Config, rates: Rates) -> tuple[Steps, Steps]:
     """Return the prompt steps and the decode steps of a run.
 
-    All requests arrive at once. They start in order, as soon as fewer than `max_num_seqs` run.
+    All requests arrive at once. They start in order, each as soon as fewer than `max_num_seqs` requests run.
     """
     costs, waiting = StepCosts(config, rates), iter(requests)
     running: list[list[int]] = []  # for each sequence: its number of tokens, and how many tokens are left to generate
@@ -82,7 +82,7 @@ def least_steps(requests: list[Request], config: Config, rates: Rates) -> tuple[
 
 
 class StepCosts:
-    """Computes the seconds of reading and the seconds of multiplying of a step."""
+    """Computes how many seconds a step spends on reading, and how many on multiplying."""
 
     def __init__(self, config: Config, rates: Rates):
         shape: Any = config.model_config
@@ -98,8 +98,8 @@ class StepCosts:
         self.kv_bytes = 2 * num_attention_layers * shape.num_key_value_heads * head_bytes  # of a token
         # operations of a query and a key: the dot product, and the sum of values
         self.attention = 4 * shape.num_attention_heads * shape.head_dim * num_attention_layers
-        # bytes of a sequence's state; operations of a token per number of the state: decay, product with the key,
-        # correction, product with the query
+        # bytes of a sequence's state; a token takes 7 operations per element of the state: the decay, the product with
+        # the key, the correction, and the product with the query
         self.state_bytes = shape.hybrid.state_bytes(self.head_size) if shape.hybrid else 0
         self.rule = 7 * self.state_bytes // 4
 
@@ -123,8 +123,8 @@ class StepCosts:
     def _weight_bytes(self, num_tokens: float) -> float:
         """Return the bytes of weights that a step reads.
 
-        In a mixture of experts, these are the experts that `num_tokens` tokens choose on average, if all experts are
-        equally likely.
+        A mixture of experts reads the experts that `num_tokens` tokens choose on average, if all experts are equally
+        likely.
         """
         num_weights: float = self.weights
         if moe := self.shape.moe:

@@ -11,7 +11,7 @@ from nanovllm.benchmarks.throughput import WORKLOADS
 LABELS = dict(nanovllm="this package", vllm="vLLM", original="the original nano-vllm", transformers="transformers")
 # statistics without a style are only in tables
 LINE_STYLES = {"": "-", "p50": "-", "p99": "--", "median": "-", "1 sequence": "-", "8 sequences": "--"}
-MARKERS = {"nanovllm": "o", "vllm": "s", "transformers": "^"}  # so that the colours are not needed
+MARKERS = {"nanovllm": "o", "vllm": "s", "transformers": "^"}  # they tell engines apart without colours
 LINE_COLORS = {"nanovllm": "#1a7f5a", "vllm": "#7b8a97", "transformers": "#c08a3e"}
 
 
@@ -28,8 +28,8 @@ def svg_pyplot():
 
 
 def draw_figure(file: Path) -> None:
-    """Draw the results in the JSON file next to `file` as a bar chart: speed relative to vLLM, if there are results of
-    vLLM. Labels are tokens per second.
+    """Draw a bar chart of the results in the JSON file next to `file`. Bars are speeds relative to vLLM, if it has
+    results. Labels are tokens per second.
     """
     plt = svg_pyplot()
     saved = json.loads(file.with_suffix(".json").read_text())
@@ -53,7 +53,7 @@ def draw_figure(file: Path) -> None:
 
 
 def draw_panels(file: Path, title: str, panels: list[Panel], results: Results) -> None:
-    """Draw panels as curves. Each engine has a colour and a marker; dashed curves have empty markers."""
+    """Draw the curves of all panels. Each engine has a colour and a marker; dashed curves have empty markers."""
     plt = svg_pyplot()
     from matplotlib.ticker import LogLocator
 

@@ -1,4 +1,4 @@
-"""Helpers for the processes of a measurement: reports of progress, and how a process is started and timed."""
+"""Helpers for measurements: progress reports, calls in a new process, and the age of this process."""
 
 import logging
 import multiprocessing
@@ -15,7 +15,7 @@ _waited = 0.0  # seconds that this process has spent in `run_in_process`
 
 
 def report(line: str) -> None:
-    """Print a line of progress to stderr. Results go to stdout."""
+    """Print a progress line to stderr, because results go to stdout."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -51,7 +51,7 @@ def run_in_process(function, *arguments):
 def seconds_since_start() -> float:
     """Return the age of this process in seconds, without the time that it has waited for other processes.
 
-    Without Linux, the time since this file was imported counts.
+    Except on Linux, the age is the time since this file was imported.
     """
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

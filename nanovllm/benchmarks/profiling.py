@@ -1,4 +1,4 @@
-"""Profiles a run of each workload: it writes a trace, and prints the time of each kind of kernel in a mean step."""
+"""Profiles a run of each workload: writes a trace, and prints the mean time per step of each kind of kernel."""
 
 import json
 import re
@@ -48,7 +48,7 @@ def kind_of(name: str) -> str:
 
 
 def profile_workloads(model: str, settings: dict, config: Config, workloads: Workloads, folder: Path) -> None:
-    """Trace the last run of each workload, with the beginning of its outputs, and print a table of its mean steps.
+    """Trace the last run of each workload, with at most MAX_TOKENS per output, and print the mean times of its steps.
 
     The first run is a warm-up. If both runs have the same prompts, the traced run finds them in the prefix cache, and
     the table leaves out its prompt step.
@@ -84,14 +84,14 @@ def shortened(requests: list[Request]) -> list[Request]:
 
 
 def row(times: Counter[str], num_steps: int, least: Steps) -> list[str]:
-    """Return the cells after the number of steps. `least` has the least seconds of reading and of multiplying."""
+    """Return the cells after the number of steps. `least` has the least seconds of reading and multiplying per step."""
     reads, multiplies = map(sum, zip(*least))
     cells = [*(times[kind] for kind in COLUMNS), sum(times.values()), sum(map(max, least)) * 1e6]
     return [*(number(us / num_steps, 0) for us in cells), "reading" if reads > multiplies else "multiplying"]
 
 
 def read_trace(file: Path) -> list[Event]:
-    """Return the events of the GPU, sorted by their end."""
+    """Return the GPU's events, sorted by end time."""
     kinds = "kernel", "gpu_memcpy", "gpu_memset"
     events = [event for event in json.loads(file.read_text())["traceEvents"] if event.get("cat") in kinds]
     return sorted(Event(event["ts"] + event["dur"], event["ts"], event["name"]) for event in events)
@@ -108,9 +108,9 @@ def split(events: list[Event]) -> tuple[list[Event], list[Event]]:
 
 
 def times_by_kind(events: list[Event]) -> Counter[str]:
-    """Return the microseconds of each kind. Kernels overlap, so a kernel counts from the end of the previous kernel.
+    """Return the microseconds of each kind of kernel. They overlap, so each counts from the end of the previous one.
 
-    The last GEMM before a kernel of the sampler is the output head. While no kernel runs, the GPU is idle.
+    The last GEMM before a sampler kernel is the output head. While no kernel runs, the GPU is idle.
     """
     times: Counter[str] = Counter()
     now, last_product = events[0].begin if events else 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Makes random requests: prompts of random token ids, output lengths, and arrival times."""
+"""Makes random requests, with prompts of random token ids, output lengths, and arrival times."""
 
 import random
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ SIGMAS = (0.9, 0.7)  # of the log-normal lengths of prompts and outputs
 
 @dataclass
 class Request:
-    """A request of a benchmark. `arrival` is the time when it is due, in seconds from the start of the run."""
+    """A request of a benchmark. `arrival` is when the request is due, in seconds from the start of the run."""
 
     prompt: list[int]
     max_tokens: int
@@ -19,7 +19,7 @@ class Request:
     arrival: float = 0.0
 
     def sampling_settings(self) -> dict:
-        """Return arguments that `SamplingParams` of this package and of vLLM both take."""
+        """Return arguments that both this package's and vLLM's `SamplingParams` accept."""
         settings = dict(temperature=TEMPERATURE, top_k=self.top_k, top_p=self.top_p)
         return settings | dict(max_tokens=self.max_tokens, ignore_eos=True)
 
@@ -32,7 +32,7 @@ def random_ids(rng: random.Random, length: int, vocab_size: int) -> list[int]:
 
 
 def headline(num_seqs: int, max_input_len: int, max_output_len: int, seed: int, vocab_size: int) -> list[Request]:
-    """Make the requests of the headline. One generator draws first the prompts, then the output lengths.
+    """Make the requests of the workload headline. One generator draws all prompts, and then all output lengths.
 
     With seed 0 and the defaults, there are 133,966 output tokens.
     """
@@ -75,12 +75,12 @@ def fit(input_len: int, output_len: int, max_model_len: int) -> list[int]:
 
 
 def in_rounds(requests: list[Request], rounds: int, vocab_size: int) -> list[list[Request]]:
-    """Return a warm-up and `rounds` runs, each with other token ids. The last run has the ids of `requests`."""
+    """Return a warm-up and `rounds` runs, each with different token ids. The last run equals `requests`."""
     return [other_ids(requests, vocab_size, by) for by in range(rounds, -1, -1)]
 
 
 def other_ids(requests: list[Request], vocab_size: int, by: int = 1) -> list[Request]:
-    """Return requests of the same lengths with other token ids, which are not in the prefix cache."""
+    """Return copies of the requests with different token ids, which are not in the prefix cache."""
     return [replace(request, prompt=[(i + by) % vocab_size for i in request.prompt]) for request in requests]
 
 

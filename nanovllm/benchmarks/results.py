@@ -1,4 +1,4 @@
-"""Results of engines, their statistics, and the file that collects them."""
+"""Results of engines, their statistics, and the file that stores them."""
 
 import json
 from dataclasses import dataclass, field
@@ -14,8 +14,8 @@ import numpy as np
 class Result:
     """The result of one engine on one workload.
 
-    num_runs: the number of runs of the workload that the result sums up.
-    token_times: for each request, the times when its tokens arrived, in seconds from the arrival of the request.
+    num_runs: how many runs of the workload the result summarizes.
+    token_times: for each request, when its tokens arrived, in seconds after the request arrived.
     """
 
     seconds: float = 0.0
@@ -48,7 +48,7 @@ def percentile(values: list[float], p: float) -> float:
 
 
 def latencies(token_times: list[list[float]]) -> dict[str, list[float]]:
-    """Return the latencies that the command's help defines, in seconds. A request with one token has only a TTFT."""
+    """Return latencies in seconds, as the command's help defines them. A request with one token has only a TTFT."""
     gaps = [[b - a for a, b in pairwise(times)] for times in token_times if len(times) > 1]
     return {
         "TTFT": [times[0] for times in token_times if times],
@@ -64,9 +64,9 @@ def latency_ms(result: Result, kind: str, p: float) -> float:
 
 
 def decode_rate(token_times: list[list[float]], num_seqs: int) -> float:
-    """Return the tokens per second while all sequences of a run decode: the median of the runs.
+    """Return the decode speed in tokens per second, while all sequences of a run decode (median of the runs).
 
-    `token_times` has the runs one after the other, with `num_seqs` sequences each.
+    `token_times` lists the runs one after another, with `num_seqs` sequences per run.
     """
     rates = []
     for i in range(0, len(token_times), num_seqs):
@@ -78,7 +78,7 @@ def decode_rate(token_times: list[list[float]], num_seqs: int) -> float:
 
 
 def drafts_since(before: dict | None, now: dict | None) -> str:
-    """Describe the accepted drafts between two counts like `LLM.stats()["spec_decode"]`, in all and by position."""
+    """Describe the drafts accepted between two readings of `LLM.stats()["spec_decode"]`, in total and by position."""
     if not before or not now:
         return ""
     names = "drafts", "draft_tokens", "accepted_tokens", "accepted_per_position"
@@ -89,7 +89,7 @@ def drafts_since(before: dict | None, now: dict | None) -> str:
 
 
 def save_results(file: Path, notes: str, setup: str, rates: dict[str, dict[str, float]]) -> None:
-    """Merge tokens per second into a file `{"notes": text, "results": {setup: {workload: {engine: rate}}}}`."""
+    """Merge rates (tokens/s) into a file `{"notes": text, "results": {setup: {workload: {engine: rate}}}}`."""
     saved = json.loads(file.read_text()) if file.exists() else {"notes": notes, "results": {}}
     workloads = saved["results"].setdefault(setup, {})
     for workload, by_engine in rates.items():

@@ -29,9 +29,9 @@ class Server(NamedTuple):
 
 
 def as_flags(settings: dict[str, Any]) -> list[str]:
-    """Return settings as flags: `--name=value` (JSON for a dict), or `--name` and `--no-name` for a bool.
+    """Return settings as flags: `--name=value` (a dict as JSON), or `--name` or `--no-name` for a bool.
 
-    A setting that is None makes no flag.
+    A setting of None is left out.
     """
     flags = []
     for name, value in settings.items():
@@ -45,11 +45,11 @@ def as_flags(settings: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def running_server(module: str, arguments: Sequence[str]) -> Iterator[Server]:
-    """Run `python -m module` on a free port during a `with` block, which starts when the server is ready.
+    """Run the server `python -m module` on a free port during a `with` block, which starts when the server is ready.
 
-    The server always ends with the block. It has its own session, so Ctrl-C does not reach it, and its child processes
-    end with it. If the block fails, the last lines of the server's log are printed. Raises RuntimeError if the server
-    does not start.
+    The server always ends with the block. It runs in a new session, so Ctrl-C does not reach it, and its child
+    processes end with it. If the block fails, the last lines of the server's log are printed. Raises RuntimeError if
+    the server does not start.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -97,7 +97,7 @@ def wait_until_ready(process: subprocess.Popen, port: int) -> None:
 
 
 def end(process: subprocess.Popen) -> None:
-    """End the server with SIGTERM, as a user does. Then kill what is left of its session."""
+    """End the server with SIGTERM, as a user would. Then kill all remaining processes of its session."""
     try:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -114,7 +114,7 @@ Threads = dict[tuple[int, int], tuple[str, float]]  # by the ids of process and 
 
 
 def cpu_times(server: Server, since: Threads | None = None) -> Threads:
-    """Return the CPU time of all threads of the server's processes since `since`. Empty except on Linux."""
+    """Return the CPU time that each thread of the server has used since the reading `since`. Empty except on Linux."""
     threads: Threads = {}
     for stat in Path("/proc").glob("[0-9]*/task/[0-9]*/stat"):
         with suppress(OSError):  # a thread that has ended
@@ -129,7 +129,7 @@ def cpu_times(server: Server, since: Threads | None = None) -> Threads:
 
 @contextmanager
 def gpu_samples() -> Iterator[list[list[float]]]:
-    """Sample the utilization of each GPU in percent, once a second, while the block runs. Empty without nvidia-smi."""
+    """Sample each GPU's utilization (in percent) once a second during a `with` block, if there is nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
     samples: list[list[float]] = []
     ended = threading.Event()

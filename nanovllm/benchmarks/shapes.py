@@ -1,4 +1,4 @@
-"""Published shapes of models. `--shape NAME` makes a model with random weights, which needs no download."""
+"""Published model shapes. `--shape NAME` runs a model with random weights, which needs no download."""
 
 import json
 from pathlib import Path
@@ -62,10 +62,10 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %
 
 
 def write_shape(name: str, folder: Path, with_text: bool = False) -> None:
-    """Make a folder with the config.json of a shape and a tokenizer with a token for each byte, but without weights.
+    """Make a folder without weights: the config.json of a shape, and a tokenizer with a token for each byte.
 
-    with_text: all other ids decode to words, although no text encodes to them. A server does not stream tokens without
-        text.
+    with_text: if True, all other ids decode to words, because a server does not stream tokens without text. No text
+        encodes to these ids.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -97,7 +97,7 @@ OF_HEAD += "max_position_embeddings", "rms_norm_eps", "rope_theta"
 
 
 def write_head(folder: Path, model: Path) -> None:
-    """Make a folder with the config.json of an EAGLE-3 head with 32,000 tokens for a shape, but without weights."""
+    """Make a folder without weights: the config.json of an EAGLE-3 head (at most 32,000 tokens) for a shape."""
     entries = json.loads((model / "config.json").read_text())
     layer = {name: entries[name] for name in OF_HEAD} | {"model_type": "llama", "num_hidden_layers": 1}
     layer |= {"architectures": ["LlamaForCausalLMEagle3"], "torch_dtype": "bfloat16"}
@@ -106,9 +106,9 @@ def write_head(folder: Path, model: Path) -> None:
 
 
 def with_drafter(settings: dict[str, Any], model: Path) -> dict[str, Any]:
-    """Return a `speculative_config` whose drafter is a folder without weights, next to the folder `model` of a shape.
+    """Make a drafter without weights next to the shape's folder `model`, and return `settings` with this drafter.
 
-    In `settings`, "model" may be the name of a shape. The method "eagle3" needs no "model".
+    In `settings`, "model" may be the name of a shape, and the method "eagle3" needs no "model".
     """
     folder = model.with_name("drafter")
     if settings.get("method") == "eagle3" and settings.get("model") is None:

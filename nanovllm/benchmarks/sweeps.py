@@ -1,4 +1,4 @@
-"""The workloads `online`, `latency` and `batches`, which vary a variable, and their tables."""
+"""Makes the workloads `online`, `latency` and `batches`, and their tables. Each workload varies one variable."""
 
 import argparse
 from functools import partial
@@ -18,7 +18,7 @@ DECODE_SEQS = {1: "1 sequence", 8: "8 sequences"}
 
 
 def online_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, list[Panel]]:
-    """Make the workload `online`. The warm-up is its first quarter, with the same arrival times and other token ids."""
+    """Make the workload `online`. The warm-up is the first quarter of its requests, with different token ids."""
     vocab_size, on_cpu = config.model_config.vocab_size, config.device == "cpu"
     medians = median_lengths(args, config)
     names = {rate: f"online {rate:g}/s" for rate in args.request_rate or (8, 16, 24)}
@@ -42,7 +42,7 @@ def median_lengths(args: argparse.Namespace, config: Config) -> tuple[int, int]:
 
 
 def rates_of_cpu(args: argparse.Namespace, settings: dict[str, Any], config: Config) -> list[float]:
-    """Return 30, 60 and 90% of the highest rate of this CPU, which a short run measures. No rates suit all CPUs."""
+    """Measure this CPU's highest rate in a short run, and return 30, 60 and 90% of it. No fixed rates suit all CPUs."""
     vocab_size, medians, highest = config.model_config.vocab_size, median_lengths(args, config), 0.0
     with progress("the highest rate of requests:"):
         for num_seqs in (12, 96):  # more only on a CPU that computes these quickly
@@ -59,8 +59,8 @@ def rates_of_cpu(args: argparse.Namespace, settings: dict[str, Any], config: Con
 def latency_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, list[Panel]]:
     """Make the workload `latency`, without lengths that do not fit.
 
-    All runs with the same context have the same ids. After the first run, the prefix cache has them, so all sequences
-    start to decode together.
+    All decode runs with the same context length have the same token ids. After the first run, the prefix cache contains
+    them, so all sequences start to decode together.
     """
     vocab_size, max_input_len = config.model_config.vocab_size, args.max_input_len or config.max_model_len
     num_runs = args.num_seqs or (5 if config.device == "cpu" else 20)

@@ -1,4 +1,4 @@
-"""Tables on standard output."""
+"""Prints tables to standard output."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ def number(value: float, digits: int) -> str:
 
 @dataclass
 class Panel:
-    """A quantity as a function of a variable x: one table, and one part of a picture.
+    """A quantity y as a function of a variable x, shown as one table and as one part of a picture.
 
-    curves: for each statistic, the names of the workloads by x, and the function from a result to y.
+    curves: for each statistic, the names of the workloads by x, and a function that computes y from a result.
     log: the logarithmic axes: "", "x", "y" or "xy".
     digits: the number of decimal places of y in the table.
     """

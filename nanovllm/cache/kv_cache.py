@@ -13,8 +13,8 @@ SPAN_SIZE = 16  # tokens that `gather` copies as one row; every `kvcache_block_s
 class KVCache:
     """The keys and values of one layer, in the model's dtype. Other formats are subclasses: see `quantization/`.
 
-    `k` and `v` are [blocks, block_size, kv_heads, head_dim]. Subclasses and kernels read them with `scales`. `window`
-    and `scale` come from the layer's AttentionSpec.
+    `k` and `v` are [blocks, block_size, kv_heads, head_dim]. Quantized subclasses also store `scales`. `window` and
+    `scale` come from the layer's AttentionSpec.
     """
 
     scales: torch.Tensor | None = None
@@ -64,7 +64,7 @@ class AttentionSpec(NamedTuple):
 
     num_kv_heads: int
     head_dim: int
-    window: int | None = None  # a token attends to so many tokens, up to itself; older ones stay in their blocks
+    window: int | None = None  # a token attends to this many tokens, including itself; older keys stay in their blocks
     scale: float | None = None  # of scores; None is 1 / sqrt(head_dim)
     of_states = False
 

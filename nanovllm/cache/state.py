@@ -43,8 +43,8 @@ class State:
     """The states of one layer: `tensors`, each [rows, *shape].
 
     The state of a running sequence is in the row of its request index. For the i-th sequence of a step, a layer reads
-    the state before its tokens from row `Context.state_rows[0, i]`, which may be a snapshot or zeros, and writes the
-    state after them to row `Context.state_rows[1, i]`. Padding has a separate row.
+    the initial state from row `Context.state_rows[0, i]`, which may be a snapshot or zeros. It writes the final state
+    to row `Context.state_rows[1, i]`. Padding has a separate row.
 
     `kept_drafts` is None without `speculative_config`.
     """
@@ -83,7 +83,7 @@ def fit_states(runner: "ModelRunner") -> None:
 
     Each of `max_num_seqs` sequences needs a state and, with the prefix cache, another one for a snapshot. If
     `num_kvcache_blocks` is set, states take as much memory as they need. Otherwise they take at most half of the
-    cache's memory. If not all states fit, sequences get at most three quarters of those that fit, and `max_num_seqs` is
+    cache's memory. If not all fit, sequences get at most three quarters of the states that fit, and `max_num_seqs` is
     lowered.
     """
     config, has_snapshots = runner.config, runner.config.enable_prefix_caching

@@ -1,8 +1,8 @@
 """vLLM's interface for offline generation, implemented by this package.
 
-Use it with `from nanovllm.compat.vllm import LLM, SamplingParams`. For a program that imports vLLM itself, `install()`
-makes `import vllm`, and imports of the submodules in MODULES, return this module. Names that this module lacks raise
-ImportError or AttributeError.
+Use it with `from nanovllm.compat.vllm import LLM, SamplingParams`. If a program imports vLLM itself, call `install()`
+first. Then `import vllm`, and imports of the submodules in MODULES, return this module. Names that this module lacks
+raise ImportError or AttributeError.
 """
 
 import gc

@@ -58,8 +58,7 @@ class LLM(nanovllm.LLM):
         """Raises the same errors as our LLM.
 
         chat_template: the default template of `chat`.
-        skip_tokenizer_init: if True, prompts must be token ids, and answers have no text. The tokenizer's files must
-            still exist.
+        skip_tokenizer_init: prompts must be token ids, and answers have no text. The tokenizer files must still exist.
         reasoning_parser: the model's reasoning format, which structured outputs and reasoning budgets need.
         """
         check_choice("reasoning_parser", reasoning_parser, ("", *FORMATS))

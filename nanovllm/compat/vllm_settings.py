@@ -1,4 +1,4 @@
-"""Settings that vLLM's engine has and this engine lacks: EngineArgs of vLLM 0.26, and some of older versions."""
+"""Settings that vLLM's engine has and this engine lacks: EngineArgs of vLLM 0.26, and some from older versions."""
 
 from collections.abc import Collection
 from difflib import get_close_matches

@@ -1,1 +1,1 @@
-"""What CUDA adds to the plain engine: queued steps, CUDA graphs, and the start that compiles and captures them."""
+"""CUDA's additions to the plain engine: queued steps, CUDA graphs, and a start that compiles and captures."""

@@ -1,6 +1,6 @@
 """GPU memory that can be freed and allocated again at the same addresses, with CUDA's virtual memory management.
 
-So CUDA graphs that use this memory stay valid. Nothing may use the memory while it is freed.
+CUDA graphs that use this memory stay valid. While the memory is freed, nothing may use it.
 """
 
 import ctypes
@@ -36,10 +36,10 @@ class _AccessDesc(ctypes.Structure):
 
 
 class Arena(TorchDispatchMode):
-    """Tensors whose physical memory is freed and allocated again together. Each tensor has its own address range.
+    """A set of tensors whose physical memory is freed and allocated together. Each tensor has a separate address range.
 
-    Within a `with` block, `torch.empty` on the device allocates its tensors here, except tensors that are smaller than
-    the granularity of physical memory (2 MiB). A tensor that is no longer used gives back its range.
+    Within a `with` block, `torch.empty` on the device allocates tensors here, except tensors that are smaller than the
+    granularity of physical memory (2 MiB). When a tensor is no longer used, its range is released.
     """
 
     def __init__(self, device: torch.device):
@@ -64,7 +64,7 @@ class Arena(TorchDispatchMode):
         return func(*args, **options)
 
     def empty(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a tensor with the shape and dtype of `like`, with any content."""
+        """Return an uninitialized tensor with the shape and dtype of `like`."""
         assert self.is_mapped
         size = -(-like.nbytes // self._granularity) * self._granularity
         new = _Range(size, like.nbytes, self.device)
@@ -77,7 +77,7 @@ class Arena(TorchDispatchMode):
         return sum(found.size for found in self._ranges.values())
 
     def keep(self) -> None:
-        """Copy the contents to host memory. RuntimeError if there is too little; then nothing is kept."""
+        """Copy the contents to host memory. If host memory does not suffice, raise RuntimeError and keep no copies."""
         options: Any = {"dtype": torch.uint8, "device": "cpu", "pin_memory": self.device.type == "cuda"}
         copies = {address: torch.empty(found.num_bytes, **options) for address, found in [*self._ranges.items()]}
         for address, copy in copies.items():
@@ -95,12 +95,12 @@ class Arena(TorchDispatchMode):
         return sum(found.size for found in ranges)
 
     def drop_copies(self) -> int:
-        """Drop the copies of `keep`. Return the number of freed bytes of device memory, which is 0."""
+        """Drop the host copies that `keep` made. Return 0, the number of freed bytes of device memory."""
         self._copies = {}
         return 0
 
     def map(self) -> None:
-        """Allocate memory for all tensors again, with any content. torch.OutOfMemoryError: then for none of them."""
+        """Allocate uninitialized memory for all tensors again. On torch.OutOfMemoryError, no tensor has memory."""
         with ExitStack() as undo:
             for found in [*self._ranges.values()]:
                 found.map(self._prop, self._access)
@@ -114,12 +114,12 @@ class Arena(TorchDispatchMode):
             tensor = found.tensor(self.device)
             copy = self._copies.get(found.address)
             tensor.zero_() if copy is None else tensor.copy_(copy, non_blocking=True)
-        _synchronize(self.device)  # until then, the copies are read
+        _synchronize(self.device)  # until then, the device reads the copies
         self.drop_copies()
 
 
 class _Range(DeviceBytes):
-    """A range of `size` bytes of addresses, with or without physical memory. A tensor uses the first `num_bytes`."""
+    """An address range of `size` bytes, with or without physical memory. A tensor uses the first `num_bytes` bytes."""
 
     def __init__(self, size: int, num_bytes: int, device: torch.device):
         address = ctypes.c_uint64()

@@ -1,4 +1,4 @@
-"""Memory for batches and sampled tokens on the host and on the device, allocated once for the largest step."""
+"""Buffers for batches and sampled tokens on the host and on the device, allocated once for the largest step."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from nanovllm.utils.double_buffer import DoubleBuffer
 
 
 class StepBuffers(NamedTuple):
-    """Pinned host memory of one step: int32 words of its batch and of its results."""
+    """Pinned host memory of one step, for the int32 words of the batch and of the results."""
 
     batch: torch.Tensor
     results: torch.Tensor  # large enough for any ForwardOutput.results
@@ -35,7 +35,7 @@ def make_buffers(config: Config, device: torch.device) -> Buffers:
 
 
 def to_device(batch: HostBatch, buffer: torch.Tensor) -> DeviceBatch:
-    """Copy a batch to the beginning of a device buffer, asynchronously."""
+    """Copy a batch asynchronously to the beginning of a device buffer."""
     on_device = Batch.from_buffer(batch.shape, buffer)
     on_device.buffer.copy_(torch.from_numpy(batch.buffer), non_blocking=True)
     return on_device
@@ -44,9 +44,9 @@ def to_device(batch: HostBatch, buffer: torch.Tensor) -> DeviceBatch:
 def host_memory(
     size: int, max_num_seqs: int, tokens_per_row: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate the memory of two steps: batches [2, size], and results [2, max_num_seqs * (tokens_per_row + 1)], int32.
+    """Allocate int32 memory for two steps: batches [2, size], and results [2, max_num_seqs * (tokens_per_row + 1)].
 
-    The results of a sequence are up to `tokens_per_row` ids and their number.
+    The results of a sequence are up to `tokens_per_row` token ids and the number of ids.
     """
     options = dict(dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     return torch.zeros(2, size, **options), torch.zeros(2, max_num_seqs * (tokens_per_row + 1), **options)

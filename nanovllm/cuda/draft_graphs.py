@@ -15,15 +15,15 @@ ROWS = 16, 64, 256, 1024, 2048
 
 
 class DraftGraphs:
-    """One graph computes all drafts of a step: first the rows that the drafter has not computed, then a row per draft.
+    """CUDA graphs that draft. Each graph first computes the rows that the drafter lacks, then all drafts of a step.
 
-    There are graphs for numbers of sequences, up to the number that may draft. A graph reads its sequences from a
-    buffer, and writes its drafts to RequestTables, where the graph of the step reads them. More graphs, by numbers of
-    rows, let sequences catch up: they compute the rows of prompts.
+    There is one graph per captured number of sequences, up to the number that may draft. A graph reads its sequences
+    from a buffer, and writes its drafts to RequestTables, where the graph of the step reads them. For captured numbers
+    of rows, other graphs compute rows of prompts, so that the drafter catches up with the model.
     """
 
     def __init__(self, config: Config, drafter: Any, pad_req_index: int, pool: Any):
-        """`drafter` is a spec_decode.draft_model.DraftModel; `pool` is the memory pool of the other graphs."""
+        """Capture graphs. `drafter` is a spec_decode.draft_model.DraftModel, and all graphs share the memory `pool`."""
         self.drafter, self.num_steps = drafter, config.speculative_config.num_speculative_tokens
         self.sizes = capture_sizes(max_seqs_of(config, 1 + self.num_steps), config.batch_invariant)
         self.padding = torch.tensor([[pad_req_index], [0]], dtype=torch.int32, device=drafter.num_computed.device)
@@ -71,7 +71,7 @@ class DraftGraphs:
 
 
 def padded_chunks(config: Config, drafter: Any, num_rows: int) -> tuple[Context, torch.Tensor, torch.Tensor]:
-    """Return arguments of `DraftModel.forward_chunks` for up to `num_rows` rows, filled with padding."""
+    """Return arguments for `DraftModel.forward_chunks` with up to `num_rows` rows, filled with padding."""
     num_seqs = min(num_rows, MAX_CHUNKS)
     ints = lambda *dims, value=0: torch.full(dims, value, dtype=torch.int32, device=drafter.num_computed.device)
     arrays = drafter.backend.array_shapes(num_rows, num_seqs)
@@ -89,6 +89,6 @@ def padded_chunks(config: Config, drafter: Any, num_rows: int) -> tuple[Context,
 
 
 def fill(tensor: torch.Tensor, values: torch.Tensor, padding: int) -> None:
-    """Write `values` to the beginning of a tensor, and `padding` after them."""
+    """Write `values` to the beginning of a tensor, and fill the remainder with `padding`."""
     tensor[: len(values)] = values
     tensor[len(values) :] = padding

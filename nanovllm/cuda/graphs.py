@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs: captured once for each padded size, and replayed."""
+"""CUDA graphs of whole steps, which are captured once for each padded size and then replayed."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,8 +19,7 @@ from nanovllm.utils.double_buffer import DoubleBuffer
 def capture_sizes(max_num_seqs: int, fills_tiles: bool) -> list[int]:
     """Return the batch sizes to capture, ascending and ending with max_num_seqs. Small sizes are closer together.
 
-    With `fills_tiles`, above 64 only sizes that fill the tiles of our GEMM kernels, which are slow if tiles exceed the
-    rows.
+    With `fills_tiles`, sizes above 64 must fill the tiles of our GEMM kernels, which are slow if tiles exceed the rows.
     """
     sizes = [1, 2, 4, 8, *range(16, 256, 16), *range(256, max_num_seqs, 32)]
     if fills_tiles:
@@ -29,7 +28,7 @@ def capture_sizes(max_num_seqs: int, fills_tiles: bool) -> list[int]:
 
 
 def capture(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Capture `work`. Return the graph and the result of `work`: tensors that each replay overwrites."""
+    """Capture `work`. Return the graph, and the tensors that `work` returns and each replay overwrites."""
     graph = torch.cuda.CUDAGraph()
     # thread_local: other threads may use CUDA during the capture
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -44,13 +43,13 @@ def decode_shape(num_seqs: int, max_blocks_per_seq: int, tokens_per_row: int = 1
 
 
 def max_seqs_of(config: Config, tokens_per_row: int) -> int:
-    """Return the most sequences of a step with `tokens_per_row` tokens each. With drafts, fewer sequences may run."""
+    """Return the maximum number of sequences in a step with `tokens_per_row` tokens each."""
     limit = config.speculative_config.disable_by_batch_size if tokens_per_row > 1 else config.max_num_seqs
     return min(config.max_num_seqs, limit)
 
 
 def decode_shapes(config: Config) -> list[BatchShape]:
-    """Return the shapes of decode steps to capture: rows of one token and, if the engine drafts, of several tokens."""
+    """Return the shapes of decode steps to capture. If the engine drafts, some have rows of several tokens."""
     return [
         decode_shape(size, config.max_blocks_per_seq, k)
         for k in sorted({1, config.tokens_per_row})
@@ -59,11 +58,11 @@ def decode_shapes(config: Config) -> list[BatchShape]:
 
 
 class DecodeGraphs:
-    """Decode steps: a graph for each of `decode_shapes`, with model and sampler.
+    """CUDA graphs of decode steps: one for each of `decode_shapes`, with model and sampler.
 
-    A graph copies its batch from pinned host memory, and its results back to it. So between two steps, the host only
-    launches the next graph. Host memory is double-buffered: the host prepares a step while the previous step runs. Host
-    and device each keep the index of their current buffer, and each replay advances both.
+    A graph copies its batch from pinned host memory, and its results back to host memory. So the host only launches the
+    next graph between two steps. Host memory is double-buffered, so the host prepares a step while the previous step
+    runs. Host and device each store the index of their current buffer, and each replay advances both indices.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class DecodeGraphs:
         return shape.graph_shape in self.graphs
 
     def shape_for(self, step: BatchShape) -> BatchShape | None:
-        """The smallest captured shape that holds a step; None if there is none."""
+        """Return the smallest captured shape into which a step fits, or None if there is none."""
 
         def fits(shape: BatchShape) -> bool:
             return shape.tokens_per_row == step.tokens_per_row and shape.num_decode_rows >= step.num_decode_rows
@@ -120,7 +119,7 @@ class DecodeGraphs:
     def replay(self, shape: BatchShape) -> tuple[torch.Tensor, ForwardOutput]:
         """Run the batch in the current host buffer. Return its results in host memory, and its output on the device.
 
-        Read the results after this replay has finished, and before the second replay after it begins.
+        The results are valid after this replay has finished, until the replay after the next one begins.
         """
         self.graphs[shape.graph_shape].replay()
         output = self.outputs[shape.graph_shape]
@@ -128,7 +127,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def reset(self) -> None:
-        """Set host and device to the same buffer again after an error. The device must be idle."""
+        """After an error, make host and device use the same buffer again. The device must be idle."""
         self.host_buffers.reset()
         self._device_buffer_index.zero_()
 
@@ -138,11 +137,11 @@ TOKEN_SIZES = (16, 32, 64, *range(128, 2048, 128), *range(2048, 4096, 512), *ran
 
 
 def graph_shapes(config: Config, backend: AttentionBackend) -> list[BatchShape]:
-    """Return the shapes of steps with chunks to capture, ordered: the first shape that holds a step is the smallest.
+    """Return the shapes of steps with prefill chunks to capture. A step should use the first shape into which it fits.
 
-    Without graphs, the host would need longer to launch the kernels of such a short step than the device to compute it.
-    Until `max_num_mixed_tokens` is known, the result is all shapes that may be captured. If the engine drafts, there
-    are also shapes with rows of several tokens.
+    Without graphs, the host would need more time to launch the kernels of such short steps than the device to run them.
+    Until `max_num_mixed_tokens` is known, return all shapes that might be captured. If the engine drafts, there are
+    also shapes with rows of several tokens.
     """
     largest = min(config.max_num_mixed_tokens or TOKEN_SIZES[-1], config.max_num_batched_tokens, TOKEN_SIZES[-1])
     sizes = [*(size for size in TOKEN_SIZES if size < largest), largest]
@@ -169,11 +168,11 @@ def graph_shapes(config: Config, backend: AttentionBackend) -> list[BatchShape]:
 
 
 class MixedGraphs:
-    """Steps with chunks of prompts, as two graphs: the model, by `graph_shape`, and the sampler, by sampled rows.
+    """CUDA graphs of steps with prefill chunks: model graphs per `graph_shape`, sampler graphs per number of rows.
 
-    So a chunk does not compute the logits of all its tokens. Before the first graph, the sampling parameters of new
-    requests and the arrays of features are written. No graph can contain this, because the sizes differ from step to
-    step. The batch must already be in the device's buffer.
+    With separate graphs, a chunk does not compute the logits of all its tokens. Before the model graph runs, the
+    sampling parameters of new requests and the arrays of features are written. No graph can contain these writes,
+    because their sizes differ from step to step. The batch must already be in the device's buffer.
     """
 
     def __init__(
@@ -194,7 +193,7 @@ class MixedGraphs:
         pool, few_layers: see DecodeGraphs
         """
         self.shapes = shapes
-        most: dict[int, int] = {}  # most sampled sequences, by tokens per row
+        most: dict[int, int] = {}  # maximum number of sampled sequences, by tokens per row
         for shape in shapes:
             num_seqs, k = shape.num_sampled_tokens // shape.tokens_per_row, shape.tokens_per_row
             most[k] = min(max_num_seqs, max(most.get(k, 0), num_seqs))
@@ -238,7 +237,7 @@ class MixedGraphs:
         return rows._replace(req_indices=self.input.req_indices[:num_seqs])
 
     def shape_for(self, step: BatchShape) -> BatchShape | None:
-        """The smallest captured shape that holds a step; None if there is none."""
+        """Return the smallest captured shape into which a step fits, or None if there is none."""
         num_chunks = step.num_seqs - step.num_decode_rows
         for shape in self.shapes:
             if (

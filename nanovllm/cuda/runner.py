@@ -1,4 +1,4 @@
-"""A rank on CUDA: it queues steps, and runs captured steps as CUDA graphs."""
+"""The runner of a rank on CUDA, which queues steps and replays captured steps as CUDA graphs."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -51,7 +51,7 @@ class CUDAModelRunner(BatchRunner):
             head.sampling_params = None
 
     def arena(self, tag: str) -> AbstractContextManager:
-        """Return a context in which new tensors lie in memory that `sleep` can free under this tag."""
+        """Return a context that allocates new tensors in memory that `sleep` can free under this tag."""
         if not self.config.enable_sleep_mode:
             return nullcontext()
         self.sleepers[tag] = Arena(self.device)
@@ -102,7 +102,7 @@ class CUDAModelRunner(BatchRunner):
         return super().prepare(step)
 
     def host_buffer(self, shape: BatchShape) -> np.ndarray:
-        """Return pinned memory for a batch. Two buffers alternate: the step that used this one must have finished."""
+        """Return pinned memory for a batch. Two buffers alternate, so the previous user must have finished."""
         buffers = self.graphs.host_buffers if self._has_decode_graph(shape) else self.buffers.host
         return buffers.current.batch.numpy()
 
@@ -116,7 +116,7 @@ class CUDAModelRunner(BatchRunner):
     @torch.inference_mode()
     def compute(self, batch: HostBatch) -> tuple[torch.Tensor, ForwardOutput]:
         if self._has_decode_graph(batch.shape):
-            if batch.feature_arrays:  # the graph edits logits, but does not upload what the edits read
+            if batch.feature_arrays:  # the graph edits logits, but does not upload the arrays that the edits read
                 self.upload(self._to_device(batch))
             return self.graphs.replay(batch.shape)
         output = self.execute(batch)
@@ -134,7 +134,7 @@ class CUDAModelRunner(BatchRunner):
         return to_device(batch, self.buffers.device)
 
     def end_of_step(self) -> Callable[[], None]:
-        """Return a function that waits for this step. It raises RuntimeError if another rank is lost or hangs."""
+        """Return a function that waits for this step, and raises RuntimeError if another rank is lost or hangs."""
         done = torch.cuda.Event()
         done.record()
         return done.synchronize if self.tp.size == 1 else lambda: self._wait(done)

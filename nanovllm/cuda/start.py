@@ -1,4 +1,4 @@
-"""The start of a rank on CUDA: compile kernels, measure memory and time, and capture graphs.
+"""The start of a rank on CUDA: compiling kernels, measuring memory and time, and capturing graphs.
 
 The CUDAModelRunner `runner` calls these functions after its model is loaded.
 """
@@ -34,7 +34,7 @@ def has_graphs(runner: "CUDAModelRunner") -> bool:
 
 
 def warm_up_rest(runner: "CUDAModelRunner") -> None:
-    """Compile and measure what is left after graphs are captured. Afterwards, reset the tables to zeros."""
+    """After graphs are captured, compile the remaining kernels, measure drafts, and reset the tables to zeros."""
     if runner.mixed_graphs is None:
         warm_up_kernels(runner)
     for length in warm_up_lengths(runner.config):
@@ -47,10 +47,10 @@ def warm_up_rest(runner: "CUDAModelRunner") -> None:
 
 @contextmanager
 def threads_in_turn() -> Iterator[None]:
-    """A context in which a waiting thread gets the GIL after 0.1 ms instead of 5 ms.
+    """Within a `with` block, let a waiting thread get the GIL after 0.1 ms instead of 5 ms.
 
-    The tokenizer's imports hold the GIL for more than a second. A thread that releases it for a CUDA call or to read a
-    file would wait 5 ms each time to get it back.
+    The tokenizer's imports hold the GIL for more than a second. Meanwhile, a thread that releases the GIL for a CUDA
+    call or to read a file would wait 5 ms each time to get it back.
     """
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
@@ -61,7 +61,7 @@ def threads_in_turn() -> Iterator[None]:
 
 
 def hash_compiler() -> None:
-    """Let Triton hash itself, 400 MB, for the keys of its cache."""
+    """Let Triton hash its own files (400 MB), which it needs for the keys of its cache."""
     with suppress(ImportError):  # without Triton; or an old version, which does this for the first kernel
         from triton.runtime.cache import triton_key
 
@@ -69,13 +69,13 @@ def hash_compiler() -> None:
 
 
 def memory_left(runner: "CUDAModelRunner", memory_before: int) -> int:
-    """Return the bytes left for the cache: our fraction of device memory, less what the largest step needs."""
+    """Return the bytes left for the cache: our fraction of device memory minus the memory of the largest step."""
     config = runner.config
     peak = peak_of_largest_step(runner)
     free, total = torch.cuda.mem_get_info(runner.device)
     uncounted = runner.tp.num_bytes + sum(arena.num_bytes for arena in runner.sleepers.values())  # not by PyTorch
     ours = int(total * config.gpu_memory_utilization) - (peak - memory_before) - uncounted
-    # other processes may use some of it
+    # other processes may use some of the device's memory
     left = free - (peak - torch.cuda.memory_allocated(runner.device)) - RESERVE_BYTES
     return max(0, min(ours, left))
 
@@ -95,7 +95,7 @@ def peak_of_largest_step(runner: "CUDAModelRunner") -> int:
 
 
 def free_kv_cache(runner: "CUDAModelRunner") -> None:
-    """Free the cache, so that there are never two when the next one is allocated."""
+    """Free the cache, so that a new cache can be allocated without storing two at once."""
     for layer in chain(*runner.cache_groups.values()):
         layer.cache = None
     runner.caches = {}
@@ -110,7 +110,7 @@ def largest_prefill(config: Config) -> ScheduledStep:
 
 
 def dummy_prefill(num_seqs: int, length: int, block_size: int, tokens_per_row: int = 1) -> ScheduledStep:
-    """Return a prefill step of `num_seqs` prompts of `length` tokens that share no blocks, for warm-up and tests."""
+    """Return a prefill step for warm-up and tests: `num_seqs` prompts of `length` tokens, which share no blocks."""
     per_seq = -(-length // block_size)
     step = ScheduledStep(tokens_per_row=tokens_per_row)
     for i in range(num_seqs):
@@ -124,7 +124,7 @@ def dummy_prefill(num_seqs: int, length: int, block_size: int, tokens_per_row: i
 
 
 def milliseconds_per_token(runner: "CUDAModelRunner") -> float:
-    """Measure the time of a prefill, in milliseconds per token of the prompts."""
+    """Measure the time of a prefill in milliseconds per prompt token."""
     config = runner.config
     length = max(1, min(4096, config.max_num_batched_tokens // 2, config.max_model_len - 1))
     num_fitting = config.num_kvcache_blocks // -(-length // config.kvcache_block_size)
@@ -140,11 +140,11 @@ def milliseconds_per_token(runner: "CUDAModelRunner") -> float:
 
 @torch.inference_mode()
 def compile_kernels(runner: "CUDAModelRunner") -> None:
-    """Compile the kernels of the steps in graphs, and of the longest step, in parallel. No kernel runs.
+    """Compile the kernels of the steps in graphs and of the longest step in parallel. No kernel runs.
 
-    Otherwise each kernel would be compiled at its first launch, one after the other. Kernels change at powers of two of
-    the number of tokens, and of the tokens beyond 128. A kernel that these steps do not use is compiled at its first
-    launch.
+    Otherwise, kernels would be compiled one after the other, each at its first launch. Different kernels are used when
+    the number of tokens, or the number of tokens beyond 128, passes a power of two. Kernels that these steps do not use
+    are compiled at their first launch.
     """
     from nanovllm.kernels.launch.dependent_launch import compile_only
 
@@ -220,7 +220,7 @@ def captures_chunks(runner: "CUDAModelRunner") -> bool:
 
 
 def few_layers(runner: "CUDAModelRunner") -> Callable[[], AbstractContextManager]:
-    """Return a context in which the model has only the layers that are needed to compile all of its kernels."""
+    """Return a context in which the model has only as many layers as are needed to compile all kernels."""
     model = getattr(runner.model.model, "language_model", runner.model.model)
     layers, few = model.layers, first_layers_of_each_kind(model.layers)
 
@@ -236,21 +236,21 @@ def few_layers(runner: "CUDAModelRunner") -> Callable[[], AbstractContextManager
 
 
 def first_layers_of_each_kind(layers: nn.ModuleList) -> nn.ModuleList:
-    """Return the shortest prefix of layers that contains every pair of consecutive kinds of layers."""
+    """Return the shortest prefix of `layers` that contains every pair of layer kinds that occur next to each other."""
     kinds = [tuple(map(type, layer.modules())) for layer in layers]
     pairs = list(zip([None, *kinds], kinds))
     return layers[: 1 + max(map(pairs.index, set(pairs)))]
 
 
 def warm_up_kernels(runner: "CUDAModelRunner") -> None:
-    """Compile and load the kernels of short prefills, so that the first requests do not wait for this."""
+    """Compile and load the kernels of short prefills, so that the first requests do not wait for them."""
     for length in warm_up_lengths(runner.config):
         runner.run(dummy_prefill(1, length, runner.config.kvcache_block_size, runner.config.tokens_per_row)).wait()
 
 
 @torch.inference_mode()
 def catch_up_drafter(runner: "CUDAModelRunner", num_seqs: int, length: int) -> None:
-    """If there is a drafter, let it compute `length` rows for each of the first `num_seqs` request indices."""
+    """Let the drafter, if any, compute `length` rows for each of the first `num_seqs` request indices."""
     if (drafter := runner.features["spec_decode"].drafter) is not None:
         req_indices = torch.arange(num_seqs, device=runner.device)
         drafter.compute_chunks(req_indices, 0 * req_indices, 0 * req_indices + length)

@@ -1,9 +1,9 @@
-"""Drafts in a layer of the gated delta rule. A state can't go back, so no draft that may be wrong enters it.
+"""Draft tokens in a layer with the gated delta rule. A state can't be rolled back, so unverified drafts never enter it.
 
-The first token of a sequence in a step is certain, and the state after it is stored. The drafts are computed from
-there, and only their inputs are kept, which take about a hundredth of a state each. In the next step, the sequence has
-grown by the accepted drafts. These are computed again, into the state. This definition reads their number on the host,
-so it is meant for a CPU.
+The first token of a sequence in a step is certain, and the state after it is stored. The drafts are computed from this
+state, and only their inputs are kept. The inputs of a draft take about a hundredth of the memory of a state. In the
+next step, the sequence has grown by the accepted drafts, which are computed again to update the state. This definition
+reads the number of accepted drafts on the host, so it is meant for a CPU.
 """
 
 from typing import Any
@@ -24,12 +24,12 @@ from nanovllm.kernels import operation
 
 @operation
 def delta_net_drafts(qkvz, ba, layer: GatedDeltaNet, states: State, rows, context_lens, out, count=None) -> None:
-    """As `delta_net_step`, for a token and the drafts after it of each of B sequences. Their states are in `rows` [B].
+    """Compute `delta_net_step` for one token and k - 1 drafts of each of B sequences. Their states are in `rows` [B].
 
     qkvz [B * k, channels + heads * value_dim]; ba [B * k, 2 heads]; out [B * k, heads * value_dim]
     context_lens [B * k]: the number of tokens up to and including each token. If it does not grow, the token is a copy
-        of the token before it.
-    count [1] int32: if given, only so many of the B * k rows exist
+        of the previous token.
+    count [1] int32: if given, the number of rows that exist, out of B * k
     """
     assert states.kept_drafts is not None
     (inputs, num_tokens), k = states.kept_drafts, len(qkvz) // len(rows)
@@ -50,7 +50,7 @@ def delta_net_drafts(qkvz, ba, layer: GatedDeltaNet, states: State, rows, contex
 
 
 def _replay(layer: GatedDeltaNet, states: State, rows: torch.Tensor, counts: torch.Tensor) -> None:
-    """Compute the first `counts` [B] kept drafts of the sequences in `rows` again, into their states."""
+    """Update the states in `rows` [B] with the first `counts` [B] kept drafts of each sequence."""
     some = counts.nonzero()[:, 0]
     if not len(some):
         return
@@ -67,7 +67,7 @@ def _replay(layer: GatedDeltaNet, states: State, rows: torch.Tensor, counts: tor
 
 
 def _advance(inputs: torch.Tensor, layer: GatedDeltaNet, states: State, rows: torch.Tensor) -> tuple[Any, ...]:
-    """Compute T tokens, with inputs [B, T, channels + 2 heads], from the states in `rows` [B] on.
+    """Compute T tokens of each sequence with inputs [B, T, channels + 2 heads], starting from the states in `rows` [B].
 
     Return the inputs of the convolution [B, conv_size - 1 + T, channels], the outputs [B, T, heads, value_dim], and the
     matrices after the tokens.

@@ -1,7 +1,8 @@
-"""The gated delta rule: a layer with a state of fixed size instead of attention (Yang et al. 2024, arXiv:2412.06464).
+"""The gated delta rule: a layer with a fixed-size state instead of attention (Yang et al. 2024, arXiv:2412.06464).
 
-Each head keeps a matrix S [value_dim, key_dim], an associative memory. A token decays S, corrects the value that S
-returns for the token's key by a fraction of its error, and reads S with the token's query:
+Each head stores a matrix S [value_dim, key_dim], which is an associative memory. A token decays S. Then it moves the
+value that S returns for the token's key towards the token's value, by the fraction beta. Finally, it reads S with the
+token's query:
 
     S = exp(log_decay) S;  S = S + beta (v - S k) k^T;  out = S q
 
@@ -27,7 +28,7 @@ CHUNK = 64  # tokens that update a state together
 
 
 class DeltaHeads(NamedTuple):
-    """The heads of a layer, or of one rank. A query and a key head serve num_values / num_keys adjacent value heads."""
+    """The heads of a layer or of one rank. num_values / num_keys adjacent value heads share a query and a key head."""
 
     num_keys: int
     num_values: int
@@ -37,7 +38,7 @@ class DeltaHeads(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """The sizes of a token's queries, keys and values, in numbers."""
+        """The number of elements of a token's queries, keys and values."""
         return *2 * (self.num_keys * self.key_dim,), self.num_values * self.value_dim
 
     def of_rank(self, tp: TensorParallel) -> "DeltaHeads":
@@ -47,7 +48,7 @@ class DeltaHeads(NamedTuple):
 
 
 def delta_rule_step(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute one token by the definition, in float32. Return its output [..., value_dim] and the new state.
+    """Compute one token by the definition in float32. Return the output [..., value_dim] and the new state.
 
     q and k [..., key_dim], v [..., value_dim], log_decay and beta [...], state [..., value_dim, key_dim].
     """
@@ -58,12 +59,12 @@ def delta_rule_step(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, torc
 
 
 def _read(state: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return state @ key [..., value_dim]. The CPU library is much faster in this order of the operands."""
+    """Return state @ key [..., value_dim]. The CPU library is much faster with the operands in this order."""
     return (key[..., None, :] @ state.mT)[..., 0, :]
 
 
 def recurrent_delta_rule(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute T tokens one after the other: `delta_rule_step` with a first dimension T, except for the state."""
+    """Compute T tokens one by one with `delta_rule_step`. All arguments except `state` start with dimension T."""
     outputs = []
     for token in zip(q, k, v, log_decay, beta):
         out, state = delta_rule_step(*token, state)
@@ -72,7 +73,7 @@ def recurrent_delta_rule(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor,
 
 
 def chunk_delta_rule(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `recurrent_delta_rule` of inputs [T, heads, ...] with matmuls over CHUNK tokens."""
+    """Compute `recurrent_delta_rule` for inputs [T, heads, ...], using matmuls over CHUNK tokens."""
     by_head = (x.transpose(0, 1).split(CHUNK, 1) for x in (q, k, v, log_decay, beta))  # [heads, C, ...] each
     outputs = []
     for q, k, v, log_decay, beta in zip(*by_head):
@@ -89,17 +90,17 @@ def chunk_delta_rule(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, tor
 
 
 class GatedDeltaNet(nn.Module):
-    """The projections before and after the gated delta rule, and the state of each sequence.
+    """A layer with the gated delta rule: the projections before and after it, and the state of each sequence.
 
-    `layer.cache.tensors` are `windows` [rows, conv_size - 1, channels] and `matrices` [rows, heads, value_dim,
-    key_dim]. Windows are the last inputs of the convolution, oldest first, with the channels of queries, keys and
+    `layer.cache.tensors` contains `windows` [rows, conv_size - 1, channels] and `matrices` [rows, heads, value_dim,
+    key_dim]. A window contains the last inputs of the convolution, oldest first. The channels are queries, keys and
     values.
     """
 
     l2_eps = 1e-6  # of the norms of queries and keys
 
     def __init__(self, hidden_size: int, heads: DeltaHeads, eps: float, weights: tuple):
-        """`weights`: the arguments `weights` of ScatteredColumnParallelLinear for [q, k, v, z] and for [b, a]."""
+        """Create the layer. `weights`: see ScatteredColumnParallelLinear, first for [q, k, v, z], then for [b, a]."""
         super().__init__()
         tp = get_construction().tp
         self.heads, self.eps = heads.of_rank(tp), eps
@@ -117,7 +118,7 @@ class GatedDeltaNet(nn.Module):
 
     @property
     def captures_chunks(self) -> bool:
-        """Whether a CUDA graph can contain chunks: not with the definition, which reads their lengths on the host."""
+        """Whether CUDA graphs can contain chunks: only with kernels. The definition reads lengths on the host."""
         return "delta_net_chunks" in ops_for(self.A_log.device)
 
     def cache_spec(self) -> StateSpec:
@@ -126,13 +127,13 @@ class GatedDeltaNet(nn.Module):
         return StateSpec(shapes, (self.conv1d.weight.dtype, torch.float32), sum(heads.sizes) + 2 * heads.num_values)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden_size] -> [T, hidden_size]."""
+        """Map x [T, hidden_size] to [T, hidden_size]."""
         return self.out_proj(self.mix(self.in_proj_qkvz(x), self.in_proj_ba(x)))
 
     def mix(self, qkvz: torch.Tensor, ba: torch.Tensor) -> torch.Tensor:
         """Compute everything between the projections, and update the states of the step's sequences.
 
-        qkvz [T, channels + heads * value_dim], ba [T, 2 heads] -> [T, heads * value_dim].
+        qkvz is [T, channels + heads * value_dim], and ba is [T, 2 heads]. The result is [T, heads * value_dim].
         """
         context = get_context()
         out = qkvz.new_empty(len(qkvz), self.heads.sizes[2])
@@ -154,18 +155,18 @@ class GatedDeltaNet(nn.Module):
 
 
 def ranges_of_rank(sizes: tuple[int, ...], tp: TensorParallel) -> tuple[range, ...]:
-    """Return a rank's rows of a weight in which several layers, with these `sizes`, follow each other."""
+    """Return the rank's row ranges in a weight that concatenates layers with these `sizes`."""
     starts = (sum(sizes[:i]) for i in range(len(sizes)))
     return tuple(range(start, start + size)[tp.local_slice(size)] for start, size in zip(starts, sizes))
 
 
 @operation
 def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -> None:
-    """Compute convolution, gates, delta rule and gated norm of one token of each of B sequences, into `out`.
+    """Compute convolution, gates, delta rule and gated norm for one token of each of B sequences. Fill `out`.
 
     qkvz [B, channels + heads * value_dim]; ba [B, 2 heads]; out [B, heads * value_dim]; layer: a GatedDeltaNet
-    rows [B]: the states that are read and overwritten, all different except padding
-    count [1] int32: if given, only so many of the sequences exist
+    rows [B]: the states that are read and overwritten, all different except for padding
+    count [1] int32: if given, the number of sequences that exist, out of B
     """
     n = len(rows) if count is None else int(count)
     (windows, matrices), rows = states.tensors, rows[:n].long()
@@ -180,10 +181,11 @@ def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -
 
 @operation
 def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, num_seqs: int, out, count=None) -> None:
-    """As `delta_net_step`, for several tokens of each of B sequences: tokens `starts[i]` to `starts[i + 1]`.
+    """Compute `delta_net_step` for chunks of B sequences. Sequence i has tokens `starts[i]` to `starts[i + 1]`.
 
-    States are read from rows `state_rows[0]` [B], and written to rows `state_rows[1]`. With `count` [1] int32, `starts`
-    and `state_rows` have so many other sequences before these. Rows of `out` after the last token become 0.
+    States are read from rows `state_rows[0]` [B], and written to rows `state_rows[1]`. With `count` [1] int32, the
+    first `count` entries of `starts` and `state_rows` belong to other sequences. Rows of `out` after the last token
+    become 0.
     """
     windows, matrices = states.tensors
     qkv, z = qkvz.split((windows.shape[2], layer.heads.sizes[2]), 1)
@@ -202,7 +204,7 @@ def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, nu
 
 
 def convolve(inputs: torch.Tensor, layer: GatedDeltaNet) -> torch.Tensor:
-    """Convolve each channel over time, then SiLU: [B, conv_size - 1 + T, channels] -> [B, T, channels] float32."""
+    """Convolve each channel of [B, conv_size - 1 + T, channels] over time, and apply SiLU: [B, T, channels] float32."""
     taps = layer.conv1d.weight[:, 0].float().T  # [conv_size, channels]
     num_tokens = inputs.shape[1] - len(taps) + 1
     return F.silu(sum(inputs[:, i : i + num_tokens] * tap for i, tap in enumerate(taps)))
@@ -221,6 +223,6 @@ def rule_inputs(qkv: torch.Tensor, ba: torch.Tensor, layer: GatedDeltaNet) -> tu
 
 
 def gated_norm(x: torch.Tensor, z: torch.Tensor, layer: GatedDeltaNet) -> torch.Tensor:
-    """Return RMS norm of each head of x [T, heads, value_dim] float32, times SiLU(z), for z [T, heads * value_dim]."""
+    """Return the RMS norm of each head of x [T, heads, value_dim] float32, times SiLU of z [T, heads * value_dim]."""
     normed = F.rms_norm(x, x.shape[2:], layer.norm.weight, layer.eps).flatten(1)
     return (normed * F.silu(z.float())).to(z.dtype)

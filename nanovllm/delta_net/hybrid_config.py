@@ -1,4 +1,4 @@
-"""Which layers of a model use the gated delta rule, and with which heads: read from config.json."""
+"""The part of config.json that describes which layers use the gated delta rule, and with which heads."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ LAYER_TYPES = "linear_attention", "full_attention"  # as config.json names them
 
 @dataclass(frozen=True, slots=True)
 class HybridConfig:
-    """The configuration of a model with such layers, as far as ModelConfig does not have it."""
+    """The configuration of a hybrid model, beyond what ModelConfig contains."""
 
     attention_layers: frozenset[int]  # indices of the layers with attention
     heads: DeltaHeads
@@ -26,14 +26,14 @@ class HybridConfig:
         return f" without its {' and '.join(self.unused_parts)} part" if self.unused_parts else ""
 
     def more_weights(self, queries: int, keys: int) -> float:
-        """Return the mean number of weights per number of a layer's input, beyond plain attention and experts."""
+        """Return how many more weights than attention and experts a layer has on average, per element of its input."""
         state_inputs, fraction = sum(self.heads.sizes), len(self.attention_layers) / self.num_layers
         values = self.heads.sizes[2]
         state = state_inputs + 2 * values + 2 * self.heads.num_values - 2 * (queries + keys)
         return fraction * queries + (1 - fraction) * state + 3 * self.shared_size
 
     def state_bytes(self, itemsize: int) -> int:
-        """Bytes of a sequence's states, if inputs of the convolution have `itemsize` bytes each."""
+        """Return the size of a sequence's states in bytes. `itemsize` is the size of an input of the convolution."""
         heads = self.heads
         window, matrices = (heads.conv_size - 1) * sum(heads.sizes), heads.sizes[2] * heads.key_dim
         return (self.num_layers - len(self.attention_layers)) * (itemsize * window + 4 * matrices)
@@ -44,7 +44,7 @@ class HybridConfig:
 
 
 def read_hybrid(raw: dict, file: Path) -> HybridConfig:
-    """Read the content of config.json. ValueError or TypeError, with `file` and the entry, if it is not supported."""
+    """Read the content of config.json. Raise ValueError or TypeError, naming `file` and the entry, if unsupported."""
     names = "num_key_heads num_value_heads key_head_dim value_head_dim conv_kernel_dim"
     heads = DeltaHeads(*(check_int(f"{file}: linear_{n}", raw[f"linear_{n}"], low=1) for n in names.split()))
     if heads.num_values % heads.num_keys:

@@ -10,7 +10,7 @@ from nanovllm.utils.loader import Shard, check_shape
 
 
 class RowRanges(NamedTuple):
-    """Like a Shard, but with several ranges of a checkpoint's rows, which become contiguous in the rank's weight."""
+    """A Shard with several ranges of a checkpoint's rows, which become contiguous in the rank's weight."""
 
     shape: tuple[int, ...]  # of the whole weight of the checkpoint
     ranges: tuple[range, ...]
@@ -25,7 +25,7 @@ class RowRanges(NamedTuple):
         return parts
 
     def copy(self, target: torch.Tensor, weight) -> torch.Tensor:
-        """As `Shard.copy`."""
+        """Copy the ranges to `target`, like `Shard.copy`."""
         weight = check_shape(weight, self.shape[: target.dim()])
         for part in self.parts:
             part.copy(target, weight)
@@ -33,7 +33,10 @@ class RowRanges(NamedTuple):
 
 
 class ScatteredColumnParallelLinear(LinearBase):
-    """`weights` has, for each weight of the checkpoint, its number of rows and the ranges of rows of this rank."""
+    """A column-parallel layer that concatenates several ranges of rows.
+
+    `weights` is (number of rows, this rank's ranges of rows) for each weight of the checkpoint.
+    """
 
     def __init__(self, input_size: int, weights: Iterable[tuple[int, tuple[range, ...]]]):
         self.weights, self.input_size = [*weights], input_size
@@ -49,9 +52,10 @@ class ScatteredColumnParallelLinear(LinearBase):
 
 
 class GatedQKVParallelLinear(QKVParallelLinear):
-    """Gates, queries, keys and values. In a checkpoint's weight, the gate of each head follows the head's query.
+    """A projection to gates, queries, keys and values.
 
-    `num_heads` heads have both a gate and a query. The result has the gates of all heads first, then the queries.
+    Each of the `num_heads` heads has a query and a gate. In a checkpoint's weight, each head's gate follows the head's
+    query. In the result, the gates of all heads come first, then the queries.
     """
 
     def __init__(self, hidden_size: int, head_size: int, num_heads: int, num_kv_heads: int, bias: bool = False):

@@ -20,7 +20,7 @@ KEYS = 2  # the index of the barrier for keys; barriers 0 and 1 belong to the tw
 class PeerAllReduce(PartialSum):
     """A sum over all ranks. `parts` [split_k, T, N] are this rank's summands, in memory that the other ranks read.
 
-    Every rank writes its parts. The kernel that reads the sum waits at the barrier until all ranks have written.
+    Every rank writes its parts. The kernel that reads the sum waits at the barrier until all ranks have written theirs.
     """
 
     __slots__ = ("barrier",)
@@ -40,16 +40,15 @@ class PeerAllReduce(PartialSum):
 
 
 class PeerMemory:
-    """One allocation with the same layout on every rank, for the kernels of peers.py: flags, keys, and two buffers for
-    sums.
+    """Memory with the same layout on every rank, for the kernels of peers.py: flags, keys, and two buffers for sums.
 
     On each rank, one kernel writes the rank's part of a sum to a buffer. The next kernel waits for the other ranks and
     reads all parts. The buffers alternate with every sum of a forward, so a fast rank never overwrites data that
-    another rank still reads. Before it writes to a buffer again, it has passed the barrier of the other buffer, and
-    the other ranks reach that barrier only after they have read the first buffer. Every forward ends with keys, which
-    have a separate buffer and barrier, so every forward begins with the first buffer.
+    another rank still reads. Before a rank writes to a buffer again, it passes the barrier of the other buffer. The
+    other ranks reach that barrier only after they have read the first buffer. Every forward ends with keys, which have
+    a separate buffer and barrier, so every forward begins with the first buffer for sums.
 
-    The memory is shared by CUDA IPC handles, and needs no NVLink multicast.
+    The memory is shared through CUDA IPC handles, and does not need NVLink multicast.
     """
 
     def __init__(self, rank: int, size: int, store: Store, device: torch.device, max_sum_bytes: int):
@@ -76,7 +75,7 @@ class PeerMemory:
             self.aborted = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
 
     def next_sum(self, split_k: int, num_rows: int, width: int, dtype: torch.dtype) -> PeerAllReduce:
-        """A sum [num_rows, width]. The caller must write its `parts` [split_k, num_rows, width]."""
+        """Return a sum [num_rows, width]. The caller must write its `parts` [split_k, num_rows, width]."""
         index = self._sum_buffers.advance()
         offset = self.sums_offset + index * self.capacity
         num_bytes = split_k * num_rows * width * dtype.itemsize
@@ -85,7 +84,7 @@ class PeerMemory:
         return PeerAllReduce(parts, split_k, self._barrier(index, offset))
 
     def keys_barrier(self) -> PeerBarrier:
-        """The barrier for keys, which ends a forward."""
+        """Return the barrier for keys, which ends a forward."""
         self._sum_buffers.reset()
         return self._barrier(KEYS, self.keys_offset)
 
@@ -94,11 +93,11 @@ class PeerMemory:
         return PeerBarrier(self.addresses, data_offset, flags_offset, MAX_PROGRAMS, self.aborted, self.rank)
 
     def abort(self) -> None:
-        """End kernels that wait for a rank, now or later."""
+        """Make kernels stop waiting for other ranks, now and later."""
         self.aborted.fill_(1)
 
     def close(self) -> None:
-        """Free the memory. No queued work may read it."""
+        """Free the memory. Queued work must not read it."""
         with torch.cuda.device(self.device):
             for rank, pointer in enumerate(self._pointers):
                 name = "cuMemFree_v2" if rank == self.rank else "cuIpcCloseMemHandle"
@@ -106,7 +105,7 @@ class PeerMemory:
 
 
 class PeerTensorParallel(Ranks):
-    """Ranks on GPUs that read each other's memory: the kernel that reads a sum also adds it up."""
+    """Ranks on GPUs that read each other's memory. The kernel that reads a sum also adds up its parts."""
 
     def __init__(self, peers: PeerMemory):
         super().__init__(peers.rank, peers.size)
@@ -123,7 +122,7 @@ class PeerTensorParallel(Ranks):
         return self.gather(lambda out: out.copy_(x), *x.shape, x.dtype)
 
     def sum(self, compute: Compute, num_rows: int, width: int, dtype: torch.dtype, split_k: int = 1) -> PeerAllReduce:
-        """See `sum_over_ranks`: `compute` writes to memory that the other ranks read."""
+        """Return a sum as in `sum_over_ranks`. `compute` writes to memory that the other ranks read."""
         y = self.peers.next_sum(split_k, num_rows, width, dtype)
         compute(y.parts)
         return y
@@ -131,9 +130,9 @@ class PeerTensorParallel(Ranks):
     def gather(
         self, compute: Compute, num_rows: int, width: int, dtype: torch.dtype, params: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The results of `compute` [num_rows, width] of all ranks, concatenated by columns: [num_rows, ranks * width].
+        """Concatenate all ranks' results of `compute` [num_rows, width] by columns: [num_rows, ranks * width].
 
-        With sampling `params`, rows without filters may lack the columns of the other ranks.
+        With sampling `params`, rows without filters might not contain the other ranks' columns.
         """
         y = self.sum(compute, num_rows, width, dtype)
         return ops.gather_columns(y.parts[0], y.barrier, params)

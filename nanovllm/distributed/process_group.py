@@ -1,4 +1,4 @@
-"""Connects the ranks that share a model, with collective operations through a process group."""
+"""Connects the ranks that share a model, and implements collective operations with a process group."""
 
 import ctypes
 import importlib.util
@@ -18,10 +18,10 @@ from nanovllm.utils.tensor_parallel import STEP_TIMEOUT
 
 
 def connect(rank: int, size: int, folder: Path, device: torch.device, max_sum_bytes: int) -> Ranks:
-    """Connect to the other ranks through a file in `folder`; returns when all have connected.
+    """Connect to the other ranks through a file in `folder`. Returns when all ranks have connected.
 
-    No port and no default process group is used. `max_sum_bytes` is the size of the largest sum of a forward. GPUs use
-    PeerMemory if they can read each other's memory, and NCCL otherwise; CPUs use gloo.
+    This uses no port and no default process group. `max_sum_bytes` is the size of the largest sum of a forward. GPUs
+    use PeerMemory if they can read each other's memory, and NCCL otherwise; CPUs use gloo.
     """
     store = dist.FileStore(str(folder / "store"), size)
     tp: Ranks
@@ -36,7 +36,7 @@ def connect(rank: int, size: int, folder: Path, device: torch.device, max_sum_by
 
 
 def check_order_of_sums(config: Config) -> None:
-    """ValueError if `batch_invariant` is on and the order in which the ranks' parts are added is not fixed."""
+    """Raise ValueError if `batch_invariant` is on, but the ranks' parts of a sum are not added in a fixed order."""
     device, size = config.device_of(0), config.tensor_parallel_size
     if config.batch_invariant and device.type == "cuda" and not _can_read_peers(device, 0, size):
         problem = "must be 1, as these GPUs can't read each other's memory: NCCL's order of sums depends on the batch"
@@ -44,7 +44,10 @@ def check_order_of_sums(config: Config) -> None:
 
 
 def _can_read_peers(device: torch.device, rank: int, size: int) -> bool:
-    """Whether the ranks' GPUs can access each other's memory. They have consecutive indices; `rank` has `device`."""
+    """Return whether the ranks' GPUs can access each other's memory. Their indices are consecutive.
+
+    `device` is the GPU of `rank`.
+    """
     indices = range(device.index - rank, device.index - rank + size)
     return importlib.util.find_spec("triton") is not None and all(
         torch.cuda.can_device_access_peer(a, b) for a in indices for b in indices if a != b

@@ -1,4 +1,4 @@
-"""Sends the steps that rank 0 has prepared to the other ranks, in a ring of buffers in shared memory."""
+"""Sends steps from rank 0 to the other ranks, through a ring of buffers in shared memory."""
 
 import mmap
 import os
@@ -21,15 +21,18 @@ HEADER = 512  # words: the number of bytes of the pickled shape, then the pickle
 class StepChannel:
     """Rank 0's end of the channel.
 
-    A buffer is a flat int32 array with a batch's pickled shape and its contents. Each reader has two semaphores: one
-    counts the buffers that it has read (free), the other one counts unread buffers (filled). So no buffer is
-    overwritten before all readers have read it, readers sleep while there is nothing to read, and a killed reader never
-    blocks rank 0 in raising a semaphore. The memory (an unnamed file) and the semaphores (eventfds) are file
+    A buffer is a flat int32 array that contains a batch's pickled shape and the batch's contents. Each reader has two
+    semaphores: one counts the buffers that it has read (free), the other counts unread buffers (filled). So no buffer
+    is overwritten before all readers have read it, and readers sleep while there is nothing to read. Rank 0 can always
+    raise a semaphore, even if a reader was killed. The memory (an unnamed file) and the semaphores (eventfds) are file
     descriptors that readers inherit, so no name can outlive the processes.
     """
 
     def __init__(self, capacity: int, num_readers: int):
-        """`capacity` is the size of the largest batch in words. OSError if /dev/shm is too small."""
+        """Allocate the buffers. `capacity` is the size of the largest batch in words.
+
+        Raises OSError if /dev/shm is too small.
+        """
         self._free: list[int] = []
         self._filled: list[int] = []
         self._file = tempfile.TemporaryFile(dir="/dev/shm", buffering=0)
@@ -41,13 +44,13 @@ class StepChannel:
         self._filled = [os.eventfd(0, flags) for _ in range(num_readers)]
 
     def fds_of(self, reader: int) -> tuple[int, int, int]:
-        """The file descriptors of the memory and of a reader's semaphores (free, filled)."""
+        """Return the file descriptors of the memory and of a reader's semaphores (free, filled)."""
         return self._file.fileno(), self._free[reader], self._filled[reader]
 
     def send(self, shape: Any, words: np.ndarray, timeout: float) -> None:
-        """Send the words of a batch with its BatchShape, or of another message with any object that can be pickled.
+        """Send the words of a batch and its BatchShape. For other messages, `shape` is any object that can be pickled.
 
-        RuntimeError if a reader has freed no buffer for `timeout` seconds; then no reader gets this message.
+        Raises RuntimeError if a reader frees no buffer for `timeout` seconds. In that case, no reader gets the message.
         """
         for rank, free in enumerate(self._free, 1):
             poll = select.poll()
@@ -74,7 +77,7 @@ class StepChannel:
 
 
 class StepReader:
-    """Another rank's end of the channel. The rank has inherited the file descriptors of `StepChannel.fds_of`."""
+    """Another rank's end of the channel. That rank has inherited the file descriptors of `StepChannel.fds_of`."""
 
     def __init__(self, fds: tuple[int, int, int], capacity: int):
         memory, self._free, self._filled = fds
@@ -82,7 +85,10 @@ class StepReader:
 
     @contextmanager
     def receive(self) -> Iterator[tuple[Any, np.ndarray]]:
-        """(shape, words) of the next `send`. The words are valid only within the block, and may be followed by more."""
+        """Open a context with (shape, words) of the next `send`.
+
+        The words are valid only inside the context. Other words may follow the words that were sent.
+        """
         os.eventfd_read(self._filled)
         buffer = next(self._buffers)
         shape = pickle.loads(buffer.view(np.uint8)[4 : 4 + buffer[0]])

@@ -1,4 +1,4 @@
-"""The processes of all ranks except rank 0: their start, their work and their end."""
+"""Starts, runs and ends the processes of all ranks except rank 0."""
 
 import os
 import pickle
@@ -48,13 +48,13 @@ BOOTSTRAP = (
 class Workers:
     """Rank 0's view of the other ranks, in the caller's process.
 
-    A supervisor thread starts, watches and ends their processes, so that an interrupt of the caller can't leave this
-    half done. When a rank ends, reports an error or does not start in time, the thread kills all ranks, stores the
-    reason in `failure`, and stops rank 0's device from waiting for them. If the caller is killed, the ranks end by
-    themselves.
+    A supervisor thread starts, watches and ends the processes of the ranks, so that an interrupt in the caller's thread
+    can't leave this work half done. If a rank ends, reports an error or does not start in time, the supervisor kills
+    all ranks, stores the reason in `failure`, and makes rank 0's device stop waiting for them. If the caller is killed,
+    the ranks end by themselves.
 
-    The processes are plain subprocesses. `multiprocessing` would import the caller's script in each of them, and any
-    forked child of the caller would end them when it exits.
+    The processes are plain subprocesses. `multiprocessing` would import the caller's script in each process. It would
+    also let any forked child of the caller end the processes when the child exits.
     """
 
     def __init__(self, config: Config):
@@ -103,14 +103,15 @@ class Workers:
             sleep(0.002)
 
     def check(self) -> None:
-        """RuntimeError if the ranks have failed."""
+        """Raise RuntimeError if the ranks have failed."""
         if self.failure:
             raise RuntimeError(self.failure)
 
     def launch(self, runner: ModelRunner, step: ScheduledStep) -> PendingStep:
-        """Prepare a step and launch it on all ranks. RuntimeError as in `check`, or if another thread calls `exit`.
+        """Prepare a step and launch it on all ranks.
 
-        After an error between `send` and `launch` the ranks can't go on.
+        Raises RuntimeError as in `check`, or if another thread calls `exit`. After an error between `send` and
+        `launch`, the ranks can't continue.
         """
         channel = self._channel
         self.check()
@@ -120,14 +121,14 @@ class Workers:
         return runner.launch(batch, step)
 
     def send(self, message: Any, words: np.ndarray) -> None:
-        """Send a message with at most `largest_batch` words to all other ranks, which call its `receive`."""
+        """Send a message with at most `largest_batch` words to all other ranks, which call the message's `receive`."""
         self.check()
         self._channel.send(message, words, STEP_TIMEOUT)
 
     def cause_of(self, error: BaseException) -> BaseException:
         """Kill all ranks after an error of rank 0. Returns the error to raise: `error`, or the failure that caused it.
 
-        Rank 0 may notice that another rank is lost before the supervisor does.
+        Rank 0 may notice a lost rank earlier than the supervisor, so this method first waits for the supervisor.
         """
         may_be_theirs = os.getpid() == self._caller_pid and isinstance(error, RuntimeError)
         deadline = monotonic() + 2.0
@@ -138,7 +139,7 @@ class Workers:
         return cause
 
     def _supervise(self) -> None:
-        """The supervisor thread: start the ranks, watch them, and end them."""
+        """Start, watch and end the ranks. This is the supervisor thread."""
         # the ranks inherit this mask: SIGINT is only for the caller, and `end_with_caller` handles SIGTERM
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         sockets: dict[int, socket.socket] = {}
@@ -195,7 +196,7 @@ class Workers:
                 self._fail(f"the ranks did not start within {START_TIMEOUT:.0f} s")
 
     def _fail(self, reason: str) -> None:
-        """Kill all ranks. The supervisor notices it, and cleans up."""
+        """Kill all ranks. The supervisor notices their end, and cleans up."""
         if os.getpid() != self._caller_pid:
             return
         self.failure = self.failure or reason
@@ -223,10 +224,10 @@ class Workers:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def exit(self) -> None:
-        """End the processes and clean up; in a forked child, do nothing.
+        """End the processes and clean up. In a forked child, do nothing.
 
-        Any thread may call this, repeatedly, and while another thread is in `launch`, which then raises RuntimeError.
-        An interrupt is raised at the end.
+        Any thread may call this, more than once. If another thread is in `launch`, its call raises RuntimeError.
+        Interrupts are raised at the end.
         """
         if self.supervisor is None or os.getpid() != self._caller_pid:
             return
@@ -247,14 +248,14 @@ class Workers:
 
 
 def _without_policy(config: Config) -> Config:
-    """A copy of the settings for other ranks, which do not schedule and may be unable to import the policy's class."""
+    """Return a copy of the config for other ranks, which do not schedule and may be unable to import the policy."""
     config = copy(config)
     object.__setattr__(config, "scheduling_policy", "fcfs")  # `replace` would resolve the settings again
     return config
 
 
 def _receive(sock: socket.socket) -> bytes:
-    """A message from a rank; empty if its process has ended."""
+    """Return a message from a rank, or b"" if its process has ended."""
     try:
         return sock.recv(MAX_MESSAGE_BYTES)
     except ConnectionError:
@@ -268,7 +269,7 @@ def _describe_end(rank: int, code: int) -> str:
 
 
 def connect(rank: int, config: Config, folder: Path) -> Ranks:
-    """Connect a rank to the other ranks through files in `folder`; returns when all are connected."""
+    """Connect a rank to the other ranks through files in `folder`. Returns when all ranks are connected."""
     model, size = config.model_config, config.tensor_parallel_size
     sums = max(config.max_num_batched_tokens, config.max_num_seqs) * model.hidden_size
     logits = max(config.max_num_seqs * config.tokens_per_row, MAX_TOP_ROWS) * model.vocab_size // size
@@ -277,7 +278,7 @@ def connect(rank: int, config: Config, folder: Path) -> Ranks:
 
 
 def work(fd: int) -> None:
-    """The main function of a rank's process, which runs until it is killed; `fd` is its socket to rank 0."""
+    """Run the process of a rank until it is killed. `fd` is the process's socket to rank 0."""
     sock = socket.socket(fileno=fd)
     rank, caller, config, folder, fds = pickle.loads(sock.recv(MAX_MESSAGE_BYTES))
     end_with_caller(caller, folder)
@@ -312,7 +313,7 @@ def serve(runner: ModelRunner, reader: StepReader) -> None:
 def end_with_caller(caller: int, folder: Path) -> None:
     """End this process, and remove `folder`, when the caller is gone or SIGTERM arrives.
 
-    SIGTERM must be blocked, which `Workers` does before it starts the processes.
+    SIGTERM must be blocked; `Workers` blocks it before starting the processes.
     """
 
     def watch() -> None:

@@ -138,7 +138,7 @@ class BlockManager:
         return copies
 
     def end_for_state(self, seq: Sequence, end: int) -> int:
-        """Return where a chunk up to `end` must end. With layers that keep a state, it may end earlier."""
+        """Return where a chunk that could reach `end` must end. With layers that keep a state, this may be earlier."""
         return end
 
     def state_row(self, seq: Sequence) -> int:

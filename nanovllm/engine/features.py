@@ -34,7 +34,7 @@ class StepFeature:
 
     @classmethod
     def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
-        """Check a new request in its caller's thread, and set up its sequences. ValueError or TypeError rejects it.
+        """Check a request in its caller's thread, and set up its sequences. Raise ValueError or TypeError to reject it.
 
         The feature stores its state for a sequence in `seq.feature_state[name]`, which is initially None. It may set:
         `columns`, numbers for the device by column name (this method sets `fields`); `is_watched`, so that `after_step`

@@ -151,7 +151,7 @@ class StepOutput:
     """One caller's new outputs from one or more steps.
 
     It unpacks into a pair, as in `outputs, num_tokens = llm.step()`. `outputs` contains (request id, token ids) of each
-    ended request. `num_tokens` is the number of prompt tokens, or minus the number of decoded tokens without a prompt.
+    ended request. `num_tokens` is the number of prompt tokens or, if that is 0, minus the number of decoded tokens.
 
     finished: the outputs of the requests that ended.
     new_tokens: (request id, token id) of every new token in the order of arrival; only for callers of `step`.
@@ -192,7 +192,7 @@ class OutputCollector:
 
     def __init__(self, kind: OutputKind, max_steps_ahead: float = inf, max_seconds: float = inf):
         """
-        max_steps_ahead: the engine runs no step for this caller while the outputs of so many steps are unread.
+        max_steps_ahead: the engine runs no step for this caller while the outputs of this many steps are unread.
         max_seconds: while there are no outputs, the caller gets the token counts at this interval.
         """
         self.kind = kind
@@ -247,7 +247,7 @@ class OutputCollector:
     # -- for the caller's thread ---------------------------------------------------------------------------------------
 
     def take(self) -> StepOutput:
-        """Wait for outputs, and return all since the last call. Earlier outputs are returned before an error raises."""
+        """Wait for outputs, and return all since the last call. Outputs before an error are returned first."""
         taken = StepOutput()
         self.take_into(taken, wait=True)
         if self.error is not None and not taken.has_outputs:

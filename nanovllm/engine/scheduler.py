@@ -17,7 +17,7 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 if TYPE_CHECKING:
     from nanovllm.config import Config
 
-MAX_COUNTED_PROMPTS = 64  # at most so many waiting prompts are counted to size a mixed step
+MAX_COUNTED_PROMPTS = 64  # at most this many waiting prompts are counted to size a mixed step
 
 
 class Scheduler:
@@ -32,7 +32,7 @@ class Scheduler:
     """
 
     def __init__(self, config: "Config", block_manager: BlockManager | None = None):
-        """Set up for a resolved `config`. `block_manager` replaces the plain BlockManager."""
+        """`config` must be resolved. `block_manager` replaces the plain BlockManager."""
         self.eos = config.eos  # the tokenizer's end-of-sequence id, which is not reported as a stop reason
         self.eos_token_ids: frozenset[int] = config.model_config.eos_token_ids
         self.block_manager = block_manager or BlockManager(
@@ -124,7 +124,7 @@ class Scheduler:
     def _ready(self) -> list[ScheduledSequence]:
         """Return a row for each running sequence that can decode: its next token and its drafts.
 
-        The longest contexts come first, so that shorter ones fill the gaps when attention ends. Sequences of equal
+        The longest contexts come first, so that shorter ones fill the gaps at the end of attention. Sequences of equal
         length stay in the order in which they began to decode.
         """
         ready = [

@@ -111,8 +111,8 @@ class TokenBudget(NamedTuple):
     def for_mixed_step(self, num_decodes: int, num_left: int) -> "TokenBudget":
         """Return the budget for prompts next to `num_decodes` decoded tokens while `num_left` prompt tokens wait.
 
-        Short steps keep inter-token latency low, and long steps shorten the queue. So a step computes a quarter as many
-        tokens as wait, but at least half of this budget and at most all of it. Prompts always get at least a quarter of
+        Short steps keep inter-token latency low, and long steps shorten the queue. So a step computes a quarter of the
+        waiting tokens, but at least half of this budget and at most all of it. Prompts always get at least a quarter of
         the budget.
         """
         num_tokens = min(self.num_tokens, max(self.num_tokens // 2, num_left // 4))

@@ -1,4 +1,4 @@
-"""The block manager for models with layers that keep a state. Their prefix hits need a snapshot of the state."""
+"""The block manager for models with layers that keep a state. A prefix hit then needs a snapshot of the state."""
 
 from collections import OrderedDict
 
@@ -63,8 +63,8 @@ class StateBlockManager(BlockManager):
     found from then on. If no row is free, the least recently found snapshot is dropped. A block that leaves the prefix
     cache drops its snapshot.
 
-    If the cached blocks end with an answer, a conversation continues, and its next prompt will begin with all of the
-    current prompt. So no snapshot is left at the end of the answer, and the snapshot that was found is dropped next.
+    If the cached blocks end with an answer, the prompt continues a conversation, whose next prompt will begin with this
+    whole prompt. So no snapshot is left at the end of the answer, and the snapshot that was found is dropped next.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Features that only some requests use. They cost nothing in a step without such a request."""
+"""Features that only some requests use. A step without such a request pays nothing for them."""
 
 from nanovllm.engine.features import FEATURES, Feature, StepFeature
 from nanovllm.sampling_params import SamplingParams
@@ -7,8 +7,8 @@ from nanovllm.sampling_params import SamplingParams
 def register_feature(feature: type[StepFeature]) -> None:
     """Add a feature to every engine that this process creates from now on. Such an engine must have one rank.
 
-    The feature's `fields` are attributes of a subclass of SamplingParams. Each field gets a column on the device, and
-    `rows.column(name)` returns its value for each request: 0 if the request does not ask for the feature.
+    The feature's `fields` are attributes of a subclass of SamplingParams. Each field gets a column on the device.
+    `rows.column(name)` returns the field's value for each request, or 0 if the request does not ask for the feature.
 
     Raises ValueError if a sampling parameter or a feature already has the name, or if no column is left.
     """
@@ -26,6 +26,6 @@ def register_feature(feature: type[StepFeature]) -> None:
 
 
 def check_ranks(num_ranks: int) -> None:
-    """Raise ValueError if features were registered: the processes of other ranks do not know them."""
+    """Raise ValueError if features were registered, because the processes of other ranks do not know them."""
     if any(isinstance(feature.home, type) for feature in FEATURES.values()):
         raise ValueError(f"tensor_parallel_size={num_ranks}: must be 1 with features of register_feature")

@@ -1,4 +1,4 @@
-"""Beam search: beams are sequences that pause after each token, and share the blocks of their common prefix."""
+"""Implements beam search. Beams are sequences that pause after each token and share blocks of their common prefix."""
 
 from dataclasses import dataclass
 from itertools import count
@@ -33,7 +33,7 @@ class BeamOutput(Record):
 class BeamSearchOutput(Record):
     """The beams that a search found, best first.
 
-    `finished` is False if the search was aborted. It may then have fewer than `beam_width` beams, or none.
+    `finished` is False if the search was aborted. There may then be fewer than `beam_width` beams, or none.
     """
 
     request_id: int
@@ -60,7 +60,7 @@ class Candidate(NamedTuple):
 
 
 class BeamRequest(Request):
-    """A search for the most likely answers to a prompt, equal to `generate(num_beams=...)` of transformers.
+    """Searches for the most likely answers to a prompt, exactly like `generate(num_beams=...)` of transformers.
 
     A candidate is a beam with one more token. The best `beam_width` candidates that do not end become the beams of the
     next step. A candidate that ends becomes a finished beam if it is among the best `beam_width` candidates of its
@@ -77,7 +77,7 @@ class BeamRequest(Request):
         token_bytes: TokenBytes,
         eos_token_ids: frozenset[int],
     ):
-        """`root` is a sequence with the prompt; it pauses after each token, and becomes the first beam."""
+        """Begin with one beam: `root`, a sequence that contains the prompt and pauses after each token."""
         super().__init__([root], prompt, kind)
         self._root, self._params, self._token_bytes = root, params, token_bytes
         self._max_tokens = root.max_num_tokens - root.num_prompt_tokens
@@ -91,7 +91,7 @@ class BeamRequest(Request):
         return not self._cumulative_logprobs
 
     def advance(self, scheduler: Scheduler) -> None:
-        """Choose the next beams among the candidates, once every beam has its candidates."""
+        """Once every beam has its candidates, choose the next beams among the candidates."""
         beams = [*scheduler.live[self.request_id].values()]
         if not all(seq.is_paused for seq in beams):
             return
@@ -116,7 +116,7 @@ class BeamRequest(Request):
         self._branch(scheduler, beams, survivors)
 
     def _branch(self, scheduler: Scheduler, beams: list[Sequence], survivors: list[Candidate]) -> None:
-        """Continue each beam with the tokens of its survivors. The next step computes these tokens."""
+        """Extend each beam with the tokens of its surviving candidates. The next step computes these tokens."""
         survivors_of: dict[int, list[Candidate]] = {}
         for candidate in survivors:
             survivors_of.setdefault(candidate.beam.index, []).append(candidate)

@@ -1,7 +1,8 @@
-"""Edits of logits: biases, penalties, bad words, allowed token ids, and the bans of min_tokens, as vLLM defines them.
+"""Edits logits like vLLM: biases, penalties, bad words, allowed token ids, and the bans of `min_tokens`.
 
-The numeric parameters of a request are columns of its row on the device (kernels/sampling/sampling_columns.py). Lists
-are in tables that are indexed by request. `penalize` applies all edits, in plain PyTorch or, on CUDA, in one kernel.
+A request's numeric parameters are columns of its row on the device (kernels/sampling/sampling_columns.py). A request's
+lists are in tables that are indexed by request. `penalize` applies all edits, in plain PyTorch or, on CUDA, in one
+kernel.
 """
 
 from collections.abc import Iterable
@@ -140,7 +141,7 @@ class EditTables(NamedTuple):
         """Write rows into the tables.
 
         `*_entries` are indices into a table whose first two dimensions are flattened. `mask_indices` are request
-        indices; a mask is written for all rows of its request. `bias_bits` are float32 numbers as int32 bits.
+        indices; a mask is written for all rows of its request. `bias_bits` are the bits of float32 numbers as int32.
         """
         if "bias_entries" in arrays:
             self.bias_ids.view(-1)[arrays["bias_entries"]] = arrays["bias_ids"]
@@ -152,7 +153,7 @@ class EditTables(NamedTuple):
 
 
 def mask_width(vocab_size: int) -> int:
-    """The number of int32 words that hold one bit for each token id."""
+    """Return the number of int32 words that hold one bit for each token id."""
     return -(-vocab_size // 32)
 
 
@@ -165,12 +166,12 @@ def mask_of(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
 
 @operation
 def penalize(logits: torch.Tensor, rows: SamplingRows, tables: EditTables) -> None:
-    """Add biases, apply penalties and ban tokens. Edits logits [S, vocabulary] in place, in their dtype.
+    """Add biases, apply penalties and ban tokens. The logits [S, vocabulary] are edited in place, in their dtype.
 
     As in vLLM and transformers, the repetition penalty applies to tokens of the prompt and the output: it divides
-    positive logits, and multiplies all others. As in vLLM, frequency and presence penalties count only output tokens.
-    Token ids that are not allowed get -inf. The last token of a bad word gets -inf if the output ends with the other
-    tokens of the word.
+    positive logits, and multiplies all other logits. As in vLLM, frequency and presence penalties count only output
+    tokens. Token ids that are not allowed get -inf. The last token of a bad word gets -inf if the output ends with all
+    earlier tokens of the word.
     """
     edits = rows.params[:, EDITS]
     for row in edits.any(1).nonzero().flatten().tolist() if edits.any() else ():
@@ -186,7 +187,7 @@ def penalize(logits: torch.Tensor, rows: SamplingRows, tables: EditTables) -> No
 
 
 def _penalize_row(logits: torch.Tensor, rows: SamplingRows, tables: EditTables, row: int) -> None:
-    """Do the work of `penalize` for the logits [vocabulary] of one row, except for the mask of allowed ids."""
+    """Apply the edits of `penalize`, except the mask of allowed ids, to the logits [vocabulary] of one row."""
     param = lambda name: rows.column(name)[row].item()
     req_index, num_tokens = rows.req_indices[row], int(rows.positions[row]) + 1
     token_ids = rows.token_ids[rows.block_tables[row]].flatten()[:num_tokens]
@@ -215,7 +216,7 @@ def _penalize_row(logits: torch.Tensor, rows: SamplingRows, tables: EditTables, 
 
 
 def early_stops(params: SamplingParams, eos_token_ids: frozenset[int]) -> set[int]:
-    """Return the stop ids that are banned until `min_tokens` tokens are generated; none if min_tokens is 0."""
+    """Return the stop ids that are banned until `min_tokens` tokens are generated; none if `min_tokens` is 0."""
     if not params.min_tokens:
         return set()
     return {*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids)}
@@ -236,7 +237,7 @@ def check_edits(
 
 
 def bad_word_token_ids(tokenizer, words: Iterable[str], vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of each word, without and with a space before it, without duplicates.
+    """Return the distinct token sequences of the words, each word without and with a space before it.
 
     Raises ValueError for more than MAX_BAD_WORDS sequences, or a sequence of more than MAX_BAD_WORD_TOKENS tokens.
     """

@@ -1,4 +1,4 @@
-"""Turns the log-probabilities of steps, which are numbers, into entries of outputs, which have the text of tokens."""
+"""Converts the log-probabilities of steps, which are numbers, to output entries that also contain the tokens' text."""
 
 from codecs import getincrementaldecoder
 from collections import abc
@@ -13,8 +13,8 @@ from nanovllm.sampling_params import SamplingParams
 # (log-probability, rank) by token id: first the chosen token, then the most likely tokens in descending order. The most
 # likely token has rank 1. Among equally likely tokens, the lower id comes first.
 Logprobs = dict[int, tuple[float, int]]
-# the same entries as they are stored: id, log-probability and rank of each token, flattened into one tuple. The garbage
-# collector soon stops tracking tuples of numbers; so many dicts would trigger full collections again and again
+# the stored form of these entries: id, log-probability and rank of each token, flattened into one tuple. The garbage
+# collector soon stops tracking tuples of numbers; that many dicts would trigger full collections again and again
 KeptLogprobs = tuple[Any, ...]
 
 
@@ -23,7 +23,7 @@ def unpack(kept: KeptLogprobs) -> Logprobs:
 
 
 class OutputLogprobs:
-    """Makes the log-probabilities in the outputs of a request that sets `logprobs` or `prompt_logprobs`."""
+    """Creates the output entries of a request that sets `logprobs` or `prompt_logprobs`."""
 
     def __init__(self, params: SamplingParams, token_bytes: Mapping[int, bytes]):
         """`token_bytes` must include the special tokens."""
@@ -34,7 +34,7 @@ class OutputLogprobs:
         return LogprobTexts(self._token_bytes, self._params.detokenize)
 
     def of_event(self, seq: Sequence, start: int) -> list[dict[int, Logprob]] | None:
-        """Return the entries of the tokens from index `start` on, for an event of a stream; None if there are none."""
+        """Return the entries of the tokens from index `start` on, for a stream event; None if there are none."""
         if self._params.logprobs is None or not (kept := seq.feature_state["logprobs"].of_tokens):
             return None
         if seq.index not in self._streamed:
@@ -42,7 +42,7 @@ class OutputLogprobs:
         return self._streamed[seq.index].add(kept[start - seq.num_prompt_tokens :])
 
     def of_answer(self, seq: Sequence) -> tuple[Iterable[dict[int, Logprob]] | None, float | None]:
-        """Return the entries of the tokens of the answer, and the sum of the tokens' log-probabilities."""
+        """Return the entries of the answer's tokens, and the sum of the tokens' log-probabilities."""
         if self._params.logprobs is None:
             return None, None
         kept = seq.feature_state["logprobs"].of_tokens
@@ -50,7 +50,7 @@ class OutputLogprobs:
         return DeferredList(lambda: self._new_texts().add(kept)), sum(value for _, value, *_ in kept)
 
     def of_prompt(self, seq: Sequence) -> list[dict[int, Logprob] | None] | None:
-        """Return the entries of the tokens of the prompt; None for the first token."""
+        """Return the entries of the prompt's tokens, with None for the first token."""
         if self._params.prompt_logprobs is None:
             return None
         texts = self._new_texts()
@@ -59,7 +59,7 @@ class OutputLogprobs:
 
 
 class DeferredList(abc.Sequence):
-    """A list that the reading thread builds on first use. Building so many objects in the engine would delay a step."""
+    """A list that is built by the thread that first reads it. Building it in the engine's thread would delay a step."""
 
     def __init__(self, make: Callable[[], list]):
         self._list = cache(make)
@@ -89,7 +89,7 @@ class DeferredList(abc.Sequence):
 class LogprobTexts:
     """Adds text to the log-probabilities of one answer, token by token.
 
-    If a character consists of several tokens, the last of them has it as its text.
+    If several tokens form one character, the last of these tokens gets the character as its text.
     """
 
     def __init__(self, token_bytes: Mapping[int, bytes], detokenize: bool):
@@ -98,7 +98,7 @@ class LogprobTexts:
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
     def add(self, logprobs: Iterable[KeptLogprobs | None]) -> list[dict[int, Logprob]]:
-        """Return a dict for each of the next tokens: first the token itself, then the alternatives to it."""
+        """Return a dict for each of the next tokens. The first entry is the token itself, and alternatives follow."""
         result = []
         for kept in logprobs:
             assert kept, "a token without log-probabilities"
@@ -111,7 +111,7 @@ class LogprobTexts:
         return result
 
     def decode(self, token_id: int, alternatives: Iterable[int] = ()) -> dict[int, str]:
-        """Return the texts of the next token and of the alternatives to it, by token id."""
+        """Return the texts of the next token and its alternatives, by token id."""
         state, texts = self._decoder.getstate(), {}
         for i in (*alternatives, token_id):
             self._decoder.setstate(state)

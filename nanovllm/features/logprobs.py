@@ -1,9 +1,10 @@
-"""Log-probabilities of generated tokens and of prompts.
+"""Computes log-probabilities of generated tokens and of prompts.
 
-For generated tokens, the setting `logprobs_mode` says which logits count; for prompts, it is always the model's raw
-logits. A request asks for them with `SamplingParams.logprobs` or `prompt_logprobs`; a beam search needs them for its
-candidates. The batch says for which tokens (LogprobRequest). Every rank computes them after the step
-(PendingLogprobs), and they reach the host with the result of the step. logprob_outputs.py adds the text of the tokens.
+For generated tokens, the setting `logprobs_mode` selects the logits; for prompts, they are always the model's raw
+logits. A request asks for log-probabilities with `SamplingParams.logprobs` or `prompt_logprobs`, and a beam search
+needs them for its candidates. The batch lists the tokens that need them (LogprobRequest). After the step, every rank
+computes them (PendingLogprobs), and they reach the host with the step's result. logprob_outputs.py adds the text of the
+tokens.
 """
 
 from collections import defaultdict
@@ -37,7 +38,7 @@ MAX_TOP_ROWS, MAX_ROWS = 64, 256
 
 
 class SequenceLogprobs:
-    """The log-probabilities of a sequence that have arrived on the host."""
+    """A sequence's log-probabilities that have arrived on the host."""
 
     def __init__(self, is_edited: bool) -> None:
         self.is_edited = is_edited  # whether features edit the logits
@@ -55,8 +56,8 @@ class StepLogprobs(NamedTuple):
     """The log-probabilities of a step; None where no request asks for them.
 
     of_tokens: one entry for each token of StepResult.token_ids.
-    of_prompts: one list for each chunk of the step, for the prompt tokens from start + 1 to end; None if there are no
-        such tokens. A chunk that is computed again after a preemption has its list again.
+    of_prompts: for each chunk of the step, a list for the prompt tokens from start + 1 to end, or None if there are no
+        such tokens. A chunk that is recomputed after a preemption gets its list again.
     """
 
     of_tokens: list[KeptLogprobs | None]
@@ -101,9 +102,10 @@ class TokenLogprobs(StepFeature):
         self._logits_of_graphs: dict[tuple[int, int], Callable[[], torch.Tensor]] = {}  # by address and size
 
     def edit_logits(self, logits: torch.Tensor, rows: SamplingRows) -> None:
-        """Edit nothing, but note where a CUDA graph keeps its logits until the next graph is replayed.
+        """Edit nothing, but record where a CUDA graph stores its logits, which are valid until the next graph replay.
 
-        The note is a view without ownership. A tensor that owned the memory would keep other graphs from using it.
+        The record is a view that does not own the memory. A tensor that owned the memory would keep other graphs from
+        using it.
         """
         if logits.is_cuda and torch.cuda.is_current_stream_capturing():
             memory, like, device = DeviceBytes(logits.data_ptr(), logits.nbytes), logits.to("meta"), logits.device
@@ -112,7 +114,7 @@ class TokenLogprobs(StepFeature):
 
     def after_forward(self, arrays: Arrays, output: ForwardOutput) -> "PendingLogprobs":
         positions, find = output.sampler_input.positions, None
-        # not with several ranks, which have a part of the logits each, nor with drafts, whose acceptance may be imposed
+        # not with several ranks, which each have a part of the logits, nor with drafts: acceptance may be synthetic
         if not arrays["is_edited"][0] and self._runner.tp.size == self._runner.config.tokens_per_row == 1:
             find = self._logits_of_graphs.get((positions.data_ptr(), len(positions)))
         return PendingLogprobs(arrays["requests"], self._runner, output, find and find())
@@ -121,7 +123,7 @@ class TokenLogprobs(StepFeature):
     def after_step(
         cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: StepLogprobs | None
     ) -> None:
-        """Give each sequence its log-probabilities. A paused sequence gets the log-probabilities of its candidates."""
+        """Store each sequence's log-probabilities. For a sequence that pauses, they are the candidates."""
         if result is None:
             return
         for (seq, start, _), prompt_logprobs in zip(step.chunks, result.of_prompts):
@@ -137,7 +139,7 @@ class TokenLogprobs(StepFeature):
 
 
 def check_num_logprobs(name: str, value: int, config: "Config") -> None:
-    """Raise ValueError if a request may not ask for `value` log-probabilities per token; -1 means all tokens."""
+    """Raise ValueError if a request must not ask for `value` log-probabilities per token; -1 means all tokens."""
     vocab_size, max_logprobs = config.model_config.vocab_size, config.max_logprobs
     check_int(name, value, -1, vocab_size)
     if max_logprobs >= 0 and (vocab_size if value == -1 else value) > max_logprobs:
@@ -147,12 +149,13 @@ def check_num_logprobs(name: str, value: int, config: "Config") -> None:
 class LogprobRequest(NamedTuple):
     """Asks for the log-probabilities of a token, and of the `num_top` most likely tokens at its position.
 
-    A prompt token has its id here. A sampled token has token_id -1, because the host does not know it yet.
+    A request for a prompt token contains the token's id. For a sampled token, `token_id` is -1, because the host does
+    not know the token yet.
     """
 
     num_top: int
-    row: int  # prompt token: into all hidden states of the step; sampled token: into the sampled rows
-    result_index: int  # prompt token: into StepLogprobs.of_prompts; sampled token: into StepLogprobs.of_tokens
+    row: int  # index into all hidden states of the step (prompt token) or into the sampled rows (sampled token)
+    result_index: int  # index into StepLogprobs.of_prompts (prompt token) or StepLogprobs.of_tokens (sampled token)
     token_id: int = -1
 
 
@@ -182,7 +185,10 @@ class PendingLogprobs:
 
     @torch.inference_mode()
     def __init__(self, requests: np.ndarray, runner: "ModelRunner", output: ForwardOutput, logits: torch.Tensor | None):
-        """`requests` [n, 4] has a LogprobRequest per row. `logits` are the sampled rows' logits if they still exist."""
+        """Start the computation. Each row of `requests` [n, 4] is a LogprobRequest.
+
+        `logits` are the logits of the sampled rows, if they still exist.
+        """
         self._requests = requests.copy()  # a later step overwrites the original
         on_device = self._compute(runner, output, logits)
         runner.tp.barrier(output.token_ids.device)  # no rank may overwrite peer memory that another rank still reads
@@ -194,9 +200,8 @@ class PendingLogprobs:
     ) -> tuple[torch.Tensor, ...]:
         """Return the tensors of `log_probabilities` for all requests.
 
-        Logits that no longer exist are computed again. For prompts, this is done in pieces. For sampled rows, it is
-        done in one GEMM, as in the step: the rounding of a GEMM depends on its number of rows, and a greedy token must
-        have rank 1 here too.
+        Logits that no longer exist are recomputed: for prompts in pieces, and for sampled rows in one GEMM, as in the
+        step. The rounding of a GEMM depends on its number of rows, and a greedy token must have rank 1 here, too.
         """
         requests, hidden_states = self._requests, output.hidden_states
         columns = torch.from_numpy(requests.T.copy())
@@ -221,7 +226,7 @@ class PendingLogprobs:
         return tuple(map(torch.cat, zip(*pieces)))
 
     def result(self, step: ScheduledStep) -> StepLogprobs:
-        """Return the log-probabilities, once the device has finished the step."""
+        """Return the log-probabilities. The device must have finished the step."""
         kept_logprobs: list[KeptLogprobs] = []
         on_host = (x.numpy().tolist() for x in self._on_host)  # the `tolist` of PyTorch takes fifty times as long
         for num_top, ids, values, rank in zip(self._requests[:, 0].tolist(), *on_host):
@@ -267,8 +272,8 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probabilities [S] float32 and the ranks [S] int32 of `token_ids` [S].
 
-    There is one token for each row of `logits` [S, vocabulary], which are divided by `temperatures` [S]. Tokens are
-    ranked by descending logit; among equal logits, the lower id comes first.
+    There is one token for each row of `logits` [S, vocabulary]. The logits are divided by `temperatures` [S]. Tokens
+    are ranked by descending logit; among equal logits, the lower id comes first.
     """
     logits, token_ids = divided(logits, temperatures), token_ids.unsqueeze(1).long()
     chosen = logits.gather(1, token_ids)
@@ -284,8 +289,8 @@ def log_probabilities(
 
     The `logits` [S, vocabulary] are divided by `temperatures` [S]. `num_top` is capped at the size of the vocabulary.
     Returns three tensors: ids [S, 1 + num_top] int32, log-probabilities [S, 1 + num_top] float32, and ranks [S] int32.
-    The first column is for `token_ids`, the other columns are for the top tokens in descending order of `token_keys`.
-    The ranks belong to `token_ids`, in the same order of tokens; the most likely token has rank 1.
+    Column 0 is for `token_ids`. The other columns are for the top tokens, in descending order of `token_keys`. The
+    ranks are the places of `token_ids` in the same order; the most likely token has rank 1.
     """
     if num_top == 0:
         logprobs, ranks = token_logprobs(logits, token_ids, temperatures)

@@ -1,4 +1,4 @@
-"""Stop strings, which may begin and end in the middle of a token."""
+"""Implements stop strings, which may begin and end in the middle of a token."""
 
 from collections.abc import Mapping
 from operator import itemgetter
@@ -30,7 +30,7 @@ class StopStrings(StepFeature):
         for seq in arrived.values():
             if (detokenizer := seq.feature_state.get("stop_strings")) is None:
                 continue
-            ended_by_id = seq in ends and ends[seq][0] == "stop"  # the id may be no part of the text
+            ended_by_id = seq in ends and ends[seq][0] == "stop"  # the id might not be part of the text
             if ended_by_id and not seq.params.include_stop_str_in_output:
                 continue
             reasoning = seq.feature_state.get("reasoning")
@@ -41,7 +41,7 @@ class StopStrings(StepFeature):
 
 
 class StoppingDetokenizer(Detokenizer):
-    """The text of an answer up to a stop string."""
+    """Decodes the text of an answer up to a stop string."""
 
     def __init__(self, token_ids: list[int], num_prompt_tokens: int, token_bytes: TokenBytes, params: SamplingParams):
         super().__init__(token_ids, num_prompt_tokens, token_bytes)
@@ -58,8 +58,8 @@ class StoppingDetokenizer(Detokenizer):
     def cut_at_stop(self) -> str | None:
         """Decode the last token. If it completes a stop string, cut the text there and return the stop string.
 
-        Before `min_tokens` tokens, no stop string counts. Among several stop strings, the one that ends first wins;
-        among stop strings that end at the same character, the first of the list wins.
+        A stop string that is complete within the first `min_tokens` tokens does not count. Among several stop strings,
+        the one that ends first wins. If two end at the same character, the first one in the list wins.
         """
         piece, matches = self.decode(), []
         text = self._window + piece

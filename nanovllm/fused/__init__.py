@@ -1,14 +1,14 @@
 """Fused forms replace the `forward` of modules, so that one kernel computes several operations of plain layers.
 
-The plain layers define what is computed, and each form computes the same. `FORMS` maps functions to forms: a class that
-inherits a plain `forward` gets the form of that function, and a class with a different `forward` stays plain. A module
-also stays plain if it has a part that the form does not know (`Fused.matches`).
+The plain layers define what is computed, and each form computes the same results. `FORMS` maps `forward` functions to
+forms. A class that inherits a plain `forward` gets the form of that function, and a class with a different `forward`
+stays plain. A module also stays plain if it has a part that the form does not support (`Fused.matches`).
 
 Fused neighbours pass each other norms that are not computed yet (NormInput) and sums that are not added yet
 (PartialSum). Plain neighbours get tensors.
 
-On CUDA, all matching modules of a model are replaced when the model is loaded. fused/README.md shows what the forms
-save. `nanovllm show-fused MODEL` lists what is replaced.
+On CUDA, all matching modules of a model are replaced when the model is loaded. fused/README.md shows how much time the
+forms save. `nanovllm show-fused MODEL` lists the replaced modules.
 """
 
 from pkgutil import resolve_name
@@ -40,9 +40,9 @@ FORMS = {
 
 
 def find_form(module: nn.Module) -> str | None:
-    """Return the value of FORMS for a module's forward; None if FORMS does not have it, or if it is wrapped.
+    """Return the value of FORMS for a module's `forward`, or None if FORMS does not contain it or if it is wrapped.
 
-    The parts of the module are not checked.
+    This function does not check the parts of the module.
     """
     forward = getattr(type(module), "forward", None)  # not a function if TorchScript made the module
     key = f"{getattr(forward, '__module__', '')}:{getattr(forward, '__qualname__', '')}"
@@ -52,14 +52,17 @@ def find_form(module: nn.Module) -> str | None:
 
 
 def form_of(module: nn.Module) -> Any:
-    """Return the form that replaces a module's forward; None if it stays plain. Its parts must be replaced already."""
+    """Return the form that replaces a module's `forward`, or None if the module stays plain.
+
+    The parts of the module must already be replaced.
+    """
     home = find_form(module)
     form = home and resolve_name(f"{__name__}.{home}")
     return form if form and form.matches(module) else None
 
 
 def fuse(model: nn.Module) -> None:
-    """Replace the forward of each module of a loaded model that has a fused form, parts before the whole."""
+    """Replace the `forward` of every module of a loaded model that has a fused form. Parts are replaced first."""
     from nanovllm.fused.forms import Fused
     from nanovllm.fused.fused_linear import set_format
     from nanovllm.layers.linear import LinearBase

@@ -1,4 +1,4 @@
-"""Decoder layers whose norms are fused with the matmuls before and after them, and the model that calls them."""
+"""Fused forms of decoder layers, whose norms are computed with neighbouring matmuls, and of the model around them."""
 
 from functools import partial
 from typing import Any
@@ -40,7 +40,7 @@ class FusedMLP(Fused):
 
 
 class FusedDecoderLayer(Fused):
-    """Replaces `Qwen3DecoderLayer.forward`, and the `forward` of layers with the same order of norms."""
+    """Replaces `Qwen3DecoderLayer.forward`, and the `forward` of other layers with norms in the same order."""
 
     what = "norms with the products after them, sums with the norms after them"
 
@@ -63,14 +63,14 @@ class FusedDecoderLayer(Fused):
         return x.reduce(), residual
 
     def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
-        """Return what the layer adds to the residual, and the residual before this addition."""
+        """Return the layer's last output and the residual. The next norm adds the output to the residual."""
         normed = self.input_layernorm(x, residual)
         x = self.mix(normed, rope)
         normed = self.post_attention_layernorm(x, normed.residual)
         return run_fused(self.mlp, normed), normed.residual
 
     def mix(self: Any, x: NormInput, rope: Rope) -> PartialSum:
-        """Compute the part of the layer that reads other tokens."""
+        """Compute the part of the layer that mixes information between tokens."""
         return run_fused(self.self_attn, x, rope)
 
 
@@ -99,8 +99,8 @@ class FusedEmbedding(Fused):
 class FusedLMHead(Fused):
     """Replaces `ParallelLMHead.forward`.
 
-    `sampling_params` are the `params` of SamplingRows, while logits are computed for sampling. Then rows without
-    filters may lack the logits of other ranks, because these rows do not need them.
+    While logits are computed for sampling, `sampling_params` is the `params` of SamplingRows. Then rows without filters
+    can lack the logits of other ranks, because such rows do not need them.
     """
 
     what = "the product and the exchange of logits between ranks, without those that are not needed"

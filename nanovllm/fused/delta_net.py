@@ -1,4 +1,4 @@
-"""The gated delta rule: its input projections as one matmul, with the norm before them."""
+"""The fused form of the gated delta rule: one matmul for both input projections, with the norm before them."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ MAX_MERGED_ROWS = 2048  # with more rows, the last tiles of one matmul take long
 class FusedGatedDeltaNet(Fused):
     """Replaces `GatedDeltaNet.forward`.
 
-    For few rows, `in_proj` is the joint weight of both input projections. The weights of the projections are views of
-    it. It is None if a projection is quantized or has a bias.
+    `in_proj` is the joint weight of both input projections, which is used for few rows. The weights of the projections
+    are views of it. It is None if a projection is quantized or has a bias.
     """
 
     what = "both input projections (up to 2,048 rows), with the norm before them (one row)"

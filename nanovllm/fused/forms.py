@@ -1,4 +1,4 @@
-"""The base class of fused forms, the forms of rotary embedding and RMSNorm, and what fused forms pass each other."""
+"""The base class of fused forms, the forms of rotary embedding and RMSNorm, and helpers for calls between forms."""
 
 from typing import Any, NamedTuple
 
@@ -12,36 +12,36 @@ from nanovllm.utils.partial_sum import PartialSum
 
 
 class Rope(NamedTuple):
-    """The positions of a step's tokens, with cos and sin, for all layers."""
+    """The positions of a step's tokens and their cosines and sines, for all layers."""
 
     positions: torch.Tensor  # [T]
     cos_sin: torch.Tensor | None  # [T, 2, N] float32, see FusedRotaryEmbedding
 
 
 class Fused:
-    """The base class of forms. A form comes before the class of a module (utils/replace.py), and uses its attributes.
+    """The base class of forms. A form overrides methods of a module (see utils/replace.py), and uses its attributes.
 
-    `forward` is for plain neighbours: it takes and returns what the plain `forward` does. Parts of a layer also have
-    `fused` for fused neighbours. It takes a norm that may not be computed yet, and returns a sum that may not be added
-    yet. FusedRMSNorm makes such a norm, and FusedRotaryEmbedding has `rows` instead.
+    Plain neighbours call `forward`, which has the arguments and the result of the plain `forward`. Fused neighbours
+    call `fused`, which parts of a layer also have. It takes a norm that might not be computed yet, and returns a sum
+    that might not be added yet. FusedRMSNorm returns such a norm. FusedRotaryEmbedding has `rows` instead of `fused`.
     """
 
     what = ""  # what is fused, for `nanovllm show-fused`
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        """Whether this form can compute the parts of a module whose `forward` it replaces."""
+        """Return whether this form supports the parts of a module whose `forward` it replaces."""
         return True
 
     def prepare(self) -> None:
-        """Called once, after the module has become this form and its weights are loaded."""
+        """Prepare the module. This is called once, after the module has become this form and its weights are loaded."""
 
 
 class FusedRotaryEmbedding(Fused):
-    """Adds a table of cos and sin in the order of the kernels. FusedModel looks them up once per step.
+    """Adds a table of cosines and sines in the order that kernels use. FusedModel reads the table once per step.
 
-    The table [max_position, 2, N] has the cosines of each position, and its sines, which are negated in their first
-    half. So the rotation of x is x * cos + (x with its halves swapped) * sin.
+    The table [max_position, 2, N] contains the cosines and the sines of each position. The first half of the sines is
+    negated. So the rotation of x is x * cos + (x with its halves swapped) * sin.
     """
 
     what = "the lookup of cos and sin: once a step, if the model is fused"
@@ -60,7 +60,7 @@ class FusedRotaryEmbedding(Fused):
 
 
 class FusedRMSNorm(Fused):
-    """Replaces `RMSNorm.forward`. The layer that reads the norm of a PartialSum computes it."""
+    """Replaces `RMSNorm.forward`. The norm of a PartialSum is not computed here, but by the layer that reads it."""
 
     what = "the sum of what ranks or splits of a product have computed, with the residual and the norm"
 
@@ -76,7 +76,7 @@ class FusedRMSNorm(Fused):
 
 
 def rope_at(rotary_emb: Any, positions: torch.Tensor) -> Rope:
-    """Look up the Rope for a form between plain layers, whose attention may have another rotary embedding, or none."""
+    """Look up the Rope for a form between plain layers. Its attention might have another rotary embedding, or none."""
     if not isinstance(rotary_emb, FusedRotaryEmbedding):
         return Rope(positions, None)
     rope = rotary_emb.rows(positions)
@@ -85,18 +85,18 @@ def rope_at(rotary_emb: Any, positions: torch.Tensor) -> Rope:
 
 
 def shared_rope(module: nn.Module) -> Any:
-    """Return the rotary embedding of a module's attention layers if they share one; None otherwise."""
+    """Return the rotary embedding that all attention layers of a module share, or None if they do not share one."""
     found = {part.rotary_emb for part in module.modules() if hasattr(part, "rotary_emb")}
     return found.pop() if len(found) == 1 else None
 
 
 def takes_fused(module: nn.Module) -> bool:
-    """Whether neighbours call `fused` of a module. A module with hooks is called like a plain one, so that they run."""
+    """Return whether neighbours call `fused` of a module. If it has hooks, they call the module, so that hooks run."""
     return isinstance(module, Fused) and not (module._forward_hooks or module._forward_pre_hooks)
 
 
 def run_fused(module: nn.Module, x: NormInput, *rope: Rope) -> PartialSum:
-    """Call a part of a layer between two norms, fused or plain. Only attention gets `rope`."""
+    """Call a fused or plain part of a layer, which lies between two norms. Only attention gets `rope`."""
     if takes_fused(module):
         return module.fused(x, *rope)  # type: ignore[operator]
     positions = [x.positions for x in rope]

@@ -1,4 +1,4 @@
-"""Attention with the operations before it: norm, qkv matmul, q and k norm, rotary embedding and store."""
+"""Fused attention, with the operations before it: norm, qkv matmul, q and k norms, rotary embedding and cache store."""
 
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from nanovllm.utils.partial_sum import PartialSum
 
 
 class QKNormRope(NamedTuple):
-    """The RMS norm of each head of queries and keys, and the rotary embedding."""
+    """The parameters of the RMS norms of query and key heads, and of the rotary embedding."""
 
     q_weight: torch.Tensor | None  # [head_dim]; None: no norm
     k_weight: torch.Tensor | None  # [head_dim]; None if and only if q_weight is None
@@ -29,7 +29,7 @@ class QKNormRope(NamedTuple):
 
 
 def apply_rotary(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the first N numbers of each head of x [T, heads, head_dim] by cos_sin [T, 2, N]."""
+    """Rotate the first N elements of each head of x [T, heads, head_dim] by cos_sin [T, 2, N]."""
     cos, sin = cos_sin.to(x.dtype).unsqueeze(2).unbind(1)  # [T, 1, N]
     size = cos.shape[-1]
     rotated = torch.addcmul(x[..., :size] * cos, x[..., :size].roll(size // 2, -1), sin)
@@ -37,9 +37,9 @@ def apply_rotary(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
 
 
 def norm_rope(x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor) -> torch.Tensor:
-    """Compute the RMS norm of each head of x [T, heads, head_dim] with weight [heads, head_dim], then `apply_rotary`.
+    """Apply the RMS norm with weight [heads, head_dim] to each head of x [T, heads, head_dim], then `apply_rotary`.
 
-    Without a weight there is no norm. Computes in float32 and rounds once.
+    Without a weight, there is no norm. Compute in float32, and round once.
     """
     y = x.float()
     if weight is not None:
@@ -51,10 +51,10 @@ def norm_rope(x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos_sin:
 def norm_rope_and_store(
     qkv: torch.Tensor, qk_norm_rope: QKNormRope, slot_mapping: torch.Tensor, cache: KVCache
 ) -> torch.Tensor:
-    """Norm and rotate queries and keys of qkv [T, heads + 2 kv_heads, head_dim]; store keys and values in slots [T].
+    """Normalize and rotate the queries and keys of qkv [T, heads + 2 kv_heads, head_dim], and store keys and values.
 
-    Return the queries [T, heads, head_dim]. In this definition, no slot may be -1. Kernels do not store tokens with a
-    slot of -1, which are padding.
+    `slot_mapping` [T] contains the cache slots. Return the queries [T, heads, head_dim]. This definition does not
+    support slots of -1, which mark padding. Kernels do not store padding.
     """
     q_weight, k_weight, eps, cos_sin = qk_norm_rope
     num_kv_heads = cache.k.shape[2]
@@ -68,10 +68,10 @@ def norm_rope_and_store(
 
 
 def attend(attn: Attention, x: Any, qkv_proj: LinearBase | None, qk_norm_rope: QKNormRope) -> torch.Tensor:
-    """Compute attention [T, heads * head_dim] from the norm x, or from qkv itself if `qkv_proj` is None.
+    """Compute attention [T, heads * head_dim] from the norm x or, if `qkv_proj` is None, from x = qkv.
 
-    qkv is [T, (heads + 2 kv_heads) * head_dim]. If few sequences decode, one kernel computes q and k norm, RoPE, store
-    and attention. For many rows of prompts, one kernel computes the qkv matmul, norm, RoPE and store.
+    qkv is [T, (heads + 2 kv_heads) * head_dim]. If few sequences decode, one kernel computes q and k norms, RoPE, store
+    and attention. For prefills with many rows, one kernel computes the qkv matmul, norms, RoPE and store.
     """
     backend, cache, context = attn.backend, attn.cache, get_context()
     kernels, slots = getattr(backend, "ops", None), context.slot_mapping  # only the backend with our kernels has `ops`
@@ -117,7 +117,7 @@ class FusedAttention(Fused):
 
 
 class FusedGatedAttention(FusedAttention):
-    """Replaces `GatedAttention.forward`. The first part of the qkv matmul's result are the gates."""
+    """Replaces `GatedAttention.forward`. The result of the qkv matmul starts with the gates."""
 
     def fused(self: Any, x: NormInput, rope: Rope) -> PartialSum:
         gate, qkv = product(self.qkv_proj, x).tensor_split((self.num_heads * self.head_dim,), 1)

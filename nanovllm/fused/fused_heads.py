@@ -1,4 +1,4 @@
-"""The layers of draft heads (models/head_models.py)."""
+"""Fused forms of draft heads (models/head_models.py)."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ class FusedEagle3Layer(FusedDecoderLayer):
         return super().matches(module) and isinstance(module.hidden_norm, FusedRMSNorm)
 
     def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
-        """`x` are embeddings [T, hidden], and `residual` hidden states [T, hidden], which may be overwritten."""
+        """Compute the layer for embeddings x [T, hidden] and hidden states `residual`, which it may overwrite."""
         assert residual is not None
         normed = self.hidden_norm(PartialSum(residual)).tensor()
         both = torch.cat((self.input_layernorm(x).tensor(), normed), -1)
@@ -29,7 +29,7 @@ class FusedEagle3Layer(FusedDecoderLayer):
 
 
 class FusedEagle3Head(Fused):
-    """Replaces `Eagle3Head.forward`. It may overwrite the hidden states that it is given."""
+    """Replaces `Eagle3Head.forward`. This form may overwrite the argument `hidden_states`."""
 
     what = "the last sum with the residual"
 

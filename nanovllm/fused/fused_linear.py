@@ -1,4 +1,4 @@
-"""Linear layers with the norm before them, the activation after them, and the sum that their results are part of."""
+"""Linear layers fused with the norm before them, the activation after them, and the sum of their partial results."""
 
 from functools import partial
 from typing import Any
@@ -21,10 +21,10 @@ def split_linear(
     split_k: int = 1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `linear` -> [T, outputs], or with split_k > 1 parts [split_k, T, outputs], whose sum is the result.
+    """Compute `linear` [T, outputs]. With split_k > 1, return parts [split_k, T, outputs] whose sum is the result.
 
-    `split_k` must come from `best_split_k`, which is always 1 for this definition. `out` [split_k, T, outputs] receives
-    the result.
+    `split_k` must come from `best_split_k`, which always returns 1 for this definition. `out` [split_k, T, outputs]
+    receives the result.
     """
     if out is None:
         return linear(x, weight, bias)
@@ -35,19 +35,22 @@ def split_linear(
 def norm_linear(
     x: NormInput, weight: torch.Tensor, bias: torch.Tensor | None = None, act: SiluAndMul | None = None
 ) -> torch.Tensor:
-    """Compute `linear` of the norm x [T, inputs], and the activation. The activation may return another format."""
+    """Compute `linear` of the norm x [T, inputs], then the activation, which may return quantized rows."""
     y = linear(x.tensor(), weight, bias)
     return y if act is None else act(y)
 
 
 @operation
 def best_split_k(x: torch.Tensor, weight: torch.Tensor, max_split_k: int) -> int:
-    """Return the best number of parts, up to `max_split_k`, into which `split_linear` should split the matmul."""
+    """Return the best split_k for `split_linear`, at most `max_split_k`."""
     return 1
 
 
 class WeightFormat:
-    """How a fused form multiplies by a weight: here in the dtype of the activations. quantization/ has others."""
+    """The way in which a fused form multiplies by a weight: here, in the activations' dtype.
+
+    quantization/ has formats for 8-bit weights.
+    """
 
     def linear(self, layer: LinearBase, x: Any, bias=None, split_k: int = 1, out=None) -> torch.Tensor:
         """Compute `split_linear` with this layer's weight."""
@@ -62,9 +65,9 @@ class WeightFormat:
         return best_split_k(x, layer.weight, max_split_k)
 
     def factors(self, layer: LinearBase, x: NormInput) -> tuple[Any, torch.Tensor, torch.Tensor | None] | None:
-        """Return the operands for other kernels: rows, the weight, and scales if both are in FP8 (else None).
+        """Return the operands for other kernels: (rows, weight, scales). Without FP8, scales is None.
 
-        None if only `linear` can multiply by this weight.
+        Return None if only `linear` can multiply by this weight.
         """
         return (x.tensor(), layer.weight, None) if type(self) is WeightFormat else None
 
@@ -73,22 +76,22 @@ UNQUANTIZED = WeightFormat()  # has no state
 
 
 def set_format(layer: LinearBase) -> None:
-    """Set the format of a layer, unless quantization has replaced `multiply`, or the layer has its own."""
+    """Set the format of a layer, unless quantization or the layer's class has replaced `multiply`."""
     if type(layer).multiply is LinearBase.multiply:
         layer.format = UNQUANTIZED  # type: ignore[assignment]
 
 
 def are_known(*layers: nn.Module, output: nn.Module | None = None) -> bool:
-    """Whether forms can multiply by these layers: their `forward` is plain, and they have a format.
+    """Return whether forms can multiply by these layers: their `forward` must be plain, and they must have a format.
 
-    The results of the layer `output` are summed over the ranks, so it must be a plain RowParallelLinear.
+    The results of the layer `output` are summed over the ranks, so `output` must be a plain RowParallelLinear.
     """
     forwards = [(layer, LinearBase.forward) for layer in layers]
     forwards += [] if output is None else [(output, RowParallelLinear.forward)]
     return all(type(layer).forward is forward and hasattr(layer, "format") for layer, forward in forwards)
 
 
-# the forwards of SwiGLU activations, which kernels compute together with the matmul before; quantization adds its own
+# the `forward` functions of SwiGLU activations, which kernels fuse with the preceding matmul; quantization adds another
 SWIGLU = {SiluAndMul.forward}
 
 
@@ -104,9 +107,9 @@ def product(layer: Any, x: NormInput, act: nn.Module | None = None) -> Any:
 
 
 def partial_sum(layer: Any, x: Any) -> PartialSum:
-    """Return the output of a RowParallelLinear as a sum over the ranks, whose parts the next norm adds.
+    """Return the output of a RowParallelLinear as a sum over the ranks. The next norm adds the parts of the sum.
 
-    For a small batch, a rank may also split its own matmul into parts (split-K), if this is faster.
+    For a small batch, a rank may also split its matmul into parts (split-K), if this is faster.
     """
     bias = layer.bias if layer.tp.rank == 0 else None  # the sum over ranks must contain it once
     num_rows, split_k = len(x), 1

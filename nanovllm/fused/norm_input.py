@@ -1,4 +1,4 @@
-"""Norms that are not computed yet: the layer that reads one may compute it in one kernel with its matmul."""
+"""Deferred norms: the layer that reads a norm may compute it in one kernel with its matmul."""
 
 import torch
 
@@ -11,13 +11,13 @@ from nanovllm.utils.partial_sum import PartialSum
 def add_rms_norm(
     x: PartialSum, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm of x + residual, and x + residual, both [T, N]. The sum may overwrite the residual."""
+    """Return the norm of x + residual, and the sum itself, both [T, N]. The sum may overwrite the residual."""
     total = x.reduce() if residual is None else residual.add_(x.reduce())
     return rms_norm(total, weight, eps), total
 
 
 class NormInput:
-    """The norm of x + residual, [T, N]. The layer that reads it may compute it in one kernel with its matmul."""
+    """A deferred norm of x + residual [T, N]. The layer that reads it may compute it in one kernel with its matmul."""
 
     __slots__ = ("device", "eps", "normed", "residual_before", "total", "weight", "x")
 
@@ -32,7 +32,7 @@ class NormInput:
         return len(self.x)
 
     def tensor(self) -> torch.Tensor:
-        """Return the norm [T, N]. Computes it at the first call."""
+        """Return the norm [T, N]. The first call computes it."""
         if self.normed is None:
             x, residual = (self.x, self.residual_before) if self.total is None else (PartialSum(self.total), None)
             self.normed, self.total = add_rms_norm(x, residual, self.weight, self.eps)
@@ -40,13 +40,13 @@ class NormInput:
 
     @property
     def residual(self) -> torch.Tensor:
-        """x + residual [T, N]: the residual of the next norm. It may have overwritten the old residual."""
+        """The residual of the next norm: x + residual [T, N]. It may have overwritten the old residual."""
         if self.total is None:
             self.tensor()
         return self.total
 
     def summands(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Return x, and the residual to add or None. Return only None if x is still a sum of parts."""
+        """Return (x, residual to add or None), or just None if x is still a sum of parts."""
         if self.total is not None:
             return self.total, None
         return None if self.x.tensor is None else (self.x.tensor, self.residual_before)

@@ -141,7 +141,7 @@ def add_noise(
 
 
 def token_keys(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Return int64 keys that order tokens by their float32 logits, and tokens with equal logits by descending id.
+    """Return int64 keys that order tokens by their float32 logits. Of equal logits, the lower id has the larger key.
 
     The high word of a key has the order of the logits. The low word is ~token_id.
     """
@@ -179,8 +179,8 @@ def logit_cutoffs(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     """Return the smallest of the `token_keys` that min-p, top-k and top-p keep in each row: [S] int64.
 
     Tokens are filtered in descending order of their keys. min-p keeps the tokens that are likely enough, and top-k
-    keeps the first k of them. After renormalization, top-p keeps the fewest whose probabilities reach top_p. Greedy
-    rows and rows without filters get KEEPS_ALL.
+    keeps the first k of them. After renormalization, top-p keeps the fewest tokens whose probabilities add up to top_p.
+    Greedy rows and rows without filters get KEEPS_ALL.
     """
     out = torch.full((len(logits),), KEEPS_ALL, dtype=torch.int64, device=logits.device)
     if not (rows.params[:, FILTERS] != _NO_FILTERS.to(logits.device)).any():

@@ -1,25 +1,25 @@
 """Finds the model family of a checkpoint, and reads the checkpoint's shape.
 
-A family is a module here, named as its `model_type` in config.json, and imported when it is used. Its class is named as
-the architecture in transformers: `qwen3_moe` has `Qwen3MoeForCausalLM`. The class is constructed as `cls(config)`, with
-a ModelConfig whose `max_position_embeddings` is the longest sequence of the engine. CONTRIBUTING.md shows how to add a
-family. The class has:
+A family is a module here, named like its `model_type` in config.json, and imported when it is used. Its class is named
+like the architecture in transformers: `qwen3_moe` contains `Qwen3MoeForCausalLM`. The class is constructed as
+`cls(config)`, with a ModelConfig whose `max_position_embeddings` is the engine's longest sequence. CONTRIBUTING.md
+shows how to add a family. The class has:
 
-- `read_config(raw, file)`: the family's fields of ModelConfig, as a dict, from the content of config.json. ValueError
-  that names `file` for a model that the class can't compute
-- `hidden_acts`: the values of `hidden_act` in config.json that the class computes
+- `read_config(raw, file)`: returns the family's fields of ModelConfig, as a dict, from the content of config.json.
+  Raises a ValueError that names `file` if the class does not support the model
+- `hidden_acts`: supported values of `hidden_act` in config.json
 - `packed_modules_mapping`: a checkpoint's module -> (the merged module that holds it, its shard id there)
 - `config`, and `lm_head`, a ParallelLMHead
-- `model`, or `model.language_model`, with an `nn.ModuleList` of `layers`: a start on CUDA runs a few of them
+- `model`, or `model.language_model`, with an `nn.ModuleList` of `layers`, of which startup on CUDA runs a few
 - `forward(token_ids, positions)`: [T] each -> hidden states [T, hidden_size]
 - `compute_logits(hidden_states)`: logits [S, vocabulary]
 
 It may have:
 
-- `layer_types`: the values in config.json's `layer_types` that the class computes; default: `full_attention`
-- `defaults`: values of entries that may be absent in config.json, or in its `text_config`
-- `unused_prefixes`: prefixes of names of tensors that the class ignores
-- `may_be_nested`: whether checkpoints with images exist, whose text model the class computes
+- `layer_types`: supported values in config.json's `layer_types`; default: `full_attention`
+- `defaults`: values of entries that may be absent in config.json or its `text_config`
+- `unused_prefixes`: name prefixes of tensors that the class ignores
+- `may_be_nested`: whether the class also computes the text model of checkpoints with images
 
 Layers find their rank and the dtype of their weights in utils/construction.py.
 """
@@ -56,9 +56,9 @@ MODELS |= {
 
 
 def find_model_type(raw: dict, file: Path) -> str:
-    """The key of MODELS for a config.json: its `model_type`, or the key for its `architectures`.
+    """Return the key in MODELS for a config.json: its `model_type`, or the key for its `architectures`.
 
-    ValueError if MODELS has neither.
+    Raises ValueError if neither is supported.
     """
     if (model_type := str(raw.get("model_type"))) in MODELS:
         return model_type
@@ -72,14 +72,14 @@ def model_class(model_type: str) -> type:
 
 
 def make_model(config: "ModelConfig", max_len: int, tp: TensorParallel = TensorParallel()) -> nn.Module:
-    """A rank's model for sequences of up to `max_len` tokens, on the default device, without weights."""
+    """Make a rank's model for sequences of up to `max_len` tokens, on the default device, without loading weights."""
     with constructing(tp, config.dtype, config.quantization is not None):
         return model_class(config.model_type)(replace(config, max_position_embeddings=max_len))
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a checkpoint, read from its `config.json` as transformers 4 or 5 wrote it."""
+    """The shape of a checkpoint, from a `config.json` written by transformers 4 or 5."""
 
     model_type: str  # a key of MODELS
     vocab_size: int
@@ -89,29 +89,29 @@ class ModelConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    max_position_embeddings: int  # the longest sequence; a rope type may have extended the value in config.json
+    max_position_embeddings: int  # the longest sequence; a rope type may extend the value in config.json
     rms_norm_eps: float
     tie_word_embeddings: bool
     dtype: torch.dtype
     rope_inv_freq: tuple[float, ...]  # angle per position, for each pair of rotated numbers of a head
     rope_scale: float  # a factor of cos and sin (YaRN)
     eos_token_ids: frozenset[int]
-    # fields that `read_config` of a family's class sets
+    # fields set by `read_config` of a family's class
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     sliding_window: int | None = None  # how many tokens a token attends to, including itself
     moe: Any = None  # MoEConfig of moe/, if there are layers with a mixture of experts
-    attention_fraction: float = 1.0  # fraction of the layers that attend to all tokens
-    hybrid: Any = None  # HybridConfig of delta_net/, if there are layers with a state
-    quantization: Any = None  # formats of the linear layers' weights: see quantization/
-    details: Any = None  # what only one family reads
+    attention_fraction: float = 1.0  # of the layers, the fraction that attends to all tokens
+    hybrid: Any = None  # HybridConfig of delta_net/, if there are layers that keep a state
+    quantization: Any = None  # weight formats of linear layers: see quantization/
+    details: Any = None  # for a single family
 
     @classmethod
     def read(cls, folder: Path, quantization: str | None = None, raw: dict | None = None) -> "ModelConfig":
-        """Read the config.json in `folder`, or its content `raw`; `quantization` is the setting of this name.
+        """Read the config.json in `folder`, or its content `raw`. `quantization` is the setting of this name.
 
-        ValueError or TypeError that names the file if it is invalid, or if the model is not supported.
+        Raises a ValueError or TypeError that names the file if it is invalid or the model is not supported.
         """
         file = folder / "config.json"
         raw = raw or read_json(file)
@@ -168,7 +168,7 @@ class ModelConfig:
 
     @property
     def layer_operations(self) -> int:
-        """The operations of one layer's matmuls for one token; the mean if layers differ."""
+        """The operations of a layer's matmuls for one token, or their mean if layers differ."""
         queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         feed_forward = 3 * self.intermediate_size
         if self.moe:
@@ -179,25 +179,25 @@ class ModelConfig:
 
     @property
     def context_of_equal_cost(self) -> float:
-        """How long a context is when attention to it takes as much time as a layer's matmuls.
+        """The context length at which attention takes as much time as a layer's matmuls.
 
-        Attention reaches about two thirds of the operations per second of matmuls.
+        Attention computes about two thirds as many operations per second as matmuls.
         """
         return self.layer_operations / (4 * self.num_attention_heads * self.head_dim * self.attention_fraction * 1.5)
 
 
 def read_rope(raw: dict, head_dim: int, file: Path) -> tuple[tuple[float, ...], float, int]:
-    """Inverse frequencies, the scale of cos and sin, and the longest sequence.
+    """Return inverse frequencies, the scale of cos and sin, and the longest sequence.
 
-    Transformers 5 writes them to `rope_parameters`, older versions to `rope_theta` and `rope_scaling`. `rope_scaling`
-    overrides `rope_parameters`, because users add it to enable a longer context.
+    Transformers 5 writes their parameters to `rope_parameters`, and older versions to `rope_theta` and `rope_scaling`.
+    `rope_scaling` overrides `rope_parameters`, because users add it to enable longer contexts.
     """
     rope = {name: raw[name] for name in ("rope_theta", "partial_rotary_factor") if raw.get(name) is not None}
     for name in ("rope_parameters", "rope_scaling"):
         entries = raw.get(name) or {}
         if not isinstance(entries, dict):
             raise TypeError(f"{file}: {name}={entries!r:.80}: must be an object")
-        entries = entries.get("full_attention") or entries  # other kinds of layers may have separate entries
+        entries = entries.get("full_attention") or entries  # other layer types may have separate entries
         kind = entries.get("rope_type") or entries.get("type")
         rope |= {name: value for name, value in (entries | {"rope_type": kind}).items() if value is not None}
     theta = rope.pop("rope_theta", 10000.0)
@@ -210,7 +210,7 @@ def read_rope(raw: dict, head_dim: int, file: Path) -> tuple[tuple[float, ...], 
 
 
 def _eos_token_ids(file: Path, raw: dict, vocab_size: int) -> frozenset[int]:
-    """The end-of-sequence ids in `file`."""
+    """Return the end-of-sequence ids in `file`."""
     ids = raw.get("eos_token_id")
     ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
     try:
@@ -223,7 +223,7 @@ def _eos_token_ids(file: Path, raw: dict, vocab_size: int) -> frozenset[int]:
 
 
 def dtype_in_use(wanted: str | torch.dtype, stored: torch.dtype, device: str, folder: Path) -> tuple[torch.dtype, str]:
-    """The dtype for the setting `dtype` and the checkpoint in `folder`, and for "auto" the reason of the choice."""
+    """Return the dtype for the setting `dtype` and the checkpoint in `folder`, and for "auto" the reason."""
     if wanted != "auto":
         name = str(wanted).removeprefix("torch.")
         check_choice("dtype", name, ("auto", *DTYPES))
@@ -237,21 +237,21 @@ def dtype_in_use(wanted: str | torch.dtype, stored: torch.dtype, device: str, fo
 
 
 def cpu_multiplies(dtype: torch.dtype) -> bool:
-    """Whether the CPU has instructions for matmuls in a 16-bit dtype, and PyTorch uses them.
+    """Return whether the CPU has instructions for matmuls in a 16-bit dtype, and PyTorch uses them.
 
-    Emulated matmuls take up to seven times as long as float32. Only with a single row are they as fast, or faster if
+    Emulated matmuls take up to seven times as long as float32 matmuls. With a single row they are as fast, or faster if
     memory is slow.
     """
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.float16:
         return torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    # PyTorch says yes for every CPU with AVX-512; for other architectures its answer is right
+    # PyTorch returns True for every CPU with AVX-512; on other architectures, its answer is right
     is_x86 = torch.cpu._is_avx2_supported()
     return torch.ops.mkldnn._is_mkldnn_bf16_supported() and (not is_x86 or torch.cpu._is_avx512_bf16_supported())
 
 
 def cpu_memory() -> int:
-    """How many bytes of memory this process may use: the machine's memory, or the container's limit if it is lower."""
+    """Return how many bytes this process may use: the machine's memory, or the container's limit if it is lower."""
     limits = [file.read_text().strip() for file in MEMORY_LIMITS if file.is_file()]  # a number, or "max"
     return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *(int(x) for x in limits if x.isdigit())])

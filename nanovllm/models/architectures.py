@@ -6,7 +6,7 @@ from nanovllm.models import MODELS, model_class
 
 
 def find_by_architecture(raw: dict, file: Path) -> str:
-    """The key of MODELS for a config.json's text model, or for its `architectures`; ValueError if none is known."""
+    """Return the key in MODELS for a config.json's text model or `architectures`. Raises ValueError if unknown."""
     model_type, architectures = raw.get("model_type"), raw.get("architectures") or ()
     text = raw.get("text_config")
     text_type = text.get("model_type") if isinstance(text, dict) else None

@@ -18,7 +18,7 @@ from nanovllm.utils.stored_otherwise import IMAGE_PREFIXES
 
 
 class GeluAndMul(nn.Module):
-    """[T, 2n] -> [T, n]: GELU (tanh approximation) of the first half times the second (arXiv:2002.05202)."""
+    """Multiplies GELU (tanh approximation) of the first half by the second: [T, 2n] -> [T, n] (arXiv:2002.05202)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = x.chunk(2, -1)
@@ -46,7 +46,7 @@ class Gemma3DecoderLayer(nn.Module):
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As Qwen3DecoderLayer: the layer's output is the sum of what it returns."""
+        """Return (x, residual), as Qwen3DecoderLayer does. The layer's output is x + residual."""
         if residual is None:
             x, residual = self.input_layernorm(hidden_states), hidden_states
         else:
@@ -59,7 +59,7 @@ class Gemma3DecoderLayer(nn.Module):
 class Gemma3ForCausalLM(WindowsForCausalLM):
     may_be_nested, unused_prefixes = True, IMAGE_PREFIXES
     hidden_acts = ("gelu_pytorch_tanh",)
-    # what is absent has the value that transformers gives it
+    # transformers' defaults
     defaults: ClassVar = {
         "hidden_act": "gelu_pytorch_tanh",
         "head_dim": 256,
@@ -100,5 +100,5 @@ class Gemma3ForCausalLM(WindowsForCausalLM):
         fields = read_windows(raw, file, 6, raw.get("rope_local_base_freq", 1e4))
         fields["details"] = fields["details"]._replace(scale=scalar**-0.5)
         bias = raw.get("attention_bias", False)
-        # the length is that of the scaled rotary embedding already
+        # this length already includes the scaling of the rotary embedding
         return {"qkv_bias": bias, "o_bias": bias, "max_position_embeddings": raw["max_position_embeddings"], **fields}

@@ -1,4 +1,4 @@
-"""GLM-4-0414: a Llama with norms before and after attention and MLP; RoPE rotates adjacent numbers of half a head."""
+"""GLM-4-0414: a Llama with norms before and after attention and MLP. RoPE rotates adjacent pairs in half of a head."""
 
 from pathlib import Path
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Granite: a Llama with a factor each for embeddings, attention scores, residual branches and logits."""
+"""Granite: a Llama with separate factors for embeddings, attention scores, residual branches and logits."""
 
 from pathlib import Path
 from typing import NamedTuple

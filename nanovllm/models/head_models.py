@@ -1,7 +1,7 @@
 """Draft heads: a decoder layer that continues a model's hidden states.
 
-Row p of a head takes a hidden state of position p and the embedding of the token at position p + 1. It predicts the
-token at position p + 2, and a hidden state that replaces the model's at position p + 1.
+Row p of a head reads the hidden state at position p and the embedding of the token at position p + 1. It predicts the
+token at position p + 2, and a hidden state that replaces the model's hidden state at position p + 1.
 """
 
 from pathlib import Path
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class PagedHidden(NamedTuple):
-    """The cache spec of hidden states: one row per token, in the same blocks as its keys and values."""
+    """The cache spec of hidden states: a row per token, in the same blocks as its keys and values."""
 
     size: int
     of_states = False
 
     def tensors(self, num_layers: int, num_blocks: int, config: "Config") -> tuple[torch.Tensor, ...]:
-        """The shape has one block more, whose last slot, -1, is for padding."""
+        """Add a block, whose last slot (-1) is for padding."""
         shape = 1, num_layers, num_blocks + 1, config.kvcache_block_size, self.size
         return (torch.empty(shape, dtype=config.dtype, device="meta"),)
 
@@ -38,7 +38,7 @@ class PagedHidden(NamedTuple):
 
 
 class HiddenStates(nn.Module):
-    """The hidden states of the model's tokens that a head reads, by cache slot."""
+    """Caches the model's hidden states for a head to read, by cache slot."""
 
     cache: torch.Tensor | None = None  # [slots, size]
 
@@ -72,7 +72,7 @@ class Eagle3Layer(Qwen3DecoderLayer):
 
 class Eagle3Head(nn.Module):
     """The head of Li et al., "EAGLE-3: scaling up inference acceleration of large language models via training-time
-    test" (2025). It reads three hidden states of the model per token, and has logits for a part of the vocabulary.
+    test" (2025). It reads three of the model's hidden states per token, and computes logits for part of the vocabulary.
     """
 
     packed_modules_mapping: ClassVar = Qwen3ForCausalLM.packed_modules_mapping
@@ -92,18 +92,18 @@ class Eagle3Head(nn.Module):
         self.register_buffer("token_ids", torch.arange(config.draft_vocab_size))  # of the columns of `lm_head`
 
     def forward(self, embeddings: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """T rows -> hidden states [T, hidden_size] that replace the model's at the next positions."""
+        """T rows -> hidden states [T, hidden_size], which replace the model's hidden states at the next positions."""
         x, residual = self.layers[0](positions, embeddings, hidden_states)
         return residual + x
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Hidden states [S, hidden_size] -> logits of the model's vocabulary, -inf for tokens that the head lacks."""
+        """Hidden states [S, hidden_size] -> logits for the model's vocabulary, -inf for tokens that the head lacks."""
         logits = self.lm_head(self.norm(hidden_states))
         all_logits = logits.new_full((len(logits), self.config.layer.vocab_size), -torch.inf)
         return all_logits.index_copy_(1, self.token_ids, logits)
 
     def map_vocabulary(self, offsets: torch.Tensor, folder: Path) -> None:
-        """Map token i of the head to token i + offsets[i] of the model. ValueError that names `folder` if invalid."""
+        """Map the head's token i to the model's token i + offsets[i]. If invalid, raise ValueError naming `folder`."""
         size, vocab_size = self.config.draft_vocab_size, self.config.layer.vocab_size
         if offsets.shape != (size,):
             raise ValueError(f"{folder}: d2t: the checkpoint has shape {list(offsets.shape)}, the model needs [{size}]")
@@ -114,10 +114,10 @@ class Eagle3Head(nn.Module):
 
 
 class MtpHead(nn.Module):
-    """The head in checkpoints of Qwen3.5 and Qwen3-Next ("multi-token prediction").
+    """The draft head in checkpoints of Qwen3.5 and Qwen3-Next ("multi-token prediction").
 
-    It is one more layer with full attention after the model's last hidden states. It uses the model's embedding and
-    output head.
+    It is a layer with full attention after the model's last hidden states. It uses the model's embedding and output
+    head.
     """
 
     packed_modules_mapping: ClassVar = Qwen3ForCausalLM.packed_modules_mapping
@@ -135,7 +135,7 @@ class MtpHead(nn.Module):
         self.norm = ZeroCenteredRMSNorm(size, config.rms_norm_eps)
 
     def forward(self, embeddings: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """T rows -> hidden states [T, hidden_size] that replace the model's last ones at the next positions."""
+        """T rows -> hidden states [T, hidden_size], which replace the model's last ones at the next positions."""
         normed = self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden_states)
         x, residual = self.layers[0](positions, self.fc(torch.cat(normed, -1)), None)
         return self.norm(x, residual)[0]

@@ -1,6 +1,6 @@
-"""Hybrid decoders: most layers keep a state (gated delta rule), and the others have gated attention.
+"""Hybrid decoders: most layers keep a state (gated delta rule), and the other layers have gated attention.
 
-The families are subclasses. They differ in how checkpoints store the projections, and in the feed-forward layers.
+Each family is a subclass. Families differ in their feed-forward layers, and in how checkpoints store projections.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 
 
 class GatedAttention(Qwen3Attention):
-    """Attention whose heads are multiplied by the sigmoid of a gate, which is one more part of the qkv projection."""
+    """Attention whose heads are multiplied by the sigmoid of a gate. The qkv projection also computes the gate."""
 
     def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding):
         super().__init__(config, rotary_emb)
@@ -44,9 +44,9 @@ class GatedAttention(Qwen3Attention):
 class SharedExpertMoE(MoE):
     """A mixture of experts, and a shared expert that every token uses.
 
-    If the shared expert has the shape of the others, it is stacked with them, and its gate with the router, except with
-    expert parallelism or quantization. Its parameters are then views of the stacked weights, through which they are
-    loaded.
+    If the shared expert has the shape of the other experts, it is stacked with them, and its gate with the router. Its
+    parameters are then views, through which the stacked weights are loaded. Expert parallelism and quantization prevent
+    stacking.
     """
 
     def __init__(self, config: ModelConfig):
@@ -91,7 +91,7 @@ class HybridLayer(nn.Module):
 
 
 class NestedModel(nn.Module):
-    """Nests a decoder under the name `language_model`, which it has in checkpoints with several parts."""
+    """Nests a decoder under its name in checkpoints with several parts, `language_model`."""
 
     def __init__(self, language_model: nn.Module):
         super().__init__()
@@ -124,7 +124,7 @@ class HybridForCausalLM(Qwen3ForCausalLM):
 
     @staticmethod
     def delta_net_weights(heads: DeltaHeads, tp: TensorParallel) -> tuple[list, list]:
-        """Where a rank's parts of [q, k, v, z] and of [b, a] are in a checkpoint: see ScatteredColumnParallelLinear."""
+        """Locate a rank's parts of [q, k, v, z] and [b, a] in a checkpoint: see ScatteredColumnParallelLinear."""
         raise NotImplementedError
 
     @classmethod

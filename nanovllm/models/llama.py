@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and models stored in their format: Qwen3 without norms of queries and keys."""
+"""Llama 2 and 3, and models stored in their format. They are Qwen3 without norms of queries and keys."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ class LlamaForCausalLM(Qwen3ForCausalLM):
 
     @staticmethod
     def read_config(raw: dict, file: Path) -> dict:
-        # more than 1 splits matmuls, to round as in training
+        # more than 1 means to split matmuls, so that they round as in training
         check_choice(f"{file}: pretraining_tp", raw.get("pretraining_tp") or 1, (1,))
         bias = raw.get("attention_bias", False)
         return {"qkv_bias": bias, "o_bias": bias, "mlp_bias": raw.get("mlp_bias", False)}

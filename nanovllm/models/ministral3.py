@@ -1,4 +1,4 @@
-"""Ministral 3: a Llama whose queries grow with their position, so that attention stays sharp in long contexts."""
+"""Ministral 3: a Llama that scales queries up with their position, so that attention stays sharp in long contexts."""
 
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -21,7 +21,7 @@ class QueryScale(NamedTuple):
 
 
 class ScaledRotaryEmbedding(nn.Module):
-    """A rotary embedding, and then the scale of queries."""
+    """Applies a rotary embedding, then scales queries."""
 
     def __init__(self, rotary_emb: RotaryEmbedding, scale: QueryScale):
         super().__init__()

@@ -1,4 +1,4 @@
-"""OLMo 3: norms after attention and MLP, norms of whole rows of q and k, windows in three of four layers."""
+"""OLMo 3: norms after attention and MLP, norms over whole rows of q and k, and windows in three of four layers."""
 
 from pathlib import Path
 
@@ -15,10 +15,10 @@ from nanovllm.utils.loader import Shard, parameter
 
 
 class RowRMSNorm(nn.Module):
-    """The norm over all heads of a row. Each rank has some of the heads, and the ranks add up the squares."""
+    """The norm over all heads of a row. Each rank holds some of the heads, and the squares are summed over ranks."""
 
     def __init__(self, num_heads: int, head_dim: int, eps: float):
-        """num_heads: of all ranks together."""
+        """num_heads: the total of all ranks."""
         super().__init__()
         self.tp = get_construction().tp
         self.heads, self.size, self.eps = self.tp.for_heads(num_heads), num_heads * head_dim, eps
@@ -55,7 +55,7 @@ class Olmo3DecoderLayer(nn.Module):
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As Qwen3DecoderLayer: the layer's output is the sum of what it returns."""
+        """Return (x, residual), as Qwen3DecoderLayer does. The layer's output is x + residual."""
         x = hidden_states if residual is None else hidden_states + residual
         x = x + self.post_attention_layernorm(self.self_attn(positions, x))
         return self.post_feedforward_layernorm(self.mlp(x)), x

@@ -1,9 +1,9 @@
-"""Qwen3, dense. Other families are described by how they differ from it.
+"""Qwen3, dense. Other families are described by their differences from Qwen3.
 
 Shapes: T is the number of tokens of a step, with all its sequences concatenated. With several ranks, `num_heads`,
-`num_kv_heads` and the intermediate size of tensors are per rank, and hidden states are the same on all ranks.
+`num_kv_heads` and the intermediate size of tensors are per rank. Hidden states are equal on all ranks.
 
-On CUDA, fused versions replace these forwards (fused/). They compute the same, except for rounding.
+On CUDA, fused versions replace these forwards (fused/). Their results differ only by rounding.
 """
 
 from pathlib import Path
@@ -71,9 +71,9 @@ class Qwen3DecoderLayer(nn.Module):
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (x, residual). The layer's output is x + residual; the next norm adds them.
+        """Return (x, residual). The layer's output is x + residual, which the next norm adds.
 
-        The residual is None in the first layer. The next layer may overwrite it.
+        `residual` is None in the first layer. The next layer may overwrite the returned residual.
         """
         if residual is None:
             hidden_states, residual = self.input_layernorm(hidden_states), hidden_states
@@ -101,7 +101,7 @@ class Qwen3Model(nn.Module):
 
 
 class Qwen3ForCausalLM(nn.Module):
-    hidden_acts: ClassVar = ("silu",)  # values of `hidden_act` in config.json that the class computes
+    hidden_acts: ClassVar = ("silu",)  # supported values of `hidden_act` in config.json
     # a checkpoint's module -> (the merged module that holds it, its shard id there)
     packed_modules_mapping: ClassVar = {
         "q_proj": ("qkv_proj", "q"),
@@ -123,7 +123,7 @@ class Qwen3ForCausalLM(nn.Module):
 
     @classmethod
     def make_layer(cls, config: ModelConfig, layer_index: int, rotary_emb: RotaryEmbedding) -> nn.Module:
-        """Other families override this method, `make_attention` or `make_mlp`."""
+        """Make a layer. Other families override this method, `make_attention` or `make_mlp`."""
         return Qwen3DecoderLayer(config, cls.make_attention(config, rotary_emb), cls.make_mlp(config, layer_index))
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Qwen3.5 and 3.6, dense: the text model of checkpoints with or without a vision part."""
+"""Qwen3.5 and 3.6, dense: the text model in checkpoints with or without a vision part."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""Qwen3-Next: mixtures of experts with a shared expert, and projections interleaved by key heads."""
+"""Qwen3-Next: a hybrid with mixtures of experts, a shared expert, and projections interleaved by key heads."""
 
 from itertools import accumulate, chain, pairwise
 from typing import ClassVar
@@ -26,9 +26,9 @@ class Qwen3NextForCausalLM(HybridForCausalLM):
 
 
 def _interleaved(sizes: tuple[int, ...], num_heads: int, tp: TensorParallel) -> tuple[int, tuple[range, ...]]:
-    """(number of rows, this rank's ranges of rows) of a weight that stores rows of all kinds for each key head.
+    """Return the row count and this rank's row ranges of a weight that stores rows of all kinds for each key head.
 
-    `sizes` has the number of rows of each kind per head. The ranges are ordered by kind, then by head.
+    `sizes` contains the number of rows of each kind per head. The ranges are ordered by kind, then by head.
     """
     starts = [head * sum(sizes) for head in range(num_heads)[tp.local_slice(num_heads)]]
     bounds = pairwise(accumulate(sizes, initial=0))

@@ -11,7 +11,7 @@ from nanovllm.utils.checks import check_int
 
 
 class NoRope(nn.Module):
-    """In the place of a RotaryEmbedding."""
+    """Replaces a RotaryEmbedding, and does nothing."""
 
     def forward(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return q, k

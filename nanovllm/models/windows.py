@@ -1,4 +1,4 @@
-"""Families in which some layers attend to a window, with rotary embeddings of their own."""
+"""Families in which some layers attend to a window, with separate rotary embeddings."""
 
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -12,7 +12,7 @@ from nanovllm.utils.checks import check_int
 class Windows(NamedTuple):
     """`ModelConfig.details` of these families."""
 
-    sizes: tuple[int | None, ...]  # of each layer: how many tokens a token attends to; None: all
+    sizes: tuple[int | None, ...]  # for each layer, how many tokens a token attends to; None: all
     rope: tuple[tuple[float, ...], float]  # `rope_inv_freq` and `rope_scale` of layers with a window
     scale: float | None = None  # of scores, in all layers; None is 1 / sqrt(head_dim)
 
@@ -31,10 +31,10 @@ class WindowsForCausalLM(Qwen3ForCausalLM):
 
 
 def read_windows(raw: dict, file: Path, interval: int, local_theta: float | None = None) -> dict:
-    """The fields of ModelConfig for layers with a window of `sliding_window` tokens.
+    """Return the fields of ModelConfig for layers with a window of `sliding_window` tokens.
 
     Without `layer_types`, as in older checkpoints, every `interval`-th layer attends to all tokens. Layers with a
-    window have the theta of config.json, or `local_theta`, and are not scaled: `rope_scaling` is for the others.
+    window use `local_theta`, or config.json's theta. `rope_scaling` does not apply to them.
     """
     num_layers = raw["num_hidden_layers"]
     interval = check_int(f"{file}: sliding_window_pattern", raw.get("sliding_window_pattern", interval), low=1)

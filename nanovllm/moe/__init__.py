@@ -1,1 +1,1 @@
-"""Mixtures of experts: a layer that replaces a feed-forward layer, its configuration, and how its weights load."""
+"""Mixture-of-experts layers, which replace feed-forward layers: modules, configuration and weight loading."""

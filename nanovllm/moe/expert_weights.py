@@ -1,4 +1,4 @@
-"""Loads the weights of experts from checkpoints that have a tensor for each expert instead of stacked tensors."""
+"""Loading of experts from checkpoints that have one tensor per expert instead of stacked tensors."""
 
 from collections.abc import Callable, Collection
 from functools import partial
@@ -7,9 +7,9 @@ from torch import nn
 
 
 def split_experts(loaders: dict[str, tuple[Callable, list[int]]], model: nn.Module, stored: Collection[str]) -> None:
-    """Replace loaders of stacked experts by loaders of each expert's tensors, if the checkpoint has no stacked tensors.
+    """If a checkpoint has no stacked experts, replace their loaders with loaders for the tensors of single experts.
 
-    `loaders` is the result of `weight_loaders`; `stored` are the names of the tensors in the checkpoint.
+    `loaders` is the result of `weight_loaders`. `stored` contains the names of the checkpoint's tensors.
     """
     for path, experts in model.named_modules():
         if not hasattr(experts, "tensors_of_experts"):

@@ -21,10 +21,10 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the experts of each token from logits [T, experts].
 
-    Return weights [T, top_k + num_shared] float32, and expert ids of the same shape. First come the `top_k` chosen
-    experts: their weights are the largest values of the softmax over all experts except the last `num_shared`. With
-    `renormalize`, these weights add up to 1. If logits are equal, the lower expert id comes first. Then come the shared
-    experts, whose weights are the sigmoids of their logits.
+    Return weights [T, top_k + num_shared] float32, and expert ids of the same shape. The `top_k` chosen experts come
+    first. Their weights are the largest values of the softmax over all experts except the last `num_shared`. With
+    `renormalize`, these weights add up to 1. If logits are equal, the lower expert id comes first. The shared experts
+    come last. Their weights are the sigmoids of their logits.
     """
     logits, gates = logits.float().tensor_split((logits.shape[1] - num_shared,), 1)
     expert_ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
@@ -38,28 +38,28 @@ def route(
 
 
 class ExpertsFormat:
-    """How `Experts` store and multiply weights: here in the dtype of the activations. quantization/ has others."""
+    """The format of the weights of `Experts`: here, the dtype of the activations. quantization/ has 8-bit formats."""
 
-    # end of the name of a checkpoint's tensor of one expert -> suffix of the stacked parameter that holds it
+    # suffix of a checkpoint's tensor of one expert -> suffix of the stacked parameter that contains it
     suffixes: ClassVar = {"weight": ""}
     is_scaled = False  # whether `stacks` have scales
     quantizes_activations = False  # whether steps with many tokens quantize activations
 
     def weight(self, experts: "Experts", name: str, index: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return one expert's weight as a matrix of this dtype."""
+        """Return one expert's weight as a matrix in `dtype`."""
         return getattr(experts, name)[index]
 
     def stacks(self, experts: "Experts") -> tuple[Any, Any]:
-        """Return the stacked weights of gate_up and down for kernels."""
+        """Return the stacked weights of gate_up and down in the form that kernels take."""
         return experts.gate_up_proj, experts.down_proj
 
 
 class Experts(nn.Module):
     """This rank's part of the experts' weights, stacked. Each expert is a SwiGLU network, divided over the ranks.
 
-    With `config.expert_parallel`, each rank has the same number of whole experts instead, and there are no shared
-    experts in the stacks. Shared experts are the last ones of the stacks. Checkpoints have their weights elsewhere, so
-    they are loaded through views in other modules.
+    Shared experts come last in the stacks. Checkpoints store shared experts under other names, so other modules load
+    them through views of the stacks. With `config.expert_parallel`, each rank has an equal number of whole experts
+    instead, and the stacks contain no shared experts.
     """
 
     def __init__(self, hidden_size: int, config: MoEConfig):
@@ -80,10 +80,10 @@ class Experts(nn.Module):
         self.format = ExpertsFormat()
 
     def tensors_of_experts(self) -> dict[str, tuple[nn.Parameter, tuple[int, int]]]:
-        """Return the tensors of a checkpoint with one tensor for each expert and projection, by name in this module.
+        """Return name in this module -> (parameter, (expert, shard id)), for the tensors of single experts.
 
-        A tensor belongs to a parameter, whose `weight_loader` takes the tensor with (expert, shard id). Other
-        checkpoints have the two stacked parameters under their own names.
+        The parameter's `weight_loader` takes a tensor with the expert and the shard id. This is for checkpoints that
+        store experts one by one. Other checkpoints contain the two stacked parameters by name.
         """
         projections = ("gate_proj", "gate_up_proj"), ("up_proj", "gate_up_proj"), ("down_proj", "down_proj")
         return {
@@ -94,14 +94,14 @@ class Experts(nn.Module):
         }
 
     def shard(self, shard_id: int) -> Shard:
-        """Return this rank's shard of one expert's gate or up [size, hidden], or down [hidden, size]."""
+        """Return this rank's shard of one expert's gate or up weight [size, hidden], or of its down weight."""
         if shard_id == DOWN:
             return Shard((self.hidden_size, self.size), columns=self.size_tp.local_slice(self.size))
         first_row = shard_id * self.local_size
         return Shard((self.size, self.hidden_size), self.size_tp.local_slice(self.size), first_row=first_row)
 
     def _load_gate_up(self, target: torch.Tensor, weight, *expert_and_shard_id: int) -> torch.Tensor | None:
-        """Load gate and up of all experts [experts, 2 * size, hidden], or one expert's weight as in `_load_one`."""
+        """Load gate and up of all experts [experts, 2 * size, hidden], or a single weight with `_load_one`."""
         if expert_and_shard_id:
             return self._load_one(target, weight, *expert_and_shard_id)
         weight = check_shape(weight, (self.num_experts, 2 * self.size, self.hidden_size))
@@ -113,7 +113,7 @@ class Experts(nn.Module):
         return target
 
     def _load_down(self, target: torch.Tensor, weight, *expert_and_shard_id: int) -> torch.Tensor | None:
-        """Load down of all experts [experts, hidden, size], or one expert's weight as in `_load_one`."""
+        """Load down of all experts [experts, hidden, size], or a single weight with `_load_one`."""
         if expert_and_shard_id:
             return self._load_one(target, weight, *expert_and_shard_id)
         weight = check_shape(weight, (self.num_experts, self.hidden_size, self.size))
@@ -122,15 +122,14 @@ class Experts(nn.Module):
         return target[: self.num_local].copy_(weight[experts, :, begin : begin + self.local_size])
 
     def _load_one(self, stacked: torch.Tensor, weight, expert: int, shard_id: int) -> torch.Tensor | None:
-        """Load one expert's weight. Return the part of the stack that it fills; None if another rank has the expert."""
+        """Load one expert's weight. Return the loaded part of the stack, or None if another rank has the expert."""
         index = expert - self.first_expert
         return self.shard(shard_id).copy(stacked[index], weight) if 0 <= index < self.num_local else None
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum [T, hidden] of the outputs of this rank's experts, for x [T, hidden] and its routing.
+        """Return the weighted sum [T, hidden] of the outputs of this rank's experts for x [T, hidden].
 
         `weights` and `expert_ids` [T, choices] come from `route`. Each expert computes the tokens that chose it.
-        Kernels compute the same.
         """
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         order = expert_ids.flatten().argsort(stable=True)
@@ -147,7 +146,7 @@ class Experts(nn.Module):
 
 
 class Router(ReplicatedLinear):
-    """The logits of all experts for each token. Checkpoints have the weights for shared experts in another tensor."""
+    """A layer that computes each token's logits of all experts. Checkpoints store shared experts' rows separately."""
 
     def __init__(self, hidden_size: int, config: MoEConfig):
         super().__init__(hidden_size, config.num_experts + config.num_shared)
@@ -158,7 +157,7 @@ class Router(ReplicatedLinear):
 
 
 class MoE(nn.Module):
-    """A router, and the weighted sum of the experts that it chooses for each token."""
+    """A layer whose router chooses experts for each token, and whose output is the weighted sum of their outputs."""
 
     uses_cuda_graphs = False  # the host reads how many tokens each expert has
 
@@ -170,6 +169,6 @@ class MoE(nn.Module):
         self.top_k, self.renormalize, self.num_shared = config.top_k, config.renormalize, config.num_shared
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden_size] -> [T, hidden_size]."""
+        """Map x [T, hidden_size] to [T, hidden_size]."""
         routing = route(self.gate(x), self.top_k, self.renormalize, self.num_shared)
         return self.tp.all_reduce(self.experts(x, *routing))

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig:
-    """What a family's `read_config` reads about the layers with experts."""
+    """The configuration of the layers with experts, which a model family's `read_config` reads."""
 
     layers: frozenset[int]  # indices of the layers with experts
     num_experts: int
-    top_k: int  # experts of a token
+    top_k: int  # experts per token
     intermediate_size: int  # of an expert
     renormalize: bool  # whether the weights of a token's experts add up to 1
     expert_parallel: bool = False  # each rank has whole experts; our setting, not the checkpoint's
@@ -17,5 +17,5 @@ class MoEConfig:
 
     @property
     def weights_per_input(self) -> int:
-        """How many weights of the router and of a token's experts each number of the layer's input is multiplied by."""
+        """The number of router and expert weights that a token uses, per element of the layer's input."""
         return self.num_experts + 3 * self.top_k * self.intermediate_size

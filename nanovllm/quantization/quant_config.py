@@ -30,9 +30,9 @@ class QuantConfig:
     groups: a list of (name patterns, scheme); a layer gets the scheme of the first group with a matching pattern
     ignore: name patterns of layers that are not quantized
 
-    A pattern is one of these: "Linear", which matches all layers; a module's name in the checkpoint, or the end of the
-    name; the name of a parent module; or "re:" and a regular expression that matches the beginning of the name.
-    Embeddings, the output head and routers are never quantized.
+    A pattern can be a module's name in the checkpoint, the end of this name, or the name of a parent module. "Linear"
+    matches all layers. "re:" starts a regular expression that must match the beginning of the name. Embeddings, the
+    output head and routers are never quantized.
     """
 
     name: str  # its name in the setting `quantization`

@@ -1,4 +1,4 @@
-"""Tracks reasoning as a feature of a step. Other features read from it where the answer begins."""
+"""Tracks reasoning as a feature of a step, so that other features know where the answer begins."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Determines whether an answer is before, inside or after its reasoning, from the token ids of prompt and answer."""
+"""Determines, from the token ids of prompt and answer, whether the answer is before, inside or after its reasoning."""
 
 from collections.abc import Iterable, Mapping
 from enum import Enum, auto

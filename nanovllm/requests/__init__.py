@@ -1,1 +1,1 @@
-"""Between callers and the scheduler: prompts become requests, and tokens become text and events."""
+"""Turns prompts into requests, and tokens into text and events."""

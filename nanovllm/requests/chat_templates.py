@@ -1,7 +1,7 @@
-"""Finds out which forms of messages a chat template reads, and converts conversations to these forms.
+"""Finds out which forms of messages a chat template can read, and converts conversations to these forms.
 
-Clients send a content as text, as a list of parts or not at all, and the arguments of tool calls as text. Templates
-differ in what they can read, and only their source code shows it.
+Clients send content as text, as a list of parts or not at all, and the arguments of tool calls as text. Templates
+support different forms, and only their source code shows which.
 """
 
 import json
@@ -16,21 +16,21 @@ from nanovllm.requests.request import Message
 
 OTHER_ROLES = {"developer": "system", "function": "tool"}  # OpenAI's newer and older names
 REASONING = "reasoning_content", "reasoning", "thinking"  # names of the same entry
-PART_FILTERS = {"map", "select", "selectattr", "reject", "rejectattr"}  # filters that go through items
+PART_FILTERS = {"map", "select", "selectattr", "reject", "rejectattr"}  # filters that iterate over items
 TYPE_TESTS = {"string", "mapping", "sequence", "iterable"}
-MAX_CHARACTERS = 2**17  # of a template that is parsed, because clients can send templates
-MAX_COPIES = 16  # the longest chain of variables that an entry is copied through
-GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")  # a tag of transformers, which changes nothing here
+MAX_CHARACTERS = 2**17  # longer templates are not parsed, because clients can send templates
+MAX_COPIES = 16  # the longest chain of variables through which an entry is copied
+GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")  # a tag of transformers that does not matter here
 
 
 class TemplateForms(NamedTuple):
     """The forms in which a chat template reads messages.
 
-    content_parts: it goes through the parts of a content. Otherwise a list of parts is joined to one text.
-    content_text: a content may be text. Otherwise text becomes a list with one part.
-    arguments_text: it concatenates the arguments of a tool call with text. Otherwise they become an object.
-    roles: the roles that it compares a message's role with.
-    reasoning: the names under which it reads the reasoning.
+    content_parts: the template iterates over the parts of the content. Otherwise, parts are joined into one text.
+    content_text: the content may be text. Otherwise, text becomes a list with one part.
+    arguments_text: the template concatenates a tool call's arguments with text. Otherwise, they become an object.
+    roles: the roles with which the template compares a message's role.
+    reasoning: the names under which the template reads the reasoning.
     """
 
     content_parts: bool = False
@@ -40,10 +40,10 @@ class TemplateForms(NamedTuple):
     reasoning: frozenset[str] = frozenset()
 
     def message(self, message: Message) -> Message:
-        """A message in these forms. ValueError for parts that are not text.
+        """Convert a message to these forms. Raises ValueError for parts that are not text.
 
-        Entries that are null are dropped, as in transformers 5. So is an empty list of tool calls, because templates
-        take it for calls.
+        Null entries are dropped, as in transformers 5. An empty list of tool calls is also dropped, because templates
+        would mistake it for calls.
         """
         entries: dict[str, Any] = {name: value for name, value in message.items() if value is not None}
         if isinstance(role := entries.get("role"), str) and role not in self.roles:
@@ -60,7 +60,7 @@ class TemplateForms(NamedTuple):
         return entries
 
     def with_contents(self, messages: list[Message]) -> list[Message]:
-        """The messages with an empty content in answers and tool results without one, for templates that need it."""
+        """Add empty content to answers and tool results that lack content, for templates that need it."""
         empty = {"content": "" if self.content_text else []}
         return [{**empty, **message} if message["role"] in ("assistant", "tool") else message for message in messages]
 
@@ -96,7 +96,10 @@ def _text_part(part: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def forms_of(template: str) -> TemplateForms:
-    """The forms that a chat template reads; the defaults if it is very long, or invalid, which its use will report."""
+    """Return the forms that a chat template reads, or the defaults if it is very long or invalid.
+
+    Rendering reports an invalid template.
+    """
     if len(template) > MAX_CHARACTERS:
         return TemplateForms()
     try:
@@ -119,7 +122,7 @@ def _forms_in(tree: nodes.Template) -> TemplateForms:
 
 
 class _Entry:
-    """Where a template reads an entry of this name, of any message or call, directly or from a variable.
+    """Finds where a template reads a message's or call's entry `name`, directly or from a variable.
 
     Scopes are ignored: a variable's name means the same in the whole template.
     """
@@ -131,7 +134,7 @@ class _Entry:
             self._variables |= {target for target, source in copies if self._is(source)}
 
     def _copies(self) -> Iterator[tuple[str, nodes.Node]]:
-        """(variable, expression) of each assignment, by `set` or as the argument of a macro."""
+        """Yield (variable, expression) of each assignment by `set` or as an argument of a macro."""
         for assign in self._tree.find_all(nodes.Assign):
             if isinstance(assign.target, nodes.Name):
                 yield assign.target.name, assign.node
@@ -142,7 +145,7 @@ class _Entry:
             yield from ((keyword.key, keyword.value) for keyword in call.kwargs if keyword.key in names)
 
     def _is(self, node: nodes.Node) -> bool:
-        """Whether an expression is the entry, or may be."""
+        """Return whether an expression may be the entry."""
         if isinstance(node, nodes.Name):
             return node.name in self._variables
         if isinstance(node, nodes.Getattr):
@@ -159,23 +162,23 @@ class _Entry:
         return isinstance(node, nodes.Filter) and node.name in ("default", "d") and self._is(node.node)
 
     def is_split(self) -> bool:
-        """Whether the template goes through the items of the entry."""
+        """Return whether the template iterates over the entry's items."""
         filters = [node for node in self._tree.find_all(nodes.Filter) if node.name in PART_FILTERS]
         loops = [node.iter for node in self._tree.find_all(nodes.For)]
         return any(self._is(_unfiltered(node)) for node in (*filters, *loops))
 
     def is_joined(self) -> bool:
-        """Whether the template concatenates the entry with text."""
+        """Return whether the template concatenates the entry with text."""
         sums = [(node.left, node.right) for node in self._tree.find_all(nodes.Add)]
         joined = [*sums, *(node.nodes for node in self._tree.find_all(nodes.Concat))]
         return any(self._is(node) for parts in joined for node in parts)
 
     def tests(self) -> set[str]:
-        """The names of the tests that the template applies to the entry."""
+        """Return the names of the tests that the template applies to the entry."""
         return {node.name for node in self._tree.find_all(nodes.Test) if self._is(node.node)}
 
     def compared(self) -> set[str]:
-        """The strings that the entry is compared with."""
+        """Return the strings with which the template compares the entry."""
         comparisons = self._tree.find_all(nodes.Compare)
         operands = [[node.expr, *(operand.expr for operand in node.ops)] for node in comparisons]
         compared = [x for expressions in operands if any(map(self._is, expressions)) for x in expressions]
@@ -184,7 +187,7 @@ class _Entry:
 
 
 def _constant(node: nodes.Node) -> Any:
-    """The value of a constant; for any other expression an object that equals no string."""
+    """Return the value of a constant. For any other expression, return an object that equals no string."""
     return node.value if isinstance(node, nodes.Const) else node
 
 

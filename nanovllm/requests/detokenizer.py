@@ -1,7 +1,7 @@
 """Turns token ids into text as they arrive, without splitting a character.
 
 Two kinds of tokenizers are supported. Byte-level BPE (GPT-2, Qwen, Llama 3) writes each byte of a token as a character.
-SentencePiece (Llama 2, Mistral) writes spaces as U+2581, and has tokens for single bytes, such as `<0x0A>`.
+SentencePiece (Llama 2, Mistral) writes spaces as U+2581, and contains tokens for single bytes, such as `<0x0A>`.
 """
 
 from codecs import getincrementaldecoder
@@ -9,19 +9,19 @@ from itertools import islice
 
 from nanovllm.requests.sentencepiece import check_decoder, sentencepiece_bytes
 
-# Byte-level BPE writes printable Latin-1 bytes as themselves, and all other bytes, in order, as characters from 256 on.
+# Byte-level BPE does not change printable Latin-1 bytes, and maps all other bytes, in order, to characters from 256 on.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _BYTES = {chr(byte): byte for byte in _PRINTABLE}
 _BYTES |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*_PRINTABLE}))}
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes of each token id within a text, computed on first use; empty for an id without text."""
+    """Maps each token id to its bytes within a text, computed on first use. They are empty for an id without text."""
 
     def __init__(self, tokenizer, skip_special_tokens: bool):
-        """`tokenizer` is a fast tokenizer of transformers. ValueError unless it is of one of the two kinds."""
+        """`tokenizer` is a fast tokenizer of transformers. Raises ValueError unless its kind is supported."""
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-        # its behaviour is tested, and not its class, because the same decoder can be composed in several ways
+        # test its behaviour, not its class, because the same decoder can be composed in several ways
         decode = getattr(decoder, "decode", "".join)
         if decode(["\u0120a", "\xc3", "\xa9"]) == " a\xe9":
             self._to_bytes = _byte_level_bytes
@@ -37,49 +37,49 @@ class TokenBytes(dict[int, bytes]):
         return text
 
     def at_start(self, token_id: int) -> bytes:
-        """The bytes of a token at the start of a text, where the tokenizer may leave out a space."""
+        """Return a token's bytes at the start of a text, where the tokenizer may omit a space."""
         text = self[token_id]
         return self._decode([self._token_of(token_id)]).encode() if text.startswith(b" ") else text
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    # tokens that were added to the vocabulary may be plain text
+    # tokens added to the vocabulary may be plain text
     is_byte_level = all(character in _BYTES for character in token)
     return bytes(map(_BYTES.__getitem__, token)) if is_byte_level else token.encode()
 
 
 class Detokenizer:
-    """The text of one answer, in time linear in its length.
+    """Decodes the text of an answer in time linear in its length.
 
     The text is what the answer adds to `tokenizer.decode` of the prompt (without `clean_up_tokenization_spaces`). The
-    bytes of all tokens together are UTF-8, so a character becomes text when its last byte arrives. Bytes that are not
-    UTF-8 become U+FFFD. (In that case `tokenizer.decode` of SentencePiece also replaces valid bytes next to them.)
+    tokens' bytes are concatenated to UTF-8, so a character becomes text when its last byte arrives. Invalid bytes
+    become U+FFFD. (`tokenizer.decode` of SentencePiece also replaces valid bytes next to invalid ones.)
     """
 
     def __init__(self, token_ids: list[int], num_prompt_tokens: int, token_bytes: TokenBytes):
-        """`token_ids` is the sequence's list itself, which grows: the prompt, then the generated tokens."""
+        """`token_ids` is the sequence's growing list: the prompt, then the generated tokens."""
         self._token_ids, self._token_bytes = token_ids, token_bytes
         self._bytes_of = token_bytes.__getitem__
         self._num_decoded = num_prompt_tokens
         self._is_at_start = not any(token_bytes[i] for i in islice(token_ids, num_prompt_tokens))
         self._decoder = getincrementaldecoder("utf-8")("replace")
-        self._is_split = False  # whether the decoder holds the beginning of a character
+        self._is_split = False  # whether the decoder holds an incomplete character
         self._pieces: list[str] = []  # the whole text
-        self._pending = ""  # the end of the text, which `take_text` has not returned yet
+        self._pending = ""  # the end of the text, not yet returned by `take_text`
 
     @property
     def text(self) -> str:
         return "".join(self._pieces)
 
     def decode(self, num_hidden: int = 0, is_last: bool = False) -> str:
-        """The text of the tokens since the last call. The last `num_hidden` tokens are not part of the text.
+        """Return the text of the tokens since the last call, except the last `num_hidden` tokens.
 
         With `is_last`, no tokens follow, and an incomplete character becomes U+FFFD.
         """
         new = self._token_ids[self._num_decoded : len(self._token_ids) - num_hidden]
         self._num_decoded += len(new)
         data = b"".join(map(self._bytes_of, new))
-        if self._is_at_start and data:  # tokens before the first one with text add nothing
+        if self._is_at_start and data:  # tokens before the first token with text add nothing
             first = next(i for i in new if self._token_bytes[i])
             data = self._token_bytes.at_start(first) + data[len(self._token_bytes[first]) :]
             self._is_at_start = False
@@ -94,7 +94,7 @@ class Detokenizer:
         return piece
 
     def take_text(self, num_hidden: int = 0, is_last: bool = False) -> str:
-        """The text since the last call of `take_text`. The arguments are as in `decode`."""
+        """Return the text since the last call of `take_text`. The arguments are as in `decode`."""
         if is_last or self._num_decoded < len(self._token_ids):
             self.decode(num_hidden, is_last)
         text, self._pending = self._pending, ""

@@ -1,4 +1,4 @@
-"""Turns prompts and parameters into requests. All checks are here, before anything is queued."""
+"""Turns prompts and parameters into requests, and checks them before anything is queued."""
 
 import operator
 import secrets
@@ -38,7 +38,7 @@ class InputProcessor:
         self.policy: SchedulingPolicy = FCFS()
         if config.scheduling_policy != "fcfs":
             self.policy = make_policy(config.scheduling_policy)
-        self._features = dict(FEATURES)  # features that are registered later are for later engines
+        self._features = dict(FEATURES)  # features registered later are for later engines
         self.token_bytes = TokenBytes(tokenizer, skip_special_tokens=True)
         self.all_token_bytes = TokenBytes(tokenizer, skip_special_tokens=False)  # also for log-probabilities
         self.tokenizer_lock = threading.RLock()  # because the tokenizer is not thread-safe
@@ -50,25 +50,25 @@ class InputProcessor:
 
     @property
     def num_requests(self) -> int:
-        """How many requests were made so far; their ids are below this number."""
+        """How many requests were made so far. Their ids are below this number."""
         return MAX_REQUESTS - operator.length_hint(self._unused_ids)
 
     def next_request_id(self) -> int:
         return next(self._unused_ids)
 
     def close(self) -> None:
-        """Stop the threads and processes of `structured_outputs`, if there are any."""
+        """Stop the threads and processes of `structured_outputs`, if any."""
         if self.grammars is not None:
             self.grammars.close()
 
     def default_sampling_params(self, kind: type[SamplingParams] = SamplingParams) -> SamplingParams:
-        """Parameters from the model's `generation_config.json`, with the defaults of `kind` for all others."""
+        """Return the parameters in the model's `generation_config.json`, completed with the defaults of `kind`."""
         return recommended_params(self.config.model, kind)
 
     def requests(
         self, prompts, sampling_params, kind: OutputKind, template_arguments: Mapping | None = None, priority=None
     ) -> list[CompletionRequest]:
-        """A request for each prompt. `sampling_params` is one for all or a list; `priority` is a list or None."""
+        """Make a request for each prompt. `sampling_params` is one for all or a list, and `priority` a list or None."""
         prompts = [prompts] if isinstance(prompts, str) else prompts
         is_plain = isinstance(prompts, list) and all(isinstance(prompt, (str, list)) for prompt in prompts)
         if not is_plain or priority is not None:
@@ -93,7 +93,7 @@ class InputProcessor:
         template_arguments: Mapping | None = None,
         priority: int = 0,
     ) -> CompletionRequest:
-        """A request for one prompt; `index` is the prompt's position in the caller's list."""
+        """Make a request for one prompt. `index` is the prompt's position in the caller's list."""
         priority = self.check_priority(priority)
         params = self.default_sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
@@ -121,20 +121,20 @@ class InputProcessor:
         return request
 
     def check_priority(self, priority: int) -> int:
-        """The priority as a Python integer; TypeError or ValueError if it is invalid."""
+        """Return the priority as a Python integer. Raises TypeError or ValueError if it is invalid."""
         priority = check_int("priority", priority, low=-MAX_PRIORITY, high=MAX_PRIORITY)
         if priority and type(self.policy) is FCFS:
             raise ValueError(f"priority={priority}: must be 0 with scheduling_policy='fcfs'; set it to 'priority'")
         return priority
 
     def set_order(self, *group: Sequence) -> None:
-        """Call the scheduling policy for a request. Its errors are raised here, before anything is queued."""
+        """Call the scheduling policy for a request. The policy's errors propagate before anything is queued."""
         priority_key = self.policy.priority_key(group[0])
         for seq in group:
             seq.set_order(priority_key)
 
     def tokenize(self, prompt: Prompt, template_arguments: Mapping | None = None) -> tuple[str | None, list[int]]:
-        """The prompt's text (None if it came as token ids) and its token ids."""
+        """Return the prompt's text (None if it came as token ids) and its token ids."""
         if not isinstance(template_arguments, Mapping | None):
             raise TypeError(f"chat_template_kwargs={template_arguments!r:.80}: must be a dict")
         text: str | None = None
@@ -149,7 +149,7 @@ class InputProcessor:
             raise ValueError(f"prompt: has {len(ids)} tokens; must be fewer than {self.length_bound}")
         try:
             least_and_greatest = (array := np.frombuffer(packed_ids(ids), np.int32)).min(), array.max()
-        except struct.error:  # an id beyond int32, which no vocabulary has
+        except struct.error:  # an id beyond int32, which is in no vocabulary
             least_and_greatest = min(ids), max(ids)
         check_token_ids("prompt", least_and_greatest, self.config.model_config.vocab_size)
         return text, ids

@@ -1,4 +1,4 @@
-"""Prompts that are not strings or lists of token ids: dicts, conversations, arrays and iterators."""
+"""Handles prompts other than strings and lists of token ids: dicts, conversations, arrays and iterators."""
 
 from collections.abc import Iterator, Mapping
 from numbers import Integral
@@ -13,7 +13,7 @@ KINDS = "a string, a list of token ids, a dict with 'prompt' or 'prompt_token_id
 
 
 def as_prompts(prompts) -> list:
-    """A list of prompts; a single prompt becomes a list."""
+    """Return a list of prompts. A single prompt becomes a list."""
     if isinstance(prompts, (str, Mapping)) or is_conversation(prompts):
         return [prompts]
     if (items := as_list(prompts)) is None:
@@ -22,7 +22,7 @@ def as_prompts(prompts) -> list:
 
 
 def as_priorities(priority: Any, num_prompts: int) -> list:
-    """The priority of each prompt, not checked yet; None means 0 for all."""
+    """Return the unchecked priority of each prompt. None means 0 for all."""
     if priority is None:
         return [0] * num_prompts
     if (priorities := as_list(priority)) is None:
@@ -33,7 +33,7 @@ def as_priorities(priority: Any, num_prompts: int) -> list:
 
 
 def as_conversations(messages) -> list[list[Message]]:
-    """A list of conversations; a single conversation becomes a list. ValueError for anything else."""
+    """Return a list of conversations. A single conversation becomes a list. Raises ValueError for anything else."""
     conversations = [messages] if is_conversation(messages) else messages
     if not isinstance(conversations, (list, tuple)) or not all(map(is_conversation, conversations)):
         raise _not_a_conversation(messages)
@@ -41,20 +41,20 @@ def as_conversations(messages) -> list[list[Message]]:
 
 
 def check_template_arguments(arguments: Mapping | None) -> dict:
-    """The `chat_template_kwargs` of a call as a dict; TypeError for anything but a mapping or None."""
+    """Return the `chat_template_kwargs` of a call as a dict. Raises TypeError for anything but a mapping or None."""
     if not isinstance(arguments, Mapping | None):
         raise TypeError(f"chat_template_kwargs={arguments!r:.80}: must be a dict")
     return dict(arguments or {})
 
 
 def as_list(value) -> list | None:
-    """The items of a list, a tuple, an iterator, an array or a tensor; None for anything else."""
+    """Return the items of a list, a tuple, an iterator, an array or a tensor, or None for anything else."""
     value = value.tolist() if hasattr(value, "tolist") else value
     return list(value) if isinstance(value, (list, tuple, Iterator)) else None
 
 
 def is_conversation(value: object) -> TypeGuard[list[Message]]:
-    """Whether `value` is a list of messages."""
+    """Return whether `value` is a list of messages."""
     return (
         isinstance(value, (list, tuple)) and bool(value) and all(isinstance(x, Mapping) and "role" in x for x in value)
     )
@@ -63,7 +63,7 @@ def is_conversation(value: object) -> TypeGuard[list[Message]]:
 def read_prompt(
     prompt: Prompt, template_arguments: Mapping, processor: "InputProcessor"
 ) -> tuple[str | None, list[int]]:
-    """The text (or None) and the token ids of a prompt that is not a string."""
+    """Return the text (or None) and the token ids of a prompt that is not a string."""
     if is_conversation(prompt):
         with processor.tokenizer_lock:
             chat = render_chat(processor.tokenizer, prompt, template_arguments)
@@ -86,7 +86,7 @@ def read_prompt(
 
 
 def render_chat(tokenizer, messages: list[Message], template_arguments: Mapping) -> str:
-    """The text that the chat template makes of a conversation. ValueError if it fails, or if a content is not text."""
+    """Render a conversation by the chat template. Raises ValueError if the template fails or a content is not text."""
     if not is_conversation(messages):
         raise _not_a_conversation(messages)
     arguments = {"add_generation_prompt": True} | dict(template_arguments) | {"tokenize": False}

@@ -1,4 +1,4 @@
-"""Requests: between a caller and the scheduler, they turn token ids into text and results into outputs."""
+"""Requests, which turn token ids into text and results into outputs."""
 
 from collections.abc import Mapping
 from time import perf_counter, time
@@ -11,7 +11,7 @@ from nanovllm.requests.detokenizer import Detokenizer, TokenBytes
 if TYPE_CHECKING:
     from nanovllm.engine.scheduler import Scheduler
 
-Message = Mapping[str, object]  # of a conversation: "role", "content", and other keys that the chat template reads
+Message = Mapping[str, object]  # "role", "content", and other keys that the chat template reads
 
 
 class TextPrompt(TypedDict):
@@ -20,14 +20,14 @@ class TextPrompt(TypedDict):
 
 class TokensPrompt(TypedDict, total=False):
     prompt_token_ids: list[int]
-    prompt: str  # the text, if the caller has it too
+    prompt: str  # the text, if the caller knows it
 
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt | list[Message]
 
 
 class Request:
-    """A prompt, the sequences that answer it, and the collector of its caller."""
+    """A prompt, the sequences that answer it, and its caller's collector."""
 
     collector: OutputCollector  # set when the request is submitted
 
@@ -40,13 +40,13 @@ class Request:
         raise NotImplementedError
 
     def advance(self, scheduler: "Scheduler") -> None:
-        """Decide how to go on after a step has ended or paused sequences of this request."""
+        """React to a step that has ended or paused sequences of this request."""
 
     def deliver(self, seq: Sequence) -> None:
-        """Put new tokens of `seq` into the collector, for a caller who gets more than the final output."""
+        """Put new tokens of `seq` into the collector, if the caller gets more than the final output."""
 
     def metrics(self) -> RequestMetrics:
-        """When the first answer was scheduled and got a token, and when the last one finished."""
+        """Return when the first answer was scheduled and got a token, and when the last answer finished."""
         arrival = time() - (perf_counter() - self.group[0].arrival)
         moments = []
         for event, pick in (("scheduled", min), ("first_token", min), ("finished", max)):
@@ -55,7 +55,7 @@ class Request:
         return RequestMetrics(arrival, *moments)
 
     def output(self) -> Any:
-        """The output of this request with its answers so far: a Record with a `request_id`."""
+        """Return the output of this request with its answers so far: a Record with a `request_id`."""
         raise NotImplementedError
 
 
@@ -65,12 +65,12 @@ class CompletionRequest(Request):
     def __init__(
         self, group: list[Sequence], prompt: str | None, kind: OutputKind, token_bytes: TokenBytes, index: int = 0
     ):
-        """`token_bytes` make the text of answers; `index` is the prompt's position in the caller's list."""
+        """`token_bytes` turns tokens into text. `index` is the prompt's position in the caller's list."""
         super().__init__(group, prompt, kind)
         self.index = index
         self.params = group[0].params
         self.token_bytes = token_bytes
-        self.detokenizers: dict[int, Detokenizer] = {}  # by the sequence's index; features may add some
+        self.detokenizers: dict[int, Detokenizer] = {}  # by sequence index; features may add detokenizers
         self.logprobs: Any = None  # an OutputLogprobs of features/, if the request asks for log-probabilities
 
     @property
@@ -108,6 +108,6 @@ class CompletionRequest(Request):
 
     @staticmethod
     def num_hidden(seq: Sequence) -> int:
-        """How many tokens at the end are not part of the text: 1 if an end-of-sequence id or stop id ended it."""
+        """Return how many tokens at the end are not part of the text: 1 if an end-of-sequence or stop id ended it."""
         ended_by_id = seq.finish_reason == "stop" and not isinstance(seq.stop_reason, str)
         return int(ended_by_id and not seq.params.include_stop_str_in_output)

@@ -1,4 +1,4 @@
-"""Supports callers that run the loop themselves with `add_request` and `step`: each thread gets its own outputs."""
+"""Supports callers that run the loop themselves with `add_request` and `step`."""
 
 import threading
 
@@ -7,7 +7,7 @@ from nanovllm.engine.outputs import OutputCollector, OutputKind, StepOutput
 
 
 class StepCallers:
-    """A collector for each thread that calls `LLMEngine.add_request`; `LLMEngine.step` returns the outputs."""
+    """Manages a collector for each thread that adds requests, so that `step` returns each thread's outputs to it."""
 
     def __init__(self, engine_thread: EngineThread):
         self._engine_thread = engine_thread
@@ -15,7 +15,7 @@ class StepCallers:
         self._step_callers: set[threading.Thread] = set()  # threads in `collectors` that also call `step`
 
     def own_collector(self) -> OutputCollector:
-        """The collector of the requests that this thread adds."""
+        """Return the collector of the requests that this thread adds."""
         thread = threading.current_thread()
         if thread not in self.collectors:
             for known_thread, collector in [*self.collectors.items()]:
@@ -44,22 +44,22 @@ class StepCallers:
             self._engine_thread.call(work)
             engine.check_available()
         except RuntimeError as error:
-            failure = error  # outputs that came before it are returned first
+            failure = error  # earlier outputs are returned first
         for collector in collectors:
             collector.take_into(output)
         if not output.has_outputs:
-            for collector in collectors:  # one failed step puts its error into several
+            for collector in collectors:  # a failed step puts its error into every collector
                 failure, collector.error = failure or collector.error, None
             if failure is not None:
                 raise failure
         return output
 
     def is_finished(self) -> bool:
-        """Whether `step` has nothing more to return to this thread."""
+        """Return whether `step` has nothing more to return to this thread."""
         return all(map(self._engine_thread.is_finished, self._collectors_to_read()))
 
     def _collectors_to_read(self) -> list[OutputCollector]:
-        """The collectors whose outputs `step` returns to this thread."""
+        """Return the collectors whose outputs `step` returns to this thread."""
         if (collector := self.collectors.get(threading.current_thread())) is not None:
             return [collector]
         return [

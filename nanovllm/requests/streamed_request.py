@@ -1,4 +1,4 @@
-"""Requests whose answers reach the caller while they grow. `generate` has none."""
+"""Requests whose answers reach the caller piece by piece. `generate` does not use this file."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ class StreamedRequest(CompletionRequest):
 
     def __init__(self, group: list[Sequence], *arguments: Any):
         super().__init__(group, *arguments)
-        # by the sequence's index: how many of its tokens the caller has, including the prompt
+        # by sequence index: how many of its tokens were delivered, including the prompt
         self._num_delivered = [seq.num_prompt_tokens for seq in group]
 
     def deliver(self, seq: Sequence) -> None:

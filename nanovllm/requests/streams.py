@@ -7,11 +7,11 @@ from nanovllm.engine.outputs import OutputCollector, OutputKind
 from nanovllm.requests.request import CompletionRequest
 from nanovllm.requests.stream_event import StreamEvent
 
-MAX_STEPS_AHEAD = 16  # steps in the collector; the reader may have taken up to 16 more, and be reading them
+MAX_STEPS_AHEAD = 16  # steps in the collector; the reader may have taken, but not yet read, up to 16 more
 
 
 def events_of(requests: list[CompletionRequest], thread: EngineThread) -> Iterator[StreamEvent]:
-    """The events of DELTA requests, which the first `next` submits."""
+    """Yield the events of DELTA requests. The first `next` submits the requests."""
     num_unfinished = sum(len(request.group) for request in requests)
     collector = OutputCollector(OutputKind.DELTA, MAX_STEPS_AHEAD)
     with Submission(thread, requests, collector):

@@ -1,4 +1,4 @@
-"""Changes to a running engine: in the engine's thread, between two steps, while no request is computed."""
+"""Changes a running engine: in the engine's thread, between two steps, while no request is computed."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,17 +16,17 @@ LOADING = "the weights are being replaced: load_weights() has not returned yet"
 
 
 class Dropped(str):
-    """A sentence that says why there are no steps after `sleep(level=2)`, and the weights loaded since then."""
+    """The reason why the engine can't run after `sleep(level=2)`, as a string, with the weights loaded since then."""
 
     weights: Any = None  # a ModelWeights
 
 
 @contextmanager
 def refusing_requests(llm: "LLMEngine", kind: str, reason: str) -> Iterator[None]:
-    """A context in which the engine's thread changes the engine: it sets `unavailable[kind]` to `reason`.
+    """Set `unavailable[kind]` to `reason` for a context in which the engine's thread changes the engine.
 
-    The reason stays after the context, except after an error, which restores the previous reason. Raises
-    UnavailableError if there are requests that are not paused, or while weights are being replaced.
+    The reason remains after the context. After an error, the previous reason is restored. Raises UnavailableError if
+    the engine has requests and is not paused, or while weights are being replaced.
     """
     unavailable = llm.core.unavailable
     if unavailable.get("weights") == LOADING:
@@ -48,8 +48,8 @@ def refusing_requests(llm: "LLMEngine", kind: str, reason: str) -> Iterator[None
 def in_engine(thread: EngineThread, work: Callable[[], T]) -> T:
     """Call `work` in the engine's thread, between two steps, and return its result.
 
-    A ValueError, TypeError or UnavailableError of `work` is raised here, and does no harm to the engine. Any other
-    error ends all requests, like an error in a step.
+    If `work` raises ValueError, TypeError or UnavailableError, the error is raised here and does not harm the engine.
+    Any other error ends all requests, like an error in a step.
     """
 
     def attempt() -> tuple[T | None, Exception | None]:

@@ -1,4 +1,4 @@
-"""Sleep mode on a CPU, where tensors may move to other addresses. cuda/arena.py does the same on CUDA."""
+"""Implements sleep mode on a CPU, where tensors may move to other addresses. cuda/arena.py implements it on CUDA."""
 
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 class HostWeights:
     """The memory of a model's parameters, with the interface of an Arena.
 
-    Weights that are kept in host memory stay where they are.
+    Weights that sleep mode keeps stay where they are, because they are already in host memory.
     """
 
     is_mapped = True
@@ -51,7 +51,7 @@ class HostWeights:
 
 
 class HostCache:
-    """The KV cache of a ModelRunner, with the interface of an Arena. While it sleeps, one block is left."""
+    """The KV cache of a ModelRunner, with the interface of an Arena. A sleeping cache has only one block."""
 
     is_mapped = True
 

@@ -34,19 +34,19 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def load_weights(llm: "LLMEngine", weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Replace some or all weights of a running engine by tensors on any device, and empty the prefix cache.
+    """Replace some or all weights of a running engine with tensors from any device, and empty the prefix cache.
 
-    `weights` are pairs (name, tensor) as in a checkpoint of the model, such as the state dict of the transformers
-    model: layers are not merged, and tensors are not split over ranks or quantized. If the engine's weights are 8-bit,
-    it quantizes tensors of other dtypes; it also takes 8-bit values and scales as in the checkpoint. The caller's
-    thread iterates, so a generator that makes one tensor at a time needs memory for only one tensor.
+    `weights` are (name, tensor) pairs as in a checkpoint of the model, or as in the state dict of its transformers
+    model: layers are not merged, and tensors are not split over ranks or quantized. An engine with 8-bit weights
+    quantizes the tensors. It also accepts 8-bit values and scales, as in its checkpoint. The caller's thread iterates
+    over `weights`, so a generator that creates one tensor at a time needs memory for only one tensor.
 
     Raises UnavailableError if there are requests and the engine is not paused, or if the weights are asleep. New
     requests raise UnavailableError until this function returns.
 
-    Each tensor is checked before it is written. Raises TypeError if it is not a tensor. Raises ValueError with the name
-    if the model has no such tensor, or if its shape or dtype is wrong, or if it has NaN or infinite values. After an
-    error, if a tensor was already written, the engine takes no requests until one call has loaded all weights.
+    Each tensor is checked before it is written. Raises TypeError if a value is not a tensor. Raises ValueError with the
+    tensor's name if the model has no such tensor, if its shape or dtype is wrong, or if it contains NaN or infinite
+    values. If a tensor was written before an error, the engine takes no requests until one call has loaded all weights.
     """
     update = WeightUpdate(llm)
     in_engine(llm.engine_thread, update.begin)
@@ -62,7 +62,7 @@ def load_weights(llm: "LLMEngine", weights: Iterable[tuple[str, torch.Tensor]]) 
 
 
 def weights_of(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the (name, tensor) pairs of the checkpoint in `folder`. Each tensor is read when it is asked for.
+    """Yield the (name, tensor) pairs of the checkpoint in `folder`. Each tensor is read when the caller asks for it.
 
     Raises FileNotFoundError or ValueError with the name of the file if a file is missing or broken.
     """
@@ -93,7 +93,7 @@ class WeightUpdate:
         self.core.scheduler.block_manager.clear_prefix_cache()  # no sequence holds blocks
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Load a tensor on all ranks, first on rank 0, where errors show before the other ranks get the tensor."""
+        """Load a tensor on rank 0, where errors show, and then on the other ranks."""
         if self.is_over:
             return
         if self.weights.is_unused(name):
@@ -122,11 +122,11 @@ class WeightUpdate:
 
 
 class ModelWeights:
-    """Loads tensors with the names of a checkpoint into the model of one rank."""
+    """Loads tensors with checkpoint names into the model of one rank."""
 
     def __init__(self, model: Any):
         self.model, self.loaders = model, weight_loaders(model)
-        self._shapes: dict[str, tuple[int, ...]] = {}  # of expert weights, of which this rank may have no part
+        self._shapes: dict[str, tuple[int, ...]] = {}  # of expert weights; this rank may have no part of them
         self._loaded: set[str] = set()
         self._quantized: set[str] = set()  # loaded weights whose scales were computed here
         for path, experts in model.named_modules():
@@ -143,7 +143,7 @@ class ModelWeights:
     def check_tied_head(self, name: str, tensor: torch.Tensor) -> None:
         """Raise ValueError if the output head differs from the embedding in a model that ties the two.
 
-        Only a head that comes after the embedding can be compared. To keep an earlier head would cost memory.
+        Only a head that arrives after the embedding can be compared with it. Keeping an earlier head would cost memory.
         """
         if name != HEAD or head_name(self.model) not in self._loaded:
             return
@@ -154,16 +154,16 @@ class ModelWeights:
             raise ValueError(f"{name}: {problem}")
 
     def own_name(self, name: str) -> str:
-        """Return the name in this model: with or without the prefix `language_model.` of multimodal checkpoints.
+        """Return the model's name for a tensor, with `language_model.` added or removed where necessary.
 
-        The language part of such a checkpoint may be trained alone, and the other way round.
+        Either the trainer or the engine may have only the language part of a multimodal checkpoint.
         """
         parts = str(name).split(".language_model.", 1)
         other_name = ".".join(parts) if len(parts) > 1 else str(name).replace("model.", "model.language_model.", 1)
         return other_name if other_name in self.loaders else name
 
     def check(self, name: str, tensor: torch.Tensor) -> None:
-        """Raise the errors of `load_weights`, except for shapes that the loader checks before it writes."""
+        """Raise the errors of `load_weights`, except shape errors that the loader finds before it writes."""
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"weights: {name!r:.80} has a {type(tensor).__name__}: must be a torch.Tensor")
         if name not in self.loaders:
@@ -202,7 +202,7 @@ def _named(name: str, work: Callable, *arguments: Any) -> None:
 
 
 class TensorSlice:
-    """A tensor of 8-bit values with the methods of a safetensors slice, which the loaders expect."""
+    """Wraps a tensor of 8-bit values in the interface of a safetensors slice, which the loaders expect."""
 
     def __init__(self, tensor: torch.Tensor):
         self._tensor = tensor
@@ -230,7 +230,7 @@ class TensorPart(NamedTuple):
     num_bytes: int
 
     def receive(self, words: np.ndarray, runner: "ModelRunner", incoming: dict[Any, Any]) -> None:
-        """Keep the part in `incoming`. After the last part, load the tensor."""
+        """Store the part in `incoming`. After the last part, load the tensor."""
         if self.begin == 0:
             size = math.prod(self.shape) * self.dtype.itemsize
             incoming[self.name] = np.empty(size, np.uint8)
@@ -244,7 +244,7 @@ class TensorPart(NamedTuple):
 
 
 def parts_of(name: str, tensor: torch.Tensor, max_bytes: int) -> Iterator[tuple[TensorPart, np.ndarray]]:
-    """Yield a tensor as messages of at most `max_bytes` bytes: each part, and its bytes as int32 words."""
+    """Split a tensor into messages of at most `max_bytes` bytes. Yields each part, and its bytes as int32 words."""
     data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     for begin in range(0, len(data), max_bytes):
         part = data[begin : begin + max_bytes]

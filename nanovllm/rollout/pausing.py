@@ -14,9 +14,10 @@ PAUSED = "the engine is paused: resume() lets it generate again"
 def pause(llm: "LLMEngine", mode: str = "abort") -> None:
     """Stop generating until `resume`. New requests raise UnavailableError.
 
-    With mode "abort", running requests end with the tokens that they have, as after `LLM.abort`. With mode "keep", they
-    give up their cache blocks and wait for `resume`, and so do their callers. The engine then recomputes them from
-    their tokens, with the weights that it has at that time, and they go on. Raises ValueError for another mode.
+    With mode "abort", running requests end with the tokens that they have, as after `LLM.abort`. With mode "keep",
+    running requests give up their cache blocks, and they and their callers wait for `resume`. After `resume`, the
+    engine recomputes the requests from their tokens, with the weights that it has then, and continues them. Raises
+    ValueError for any other mode.
     """
     check_choice("mode", mode, ("abort", "keep"))
     core = llm.core
@@ -33,7 +34,7 @@ def pause(llm: "LLMEngine", mode: str = "abort") -> None:
 
 
 def reset_prefix_cache(llm: "LLMEngine") -> bool:
-    """Empty the prefix cache. Does nothing and returns False while sequences hold blocks."""
+    """Empty the prefix cache and return True. While sequences hold blocks, do nothing and return False."""
 
     def work() -> bool:
         scheduler = llm.core.scheduler
@@ -45,7 +46,7 @@ def reset_prefix_cache(llm: "LLMEngine") -> bool:
 
 
 def resume(llm: "LLMEngine") -> None:
-    """Generate again. If the engine sleeps or lacks weights, it stays paused, and UnavailableError is raised."""
+    """Generate again. Raises UnavailableError, and stays paused, if the engine sleeps or lacks weights."""
     llm.engine_thread.check_open()
     for kind, reason in [*llm.core.unavailable.items()]:
         if kind != "paused":

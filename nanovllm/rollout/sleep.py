@@ -1,4 +1,4 @@
-"""Sleep mode: `sleep` gives the memory of the engine back on all ranks, and `wake_up` takes it again."""
+"""Implements sleep mode: `sleep` frees the engine's memory on all ranks, and `wake_up` allocates it again."""
 
 import logging
 from collections.abc import Callable, Collection
@@ -23,14 +23,14 @@ logger = logging.getLogger("nanovllm")
 
 
 def sleep(llm: "LLMEngine", level: int = 1) -> int:
-    """Give back the memory of the weights and the KV cache, and do not generate until `wake_up`.
+    """Free the memory of the weights and the KV cache, and do not generate until `wake_up`.
 
     Level 1 keeps the weights in host memory. Level 2 drops them; after `wake_up`, one or more calls of `load_weights`
     must load all weights. If the engine already sleeps, level 2 drops the weights that level 1 kept.
 
-    Returns the number of bytes that each device (or the CPU) gets back. Raises ValueError for another level, or if the
-    engine was started without `enable_sleep_mode=True`. Raises UnavailableError, and changes nothing, if there are
-    requests and the engine is not paused, while weights are being replaced, or if host memory does not suffice.
+    Returns the number of bytes freed on each device (or on the CPU). Raises ValueError for any other level, or if the
+    engine was started without `enable_sleep_mode=True`. Raises UnavailableError, without changing anything, if there
+    are requests and the engine is not paused, if weights are being replaced, or if host memory is too small.
     """
     check_choice("level", level, (1, 2))
     _check_enabled(llm)
@@ -51,11 +51,11 @@ def sleep(llm: "LLMEngine", level: int = 1) -> int:
 
 
 def wake_up(llm: "LLMEngine", tags: Collection[str] | None = None) -> None:
-    """Take memory again for the `tags`: "weights", "kv_cache", or both if None. A new KV cache is empty.
+    """Allocate the memory of the `tags` again: "weights", "kv_cache", or both if None. The new KV cache is empty.
 
-    Parts that are awake stay as they are. The engine generates once both parts are awake and, after level 2, all
-    weights are loaded. Raises UnavailableError, and changes nothing on any rank, if a device lacks memory. Raises
-    ValueError for other tags.
+    Parts that are awake stay unchanged. The engine generates once both parts are awake and, after level 2, all weights
+    are loaded. Raises UnavailableError, without changing any rank, if a device lacks memory. Raises ValueError for
+    other tags.
     """
     for tag in TAGS if tags is None else tags:
         check_choice("tags", tag, TAGS)
@@ -101,7 +101,7 @@ class MemoryCall(NamedTuple):
 
 
 def _on_all_ranks(core: Engine, call: MemoryCall) -> int | None:
-    """Make `call` on all ranks, and return its result on this rank."""
+    """Make `call` on all ranks, and return this rank's result."""
     if core.workers.processes:
         core.workers.send(call, np.empty(0, np.int32))
     return call.do(open_runner(core))
@@ -121,7 +121,7 @@ def sleepers_of(runner: "ModelRunner") -> dict[str, Any]:
 
 
 def release(runner: "ModelRunner", level: int) -> int | None:
-    """Give this rank's memory back. Returns the number of bytes, or None if a rank could not keep its weights."""
+    """Free this rank's memory. Returns the number of freed bytes, or None if a rank could not keep its weights."""
     sleepers = sleepers_of(runner)
     weights = sleepers["weights"]
     if level == 1 and weights.is_mapped and not _all_can(runner, weights.keep):
@@ -132,7 +132,7 @@ def release(runner: "ModelRunner", level: int) -> int | None:
 
 
 def take(runner: "ModelRunner", tags: Collection[str]) -> bool:
-    """Take this rank's memory again. Returns False, and changes nothing, if a rank lacks memory."""
+    """Allocate this rank's memory again. Returns False, without changing anything, if a rank lacks memory."""
     woken = [sleeper for tag, sleeper in sleepers_of(runner).items() if tag in tags and not sleeper.is_mapped]
 
     def map_all() -> None:
@@ -153,7 +153,7 @@ def _all_can(runner: "ModelRunner", work: Callable[[], None]) -> bool:
     try:
         work()
         lacks_memory = 0
-    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is one
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
         # as text: an exception in a log record would keep tensors alive
         logger.warning("rank %d lacks memory: %s", runner.tp.rank, str(error))
         lacks_memory = 1

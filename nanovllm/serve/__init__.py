@@ -1,4 +1,4 @@
-"""The engine for asyncio, and the HTTP server. Nothing outside this folder imports it."""
+"""An asyncio interface to the engine, the HTTP server, and the command line. No other subpackage imports it."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ __all__ = ["AsyncLLM", "EngineDeadError", "QueueFullError"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of `__all__` on first use, so that the command line can print help without an engine."""
+    """Import a name of `__all__` on first use, so that the command line can print help without importing the engine."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("nanovllm.serve.async_llm"), name)

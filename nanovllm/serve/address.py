@@ -1,4 +1,4 @@
-"""The address at which the server listens. The import takes only 20 ms, also for processes that do no HTTP."""
+"""Reserves the address at which the server listens. The import takes only 20 ms, because it needs no HTTP library."""
 
 import errno
 import socket
@@ -11,17 +11,17 @@ from nanovllm.serve.settings import ServerSettings
 
 
 def listening_socket(settings: ServerSettings, is_of_front: bool = False) -> socket.socket:
-    """Reserve the address, before the model is loaded. OSError if it is in use, or not an address of this machine.
+    """Reserve the address before the model loads. Raises OSError if it is in use, or not an address of this machine.
 
-    is_of_front: if True, other processes of this server may share the address. The system gives each connection to one
-        of the listening sockets.
+    is_of_front: if True, the address may be in use by other processes of this server. The system assigns each
+        connection to one of the listening sockets.
     """
     family, address, is_unix = socket.AF_UNIX, cast(Any, settings.uds), settings.uds is not None
     try:
         if not is_unix:
             family, *_, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
         is_shared = settings.num_fronts > 1 and not is_unix
-        if is_shared and not is_of_front:  # SO_REUSEPORT below would also let another server share it
+        if is_shared and not is_of_front:  # SO_REUSEPORT below would also let another server share the address
             _bound_socket(family, address, is_shared=False).close()
         return _bound_socket(family, address, is_shared)
     except OSError as error:
@@ -45,7 +45,7 @@ def _bound_socket(family: int, address: Any, is_shared: bool) -> socket.socket:
 
 @contextmanager
 def reserved_address(settings: ServerSettings) -> Iterator[socket.socket]:
-    """Hold a `listening_socket` while any process serves. At the end, the file of a Unix domain socket is removed."""
+    """Hold a `listening_socket` during a `with` block. At its end, remove the file of a Unix domain socket."""
     with listening_socket(settings) as listener:
         try:
             yield listener

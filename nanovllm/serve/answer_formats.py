@@ -18,12 +18,12 @@ logger = logging.getLogger("nanovllm")
 
 
 class Formats(NamedTuple):
-    """The formats of a model.
+    """The formats in which a model writes its answers.
 
-    tool_calls: the name of its format in PARSERS; None if it is unknown.
-    reasoning_parser: the name of its reasoning format; None if reasoning stays in the content.
-    reasoning: the markers of this reasoning format.
-    special: the markers that are special tokens, which the text usually leaves out.
+    tool_calls: the format of tool calls, as a name in PARSERS; None if it is unknown.
+    reasoning_parser: the name of the reasoning format; None if reasoning stays in the content.
+    reasoning: the markers of the reasoning format.
+    special: the markers that are special tokens. By default, the text omits special tokens.
     token_bytes: the bytes of each token id, for log-probabilities. A token may end in the middle of a character.
     """
 
@@ -34,14 +34,14 @@ class Formats(NamedTuple):
     token_bytes: Mapping[int, bytes] = MappingProxyType({})
 
     def chat_params(self, body: ChatBody, has_structure: bool) -> dict[str, Any]:
-        """Return sampling parameters of a conversation, so that the engine and the parsers of its answers agree.
+        """Return the sampling parameters that a conversation needs for its reasoning and tool calls.
 
-        Raises ApiError if the model may choose to call tools, and the format of its calls is unknown.
+        Raises ApiError if the model may choose to call tools, but the format of its calls is unknown.
         """
         is_known = self.tool_calls is not None or not body.tools or body.tool_choice not in (None, "auto")
         require(is_known, "tools: how this model writes calls is unknown: see --tool-call-parser")
         params = self.budget_params(body)
-        if self.reasoning_parser is not None and (has_structure or body.stop):  # others do not need it
+        if self.reasoning_parser is not None and (has_structure or body.stop):  # others need none
             params["reasoning_parser"] = self.reasoning_parser
         if self.special and (body.tools or self.reasoning is not None):
             params["skip_special_tokens"] = False
@@ -56,7 +56,7 @@ class Formats(NamedTuple):
 
 
 def find_formats(processor: InputProcessor, settings: ServerSettings) -> Formats:
-    """Return the formats that the settings name, or else that the chat template shows, and log them."""
+    """Take the formats from the settings or, by default, detect them in the chat template, and log them."""
     tokenizer = processor.tokenizer
     template = template_text(getattr(tokenizer, "chat_template", None))
     tools: str | None = settings.tool_call_parser

@@ -1,4 +1,4 @@
-"""The base class of answers to completion and chat requests, and the encoding of JSON."""
+"""JSON encoding, and the base class of answers to completion and chat requests."""
 
 import asyncio
 import json
@@ -18,14 +18,14 @@ from nanovllm.serve.errors import ApiError
 from nanovllm.serve.protocol import GenerationBody, StreamOptions
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity
-MANY_LOGPROBS = 640  # the most log-probabilities that are encoded at once, such as for a client that reads slowly
-MARK = uuid4().hex  # a placeholder for a text; no client can know it
+MANY_LOGPROBS = 640  # the most log-probabilities to encode at once; many accumulate for a client that reads slowly
+MARK = uuid4().hex  # a placeholder for a text, which no client can guess
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 
 
 def dump_json(content: Any) -> bytes:
-    """Encode JSON as bytes. Half of a surrogate pair, which only a client can have sent, becomes a question mark."""
+    """Encode content as JSON. A lone surrogate, which only a client can have sent, becomes a question mark."""
     try:
         return _encode(content)
     except UnicodeEncodeError:
@@ -34,21 +34,21 @@ def dump_json(content: Any) -> bytes:
 
 
 def encoded(content: Any) -> msgspec.Raw:
-    """Encode content in advance, as a part of other content."""
+    """Encode content now, for use within other content later."""
     return msgspec.Raw(dump_json(content))
 
 
 def server_sent_event(content: dict[str, Any]) -> bytes:
-    """Encode a server-sent event. If the content has a type, the type is also the name of the event."""
+    """Encode a server-sent event. If the content has a "type", this is also the name of the event."""
     head = f"event: {content['type']}\n".encode() if "type" in content else b""
     return head + b"data: " + dump_json(content) + b"\n\n"
 
 
 class Answer:
-    """The answer to one request of a client, for one prompt or several: either complete, or streamed in chunks.
+    """The answer to a client's request, which has one or several prompts. It is either complete or streamed in chunks.
 
-    Log-probabilities of many tokens take long to encode. For a complete answer, a thread encodes them token by token,
-    so that no other client waits.
+    Log-probabilities of many tokens take long to encode. In a complete answer, a thread encodes them token by token, so
+    that no other client waits.
     """
 
     id_prefix: str
@@ -67,7 +67,7 @@ class Answer:
         self._num_streamed: dict[tuple[int, int], int] = {}  # streamed tokens by (prompt index, answer index)
 
     async def complete(self) -> bytes:
-        """Return the whole answer, as JSON."""
+        """Return the whole answer as JSON."""
         outputs = [await request.result() for request in self.requests]
         return await asyncio.to_thread(self._whole, outputs) if self._has_logprobs else self._whole(outputs)
 
@@ -78,11 +78,11 @@ class Answer:
         return dump_json(content)
 
     def begin(self) -> bytes:
-        """Return the server-sent events before the answer."""
+        """Return the server-sent events that precede the answer."""
         return b""
 
     def take(self) -> bytes:
-        """Return server-sent events for what has arrived since the last call. Raises the error of a failed request."""
+        """Return server-sent events for new output. Raises the error of a failed request."""
         data, has_logprobs = [], self._has_logprobs
         for i, request in enumerate(self.requests):
             if events := request.take_events(self._max_events(request) if has_logprobs else inf):
@@ -90,17 +90,17 @@ class Answer:
         return b"".join(data)
 
     def _max_events(self, request: AsyncRequest) -> float:
-        """Return how many events to encode now. Further log-probabilities wait for the next turn of the event loop."""
+        """Return how many events to encode now. Further events wait for the next iteration of the event loop."""
         if (num_top := request.request.params.logprobs) is None:
             return inf
         return max(1, MANY_LOGPROBS // (num_top + 1)) if num_top >= 0 else 1
 
     async def end(self) -> bytes:
-        """Return the server-sent events of the end."""
+        """Return the server-sent events that end the answer."""
         return await asyncio.to_thread(self._end) if self._has_logprobs else self._end()
 
     def _end(self) -> bytes:
-        """Return the usage, if the client asked for it, and the mark of the end."""
+        """Return the usage, if the client asked for it, and the final `[DONE]`."""
         if not self._has_usage:
             return DONE
         return server_sent_event(self._chunk([], self._usage(sum(self._num_streamed.values())))) + DONE
@@ -134,7 +134,7 @@ class Answer:
         return not (self._has_logprobs or self._has_usage_everywhere or self.body.return_token_ids)
 
     def _frame(self, prompt_index: int, event: StreamEvent) -> tuple[bytes, bytes]:
-        """Return the bytes before and after the text in chunks that differ only in their text, as most chunks do."""
+        """Return the bytes before and after the text of a chunk. Most chunks differ only in their text."""
         (choice,) = self.chunk_choices(prompt_index, replace(event, text=MARK))
         before, after = server_sent_event(self._chunk([choice], None)).split(dump_json(MARK))
         return before, after
@@ -144,15 +144,15 @@ class Answer:
         raise NotImplementedError
 
     def chunk_choices(self, prompt_index: int, event: StreamEvent) -> list[dict[str, Any]]:
-        """Return the entry of `choices` for each chunk of an event, if there are any. The last one has the tokens."""
+        """Return one entry of `choices` for each chunk of an event, possibly none. The last entry has the tokens."""
         raise NotImplementedError
 
     def extras(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Return further entries of a complete answer."""
+        """Return additional fields of a complete answer."""
         return {}
 
     def prompt_entries(self, output: RequestOutput) -> dict[str, Any]:
-        """Return what the client asked about its prompt, as entries of the answer or of each choice."""
+        """Return the token ids and the log-probabilities of the prompt, if the client asked for them."""
         logprobs = None
         if self.body.prompt_logprobs is not None:
             logprobs = [
@@ -163,7 +163,7 @@ class Answer:
         return {"prompt_token_ids": token_ids, "prompt_logprobs": logprobs}
 
     def token_text(self, token_id: int, text: str | None) -> str:
-        """Return the text of a token for a list of log-probabilities."""
+        """Return the name of a token in a list of log-probabilities: its text or, on request, its id."""
         return f"token_id:{token_id}" if self.body.return_tokens_as_token_ids else text or ""
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The application behind the HTTP API: its routes, its middleware, and the answers to errors."""
+"""Creates the application of the HTTP API, with its routes, middleware and error handlers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -105,7 +105,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> list[str]:
-    """Return the methods of the path, by trying them all: routes of an included router say only whether they match."""
+    """Return the methods that a path allows. All are tried, because included routers only tell whether they match."""
 
     def has(method: str) -> bool:
         scope = {**request.scope, "method": method}

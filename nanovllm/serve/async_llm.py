@@ -1,4 +1,4 @@
-"""The engine for asyncio: any number of tasks ask for answers, and the engine's thread runs the steps."""
+"""An asyncio interface to the engine. Any number of tasks submit requests, and the engine's thread runs the steps."""
 
 import asyncio
 import logging
@@ -20,16 +20,16 @@ logger = logging.getLogger("nanovllm")
 
 
 class AsyncLLM(EngineClient):
-    """Generates with `async for output in llm.generate(prompt, params)`, for any number of tasks of one event loop.
+    """Generates text for any number of tasks of one event loop: `async for output in llm.generate(prompt, params)`.
 
-    Three kinds of threads share the work. The event loop only hands over requests and takes events. A small pool
-    renders chat templates and tokenizes. The engine's thread runs the steps, and after each step it tells the event
-    loop about new events. It also turns token ids into text: this takes a few microseconds per token, and with
-    `async_scheduling` it happens while the device computes the next step.
+    Three kinds of threads share the work. The event loop only submits requests and receives events. A small pool
+    renders chat templates and tokenizes. The engine's thread runs the steps, and notifies the event loop of new events
+    after each step. It also detokenizes, which takes a few microseconds per token. With `async_scheduling`, it
+    detokenizes while the device computes the next step.
 
-    If a task is cancelled, or leaves its `async for` loop, its request ends, and its blocks are free before the next
-    step. An error in a request is raised in the task of that request. An error in a step ends the engine: all tasks get
-    an EngineDeadError.
+    If a task is cancelled, or leaves its `async for` loop, its request ends, and the request's cache blocks are freed
+    before the next step. An error in a request is raised in the task of that request. An error in a step ends the
+    engine, and raises EngineDeadError in all tasks.
     """
 
     engine: LLM
@@ -45,7 +45,7 @@ class AsyncLLM(EngineClient):
         super().__init__(self.engine.input_processor, self.engine.config.max_num_seqs + max_queued)
         self._engine_thread = self.engine.engine_thread
         self._calls = EngineCalls(self.engine, StepSizes(self.engine))
-        # requests of the kind TOKENS use it, too
+        # requests of the kind TOKENS use this collector, too
         self._collector = NotifyingCollector(OutputKind.DELTA, self._on_output, self._on_failure)
         self._told: asyncio.AbstractEventLoop | None = None  # the loop that already knows about new outputs
         self._engine_thread.watch(self._collector)
@@ -73,11 +73,11 @@ class AsyncLLM(EngineClient):
         return await asyncio.to_thread(getattr(self._calls, name), *arguments)
 
     async def sleep(self, level: int = 1) -> int:
-        """Call `LLM.sleep` in another thread, so that the event loop goes on."""
+        """Call `LLM.sleep` without blocking the event loop."""
         return await asyncio.to_thread(self.engine.sleep, level)
 
     async def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Call `LLM.wake_up` in another thread, so that the event loop goes on."""
+        """Call `LLM.wake_up` without blocking the event loop."""
         await asyncio.to_thread(self.engine.wake_up, tags)
 
     async def is_sleeping(self) -> bool:

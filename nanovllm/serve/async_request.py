@@ -1,4 +1,4 @@
-"""A request as its asyncio caller sees it. Events are collected in a list, and the caller takes them."""
+"""A request as its asyncio caller sees it. Events accumulate in a list until the caller takes them."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -12,14 +12,13 @@ from nanovllm.requests.stream_event import StreamEvent
 
 
 class AsyncRequest:
-    """A request of one event loop. Only the loop's thread may use it. `AsyncLLM.submit` creates it.
+    """A request of one event loop. `AsyncLLM.submit` creates it, and only the loop's thread may use it.
 
-    If the caller falls behind, the events of several steps are merged. So what waits for it is never more than the
-    answer itself.
+    If the caller falls behind, the events of several steps are merged, so the backlog never exceeds the answer itself.
     """
 
     def __init__(self, request: CompletionRequest, name: str):
-        """name: the request id that the caller knows, unlike `request_id`, which is the engine's."""
+        """name: the request's id for the caller. The engine's id is `request_id`."""
         self.request, self.name = request, name
         self.request_id, self.num_answers = request.request_id, len(request.group)
         self.arrival_time = time()
@@ -40,7 +39,7 @@ class AsyncRequest:
     # -- what the AsyncLLM calls ---------------------------------------------------------------------------------------
 
     def add_event(self, event: StreamEvent) -> None:
-        """Add an event. The AsyncLLM calls `tell` afterwards, once for all events that have arrived."""
+        """Add an event. The AsyncLLM calls `tell` once after all new events."""
         self._events.append(event)
         if event.finish_reason is not None:
             self._num_unfinished -= 1
@@ -48,7 +47,7 @@ class AsyncRequest:
                 self.final = self.request.output()
 
     def finish(self, final: Any) -> None:
-        """Set the complete output, as the engine's process sends it. The AsyncLLM calls `tell` afterwards."""
+        """Set the complete output. The AsyncLLM calls `tell` afterwards."""
         self.final = final
 
     def fail(self, error: Exception) -> None:
@@ -62,15 +61,15 @@ class AsyncRequest:
     # -- what the caller calls -----------------------------------------------------------------------------------------
 
     async def next_events(self) -> list[StreamEvent]:
-        """Wait for news, and return one event for each answer that has some. The list is empty after the end."""
+        """Wait for new events, and merge them into one event per answer. After the end, the list is empty."""
         while not (self._events or self.final):
             await self._wait()
         return self.take_events()
 
     def take_events(self, max_events: float = inf) -> list[StreamEvent]:
-        """Return events like `next_events`, but without waiting, and at most `max_events` before they are merged.
+        """Return events like `next_events`, but do not wait, and merge at most `max_events` events.
 
-        Raises the error of the request, if there is one.
+        Raises the error of a failed request.
         """
         self._check()
         taken, self._events = self._events, []
@@ -90,7 +89,7 @@ class AsyncRequest:
         return self.final
 
     def output(self, answers: Iterable["PartialAnswer"]) -> RequestOutput:
-        """Return the answers as they are now, complete or not."""
+        """Return the answers so far, complete or not."""
         if self.final is not None:
             return self.final
         metrics, outputs = RequestMetrics(self.arrival_time, None, None, None), [answer.output() for answer in answers]
@@ -109,7 +108,7 @@ class AsyncRequest:
 
 
 def merged(events: list[StreamEvent]) -> list[StreamEvent]:
-    """Merge events into one event for each answer, in the order in which the answers first occur."""
+    """Merge events into one event per answer, in the order in which the answers first occur."""
     if len(events) < 2:
         return events
     pieces: dict[int, list[StreamEvent]] = {}
@@ -127,7 +126,7 @@ def _merge(events: list[StreamEvent]) -> StreamEvent:
 
 
 class PartialAnswer:
-    """The part of an answer that has arrived. Its lists grow in place."""
+    """The part of an answer that has arrived so far. Its lists grow in place."""
 
     def __init__(self, index: int):
         self.index = index

@@ -1,4 +1,4 @@
-"""Conversations: the input of the chat template, and the answers of /v1/chat/completions."""
+"""Prepares the input of the chat template, and makes the answers of /v1/chat/completions."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -21,7 +21,7 @@ TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "documents
 
 
 def conversation(body: ChatFields) -> list[prompts.Message]:
-    """Return the messages as the client has sent them."""
+    """Return the messages as the client sent them, but with calls in OpenAI's newer form."""
     sent = body.as_sent("messages")
     return [_message(message, sent[i], i) for i, message in enumerate(body.messages)]
 
@@ -33,8 +33,8 @@ def template_arguments(
 
     Raises ApiError for arguments that a client may not set.
 
-    template: the server's own template, or several templates by name.
-    is_trusting: whether the server renders templates of clients, which are programs.
+    template: the server's template, or several templates by name.
+    is_trusting: whether the server renders clients' templates, which are programs.
     """
     kwargs = body.chat_template_kwargs or {}
     problem = "chat_template: is a program, which this server accepts only with --trust-request-chat-template"
@@ -51,9 +51,9 @@ def template_arguments(
 
 
 def make_tool_parser(body: ChatBody, name: str | None) -> Callable[[], ToolParser]:
-    """Return a function that makes the parser of one answer.
+    """Return a function that makes a tool parser for one answer.
 
-    name: the name of the model's own format of tool calls; None if it is unknown.
+    name: the name of the model's format of tool calls; None if it is unknown.
     """
     choice = body.tool_choice
     if not body.tools or choice == "none":
@@ -66,7 +66,7 @@ def make_tool_parser(body: ChatBody, name: str | None) -> Callable[[], ToolParse
 
 
 class AnswerParser:
-    """Parses the text of one answer, in pieces or at once, into entries of a message."""
+    """Parses the text of one answer, in pieces or as a whole, into fields of chat messages."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class AnswerParser:
         new_id: Callable[[], str] = ToolParser.new_id,
         max_calls: int | None = None,
     ):
-        """new_id: makes the ids of calls. max_calls: all further calls are dropped; None means no limit."""
+        """new_id: makes the ids of calls. max_calls: how many calls to keep; None keeps all of them."""
         self._reasoning, self._tools, self._new_id, self._max_calls = reasoning, tools, new_id, max_calls
         self.num_calls = 0
 
@@ -89,7 +89,7 @@ class AnswerParser:
         return 0 if self._reasoning is None else self._reasoning.reasoning.num_tokens
 
     def feed(self, text: str, token_ids: list[int], is_last: bool) -> Iterator[dict[str, Any]]:
-        """Yield new entries in order: first the reasoning, then content and lists of calls alternately.
+        """Yield new fields in order: first the reasoning, then content alternating with lists of calls.
 
         "reasoning_content" is an older name of "reasoning".
         """
@@ -117,7 +117,7 @@ class ChatAnswer(Answer):
         self._make_tool_parser = make_tool_parser(body, formats.tool_calls)
         self._new_call_id = PARSERS[formats.tool_calls or "none"].new_id
         self._markers, self._token_bytes = formats.reasoning, formats.token_bytes
-        # hidden reasoning hides all token ids and log-probabilities, because they include the reasoning
+        # if reasoning is hidden, token ids and log-probabilities are hidden too, because they would reveal it
         self._hides_tokens = self._markers is not None and not body.include_reasoning
         self._streams: dict[int, AnswerParser] = {}  # by answer
         last = body.messages[-1]
@@ -176,8 +176,8 @@ class ChatAnswer(Answer):
     def _found(
         self, parser: AnswerParser, piece: CompletionOutput | StreamEvent, is_last: bool
     ) -> Iterator[dict[str, Any]]:
-        """Yield what the parser finds, without reasoning that the client does not want. Calls of `functions` have the
-        older form.
+        """Yield what the parser finds, except for reasoning that the client does not want. If the client sent
+        `functions`, yield calls in OpenAI's older form.
         """
         for part in parser.feed(piece.text, piece.token_ids, is_last):
             if self.body.functions is not None and "tool_calls" in part:
@@ -211,7 +211,7 @@ class ChatAnswer(Answer):
 
 
 def _message(message: Message, sent: dict[str, Any], index: int) -> dict[str, Any]:
-    """Return a message as it was sent, with calls in OpenAI's older form converted to the newer form."""
+    """Return a message as it was sent, but convert calls from OpenAI's older form to the newer form."""
     plain = dict(sent)
     old_call, calls, name = plain.pop("function_call", None), message.tool_calls, "tool_calls"
     if old_call is not None and not calls:
@@ -222,7 +222,7 @@ def _message(message: Message, sent: dict[str, Any], index: int) -> dict[str, An
 
 
 def _text(content: str | list[dict[str, Any]] | None) -> str:
-    """Return the text of a message. The template has already accepted its parts."""
+    """Return the text of a message. The chat template has already accepted its parts."""
     return "\n".join([part["text"] for part in content]) if isinstance(content, list) else content or ""
 
 

@@ -41,9 +41,9 @@ SMALL_CACHE_MESSAGE = (
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run a command, and end the process with its exit status, which is 2 for a wrong command line or setting."""
+    """Run a command, and exit with its status. The status is 2 for an invalid command line or setting."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments and arguments[0] == "bench":  # it parses its arguments itself
+    if arguments and arguments[0] == "bench":  # this command parses its arguments itself
         from nanovllm.benchmarks.command import main as bench
 
         bench(arguments[1:], prog="nanovllm bench")
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line. For `serve`, `vllm_settings` has settings of vLLM's engine that are no flags here."""
+    """Parse the command line. For `serve`, settings of vLLM's engine that are not flags here go to `vllm_settings`."""
     chosen = next((argument for argument in arguments if argument in COMMANDS), None)
     parser, commands = make_parser()
     if chosen is not None:
@@ -76,7 +76,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def make_parser() -> tuple[Parser, dict[str, Parser]]:
-    """Return the parser and the parsers of the commands, without flags. Flags are added for the chosen command only."""
+    """Return the main parser, and a parser for each command. `parse` adds the flags of the chosen command later."""
     parser = Parser("nanovllm", description="LLM inference: an HTTP server, or answers right here.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {nanovllm.__version__}")
     group = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -110,7 +110,7 @@ def add_flags_of(name: str, command: Parser) -> None:
 
 
 def complete_parsers() -> dict[str, argparse.ArgumentParser]:
-    """Return the parsers of all commands, with their flags."""
+    """Return a parser with all flags for each command."""
     from nanovllm.benchmarks.arguments import make_parser as make_bench_parser
 
     _, commands = make_parser()

@@ -1,4 +1,4 @@
-"""Answers of /v1/completions."""
+"""Makes the answers of /v1/completions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ TokenLogprobs = Sequence[Mapping[int, Logprob] | None]
 
 
 class Echo(NamedTuple):
-    """The prompt before its answers: its text, and the text of its first token, which has no log-probability."""
+    """The text of an echoed prompt, and the text of its first token, which has no log-probability."""
 
     text: str = ""
     first_token: str = ""
@@ -73,7 +73,7 @@ class CompletionAnswer(Answer):
         return {"index": number, "text": text, "logprobs": logprobs, **reasons, "token_ids": token_ids}
 
     def _number(self, prompt_index: int, answer_index: int) -> int:
-        """Return the number of a choice. All answers to the first prompt come before the answers to the second."""
+        """Return the index of a choice. All answers to the first prompt precede the answers to the second prompt."""
         return prompt_index * (self.body.n or 1) + answer_index
 
     def _logprobs(

@@ -1,6 +1,6 @@
-"""Routes for training: pause, new weights, sleep, and reset of the prefix cache.
+"""Routes for trainers: pause, load weights, sleep, and reset the prefix cache.
 
-They are not for clients, so only `--enable-dev-endpoints` adds them.
+Other clients must not use them, so only `--enable-dev-endpoints` adds them.
 """
 
 from asyncio import to_thread

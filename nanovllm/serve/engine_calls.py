@@ -1,4 +1,4 @@
-"""Calls from the server to the engine other than requests, in the process of the engine."""
+"""Calls from the server to the engine, other than requests. They run in the engine's process."""
 
 from bisect import bisect_left
 from typing import Any
@@ -12,7 +12,7 @@ STEP_TOKENS = (1, 8, *(2**i for i in range(4, 15)))  # upper bounds of the bucke
 
 
 class StepSizes:
-    """Counts the steps of an engine by size: the number of prompt tokens computed plus the number of tokens sampled."""
+    """Counts an engine's steps by size, which is the number of computed prompt tokens plus the sampled tokens."""
 
     def __init__(self, engine: LLM):
         self.counts, self.total = [0] * (len(STEP_TOKENS) + 1), 0
@@ -34,7 +34,7 @@ class EngineCalls:
         self._recorder = StepRecorder(engine)
 
     def stats(self) -> dict[str, Any]:
-        """Return `LLM.stats()` with `step_sizes`."""
+        """Return `LLM.stats()` plus the `step_sizes`."""
         sizes = self._sizes
         return stats_of(self._engine.scheduler) | {"step_sizes": {"counts": [*sizes.counts], "total": sizes.total}}
 
@@ -49,8 +49,8 @@ class EngineCalls:
     def frames(self, last: int) -> tuple[str, int, bool, bool]:
         """Return the frames after frame `last`.
 
-        The result is JSON text, the number of its last frame, whether the recording goes on, and whether the engine is
-        idle.
+        The result is the frames as JSON text, the number of the last frame, whether the recording goes on, and whether
+        the engine is idle.
         """
         recorder = self._recorder
         return *recorder.json_since(last), recorder.is_recording, recorder.is_idle

@@ -25,11 +25,11 @@ from nanovllm.serve.turns import ClientTurns
 from nanovllm.utils.checks import check_int
 
 T = TypeVar("T")
-MANY_IDS = 2**14  # token ids of a prompt that are checked in the event loop, which takes 0.2 ms
+MANY_IDS = 2**14  # the longest prompt of token ids that the event loop checks itself, which takes 0.2 ms
 
 
 class QueueFullError(RuntimeError):
-    """The engine has as many waiting and running requests as it accepts. Nothing was queued; try again later."""
+    """Too many requests are waiting or running. Nothing was queued; try again later."""
 
 
 class EngineDeadError(RuntimeError):
@@ -37,12 +37,12 @@ class EngineDeadError(RuntimeError):
 
 
 class EngineClient(ABC):
-    """Generates with `async for output in llm.generate(prompt, params)`, for any number of tasks of one event loop.
+    """Generates text for any number of tasks of one event loop: `async for output in llm.generate(prompt, params)`.
 
-    Four thread pools prepare requests: a small pool renders chat templates and tokenizes, one thread tokenizes long
-    texts, one pool compiles grammars, and one pool renders templates that may take long. A subclass computes the
-    answers: AsyncLLM with an engine in this process, AsyncReplicas with engines in other processes. It calls `_forget`
-    when a request has ended.
+    Four thread pools prepare requests. A small pool renders chat templates and tokenizes, a single thread tokenizes
+    long texts, another pool compiles grammars, and the last pool renders templates that may be slow. A subclass
+    computes the answers: AsyncLLM with an engine in this process, AsyncReplicas with engines in other processes. The
+    subclass calls `_forget` when a request has ended.
     """
 
     engine: LLM | None = None  # the engine, if it runs in this process
@@ -74,7 +74,7 @@ class EngineClient(ABC):
     # -- what computes the requests ------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Get ready, in the event loop that will serve requests."""
+        """Prepare to serve requests in the running event loop."""
         self.check_open()
 
     @abstractmethod
@@ -87,14 +87,14 @@ class EngineClient(ABC):
 
     @abstractmethod
     def _abort(self, request: AsyncRequest) -> None:
-        """End a request with the tokens that it has."""
+        """End a request early. Its answer is the tokens generated so far."""
 
     async def call(self, name: str, *arguments: Any) -> Any:
         """Call a method of the engine's EngineCalls. Not available for several replicas."""
         raise NotImplementedError
 
     async def stats(self) -> list[dict[str, Any] | None]:
-        """Return `LLM.stats()` of each engine; None for an engine that does not run at the moment."""
+        """Return `LLM.stats()` of each engine, and None for an engine that is not running."""
         return [await self.call("stats")]
 
     def exit(self) -> None:
@@ -117,12 +117,12 @@ class EngineClient(ABC):
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
     ) -> AsyncIterator[RequestOutput]:
-        """Yield the answers to one prompt so far, whenever there is more of them. The last output is `finished`.
+        """Yield a prompt's answers so far, each time they grow. The last output is `finished`.
 
-        `prompt`, `sampling_params` and the option `priority` are as for `LLM.add_request`, with the same errors. Other
-        options are the `chat_template_kwargs` of `LLM.chat`, and a `request_id` for `abort`. Raises QueueFullError if
-        too many requests wait, and EngineDeadError if the engine has failed or was closed. Before the last output,
-        `metrics` has only the `arrival_time`.
+        `prompt`, `sampling_params` and the option `priority` are the same as for `LLM.add_request`, and raise the same
+        errors. Other options are `chat_template_kwargs` (see `LLM.chat`), `cache_salt` (see `submit`), and a
+        `request_id` for `abort`. Raises QueueFullError if too many requests wait, and EngineDeadError if the engine has
+        failed or was closed. Until the last output, `metrics` contains only the `arrival_time`.
         """
         request = await self.submit(prompt, sampling_params, **options)
         try:
@@ -156,12 +156,12 @@ class EngineClient(ABC):
         in_pieces: bool = True,
         cache_salt: str | None = None,
     ) -> AsyncRequest:
-        """Queue a request, and return the object from which its caller reads. The caller must `discard` it in the end.
+        """Queue a request, and return the object from which its caller reads. In the end, the caller must `discard` it.
 
         Most arguments, and the errors, are the same as for `generate`. A `prompt` may be a function, which a tokenizer
-        thread calls. With `in_pieces=False`, the request has only a `result` and no events, which saves host time. Only
-        requests with the same `cache_salt` find each other's prompts in the prefix cache. Beam searches have only a
-        `result`, and do not work with replicas.
+        thread calls. With `in_pieces=False`, the request has a `result` but no events, which saves host time. Requests
+        share cached prefixes only with requests that have the same `cache_salt`. Beam searches have a `result` but no
+        events, and do not work with replicas.
         """
         self.check_open()
         self._use_running_loop()
@@ -176,7 +176,7 @@ class EngineClient(ABC):
         self._num_live[self._index] += num_answers
         self._names[name] = None
         try:
-            # not FINAL_ONLY, because observers see when a token arrives
+            # not FINAL_ONLY, because observers must see when a token arrives
             kind = OutputKind.DELTA if in_pieces else OutputKind.TOKENS
 
             def make(tokens: TokensPrompt) -> Any:
@@ -214,9 +214,9 @@ class EngineClient(ABC):
             self._drop(request)
 
     async def abort(self, request_id: str) -> None:
-        """End a request before the next step. Its caller gets the tokens that were generated.
+        """End a request before the next step. Its caller gets the tokens generated so far.
 
-        Does nothing if there is no such request, or while its prompt is tokenized.
+        Does nothing if there is no such request, or while its prompt is being tokenized.
         """
         if (request := self._names.get(request_id)) is not None:
             self._abort(request)
@@ -227,13 +227,13 @@ class EngineClient(ABC):
         return (await self._in_lane(lambda lane: lane.tokens_of(prompt, chat_template_kwargs)))["prompt_token_ids"]
 
     async def render(self, messages: list[Message], template_arguments: Mapping[str, Any]) -> RenderedChat:
-        """Render a conversation whose template may take long; nobody else waits. ValueError if it takes too long."""
+        """Render a conversation in the sandbox, where it delays no one else. Raises ValueError if it takes too long."""
         self.check_open()
         render = partial(self._template_sandbox.render, messages, template_arguments)
         return RenderedChat(await self._template_turns.run(lambda: self._in_thread(self._template_pool, render)))
 
     async def detokenize(self, token_ids: list[int]) -> str:
-        """Return the text of tokens, including special tokens. ValueError for an id outside the vocabulary."""
+        """Return the text of tokens, including special tokens. Raises ValueError for an id outside the vocabulary."""
         self.check_open()
         vocab_size = self.input_processor.config.model_config.vocab_size
 
@@ -245,7 +245,7 @@ class EngineClient(ABC):
         return await self._in_thread(self._pool, decode)
 
     async def _in_lane(self, call: Callable[[PromptLane], T]) -> T:
-        """Run `call` in a thread of the lane for the length of its text. `call` may run twice."""
+        """Run `call` in the lane for short texts. If its text is too long, run `call` again in the other lane."""
         try:
             return await self._in_thread(self._pool, partial(call, self._lane))
         except LongTextError:
@@ -253,7 +253,7 @@ class EngineClient(ABC):
 
     @cached_property
     def _long_lane(self) -> PromptLane:
-        """The lane of long texts. Its thread creates it on first use: to copy a large tokenizer takes a second."""
+        """The lane for long texts. Its thread creates it on first use, because copying a large tokenizer takes 1 s."""
         return PromptLane(self.input_processor, takes_long_texts=True)
 
     async def _in_thread(self, pool: ThreadPoolExecutor, call: Callable[[], T]) -> T:
@@ -302,8 +302,8 @@ class EngineClient(ABC):
             observe(request)
 
     def _deliver(self, events: Iterable[StreamEvent], finals: Iterable[Any]) -> None:
-        """Give the requests their events and final outputs."""
-        news: dict[Callable[[], None], None] = {}  # a set: a stream of several requests is told once
+        """Pass new events and final outputs to their requests."""
+        news: dict[Callable[[], None], None] = {}  # a set, so that a stream of several requests is told only once
         find = self._live.get
         for event in events:
             if (request := find(event.request_id)) is not None:

@@ -30,7 +30,7 @@ MESSAGES_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_e
 
 
 class ApiError(Exception):
-    """An error that is sent to the client: the HTTP status, and the content of the body."""
+    """An error for the client, with the HTTP status and the contents of the body."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -39,7 +39,7 @@ class ApiError(Exception):
         self.headers = HEADERS.get(status, {})
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Replace the name of the field by the client's name. names: client names of fields whose names differ."""
+        """Replace the field's name with the client's name. `names` maps field names to different client names."""
         if self.param is not None and (client_name := names.get(self.param)) is not None:
             self.message, self.param = self.message.replace(self.param, client_name, 1), client_name
 
@@ -54,18 +54,18 @@ class ApiError(Exception):
 
 
 def require(value: T | Literal[False] | None, problem: str, code: str | None = None) -> T:
-    """Return `value` if it is true, or else raise an ApiError with 400. `problem` begins with the name of a field."""
+    """Return `value` if it is true, or else raise an ApiError with 400. `problem` begins with a field's name."""
     if not value:
         raise ApiError(400, problem, re.split(r"\W", problem)[0], code)
     return value
 
 
 def api_error(error: BaseException, fields: Container[str] | None = None) -> ApiError:
-    """Convert an error to what a client may know. Unexpected errors are logged, and the client gets no details.
+    """Convert an error to an ApiError for the client. Unexpected errors are logged, and the client gets no details.
 
-    fields: names of the fields of a request that is being checked. Then ValueError, TypeError and FileNotFoundError are
-        the client's fault, and a message that begins with one of the names is about that field. With None, the request
-        was valid, and these errors are unexpected.
+    fields: the names of a request's fields while the request is being checked. ValueError, TypeError and
+        FileNotFoundError are then the client's fault. A message that begins with a field's name is about that field.
+        None means that the request was valid, so these errors are unexpected.
     """
     if isinstance(error, ApiError):
         return error
@@ -89,7 +89,7 @@ def api_error(error: BaseException, fields: Container[str] | None = None) -> Api
 
 @contextmanager
 def about(fields: Container[str]) -> Iterator[None]:
-    """A block that checks a request with these fields. Its errors are converted with `api_error`."""
+    """Convert errors with `api_error`. The `with` block checks a request that has these fields."""
     try:
         yield
     except Exception as error:
@@ -119,7 +119,7 @@ def body_error(error: Exception) -> ApiError:
 
 
 def too_deep(error: Exception, body: bytes) -> Exception:
-    """Return an ApiError that names the field that is nested too deeply; `error` if there is none."""
+    """Return an ApiError that names a field that is nested too deeply, or `error` if no field is."""
     for name, value in json.loads(body).items():
         level = [value]
         for _ in range(MAX_LEVELS):
@@ -131,8 +131,8 @@ def too_deep(error: Exception, body: bytes) -> Exception:
 
 
 def _validation_error(errors: Sequence[Any]) -> ApiError:
-    """Convert the first error. A field may have several errors, one for each type that it may have."""
-    # without names of our classes, which stand for alternative types
+    """Return an ApiError for the first invalid field. A field has one error for each type that it may have."""
+    # leave out the names of our classes, which stand for alternative types
     path = [str(part) for part in errors[0]["loc"] if not str(part).endswith("Body")]
     param = path[0] if path else None
     if param is None or param.isdigit():

@@ -1,29 +1,29 @@
-"""Frames, which describe what each step has changed, and View, the state that results from all frames so far.
+"""Defines frames, which describe what each step has changed, and View, the state after all frames so far.
 
-A frame is a dict for JSON, with the differences from the previous frame. Empty fields are left out.
+A frame is a JSON-serializable dict of differences from the previous frame. Empty fields are left out.
 
 - `step`: the number of recorded steps.
 - `time`: seconds since the recording began.
-- `ms`: milliseconds that the step took. A frame without `ms` belongs to no step: it has the requests that were added
+- `ms`: milliseconds that the step took. A frame without `ms` belongs to no step. It shows the requests that were added
   or aborted since the last step.
 - `decodes`: names of the rows that decode one token; left out if unchanged.
 - `chunks`: [name, start, end] of the rows that compute the tokens `start:end` of a prompt.
-- `sampled`: names of the sequences that got a token, without the sequences in `decodes`.
-- `seqs`: [name, prompt tokens, upper bound of tokens, tokens, computed tokens] of sequences that were not shown before.
-  The numbers are those after this step.
+- `sampled`: names of the sequences that got a token, except for the sequences in `decodes`.
+- `seqs`: [name, prompt tokens, maximum tokens, current tokens, computed tokens] of sequences that were not shown
+  before. The numbers describe the state after this step.
 - `admitted`: names of the sequences that hold blocks from now on.
 - `released`: [name, reason] of sequences that no longer hold blocks, or that are no longer shown. The reason is
-  "preempted", "hidden" (many other sequences wait before it), or the finish reason.
+  "preempted", "hidden" (many other sequences are ahead of it in the queue), or the finish reason.
 - `waiting`: [number of sequences, name of the first one, ...], in order; left out if unchanged.
-- `tables`: [name, n, block id, ...] of block tables that have changed: the first n entries are kept, then the given
-  ids follow.
-- `cached`: ids of blocks that no sequence holds any more, but that the prefix cache can find.
+- `tables`: [name, n, block id, ...] of each block table that has changed. The table keeps its first n entries, and
+  these ids follow them.
+- `cached`: ids of blocks that no sequence holds any more, but that the prefix cache can still find.
 - `free`: ids of blocks that the prefix cache can no longer find. A block in no table is free, unless it is cached.
 - `counts`: totals of prompt tokens, cached tokens, output tokens and preemptions; left out if unchanged.
 - `ttft`: seconds to the first token, for each sequence that got its first token.
-- `key`: facts about the engine. Only a key frame has it; a key frame does not depend on earlier frames.
+- `key`: facts about the engine. Only key frames, which do not depend on earlier frames, have this field.
 
-The name of a sequence is its request's id, such as "12", or "12.3" if the request has several answers. No text and no
+The name of a sequence is its request's id, such as "12", or "12.3" if the request has several answers. Neither text nor
 token ids are recorded.
 """
 
@@ -49,7 +49,7 @@ class SequenceView:
 
 @dataclass(slots=True)
 class View:
-    """The state after some frames. The script of the page applies frames in the same way."""
+    """The state after a number of frames. The page's script applies frames in the same way."""
 
     engine: dict[str, Any]
     step: int = 0

@@ -1,4 +1,4 @@
-"""Responses, and the work for a client, which ends when the client goes away."""
+"""HTTP responses. The work for a client is cancelled when the client disconnects."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from nanovllm.serve.answers import Answer, dump_json
 from nanovllm.serve.errors import ApiError, api_error, body_error
 
 Endpoint = Callable[[Request], Awaitable[Response]]
-CONNECTION = "connection"  # in the state of a request: its BoundedProtocol (request_limits.py)
+CONNECTION = "connection"  # the key of a request's BoundedProtocol (request_limits.py) in the request's state
 # caches must not store a stream, and nginx must not buffer it
 EVENT_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 HEARTBEAT = 10.0  # seconds without an event until a comment is sent: many proxies end a silent stream
@@ -25,20 +25,20 @@ WRITE_SECONDS = 30.0  # added to the request's time limit, for clients that read
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Make a JSON response. Content of type bytes is already JSON."""
+    """Make a JSON response. Content of type bytes must already be JSON."""
     data = content if isinstance(content, bytes) else dump_json(content)
     return Response(data, status, headers, media_type="application/json")
 
 
 def error_response(error: ApiError, path: str, **headers: str) -> Response:
-    """Make the response for an error, in the format of the API at `path`. `headers` are added to the error's own."""
+    """Make the response for an error, in the format of the API at `path`, with additional `headers`."""
     return json_response(error.body(path), error.status, error.headers | headers)
 
 
 def endpoint(route: APIRoute, seconds: float) -> Endpoint:
-    """Return a function that answers requests to a route with a body, without the layers of FastAPI.
+    """Return a function that answers requests to a route with a body. It bypasses the layers of FastAPI.
 
-    The layers would cost as much time as everything else. The work ends when the client goes away, or after `seconds`.
+    The layers would take as much time as all other work. Work stops when the client disconnects, or after `seconds`.
     """
     kind: TypeAdapter[Any] = TypeAdapter(route.endpoint.__annotations__["body"])
 
@@ -57,10 +57,10 @@ def endpoint(route: APIRoute, seconds: float) -> Endpoint:
 
 
 class EventStream(Response):
-    """A response of server-sent events. An error after the first event is sent as another event.
+    """A response of server-sent events. An error after the first event is sent as an event.
 
-    The code that delivers the outputs of a step also writes them to the connection, in one piece per step. So no task
-    must wake up. While the client has not taken the last piece, nothing is written, and events of several steps merge.
+    The code that delivers the outputs of a step also writes them to the connection in one piece, so no task has to wake
+    up. Until the client has taken this piece, nothing more is written, and the events of several steps are merged.
     """
 
     def __init__(self, answer: Answer, end: Callable[[], None], until: float):
@@ -100,7 +100,7 @@ class EventStream(Response):
             request.on_news = write
 
     def _write(self) -> None:
-        """Write what has arrived. Called when there is more, and when the client has taken the last piece."""
+        """Write new events. Called when events arrive, and when the client has taken the last piece."""
         if not self._connection.is_writable or self._is_over.done():
             return
         try:
@@ -128,9 +128,9 @@ class EventStream(Response):
 
 @contextmanager
 def while_connected(connection: Any, until: float) -> Iterator[None]:
-    """A block that is cancelled if the client goes away (ApiError) or the deadline passes (TimeoutError).
+    """Cancel the `with` block if the client disconnects (ApiError) or the deadline passes (TimeoutError).
 
-    connection: the BoundedProtocol of the request. The body must already be read.
+    connection: the BoundedProtocol of the request. The request's body must already have been read.
     until: the deadline, on the event loop's clock.
     """
     with CancelScope(deadline=until) as scope:

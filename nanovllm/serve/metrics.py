@@ -1,4 +1,4 @@
-"""Metrics for Prometheus. Names are vLLM's if the meaning is the same."""
+"""Metrics for Prometheus. A metric has vLLM's name if it has the same meaning as in vLLM."""
 
 import os
 from collections import defaultdict
@@ -53,9 +53,9 @@ ZEROS = dict.fromkeys((*GAUGES, *COUNTERS, "blocks"), 0)
 
 
 class Metrics:
-    """The metrics of a server. Histograms count each answer when it ends; `text` reads all else from the engines.
+    """The metrics of a server. They count each answer when it ends; `text` reads the metrics of the engines.
 
-    Sizes of steps are reported only for a single engine, not for replicas.
+    Step sizes are reported for a single engine, but not for replicas.
     """
 
     def __init__(self, llm: EngineClient, model: str):
@@ -87,7 +87,7 @@ class Metrics:
         return generate_latest(self._shown)
 
     def observe(self, request: AsyncRequest) -> None:
-        """Count a request that has ended. The times of a dropped request do not count, because they mean nothing."""
+        """Count a request that has ended. The times of a dropped request are meaningless, and do not count."""
         final = request.final
         if final is None or (times := final.metrics).first_token_time is None or times.finished_time is None:
             self._aborted.inc(request.num_answers)
@@ -108,7 +108,7 @@ class Metrics:
                 self._histograms[name].observe(value or 0.0)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the state of the engine, for the registry. With several replicas, first the sums, then each replica."""
+        """Yield the engine's metrics for the registry. With several replicas, yield the sums and then each replica."""
         self._count()
         total = {name: sum(engine[name] for engine in self._engines.values()) for name in ZEROS}
         waiting = self._llm.num_unfinished - total["num_requests_running"]  # includes answers that are being tokenized
@@ -138,7 +138,7 @@ class Metrics:
         return family
 
     def _count(self) -> None:
-        """Update the values from the stats. Counters never decrease, even after a restart or a late reading."""
+        """Update the values from the stats. Counters never decrease, even if a replica restarts or stats are late."""
         for i, stats in enumerate(self._stats):
             engine, before = self._engines[i], self._before_restart[i]
             if stats is None:
@@ -155,7 +155,7 @@ class Metrics:
 
 
 class AllFronts(MultiProcessCollector):
-    """The sums over all fronts, with the same descriptions as for a single process."""
+    """Sums the metrics of all fronts. Their descriptions are the same as for a single process."""
 
     def __init__(self, registry: CollectorRegistry):
         super().__init__(None)
@@ -163,7 +163,7 @@ class AllFronts(MultiProcessCollector):
         self._texts = {metric.name: metric.documentation for metric in registry.collect()}
 
     def collect(self) -> Iterator[Metric]:
-        # an empty file belongs to a front that is creating it, or that was killed while it did
+        # an empty file belongs to a front that is still creating it, or that was killed meanwhile
         files = [str(file) for file in self._folder.glob("*.db") if file.stat().st_size]
         for metric in self.merge(files):
             metric.documentation = self._texts.get(metric.name, metric.documentation)
@@ -171,12 +171,12 @@ class AllFronts(MultiProcessCollector):
 
 
 def _drafts(stats: dict[str, Any], name: str, default: Any = 0) -> Any:
-    """Return a count of speculation; `default` for an engine without `speculative_config`."""
+    """Return a count of speculative decoding, or `default` for an engine without `speculative_config`."""
     return stats.get("spec_decode", {}).get(name, default)
 
 
 def _families(prefix: str, labels: list[str], engines: list[tuple[list[str], dict[str, int]]]) -> Iterator[Metric]:
-    """Yield a gauge or a counter for each quantity. `engines` has the values of the labels, and the quantities."""
+    """Yield a gauge or a counter for each quantity. `engines` contains pairs of label values and quantities."""
     for kind, quantities in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
         for name, (text, _) in quantities.items():
             family = kind(f"{prefix}{name}", text, labels=labels)

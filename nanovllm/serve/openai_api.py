@@ -34,10 +34,10 @@ MakeAnswer = Callable[[Sequence[AsyncRequest]], Awaitable[Answer]]
 
 
 class Api:
-    """The routes, and the objects that they share."""
+    """The routes, and the state that they share."""
 
     def __init__(self, llm: EngineClient, settings: ServerSettings, model_names: Sequence[str], root: str):
-        """root: the model that `model_names` stand for."""
+        """root: the model that is served under `model_names`."""
         self.llm, self.settings, self.model_names, self.root = llm, settings, model_names, root
         if settings.chat_template is not None:
             llm.input_processor.tokenizer.chat_template = settings.chat_template
@@ -81,7 +81,7 @@ class Api:
         return await self.converse(body, request, chat.ChatAnswer)
 
     async def converse(self, body: protocol.ChatBody, request: Request, form: Callable[..., Answer]) -> Response:
-        """Answer a conversation. form: makes the answer; it takes the same arguments as ChatAnswer."""
+        """Answer a conversation. `form` makes the answer from the arguments of ChatAnswer."""
 
         def prepare() -> Prepared:
             require(body.logprobs or not body.top_logprobs, "top_logprobs: needs logprobs=true")
@@ -101,7 +101,7 @@ class Api:
     async def _respond(
         self, body: protocol.GenerationBody, request: Request, prepare: Prepare, make_answer: MakeAnswer
     ) -> Response:
-        """Check and queue the requests for all prompts. Then answer at the end, or stream."""
+        """Check and queue a request for each prompt. Then return the complete answer, or a stream."""
         if self.settings.enable_force_include_usage and body.stream:
             body.stream_options = protocol.StreamOptions(include_usage=True, continuous_usage_stats=True)
         body.return_tokens_as_token_ids = body.return_tokens_as_token_ids or self.settings.return_tokens_as_token_ids
@@ -156,7 +156,7 @@ class Api:
         return chat.template_arguments(body, self.chat_template, self.settings.trust_request_chat_template)
 
     async def _rendered(self, body: protocol.TextBody, prompt: Any, template_arguments: dict[str, Any] | None) -> Any:
-        """Render a conversation now if that may take long. Return any other prompt unchanged."""
+        """Render a conversation in the sandbox if rendering may take long. Return any other prompt unchanged."""
         if isinstance(body, protocol.ChatFields) and may_take_long(body, self.chat_template):
             return await self.llm.render(prompt, template_arguments or {})
         return prompt
@@ -176,7 +176,7 @@ class Api:
         return json_response(lengths | {"tokens": tokens, "token_strs": names})
 
     async def prompt_token_ids(self, body: protocol.TextBody) -> list[int]:
-        """Tokenize the prompt of a body. Raises ApiError for another model, or a prompt that can't be tokenized."""
+        """Tokenize the prompt of a body. Raises ApiError for an unknown model, or a prompt that can't be tokenized."""
         self.model_name(body.model)
         with about(type(body).model_fields):
             prompt, arguments = getattr(body, "prompt", None), None

@@ -1,15 +1,15 @@
-"""The setup of a serving process, before anything else."""
+"""Sets up a serving process before it does anything else."""
 
 import logging
 import sys
 
-# seconds until a thread releases the GIL to a waiting thread (Python's default is 0.005): while the device is idle, the
-# engine's thread must not wait for the thread that handles HTTP
+# seconds until a thread releases the GIL to a waiting thread (Python's default is 0.005). While the device is idle, the
+# engine's thread must not wait long for the thread that handles HTTP.
 SWITCH_INTERVAL = 0.001
 
 
 def set_up_process() -> None:
-    """Make threads release the GIL sooner, and print the package's log: settings at the start, and errors."""
+    """Make threads release the GIL sooner, and print the package's log (settings at the start, and errors)."""
     sys.setswitchinterval(SWITCH_INTERVAL)
     handler = logging.StreamHandler()
     erase = "\r\033[K" if sys.stderr.isatty() else ""  # erases a progress line

@@ -1,4 +1,4 @@
-"""Tokenizes prompts. Texts that can't fit are refused before they are tokenized; long texts do not delay short ones."""
+"""Tokenizes prompts. Texts that can't fit are refused without being tokenized. Long texts do not delay short texts."""
 
 import json
 import threading
@@ -19,15 +19,15 @@ PromptSource = Prompt | Callable[["PromptLane"], Prompt]
 
 
 class LongTextError(Exception):
-    """The text belongs to the lane of long texts."""
+    """The text belongs in the lane for long texts."""
 
 
 class RenderedChat(str):
-    """The output of a chat template. The template has written the special tokens, so tokenizing adds none."""
+    """The output of a chat template. It already contains the special tokens, so tokenizing adds none."""
 
 
 class PromptLane(InputProcessor):
-    """Tokenizes for one lane. The lane of long texts has a separate tokenizer and a separate lock."""
+    """Tokenizes in one of two lanes. The lane for long texts has a separate tokenizer and a separate lock."""
 
     def __init__(self, processor: InputProcessor, takes_long_texts: bool):
         tokenizer = deepcopy(processor.tokenizer) if takes_long_texts else processor.tokenizer
@@ -37,9 +37,9 @@ class PromptLane(InputProcessor):
         self.takes_long_texts, self._longest_token = takes_long_texts, longest_token(tokenizer)
 
     def encode(self, text: str, add_special_tokens: bool = True, is_cut: bool = False) -> list[int]:
-        """Return the token ids of a text. Raises LongTextError if it belongs to the other lane.
+        """Return the token ids of a text. Raises LongTextError if the text belongs in the other lane.
 
-        Raises ValueError if the text is too long for any tokens, unless the caller will cut the tokens (`is_cut`).
+        Raises ValueError if the text can't fit into the context, unless the caller truncates the tokens (`is_cut`).
         """
         is_elsewhere = len(text) > LONG_TEXT and not self.takes_long_texts
         if self._longest_token is not None and not is_cut:
@@ -49,7 +49,7 @@ class PromptLane(InputProcessor):
         return super().encode(text, add_special_tokens)
 
     def tokens_of(self, prompt: PromptSource, chat_template_kwargs: Mapping | None) -> TokensPrompt:
-        """Return the token ids, and the text if there is one. `prompt` may be a function that takes this lane."""
+        """Return the token ids of a prompt, and its text if it has one. If `prompt` is a function, call it first."""
         text, token_ids = self.tokenize(prompt(self) if callable(prompt) else prompt, chat_template_kwargs)
         return _tokens_prompt(token_ids, text)
 
@@ -68,10 +68,10 @@ class PromptLane(InputProcessor):
 def tokenized(
     body: Any, prompt: Any, template_arguments: Mapping | None, max_tokens: int | None, lane: PromptLane
 ) -> TokensPrompt:
-    """Return the token ids and the text of a prompt, as the fields of a protocol.TextBody ask.
+    """Tokenize a prompt according to the fields of `body`, a protocol.TextBody.
 
-    By default, special tokens are added to text, but not to the output of a chat template. Raises ValueError if more
-    tokens should be kept than fit before `max_tokens`.
+    By default, special tokens are added to text, but not to the output of a chat template. Raises ValueError if
+    `truncate_prompt_tokens` plus `max_tokens` exceeds the context length.
     """
     adds_special, num_kept, tokenizer = body.add_special_tokens, body.truncate_prompt_tokens, lane.tokenizer
     with lane.tokenizer_lock:
@@ -97,11 +97,11 @@ def _tokens_prompt(token_ids: list[int], text: str | None) -> TokensPrompt:
 
 
 def longest_token(tokenizer: Any) -> int | None:
-    """Return the most bytes of normalized UTF-8 that a token can stand for; None if there is no bound.
+    """Return the maximum number of bytes of normalized UTF-8 that one token can represent; None if there is no bound.
 
-    There is a bound under three conditions. The vocabulary has every byte, so no token stands for unknown text.
-    Normalizers and pre-tokenizers remove nothing, and treat a whole text like the parts between special tokens. No
-    special token includes the spaces around it.
+    A bound exists under three conditions. The vocabulary contains every byte, so no token represents unknown text.
+    Normalizers and pre-tokenizers remove nothing, and treat a whole text like its parts between special tokens. No
+    special token absorbs the spaces around it.
     """
     backend, added = tokenizer.backend_tokenizer, tokenizer.added_tokens_decoder.values()
     vocab = backend.get_vocab(with_added_tokens=False)

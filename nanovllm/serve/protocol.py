@@ -1,8 +1,8 @@
-"""The bodies of requests to the HTTP API: OpenAI's fields, and additional fields of vLLM. Other fields are ignored.
+"""Request bodies of the HTTP API, with OpenAI's fields and vLLM's additional fields. Other fields are ignored.
 
-Checks of a body run in the event loop, so their time must be bounded. The check of a list stops at the first wrong
-item, and the contents of large dicts are not checked here. Otherwise, two megabytes of wrong items would make a million
-errors, which take seconds.
+Bodies are checked in the event loop, so the time of the checks must be bounded. The check of a list stops at the first
+wrong item, and the contents of large dicts are not checked here. Otherwise, two megabytes of wrong items would produce
+a million errors, which would take seconds.
 """
 
 import logging
@@ -47,7 +47,7 @@ ToolDicts = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX
 
 
 class IgnoredFields:
-    """Counts the unknown fields of all bodies, and logs each name once, up to MAX_LOGGED_NAMES."""
+    """Counts the unknown fields of all bodies, and logs each name once, up to MAX_LOGGED_NAMES names."""
 
     def __init__(self) -> None:
         self.count = Counter("nanovllm:ignored_request_fields", "Unknown fields of requests", registry=None)
@@ -64,7 +64,7 @@ IGNORED = IgnoredFields()
 
 
 def only(*allowed: Any) -> AfterValidator:
-    """Make a type for a field without an effect here: its value must be one of `allowed`, or null."""
+    """Make a validator for a field that has no effect here. Its value must be one of `allowed`, or null."""
 
     def check(value: Any) -> Any:
         if value not in allowed:
@@ -82,19 +82,19 @@ class Item(BaseModel):
 
 
 class Body(Item):
-    """A body. A null means the default of its field."""
+    """A request body. A null selects the default of its field."""
 
-    # client names of the engine's parameters, and of fields that the request of another endpoint is translated into
+    # the client's names for engine parameters and translated fields, where these differ
     own_names: ClassVar[Mapping[str, str]] = {}
 
-    # fields whose values are also kept as the client has sent them, with unknown keys and in the client's order
+    # fields whose values are also stored as the client sent them, with unknown keys and in the client's order
     kept_fields: ClassVar[tuple[str, ...]] = ()
 
     model: str | None = None
     _kept: Mapping[str, Any] = PrivateAttr(default_factory=dict)
 
     def as_sent(self, name: str) -> Any:
-        """Return the value of one of `kept_fields` for a chat template; None if the client has not sent it."""
+        """Return the value that the client sent for one of `kept_fields`; None if it sent none."""
         assert name in self.kept_fields, name
         return self._kept.get(name)
 
@@ -134,7 +134,7 @@ class TextBody(Body):
 
 
 class GenerationBody(TextBody):
-    """The fields that completions and chats have in common. None means the default of the model or of the engine."""
+    """The fields that completions and chats have in common. None selects the default of the model or the engine."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -260,7 +260,7 @@ class ChatBody(ChatFields, GenerationBody):
 
     @model_validator(mode="after")
     def _use_functions_as_tools(self) -> "ChatBody":
-        """Convert functions, OpenAI's older form of tools, to tools. ChatAnswer answers in the older form, too."""
+        """Convert `functions`, OpenAI's older form of tools, to tools. ChatAnswer then answers in the older form."""
         if self.functions is not None:
             tools = [Tool(type="function", function=function) for function in self.functions]
             self.tools = [*(self.tools or ()), *tools]
@@ -270,7 +270,7 @@ class ChatBody(ChatFields, GenerationBody):
 
 
 def translated(form: type[ChatBody], fields: dict[str, Any]) -> ChatBody:
-    """Make a chat body from the fields of another endpoint. An ApiError has the field names of that endpoint."""
+    """Make a chat body from the fields of another endpoint. An ApiError refers to the field names of that endpoint."""
     try:
         return form.model_validate(fields)
     except ValidationError as validation_error:
@@ -302,9 +302,9 @@ class DetokenizeBody(Body):
 def sampling_params(
     body: GenerationBody, defaults: dict[str, Any], structured_outputs: dict[str, Any] | None, **special: Any
 ) -> SamplingParams:
-    """Return the parameters of a request: from `special`, else from the body's field, else from `defaults`.
+    """Return the parameters of a request. Each comes from `special`, else from the body, else from `defaults`.
 
-    `special` has, among others, `logprobs`, which endpoints define differently. Raises the errors of SamplingParams.
+    `special` contains parameters such as `logprobs`, which endpoints define differently. Raises SamplingParams' errors.
     """
     names = SamplingParams.__dataclass_fields__
     sent = {name: value for name in names if (value := getattr(body, name, None)) is not None}
@@ -320,7 +320,7 @@ def sampling_params(
 
 
 def beam_search_params(body: GenerationBody, params: SamplingParams, max_model_len: int) -> BeamSearchParams:
-    """Return parameters for a search with `n` beams. Raises ApiError for options that a beam search does not have."""
+    """Return parameters for a search with `n` beams. Raises ApiError for options that beam search does not support."""
     unsupported = {name: getattr(params, name) for name in ("logprobs", "prompt_logprobs", "structured_outputs")}
     unsupported |= {"stream": body.stream or None, "stop": params.stop or None, "cache_salt": body.cache_salt}
     for name, value in unsupported.items():

@@ -1,18 +1,18 @@
-"""Splits the text of an answer into reasoning and the rest, while it arrives."""
+"""Splits an answer into reasoning and content while its text arrives."""
 
 from nanovllm.reasoning.stage import Reasoning, Stage
 from nanovllm.serve.tool_parsers import length_before
 
 
 class ReasoningParser:
-    """Splits the text of one answer. The token ids tell where the reasoning ends."""
+    """Splits the text of one answer. The token ids determine where the reasoning ends."""
 
     def __init__(self, reasoning: Reasoning):
-        """reasoning: the state at the beginning of the answer. Only this parser may use it."""
+        """reasoning: the state at the beginning of the answer, for exclusive use by this parser."""
         self.reasoning = reasoning
         self._begin, self._end = (marker.decode() for marker in (reasoning.markers.begin, reasoning.markers.end))
         self._held = ""  # text that may be part of a marker, or space between the reasoning and the answer
-        self._num_ends = 0  # how many texts of the end marker were passed
+        self._num_ends = 0  # how often the text of the end marker has occurred
         # the order is "before", "opened" (at the start of the reasoning), "inside", "space" (after it), "after"
         self._place = {Stage.BEFORE: "before", Stage.INSIDE: "opened", Stage.ENDED: "after"}[reasoning.stage]
 
@@ -55,7 +55,7 @@ class ReasoningParser:
         return self._place != "before"
 
     def _passes_repetition(self, is_last: bool) -> bool:
-        """Drop a begin marker that the model writes although its prompt has already opened the reasoning."""
+        """Drop the begin marker if the model repeats it after the prompt has already opened the reasoning."""
         begun = self._held.lstrip()
         if not is_last and self._begin.startswith(begun):
             return False

@@ -1,4 +1,4 @@
-"""Limits for requests before any route sees them, and for connections before there is a request."""
+"""Limits requests before any route sees them, and connections before they carry a request."""
 
 import asyncio
 import hmac
@@ -21,26 +21,26 @@ from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.turns import CLIENT, LoopTurns
 
 logger = logging.getLogger("nanovllm")
-OPEN_PATHS = ("/", "/health", "/ping")  # they need no key: the page asks for it, and monitoring has none
+OPEN_PATHS = ("/", "/health", "/ping")  # no key needed: the page asks the user for it, and monitoring has none
 KEY_VARIABLES = ("NANOVLLM_API_KEY", "VLLM_API_KEY")  # environment variables
 HEADER_SECONDS = 10.0  # time for the headers of a request to arrive
 MAX_HEADER_BYTES = 32 * 2**10
 LONG_HEADERS = f"the headers are longer than {MAX_HEADER_BYTES} bytes"
-ADMITTED_PER_TURN = 4, 16  # the least and the most generation requests per turn of the event loop
+ADMITTED_PER_TURN = 4, 16  # minimum and maximum number of POST requests per iteration of the event loop
 REQUEST_SECONDS = 0.0007  # approximate time to admit a request
-UNREAD_SECONDS = 120.0  # until a connection is reset whose client does not read what was sent
+UNREAD_SECONDS = 120.0  # a connection is reset after this time if its client does not read what was sent
 
 
 class RequestLimits:
-    """ASGI middleware that checks the host and the key, and reads the whole body, with limits on size and time.
+    """ASGI middleware that checks the host and the API key, and reads the whole body within limits on size and time.
 
-    So routes never wait for a client that sends slowly.
+    Therefore, routes never wait for a client that sends slowly.
     """
 
     def __init__(self, app: Any, settings: ServerSettings, endpoints: Mapping[str, Endpoint]):
-        """endpoints: by path, the functions that answer POST requests instead of `app`.
+        """endpoints: functions by path, which answer POST requests instead of `app`.
 
-        Each turn of the event loop admits only a few of these requests, so that a burst does not delay other work.
+        Each iteration of the event loop admits only a few of these requests, so that a burst does not delay other work.
         """
         self._endpoints, self._turns = endpoints, LoopTurns(*ADMITTED_PER_TURN, REQUEST_SECONDS)
         self.app, self.settings, self._root_path = app, settings, settings.root_path.rstrip("/")
@@ -73,7 +73,7 @@ class RequestLimits:
             # a web page of another origin could send some other types without a CORS preflight
             if scope["method"] == "POST" and has_body and content_type != b"application/json":
                 raise ApiError(400, "the content-type of the body must be application/json")
-            if scope["method"] == "POST" and not has_body:  # nor needs that a preflight
+            if scope["method"] == "POST" and not has_body:  # this needs no preflight either
                 self._check_origin(headers)
             await self._read(request, headers.get(b"content-length", b""))
             answer: ASGIApp = self.app
@@ -90,7 +90,7 @@ class RequestLimits:
             await answer(scope, receive, send)
 
     def _check_host(self, hosts: list[bytes]) -> None:
-        if len(hosts) > 1:  # a proxy may have checked another one
+        if len(hosts) > 1:  # a proxy may have checked a different one
             raise ApiError(400, "there must be one Host header")
         name = b"".join(hosts).decode("latin-1").lower()
         if not name.endswith("]"):  # an IPv6 address without a port
@@ -99,7 +99,7 @@ class RequestLimits:
             raise ApiError(403, "the Host header is none of the names that this server answers to")
 
     def _check_origin(self, headers: dict[bytes, bytes]) -> None:
-        """Raises ApiError with 403 for a request from a web page of another server."""
+        """Raise ApiError with 403 if the request comes from a web page of another server."""
         origin, host = headers.get(b"origin", b"").lower(), headers.get(b"host", b"").lower()
         allowed = [name.lower().encode() for name in self.settings.allowed_origins or ()]
         is_own = not origin or origin.partition(b"://")[2] == host
@@ -107,7 +107,7 @@ class RequestLimits:
             raise ApiError(403, "the Origin header is of a web page that may not call this server")
 
     def _checked_keys(self, headers: dict[bytes, bytes]) -> list[bytes]:
-        """Return the server's keys that the client has sent. Raises ApiError if it needs one and has sent none."""
+        """Return the server's keys that the client sent. Raises ApiError if it needs a key but got none."""
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         # clients of Anthropic's API send x-api-key
         sent_keys = (bearer.strip() if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b""))
@@ -148,7 +148,7 @@ class RequestLimits:
 
 
 async def _answer_head(answer: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send the headers of the answer to GET, and cancel its body, which may be an endless stream."""
+    """Send only the headers of the answer to a GET. Cancel its body, which may be an endless stream."""
     with CancelScope() as body:
 
         async def send_headers(message: Message) -> None:
@@ -161,11 +161,11 @@ async def _answer_head(answer: ASGIApp, scope: Scope, receive: Receive, send: Se
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 protocol, with limits on the size of headers and on their time. It refuses pipelining.
+    """uvicorn's HTTP/1.1 protocol, with limits on the size and the duration of headers. It refuses pipelining.
 
-    uvicorn closes idle connections, but its timer ends with the first byte. This class limits the time from there to
-    the end of the headers: `HEADER_SECONDS`. It ignores requests to upgrade the protocol, as HTTP allows. Invalid
-    requests, and requests that are refused before a route is known, get an answer like any other error.
+    uvicorn closes idle connections, but its timer stops at the first byte of a request. From there, this class allows
+    `HEADER_SECONDS` until the end of the headers. It ignores requests to upgrade the protocol, as HTTP permits. Invalid
+    requests, and requests that are refused before routing, are answered like any other error.
     """
 
     is_lost = False  # True when the client has closed the connection
@@ -210,10 +210,10 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._refuse(ApiError(400, LONG_HEADERS))
 
     def _parse(self, data: bytes) -> None:
-        """Feed the parser. If a request asks for an upgrade, feed it again without that header.
+        """Feed data to the parser. If a request asks for an upgrade, parse it again without the header `upgrade`.
 
-        The parser stops such a request before its body. The second time, a new parser takes the request, because the
-        old parser takes no further request after `connection: close`, or in HTTP/1.0.
+        The parser stops before the body of such a request. A new parser then reads the request again, because the old
+        parser accepts no further request after `connection: close`, or with HTTP/1.0.
         """
         while data:
             try:
@@ -245,7 +245,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _close_idle_connection(self) -> None:
-        """Close the connection that has been idle for longest. Raises ApiError with 503 if none is idle."""
+        """Close the connection that has been idle the longest. Raises ApiError with 503 if none is idle."""
         all_protocols: set[Any] = self.connections  # type: ignore[assignment]
         idle = [protocol for protocol in all_protocols if protocol.timeout_keep_alive_task is not None]
         if not idle:
@@ -271,7 +271,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.on_writable()
 
     def _refuse(self, error: ApiError) -> None:
-        """Send an error without the application, and close the connection."""
+        """Send an error without calling the application, and close the connection."""
         self._end_headers()
         if not self.transport.is_closing():
             response = error_response(error, self.url.decode("latin-1"), connection="close")

@@ -1,4 +1,4 @@
-"""Answers of /v1/responses: output items, or a stream of typed events."""
+"""Makes the answers of /v1/responses, as a list of output items or a stream of typed events."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
@@ -21,7 +21,7 @@ REPEATED = (
     *("tool_choice", "tools", "top_logprobs", "truncation", "user"),
 )
 
-# items with text: the prefix of the id, further entries of the item, and entries of its only part
+# by kind of text item: the prefix of its id, additional fields of the item, and fields of its only part
 TEXT_ITEMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "reasoning": ("rs", {"summary": []}, {"type": "reasoning_text"}),
     "message": ("msg", {"role": "assistant"}, {"type": "output_text", "annotations": [], "logprobs": []}),
@@ -34,7 +34,7 @@ class ResponsesAnswer(ChatAnswer):
     def __init__(self, request: GenerationBody, keep: Callable[[str, bytes], None], *arguments: Any):
         """request: the body as the client sent it. keep: called with the id and the JSON of the complete response.
 
-        arguments: the arguments of ChatAnswer.
+        arguments: all arguments of ChatAnswer.
         """
         super().__init__(*arguments)
         self._request, self._keep = request, keep
@@ -67,7 +67,7 @@ class ResponsesAnswer(ChatAnswer):
         return self._event(self._status, response=response)
 
     def _kept(self) -> bytes:
-        """Return the JSON of the complete response, after `keep` has got it."""
+        """Pass the JSON of the complete response to `keep`, and return it."""
         data = dump_json(self._response())
         self._keep(self.id, data)
         return data
@@ -103,7 +103,7 @@ class ResponsesAnswer(ChatAnswer):
         return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
 
     def _item_event(self, name: str, **changes: Any) -> bytes:
-        """Change the last item, and return an event with the whole item."""
+        """Change the last item, and return an event that contains the whole item."""
         self._output[-1] |= changes
         return self._event(f"output_item.{name}", output_index=len(self._output) - 1, item=self._output[-1])
 
@@ -155,7 +155,7 @@ class ResponsesAnswer(ChatAnswer):
     # -- the response --------------------------------------------------------------------------------------------------
 
     def _response(self) -> dict[str, Any]:
-        """Return the response as it is now, complete or not."""
+        """Return the response so far, complete or not."""
         params = self.requests[0].request.params
         return {
             "id": self.id,

@@ -1,4 +1,4 @@
-"""/v1/responses: translates OpenAI's Responses API to conversations. A bounded store keeps responses."""
+"""Translates OpenAI's Responses API, `/v1/responses`, to conversations, and stores a bounded number of responses."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from nanovllm.serve.responses_answer import ResponsesAnswer
 
 MAX_STORED = 1000  # responses
 MAX_STORED_BYTES = 64 * 2**20  # of the JSON of responses, and of the conversations before them
-MAX_CONVERSATION_BYTES = 4 * 2**20  # of JSON, with previous responses; truncation would tokenize text of any length
+MAX_CONVERSATION_BYTES = 4 * 2**20  # of JSON, with previous responses; without a bound, truncation tokenizes any length
 NOT_FOUND = "It was not stored, is not kept any more, or another process of this server has it."
 
 
@@ -47,7 +47,7 @@ class ResponsesBody(GenerationBody):
 
 
 class Conversation(ChatBody):
-    """A chat body that a request to /v1/responses is translated to."""
+    """The chat body into which a request to /v1/responses is translated."""
 
     own_names: ClassVar = ChatBody.own_names | {
         "messages": "input",
@@ -58,10 +58,10 @@ class Conversation(ChatBody):
 
 
 class ResponseStore:
-    """Keeps pairs (response, items of the conversation before it), both as JSON, by the id of the response.
+    """Stores each response by its id, together with the conversation items that precede it. Both are JSON.
 
-    It drops the least recently used responses if there are too many, or if they are too long. Only the event loop's
-    thread may use it.
+    If there are too many responses or bytes, the least recently used responses are dropped. Only the event loop's
+    thread may use the store.
     """
 
     def __init__(self, max_number: int = MAX_STORED, max_bytes: int = MAX_STORED_BYTES):
@@ -76,7 +76,7 @@ class ResponseStore:
             self.remove(next(iter(self._entries)))
 
     def get(self, name: str) -> tuple[bytes, bytes]:
-        """Return the response and the items before it. Raises ApiError with 404 if it is not stored."""
+        """Return the response and the preceding items. Raises ApiError with 404 if the response is not stored."""
         if name not in self._entries:
             raise ApiError(404, f"Response with id {name!r:.80} not found. {NOT_FOUND}")
         self._entries[name] = self._entries.pop(name)
@@ -120,9 +120,10 @@ def add_routes(app: FastAPI, api: Api) -> None:
 
 
 def _translate(body: ResponsesBody, previous: tuple[bytes, bytes] | None) -> tuple[ChatBody, bytes]:
-    """Return the conversation, and the JSON of its items: the items before a previous response, its output, new items.
+    """Return the conversation, and the JSON of its items.
 
-    Instructions of previous requests do not count. Raises ApiError for what is not supported.
+    The new items follow the items and the output of the previous response, if there is one.
+    Instructions of previous requests are ignored. Raises ApiError for unsupported input.
     """
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     if previous is not None:
@@ -185,13 +186,13 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _content(content: Any, index: int) -> str | list[dict[str, Any]]:
-    """Return the content of a chat message: a text, or a part for each of several texts."""
+    """Return the content of a chat message: one string, or a list of parts if there are several texts."""
     texts = _texts(content, index)
     return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
 
 
 def _texts(content: Any, index: int) -> list[str]:
-    """Return the texts of a string or of parts."""
+    """Return the texts of a string or of a list of parts."""
     parts = content if isinstance(content, list) else [] if content is None else [{"text": content}]
     texts: list[Any] = [part.get("text", part.get("refusal")) if isinstance(part, dict) else None for part in parts]
     is_text = all(isinstance(text, str) for text in texts)
@@ -200,7 +201,7 @@ def _texts(content: Any, index: int) -> list[str]:
 
 
 def _tools(body: ResponsesBody) -> dict[str, Any]:
-    """Translate tools, which are nested one level less here, and a tool choice, which may name allowed tools."""
+    """Translate tools, which are nested less deeply in this API, and a tool choice, which may list allowed tools."""
     tools, choice = body.tools, cast(Any, body.tool_choice)
     if isinstance(choice, dict) and isinstance(allowed := choice.get("tools"), list):  # "allowed_tools"
         names = [tool.get("name") for tool in allowed if isinstance(tool, dict)]

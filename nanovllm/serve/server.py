@@ -1,4 +1,4 @@
-"""Runs the application in this process: its start, its signals, and its end."""
+"""Runs the application in this process, handles signals, and shuts it down."""
 
 import asyncio
 import gc
@@ -23,7 +23,7 @@ OTHER_FILES = 256  # open files other than connections: for devices, libraries, 
 
 
 def allow_connections(number: int) -> None:
-    """Raise the limit of open files for `number` connections. Many systems grant 1,024 files unless asked for more."""
+    """Raise the limit on open files to fit `number` connections. On many systems, it is 1,024 files by default."""
     limits, needed = resource.getrlimit(resource.RLIMIT_NOFILE), number + OTHER_FILES
     granted, maximum = [inf if limit == resource.RLIM_INFINITY else limit for limit in limits]
     if granted < needed:
@@ -34,7 +34,7 @@ def allow_connections(number: int) -> None:
 
 
 class Server(uvicorn.Server):
-    """A server that starts the engine in its event loop, and then listens."""
+    """A uvicorn server that starts the engine in its event loop before it listens."""
 
     def __init__(self, config: uvicorn.Config, llm: EngineClient):
         super().__init__(config)
@@ -91,19 +91,19 @@ def run_server(
     listener: socket.socket,
     on_start: Callable[[], object] = lambda: None,
 ) -> int:
-    """Serve until SIGTERM, Ctrl-C or a failure of the engine, and return the exit status of the process.
+    """Serve until SIGTERM, Ctrl-C or an engine failure, and return the exit status of the process.
 
-    on_start: called when the server listens.
+    on_start: called once the server listens.
     """
     allow_connections(settings.max_connections)
     server = make_server(llm, settings, model)
-    # uvicorn sets its handlers later, and after it has drained, it raises the signal again
+    # uvicorn installs its handlers later, and raises the signal again after it has drained
     handlers = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def listen() -> None:
         listener.listen(BACKLOG)
         gc.collect()
-        gc.freeze()  # a full collection, with the tokenizer and all modules, would halt every stream for 0.4 s
+        gc.freeze()  # later full collections would also scan these objects, and halt every stream for 0.4 s
         on_start()
 
     server.on_start = listen

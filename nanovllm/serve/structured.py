@@ -1,4 +1,4 @@
-"""Translates the fields of a request about the structure of its answer to `SamplingParams.structured_outputs`."""
+"""Translates the request fields that define the answer's structure to `SamplingParams.structured_outputs`."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from nanovllm.serve.protocol import ChatBody, GenerationBody, NamedToolChoice, T
 
 
 def structured_outputs(body: GenerationBody) -> dict[str, Any] | None:
-    """Return the structure of the answer; None for free text. ApiError if there are two, or if one is incomplete."""
+    """Return the answer's structure, or None for free text. Raises ApiError for two structures or an incomplete one."""
     structures = _structures(body)
     if len(structures) > 1:
         first, second, *_ = structures
@@ -16,7 +16,7 @@ def structured_outputs(body: GenerationBody) -> dict[str, Any] | None:
 
 
 def with_own_field(error: ApiError, body: GenerationBody) -> ApiError:
-    """Rename the field of an error: `structured_outputs` becomes the field of the request that gave the structure."""
+    """Rename the field of an error to the field that the client sent, such as `response_format`."""
     if error.param == "structured_outputs" and (structures := _structures(body)):
         field = next(iter(structures))
         error.rename({"structured_outputs": "tools" if field == "tool_choice" else field})
@@ -25,7 +25,7 @@ def with_own_field(error: ApiError, body: GenerationBody) -> ApiError:
 
 
 def _structures(body: GenerationBody) -> dict[str, dict[str, Any]]:
-    """Return the structures of the answer, by the names of the fields that give them."""
+    """Return all structures of the answer, by the names of the fields that define them."""
     calls = _of_tool_choice(body) if isinstance(body, ChatBody) else None
     structures = {"structured_outputs": body.structured_outputs}
     for kind in ("json", "regex", "choice", "grammar"):
@@ -46,7 +46,7 @@ def _of_response_format(body: GenerationBody) -> dict[str, Any] | None:
 
 
 def _of_tool_choice(body: ChatBody) -> dict[str, Any] | None:
-    """Return the schema of a list of calls for "required", or of the arguments of a named function. See WholeParser."""
+    """Return the schema of a list of calls ("required") or of a named function's arguments. WholeParser reads both."""
     if body.tool_choice in (None, "none"):
         return None
     tools = require(body.tools, "tool_choice: there are no tools")
@@ -64,8 +64,8 @@ def _of_tool_choice(body: ChatBody) -> dict[str, Any] | None:
 
 
 def _call_schema(tool: Tool, uri: str) -> dict[str, Any]:
-    """Return the schema of a call. `uri` is the `$id` of its parameters, so that a reference such as `#/$defs/Item`
-    stays within the parameters.
+    """Return the schema of a call. `uri` becomes the `$id` of its parameters, so that a reference such as
+    `#/$defs/Item` is resolved within the parameters.
     """
     # without $schema, the newest draft applies to all; before 2019-09, a `$ref` would hide the `$id` next to it
     parameters = {name: value for name, value in _parameters(tool).items() if name != "$schema"} | {"$id": uri}

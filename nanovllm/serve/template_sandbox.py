@@ -1,7 +1,7 @@
-"""Renders chat templates of clients, and the server's template with arguments that may make it slow, in processes.
+"""Renders chat templates in separate processes if a template or its arguments may make rendering slow.
 
 A template is a program. jinja2's sandbox limits neither its time nor its memory: `'a' * 10**10`, a format width, or a
-few nested loops exhaust them. A process that renders can be killed; a thread can't.
+few nested loops can exhaust them. A rendering process can be killed; a thread can't.
 """
 
 import json
@@ -15,14 +15,14 @@ from nanovllm.requests.prompts import render_chat
 from nanovllm.requests.request import Message
 
 MAX_PROCESSES = 4
-# of CPU time per conversation, so that a busy machine refuses no more; the wall-clock limit is twice that
+# of CPU time per conversation, so that a busy machine does not refuse more of them; the wall-clock limit is twice that
 MAX_SECONDS = 2.0
 MAX_MEMORY = 2**29  # bytes of address space, in addition to the program's own
 MAX_CHARACTERS = 2**24  # of the rendered text
 MANY_MESSAGES = 1000  # a template may loop over all messages for each message
 MAX_PLAIN_CHARACTERS = 1024  # of an argument that can't make a template slow
 # Reads settings and then conversations as lines of JSON, and writes the text or the error of each conversation.
-# `apply_chat_template` needs only those attributes of a tokenizer that the stand-in has.
+# The stand-in for a tokenizer has only the attributes that `apply_chat_template` needs.
 PROGRAM = """
 import json, resource, signal, sys
 from types import SimpleNamespace
@@ -59,10 +59,10 @@ Process = subprocess.Popen[bytes]
 
 
 def may_take_long(body: Any, own_template: Any) -> bool:
-    """Return whether a protocol.ChatFields may take long to render.
+    """Return whether a conversation (a protocol.ChatFields) may take long to render.
 
-    It may if it brings its own template, or if the server's template could loop over much: arguments that are not short
-    texts, or many messages.
+    It may if the client sends a template, or if the server's template could loop over many messages, or over arguments
+    that are neither bools nor short texts.
     """
     values = (body.chat_template_kwargs or {}).values()
     is_plain = all(x is None or isinstance(x, bool) or _is_short_text(x) for x in values)
@@ -74,10 +74,10 @@ def _is_short_text(value: Any) -> bool:
 
 
 class TemplateSandbox:
-    """Runs rendering processes. They start on demand, and end with `close` or this object. Any thread may use it."""
+    """Runs rendering processes, which start on demand and run until `close`. Any thread may use the sandbox."""
 
     def __init__(self, tokenizer: Any):
-        """tokenizer: has the template for conversations that do not bring one."""
+        """tokenizer: contains the template for conversations without one."""
         self._tokenizer = tokenizer
         self._processes: set[Process] = set()
         self._idle: list[Process] = []
@@ -91,7 +91,7 @@ class TemplateSandbox:
             process.wait()
 
     def render(self, messages: list[Message], template_arguments: Mapping[str, Any]) -> str:
-        """Call `render_chat` in a process. Too much time or memory is a ValueError; RuntimeError after `close`."""
+        """Call `render_chat` in a process. Raises ValueError if it exceeds a limit, and RuntimeError after `close`."""
         process = self._take()
         try:
             return render_chat(_Renderer(process, self._tokenizer), messages, template_arguments)
@@ -149,7 +149,7 @@ class _Renderer(NamedTuple):
 
 
 def _ask(process: Process, question: str) -> bytes:
-    """Return the answer of a process; empty if the process has ended. If interrupted, this kills the process."""
+    """Return a process's answer, or b"" if the process has ended. If the wait is interrupted, kill the process."""
     assert process.stdin is not None and process.stdout is not None
     answer = b""
     try:

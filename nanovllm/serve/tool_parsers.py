@@ -1,8 +1,8 @@
 """Finds tool calls in generated text, while the text arrives.
 
-A parser takes the pieces of one answer, and returns content and complete calls, in order. It holds back text that may
-belong to a call. Text that turns out not to be a valid call is content. The result does not depend on how the answer is
-cut into pieces.
+A parser takes the pieces of one answer, and returns content and complete calls in order. It holds back text that may
+belong to a call. Text that turns out not to be a valid call becomes content. The result does not depend on how the
+answer is cut into pieces.
 """
 
 import json
@@ -48,10 +48,11 @@ class ToolParser:
 
 
 class MarkedParser(ToolParser):
-    """A parser for any number of calls, each after a marker, with text between them.
+    """A parser for any number of calls with text between them. Each call follows a marker.
 
-    A call has a head, which ends where its arguments begin, and a body. White space is not content if there are only
-    calls, the beginning or the end around it. The time is linear in the length of the text, for pieces of any size.
+    A call consists of a head, which ends where the arguments begin, and a body. White space between two calls, or
+    between a call and the beginning or end of the answer, is not content. The time is linear in the length of the text,
+    for pieces of any size.
     """
 
     HEAD: ClassVar[re.Pattern[str]]  # the head, from the marker on; at most MAX_HEAD characters
@@ -95,7 +96,7 @@ class MarkedParser(ToolParser):
         return [part for part in parts if part]
 
     def _read_call(self, is_last: bool) -> tuple[list[ToolCall], int] | None:
-        """Return the calls that begin at `_start`, and their end. Without calls, the text up to this end is content.
+        """Return the calls that begin at `_start`, and where they end. Without calls, the text up to there is content.
 
         Returns None if more text is needed.
         """
@@ -114,7 +115,7 @@ class MarkedParser(ToolParser):
         raise NotImplementedError
 
     def _read_body(self, head: re.Match[str], is_last: bool) -> tuple[list[ToolCall], int] | None:
-        """Do the work of `_read_call` after the head. Only new text is searched."""
+        """Continue `_read_call` after the head. Only new text is searched."""
         raise NotImplementedError
 
     def _takes_bare_call(self) -> bool:
@@ -151,7 +152,7 @@ class MarkedParser(ToolParser):
         return True
 
     def _content(self, end: int) -> str:
-        """Move `_start` to `end`, and return the text before it, if it is known to be content."""
+        """Move `_start` to `end`, and return the text in between if it is known to be content."""
         text, self._start = self._held[self._start : end], end
         if self._space is not None:
             self._space.append(text)
@@ -163,7 +164,7 @@ class MarkedParser(ToolParser):
 
 
 class JsonParser(MarkedParser):
-    """A parser for calls with JSON arguments. If the name is not in the JSON, it is the group "name" of the head."""
+    """A parser for calls with JSON arguments. The name is the group "name" of the head, or else part of the JSON."""
 
     def _begin_body(self, head: re.Match[str]) -> None:
         self._json = JsonScanner(head.end())
@@ -188,7 +189,7 @@ class JsonParser(MarkedParser):
 class HermesParser(JsonParser):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen2.5, Qwen3.
 
-    The models sometimes leave out the end, write one `}` too many, or write several objects.
+    The models sometimes omit the closing tag, write one `}` too many, or write several objects.
     """
 
     markers: ClassVar[tuple[str, ...]] = ("<tool_call>",)
@@ -200,7 +201,7 @@ class HermesParser(JsonParser):
 
 
 class XmlParser(HermesParser):
-    """XML with a tag for each parameter: Qwen3-Coder, Qwen3.5 and later. Arguments have the types of their schemas.
+    """XML with a tag for each parameter: Qwen3-Coder, Qwen3.5 and later. The schemas define the types of arguments.
 
         <tool_call>
         <function=NAME>
@@ -210,7 +211,7 @@ class XmlParser(HermesParser):
         </function>
         </tool_call>
 
-    The models sometimes leave out the first line or the line `</function>`, or write JSON instead.
+    The models sometimes omit the first line or the line `</function>`, or write JSON instead.
     """
 
     markers = ("<tool_call>", "<function=")
@@ -268,12 +269,12 @@ class MistralParser(JsonParser):
 
     @staticmethod
     def new_id() -> str:
-        """Return an id of nine letters and digits. The templates of Mistral refuse other ids."""
+        """Return an id of nine letters and digits, because Mistral's templates refuse all other ids."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 class DeepSeekParser(JsonParser):
-    """A list of calls between special tokens: DeepSeek-R1 and its distillations, V3, and V3.1, which has no fence."""
+    """Calls between special tokens: DeepSeek-R1 and its distillations, V3, and V3.1 (without code fences)."""
 
     BAR, LOW = "\uff5c", "\u2581"  # characters in the names of the tokens
     markers = (f"<{BAR}tool{LOW}calls{LOW}begin{BAR}>", f"<{BAR}tool{LOW}call{LOW}begin{BAR}>")
@@ -303,10 +304,10 @@ class Llama3Parser(JsonParser):
 
 
 class WholeParser(ToolParser):
-    """A parser for answers that are JSON as a whole, from structured outputs. An answer that was cut off is content.
+    """A parser for structured outputs, where the whole answer is JSON. An answer that was cut off is content.
 
     With `tool_choice="required"`, the answer is `[{"name": ..., "parameters": {...}}, ...]`. With a named
-    `tool_choice`, `name` is the name of the function, and the answer has only the arguments of one call.
+    `tool_choice`, `name` is the name of the function, and the answer contains only the arguments of one call.
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -345,7 +346,7 @@ SIGNS = {
 
 
 def parser_for(chat_template: str) -> str | None:
-    """Return the name of the parser for a model, by the format in its chat template; None if it shows none."""
+    """Return the name of the parser for the format in a chat template; None if the template shows no known format."""
     return next((name for name, sign in SIGNS.items() if sign in chat_template), None)
 
 
@@ -377,7 +378,7 @@ def parsed(text: str) -> Any:
 class JsonScanner:
     """Finds the end of a JSON object or list whose text is still arriving. It reads each character once.
 
-    It detects some invalid JSON early, such as a word after a string. `parsed` detects the rest.
+    It detects some invalid JSON early, such as a word after a string. `parsed` detects all other errors.
     """
 
     _NEXT = re.compile(r"[ \t\r\n]*([\w.+-]+|[^ \t\r\n]?)")  # a word is a number, true, false or null
@@ -390,7 +391,7 @@ class JsonScanner:
         self._last = "open"  # or "value" or "word": decides what may come next
 
     def end(self, text: str) -> int | None:
-        """Return the end; None if `text` does not have it. `text` must begin with the text of the last call.
+        """Return the end, or None if `text` does not contain it. `text` must begin with the text of the previous call.
 
         Raises ValueError if the text is not JSON.
         """
@@ -430,7 +431,7 @@ class JsonScanner:
 
 
 def _calls_of(value: Any, may_lack: bool = True) -> list[ToolCall]:
-    """Return the calls of a value or of a list of values; none if any of them is not a call.
+    """Return the calls in a value or a list of values. If any value is not a call, return no calls.
 
     may_lack: whether a call may have no arguments.
     """
@@ -454,7 +455,7 @@ def _call_of(value: Any, may_lack: bool) -> ToolCall | None:
 
 
 def _end_of(pattern: re.Pattern[str], text: str, start: int) -> int:
-    """Return the end of the longest match at `start`; `start` if there is none."""
+    """Return the end of the match at `start`, or `start` if there is no match."""
     match = pattern.match(text, start)
     return start if match is None else match.end()
 
@@ -464,7 +465,7 @@ def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
 
 
 def length_before(tag: str, text: str, is_last: bool) -> int:
-    """Return the number of characters before the tag or, unless the text ends here, before a possible start of it."""
+    """Return how many characters precede the tag or, unless `is_last`, a partial tag at the end of the text."""
     if (begin := text.find(tag)) >= 0 or is_last:
         return begin if begin >= 0 else len(text)
     longest = min(len(text), len(tag) - 1)
@@ -483,12 +484,12 @@ _TYPES: dict[str, Any] = {
 
 
 def _plain_value(text: str) -> str:
-    """Return the text between two tags, without one line end at its beginning and one at its end."""
+    """Return the text between two tags, without one line break at its beginning and one at its end."""
     return text.removeprefix("\r\n" if text.startswith("\r\n") else "\n").removesuffix("\n").removesuffix("\r")
 
 
 def _typed(text: str, schema: Any, key: str) -> Any:
-    """Convert a parameter to a type that its schema allows. It stays text if that is allowed, or if no type fits."""
+    """Convert a parameter to a type that its schema allows. It stays text if text is allowed, or if no type fits."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     types = _types_of(properties.get(key) if isinstance(properties, dict) else None, schema)
     word = text.strip().lower()
@@ -506,7 +507,7 @@ def _typed(text: str, schema: Any, key: str) -> Any:
 
 
 def _types_of(schema: Any, root: Any, depth: int = 8) -> set[str]:
-    """Return the types that a schema allows; an empty set if it does not say."""
+    """Return the types that a schema allows, or an empty set if the schema names none."""
     if not isinstance(schema, dict) or depth == 0:
         return set()
     types = schema.get("type")

@@ -1,4 +1,4 @@
-"""Records the engine step by step for the page, which shows it live, or as a file to step through.
+"""Records the engine step by step. The page shows the recording live, or as a file to step through.
 
 ```python
 with trace(llm, "run.html"):
@@ -31,10 +31,10 @@ logger = logging.getLogger("nanovllm")
 
 @contextmanager
 def trace(llm: LLM, path: str | Path, max_steps: int = 20_000) -> Iterator["StepRecorder"]:
-    """Record the steps of the block, and write them to one HTML file, which a browser can open without a network.
+    """Record the engine's steps during a `with` block, and write them to an HTML file that works without a network.
 
-    The file has the last `max_steps` steps. It is written even if the block raises an error. Raises FileNotFoundError
-    if the folder of `path` does not exist.
+    The file contains the last `max_steps` steps. It is written even if the block raises an error. Raises
+    FileNotFoundError if the folder of `path` does not exist.
     """
     if not (path := Path(path)).absolute().parent.is_dir():
         raise FileNotFoundError(f"path={str(path)!r}: there is no such folder")
@@ -48,11 +48,11 @@ def trace(llm: LLM, path: str | Path, max_steps: int = 20_000) -> Iterator["Step
 
 
 class StepRecorder:
-    """Makes a frame of the engine's state after each step, and keeps the last `max_frames` frames.
+    """Makes a frame of the engine's state after each step, and stores the last `max_frames` frames.
 
-    Frames are differences. So the time per step depends on the running sequences and on the blocks that have changed,
-    and not on the size of the cache. Any number of threads may read the frames. Dropped frames are merged into a key
-    frame, with which every reader begins.
+    Frames are differences, so the time per step depends on the running sequences and on the blocks that have changed,
+    but not on the size of the cache. Any number of threads may read the frames. Dropped frames are merged into a key
+    frame, from which every reader starts.
     """
 
     def __init__(self, llm: LLM, max_frames: int = 512):
@@ -98,7 +98,7 @@ class StepRecorder:
     # -- what threads call ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to record, from the current state. Waits for the end of the current step."""
+        """Start recording from the current state. Waits until the current step has ended."""
         self._engine_thread.call(self._start)
 
     def stop(self) -> None:
@@ -106,7 +106,7 @@ class StepRecorder:
         self._engine_thread.call(self._stop)
 
     def refresh(self) -> None:
-        """Add a frame if something has changed without a step, such as when the last running request was aborted."""
+        """Add a frame if the state has changed without a step, for example by an abort of the last running request."""
         self._engine_thread.call(self._refresh)
 
     @property
@@ -121,7 +121,7 @@ class StepRecorder:
     def frames_since(self, last: int) -> tuple[list[Frame], int]:
         """Return the frames after frame number `last`, and the number of the last returned frame.
 
-        If the next frame was dropped, and for last=0, the frames are a key frame and all frames that are kept.
+        If the next frame was dropped, or if `last` is 0, return a key frame and all stored frames.
         """
         with self._lock:
             if last >= self._first - 1 and last > 0:
@@ -131,7 +131,7 @@ class StepRecorder:
         return [base.key_frame(), *frames], last
 
     def json_since(self, last: int) -> tuple[str, int]:
-        """Return `frames_since` as JSON; "" without new frames. Readers of the same frames share the encoding."""
+        """Return `frames_since` as JSON, or "" if no frame is new. Readers of the same frames share the encoding."""
         begin, end, text = self._encoded
         if last != begin or end != self._first + len(self._frames) - 1:
             frames, end = self.frames_since(last)
@@ -143,7 +143,7 @@ class StepRecorder:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """A block whose errors, which are bugs of this class, end the recording, but no request."""
+        """Guard a `with` block: its errors, which are bugs in this class, end the recording but no request."""
         try:
             yield
         except Exception:
@@ -182,7 +182,7 @@ class StepRecorder:
                 self._first += 1
 
     def _frame(self, step: ScheduledStep | None) -> Frame:
-        """Make the next frame. Without a step, it has only what has changed since the last frame."""
+        """Make the next frame. Without a step, it contains only changes to requests and blocks."""
         end = perf_counter()
         self._num_steps += step is not None
         frame: Frame = {"step": self._num_steps, "time": round(end - self._began, 4)}
@@ -207,7 +207,7 @@ class StepRecorder:
         return {key: value for key, value in frame.items() if value or key in KEPT_FIELDS}
 
     def _update_tables(self, frame: Frame) -> set[int]:
-        """Add changes of block tables to the frame. Returns the ids of blocks that sequences have released."""
+        """Add changed block tables to the frame, and return the ids of blocks that sequences have released."""
         prefilling, running = self._scheduler.prefilling, self._scheduler.running
         unused: set[int] = set()
         for seq in chain(prefilling.values(), running.values()):
@@ -233,7 +233,7 @@ class StepRecorder:
     def _release(self, seq: Sequence, frame: Frame) -> list[int]:
         """Add a released sequence to the frame, and return the ids of the blocks that it held.
 
-        Its old table still has these ids, because the sequence has got a new table.
+        Its old table still contains these ids, because the sequence has received a new table.
         """
         frame["released"].append([self._names[seq], seq.finish_reason or "preempted"])
         if seq.is_finished:
@@ -245,7 +245,7 @@ class StepRecorder:
         return self._tables.pop(seq)
 
     def _update_cached(self, frame: Frame, blocks: Iterable[Block]) -> None:
-        """Add to the frame which of these blocks, if they are free, have become or stopped being cached."""
+        """Add the unused blocks that became cached, or that are no longer cached, to the frame."""
         cached = self._cached
         changed = [b.block_id for b in blocks if not b.ref_count and (b.hash != -1) != (b.block_id in cached)]
         frame["cached"] = sorted(block_id for block_id in changed if block_id not in cached)
@@ -266,7 +266,7 @@ class StepRecorder:
                 frame["released"].append([self._names.pop(seq), seq.finish_reason or "hidden"])
 
     def _name(self, seq: Sequence, frame: Frame) -> str:
-        """Return the name of a sequence, and show it from now on."""
+        """Return the name of a sequence. If the sequence is new, add it to the frame."""
         if (name := self._names.get(seq)) is None:
             name = self._names[seq] = sequence_name(seq)
             num_tokens = len(seq.token_ids)
@@ -276,7 +276,7 @@ class StepRecorder:
         return name
 
     def _has_missed(self, step: ScheduledStep) -> bool:
-        """Return whether a sequence was admitted and aborted between two frames, so that its evictions are unknown."""
+        """Return whether a sequence came and went between two frames, so that the blocks it evicted are unknown."""
         seqs = chain((seq for seq, _, _ in step.chunks), step.sampled_seqs[step.num_decodes :])
         return any(seq not in self._tables and seq not in self._just_released for seq in seqs)
 

@@ -1,4 +1,4 @@
-"""Fairness between clients: a client with many slow requests waits for its own requests, and does not delay others."""
+"""Makes waiting fair: a client with many slow requests waits for these requests, and does not delay other clients."""
 
 import asyncio
 from collections import deque
@@ -20,7 +20,7 @@ class ClientTurns:
         self._turns: WeakValueDictionary[Hashable, asyncio.Semaphore] = WeakValueDictionary()  # only those in use
 
     async def run(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Run `call`. It keeps its turn until it ends, even if its client has gone, because its thread goes on."""
+        """Run `call`. It keeps its turn until it ends, even if the client disconnects, because its thread goes on."""
         turn = self._turns.setdefault(CLIENT.get(), asyncio.Semaphore(self._num_turns))
         await turn.acquire()
         task = asyncio.ensure_future(call())
@@ -29,18 +29,18 @@ class ClientTurns:
 
 
 class LoopTurns:
-    """Lets a few tasks go on in each turn of the event loop, in order of arrival.
+    """Admits a few tasks in each iteration of the event loop, in order of arrival.
 
-    At least `least` tasks go on, and at most `most`. Between these bounds, they may take half of the time of the
-    previous turn, at `seconds` per task. Otherwise, with long turns due to other work, waiting tasks would need as many
-    long turns.
+    An iteration admits at least `least` and at most `most` tasks. Within these bounds, the tasks may take half as long
+    as the previous iteration, assuming `seconds` per task. With a fixed number of tasks per iteration, tasks would wait
+    too long when other work makes iterations long.
     """
 
     def __init__(self, least: int, most: int = 0, seconds: float = 1.0):
         self._least, self._most, self._seconds = least, max(least, most), seconds
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._num_left = least  # tasks that may still go on in this turn
-        self._begin: float | None = None  # the begin of this turn, if its end is awaited
+        self._num_left = least  # tasks that this iteration may still admit
+        self._begin: float | None = None  # the start of this iteration, if its end is awaited
 
     async def next(self) -> None:
         """Wait until it is this task's turn."""

@@ -1,4 +1,4 @@
-"""HTTP routes of the page: the page itself, and frames as server-sent events."""
+"""HTTP routes of the page: one for the page itself, and one for frames as server-sent events."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,17 +14,17 @@ from nanovllm.serve.page import content_security_policy, render_page
 
 TICK = 0.05  # seconds between two events of a stream
 QUIET = 0.3  # seconds without a frame until the state is read again
-MAX_STREAMS = 16  # that are open at the same time; each asks for frames in every tick
+MAX_STREAMS = 16  # open at the same time; each asks for frames in every tick
 Call = Callable[..., Awaitable[Any]]
 
 
 def view_router(
     call: Call, authorize: Callable[..., Any] | None = None, is_closing: Callable[[], bool] = lambda: False
 ) -> APIRouter:
-    """Make the routes GET `/`, which is the page, and GET `/view/events`.
+    """Make the routes `GET /` (the page) and `GET /view/events` (its frames).
 
-    call: `EngineClient.call`. authorize: a FastAPI dependency of `/view/events`. Streams end when `is_closing()` is
-    True. Without streams, nothing is recorded.
+    call: `EngineClient.call`. authorize: a FastAPI dependency of `/view/events`. Streams end when `is_closing()`
+    returns True. Without streams, nothing is recorded.
     """
     router = APIRouter()
     watchers = Watchers(call)
@@ -50,10 +50,10 @@ def view_router(
 
 
 class Watchers:
-    """The streams of frames. They share one recorder, which runs while there are streams.
+    """The open streams of frames. They share one recorder, which runs while there are streams.
 
-    Each stream knows the last frame that it has sent. Nothing is queued for a slow stream: it skips frames, and goes on
-    with a key frame.
+    Each stream remembers the last frame that it sent. Nothing is queued for a slow stream: it skips frames, and
+    continues with a key frame.
     """
 
     def __init__(self, call: Call):
@@ -100,7 +100,7 @@ class Watchers:
                 await self._call("stop_recording")
 
     async def _refresh(self) -> None:
-        """Read the state again: requests may have been aborted without a step."""
+        """Read the state again, because requests may have been aborted without a step."""
         if monotonic() >= self._next_refresh:
             self._next_refresh = monotonic() + QUIET
             await self._call("refresh_recording")

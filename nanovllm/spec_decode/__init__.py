@@ -1,1 +1,1 @@
-"""Exact speculative decoding: several tokens per step, and the same text. docs/speculation.md explains the design."""
+"""Exact speculative decoding: several tokens per step, and unchanged text. docs/speculation.md explains the design."""

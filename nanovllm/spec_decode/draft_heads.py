@@ -1,4 +1,4 @@
-"""Heads that draft from the hidden states of the model, which are cached next to its keys and values."""
+"""Draft heads read the model's hidden states, which are cached next to the model's keys and values."""
 
 from functools import partial
 from pathlib import Path
@@ -18,21 +18,21 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 
 
 class Head(DraftModel):
-    """A head that drafts, with one layer and a cache of the model's hidden states.
+    """A draft head with one layer and a cache of the model's hidden states.
 
     Each step of the model writes its hidden states to this cache, by cache slot, even if nothing is drafted. So the
-    cache stays correct after a prefix hit, a fork or a preemption. Like a draft model, the head computes rows when it
-    drafts. A row needs the token of the next position. If sequences share a block, its last row belongs to the
-    sequence that computed it last, and the drafts of the other sequences may be a little worse.
+    cache stays correct after a prefix hit, a fork or a preemption. Like a draft model, the head computes its rows when
+    it drafts. Each row needs the token at the next position. If sequences share a block, the block's last row belongs
+    to the sequence that computed it last, so the drafts of the other sequences may be slightly worse.
 
-    In a chain of drafts, the head writes its own hidden states to the cache. The model computes these positions in the
-    same step, and overwrites them.
+    In a chain of drafts, the head writes its own hidden states to the cache. In the same step, the model computes these
+    positions and overwrites them.
     """
 
     shift = 1
 
     def make_model(self) -> nn.Module:
-        """Return the head, which has `hidden_states`, a HiddenStates. Hooks call `keep` in each step of the model."""
+        """Return the head, whose `hidden_states` is a HiddenStates. Hooks call `keep` in each step of the model."""
         model = self.runner.model.model
         self.decoder = getattr(model, "language_model", model)  # a multimodal checkpoint has it
         self.embed_tokens = self.decoder.embed_tokens
@@ -44,7 +44,7 @@ class Head(DraftModel):
         raise NotImplementedError
 
     def keep(self, hidden_states: torch.Tensor) -> None:
-        """Cache the hidden states [T, size] of a step for the head. A CUDA graph of the model contains this."""
+        """Store a step's hidden states [T, size] in the head's cache. The model's CUDA graphs contain this call."""
         self.model.hidden_states.cache[get_context().slot_mapping] = hidden_states
 
     def compute(self, slots: torch.Tensor, token_slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ class Head(DraftModel):
 
 
 class Eagle3(Head):
-    """An EAGLE-3 head, which reads the hidden states before some layers of the model."""
+    """An EAGLE-3 head, which reads the hidden states that enter some layers of the model."""
 
     def make_head(self, config: Any, max_len: int) -> Eagle3Head:
         head = Eagle3Head(config, max_len)
@@ -79,7 +79,7 @@ class Eagle3(Head):
         return head
 
     def capture(self, index: int, norm: nn.Module, args: tuple) -> None:
-        """Copy the hidden states before a layer [T, hidden_size] from its second norm, which may overwrite them."""
+        """Copy the hidden states [T, hidden_size] that entered a layer, before its second norm can overwrite them."""
         self.parts[index] = args[1].clone()
         if index == len(self.parts) - 1:
             self.keep(self.model.fc(torch.cat(self.parts, -1)))
@@ -97,7 +97,7 @@ class Eagle3(Head):
 
 
 class Mtp(Head):
-    """A head of multi-token prediction. It uses the model's output head, of which each rank has a part."""
+    """A head for multi-token prediction (MTP). It uses the model's output head, which is split over the ranks."""
 
     def make_head(self, config: Any, max_len: int) -> MtpHead:
         self.decoder.register_forward_hook(lambda model, args, output: self.keep(output))
@@ -112,7 +112,7 @@ class Mtp(Head):
 
 @torch.no_grad()
 def fill(head: nn.Module, tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """Load the tensors of `folder` into a head. ValueError names tensors that are missing, surplus or wrong."""
+    """Load the tensors of `folder` into a head. Raises ValueError naming tensors that are missing, surplus or wrong."""
     loaders = weight_loaders(head)
     if any(name.startswith("layers.0.mlp.experts.") for name in loaders):
         from nanovllm.moe.expert_weights import split_experts

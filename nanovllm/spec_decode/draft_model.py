@@ -1,4 +1,4 @@
-"""Drafting with a smaller model of the same vocabulary, which uses the same blocks and the same sampling noise."""
+"""Drafts with a smaller model, which shares vocabulary, block ids and sampling noise with the target model."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,15 +22,17 @@ if TYPE_CHECKING:
 
 
 class DraftModel:
-    """A draft model, with its own KV cache tensors for the same block ids as the model.
+    """A draft model with separate KV cache tensors, which use the same block ids as the model.
 
-    It needs no block manager: a block of the model is also a block of the draft model. Before it drafts for a sequence,
-    it computes everything that it lacks: the prompt, what a preemption has freed, and tokens that were generated while
-    nothing was drafted. If sequences share a block, each of them computes the same values again.
+    It needs no block manager, because each block of the model is also a block of the draft model. Before it drafts for
+    a sequence, it computes everything that its cache lacks: the prompt, values that a preemption has freed, and tokens
+    that were generated while nothing was drafted. If several sequences share a block, each of them recomputes the same
+    values.
 
-    Each rank has the whole draft model. The last bits of their results may differ, so the ranks agree on each draft.
+    Each rank has the whole draft model. The last bits of the ranks' results may differ, so the ranks agree on each
+    draft.
 
-    A row is the computation for one position. Its input is the token at this position plus `shift`.
+    A row is the computation for one position. The row's input is the token at `position + shift`.
     """
 
     shift = 0
@@ -57,8 +59,8 @@ class DraftModel:
                 runner.cache_groups.setdefault(spec, []).append(layer)
         # by request index: how many rows have keys; rows of drafts do not count, because the drafts may be wrong
         self.num_computed = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=runner.device)
-        # The most rows that a sequence can lack if it has drafted in the previous step; only the device knows how many
-        # it lacks. Rows of accepted drafts exist, except for the last; rows with a shift used predicted hidden states.
+        # The most rows that a sequence can lack if it drafted in the previous step; only the device knows the number.
+        # Rows of accepted drafts exist, except the last one; rows with a shift used predicted hidden states.
         self.width = runner.config.tokens_per_row if self.shift else 2
         self.run, self.run_chunks = self.draft_chains, self.forward_chunks  # on CUDA, graphs of these
 
@@ -71,9 +73,9 @@ class DraftModel:
         load_model(self.model, folder, self.runner.device, load_format)
 
     def draft(self, arrays: Arrays) -> None:
-        """Write drafts to RequestTables, from the arrays of `Speculation.prepare`.
+        """Draft from the arrays of `Speculation.prepare`, and write the drafts to RequestTables.
 
-        On CUDA, this waits for the device only if a sequence must catch up.
+        On CUDA, the host waits for the device only if a sequence must catch up.
         """
         if len(arrays["new_blocks"]):
             rows, columns, block_ids = arrays["new_blocks"].long().unbind(1)
@@ -94,7 +96,7 @@ class DraftModel:
         self.num_computed[req_indices] = ends
 
     def compute_chunks(self, req_indices: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor) -> None:
-        """Compute the rows `starts:ends` of each sequence, all [S] int64, as chunks of a prompt."""
+        """Compute the rows `starts:ends` of each sequence, like chunks of a prompt. All arguments are [S] int64."""
         counts, config = ends - starts, self.runner.config
         rows = torch.arange(len(starts), device=starts.device).repeat_interleave(counts)
         cu_seqlens_q = F.pad(counts.cumsum(0), (1, 0))
@@ -122,10 +124,10 @@ class DraftModel:
         self.runner.tp.barrier(positions.device)  # ends a forward whose embeddings are a sum over ranks
 
     def draft_chains(self, req_indices: torch.Tensor, num_drafts: torch.Tensor, num_steps: int) -> None:
-        """Write drafts [D, num_steps] for sequences that lack at most `width` rows; -1 where there is no draft.
+        """Write drafts [D, num_steps] for sequences that lack at most `width` rows, with -1 where there is no draft.
 
-        Sequence i gets `num_drafts[i]` drafts; padding gets none. A CUDA graph contains this, so shapes are fixed, and
-        nothing waits for the device.
+        Sequence i gets `num_drafts[i]` drafts; padding gets none. A CUDA graph contains this operation, so shapes are
+        fixed, and nothing waits for the device.
         """
         runner, tables, n, drafts = self.runner, self.runner.tables, len(req_indices), []
         by_request = tables.last_token_ids[:, 0], tables.params, tables.block_tables[:, :-1]
@@ -154,17 +156,17 @@ class DraftModel:
         tables.last_token_ids[req_indices, 1 : 1 + num_steps] = torch.stack(drafts).where(newest_slots >= 0, -1).T
 
     def compute(self, slots: torch.Tensor, token_slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return hidden states [T, hidden_size] of rows, given their slots, the slots of their tokens and positions."""
+        """Return the hidden states [T, hidden_size] of rows, given the slots of rows and tokens, and the positions."""
         return self.model(self.runner.slot_token_ids[token_slots], positions)
 
     def chain(self, token_slots: torch.Tensor, hidden_states: torch.Tensor) -> None:
-        """Take the hidden states of rows [S] that drafts follow. The tokens of the rows have these cache slots."""
+        """Do nothing. A draft head stores the hidden states of each sequence's last row at its token's cache slot."""
 
     def compute_logits(self, hidden_states: torch.Tensor, sampling_params: torch.Tensor) -> torch.Tensor:
         return self.model.compute_logits(hidden_states)
 
     def _sample(self, hidden_states: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-        """Sample as the model would sample from these logits: with the same edits, filters and noise."""
+        """Sample from the draft logits as the model would, with the same edits, filters and noise."""
         tp, logits = self.runner.tp, self.compute_logits(hidden_states, rows.params)
         for name, feature in self.runner.features.items():
             if name != "spec_decode":  # its edits belong to verification

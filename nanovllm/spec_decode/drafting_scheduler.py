@@ -1,4 +1,4 @@
-"""The scheduler for speculation: it gives sequences several tokens of a step, and plans the drafts of the next step."""
+"""The scheduler for speculation. It appends several tokens per step to a sequence, and plans the next step's drafts."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -14,25 +14,26 @@ from nanovllm.spec_decode.speculative_config import StepCost
 if TYPE_CHECKING:
     from nanovllm.config import Config
 
-MEMORY = 8  # about how many steps with drafts count in the mean acceptance; half as many misses in a row cause a pause
+MEMORY = 8  # the mean acceptance covers about this many steps with drafts; half as many misses in a row cause a pause
 PAUSES = 16, 512  # tokens: the first and the longest pause of a sequence
 # Models and heads draft about equally well for all texts, so drafting with them pauses for all sequences at once. Gains
-# and losses are counted in units of a step without drafts. If more than a limit is lost, drafting pauses. Each step
+# and losses are counted in units of a step without drafts. If the loss exceeds a limit, drafting pauses. Each step
 # pays off some of the loss, and drafting resumes when the loss and the cost of catching up are paid. The limit is
-# higher with few sequences, where chance matters more. Gains up to the same limit count against later losses. Each
-# pause halves the pay per step, down to a minimum; a gain of the whole limit restores it.
+# higher with few sequences, where chance matters more. Gains up to the same limit offset later losses. Each pause
+# halves the amount paid per step, down to a minimum; a gain of the whole limit restores it.
 LIMIT, LIMIT_OF_ONE, PAID_PER_STEP, LEAST_PER_STEP, CATCH_UP = 0.2, 1.8, 0.01, 0.00125, 0.5
-# If at least one sequence in MANY drafts on the host, all sequences wait for their tokens. Otherwise the others would
-# decode twice in the same time, but the weights would be read twice as often, too.
+# If at least one sequence in MANY drafts on the host, all sequences wait for their tokens. Otherwise, sequences
+# without drafts would decode twice in the same time, but the weights would also be read twice.
 MANY = 8
 
 
 @dataclass
 class Pace:
-    """Decides when a sequence drafts. It pauses if few of its drafts were accepted, or if there were no drafts.
+    """Decides when a sequence drafts. The sequence pauses if few of its drafts were accepted, or if none were found.
 
     The mean starts at two accepted drafts per step. If it falls below the break-even point, a sequence that drafts on
-    the host pauses, each time for twice as many tokens. After a pause, the mean starts a little above break-even.
+    the host pauses. Each pause lasts for twice as many tokens as the previous pause. After a pause, the mean starts
+    slightly above the break-even point.
     """
 
     mean: float = 2.0
@@ -41,7 +42,7 @@ class Pace:
     next_pause: int = PAUSES[0]
 
     def accepted(self, number: int, num_paying: float) -> None:
-        """Count `number` accepted drafts of a step that breaks even with `num_paying` accepted drafts."""
+        """Record `number` accepted drafts in a step that breaks even with `num_paying` accepted drafts."""
         self.mean, self.misses = self.mean + (number - self.mean) / MEMORY, 0
         if self.mean < num_paying:
             self.mean = 1.5 * num_paying
@@ -50,7 +51,7 @@ class Pace:
             self.next_pause = PAUSES[0]
 
     def missed(self) -> None:
-        """Count a step in which the sequence waited for its token, but nothing was drafted."""
+        """Record a step in which the sequence waited for its token, but nothing was drafted."""
         self.misses += 1
         if self.misses == MEMORY // 2:
             self._rest()
@@ -60,9 +61,10 @@ class Pace:
 
 
 def width_that_pays(drafts: list[tuple[int, float]], num_seqs: int, cost: StepCost) -> int:
-    """Return the number of drafts per sequence with the best throughput. All sequences of a step have as many rows.
+    """Return the number of drafts per sequence that maximizes throughput. All sequences have rows for this number.
 
-    `drafts` has, for each sequence with drafts, their number and how many of them are expected to be accepted.
+    `drafts` contains a pair for each sequence with drafts: the number of drafts, and the expected number of accepted
+    drafts.
     """
 
     def rate(width: int) -> float:
@@ -73,7 +75,7 @@ def width_that_pays(drafts: list[tuple[int, float]], num_seqs: int, cost: StepCo
 
 
 class DraftingScheduler(Scheduler):
-    """A Scheduler that plans drafts after each step: `Sequence.num_drafts` and `feature_state["spec_decode"]`.
+    """A Scheduler that plans drafts after each step, in `Sequence.num_drafts` and `feature_state["spec_decode"]`.
 
     The plain Scheduler reads only `num_drafts`. Beams have no drafts. Sequences whose tokens are masked on the host
     have drafts only if the drafts are made on the host, too.
@@ -103,7 +105,7 @@ class DraftingScheduler(Scheduler):
         return changed
 
     def _account(self, step: ScheduledStep, num_tokens: float) -> None:
-        """Add the loss of a step that gave each sequence `num_tokens` tokens, in units of a step without drafts."""
+        """Add the loss of a step that gave each sequence `num_tokens` tokens. The unit is one step without drafts."""
         cost, n, k = self.settings.step_cost.of, step.num_decodes, step.tokens_per_row
         limit = LIMIT + LIMIT_OF_ONE / n
         self.lost = max(-limit, self.lost + cost(n, k - 1) / cost(n) - num_tokens - self.paid_per_step)
@@ -116,7 +118,7 @@ class DraftingScheduler(Scheduler):
             self.paid_per_step = PAID_PER_STEP
 
     def _postprocess_rounds(self, step: ScheduledStep, result: StepResult, counts: list[int]) -> Collection[Sequence]:
-        """Process the tokens in rounds: round i appends the i-th token of each sequence that gets more than i."""
+        """Process the tokens in rounds: round i appends token i of each sequence that gets more than i tokens."""
         k = step.tokens_per_row
         self._settle(step, counts)
         changed = dict[Sequence, None]()
@@ -129,7 +131,7 @@ class DraftingScheduler(Scheduler):
         return changed
 
     def _settle(self, step: ScheduledStep, counts: list[int]) -> None:
-        """Take back what the step had reserved for rejected drafts: its sequences get only `counts` tokens."""
+        """Undo the step's reservations for rejected drafts, because the sequences get only `counts` tokens."""
         totals = self.totals
         for seq, num_reserved, count in zip(step.sampled_seqs, step.num_reserved, counts):
             if num_reserved == 1 or seq.status is SequenceStatus.FINISHED:
@@ -177,10 +179,10 @@ class DraftingScheduler(Scheduler):
             self._plan(seq, drafts, all_wait or (may_draft and not self.paces[seq].pause))
 
     def _hold_for_others(self) -> bool:
-        """Hold sequences whose tokens have arrived while others that draft on the host are in the step in flight.
+        """If other sequences that draft on the host are still in flight, hold sequences whose tokens have arrived.
 
-        Otherwise the two groups would alternate from now on, with twice as many steps. Returns whether there are such
-        others.
+        Otherwise, the two groups would alternate from then on, with twice as many steps. Returns whether there are
+        sequences in flight to wait for.
         """
         if not any(seq.waits_for_token and seq.num_tokens > len(seq.token_ids) for seq in self.paces):
             return False
@@ -195,7 +197,7 @@ class DraftingScheduler(Scheduler):
         return not (seq.pauses_after_token or seq.waits_for_token)
 
     def _drafts_of(self, seq: Sequence, pace: Pace) -> tuple[list[int], bool]:
-        """Return the drafts of a sequence, and whether it may have drafts now or in later steps."""
+        """Return the drafts of a sequence, and whether the sequence may draft at all, now or in later steps."""
         k = min(self.settings.num_speculative_tokens, seq.max_num_tokens - len(seq.token_ids) - 1)
         if (self.proposer.on_host and pace.pause) or k <= 0:
             return [], False

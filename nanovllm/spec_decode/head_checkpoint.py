@@ -1,4 +1,4 @@
-"""Reads checkpoints of EAGLE-3 heads, in the format of its authors or of `speculators`, and MTP heads of models."""
+"""Reads EAGLE-3 heads, in their authors' format or the format of `speculators`, and MTP heads in models."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,9 +27,9 @@ class Eagle3Config:
 
 
 def read_eagle3_config(folder: Path, target: ModelConfig, dtype: torch.dtype, with_weights: bool) -> Eagle3Config:
-    """Read the head in `folder` for the model `target`, in the dtype of the engine.
+    """Read the config of the head in `folder` for the model `target`. `dtype` is the dtype of the engine.
 
-    ValueError or TypeError names the file and the value if the head is not supported, or is for another model.
+    Raises ValueError or TypeError, with the file and the value, if the head is not supported or is for another model.
     """
     file = folder / "config.json"
     raw = read_json(file)
@@ -65,7 +65,7 @@ def read_eagle3_config(folder: Path, target: ModelConfig, dtype: torch.dtype, wi
 
 
 def _layer_ids(file: Path, raw: dict, num_layers: int) -> tuple[int, ...]:
-    """Return the layers before which the head reads hidden states. In `eagle_config`, ids mean layer outputs."""
+    """Return the layers whose input hidden states the head reads. In `eagle_config`, ids mean layer outputs."""
     name = "eagle_aux_hidden_state_layer_ids"
     top_level, of_authors = raw.get(name), (raw.get("eagle_config") or {}).get(name)
     offset = int(top_level is None and of_authors is not None)
@@ -79,7 +79,7 @@ def _layer_ids(file: Path, raw: dict, num_layers: int) -> tuple[int, ...]:
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors on the CPU, with the names of `models/head_models.py`. Pages are read on first use.
+    """Return the tensors on the CPU, with the names in `models/head_models.py`. Memory pages are read on first use.
 
     One format names the layer `midlayer`, the other `layers.0`. Many heads are stored as `pytorch_model.bin`, which is
     unpickled with `weights_only`.
@@ -111,7 +111,7 @@ def check_mtp(folder: Path, target: ModelConfig, with_weights: bool) -> None:
 
 
 def read_mtp_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of the MTP head on the CPU, with the names of `models/head_models.py`."""
+    """Return the tensors of the MTP head on the CPU, with the names in `models/head_models.py`."""
     tensors: dict[str, torch.Tensor] = {}
     for name, file in find_tensors(folder).items():
         if name.startswith("mtp."):

@@ -1,4 +1,4 @@
-"""Prompt lookup: drafts the tokens that followed the last few tokens at an earlier place in the same request.
+"""Prompt lookup: drafts the tokens that followed an earlier occurrence of the last few tokens in the same request.
 
 Saxena, "Prompt lookup decoding" (2023).
 """
@@ -8,7 +8,7 @@ from nanovllm.spec_decode.proposer import Proposer
 
 
 class NGram(Proposer):
-    """Looks up the longest n-gram at the end of a sequence that occurred before, at its latest occurrence."""
+    """Finds the longest n-gram at the end of a sequence that also occurs earlier, and uses the latest occurrence."""
 
     def __init__(self, settings):
         super().__init__(settings)

@@ -9,7 +9,7 @@ from nanovllm.engine.sequence import Sequence
 
 @dataclass
 class Drafts:
-    """The drafts of a sequence as the host knows them: `seq.feature_state["spec_decode"]`."""
+    """The drafts of a sequence as the host knows them, stored in `seq.feature_state["spec_decode"]`."""
 
     token_ids: list[int] = field(default_factory=list)  # -1: a token that the device drafts
     is_new: bool = True  # no step has drafted for the sequence since it was admitted
@@ -17,7 +17,7 @@ class Drafts:
 
 
 class Proposer:
-    """Drafts on the host, from tokens that have reached it. Sequences wait for their tokens.
+    """Drafts on the host, from tokens that have arrived on the host. Sequences therefore wait for their tokens.
 
     A proposer may be wrong or find nothing, because drafts never change the text. `settings` is a SpeculativeConfig.
     """
@@ -35,7 +35,7 @@ class Proposer:
         """Forget `seq`, which has ended."""
 
     def reset(self) -> None:
-        """Forget all sequences, which are gone."""
+        """Forget all sequences."""
 
 
 class DeviceProposer(Proposer):

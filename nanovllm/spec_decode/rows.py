@@ -1,7 +1,7 @@
-"""Several rows per sequence: a step verifies drafts, and a sequence gets its next token and the accepted drafts.
+"""Handles several rows per sequence. A step verifies drafts, and each sequence gets its accepted drafts and one token.
 
 `batches/request_tables.py` calls these functions if a step has k > 1 rows per sequence (`tokens_per_row`). On CUDA,
-kernels do the same.
+kernels do the same work.
 """
 
 from functools import partial
@@ -16,8 +16,8 @@ from nanovllm.kernels import operation
 def rows_of_drafts(k: int, req_indices: Any, num_reserved: Any, lengths: Any, last_token_ids: Any) -> tuple[Any, ...]:
     """Return the k rows of each of D sequences: request indices, `num_reserved`, lengths and token ids, all [D * k].
 
-    The first row has the last token, and each further row has the next draft. Rows after the first `num_reserved` rows
-    of a sequence are copies of its last row.
+    A sequence's first row contains its last token, and each further row contains its next draft. Rows after the first
+    `num_reserved` rows of a sequence are copies of the last of these rows.
     """
     (steps,) = arrays(torch.arange(k, device=getattr(num_reserved, "device", "cpu")))
     offsets = (steps - (steps - num_reserved[:, None] + 1).clip(0)).clip(0)  # [D, k]
@@ -31,8 +31,8 @@ def accept_drafts(
 ) -> torch.Tensor:
     """Return how many of its k sampled tokens each sequence gets: counts [S] int32.
 
-    A draft is accepted if it equals the token that was sampled at its position. A row with the same position as the
-    previous row has no draft.
+    A draft is accepted if it equals the token sampled at its position, and if all earlier drafts are accepted. A row
+    with the same position as the previous row has no draft.
     """
     k = len(token_ids) // len(req_indices)
     req_indices, positions, tokens = arrays(req_indices, positions.reshape(-1, k), token_ids.reshape(-1, k))
@@ -46,7 +46,7 @@ def accept_drafts(
 
 
 class ChainShape(NamedTuple):
-    """The shape of the chains of drafts in a step; a constant of the kernel."""
+    """The shape of the draft chains in a step, which is a constant of the kernel."""
 
     num_steps: int  # the most drafts of a sequence
     width: int  # rows of a sequence in the first step; each further step has one row
@@ -62,11 +62,11 @@ def place_chains(
     num_computed: torch.Tensor,
     shape: ChainShape,
 ) -> tuple[torch.Tensor, ...]:
-    """Return where the drafter of D sequences computes its rows, and where it reads and writes tokens.
+    """Return where a drafter computes the rows of D sequences, and where it reads and writes tokens.
 
     For all rows [R], ordered by step:
 
-    - positions, int32: `shift` before the positions of the tokens
+    - positions, int32: the positions of the tokens minus `shift`
     - context lengths, int32; 0 for padding
     - slots, int32; -1 for padding
     - slots of the tokens, int64
@@ -76,9 +76,9 @@ def place_chains(
     - position of its token, int32
     - slot to which its token is written, int64; -1 for padding, and if the token is already there
 
-    The first step has `width` rows per sequence: the rows that the sequence lacks, then copies of the last of them.
-    Each further step has one row per sequence, for the next draft. A sequence without a next draft has a copy of its
-    previous row. `num_computed`, by request index, is set to the number of all rows except drafts.
+    The first step has `width` rows per sequence: the rows that the sequence lacks, and then copies of its last row.
+    Each further step has one row per sequence, for the next draft. If there is no next draft, the sequence's previous
+    row is copied. `num_computed`, by request index, is set to the number of rows, not counting drafts.
     """
     num_steps, width, shift, block_size = shape
     indices, steps = req_indices.long(), torch.arange(max(width, num_steps), device=req_indices.device)
@@ -99,5 +99,5 @@ def place_chains(
 def slots_of(
     tables: RequestTables, block_size: int, req_indices: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Return the cache slots of positions of requests. All tensors are int64 and have the same shape."""
+    """Return the cache slot of each position in its request's blocks. All tensors are int64 and have the same shape."""
     return tables.block_tables[req_indices, positions // block_size].long() * block_size + positions % block_size

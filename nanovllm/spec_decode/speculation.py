@@ -1,4 +1,4 @@
-"""Speculation as a feature of a step: it writes drafts to the tables from which the step reads its input."""
+"""Implements speculation as a feature of a step, which writes drafts to the tables that the step reads."""
 
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
@@ -24,14 +24,14 @@ DRAFTERS = {
 
 
 class Speculation(StepFeature):
-    """Writes the drafts of a step to RequestTables on each rank. The host or a model on the device made the drafts."""
+    """Writes the drafts of a step to RequestTables on each rank. The host or a model on the device makes the drafts."""
 
     @classmethod
     def prepare(cls, step: ScheduledStep) -> Arrays | None:
         """Return the drafts [D, k - 1] of D sequences, with -1 for no draft, and all new blocks.
 
-        For a drafter on the device, `behind` [B, 2] has the request indices of sequences that must catch up, and
-        whether they are new.
+        For a drafter on the device, `behind` [B, 2] lists the sequences that must catch up: each row has a request
+        index, and whether the sequence is new.
         """
         req_indices, all_reserved = (np.array(x, np.int64) for x in (step.req_indices, step.num_reserved))
         rows = (all_reserved > 1).nonzero()[0]
@@ -75,7 +75,7 @@ class Speculation(StepFeature):
             raise ValueError(f"speculative_config: method={settings.method!r}: a layer keeps a state, but no drafts")
         if settings.is_synthetic:
             rates = torch.tensor((1.0, *settings.synthetic_acceptance_rates), device=runner.device)
-            # the acceptance rate of each draft if all drafts before it are accepted, in units of 2^-24
+            # the acceptance rate of each draft if all earlier drafts are accepted, in units of 2^-24
             self.rates = ((rates[1:] / rates[:-1].clamp(min=1e-9)).clamp(max=1) * 2**24).long()
         if (drafter := DRAFTERS.get(settings.method)) is not None:
             self.drafter = resolve_name(drafter)(runner)

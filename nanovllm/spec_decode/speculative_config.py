@@ -27,11 +27,11 @@ def check_rates(name: str, value: Any) -> tuple[float, ...]:
 
 
 class StepCost(NamedTuple):
-    """Step times for some numbers of rows, in any unit. Times for other numbers are interpolated."""
+    """Step times for several numbers of rows, in any unit. Times for other numbers of rows are interpolated."""
 
     rows: tuple[int, ...]
-    times: tuple[float, ...]  # of steps with as many rows; on a CPU, rows of drafts count, too
-    drafting: tuple[float, ...] = ()  # on CUDA: of steps with as many sequences that make and verify all drafts
+    times: tuple[float, ...]  # of steps with these numbers of rows; on a CPU, rows of drafts count, too
+    drafting: tuple[float, ...] = ()  # on CUDA: of steps with all drafts, for these numbers of sequences
 
     def of(self, num_seqs: int, num_drafts: int = 0) -> float:
         if num_drafts and self.drafting:  # CUDA graphs have rows for all drafts
@@ -45,26 +45,27 @@ ON_CPU = StepCost((1, 2, 2**20), (24, 34, 2**20))
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """How tokens are drafted. The names are vLLM's.
+    """The settings for drafting tokens. The names are vLLM's.
 
     method: "ngram", "suffix", "eagle3", "mtp" or "draft_model". The default is "draft_model" if there is a `model`.
-    num_speculative_tokens: the most drafts of a sequence in a step. It must be given, except for "suffix", whose
-        default is `suffix_decoding_max_tree_depth`, or less with small blocks.
-    prompt_lookup_min, prompt_lookup_max: for "ngram", how many of the last tokens must have occurred before. Longer
+    num_speculative_tokens: the most drafts of a sequence in a step. Must be given, except for "suffix", whose default
+        is `suffix_decoding_max_tree_depth`, or less with small blocks.
+    prompt_lookup_min, prompt_lookup_max: for "ngram", how many of the last tokens must have occurred earlier. Longer
         matches are tried first.
-    suffix_decoding_max_tree_depth: for "suffix", the longest context that is looked up.
+    suffix_decoding_max_tree_depth: for "suffix", the longest context that is looked up, in tokens.
     suffix_decoding_max_cached_requests: for "suffix", how many requests are remembered. With 0, each request finds only
         its own tokens.
     suffix_decoding_max_spec_factor: for "suffix", the most drafts per token of the matched context.
-    suffix_decoding_min_token_prob: for "suffix", drafts end before their joint probability falls below this value. The
-        probability is estimated from the number of occurrences.
+    suffix_decoding_min_token_prob: for "suffix", drafting stops before the joint probability of the drafts falls below
+        this value. The probability is estimated from the number of occurrences.
     model: for "draft_model" and "eagle3", the draft model or the head, in the same forms as the setting `model`.
     revision: the revision of `model`.
     draft_tensor_parallel_size: must be 1, because each rank has the whole draft model.
-    disable_by_batch_size: nothing is drafted while more sequences run. None selects a default by method and device.
-    rejection_sample_method: "strict", or "synthetic" for measurements: drafts are accepted at given rates, and the text
-        is meaningless.
-    synthetic_acceptance_rates: for "synthetic", the probability that the first i drafts are all accepted, for each i.
+    disable_by_batch_size: nothing is drafted while more sequences than this run. None selects a default by method and
+        device.
+    rejection_sample_method: "strict", or "synthetic" for measurements, where drafts are accepted at given rates, and
+        the text is meaningless.
+    synthetic_acceptance_rates: for "synthetic", entry i is the probability that the first i drafts are all accepted.
     """
 
     method: str | None = None
@@ -102,7 +103,7 @@ KEYS = [field.name for field in fields(SpeculativeConfig)][:-3]  # the last thre
 
 
 def given_values(given: Any) -> dict[str, Any]:
-    """Return the values of a dict, or of its JSON text, that are not None."""
+    """Return the items of a dict, or of its JSON text, whose values are not None."""
     if isinstance(given, str):
         try:
             given = json.loads(given)
@@ -142,7 +143,7 @@ def read_speculative_config(config: "Config") -> SpeculativeConfig:
 
 
 def _resolve(settings: SpeculativeConfig, config: "Config") -> None:
-    """Replace None by defaults, and check values that depend on several settings."""
+    """Replace None with defaults, and check values that depend on several settings."""
     set_ = lambda name, value: object.__setattr__(settings, name, value)
     if settings.method == "ngram":
         given_min, given_max = settings.prompt_lookup_min, settings.prompt_lookup_max

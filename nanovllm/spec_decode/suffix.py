@@ -1,7 +1,8 @@
-"""Suffix decoding: drafts what followed the longest context that occurred before, in this or an earlier request.
+"""Suffix decoding: drafts the tokens that followed the longest matching context, in this or an earlier request.
 
-Follows Oliaro et al., "SuffixDecoding: extreme speculative decoding for emerging AI applications" (2024). Suffix
-automata replace the suffix trees: Blumer et al., "The smallest automaton recognizing the subwords of a text" (1985).
+Follows Oliaro et al., "SuffixDecoding: extreme speculative decoding for emerging AI applications" (2024). It uses
+suffix automata instead of suffix trees: Blumer et al., "The smallest automaton recognizing the subwords of a text"
+(1985).
 """
 
 from dataclasses import dataclass, field
@@ -10,16 +11,17 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.spec_decode.proposer import Proposer
 
 MAX_TOKENS = 2**16  # of one automaton, which then takes about 40 MiB; a Memory has two
-MAX_COUNTED = 32  # of the contexts that end at a token, only this many of the longest states count the occurrence
+MAX_COUNTED = 32  # among the contexts that end at a token, only this many of the longest states count it
 ROOT = 0  # the state of the empty context
 
 
 class SuffixAutomaton:
-    """All contexts of a set of texts, in time and memory linear in the length of the texts.
+    """An index of all contexts in a set of texts. It takes time and memory linear in the length of the texts.
 
-    A state stands for all contexts that occur at the same places. `lengths` has the length of the longest of them, and
-    `links` the state of its longest suffix that also occurs elsewhere. `next` has the states of contexts that are one
-    token longer. `counts` has approximate numbers of occurrences.
+    A context is a sequence of consecutive tokens. A state stands for all contexts that occur at the same places.
+    `lengths` contains the length of a state's longest context. `links` contains the state of the longest suffix of this
+    context that also occurs elsewhere. `next` contains the states of contexts that are one token longer. `counts`
+    contains approximate numbers of occurrences.
     """
 
     def __init__(self) -> None:
@@ -28,7 +30,7 @@ class SuffixAutomaton:
         self.num_tokens = 0
 
     def extend(self, state: int, token_id: int) -> int:
-        """Append a token to the text in state `state`, and return its new state. A text starts in state ROOT."""
+        """Append a token to a text in state `state`, and return the text's new state. A text starts in state ROOT."""
         self.num_tokens += 1
         if (new := self.next[state].get(token_id)) is not None:  # another text has the same context
             if self.lengths[new] > self.lengths[state] + 1:
@@ -59,7 +61,7 @@ class SuffixAutomaton:
         return len(self.links) - 1
 
     def _split(self, state: int, before: int, token_id: int) -> int:
-        """Move the contexts of `state` that are a context of `before` plus one token, or shorter, to a new state."""
+        """Move the contexts of `state` that have at most `lengths[before] + 1` tokens to a new state, and return it."""
         copied = {**self.next[state]}, self.links[state], self.lengths[before] + 1, self.counts[state]
         self.links[state] = new = self._add(*copied)
         while before >= 0 and self.next[before].get(token_id) == state:
@@ -68,21 +70,21 @@ class SuffixAutomaton:
         return new
 
     def follow(self, state: int, length: int, token_id: int) -> tuple[int, int]:
-        """Append a token to a context of `length`, and return state and length of its longest suffix that occurred."""
+        """Append a token to a context of `length` tokens. Returns (state, length) of its longest suffix that occurs."""
         while state >= 0 and token_id not in self.next[state]:
             state = self.links[state]
             length = self.lengths[state] if state >= 0 else -1
         return (self.next[state][token_id], length + 1) if state >= 0 else (ROOT, 0)
 
     def context(self, state: int, length: int, depth: int) -> tuple[int, int]:
-        """Return state and length of the longest suffix that has a continuation, up to `depth` tokens."""
+        """Return state and length of the longest suffix, up to `depth` tokens, that has a continuation."""
         while state > ROOT and (not self.next[state] or self.lengths[self.links[state]] >= depth):
             state = self.links[state]
             length = self.lengths[state]
         return state, min(length, depth)
 
     def draft(self, state: int, num_drafts: int, min_probability: float) -> list[int]:
-        """Return the most frequent continuation, up to the point where its probability gets too low."""
+        """Return the most frequent continuation, cut off before its probability falls below `min_probability`."""
         drafts: list[int] = []
         probability = 1.0
         while len(drafts) < num_drafts and (following := self.next[state]):
@@ -97,7 +99,7 @@ class SuffixAutomaton:
 
 @dataclass
 class Memory:
-    """The remembered texts: recent texts in an automaton that grows, older texts in one that does not."""
+    """The remembered texts. Recent texts are in an automaton that grows; older texts are in one that does not grow."""
 
     growing: SuffixAutomaton = field(default_factory=SuffixAutomaton)
     old: SuffixAutomaton = field(default_factory=SuffixAutomaton)
@@ -161,7 +163,7 @@ class Suffix(Proposer):
                     place.state = memory.growing.extend(place.state, token_id)
 
     def forget(self, seq):
-        """Forget a sequence, after its last tokens are added to the memory."""
+        """Add the last tokens of a sequence to the memory, and forget the sequence."""
         if (place := self.places.pop(seq, None)) is not None and place.memory is self.shared:
             self._read(place, seq.token_ids)
 

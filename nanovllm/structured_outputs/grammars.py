@@ -25,7 +25,7 @@ class Grammars:
     """An LRU cache of an engine's compiled grammars. Its methods are thread-safe."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]):
-        """`tokenizer` is a `tokenizers.Tokenizer` that nothing else uses, because this object modifies it."""
+        """`tokenizer` is a `tokenizers.Tokenizer` that must not be used elsewhere, because this object modifies it."""
         try:
             from llguidance import LLTokenizer
         except ImportError as error:

@@ -57,7 +57,7 @@ LOOK_AROUND = re.compile(r"\(\?<?[=!]")
 
 
 def for_llguidance(schema: str) -> str:
-    """Return the schema rewritten for llguidance. Raises ValueError for `propertyNames` that can't be rewritten."""
+    """Return the schema rewritten for llguidance. Raises ValueError if it refers to itself or can't be rewritten."""
     try:
         root = json.loads(schema)
         seen: dict[int, Any] = {}  # rewritten schemas by id; a live object's id is not used again

@@ -1,6 +1,6 @@
 """Checks of arguments and files. Each error states the name, the value and the bound.
 
-Numbers are returned as Python's types, because arithmetic with fixed-width NumPy integers could overflow later.
+Numbers are converted to Python types, because arithmetic on fixed-width NumPy integers could overflow later.
 """
 
 import json
@@ -16,15 +16,15 @@ from nanovllm.utils.download import broken_file
 
 
 def checked(default: Any, check: Callable | str, **bounds: Any) -> Any:
-    """A dataclass field with a check: `check_fields` calls `check(name, value, **bounds)` unless it has the default.
+    """Make a dataclass field with a check: `check_fields` calls `check(name, value, **bounds)` for non-default values.
 
-    A check that is rarely needed is given as "module:name", and imported when it is called.
+    A rarely needed check is passed as "module:name", and imported when it is called.
     """
     return field(default=default, metadata={"check": check, "bounds": bounds})
 
 
 def check_fields(params: Any) -> None:
-    """Replace the values of `checked` fields by the results of their checks, also in a frozen dataclass."""
+    """Replace the values of `checked` fields by the results of their checks, even in a frozen dataclass."""
     for each in fields(params):
         if each.metadata and (value := getattr(params, each.name)) is not each.default:
             check = resolve_name(home) if isinstance(home := each.metadata["check"], str) else home
@@ -32,14 +32,14 @@ def check_fields(params: Any) -> None:
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """`value` as an int. TypeError for anything else, bools included; ValueError unless it is in `low` to `high`."""
+    """Return `value` as an int. TypeError for non-integers and bools; ValueError for values outside `low` to `high`."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r:.80}: must be an integer")
     return _check_range(name, int(value), low, high)
 
 
 def check_real(name: str, value: Any, low: float, high: float = 1e9) -> float:
-    """`value` as a float. TypeError if it is not a number; ValueError unless it is finite and in `low` to `high`."""
+    """Return `value` as a float. TypeError for non-numbers and bools; ValueError for NaN or outside `low` to `high`."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r:.80}: must be a number")
     try:
@@ -58,7 +58,7 @@ def check_bool(name: str, value: Any) -> bool:
 
 
 def check_unicode(name: str, text: str) -> None:
-    """ValueError for a lone surrogate."""
+    """Raise ValueError for a lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -81,7 +81,7 @@ def _check_range(name, value, low, high):
 
 
 def read_json(file: Path) -> dict:
-    """The JSON object in `file`. ValueError with the file's name for anything else."""
+    """Read the JSON object in `file`. For anything else, raise a ValueError that names the file."""
     try:
         content = json.loads(file.read_bytes())
     except ValueError as error:  # the syntax or the encoding is wrong

@@ -1,4 +1,4 @@
-"""Checks of sampling parameters that hold several values. Imported for requests with one of them."""
+"""Checks of sampling parameters that contain several values. Imported only for requests with such parameters."""
 
 from collections.abc import Callable, Container
 from functools import partial
@@ -9,7 +9,7 @@ from nanovllm.utils.checks import check_int, check_real, check_unicode
 
 
 def check_collections(params: Any, names: Container[str]) -> None:
-    """Replace these parameters of a SamplingParams by the results of their checks."""
+    """Replace the parameters `names` of a SamplingParams by the results of their checks."""
     for name, check in CHECKS.items():
         if name in names:
             object.__setattr__(params, name, check(name, getattr(params, name)))
@@ -24,7 +24,7 @@ def check_collections(params: Any, names: Container[str]) -> None:
 
 
 def check_strings(name: str, value: Any) -> tuple[str, ...]:
-    """The strings as a tuple. TypeError for anything else; ValueError for an empty one, or one that is not Unicode."""
+    """Return the strings as a tuple. TypeError for anything but strings; ValueError for an empty or invalid string."""
     strings = _tuple_of(str, name, value)
     for string in strings:
         if not string:
@@ -34,14 +34,14 @@ def check_strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def check_ids(name: str, value: Any, min_length: int = 0, max_length: int | None = None) -> tuple[int, ...]:
-    """Token ids as a tuple; the vocabulary is unknown here."""
+    """Return token ids as a tuple. They are not compared with the vocabulary, which is unknown here."""
     ids = _tuple_of(Integral, name, value)
     check_int(f"{name}: the number of ids", len(ids), min_length, max_length)
     return tuple([check_int(f"{name}: token id", token_id, 0) for token_id in ids])
 
 
 def check_biases(name: str, value: Any) -> dict[int, float] | None:
-    """Biases by token id; None if there are none."""
+    """Return biases by token id, or None if there are none."""
     if not isinstance(biases := {} if value is None else value, dict):
         raise TypeError(f"{name}={biases!r:.80}: must map token ids to numbers")
     values = [check_real(f"{name}[{token_id!r}]", bias, -100, 100) for token_id, bias in biases.items()]
@@ -49,7 +49,7 @@ def check_biases(name: str, value: Any) -> dict[int, float] | None:
 
 
 def _tuple_of(kind: type, name: str, value: Any) -> tuple:
-    """A tuple of values of this type, from one value, a collection or None (no values)."""
+    """Return a tuple of values of type `kind`, from one value, a collection or None (no values)."""
     value = value.tolist() if hasattr(value, "tolist") else value  # a NumPy array or a tensor
     values = () if value is None else (value,) if isinstance(value, kind) else value
     if not isinstance(values, (list, tuple, set, frozenset, range)) or not all(isinstance(v, kind) for v in values):

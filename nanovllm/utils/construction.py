@@ -1,4 +1,4 @@
-"""The rank and the dtype for layers that are being constructed."""
+"""The rank and dtype of layers under construction."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 class Construction(NamedTuple):
     tp: TensorParallel = TensorParallel()
     dtype: torch.dtype | None = None  # of weights; None: PyTorch's default
-    is_quantized: bool = False  # linear layers and experts take no memory until their weight format allocates it
+    is_quantized: bool = False  # linear layers and experts use no memory until their weight format allocates it
 
 
 _ALONE = Construction()

@@ -1,4 +1,4 @@
-"""The context of a step, which layers read. It is set before the model runs, and reset afterwards."""
+"""The context of a step, for layers to read. It is set before the model runs, and reset afterwards."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,14 +13,14 @@ _UNSET: Any = None  # outside of a step
 
 @dataclass(slots=True)
 class Context:
-    """The B sequences of a step, whose T new tokens are concatenated.
+    """Describes the B sequences of a step, whose T new tokens are concatenated.
 
-    The first `num_decode_rows` sequences have one new token each; then come chunks of prompts, if the step
-    `is_prefill`. Attention reads all keys from the cache, also the keys of this step.
+    The first `num_decode_rows` sequences have one new token each. Chunks of prompts follow if the step `is_prefill`.
+    Attention reads all keys from the cache, including the keys of this step.
     """
 
     is_prefill: bool = False  # whether there are chunks of prompts
-    cu_seqlens_q: torch.Tensor = _UNSET  # [B + 1] int32: where each row's new tokens begin; only with `is_prefill`
+    cu_seqlens_q: torch.Tensor = _UNSET  # [B + 1] int32: where each row's new tokens begin; only set if `is_prefill`
     max_seqlen_q: int = 1
     slot_mapping: torch.Tensor = _UNSET  # [T] int32: cache slots for keys and values; -1: do not store
     context_lens: torch.Tensor = _UNSET  # [B] int32: how many tokens to attend to, including this step's
@@ -31,19 +31,19 @@ class Context:
     backend_arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of `AttentionBackend.prepare_chunks`
     tokens_per_row: int = 1  # with drafts, how many of the `num_decode_rows` rows belong to one sequence
     num_decode_rows_on_device: torch.Tensor | None = None  # [1] int32, in a CUDA graph with chunks
-    plans: dict[Any, Any] = field(default_factory=dict)  # of the attention backend, made by the first layer of a step
+    plans: dict[Any, Any] = field(default_factory=dict)  # the attention backend's, made in a step's first layer
 
 
 _context: ContextVar[Context | None] = ContextVar("context", default=None)
 
 
 def get_context() -> Context:
-    """The context of the step that this thread computes; without tensors outside of a step."""
+    """Return the context of the step that this thread computes, or an empty one outside a step."""
     return _context.get() or Context()
 
 
 def set_context(is_prefill: bool = False, **fields: Any) -> None:
-    """Set the fields of a Context for the step that this thread computes."""
+    """Fill a Context for the step that this thread computes."""
     _context.set(Context(is_prefill, **fields))
 
 
@@ -53,7 +53,7 @@ def reset_context() -> None:
 
 @contextmanager
 def attention_context(context: Context) -> Iterator[None]:
-    """Set `context` for a `with` block, and reset it at the end, even after an error."""
+    """Set `context` for a `with` block."""
     _context.set(context)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Calls the CUDA driver by ctypes, and makes tensors at addresses that it returns."""
+"""Calls the CUDA driver by ctypes, and makes tensors at addresses that the driver returns."""
 
 import ctypes
 from typing import Any
@@ -9,7 +9,7 @@ OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 def call_driver(name: str, *arguments: Any) -> None:
-    """Call a driver function. torch.OutOfMemoryError if device memory is exhausted; RuntimeError for other errors."""
+    """Call a driver function. Raises torch.OutOfMemoryError if device memory is exhausted, or RuntimeError."""
     if error := getattr(_driver(), name)(*arguments):
         kind = torch.OutOfMemoryError if error == OUT_OF_MEMORY else RuntimeError
         raise kind(f"{name}: CUDA error {error}")
@@ -20,7 +20,7 @@ def _driver() -> Any:
 
 
 class DeviceBytes:
-    """Device memory that torch.as_tensor takes without a copy. The tensor keeps this object alive."""
+    """Device memory that torch.as_tensor wraps without a copy. The tensor keeps this object alive."""
 
     def __init__(self, address: int, num_bytes: int):
         self.address, self.num_bytes = address, num_bytes
@@ -30,5 +30,5 @@ class DeviceBytes:
         return {"shape": (self.num_bytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
 
     def tensor(self, device: torch.device) -> torch.Tensor:
-        """[num_bytes] uint8."""
+        """Return the memory as a tensor: [num_bytes] uint8."""
         return torch.as_tensor(self, device=device)

@@ -6,12 +6,12 @@ import torch
 
 from nanovllm.utils.checks import check_choice
 
-# type of a torch.device, except "cpu" -> how many there are; a port to another accelerator adds an entry
+# torch.device type, except "cpu" -> number of devices; a port to another accelerator adds an entry
 DEVICES: dict[str, Callable[[], int]] = {"cuda": lambda: torch.cuda.device_count()}
 
 
 def check_devices(name: str, num_ranks: int) -> None:
-    """ValueError unless there is a device `name`, such as "cuda" or "cuda:1", and one more for each further rank."""
+    """Raise ValueError unless the device `name`, such as "cuda:1", and one more for each further rank exist."""
     kind, _, number = name.partition(":")
     check_choice("device", kind, ("auto", "cpu", *DEVICES))
     count = DEVICES[kind]()

@@ -17,7 +17,7 @@ class DoubleBuffer(Generic[T]):
         return self._buffers[self.buffer_index]
 
     def advance(self) -> T:
-        """Make the other buffer the current one; returns the buffer that was current before."""
+        """Make the other buffer current, and return the buffer that was current before."""
         used = self.current
         self.buffer_index = 1 - self.buffer_index
         return used

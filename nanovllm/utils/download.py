@@ -11,9 +11,9 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def download(setting: str, hub_id: str, revision: str | None, with_weights: bool, bundled: list[str]) -> Path:
-    """The folder with the files of a hub id, downloaded if necessary. FileNotFoundError with advice.
+    """Return the folder with a hub id's files, downloaded if necessary. If that fails, FileNotFoundError gives advice.
 
-    A name that is close to one of `bundled` is treated as a typing error, and not downloaded.
+    A name that is similar to one of `bundled` is treated as a typo, and not downloaded.
     """
     if not HUB_ID.fullmatch(hub_id):
         raise FileNotFoundError(f"{setting}={hub_id!r}: no such folder")
@@ -33,7 +33,7 @@ def download(setting: str, hub_id: str, revision: str | None, with_weights: bool
 
 
 def broken_file(file: Path, problem: str) -> ValueError:
-    """The error for a file with this problem, or for the pointer file that a clone without git-lfs leaves instead."""
+    """Return the error for a file with this problem, or for a pointer file left by a clone without git-lfs."""
     with file.open("rb") as stream:
         if stream.read(len(LFS_POINTER)) == LFS_POINTER:
             problem = "is a git-lfs pointer, not the file itself; `git lfs pull` fetches it"

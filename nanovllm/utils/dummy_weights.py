@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import nn
 
-BOUND = 0.035  # of a uniform distribution with standard deviation 0.02, the usual initializer_range
+BOUND = 0.035  # the uniform distribution then has standard deviation 0.02, the usual initializer_range
 
 
 def load_dummy(model: nn.Module, loaders: Mapping[str, tuple[Callable, list]]) -> None:

@@ -1,4 +1,4 @@
-"""Makes command line flags of a dataclass's fields, with help texts from its docstring."""
+"""Makes command line flags from a dataclass's fields, with help texts from its docstring."""
 
 import argparse
 import inspect
@@ -10,18 +10,18 @@ from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from typing import Any, NoReturn, Union, get_args, get_origin
 
-# of flags whose value is not named by the last word of the flag
+# for flags whose last word does not name the value
 METAVARS = {"stop": "TEXT", "uds": "PATH", "speculative_config": "JSON"}
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports errors in one line. Flags can't be abbreviated: a later flag could change what an abbreviation means."""
+    """Reports errors in one line. Flags can't be abbreviated, because new flags could make abbreviations ambiguous."""
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, allow_abbrev=False, **options)
 
     def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
-        """Refuse unknown arguments here, so that the error of a subcommand points to the subcommand's help."""
+        """Reject unknown arguments here, so that a subcommand's error points to the subcommand's help."""
         parsed, unknown = super().parse_known_args(*arguments, **options)
         if unknown:
             typed, flags = unknown[0].partition("=")[0], [*self._option_string_actions]
@@ -42,10 +42,10 @@ def add_flags(
     several: Container[str] = (),
     defaults: Mapping[str, str] | None = None,
 ) -> None:
-    """Add a flag `--like-this` for each field, in a group. A flag that is not given is not in the namespace.
+    """Add a flag `--like-this` for each field, in a group. A flag that is not used is not in the namespace.
 
-    several: fields whose flag takes all values that follow it. Other fields with several values repeat the flag.
-    defaults: help texts of defaults that differ from the field's default.
+    several: fields whose flag takes all values that follow it. For other fields with several values, repeat the flag.
+    defaults: help texts for defaults that differ from the field's default.
     """
     group = parser.add_argument_group(title)
     help_texts = descriptions(settings)
@@ -63,19 +63,19 @@ def add_flags(
 
 
 def given(arguments: argparse.Namespace, settings: type, skip: Container[str] = ()) -> dict[str, Any]:
-    """The values of the given flags for fields of a dataclass, except fields in `skip`."""
+    """Return the values of flags that were used, by field of a dataclass, except fields in `skip`."""
     names = {field.name for field in fields(settings) if field.name not in skip}
     values = {name: value for name, value in vars(arguments).items() if name in names}
     return {name: tuple(_items(value)) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def _items(values: list[str]) -> list[str]:
-    """The values, with JSON lists of values expanded."""
+    """Return the values, with JSON lists expanded."""
     return [item for value in values for item in (json.loads(value) if value.startswith('["') else [value])]
 
 
 def descriptions(settings: type) -> dict[str, str]:
-    """The text after each `name: ` in a docstring, with its indented continuation lines."""
+    """Return the text after each `name: ` in a docstring, with its indented continuation lines."""
     texts: dict[str, str] = {}
     doc = inspect.cleandoc(settings.__doc__ or "")  # Python 3.13 removes the indentation itself
     for names, lines in re.findall(r"^(\w+(?:, \w+)*): (.*(?:\n    .*)*)", doc, re.MULTILINE):
@@ -88,14 +88,14 @@ def _flag(name: str) -> str:
 
 
 def _default(field: Field) -> str:
-    """The default of a field as a shell's user writes it; empty if the text of the field states it."""
+    """Return a field's default as shell users write it, or "" if the field's text states the default."""
     if isinstance(field.default, bool):
         return "on" if field.default else "off"
     return "" if field.default is MISSING or field.default in (None, (), "") else str(field.default)
 
 
 def _in_words_of_a_shell(text: str, flags: Mapping[str, str]) -> str:
-    """A help text whose field names are flags, without the end of the docstring that only concerns Python."""
+    """Replace field names in a help text by flags, and drop its end that only concerns Python."""
     text = text.partition(" In Python")[0].removesuffix(".")
     return re.sub(r"`([^`]*)`", lambda name: flags.get(name[1], name[1]), text)
 

@@ -1,4 +1,4 @@
-"""Postpones Ctrl-C in code that must not be interrupted halfway."""
+"""Delays Ctrl-C in code that must not be interrupted."""
 
 import signal
 import threading
@@ -10,11 +10,11 @@ _is_held = False  # by an enclosing block of the main thread
 
 @contextmanager
 def interrupts_held() -> Iterator[list]:
-    """Delay Ctrl-C to the end of the block, or of the outermost of nested blocks.
+    """Delay Ctrl-C to the end of the block. If blocks are nested, delay it to the end of the outermost block.
 
-    Yields a list that is empty until the outermost block is interrupted; lists of nested blocks stay empty. In other
-    threads this does nothing, because Python runs signal handlers only in the main thread. It also does nothing if the
-    handler was not installed by Python, which then could not restore it.
+    Yields a list, which is empty until the outermost block is interrupted. Lists of nested blocks stay empty. Outside
+    the main thread this does nothing, because Python runs signal handlers only there. It also does nothing if the
+    handler was not installed by Python, which could not restore it.
     """
     global _is_held
     is_main = threading.current_thread() is threading.main_thread()

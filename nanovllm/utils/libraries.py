@@ -1,4 +1,4 @@
-"""Imports the libraries that every engine needs, faster than plain imports. For commands."""
+"""Imports the libraries of an engine faster than plain imports do. Only commands use this."""
 
 import ctypes
 import gc
@@ -17,11 +17,11 @@ find_distributions = importlib.metadata.packages_distributions
 
 
 def import_libraries(settings: Mapping[str, Any]) -> None:
-    """Import transformers and PyTorch. PyTorch's native libraries are loaded in parallel, which does not need the GIL.
+    """Import transformers and PyTorch. PyTorch's native libraries are loaded in parallel, without the GIL.
 
-    Also initializes CUDA, unless the engine's `settings` choose a CPU; forks of this process can't use CUDA then.
-    Garbage collection skips the imported objects. A missing library is an error only where it is needed. Ctrl-C
-    interrupts the wait for the imports, and the process ends when they are done.
+    Unless the engine's `settings` choose a CPU, this initializes CUDA, so forks of this process can't use CUDA.
+    Garbage collection skips the imported objects. A missing library is an error only where it is needed. After Ctrl-C,
+    the process ends when the imports are done.
     """
     if "torch" in sys.modules:
         return
@@ -34,13 +34,13 @@ def import_libraries(settings: Mapping[str, Any]) -> None:
         gc.freeze()
         gc.enable()
     if (error := imported.exception()) is not None and not isinstance(error, ImportError):
-        raise error  # here, because importing a broken library again may fail in another way
+        raise error  # now, because importing a broken library again might fail in another way
 
 
 def _load_native_libraries(device: str) -> None:
-    """Load PyTorch's native libraries by C functions, which ctypes calls without the GIL. An import would hold it.
+    """Load PyTorch's native libraries by C functions, which ctypes calls without the GIL. An import would hold the GIL.
 
-    PyTorch's libraries do not take the GIL while they are loaded; otherwise this could deadlock with an import.
+    PyTorch's libraries do not acquire the GIL while they are loaded. Otherwise, this could deadlock with an import.
     """
     folder = Path(find_spec("torch").origin).parent  # type: ignore[union-attr, arg-type]
     ctypes.CDLL(None).dlopen(str(folder / "lib" / "libtorch_python.so").encode(), os.RTLD_NOW)
@@ -56,14 +56,14 @@ def _import_modules(native: Future) -> None:
         import transformers  # noqa: F401
     finally:
         importlib.metadata.packages_distributions = find_distributions
-    wait([native])  # otherwise the import would wait for it, and hold the GIL
+    wait([native])  # otherwise, the import would wait for it while holding the GIL
     import torch  # noqa: F401
 
 
 class _DistributionsOfPackages(Mapping[str, list[str]]):
-    """A lazy `importlib.metadata.packages_distributions()`, which reads the metadata of all installed packages.
+    """A lazy `importlib.metadata.packages_distributions()`.
 
-    This does it only for a package whose distribution has another name.
+    Only a package whose distribution has another name makes it read the metadata of all installed packages.
     """
 
     @cached_property

@@ -20,10 +20,10 @@ from nanovllm.utils.sharded_checkpoint import find_in_files
 from nanovllm.utils.stored_otherwise import WHOLE, load_whole, text_name
 
 BUNDLED = Path(__file__).parent.parent / "assets"
-TOKENIZER_FILES = ("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",)  # one of these is enough
+TOKENIZER_FILES = ("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",)  # one group is enough
 JSON_FILES = ("tokenizer", "tokenizer_config", "vocab", "added_tokens", "special_tokens_map", "config")
-# For these values of `model_type` and `tokenizer_class`, AutoTokenizer loads the class on the right, but importing
-# AutoTokenizer takes up to two seconds more. For other families it may load another class than `tokenizer_class`.
+# For these values of `model_type` and `tokenizer_class`, AutoTokenizer would load the class on the right. Importing
+# AutoTokenizer takes up to two seconds more. For other families, it might not load the `tokenizer_class`.
 NAMED_FAMILIES = ("qwen3", "qwen3_moe", "qwen3_next")
 NAMED_TOKENIZERS = {"Qwen2Tokenizer": "Qwen2TokenizerFast", "PreTrainedTokenizerFast": "PreTrainedTokenizerFast"}
 HEAD = "lm_head.weight"
@@ -33,10 +33,10 @@ BAR_DELAY = 1  # seconds until the progress bar is shown
 
 
 def find_model(model: str, revision: str | None = None, with_weights: bool = True) -> Path:
-    """The absolute path of `model`'s folder. A hub id is downloaded, with the hub client's progress bar.
+    """Return the absolute path of `model`'s folder. A hub id is downloaded, with the hub client's progress bar.
 
-    `revision` is a branch, tag or commit on the hub. FileNotFoundError, with advice, if there is no such folder and no
-    download.
+    `revision` is a branch, tag or commit on the hub. Raises FileNotFoundError, with advice, if there is no folder and
+    no download.
     """
     folder = _find("model", model, revision, with_weights)
     if not (folder / "config.json").is_file():
@@ -45,7 +45,7 @@ def find_model(model: str, revision: str | None = None, with_weights: bool = Tru
 
 
 def find_tokenizer(tokenizer: str | None, model_folder: Path) -> Path:
-    """The absolute path of `tokenizer`'s folder, by default the model's. FileNotFoundError if it has no tokenizer."""
+    """Return the absolute path of `tokenizer`'s folder, by default the model's. FileNotFoundError if it has none."""
     folder = model_folder if tokenizer is None else _find("tokenizer", tokenizer, None, with_weights=False)
     if not any(all((folder / name).is_file() for name in names) for names in TOKENIZER_FILES):
         wanted = ", or ".join(" and ".join(names) for names in TOKENIZER_FILES)
@@ -54,9 +54,9 @@ def find_tokenizer(tokenizer: str | None, model_folder: Path) -> Path:
 
 
 def load_tokenizer(folder: str):
-    """The tokenizer in `folder`, as transformers' AutoTokenizer loads it.
+    """Load the tokenizer in `folder`, as transformers' AutoTokenizer does.
 
-    ValueError that names the broken file, if known, or the folder.
+    Raises a ValueError that names the broken file, if known, or the folder.
     """
     # read here because transformers' errors do not name the broken file
     contents = {name: read_json(file) for name in JSON_FILES if (file := Path(folder, f"{name}.json")).exists()}
@@ -93,10 +93,10 @@ def _find(setting: str, name: str, revision: str | None, with_weights: bool) -> 
 def parameter(
     shape: tuple[int, ...], weight_loader: Callable, dtype: torch.dtype | None = None, is_linear: bool = False
 ) -> nn.Parameter:
-    """A parameter with a `weight_loader(parameter, loaded_weight, *shard_id)`, which returns the part that it filled.
+    """Make a parameter with a `weight_loader(parameter, loaded_weight, *shard_id)`, which returns the filled part.
 
     The default dtype is the dtype of the model under construction. If the model is quantized, a parameter with
-    `is_linear` has a shape but no memory, because a weight format will replace it.
+    `is_linear` gets a shape but no memory, because a weight format will replace it.
     """
     construction = get_construction()
     dtype = dtype or construction.dtype
@@ -107,12 +107,15 @@ def parameter(
 
 
 def default_weight_loader(param: torch.Tensor, loaded_weight) -> torch.Tensor:
-    """Copy a whole weight of the checkpoint."""
+    """Copy a whole weight from the checkpoint."""
     return Shard(tuple(param.shape)).copy(param, loaded_weight)
 
 
 def check_shape(weight, shape: tuple[int, ...]):
-    """A tensor or safetensors slice, or the result of a function of the shape. ValueError unless it has `shape`."""
+    """Return `weight`, or its result if it is a function of the shape. Raises ValueError unless it has `shape`.
+
+    A weight is a tensor or a safetensors slice.
+    """
     weight = weight(shape) if callable(weight) else weight
     stored_shape = tuple(weight.shape if isinstance(weight, torch.Tensor) else weight.get_shape())
     if stored_shape != tuple(shape):
@@ -121,7 +124,7 @@ def check_shape(weight, shape: tuple[int, ...]):
 
 
 class Shard(NamedTuple):
-    """A rank's part of a weight of the checkpoint, and its place in the rank's weight."""
+    """A rank's part of a checkpoint weight, and its place in the rank's weight."""
 
     shape: tuple[int, ...]  # of the whole weight
     rows: slice = slice(None)  # of the whole weight
@@ -129,7 +132,7 @@ class Shard(NamedTuple):
     first_row: int = 0  # in the rank's weight
 
     def copy(self, target: torch.Tensor, weight) -> torch.Tensor:
-        """Copy this part of a weight or bias to `target`; returns the part of `target` that was filled.
+        """Copy this part of a weight or bias to `target`. Return the part of `target` that was filled.
 
         `weight` is as in `check_shape`. Only this part of a safetensors slice is read.
         """
@@ -145,11 +148,11 @@ def load_model(
     """Fill `model` from the safetensors files in `folder`, or with random numbers if `load_format` is "dummy".
 
     `model.packed_modules_mapping` maps a checkpoint's module to (the merged module that holds it, its shard id there).
-    Parameters load tensors with `weight_loader(parameter, weight)`, or with a shard id too if several tensors share the
-    parameter. `show_progress` shows a bar if there are several files and loading takes longer than BAR_DELAY.
+    Parameters load tensors with `weight_loader(parameter, weight)`. If several tensors share a parameter, each is also
+    passed a shard id. `show_progress` shows a bar if there are several files and loading takes longer than BAR_DELAY.
 
-    ValueError that names the tensor if it is missing, surplus, in two files, of another shape, not floating point, NaN
-    or infinite. ValueError or FileNotFoundError that names the file if it is broken or missing.
+    Raises a ValueError that names the tensor if it is missing, surplus, in two files, of another shape, not floating
+    point, NaN or infinite. Raises a ValueError or FileNotFoundError that names the file if it is broken or missing.
     """
     if quantization := model.config.quantization:
         quantization.prepare(model, device)
@@ -157,7 +160,7 @@ def load_model(
         load_dummy(model, weight_loaders(model))
         return
     files = find_tensors(folder, FLOAT_DTYPES + (quantization.dtypes if quantization else ()))
-    stored_names: dict[str, str] = {}  # where the checkpoint calls a tensor otherwise
+    stored_names: dict[str, str] = {}  # the model's name of a tensor -> the checkpoint's name
     if getattr(model, "may_be_nested", False):
         stored_names = {text_name(name): name for name in files}
         files = {name: files[stored] for name, stored in stored_names.items()}
@@ -191,7 +194,7 @@ def load_model(
 
 
 def is_unused(model: nn.Module, name: str) -> bool:
-    """Whether `model` ignores a tensor of this name in a checkpoint."""
+    """Return whether `model` ignores a checkpoint tensor with this name."""
     tied = (HEAD,) if model.config.tie_word_embeddings else ()  # the embedding is the head
     scales = model.config.quantization.unused_tensors if model.config.quantization else ()
     # old checkpoints of Llama store the frequencies of the rotary embedding, which config.json defines
@@ -200,7 +203,7 @@ def is_unused(model: nn.Module, name: str) -> bool:
 
 
 def find_tensors(folder: Path, dtypes: tuple[str, ...] = FLOAT_DTYPES) -> dict[str, Path]:
-    """The file of every tensor of the checkpoint in `folder`. ValueError for broken files, or other dtypes.
+    """Return the file of every checkpoint tensor in `folder`. Raises ValueError for broken files or other dtypes.
 
     As in transformers, a `model.safetensors` takes precedence over all other files.
     """
@@ -215,13 +218,13 @@ def find_tensors(folder: Path, dtypes: tuple[str, ...] = FLOAT_DTYPES) -> dict[s
 
 
 def stored_dtypes(file: Path) -> dict[str, str]:
-    """The dtype of each tensor in a file, as safetensors names it."""
+    """Return the dtype of each tensor in a file, as safetensors names it."""
     with open_safetensors(file) as tensors:
         return {name: tensors.get_slice(name).get_dtype() for name in [*tensors.keys()]}
 
 
 def open_safetensors(file: Path, device: torch.device | str = "cpu"):
-    """A context manager for the open file. ValueError that names the file if it is not a complete safetensors file."""
+    """Open a file as a context manager. If it is not a complete safetensors file, raise a ValueError that names it."""
     try:
         return safe_open(file, framework="pt", device=str(device))
     except SafetensorError as error:
@@ -229,7 +232,7 @@ def open_safetensors(file: Path, device: torch.device | str = "cpu"):
 
 
 def weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[Any]]]:
-    """(loader, shard id) of every tensor by its name in a checkpoint; the id is empty if it has its own parameter."""
+    """Return (loader, shard id) of every tensor by its checkpoint name. The id is empty for an unshared parameter."""
     shards_of: dict[str, list[tuple]] = {}
     for module, (merged, shard_id) in model.packed_modules_mapping.items():
         shards_of.setdefault(merged, []).append((module, shard_id))

@@ -1,4 +1,4 @@
-"""Sums whose parts are added by the kernel that reads them."""
+"""Sums whose parts are added by the reading kernel."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,15 +7,15 @@ import torch
 
 from nanovllm.utils.tensor_parallel import TensorParallel
 
-Compute = Callable[[torch.Tensor | None], torch.Tensor]  # writes its result to the argument, unless that is None
+Compute = Callable[[torch.Tensor | None], torch.Tensor]  # writes its result to the argument, unless None is passed
 
 
 class PartialSum:
-    """A [T, N] tensor as a sum of parts, which its reader adds up, if possible in a kernel that does more.
+    """A [T, N] tensor as a sum of parts. Its reader adds the parts, ideally in a kernel that also does other work.
 
     parts: [T, N], or [split_k, T, N] if split_k > 1, to be summed over the first dimension.
-    barrier: where the reading kernel waits for the other ranks' parts, which it adds too (distributed/peer_memory.py).
-        None if there are no such parts.
+    barrier: where the reading kernel waits for the other ranks' parts, which it also adds (distributed/peer_memory.py).
+        None if only this rank has parts.
     """
 
     __slots__ = ("device", "parts", "split_k")
@@ -25,23 +25,23 @@ class PartialSum:
         self.parts, self.split_k, self.device = parts, split_k, parts.device
 
     def __len__(self) -> int:
-        """T, the number of rows."""
+        """Return T, the number of rows."""
         return self.parts.shape[-2]
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        """The sum if there is only one part, else None."""
+        """The sum if there is only one part, otherwise None."""
         return self.parts if self.split_k == 1 else None
 
     def reduce(self) -> torch.Tensor:
-        """The sum [T, N]."""
+        """Return the sum [T, N]."""
         return self.parts if self.split_k == 1 else self.parts.sum(0)
 
 
 def sum_over_ranks(
     tp: TensorParallel, compute: Compute, num_rows: int, width: int, dtype: torch.dtype, split_k: int = 1
 ) -> PartialSum:
-    """The sum over ranks of the result of `compute`: [num_rows, width], or [split_k, num_rows, width] if split_k > 1.
+    """Sum the result of `compute` over ranks: [num_rows, width], or [split_k, num_rows, width] if split_k > 1.
 
     Ranks that read each other's memory (`tp.sum`) pass `compute` a tensor [split_k, num_rows, width] to write to.
     """
@@ -51,7 +51,7 @@ def sum_over_ranks(
 
 
 def max_split_k(tp: TensorParallel, num_rows: int) -> int:
-    """The largest `split_k` for `sum_over_ranks`."""
+    """Return the largest `split_k` for `sum_over_ranks`."""
     if hasattr(tp, "sum"):
         return 2 if num_rows <= 32 else 1  # small, because every rank reads the parts of all ranks
     return 4 if tp.size == 1 else 1

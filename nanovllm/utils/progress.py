@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 @contextmanager
 def progress_bar(total: int, **options) -> Iterator[Callable[..., None]]:
-    """A tqdm bar. Yields a function `advance(n, **num_tokens)`: n more items are done.
+    """Show a tqdm bar. Yields a function `advance(n, **num_tokens)`, to be called when n more items are done.
 
-    `num_tokens` counts tokens since the last call, by kind; the bar shows their rates. Ctrl-C is held while a function
-    of tqdm runs, because it could leave the lock that all bars of the process share acquired forever.
+    `num_tokens` counts tokens since the last call, by kind. The bar shows their rates. Ctrl-C is delayed while tqdm
+    runs, because it could leave the process-wide lock of all bars acquired forever.
     """
     rates, last_time = {}, perf_counter()
 

@@ -6,9 +6,10 @@ from torch import nn
 
 
 def replace_methods(module: nn.Module, form: type, prefix: str) -> None:
-    """Override methods of a module by the methods of `form`. isinstance, names and parameters stay the same.
+    """Override a module's methods by the methods of `form`. isinstance, names and parameters do not change.
 
-    As in PyTorch's `fully_shard`, the module's class becomes a subclass of both, whose name begins with `prefix`.
+    As in PyTorch's `fully_shard`, the module gets a subclass of both `form` and its class. The subclass's name begins
+    with `prefix`.
     """
     module.__class__ = _subclass(form, type(module), prefix)
 

@@ -1,4 +1,4 @@
-"""Frequencies of rotary embeddings, also for longer contexts than in training."""
+"""Frequencies of rotary embeddings, including scaling to contexts longer than in training."""
 
 import math
 from collections.abc import Mapping
@@ -23,16 +23,16 @@ class RopeFrequencies(NamedTuple):
 
 
 def inverse_frequencies(theta: float, size: int) -> torch.Tensor:
-    """Angles per position [size / 2], for the pairs of `size` numbers of a head."""
+    """Return the angle per position [size / 2] for each pair of `size` numbers of a head."""
     return 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size)
 
 
 def scaled_rope(kind: str, theta: float, rope: dict, raw: Mapping, head_dim: int, file: Path) -> RopeFrequencies:
-    """The frequencies for a rope type. ValueError, TypeError or KeyError if a parameter is invalid or missing.
+    """Return the frequencies for a rope type. Raises ValueError, TypeError or KeyError for bad or missing parameters.
 
-    `raw` is the content of a config.json, and `rope` has the other entries of its `rope_parameters` or `rope_scaling`.
-    `max_len` is the same as in vLLM. It is the training length if all frequencies would change beyond it ("dynamic" and
-    "longrope").
+    `raw` is the content of config.json. `rope` contains the other entries of its `rope_parameters` or `rope_scaling`.
+    The result's `max_len` is as in vLLM. It is the training length if all frequencies would change beyond it ("dynamic"
+    and "longrope").
     """
     trained_len, name = raw["max_position_embeddings"], "original_max_position_embeddings"
     if raw.get(name) is not None:
@@ -62,8 +62,9 @@ def scaled_rope(kind: str, theta: float, rope: dict, raw: Mapping, head_dim: int
 
 
 def _llama3_frequencies(inv_freq: torch.Tensor, rope: dict) -> torch.Tensor:
-    """The frequencies of Llama 3.1. Slow pairs are slowed down by a factor, and fast pairs stay as they are; pairs in
-    between are interpolated. A pair is fast if it makes many turns in the training length.
+    """Return the frequencies of Llama 3.1, which slow down slow pairs by a factor and do not change fast pairs.
+
+    A pair is fast if it makes many turns in the training length. Pairs in between are interpolated.
     """
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     num_turns = rope["original_max_position_embeddings"] / (2 * math.pi / inv_freq)
@@ -72,7 +73,7 @@ def _llama3_frequencies(inv_freq: torch.Tensor, rope: dict) -> torch.Tensor:
 
 
 def _yarn_frequencies(periods: torch.Tensor, theta: float, rope: dict) -> torch.Tensor:
-    """The frequencies of YaRN (Peng et al., 2023): like Llama 3.1, but interpolated by the index of a pair."""
+    """Return the frequencies of YaRN (Peng et al., 2023): like Llama 3.1, but interpolated by the pair's index."""
     num_pairs, original_len = len(periods), rope["original_max_position_embeddings"]
     num_turns = rope.get("beta_fast", 32), rope.get("beta_slow", 1)  # in the training length
     first, last = (num_pairs * math.log(original_len / (n * 2 * math.pi), theta) for n in num_turns)
@@ -85,9 +86,7 @@ def _yarn_frequencies(periods: torch.Tensor, theta: float, rope: dict) -> torch.
 
 
 def _yarn_scale(rope: dict) -> float:
-    """The scale of cos and sin. It enters the dot products of queries and keys squared, to keep attention sharp in a
-    longer context.
-    """
+    """Return the scale of cos and sin. Its square multiplies attention scores, which keeps attention sharp."""
 
     def scale(weight: float) -> float:
         return 1.0 if rope["factor"] <= 1 else 0.1 * weight * math.log(rope["factor"]) + 1.0
@@ -98,7 +97,7 @@ def _yarn_scale(rope: dict) -> float:
 
 
 def _short_factors(rope: dict, num_pairs: int, file: Path) -> torch.Tensor:
-    """The divisors of LongRoPE's frequencies for contexts up to the training length."""
+    """Return the divisors of LongRoPE's frequencies for contexts up to the training length."""
     factors = rope["short_factor"]
     if not isinstance(factors, list) or len(factors) != num_pairs:
         raise ValueError(f"{file}: short_factor={factors!r:.80}: must be a list of {num_pairs} numbers")

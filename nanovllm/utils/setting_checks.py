@@ -1,4 +1,4 @@
-"""Checks of rarely used settings. Imported when one is not the default."""
+"""Checks of rarely used settings. Imported only when such a setting is not the default."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ POLICIES = {"fcfs": "nanovllm.engine.scheduling_policy:FCFS", "priority": "nanov
 
 
 def check_policy(name: str, policy: Any) -> Any:
-    """ValueError for an unknown name; TypeError for an object without a method `priority_key`."""
+    """Return `policy`. Raises ValueError for an unknown name, and TypeError for an object without `priority_key`."""
     if isinstance(policy, str):
         if policy not in POLICIES:
             raise ValueError(f"{name}={policy!r}: must be one of {', '.join(POLICIES)}, or an object")

@@ -1,4 +1,4 @@
-"""Checkpoints of several files, with or without an index."""
+"""Finds tensors in checkpoints with several files, with or without an index."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +7,7 @@ from nanovllm.utils.checks import read_json
 
 
 def find_in_files(folder: Path, stored_dtypes: Callable[[Path], dict[str, str]]) -> dict[str, tuple[Path, str]]:
-    """(file, dtype) of every tensor. `stored_dtypes(file)` returns the tensors in a file.
+    """Return (file, dtype) of every tensor. `stored_dtypes(file)` returns the tensors in a file.
 
     As in transformers, the index lists files and their tensors. Without an index, all *.safetensors are read.
     """

@@ -1,6 +1,4 @@
-"""Checkpoints that store a model in another way: parts of a merged layer in one tensor, or a text model within a larger
-one.
-"""
+"""Loads checkpoints in other layouts: one tensor for all parts of a merged layer, or a text model in a larger model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +9,10 @@ WHOLE = "whole"  # the shard id of such a tensor in `packed_modules_mapping`
 
 
 def load_whole(load: Callable, layer: Any, weight) -> torch.Tensor | None:
-    """Load a tensor whose rows are those of all parts, one part after the other: a weight, a bias, or scales of blocks.
+    """Load a tensor that contains the rows of all parts, one part after another: a weight, a bias, or scales of blocks.
 
-    load: the `weight_loader` of the parameter, which takes a part and its shard id. Returns the least and the greatest
-    number of each part; None if `load` returns None.
+    load: the parameter's `weight_loader`, which takes a part and its shard id.
+    Returns the least and greatest number of each part, or None if `load` returns None.
     """
     ids, sizes, bounds = layer.shard_ids(), layer.output_sizes, []
     shape = [1] if callable(weight) else [*(weight.shape if isinstance(weight, torch.Tensor) else weight.get_shape())]
@@ -29,7 +27,7 @@ def load_whole(load: Callable, layer: Any, weight) -> torch.Tensor | None:
     return torch.stack(bounds) if bounds else None
 
 
-# how the names of the text model's tensors begin in a checkpoint with images -> in one of the text model alone
+# the text model's tensor names: prefix in a checkpoint with images -> prefix in a checkpoint with only text
 TEXT_PREFIXES = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
@@ -41,7 +39,7 @@ IMAGE_PREFIXES = tuple(
 
 
 def text_name(name: str) -> str:
-    """The name of a tensor in a checkpoint of the text model alone."""
+    """Return a tensor's name in a checkpoint with only the text model."""
     for prefix, own in TEXT_PREFIXES.items():
         if name.startswith(prefix):
             return own + name.removeprefix(prefix)

@@ -1,4 +1,4 @@
-"""Checkpoints with an output head although config.json ties it to the embedding."""
+"""Handles checkpoints that store an output head although config.json ties it to the embedding."""
 
 import logging
 from dataclasses import replace
@@ -16,10 +16,10 @@ NUM_ROWS = 4096  # compared at a time
 
 
 def untie_other_head(model: nn.Module, files: dict[str, Path]) -> None:
-    """Give `model` a separate output head if the checkpoint's head differs from its embedding.
+    """Add a separate output head to `model` if the checkpoint's head differs from its embedding.
 
-    `files` has the file of each tensor. As in transformers 5, the stored tensor overrides config.json; transformers 4
-    drops it.
+    `files` contains the file of each tensor. As in transformers 5, the stored head overrides config.json. (Transformers
+    4 ignores the stored head.)
     """
     tied, embedding = model.lm_head.weight, head_name(model)
     if embedding not in files or _are_equal(files, HEAD, embedding, tied.dtype):
@@ -33,12 +33,12 @@ def untie_other_head(model: nn.Module, files: dict[str, Path]) -> None:
 
 
 def head_name(model: nn.Module) -> str:
-    """The name of the output head's parameter, which is the embedding's if they are tied."""
+    """Return the name of the output head's parameter. If it is tied, this is the embedding's name."""
     return next(name for name, weight in model.named_parameters() if weight is model.lm_head.weight)
 
 
 def _are_equal(files: dict[str, Path], name: str, other: str, dtype: torch.dtype) -> bool:
-    """Whether two tensors have the same shape and bits. Tensors with different dtypes are compared in `dtype`."""
+    """Return whether two tensors have equal shapes and bits. Tensors with different dtypes are compared in `dtype`."""
     with open_safetensors(files[name]) as file, open_safetensors(files[other]) as other_file:
         slices = file.get_slice(name), other_file.get_slice(other)
         shape, other_shape = (x.get_shape() for x in slices)

@@ -1,4 +1,4 @@
-"""Loads tokenizers that transformers 5 has written with transformers 4."""
+"""Loads tokenizers with transformers 4 that were saved by transformers 5."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ TEMPLATES = "additional_chat_templates/*.jinja"  # named templates, in addition 
 
 
 def load_with_version_4(name: str, folder: str, config: dict[str, Any]) -> Any:
-    """The tokenizer in `folder`, of the class `name`; `config` is its tokenizer_config.json."""
+    """Load the tokenizer in `folder` with the class `name`. `config` is its tokenizer_config.json."""
     options: dict[str, Any] = {}
     if config.get("tokenizer_class") == "TokenizersBackend":
         name = "PreTrainedTokenizerFast"

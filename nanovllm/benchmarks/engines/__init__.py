@@ -1,4 +1,4 @@
-"""The engines that can be compared. Each is a function of a model, our settings and the workloads."""
+"""The engines that can be compared. Each is a function that runs workloads on a model with our settings."""
 
 import importlib.metadata
 import importlib.util
@@ -20,9 +20,9 @@ STEPPED_ENGINES: Engines = {"nanovllm": step_nanovllm, "vllm": step_vllm}  # for
 
 
 def run_engines(names: list[str], functions: Engines, model: str, settings: dict, workloads: Workloads) -> Results:
-    """Run the workloads on each engine. Several engines run in separate processes; engines not installed are left out.
+    """Run the workloads on each installed engine. If there are several names, each engine runs in a separate process.
 
-    After Ctrl-C, the results have only the workloads that were complete, and no further engine is started.
+    After Ctrl-C, the results contain only the complete workloads, and no further engine is started.
     """
     results = {}
     missing = [engine for engine in names if importlib.util.find_spec(engine) is None]

@@ -1,4 +1,4 @@
-"""The loops of measurements: one over runs and workloads, and one that submits requests when they are due."""
+"""Two loops: `measure` runs all workloads, and `serve` submits requests when they are due."""
 
 from collections.abc import Callable
 from time import perf_counter, sleep
@@ -10,13 +10,13 @@ from nanovllm.utils.progress import progress_bar, with_bar
 
 Run = Callable[[list[Request]], Result]
 Summary = Callable[[list[Result]], Result]
-BAR = dict(leave=False, disable=None, dynamic_ncols=True)  # None: no bar where stderr is no terminal
+BAR = dict(leave=False, disable=None, dynamic_ncols=True)  # None: no bar unless stderr is a terminal
 
 
 def measure(engine: str, run: Run, workloads: Workloads, summary: Summary) -> dict[str, Result]:
     """Do all runs of each workload, the first as a warm-up, and report when a workload starts and ends.
 
-    After Ctrl-C, the complete workloads are returned, if there are any.
+    After Ctrl-C, return the results of the complete workloads, if there are any.
     """
     results: dict[str, Result] = {}
     try:
@@ -32,10 +32,10 @@ def measure(engine: str, run: Run, workloads: Workloads, summary: Summary) -> di
 
 
 def serve(engine, requests: list[Request]) -> Result:
-    """Submit each request when it is due, and step the engine until all have ended.
+    """Submit each request when it is due, and step the engine until all requests have ended.
 
-    `engine.params(request)` returns its sampling parameters, `add(prompt, params)` returns an id, and `step()` returns
-    the request id of each new token. A request that falls due during a step is submitted after the step.
+    `engine.params` returns the sampling parameters of a request, `engine.add` returns a request id, and `engine.step`
+    returns the request id of each new token. A request that falls due during a step is submitted after the step.
     """
     params = [engine.params(request) for request in requests]
     times: dict[int, list[float]] = {}

@@ -20,7 +20,7 @@ OF_DRAFTS += "draft_tensor_parallel_size", "synthetic_acceptance_rates"
 def vllm_settings(model: str, settings: dict) -> dict:
     """Return arguments for vLLM: our model, dtypes, max_model_len, ranks, load format and speculation.
 
-    `max_num_seqs` and `max_num_batched_tokens` are passed on only if `settings` has them. All else is vLLM's default.
+    `max_num_seqs` and `max_num_batched_tokens` are passed on only if set. vLLM's defaults apply to everything else.
     """
     config = Config.create(model, settings)
     names = ["model", "max_model_len", "tensor_parallel_size", "load_format", "quantization", "kv_cache_dtype"]
@@ -36,7 +36,7 @@ def vllm_settings(model: str, settings: dict) -> dict:
 
 
 def speculation(settings: Any) -> dict[str, Any]:
-    """Translate our resolved `speculative_config` for vLLM, which drafts in every step, even if that does not pay."""
+    """Translate our resolved `speculative_config` for vLLM, which drafts in every step, even if drafts save no time."""
     names = [name for name in OF_DRAFTS if getattr(settings, name) is not None]
     if settings.method == "suffix":
         names += [name for name in settings.__dataclass_fields__ if name.startswith("suffix_")]
@@ -46,7 +46,7 @@ def speculation(settings: Any) -> dict[str, Any]:
 
 @contextmanager
 def ending(engine: Any) -> Iterator[None]:
-    """End vLLM's process with the `with` block. Since vLLM 0.33, a process that does not do this never ends."""
+    """End vLLM's process when the `with` block ends. Since vLLM 0.33, our process would otherwise never end."""
     try:
         yield
     finally:
@@ -54,7 +54,7 @@ def ending(engine: Any) -> Iterator[None]:
 
 
 def run_vllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
-    """Run workloads with vLLM's offline `LLM`, which does not report the times of tokens."""
+    """Run workloads with vLLM's offline `LLM`, which does not report when tokens arrive."""
     from vllm import LLM, SamplingParams
 
     arguments = vllm_settings(model, settings)

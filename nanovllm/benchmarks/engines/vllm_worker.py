@@ -1,4 +1,4 @@
-"""A worker of vLLM. vLLM imports it by name, in a separate process."""
+"""A vLLM worker, which vLLM imports by name in a separate process."""
 
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 from vllm.v1.worker.gpu_worker import Worker
@@ -7,8 +7,8 @@ from vllm.v1.worker.gpu_worker import Worker
 class WorkerWithHead(Worker):
     """A worker that drafts with the output layer of an EAGLE-3 head.
 
-    vLLM finds out from the checkpoint whether a head has an output layer. With random weights there is no checkpoint,
-    and vLLM would use the output layer of the model, which has several times as many tokens.
+    vLLM learns from the checkpoint whether a head has an output layer. With random weights, there is no checkpoint, and
+    vLLM would use the model's output layer, whose vocabulary is several times as large.
     """
 
     def load_model(self, **options):

@@ -1,14 +1,14 @@
-"""The gated delta rule for chunks of prompts (arXiv:2412.06464): matmuls over CHUNK tokens, with tensor cores.
+"""The gated delta rule for prompts (arXiv:2412.06464), with tensor core matmuls over chunks of CHUNK tokens.
 
-There are four kernels:
+Four kernels compute:
 
 1. convolution and gates
-2. for all chunks in parallel: everything that does not depend on their states
+2. everything that does not depend on states, for all chunks in parallel
 3. the states, from chunk to chunk
-4. for all chunks in parallel: the reads of the state before the chunk, and the gated norm
+4. reads of the state before each chunk, and the gated norm, for all chunks in parallel
 
-Between kernels, numbers have the dtype of the model; decays are float32. A state passes through a sequence in float32,
-and is rounded only for matmuls.
+Between kernels, numbers have the dtype of the model, except decays, which are float32. A state passes through a
+sequence in float32, and is rounded only for matmuls.
 """
 
 from typing import Any
@@ -38,8 +38,9 @@ HEADS_EACH = 2  # value heads of a chunk that a program computes one after the o
 def _inverse(system, IS_FLOAT32: tl.constexpr):
     """Invert the unit lower triangular matrix whose part below the diagonal is `system` [CHUNK, CHUNK].
 
-    The size of blocks doubles in each iteration: the inverse of [[A, 0], [B, C]] is [[A', 0], [-C' B A', C']]. Keys
-    have norm 1, and betas and decays are at most 1. So all numbers here are at most 1, and 16 bits can hold them well.
+    Each iteration doubles the size of the inverted blocks: the inverse of [[A, 0], [B, C]] is [[A', 0], [-C' B A',
+    C']]. Keys have norm 1, and betas and decays are at most 1. So all numbers here are at most 1, and 16 bits are
+    precise enough.
     """
     DTYPE: tl.constexpr = tl.float32 if IS_FLOAT32 else tl.float16
     i = tl.arange(0, CHUNK)
@@ -58,7 +59,7 @@ def _inverse(system, IS_FLOAT32: tl.constexpr):
 
 @triton.jit
 def _of_chunk(ptr, stride, first, end, column, d, DIM: tl.constexpr):
-    """Return pointers [CHUNK, d] to DIM numbers of each token, from a column of its row on, and which of them exist."""
+    """Return pointers [CHUNK, d] to DIM elements of each token's row, starting at `column`, and a validity mask."""
     i, d = tl.arange(0, CHUNK)[:, None], d[None, :]
     return ptr + tl.cast(first, tl.int64) * stride + column + (i * stride + d), (first + i < end) & (d < DIM)
 
@@ -77,7 +78,7 @@ def _store(ptr, stride, first, end, column, d, DIM: tl.constexpr, x):
 
 @triton.jit
 def _state_at(states_ptr, seq, first, head, d, e, HEADS: tl.constexpr):
-    """Return pointers to the state of a head before a chunk, transposed. Each chunk has its own place."""
+    """Return pointers to the transposed state of a head before a chunk. Each chunk's state is stored separately."""
     place = (seq + first // CHUNK).to(tl.int64) * HEADS.num_values + head
     return states_ptr + place * (HEADS.key_dim * HEADS.value_dim) + (d[:, None] * HEADS.value_dim + e[None, :])
 
@@ -98,10 +99,10 @@ def _of_head(gates, n):
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_seqs"])
 def _chunks_kernel(rule_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.constexpr):
-    """A program computes some value heads of a chunk.
+    """Compute some value heads of a chunk per program.
 
-    T is the inverse of the triangular system. v becomes T (beta v). w is T (beta decay k); multiplied by the state, it
-    corrects v for what the state already returns.
+    T is the inverse of the triangular system. v becomes T (beta v), and w is T (beta decay k). The next kernel
+    multiplies w by the state to subtract from v what the state already returns.
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads
@@ -135,9 +136,9 @@ def _chunks_kernel(rule_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.co
 @dependent_kernel()
 @triton.jit(do_not_specialize=["stride"])
 def _states_kernel(x_rows, rule_ptrs, seq_ptrs, state_ptrs, stride, PLAN: tl.constexpr, PDL: tl.constexpr):
-    """A program computes some values of a value head of a sequence, from the first chunk to the last.
+    """Compute some values of a value head of a sequence per program, from the first chunk to the last.
 
-    The errors replace v. This kernel writes the windows, because no later program reads them.
+    The errors replace v. This kernel writes the windows, because no later program reads the old windows.
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads
@@ -174,9 +175,9 @@ def _states_kernel(x_rows, rule_ptrs, seq_ptrs, state_ptrs, stride, PLAN: tl.con
 def _outputs_kernel(
     x_rows, rule_ptrs, seq_ptrs, norm_ptrs, out_ptr, num_seqs, num_rows, PLAN: tl.constexpr, PDL: tl.constexpr
 ):
-    """A program computes the outputs of a value head of a chunk: reads of the state and of the errors, and the norm.
+    """Compute the outputs of a value head of a chunk per program: reads of the state and of the errors, and the norm.
 
-    Rows after the last token become 0. Each program clears at most as many rows as a chunk has.
+    Rows after the last token become 0. Each program clears at most CHUNK rows.
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads
@@ -213,7 +214,7 @@ def _outputs_kernel(
 
 
 def delta_net_chunks(qkvz, ba, layer: Any, states: Any, state_rows, starts, num_seqs: int, out, count=None) -> None:
-    """See the definition in delta_net/gated_delta_net.py."""
+    """Compute `delta_net_chunks` as defined in delta_net/gated_delta_net.py."""
     heads, x, state_tensors = operands = operands_of(qkvz, ba, layer, states)
     seqs, pad = Sequences(state_rows, count, starts), pad_of(num_seqs)
     plan = Plan(heads, CHUNK.value, seqs_pad=pad, is_summed=True)

@@ -1,4 +1,4 @@
-"""Convolution and gates of the gated delta rule, for all tokens of a step; and the inputs that states keep."""
+"""Convolution and gates of the gated delta rule for all tokens of a step, and storage of inputs in the states."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launc
 
 
 class RuleInputs(NamedTuple):
-    """The inputs of the delta rule for each token. For chunks, also intermediate results of their kernels."""
+    """The inputs of the delta rule for each token and, for chunks, intermediate results of the kernels."""
 
     q: torch.Tensor  # [T, key heads * key_dim]
     k: torch.Tensor  # [T, key heads * key_dim]
@@ -30,7 +30,7 @@ def silu(x):
 
 @triton.jit
 def _load_inputs(source, first, t, channel, inside, PLAN: tl.constexpr):
-    """Load the inputs of the convolution for tokens t, which begin at `first`."""
+    """Load the inputs of the convolution for tokens `t`, which begin at `first`."""
     HEADS: tl.constexpr = PLAN.heads
     x_rows, state_ptrs, row, begin, own = source
     x = tl.load(x_rows.qkvz + t.to(tl.int64) * x_rows.stride + channel, inside & (t >= own), 0.0)
@@ -50,9 +50,9 @@ def _load_inputs(source, first, t, channel, inside, PLAN: tl.constexpr):
 def _inputs_kernel(
     x_rows, weight_ptrs, seq_ptrs, state_ptrs, out_ptrs, num_seqs, stride, PLAN: tl.constexpr, PDL: tl.constexpr
 ):
-    """A program computes one head for a tile of tokens of a sequence.
+    """Compute one head for a tile of a sequence's tokens, per program.
 
-    Heads of queries come first, then heads of keys, then heads of values, with their gates.
+    Query heads come first, then key heads, then value heads. Programs of value heads also compute the gates.
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads
@@ -121,10 +121,10 @@ def _inputs_kernel(
 
 @triton.jit
 def keep_inputs(source, written, head, certain, end, PLAN: tl.constexpr):
-    """Store what the next step reads besides the matrix: the window, and the inputs of drafts.
+    """Store the window and the inputs of drafts, which the next step reads besides the matrix.
 
-    The window ends before token `certain`, and drafts begin there. A call stores the channels of one value head; for
-    the first value head of a group, it also stores the channels of the key head.
+    The window ends before token `certain`, where the drafts begin. A call stores the channels of one value head. For
+    the first value head of a group, it also stores the channels of the query and key heads.
     """
     HEADS: tl.constexpr = PLAN.heads
     SIZE: tl.constexpr = HEADS.conv_size
@@ -160,7 +160,8 @@ def rule_inputs(
 ) -> RuleInputs:
     """Compute the inputs of the delta rule, with q, k and v in `dtype`.
 
-    The result has `kept` + `rows` tokens for each decoding sequence: the drafts of the previous step, and its rows.
+    For each decoding sequence, the result has `kept` tokens for the previous step's drafts, and `rows` tokens for this
+    step.
     """
     heads, x, states = operands
     if plan.rows:

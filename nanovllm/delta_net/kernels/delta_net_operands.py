@@ -1,7 +1,7 @@
-"""The arguments of the kernels of the gated delta rule: a layer, and the sequences of a step.
+"""The arguments of the gated delta rule's kernels: a layer, and the sequences of a step.
 
-Tokens of a sequence have the numbers of their rows of x in the step, from `own` on. The accepted drafts of the previous
-step, whose inputs were kept, come before them, from `begin` on. The window comes before `begin`.
+A token's number is its row of x in the step. The tokens of a sequence start at `own`. The accepted drafts of the
+previous step, whose inputs were kept, precede them and start at `begin`. The window precedes `begin`.
 """
 
 from functools import cache
@@ -20,23 +20,23 @@ class Heads(NamedTuple):
     key_dim: int
     value_dim: int
     conv_size: int
-    group: int  # value heads of a key head
-    keys: int  # numbers of a token's keys, and of its queries
-    values: int  # numbers of a token's values
+    group: int  # value heads per key head
+    keys: int  # elements of a token's keys, and of its queries
+    values: int  # elements of a token's values
     channels: int  # of the convolution: queries, keys, values
-    draft: int  # numbers that are kept of a draft: channels and gates
+    draft: int  # elements that are kept per draft: channels and gates
     key_pad: int  # key_dim, rounded up to a power of two
     value_pad: int  # value_dim, rounded up to a power of two
     pad: int  # the larger of both
 
 
 class Plan(NamedTuple):
-    """The constants that a kernel is compiled for."""
+    """The constants with which a kernel is compiled."""
 
     heads: Heads
-    tile: int  # tokens, value heads or values of a program
-    rows: int = 0  # of a decoding sequence; 0 for chunks
-    kept: int = 0  # most kept drafts of the previous step
+    tile: int  # tokens, value heads or values per program
+    rows: int = 0  # per decoding sequence; 0 for chunks
+    kept: int = 0  # maximum number of kept drafts of the previous step
     seqs_pad: int = 0  # a power of two, at least the number of sequences with chunks
     stages: int = 1  # of the pipeline that loads ahead
     is_summed: bool = False  # whether log decays are summed within a tile
@@ -61,7 +61,7 @@ class States(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """What kernels read about decoding sequences, or about sequences with chunks."""
+    """The data that kernels read about decoding sequences or sequences with prefill chunks."""
 
     rows: torch.Tensor  # of states [B]; for chunks [2, B]: rows to read, and rows to write
     count: torch.Tensor | None  # [1] int32: the number of decode rows, if a batch is padded
@@ -78,25 +78,25 @@ def heads_of(heads: Any) -> Heads:
 
 
 def operands_of(qkvz: torch.Tensor, ba: torch.Tensor, layer: Any, states: Any) -> tuple[Heads, Inputs, States]:
-    """Return the arguments of kernels for a layer: heads, inputs and states."""
+    """Return the arguments that kernels take for a layer: heads, inputs and states."""
     kept_drafts = states.kept_drafts or (None, None)
     return heads_of(layer.heads), Inputs(qkvz, qkvz.stride(0), ba, ba.stride(0)), States(*states.tensors, *kept_drafts)
 
 
 def pad_of(num_seqs: int) -> int:
-    """Round up the number of sequences. Only two values up to 1,024, because kernels are compiled for each value."""
+    """Round up the number of sequences, to only two values up to 1,024: kernels are compiled for each value."""
     return 32 if num_seqs <= 32 else max(1024, triton.next_power_of_2(num_seqs))
 
 
 @triton.jit
 def num_decode_rows(seq_ptrs):
-    """Return how many decoding sequences come before the sequences with chunks."""
+    """Return the number of decoding sequences, which precede the sequences with chunks."""
     return 0 if seq_ptrs.count is None else tl.load(seq_ptrs.count)
 
 
 @triton.jit
 def sequence_of(seq_ptrs, seq, stride, PLAN: tl.constexpr):
-    """Return the first token and the end of a sequence, and the rows of the states to read and to write."""
+    """Return (first token, end token, row of the state to read, row of the state to write) of a sequence."""
     if PLAN.rows:
         own, end = seq * PLAN.rows, seq * PLAN.rows + PLAN.rows
         read = tl.load(seq_ptrs.rows + seq * stride)
@@ -110,7 +110,10 @@ def sequence_of(seq_ptrs, seq, stride, PLAN: tl.constexpr):
 
 @triton.jit
 def chunk_of(seq_ptrs, num_seqs, index, CHUNK: tl.constexpr, PAD: tl.constexpr):
-    """Return the sequence of the index-th chunk (>= num_seqs if there is no such chunk), and its number in it."""
+    """Return the sequence of the index-th chunk, and the chunk's number within the sequence.
+
+    If there is no such chunk, the sequence is >= num_seqs.
+    """
     seq = tl.arange(0, PAD)
     starts_ptr = seq_ptrs.starts + num_decode_rows(seq_ptrs) + seq
     lengths = tl.load(starts_ptr + 1, seq < num_seqs, 0) - tl.load(starts_ptr, seq < num_seqs, 0)

@@ -1,11 +1,11 @@
 """The gated delta rule token by token: for decode steps and drafts, and with `batch_invariant` also for chunks.
 
-The first kernel computes convolution and gates of all tokens. In the second kernel, each state passes through the
-tokens of its sequence, in registers. Memory bandwidth limits a decode step: it reads and writes each state once, 64 KiB
-for each head of the published models.
+The first kernel computes convolution and gates of all tokens. The second kernel updates each state in registers, token
+by token. Memory bandwidth limits a decode step, which reads and writes each state once. In the published models, a
+head's state has 64 KiB.
 
-The same instructions compute a token in a chunk, in a decode step and as a draft. With another number of warps, the
-bits of the result can differ.
+The same instructions compute a token in a chunk, in a decode step and as a draft. The bits of a result can depend on
+the number of warps.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ TILE = 8  # tokens whose inputs or norms are computed together
 
 @triton.jit
 def _through_tokens(state, rule_ptrs, head, key_at, begin, end, shift, HEADS: tl.constexpr):
-    """Return the state after the tokens from `begin` to `end`. The output of each token replaces its v."""
+    """Return the state after the tokens from `begin` to `end`. Each token's output replaces its value v."""
     e, in_key = tl.arange(0, state.shape[0]), key_at < HEADS.key_dim
     key_at += head // HEADS.group * HEADS.key_dim
     value_at = head * HEADS.value_dim + e
@@ -51,11 +51,11 @@ def _through_tokens(state, rule_ptrs, head, key_at, begin, end, shift, HEADS: tl
 def _tokens_kernel(
     x_rows, rule_ptrs, seq_ptrs, state_ptrs, norm_ptrs, out_ptr, num_rows, stride, PLAN: tl.constexpr, PDL: tl.constexpr
 ):
-    """A program computes a value head of a sequence: its tokens one after the other, then their gated norms.
+    """Compute one value head of one sequence per program: its tokens one after the other, then their gated norms.
 
-    For a decoding sequence, the accepted drafts of the previous step come first. The state is stored after these and
-    one more token. The drafts of this step follow, and do not change the stored state. The last tokens may be copies of
-    the token before them.
+    For a decoding sequence, the accepted drafts of the previous step come first, followed by one token. Then the state
+    is stored. The drafts of this step follow, and do not change the stored state. The last tokens may be copies of the
+    token before them.
     """
     gdc_launch_dependents(PDL)
     HEADS: tl.constexpr = PLAN.heads
@@ -111,9 +111,10 @@ def _tokens_kernel(
 def _launch_tokens(
     qkvz, ba, layer: Any, states: Any, seqs: Sequences, sizes: tuple, out, num_warps: int | None
 ) -> None:
-    """Launch both kernels. `sizes`: (sequences, rows of each, most drafts of the previous step).
+    """Launch both kernels. `sizes` is (sequences, rows per sequence, maximum drafts of the previous step).
 
-    Without `num_warps`, the fastest number is chosen. Many programs get fewer warps, because these repeat less work.
+    Without `num_warps`, the fastest number of warps is chosen. With many programs, each gets fewer warps, because fewer
+    warps repeat less work.
     """
     heads, x, state_tensors = operands = operands_of(qkvz, ba, layer, states)
     num_seqs, rows, kept = sizes
@@ -132,20 +133,20 @@ def _launch_tokens(
 
 
 def delta_net_step(qkvz, ba, layer: Any, states: Any, rows, out, count=None, num_warps: int | None = None) -> None:
-    """See the definition in delta_net/gated_delta_net.py."""
+    """Compute `delta_net_step` as defined in delta_net/gated_delta_net.py."""
     _launch_tokens(qkvz, ba, layer, states, Sequences(rows, count), (len(rows), 1, 0), out, num_warps)
 
 
 def delta_net_drafts(
     qkvz, ba, layer: Any, states: Any, rows, context_lens, out, count=None, num_warps: int | None = None
 ) -> None:
-    """See the definition in delta_net/delta_net_drafts.py."""
+    """Compute `delta_net_drafts` as defined in delta_net/delta_net_drafts.py."""
     seqs = Sequences(rows, count, context_lens=context_lens)
     sizes = len(rows), len(qkvz) // len(rows), states.kept_drafts.inputs.shape[1]
     _launch_tokens(qkvz, ba, layer, states, seqs, sizes, out, num_warps)
 
 
 def delta_net_chunks(qkvz, ba, layer: Any, states: Any, state_rows, starts, num_seqs: int, out, count=None) -> None:
-    """See the definition in delta_net/gated_delta_net.py. It uses the arithmetic of decode steps with NUM_WARPS."""
+    """Compute `delta_net_chunks` with the arithmetic of decode steps with NUM_WARPS warps."""
     seqs = Sequences(state_rows, count, starts)
     _launch_tokens(qkvz, ba, layer, states, seqs, (num_seqs, 0, 0), out, NUM_WARPS)

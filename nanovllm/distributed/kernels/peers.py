@@ -1,4 +1,4 @@
-"""Kernels that wait for the same kernel on the other ranks and read what those have written (PeerMemory).
+"""Kernels that wait for the same kernel on the other ranks, and read what these ranks have written (PeerMemory).
 
 Program p of a kernel waits for program p of the same kernel on every other rank.
 """
@@ -20,16 +20,16 @@ from nanovllm.kernels.sampling.column_constants import WIDTH, is_filtered
 
 KEYS_PER_PROGRAM = 128
 COLUMNS = tl.constexpr(2048)  # that are gathered at a time
-# tries between two reads of `aborted`, some milliseconds: reading host memory more often made long waits longer
+# tries (some milliseconds) between two reads of `aborted`: reading host memory more often made long waits longer
 ABORT_CHECK_INTERVAL = tl.constexpr(65536)
 
 
 class PeerBarrier(NamedTuple):
-    """Where the ranks' data is, and where their kernels signal that it is written."""
+    """The locations of the ranks' data, and of the flags by which their kernels signal that the data is written."""
 
     addresses: torch.Tensor  # [ranks] int64: where each rank's memory begins in this GPU's address space
-    data_offset: int  # of the data that is read, in bytes from there
-    flags_offset: int  # of the flags [max_programs, ranks] int32
+    data_offset: int  # of the data to read, in bytes from the beginning of a rank's memory
+    flags_offset: int  # of the flags [max_programs, ranks] int32, in bytes as well
     max_programs: int
     # [1] int32 in pinned host memory: if not 0, kernels end early, and their results are worthless
     aborted: torch.Tensor
@@ -37,7 +37,7 @@ class PeerBarrier(NamedTuple):
 
     @property
     def arguments(self) -> tuple:
-        """What kernels take for it."""
+        """The arguments that kernels take for this barrier."""
         return (self.addresses, self.aborted), self.data_offset, self.flags_offset, self.rank
 
 
@@ -48,7 +48,7 @@ def _pointer_to_rank(addresses_ptr, other, offset, dtype: tl.constexpr):
 
 @triton.jit
 def _signal(peer_ptrs, flags_offset, rank, SIZE: tl.constexpr):
-    """Tell the other ranks' programs that wait for this one that all earlier writes of this GPU can be read."""
+    """Signal to the other ranks' waiting programs that all earlier writes of this GPU can be read."""
     for other in tl.static_range(SIZE):
         if other != rank:
             theirs = _pointer_to_rank(peer_ptrs[0], other, flags_offset, tl.int32) + tl.program_id(0) * SIZE + rank
@@ -57,7 +57,7 @@ def _signal(peer_ptrs, flags_offset, rank, SIZE: tl.constexpr):
 
 @triton.jit
 def _wait(peer_ptrs, flags_offset, rank, SIZE: tl.constexpr):
-    """Wait until every other rank has signalled. The waiting program clears its flags, before they can be set again."""
+    """Wait until every other rank has signalled. The waiting program clears its flags before they can be set again."""
     addresses_ptr, aborted_ptr = peer_ptrs
     mine = _pointer_to_rank(addresses_ptr, rank, flags_offset, tl.int32) + tl.program_id(0) * SIZE
     for other in tl.static_range(SIZE):
@@ -72,7 +72,7 @@ def _wait(peer_ptrs, flags_offset, rank, SIZE: tl.constexpr):
 
 
 class SumShape(NamedTuple):
-    """What the kernel of sums is compiled for."""
+    """The constants for which the kernel of sums is compiled."""
 
     n: int
     width: int  # a power of two, at least n
@@ -129,9 +129,9 @@ def _sum_rms_norm_kernel(
 def sum_rms_norm(
     parts: torch.Tensor, barrier: PeerBarrier, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The RMS norm of the sum of all ranks' parts (+ residual), and that sum, both [T, N].
+    """Return the RMS norm of the sum of all ranks' parts (plus the residual), and the sum itself, both [T, N].
 
-    `parts` [split_k, T, N] are this rank's, at the barrier's data offset. `residual` [T, N] becomes the sum.
+    `parts` [split_k, T, N] are this rank's parts, at the barrier's data offset. The sum overwrites `residual` [T, N].
     """
     split_k, num_rows, n = parts.shape
     total = torch.empty_like(parts[0]) if residual is None else residual
@@ -163,7 +163,7 @@ def _max_kernel(
 
 
 def all_reduce_max(keys: torch.Tensor, barrier: PeerBarrier) -> torch.Tensor:
-    """The elementwise maximum of all ranks' keys [S] int64. S may be 0: the ranks wait for each other all the same."""
+    """Return the elementwise maximum of all ranks' keys [S] int64. Even if S is 0, the ranks wait for each other."""
     out = torch.empty_like(keys)
     launch_ordinary(_max_kernel, (max(1, triton.cdiv(len(keys), KEYS_PER_PROGRAM)),))(
         *barrier.arguments, keys, out, len(keys), SIZE=len(barrier.addresses), BLOCK=KEYS_PER_PROGRAM
@@ -198,10 +198,10 @@ def _gather_kernel(
 def gather_columns(
     mine: torch.Tensor, barrier: PeerBarrier, sampling_params: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """All ranks' columns side by side [S, ranks * n]; `mine` [S, n] are this rank's, at the barrier's data offset.
+    """Return all ranks' columns side by side: [S, ranks * n]. `mine` [S, n] is at the barrier's data offset.
 
     With `sampling_params` [S, WIDTH] int32 (sampling_columns.py), rows that are not filtered lack the other ranks'
-    columns. S may be 0: the ranks wait for each other all the same.
+    columns. Even if S is 0, the ranks wait for each other.
     """
     (num_rows, n), size = mine.shape, len(barrier.addresses)
     out = torch.empty((num_rows, size * n), dtype=mine.dtype, device=mine.device)

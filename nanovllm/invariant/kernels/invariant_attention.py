@@ -31,9 +31,9 @@ def fma(x, factor, y):
 def add_tile(sums, scores, v, scale, pairs, visible, stored_dtype: tl.constexpr, KEYS: tl.constexpr):
     """Add a tile of keys to the sums: (weighted values, weights, largest score so far).
 
-    KEYS is the dimension of `scores` that the keys have: 1, or 0 if everything is transposed. `visible` is None if all
-    keys are visible. The values of hidden keys must be zero. In FP8, `pairs` contains the scales of keys and values. A
-    matmul with ones adds the weights, so that their order does not depend on which threads hold them.
+    KEYS is the dimension of keys in `scores`: 1, or 0 if everything is transposed. `visible` is None if all keys are
+    visible. The values of hidden keys must be zero. In FP8, `pairs` contains the scales of keys and values. A matmul
+    with ones adds the weights, so that their order does not depend on which threads hold them.
     """
     acc, total, largest = sums
     # weights are divided by the scales of values, and may exceed the range of float16 if the scales are small

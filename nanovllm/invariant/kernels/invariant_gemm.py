@@ -1,8 +1,8 @@
 """y = x W^T + b in which no bit of a row depends on the number of rows: each output is one sum in the order of inputs.
 
-With the tensor core instructions for 64 rows, 16-bit products are added in the same way in tiles of any size. Here, the
-64 rows are rows of weights, and the number of rows of x determines the tile size. With 8-bit numbers, each step over
-the inputs ends with a multiplication by scales. So the steps have the same length in all tile sizes.
+The tensor core instructions for 64 rows add 16-bit products in the same way in tiles of every size. Here, the 64 rows
+are rows of weights, and the number of rows of x determines the tile size. With 8-bit numbers, each step over the inputs
+ends with a multiplication by scales. So the steps have the same length in all tile sizes.
 """
 
 import torch

@@ -130,8 +130,7 @@ def _decode_kernel(
     """Compute attention for ROWS rows of a sequence over one split of its keys, in program (kv_head, sequence, split).
 
     The program handles all query heads that share the key-value head. Before the wait, it reads only what the previous
-    kernel does not write. Then it loads the queries and, if q is qkv, the new token, which the first split also stores.
-    Finally, it reads the cached keys tile by tile, and stores the result.
+    kernel does not write. If q is qkv, the first split stores the new token.
     """
     gdc_launch_dependents(PDL)
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs

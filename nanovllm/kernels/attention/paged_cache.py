@@ -21,7 +21,7 @@ LOG2_E = 1.4426950408889634  # attention computes exp2 instead of exp
 
 
 class CacheLayout(NamedTuple):
-    """The sizes of a cache and of the tiles that kernels read, as a constant of kernels."""
+    """The sizes of a cache and of the tiles that kernels read (a kernel constant)."""
 
     block_size: int
     kv_heads: int

@@ -148,8 +148,8 @@ def _is_for_hopper(head_dim: int, dtype: torch.dtype) -> bool:
 def query_tile_size(group: int, head_dim: int, dtype: torch.dtype) -> int:
     """Return how many tokens a tile of queries has, given that `group` query heads share a key-value head.
 
-    On Hopper, either the kernel above or hopper_prefill.py computes a tile. The tiles of hopper_prefill.py have 128
-    rows, so the size is the largest multiple of the tokens of the kernel above that fits into these rows.
+    On Hopper, either the kernel above or hopper_prefill.py computes a tile. A tile of hopper_prefill.py has 128 rows.
+    The size is the largest multiple of the kernel's tile that fits into these rows.
     """
     tokens = _tile_sizes(head_dim, dtype)[0] // group
     if _is_for_hopper(head_dim, dtype):
@@ -168,8 +168,9 @@ def prefill_attention(
 ) -> torch.Tensor:
     """Return the causal attention [T, heads, head_dim] of new tokens over the cached keys of their sequences.
 
-    A query sees the tokens of its sequence up to its own position or, if the cache has a window, only the last ones of
-    them. The cache already contains all context_lens[b] tokens of a sequence, including the tokens of this step.
+    A query sees the tokens of its sequence up to its own position. If the cache has a window, it sees only the last
+    `window` tokens of them. The cache already contains all context_lens[b] tokens of a sequence, including the tokens
+    of this step.
 
     q [T, heads, head_dim]: contiguous, the last tokens of B sequences; at most 64 query heads share a key-value head
     cu_seqlens_q [B + 1]: where the queries of each sequence begin

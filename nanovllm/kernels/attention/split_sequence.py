@@ -48,7 +48,7 @@ def split_sequence(context_lens_ptr, seq, splits, IS_QKV: tl.constexpr, ROWS: tl
 
 
 class SplitRows(NamedTuple):
-    """The sizes of the partial results, as a constant of the kernel."""
+    """The sizes of the partial results (a kernel constant)."""
 
     heads: int
     tokens: int  # of a sequence

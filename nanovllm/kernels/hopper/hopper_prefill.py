@@ -1,8 +1,8 @@
 """Prefill attention for Hopper (FlashAttention-3, arXiv:2407.08608).
 
-It is written in Gluon, whose language changes with Triton's version. One warp loads, and two warpgroups compute. A tile
-of queries has 128 rows, 64 for each warpgroup. Each row is one query head of one token. A tile covers a *pack* of query
-heads that share a key-value head. The size of a pack is the largest power of two that divides the number of such heads.
+It is written in Gluon. One warp loads, and two warpgroups compute. A tile of queries has 128 rows, 64 for each
+warpgroup. Each row is one query head of one token. A tile covers a *pack* of query heads that share a key-value head.
+The size of a pack is the largest power of two that divides the number of these heads.
 
 The warpgroups alternate. While one of them computes softmax, the tensor cores compute the matmuls of the other
 warpgroup, or multiply the first warpgroup's previous softmax weights by values.
@@ -64,8 +64,8 @@ def _load(ring, buffer, use, tiles, at):
 def _work(n, plan, SHAPE: gl.constexpr):
     """Return the n-th tile of queries of this program, starting with its number of key tiles; 0 if there is no tile.
 
-    The tiles are dealt to the programs in alternating order: first program to last, then last to first. Tiles are
-    sorted by descending number of keys, so every program gets about the same amount of work.
+    Tiles are sorted by descending number of keys. They are dealt to the programs in alternating order: first program to
+    last, then last to first.
     """
     plan_ptrs, num_tiles, _ = plan
     tiles_ptr, starts_ptr, lengths_ptr, _ = plan_ptrs

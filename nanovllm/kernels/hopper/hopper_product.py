@@ -1,4 +1,4 @@
-"""A GEMM and its epilogue in one kernel for Hopper, written in Gluon, whose language changes with Triton's version.
+"""A GEMM and its epilogue in one kernel for Hopper, written in Gluon.
 
 The factors have 16 bits, or are in FP8: quantized rows, and weights with one scale per 128 x 128 block. One warp loads,
 and two warpgroups compute. A tile has 128 rows, 64 for each warpgroup, and two blocks of 128 outputs.

@@ -1,4 +1,4 @@
-"""Features of devices. This module does not import Triton, because 8-bit weights and caches need it on any device."""
+"""Features of devices. This module does not import Triton, so 8-bit weights and caches can use it on any device."""
 
 from functools import cache
 
@@ -23,7 +23,7 @@ def has_tma(device: torch.device) -> bool:
 
 @cache
 def has_hopper_kernels() -> bool:
-    """Return whether the Gluon kernels can run. They need Hopper and, because Gluon is unstable, exactly Triton 3.6."""
+    """Return whether the Gluon kernels can run. They need Hopper and exactly Triton 3.6: Gluon is unstable."""
     from triton import __version__
 
     is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9

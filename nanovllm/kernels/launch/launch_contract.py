@@ -1,4 +1,4 @@
-"""A check of a dependent kernel's source: what does the kernel do before it waits (see dependent_launch.py)?
+"""A check of what a dependent kernel does before it waits (see dependent_launch.py), made in the kernel's source.
 
 The check runs when the kernel is defined. Pointer parameters are named `*_ptr`, tuples of pointers `*_ptrs`, and tensor
 descriptors `*_tiles`. The check follows addresses from these parameters through assignments, and into the functions

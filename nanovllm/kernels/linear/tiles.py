@@ -1,4 +1,4 @@
-"""Shared code of the matmul kernels: division of a matmul into tiles, and tiles of 8-bit values with scales."""
+"""Shared code of the matmul kernels: tile sizes, loading of tiles, and scales of 8-bit values."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,7 +16,7 @@ Weight = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # [.., N, K]; or 8-bi
 
 
 class Tiles(NamedTuple):
-    """The tile sizes of a matmul, as a constant of kernels."""
+    """The tile sizes of a matmul (a kernel constant)."""
 
     tile_n: int
     tile_k: int
@@ -27,7 +27,7 @@ class Tiles(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The number of inputs of a matmul, and how many of them share a scale, as a constant of kernels.
+    """The number of inputs of a matmul, and how many of them share a scale (a kernel constant).
 
     Without scales, the fields describe a single scale per row, so that kernels are not compiled for each N.
     """
@@ -167,7 +167,8 @@ def times_scales(y, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES: tl.co
     With WHOLE, apply only scales that belong to a whole row. Otherwise, apply only scales that belong to a group of
     inputs, for the group at `begin`.
 
-    x_scales: pointer, rows, whether these rows exist, stride between groups. w_scales: pointer, first row, end row.
+    `x_scales` is (pointer, rows, mask of existing rows, stride between groups). `w_scales` is (pointer, first row, end
+    row).
     """
     x_scale_ptr, row, is_row, stride = x_scales
     scale_ptr, first_n, end_n = w_scales

@@ -103,9 +103,9 @@ def _probe(quarters, iteration, low, high, row, LOW: tl.constexpr):
 
 @triton.jit
 def _search(row, lower_bound, target, BY_MASS: tl.constexpr, LOW: tl.constexpr):
-    """Return the smallest number >= `lower_bound` such that all entries above it count less than `target` in total.
+    """Return the smallest number >= `lower_bound` with less than `target` above it. Also return what is above it.
 
-    Also return this total, which is a number of entries or, with BY_MASS, a sum of weights (see `_sum_above`).
+    Both are numbers of entries or, with BY_MASS, sums of their weights (see `_sum_above`).
     """
     low, high = _key(lower_bound, LOW), _key(row.max, LOW)
     above = 0.0  # the sum of the entries above `high`

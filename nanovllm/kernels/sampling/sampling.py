@@ -15,7 +15,7 @@ SPLIT_SIZE = 2048
 
 
 class Splits(NamedTuple):
-    """The division of rows into splits, one per program, as a constant of the kernel.
+    """The division of rows into splits, one per program (a kernel constant).
 
     Noise is generated for four tokens at once. So the first split begins at the first id, rounded down to a multiple of
     four.

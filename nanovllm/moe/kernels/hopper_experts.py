@@ -1,11 +1,10 @@
-"""The second GEMM of moe_gemm.py, after SwiGLU, for Hopper and many rows in 16 bits.
+"""The second GEMM of moe_gemm.py (after SwiGLU) on Hopper, for many rows in 16 bits.
 
-It is written in Gluon, which changes with Triton's version. Two warpgroups multiply, one warp loads, two warps store,
-and one warp looks up tiles.
+It is written in Gluon. Two warpgroups multiply, one warp loads, two warps store, and one warp looks up tiles.
 
 A tile has 128 rows of one expert, 64 for each warpgroup, and 256 outputs. An expert has few inputs, so a tile takes
-only 10 microseconds. So its 64 KiB of output are stored, and the next tile is looked up, while another tile is
-multiplied.
+only 10 microseconds. Therefore, other warps store its 64 KiB of output, and look up the next tile, while the
+warpgroups multiply.
 """
 
 from typing import NamedTuple
@@ -31,7 +30,7 @@ from nanovllm.moe.kernels.moe_routing import TILE_FIELDS, ExpertRows, Routing
 
 ROWS = gl.constexpr(128)
 COLUMNS = gl.constexpr(256)
-STEP = gl.constexpr(64)  # inputs of a buffer, and outputs of a stored piece; their rows have 128 bytes
+STEP = gl.constexpr(64)  # inputs per buffer, and outputs per stored piece; their rows have 128 bytes
 GROUP = gl.constexpr(8)  # consecutive tiles of rows that use the same weights, which then stay in the L2 cache
 STAGES = gl.constexpr(4)  # steps that are loaded ahead
 SUMS = gl.constexpr(sums_of(256))
@@ -57,7 +56,7 @@ def _get(fields, i: gl.constexpr):
 
 @gluon.jit
 def _look_up(table_ptr, num_tiles, num_blocks, lookup):
-    """The warp that tells the other warps their next tile, while they work on the current one."""
+    """Run the warp that looks up the next tile for the other warps while they work on the current tile."""
     fields, full, empty = lookup
     per_group = GROUP * num_blocks
     use = 0
@@ -81,7 +80,7 @@ def _look_up(table_ptr, num_tiles, num_blocks, lookup):
 
 @gluon.jit
 def _next_tile(lookup, use):
-    """Return the next tile: (expert, or -1 after the last tile; block of outputs; first row; end row)."""
+    """Return the next tile as (expert, block of outputs, first row, end row). Expert -1 means no more tiles."""
     fields, full, empty = lookup
     mbarrier.wait(full.index(0), use & 1)
     expert, block = _get(fields, 0), _get(fields, 1)
@@ -92,7 +91,7 @@ def _next_tile(lookup, use):
 
 @gluon.jit
 def _load(x_tiles, w_tiles, num_blocks, lookup, rings, PLAN: gl.constexpr):
-    """The warp that loads, with one thread. Rows after the end of a tile are loaded, but not used."""
+    """Run the loading warp, which uses one thread. It also loads rows after the end of a tile, which are not used."""
     x_ring, w_ring, full, empty = rings
     i, use = 0, 0
     tile = _next_tile(lookup, use)
@@ -113,14 +112,17 @@ def _load(x_tiles, w_tiles, num_blocks, lookup, rings, PLAN: gl.constexpr):
 
 @gluon.jit
 def _load_pairs(pairs_ptr, tile, rows):
-    """Load the pairs of some rows of a tile; 0 for rows that do not exist."""
+    """Load the pairs of `rows` of a tile. Rows that do not exist get pair 0."""
     expert, _, first_row, end_row = tile
     return gl.load(pairs_ptr + first_row + rows, (first_row + rows < end_row) & (expert >= 0), 0)
 
 
 @gluon.jit
 def _multiply(weights_ptr, pairs_ptr, lookup, rings, out, W: gl.constexpr, PLAN: gl.constexpr):
-    """A warpgroup: multiply 64 rows, and scale them by their routing weights, whose addresses it loads a tile ahead."""
+    """Run a warpgroup, which multiplies 64 rows of each tile and scales the results by routing weights.
+
+    The warpgroup loads the addresses of the routing weights one tile ahead.
+    """
     x_ring, w_ring, full, empty = rings
     out_ring, ready, free = out
     rows = W * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
@@ -154,7 +156,7 @@ def _multiply(weights_ptr, pairs_ptr, lookup, rings, out, W: gl.constexpr, PLAN:
 
 @gluon.jit
 def _store(out_ptr, pairs_ptr, num_tokens, num_blocks, lookup, out, PLAN: gl.constexpr):
-    """The warps that store the results of both warpgroups, piece by piece."""
+    """Run the warps that store the results of both warpgroups, piece by piece."""
     out_ring, ready, free = out
     width = num_blocks * COLUMNS
     rows, columns = gl.arange(0, 64, gl.SliceLayout(1, PIECE)), gl.arange(0, STEP, gl.SliceLayout(0, PIECE))
@@ -206,10 +208,10 @@ def _down_kernel(
 def experts_down(
     x: torch.Tensor, weight: torch.Tensor, rows: ExpertRows, routing: Routing, out: torch.Tensor
 ) -> torch.Tensor:
-    """Multiply each row of x [rows, K] by its expert's weight [N, K] and by its routing weight. Store it in `out`.
+    """Multiply each row of x [rows, K] by its expert's weight and by its routing weight. Store the result in `out`.
 
-    The weight is [experts, N, K], and `out` is [top_k, T, N]. N is a multiple of 256. Rows of x and of the weight have
-    a multiple of 16 bytes. The tiles of `rows` have 128 rows.
+    `weight` is [experts, N, K], and `out` is [top_k, T, N]. N is a multiple of 256. The size of a row of x and of the
+    weight is a multiple of 16 bytes. The tiles of `rows` have 128 rows.
     """
     (num_tokens, top_k), (n, k) = routing.weights.shape, weight.shape[1:]
     num_tiles, num_blocks = len(rows.table), n // COLUMNS.value

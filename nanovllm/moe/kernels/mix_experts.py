@@ -1,4 +1,4 @@
-"""A mixture of experts, from the norm before its router on, with the fastest kernels for the number of tokens."""
+"""A mixture of experts with the norm before its router. The number of tokens determines which kernels are fastest."""
 
 from functools import partial
 
@@ -18,9 +18,9 @@ def mix_experts(x, layer, slot_mapping):
 
 
 def _by_gemv(x, layer, slot_mapping):
-    """Compute the experts with matrix-vector kernels. If there is one row, they also compute the norm.
+    """Compute the experts with matrix-vector kernels. For a single row, these kernels also compute the norm.
 
-    Kernels for 8-bit weights do not compute the norm: instructions limit them too, and every program would repeat it.
+    Kernels for 8-bit weights do not (scaled_gemv.py explains why).
     """
     gate, experts = layer.gate.weight, layer.experts
     summands = x.summands() if len(x) == 1 else None

@@ -1,7 +1,7 @@
-"""Mixture of experts for a few tokens: matrix-vector products with the weights of the chosen experts.
+"""Mixture of experts for a few tokens: matrix-vector multiplications with the weights of the chosen experts.
 
-Reading weights limits all kernels. The weights may be 8-bit values times scales. A thread loads LANE of these values at
-once; no border of a block lies between them.
+All kernels spend most of their time reading weights. The weights may be 8-bit values times scales. A thread loads LANE
+of these values at once, which all lie in one block.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ LANE = tl.constexpr(8)
 
 
 class Sizes(NamedTuple):
-    """The sizes that the kernels are compiled for, besides the shape of the matmul."""
+    """The sizes for which the kernels are compiled, besides the shape of the matmul."""
 
     num_local: int  # experts of this rank
     top_k: int
@@ -71,7 +71,7 @@ def _gate_up_gemv_kernel(
 def _down_gemv_kernel(
     h_ptr, w_ptrs, choice_ptrs, out_ptr, first_expert, N, SHAPE: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr
 ):
-    """A program computes tile_n outputs of a token: the sum over all its experts."""
+    """Compute tile_n outputs of a token per program, summed over all experts of the token."""
     weights_ptr, ids_ptr = choice_ptrs
     K: tl.constexpr = SHAPE.k
     TILE_K: tl.constexpr = SIZES.tile_k
@@ -96,9 +96,9 @@ def _down_gemv_kernel(
 
 @triton.jit
 def _scales_of_parts(scale_ptr, begin, k, SHAPE: tl.constexpr):
-    """Load the scales [parts] of columns begin + k in the row of blocks at scale_ptr; 1 if a row is a single block.
+    """Load the scales [parts] of columns begin + k, where `scale_ptr` points to the scales of a row of blocks.
 
-    k [parts, LANE] comes from `columns_of_parts`.
+    Return ones if a row is a single block. k [parts, LANE] comes from `columns_of_parts`.
     """
     part = tl.arange(0, k.shape[0])
     if SHAPE.block_k < SHAPE.k:
@@ -111,7 +111,10 @@ def _scales_of_parts(scale_ptr, begin, k, SHAPE: tl.constexpr):
 
 @triton.jit
 def _load_parts(ptr, k, is_row, SHAPE: tl.constexpr, TILE_K: tl.constexpr):
-    """Load weights at pointers [rows, parts, LANE] to columns k [parts, LANE]; 0 outside. is_row is [rows]."""
+    """Load weights from pointers [rows, parts, LANE] to columns k [parts, LANE]. Return 0 outside the matrix.
+
+    is_row is [rows].
+    """
     inside = is_row[:, None, None]
     if SHAPE.k % TILE_K > 0:
         inside &= (k < SHAPE.k)[None]
@@ -120,14 +123,14 @@ def _load_parts(ptr, k, is_row, SHAPE: tl.constexpr, TILE_K: tl.constexpr):
 
 @triton.jit
 def _load_parts_of_x(x_ptr, k, SHAPE: tl.constexpr, TILE_K: tl.constexpr):
-    """Load the elements k [parts, LANE] of a row as float32 [1, parts, LANE]; 0 outside."""
+    """Load the elements k [parts, LANE] of a row as float32 [1, parts, LANE]. Return 0 outside the row."""
     x = tl.load(x_ptr + k) if SHAPE.k % TILE_K == 0 else tl.load(x_ptr + k, k < SHAPE.k, 0.0)
     return x.to(tl.float32)[None]
 
 
 @triton.jit
 def _multiply_parts(w, x, scales):
-    """Multiply weights [rows, parts, LANE] by x [1, parts, LANE] and scales [parts]; sum over LANE: [rows, parts]."""
+    """Multiply weights [rows, parts, LANE] by x [1, parts, LANE] and scales [parts]. Sum over LANE to [rows, parts]."""
     return tl.sum(decode_e4m3(w, tl.float32) * x, 2) * scales[None, :]
 
 
@@ -136,7 +139,7 @@ def _multiply_parts(w, x, scales):
 def _scaled_gate_up_gemv_kernel(
     x_ptrs, w_ptrs, ids_ptr, out_ptr, first_expert, eps, N, SHAPE: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr
 ):
-    """As `_gate_up_gemv_kernel`, but with 8-bit weights and without a norm."""
+    """Compute `_gate_up_gemv_kernel` with 8-bit weights and without a norm."""
     gdc_launch_and_wait(PDL)
     w_ptr, scale_ptr = w_ptrs
     pair = tl.program_id(1)
@@ -181,7 +184,7 @@ def _scaled_gate_up_gemv_kernel(
 def _scaled_down_gemv_kernel(
     h_ptr, w_ptrs, choice_ptrs, out_ptr, first_expert, N, SHAPE: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr
 ):
-    """As `_down_gemv_kernel`, but with 8-bit weights."""
+    """Compute `_down_gemv_kernel` with 8-bit weights."""
     K: tl.constexpr = SHAPE.k
     TILE_K: tl.constexpr = SIZES.tile_k
     COLUMNS: tl.constexpr = K // SHAPE.block_k
@@ -217,7 +220,7 @@ def _scaled_down_gemv_kernel(
 
 
 def _operands(weight: Weight, tile: tuple[int, int, int], top_k: int) -> tuple[tuple, dict]:
-    """Return what a kernel takes for a weight [experts, N, K], and the constants of the kernel."""
+    """Return the arguments that a kernel takes for a weight [experts, N, K], and the kernel's constants."""
     values, scales = values_and_scales(weight)
     shape, (tile_n, tile_k, num_warps) = shape_of(values, scales), tile
     if shape.block_k < shape.k:  # all rows of a program must be in the same row of blocks
@@ -232,8 +235,8 @@ def moe_gemv(
     """Compute the experts for x [T, hidden], T > 0. Return the sum [T, hidden] over each token's experts on this rank.
 
     `gate_up` [experts, 2 * size, hidden] and `down` [experts, hidden, size] are the weights of this rank's experts,
-    from `first_expert` on. With `norm`, the weight [hidden] and the eps of a norm, the RMS norm of x replaces x. `out`
-    receives the result. All tensors are contiguous.
+    starting at `first_expert`. `norm` is the weight [hidden] and the eps of an RMS norm, which is applied to x first.
+    `out` receives the result. All tensors are contiguous.
     """
     (num_tokens, top_k), kernels = routing.expert_ids.shape, (_gate_up_gemv_kernel, _down_gemv_kernel)
     tile = GATE_UP_TILE

@@ -1,7 +1,7 @@
-"""Mixture of experts: the experts of each token, and the order of the rows of the grouped GEMMs.
+"""Routing for a mixture of experts: the experts of each token, and the order of the rows of the grouped GEMMs.
 
-A pair is a token and one of its `top_k` choices, with the index token * top_k + choice. A pair is one row of the
-grouped GEMMs. Rows are the pairs sorted by expert. A tile is a range of at most TILE_M rows of one expert.
+A *pair* is a token and one of its `top_k` choices. Its index is token * top_k + choice. Each pair is one row of the
+grouped GEMMs, where pairs are sorted by expert. A *tile* is a range of at most TILE_M rows of one expert.
 """
 
 from typing import NamedTuple
@@ -15,11 +15,11 @@ from nanovllm.kernels.launch.gpu_features import has_tma, num_sms
 from nanovllm.kernels.linear.split_k_gemm import TILE_K, TILE_N, split_k_gemm
 
 MAX_SPLIT_K = 8  # of the router's matmul; the routing kernel adds the parts
-# All pairs of a share are compared with each other; a program handles a block of pairs. Up to LONE_SHARE pairs are one
-# share.
+# A *share* is a range of pairs that are all compared with each other. A program handles a block of pairs. If there are
+# at most LONE_SHARE pairs, they form a single share.
 LONE_SHARE, LONE_BLOCK, SHARE, BLOCK = 2048, 16, 256, 64
 MIN_SHARE, MAX_SHARES = 128, tl.constexpr(1024)  # at least one pair for each thread
-TILE_FIELDS = tl.constexpr(3)  # expert or -1, first row, and the row after the last
+TILE_FIELDS = tl.constexpr(3)  # expert or -1, first row, end row
 
 
 class Routing(NamedTuple):
@@ -39,9 +39,9 @@ class ExpertRows(NamedTuple):
 
 
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply x [T, K] by the router's weight [experts, K] transposed. Return parts [split_k, T, experts].
+    """Return parts [split_k, T, experts] whose sum is x W^T, for x [T, K] and the router's weight W [experts, K].
 
-    The parts are float32 on Hopper, so that experts rarely have equal logits. Elsewhere they have the dtype of x.
+    The parts are float32 on Hopper, so that experts rarely have equal logits. Elsewhere, they have the dtype of x.
     """
     num_experts, k = weight.shape
     if not has_tma(x.device) or x.dtype == torch.float32 or k % 8:
@@ -54,7 +54,7 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _load_logits(ptr, is_inside, part_size, SPLIT_K: tl.constexpr):
-    """Load and add the parts of logits. NaN, which unused rows may have, becomes -inf."""
+    """Load and add the parts of logits. Replace NaN, which unused rows may contain, with -inf."""
     logits = tl.load(ptr, is_inside, float("-inf")).to(tl.float32)
     for part in tl.static_range(1, SPLIT_K):
         logits += tl.load(ptr + part * part_size, is_inside, 0.0).to(tl.float32)
@@ -62,20 +62,20 @@ def _load_logits(ptr, is_inside, part_size, SPLIT_K: tl.constexpr):
 
 
 class RouteSizes(NamedTuple):
-    """The sizes that the kernel below is compiled for."""
+    """The sizes for which the kernel below is compiled."""
 
     num_experts: int  # without shared experts
     top_k: int
-    num_shared: int  # experts that every token uses, after the others
+    num_shared: int  # experts that every token uses; their ids come last
     split_k: int
     renormalize: bool
-    block_t: int  # tokens of a program, one warp for each
+    block_t: int  # tokens per program, one warp for each
 
 
 @dependent_kernel(early=("slot_mapping_ptr",))
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_kernel(logits_ptr, slot_mapping_ptr, out_ptrs, num_tokens, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """A program routes `block_t` tokens. Columns without an expert, and NaN, count as -inf, so ids are always valid."""
+    """Route `block_t` tokens per program. Columns without an expert and NaN count as -inf, so ids are always valid."""
     weights_ptr, ids_ptr = out_ptrs
     E: tl.constexpr = SIZES.num_experts
     TOP_K: tl.constexpr = SIZES.top_k
@@ -94,8 +94,8 @@ def _route_kernel(logits_ptr, slot_mapping_ptr, out_ptrs, num_tokens, SIZES: tl.
     logits = _load_logits(row + expert, is_token & (expert < E), part_size, SIZES.split_k)
     logits = tl.where(logits == 0.0, 0.0, logits)  # -0.0 has other bits than 0.0
 
-    # integers with the same order as the logits, because a warp finds the largest integer in one instruction: for a
-    # negative number, all bits except the sign are inverted
+    # integers with the same order as the logits (all bits of negative numbers except the sign are inverted), because a
+    # warp finds the largest integer in one instruction
     bits = logits.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     choice = tl.arange(0, BLOCK_K)[None, :]
@@ -130,9 +130,9 @@ def route(
     """Return the `top_k` experts of each token, by a float32 softmax over all experts, and `num_shared` shared experts.
 
     `logits` [split_k, T, experts], T > 0, are parts of a sum. With `renormalize`, the weights of the chosen experts add
-    up to 1. If logits are equal, the lower expert id comes first (torch.topk leaves this order open). Tokens whose slot
-    [T] is negative are padding: they get the experts of the first token, so that no further weights are read. Shared
-    experts are the last experts. They are not part of the softmax; their weights are the sigmoids of their logits.
+    up to 1. If logits are equal, the lower expert id comes first (torch.topk leaves this order open). Tokens with a
+    negative slot are padding. They get the experts of the first token, so that no further weights are read. Shared
+    experts have the last ids. They are not part of the softmax, and their weights are the sigmoids of their logits.
     """
     split_k, num_tokens, num_logits = logits.shape
     num_experts, shape = num_logits - num_shared, (num_tokens, top_k + num_shared)
@@ -146,17 +146,17 @@ def route(
 
 
 class SortSizes(NamedTuple):
-    """The sizes that the sorting kernels are compiled for."""
+    """The sizes for which the sorting kernels are compiled."""
 
     num_experts: int  # of this rank
     share: int  # pairs that are compared with each other
-    block: int  # pairs of a program
+    block: int  # pairs per program
     bins: int  # a power of two, larger than num_experts
 
 
 @triton.jit
 def _load_keys(ids_ptr, pair, num_pairs, first_expert, SIZES: tl.constexpr):
-    """Return the sort keys of a share's pairs: by expert, with other ranks' experts at the end, then by pair."""
+    """Return keys that sort a share's pairs by expert, then by pair. Experts of other ranks come last."""
     expert = tl.load(ids_ptr + pair, pair < num_pairs, -1) - first_expert
     is_local = (expert >= 0) & (expert < SIZES.num_experts) & (pair < num_pairs)
     return tl.where(is_local, expert, SIZES.num_experts) * SIZES.share + pair % SIZES.share
@@ -165,7 +165,10 @@ def _load_keys(ids_ptr, pair, num_pairs, first_expert, SIZES: tl.constexpr):
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_pairs", "first_expert"])
 def _count_kernel(ids_ptr, rows_ptr, num_pairs, first_expert, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """A program counts a share: each expert's first row and number of rows within it, into [2, bins, shares]."""
+    """Count one share per program: store each expert's first row and number of rows within the share.
+
+    The output is [2, bins, shares].
+    """
     gdc_launch_and_wait(PDL)
     share, num_shares = tl.program_id(0), tl.num_programs(0)
     pair = share * SIZES.share + tl.arange(0, SIZES.share)
@@ -180,10 +183,10 @@ def _count_kernel(ids_ptr, rows_ptr, num_pairs, first_expert, SIZES: tl.constexp
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_shares"])
 def _scan_kernel(rows_ptr, num_shares, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """A program sums one expert over all shares.
+    """Sum the counts of one expert over all shares, per program.
 
-    It replaces the expert's first row of each share by the number of rows of other shares that come before, and the
-    expert's first count by the sum of its counts.
+    Replace the expert's first row in each share with the number of preceding rows of other shares. Replace the expert's
+    first count with the sum of its counts.
     """
     gdc_launch_and_wait(PDL)
     share = tl.arange(0, MAX_SHARES)
@@ -197,9 +200,9 @@ def _scan_kernel(rows_ptr, num_shares, SIZES: tl.constexpr, PDL: tl.constexpr):
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_pairs", "first_expert", "num_tiles"])
 def _sort_kernel(in_ptrs, out_ptrs, num_pairs, first_expert, num_tiles, tile_m, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """The first program writes the table of tiles. Each other program writes the rows of a block of pairs.
+    """Write the table of tiles in the first program, and the rows of a block of pairs in each other program.
 
-    The row of a pair is the number of pairs that come before it. Pairs of the same share are compared. Without
+    The row of a pair is the number of pairs that sort before it. Only pairs of the same share are compared. Without
     `rows_ptr`, there is only one share, and the two kernels above are not needed.
     """
     gdc_launch_and_wait(PDL)
@@ -237,15 +240,15 @@ def _sort_kernel(in_ptrs, out_ptrs, num_pairs, first_expert, num_tiles, tile_m, 
 
 
 def max_tiles(num_pairs: int, num_experts: int, tile_m: int) -> int:
-    """Return the largest possible number of tiles. Each tile has a row, and only an expert's last tile is not full."""
+    """Return the maximum number of tiles. No tile is empty, and only the last tile of an expert is not full."""
     return min(num_pairs, (num_pairs + num_experts * (tile_m - 1)) // tile_m)
 
 
 def sort_by_expert(expert_ids: torch.Tensor, first_expert: int, num_experts: int, tile_m: int) -> ExpertRows:
-    """Return the rows and tiles of this rank's experts: `num_experts` experts from `first_expert` on.
+    """Return the rows and tiles of this rank's `num_experts` experts, starting at `first_expert`.
 
-    expert_ids [T, top_k] int32, T > 0. The rows of an expert are in the order of pairs. Sizes depend only on shapes, so
-    the end of `pairs` may not be written.
+    expert_ids is [T, top_k] int32, with T > 0. The rows of an expert are in the order of pairs. Sizes depend only on
+    shapes, so the end of `pairs` can stay unwritten.
     """
     num_pairs, device = expert_ids.numel(), expert_ids.device
     num_tiles = max_tiles(num_pairs, num_experts, tile_m)

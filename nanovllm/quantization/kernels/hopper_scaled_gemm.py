@@ -1,10 +1,9 @@
 """y = x W^T in FP8 on Hopper, for 17 to 256 rows, written in Gluon.
 
 Each group of 128 inputs of a row and each 128 x 128 block of weights has a scale. One warpgroup loads, and one or two
-warpgroups multiply. The tensor cores sum over only 128 inputs, because their sums are imprecise. The warpgroups
-multiply these sums by scales and add them in float32, for 64 rows and 64 outputs at a time. Meanwhile, the tensor cores
-compute the next sums. The loading warpgroup multiplies the scales of rows by the scales of weights in advance, and
-passes the results through shared memory, because the 256 x 192 sums of the largest tiles take nearly all registers.
+warpgroups multiply. Sums over 128 inputs are scaled and added in float32 as in hopper_product.py. The loading warpgroup
+multiplies the scales of rows by the scales of weights in advance, and passes the results through shared memory, because
+the 256 x 192 sums of the largest tiles take nearly all registers.
 """
 
 from typing import NamedTuple

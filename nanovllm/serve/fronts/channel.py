@@ -1,4 +1,4 @@
-"""Defines the MessagePack messages between a front and the engine's process. Each has all news since the last one.
+"""The MessagePack messages between a front and the engine's process. Each contains all news since the previous one.
 
 Nothing here needs PyTorch, so the engine's process can start the fronts before it imports PyTorch.
 """
@@ -19,7 +19,7 @@ class FromFront(Struct, array_like=True):
 
     requests: pairs (id, encoded request). Each request is encoded separately, so a request that can't be encoded or
         decoded does not affect the others.
-    calls: calls of EngineCalls as triples (number, method name, arguments).
+    calls: calls of EngineCalls methods, as triples (number, method name, arguments).
     """
 
     requests: list[tuple[int, bytes]] = []

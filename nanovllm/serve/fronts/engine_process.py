@@ -42,7 +42,7 @@ BLOCKED = signal.SIGINT, signal.SIGTERM  # signals that are blocked while a fron
 class FrontPlan(NamedTuple):
     """What all fronts of an engine need to know.
 
-    num_live: the number of live answers of each front, in shared memory. The limit applies to their sum, which can
+    num_live: the number of live answers of each front, in shared memory. The limit applies to the sum, which can
         exceed it slightly if several fronts accept requests at the same instant.
     listener: the listening socket. If None, each front opens a separate socket at the address in `settings`.
     """
@@ -57,7 +57,7 @@ class FrontPlan(NamedTuple):
 def make_plan(
     model: str, settings: ServerSettings, engine_settings: dict[str, Any], listener: socket.socket
 ) -> FrontPlan:
-    """Make the plan. `listener` has reserved the address; only a single front, or fronts on a Unix socket, use it."""
+    """Make the plan. `listener` reserves the address. Fronts use it only on a Unix socket, or if there is one front."""
     count, port = settings.num_fronts, settings.port if settings.uds else listener.getsockname()[1]
     front_settings = replace(settings, port=port, max_connections=max(1, settings.max_connections // count))
     is_passed = bool(settings.uds) or count == 1
@@ -78,9 +78,9 @@ def run_front(plan: FrontPlan, index: int, end: socket.socket) -> None:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block the signals BLOCKED in a context, so that processes started there begin with them blocked.
+    """Block the signals `BLOCKED` inside this context.
 
-    This process receives the signals after the context.
+    Processes started inside begin with these signals blocked. This process receives them after the context.
     """
     resource_tracker.ensure_running()  # its start would unblock the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
@@ -147,7 +147,7 @@ class Fronts:
         self._starting[index] = channel, until
 
     def _turn(self, max_failures: int) -> None:
-        """Handle fronts that got ready or ended. Raises RuntimeError after `max_failures` consecutive failed starts."""
+        """Handle fronts that became ready or ended. Raises RuntimeError after `max_failures` failed starts in a row."""
         channels = [channel.fileno() for channel, _ in self._starting.values()]
         changed = wait([*channels, *(process.sentinel for process in self._processes.values())], TURN_SECONDS)
         for index, (channel, deadline) in [*self._starting.items()]:

@@ -21,7 +21,7 @@ RESTART_TIMEOUT = 1800.0
 
 
 class ReplicaGroup:
-    """Sends each request to the replica that the router chooses. If every replica has `max_answers`, requests wait.
+    """Sends each request to the replica that the router chooses. Requests wait while all replicas have `max_answers`.
 
     Only the thread of one event loop may call its methods. All new requests for a replica within one iteration of the
     loop are sent in one message.

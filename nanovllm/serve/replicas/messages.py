@@ -1,7 +1,7 @@
 """The messages between the driver (the caller's process, or the server) and a replica, pickled to bytes.
 
-A message contains plain tuples with data about many requests. It is bytes because Ray passes bytes through unchanged;
-for other objects, Ray uses a slower serializer.
+A message contains plain tuples with data about many requests. Ray passes bytes through unchanged; for other objects, it
+would use a slower serializer.
 """
 
 import pickle

@@ -131,7 +131,7 @@ class Replica:
             yield Report(*self._read(outputs), errors)
 
     def exit(self) -> None:
-        """End `reports` and the engine. Ray does not call this, because it kills the actor's process."""
+        """End `reports` and the engine. With Ray, nobody calls this, because the driver kills the actor's process."""
         self.close()
         self.engine.exit()
 
