@@ -25,7 +25,11 @@ def main() -> None:
 
     logging.basicConfig(format="%(message)s")
     logging.getLogger("nanovllm").setLevel(logging.INFO)  # the engine logs one line when it has started
-    with LLM(model, **settings) as llm:
+    try:
+        llm = LLM(model, **settings)
+    except (ValueError, TypeError, OSError) as error:  # of a setting, or of the model's files
+        parser.exit(2, f"{error}\n")
+    with llm:
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
         conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
         answers = llm.chat(conversations, params, use_tqdm=False) + llm.generate(VERSE, params, use_tqdm=False)

@@ -420,6 +420,52 @@ def test_families_that_are_refused(tmp_path, name, entries, message):
         ModelConfig.read(tmp_path)
 
 
+class ReadKeys(dict):
+    """A dict that notes which keys are asked for, also of the dicts that are made from it."""
+
+    def __init__(self, *args, noted: set[str]):
+        super().__init__(*args)
+        self.noted = noted
+
+    def __getitem__(self, key):
+        self.noted.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key, default=None):
+        self.noted.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key):
+        self.noted.add(key)
+        return super().__contains__(key)
+
+    def __or__(self, other):
+        return ReadKeys(super().__or__(other), noted=self.noted)
+
+    def __ror__(self, other):
+        return ReadKeys({**other, **self}, noted=self.noted)
+
+
+# entries of config.json that change no result: of training, of text, of transformers itself
+NEUTRAL = {"architectures", "bos_token_id", "pad_token_id", "initializer_range", "transformers_version", "use_cache"}
+NEUTRAL |= {"attention_dropout", "embd_pdrop", "resid_pdrop", "residual_dropout"}
+NEUTRAL |= {"output_router_logits", "router_aux_loss_coef"}
+NEUTRAL |= {"sliding_window", "max_window_layers"}  # unless `use_sliding_window` is set, which is refused
+NEUTRAL |= {"_sliding_window_pattern"}  # transformers writes `layer_types`, too
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "llama-gelu"])
+def test_every_entry_is_read_or_neutral(tmp_path, name):
+    """Of those that transformers' configuration of the family has: nothing that changes a result is ignored."""
+    make_checkpoint(tmp_path, name)
+    raw, noted = json.loads((tmp_path / "config.json").read_text()), set[str]()
+    ModelConfig.read(tmp_path, raw=ReadKeys(raw, noted=noted))
+    assert raw.keys() - noted <= NEUTRAL
+    if "sliding_window" not in noted:
+        with pytest.raises(ValueError, match="use_sliding_window is set"):
+            ModelConfig.read(tmp_path, raw=raw | {"use_sliding_window": True})
+
+
 def test_parts_in_one_tensor(tmp_path):
     """Of another size they are refused, with the name."""
     make_checkpoint(tmp_path, "phi3")

@@ -1509,7 +1509,7 @@ def test_draining(caplog):
         assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
         server.thread.join(5)
         assert not server.thread.is_alive()
-        assert "running requests: 1; the server waits for them for up to 20 s" in caplog.text
+        assert "running requests: 1; the server waits up to 20 s for them" in caplog.text
     with running(drain_seconds=0) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         stream = client.completions.create(stream=True, **options | {"max_tokens": 2000})

@@ -19,7 +19,14 @@ from nanovllm.utils.libraries import import_libraries
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
-    """Run the command. `arguments` defaults to the command line of the process."""
+    """Run the command. `arguments` defaults to the command line of the process. Ctrl-C exits with status 130."""
+    try:
+        _main(arguments, prog)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _main(arguments: Sequence[str] | None, prog: str | None) -> None:
     parser = make_parser(prog)
     args = parse(parser, arguments)
     if args.figure:
@@ -42,6 +49,8 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
         if args.profile and config.device == "cpu":
             parser.error(f"--profile {args.profile}: traces kernels of a GPU, and the device is a CPU")
         args.rounds = args.rounds or (1 if config.device == "cpu" else 2)
+        if args.shape and config.device == "cpu":
+            processes.report(f"--shape {args.shape} on a CPU: making its weights takes long, and so does each step")
         run(args, settings, config)
 
 
@@ -105,6 +114,8 @@ def compare_engines(args: argparse.Namespace, settings: dict[str, Any], config: 
             if name in results["nanovllm"]
         }
         save_results(args.save, notes, setup, rates)
+    if any(result.keys() < (workloads | swept).keys() for result in results.values()):
+        raise KeyboardInterrupt  # has ended one of them; scripts must not take the rest for all
 
 
 def requested(args: argparse.Namespace, config: Config) -> tuple[Workloads, Workloads, list[Panel]]:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 IMPORTED = time.perf_counter()
+_waited = 0.0  # seconds that this process has spent in `run_in_process`
 
 
 def report(line: str) -> None:
@@ -34,20 +35,27 @@ def show_engine_log() -> None:
 
 def run_in_process(function, *arguments):
     """Call `function` in a new process. When the process ends, all memory of the call is freed."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=show_engine_log) as pool:
-        future = pool.submit(function, *arguments)
-        try:
-            return future.result()
-        except KeyboardInterrupt:  # Ctrl-C interrupts both processes; the other one still returns its results
-            return future.result()
+    global _waited
+    begin, context = time.perf_counter(), multiprocessing.get_context("spawn")
+    try:
+        with ProcessPoolExecutor(1, mp_context=context, initializer=show_engine_log) as pool:
+            future = pool.submit(function, *arguments)
+            try:
+                return future.result()
+            except KeyboardInterrupt:  # Ctrl-C interrupts both processes; the other one still returns its results
+                return future.result()
+    finally:
+        _waited += time.perf_counter() - begin
 
 
 def seconds_since_start() -> float:
-    """Return the age of this process in seconds. Except on Linux, return the time since this file was imported."""
+    """Return the age of this process in seconds, without the time that it has waited for other processes.
+
+    Except on Linux, the age is the time since this file was imported.
+    """
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return time.perf_counter() - IMPORTED
+        return time.perf_counter() - IMPORTED - _waited
     start_tick = int(fields[19])  # field 22, in ticks since boot; the first two fields were cut off
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_tick / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_tick / os.sysconf("SC_CLK_TCK") - _waited

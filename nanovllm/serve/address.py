@@ -1,5 +1,6 @@
 """Reserves the address at which the server listens. The import takes only 20 ms, because it needs no HTTP library."""
 
+import errno
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,7 +26,8 @@ def listening_socket(settings: ServerSettings, is_of_front: bool = False) -> soc
         return _bound_socket(family, address, is_shared)
     except OSError as error:
         name = f"uds={settings.uds!r}" if is_unix else f"host={settings.host!r}, port={settings.port}"
-        raise OSError(f"{name}: {error.strerror or error}") from error
+        advice = "; --port sets another one" if error.errno == errno.EADDRINUSE and not is_unix else ""
+        raise OSError(f"{name}: {error.strerror or error}{advice}") from error
 
 
 def _bound_socket(family: int, address: Any, is_shared: bool) -> socket.socket:

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import httptools
@@ -51,6 +52,15 @@ class RequestLimits:
             logger.warning("host=%r: %s", settings.host, problem)
 
     async def __call__(self, scope, receive, send) -> None:
+        try:
+            await self._respond(scope, receive, send)
+        except asyncio.CancelledError:  # by a second Ctrl-C
+            end = error_response(ApiError(503, "the server has ended"), scope["path"], connection="close")
+            with suppress(RuntimeError):  # the answer has begun
+                await end(scope, receive, send)
+            raise
+
+    async def _respond(self, scope, receive, send) -> None:
         headers, request = dict(scope["headers"]), Request(scope, self._bounded(receive))
         try:
             self._check_host([value for name, value in scope["headers"] if name == b"host"])

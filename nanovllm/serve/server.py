@@ -52,9 +52,14 @@ class Server(uvicorn.Server):
         self.on_start()
         await super().serve(sockets)
 
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        super().handle_exit(sig, frame)
+        if self.force_exit:  # each request that it cuts off would be an error with a traceback
+            logging.getLogger("uvicorn.error").disabled = True
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if (number := len(self.server_state.tasks)) and not self.force_exit:
-            text = "running requests: %d; the server waits for them for up to %s s (drain_seconds)"
+            text = "running requests: %d; the server waits up to %s s for them (drain_seconds), or until Ctrl-C again"
             logger.warning(text, number, self.config.timeout_graceful_shutdown)
         await super().shutdown(sockets)
 

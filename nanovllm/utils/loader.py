@@ -15,7 +15,7 @@ from nanovllm.utils.construction import get_construction
 from nanovllm.utils.download import broken_file, download
 from nanovllm.utils.dummy_weights import load_dummy
 from nanovllm.utils.progress import with_bar
-from nanovllm.utils.refusals import bad_tensors, other_tensors
+from nanovllm.utils.refusals import bad_tensors, no_config, other_tensors
 from nanovllm.utils.sharded_checkpoint import find_in_files
 from nanovllm.utils.stored_otherwise import WHOLE, load_whole, text_name
 
@@ -40,7 +40,7 @@ def find_model(model: str, revision: str | None = None, with_weights: bool = Tru
     """
     folder = _find("model", model, revision, with_weights)
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"model={model!r}: the folder holds no config.json")
+        raise no_config(model, folder)
     return folder
 
 

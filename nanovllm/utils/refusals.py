@@ -28,3 +28,11 @@ def bad_tensors(folder: Path, names: Iterable[str], problem: str, limit: int = 5
     names = sorted(names)
     first_names = ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")
     return ValueError(f"{folder}: {len(names)} tensors {problem}: {first_names}")
+
+
+def no_config(model: str, folder: Path) -> FileNotFoundError:
+    """Make the error for a model's folder without config.json."""
+    if (folder / "adapter_config.json").is_file():
+        advice = "adapters are not supported: merge it into its base model (in peft, merge_and_unload), and save that"
+        return FileNotFoundError(f"model={model!r}: the folder holds a LoRA adapter; {advice}")
+    return FileNotFoundError(f"model={model!r}: the folder holds no config.json")

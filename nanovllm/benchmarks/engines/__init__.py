@@ -25,10 +25,10 @@ def run_engines(names: list[str], functions: Engines, model: str, settings: dict
     After Ctrl-C, the results contain only the complete workloads, and no further engine is started.
     """
     results = {}
-    for engine in names:
-        if importlib.util.find_spec(engine) is None:
-            report(f"{engine}: not installed, left out")
-            continue
+    missing = [engine for engine in names if importlib.util.find_spec(engine) is None]
+    for engine in missing:  # before the others take their time
+        report(f"{engine}: not installed, left out")
+    for engine in (name for name in names if name not in missing):
         run = functions[engine] if len(names) == 1 else partial(run_in_process, functions[engine])
         with progress(f"{engine}:"):
             results[engine] = run(model, settings, workloads)
