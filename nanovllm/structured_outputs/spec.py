@@ -27,7 +27,7 @@ def check_spec(value: Any, ignore_eos: bool) -> dict[str, Any]:
 
 
 def _schema(name: str, value: Any) -> str:
-    """Return a JSON schema as text. Properties keep their order, which is also their order in the answer."""
+    """Return a JSON schema as text. It preserves the order of properties, because the answer follows it."""
     if not isinstance(value, (str, dict)):
         raise TypeError(f"{name}={value!r:.80}: must be a JSON schema, as a dict or as text")
     try:

@@ -18,7 +18,7 @@ class Router(Protocol):
         """Return the index of the replica for a prompt.
 
         `loads` contains the number of answers that each replica computes, or None if it takes no requests now. The
-        chosen replica's load must be a number. At least one load is a number.
+        router must choose a replica whose load is a number; there is always one.
         """
         ...
 
