@@ -19,7 +19,8 @@ def sentences(text: str) -> list[str]:
     """Those of running text: code blocks, tables and headings are left out."""
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     lines = ["" if line.lstrip().startswith(("|", "#", "!")) else line for line in text.splitlines()]
-    paragraphs = re.split(r"\n\s*\n|\n\s*(?:[-*]|\d+\.) ", "\n".join(lines))
+    # an item of a list, and the description of a parameter, are paragraphs
+    paragraphs = re.split(r"\n\s*\n|\n\s*(?:[-*]|\d+\.) |\n(?=\w+(?:, \w+)*: )", "\n".join(lines))
     parts = [part for text in paragraphs for part in re.split(r"(?<=[.?!])\s+(?=[A-Z`*\[])", " ".join(text.split()))]
     return [part for part in parts if len(part.split()) > 4]
 
