@@ -762,7 +762,7 @@ def test_fp8_on_load(make_llm, checkpoints, monkeypatch, tmp_path):
     """Each row has a scale."""
     ends = ("_proj.weight", "_qkv.weight", "_proj_z.weight", "_proj_a.weight", "_proj_b.weight")
     monkeypatch.setattr("test_quantization.is_linear", lambda name: name.endswith(ends))
-    _, plain = write_quantized(checkpoints.folder("qwen3_5"), tmp_path, "ct-channel")
+    _, plain = write_quantized(checkpoints.folder("qwen3_5"), tmp_path, "ct-channel", margin=1.0)
     requests = [(prompt, replace(params, temperature=0.0)) for prompt, params in make_requests()[:6]]
     expected = generate_by_steps(make_llm(plain, **SETTINGS), requests)
     found = generate_by_steps(make_llm(checkpoints.folder("qwen3_5"), quantization="fp8", **SETTINGS), requests)

@@ -424,10 +424,11 @@ LONGROPE = {
 @pytest.mark.parametrize("writer", ["v4 type", "v4 rope_type", "v5"])
 @pytest.mark.parametrize("extra", [{}, {"attention_factor": 1.5}])
 def test_longrope(tmp_path, writer, extra):
-    """Up to the length of the training, where transformers changes all frequencies. Phi writes it beside the others."""
+    """Up to the original length, beyond which all frequencies change. Phi writes it beside the others."""
     rope, length = LONGROPE | extra, {"original_max_position_embeddings": 512}
     config = read_config(tmp_path, **WRITERS[writer](dict(rope)), **length)
-    assert config.max_position_embeddings == 512 and config.rope_inv_freq != read_config(tmp_path).rope_inv_freq
+    assert config.max_position_embeddings == MAX_LEN and config.rope_long[1] == 512
+    assert config.rope_inv_freq != read_config(tmp_path).rope_inv_freq
     assert_same_rope(config, theirs_rope(rope, **length), [0, 1, 2, 63, 200, 511])
     for wrong in ([1.0] * 3, 2.0, [1.0] * 15 + ["2"]):
         with pytest.raises((ValueError, TypeError), match="config.json: short_factor"):

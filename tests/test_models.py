@@ -466,12 +466,122 @@ def test_every_entry_is_read_or_neutral(tmp_path, name):
             ModelConfig.read(tmp_path, raw=raw | {"use_sliding_window": True})
 
 
+CONFIG_CLASSES = {
+    "gemma3_text": "Gemma3TextConfig",
+    "smollm3": "SmolLM3Config",
+    "seed_oss": "SeedOssConfig",
+    "qwen3_moe": "Qwen3MoeConfig",
+    "qwen3_next": "Qwen3NextConfig",
+    "qwen3_5": "Qwen3_5TextConfig",
+    "qwen3_5_moe": "Qwen3_5MoeTextConfig",
+}
+# entries that every checkpoint has
+SIZES = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"
+SIZES += "num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts"
+
+
+@pytest.mark.skipif(not V5, reason="transformers 4 has other defaults, and not all families")
+@pytest.mark.parametrize("model_type", MODELS)
+def test_entries_that_are_absent(model_type):
+    """They have the values that transformers gives them, as it does not write all of them."""
+    name = CONFIG_CLASSES.get(model_type, f"{model_type.title()}Config")
+    entries = getattr(transformers, name)().to_dict() | {"model_type": model_type, "dtype": "float32"}
+    few = {key: x for key, x in entries.items() if x is not None and key in (*SIZES, "model_type", "dtype")}
+    read = lambda raw: replace(ModelConfig.read(Path(), raw=raw), eos_token_ids=frozenset())
+    assert read(few) == read(entries)
+
+
+PUBLISHED = {
+    "gemma-3-4b": (
+        {
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "eos_token_id": [1, 106],
+            "model_type": "gemma3",
+            "text_config": {
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "model_type": "gemma3_text",
+                "num_hidden_layers": 34,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_window": 1024,
+            },
+            "torch_dtype": "bfloat16",
+            "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+        },
+        {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
+        {"max_position_embeddings": 131072, "tie_word_embeddings": True, "eos_token_ids": {1, 106}},
+    ),
+    "smollm3": (
+        {
+            "model_type": "smollm3",
+            **dict(vocab_size=128256, hidden_size=2048, intermediate_size=11008, num_hidden_layers=36),
+            **dict(num_attention_heads=16, num_key_value_heads=4, max_position_embeddings=65536, rope_theta=5e6),
+            **dict(pretraining_tp=2, use_sliding_window=False, sliding_window=None, no_rope_layer_interval=4),
+            "eos_token_id": 128012,
+            "torch_dtype": "bfloat16",
+        },
+        {"head_dim": 128, "tie_word_embeddings": True, "max_position_embeddings": 65536},
+        {"details": (True, True, True, False) * 9},
+    ),
+    "phi-4-mini": (
+        {
+            "model_type": "phi3",
+            **dict(vocab_size=200064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32),
+            **dict(num_attention_heads=24, num_key_value_heads=8, partial_rotary_factor=0.75, rope_theta=10000.0),
+            **dict(max_position_embeddings=131072, original_max_position_embeddings=4096, sliding_window=262144),
+            **dict(attention_bias=False, attention_dropout=0.0, tie_word_embeddings=True, eos_token_id=199999),
+            "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
+            "torch_dtype": "bfloat16",
+        },
+        {"head_dim": 128, "max_position_embeddings": 131072, "sliding_window": 262144},
+        {"rms_norm_eps": 1e-5},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs(name):
+    """What matters of config.json as checkpoints are published, which is not what transformers' classes write."""
+    raw, *expected = PUBLISHED[name]
+    config = ModelConfig.read(Path(), raw=raw)
+    for key, value in {**expected[0], **expected[1]}.items():
+        assert getattr(config, key) == value, key
+
+
+def test_a_model_whose_layers_all_have_windows(make_llm, tmp_path):
+    folder = make_checkpoint(tmp_path, "gemma3")
+    edit(folder, layer_types=["sliding_attention"] * 2)
+    assert_same_as_transformers(folder, generate_by_steps(make_llm(folder, **SMALL), requests()[:3]))
+
+
+def test_one_rope_for_all_layers(tmp_path):
+    """As some versions of transformers wrote it: the theta is that of layers with windows, too."""
+    edit(make_checkpoint(tmp_path, "olmo3"), rope_parameters={"rope_type": "default", "rope_theta": 5000.0})
+    config = ModelConfig.read(tmp_path)
+    assert config.details.rope == (config.rope_inv_freq, 1.0) and config.rope_inv_freq[1] == pytest.approx(
+        5000.0 ** (-1 / 8)
+    )
+
+
+@pytest.mark.parametrize("length", [64, MAX_LEN])
+def test_longrope_by_the_length_of_the_engine(make_llm, tmp_path, monkeypatch, length):
+    """Long factors for an engine that computes sequences beyond the original length, as in vLLM."""
+    rope = {"rope_type": "longrope", "short_factor": [1.0, 1.5] * 4, "long_factor": [2.0, 3.0] * 4}
+    entries = {"original_max_position_embeddings": 64}
+    monkeypatch.setitem(CASES, "phi3", ("Phi3", 4, 2, 16, rope, entries))
+    folder = make_checkpoint(tmp_path, "phi3")
+    llm = make_llm(folder, **SMALL | {"max_model_len": length})
+    (prompt, params), *_ = requests()
+    prompt = prompt[:30] if length == 64 else prompt * 2  # transformers decides by each sequence
+    assert_same_as_transformers(folder, generate_by_steps(llm, [(prompt, params)]))
+
+
 def test_parts_in_one_tensor(tmp_path):
     """Of another size they are refused, with the name."""
     make_checkpoint(tmp_path, "phi3")
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.1.mlp.gate_up_proj.weight"
-    for rows, message in ((191, "whose rows can't be divided as"), (190, "the model needs")):
+    for rows, message in ((191, "whose rows can't be divided"), (190, "the model needs")):
         save_file(tensors | {name: tensors[name][:rows]}, tmp_path / "model.safetensors")
         with pytest.raises(ValueError, match=f"{name}: the checkpoint has shape .*{message}"):
             load_model(make_model(ModelConfig.read(tmp_path), MAX_LEN), tmp_path, torch.device("cpu"))

@@ -83,8 +83,13 @@ def is_linear(name: str) -> bool:
     return name.endswith("_proj.weight")
 
 
-def write_quantized(source: str, folder: Path, format_name: str, skip=lambda name: False, **entries) -> tuple[str, str]:
-    """Folders with the checkpoint in `source` quantized, and with the dequantized weights in float32."""
+def write_quantized(
+    source: str, folder: Path, format_name: str, skip=lambda name: False, margin: float = 1.25, **entries
+) -> tuple[str, str]:
+    """Folders with the checkpoint in `source` quantized, and with the dequantized weights in float32.
+
+    margin: scales are that much larger than they need to be, so that quantizing the values again would change them.
+    """
     config, scheme = FORMATS[format_name]
     scheme = e4m3_scheme(*scheme)
     quantized, plain = {}, {}
@@ -94,6 +99,7 @@ def write_quantized(source: str, folder: Path, format_name: str, skip=lambda nam
             quantized[name] = plain[name] = weight.float().contiguous()
             continue
         values, scales = scheme.quantize(weight.float())
+        values, scales = (values.float() / margin).to(E4M3), margin * scales
         assert values.dtype == E4M3 and values.shape == weight.shape
         quantized[name] = values
         shape = scales.shape if scheme.block_rows else ()
@@ -181,6 +187,10 @@ def a_few_requests() -> list[tuple[list[int], SamplingParams]]:
         ("qwen3-moe", "block"),
         ("qwen3-moe-dense-layer", "ct-channel"),
         ("qwen3-moe-step", "small-blocks"),
+        ("phi3", "ct-channel"),  # with q, k and v in one tensor
+        ("phi3", "tensor"),
+        ("glm4", "small-blocks"),
+        ("ministral3", "tensor"),
     ],
 )
 def test_parity(make_llm, tmp_path, name, format_name):
@@ -192,6 +202,22 @@ def test_parity(make_llm, tmp_path, name, format_name):
     assert formats >= {"ScaledExperts"} if moe else formats and "WeightFormat" not in formats
     assert moe or all(hasattr(module, "format") for module in modules if isinstance(module, LinearBase))
     assert_same_as_transformers(plain, generate_by_steps(llm, a_few_requests()))
+
+
+def test_parity_within_a_checkpoint_with_images(make_llm, tmp_path):
+    """As Ministral 3: nested names, in `modules_to_not_convert` too, and the scale of a whole weight is named _inv."""
+    skipped = "model.layers.0.mlp.down_proj"
+    source = make_checkpoint(tmp_path, "ministral3")
+    folder, plain = write_quantized(source, tmp_path, "tensor", lambda name: name.startswith(skipped))
+    nested = lambda name: name.replace("model.", "model.language_model.", 1)
+    tensors = load_file(Path(folder) / "model.safetensors")
+    tensors = {nested(name).replace("weight_scale", "weight_scale_inv"): x for name, x in tensors.items()}
+    save_file(tensors | {"model.vision_tower.x": torch.ones(1)}, Path(folder) / "model.safetensors")
+    text = json.loads((Path(folder) / "config.json").read_text())
+    formats = text.pop("quantization_config") | {"modules_to_not_convert": [nested(skipped), "model.vision_tower"]}
+    raw = {"model_type": "mistral3", "text_config": text, "quantization_config": formats, "dtype": "float32"}
+    (Path(folder) / "config.json").write_text(json.dumps(raw))
+    assert_same_as_transformers(plain, generate_by_steps(make_llm(folder, **SMALL), a_few_requests()))
 
 
 def test_parity_of_the_bundled_model(make_llm, tmp_path):
@@ -336,7 +362,7 @@ def test_on_gpu(make_llm, tmp_path, name, format_name, dtype, enforce_eager):
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
 def test_on_load_is_what_a_prepared_checkpoint_gives(make_llm, tmp_path, name):
     source = make_checkpoint(tmp_path, name)
-    folder, plain = write_quantized(source, tmp_path, "ct-channel")
+    folder, plain = write_quantized(source, tmp_path, "ct-channel", margin=1.0)
     prepared = generate_by_steps(make_llm(folder, **SMALL), a_few_requests())
     (tmp_path / "each").mkdir()
     shutil.copy(tmp_path / "config.json", tmp_path / "each")

@@ -90,9 +90,9 @@ def test_as_if_started_from_them(make_llm, tmp_path, name, settings):
 @pytest.mark.parametrize("name, format_name", [("llama-biases", "small-blocks"), ("qwen3-moe", "block")])
 def test_quantized_checkpoints(make_llm, tmp_path, name, format_name):
     """8-bit values and scales are taken as they are, and weights of other dtypes are quantized again."""
-    old, _ = write_quantized(make_checkpoint(tmp_path / "old", name), tmp_path / "a", format_name)
+    old, _ = write_quantized(make_checkpoint(tmp_path / "old", name), tmp_path / "a", format_name, margin=1.0)
     perturbed(str(tmp_path / "old"), tmp_path / "new")
-    new, _ = write_quantized(str(tmp_path / "new"), tmp_path / "b", format_name)
+    new, _ = write_quantized(str(tmp_path / "new"), tmp_path / "b", format_name, margin=1.0)
     llm, fresh = make_llm(old, **SMALL), make_llm(new, **SMALL)
     llm.load_weights(weights_of(new))
     assert_loaded(llm, fresh)

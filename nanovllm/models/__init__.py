@@ -27,6 +27,7 @@ Layers find their rank and the dtype of their weights in utils/construction.py.
 import os
 import re
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from pkgutil import iter_modules, resolve_name
 from typing import Any
@@ -73,8 +74,11 @@ def model_class(model_type: str) -> type:
 
 def make_model(config: "ModelConfig", max_len: int, tp: TensorParallel = TensorParallel()) -> nn.Module:
     """Make a rank's model for sequences of up to `max_len` tokens, on the default device, without loading weights."""
+    config = replace(config, max_position_embeddings=max_len)
+    if config.rope_long is not None and max_len > config.rope_long[1]:
+        config = replace(config, rope_inv_freq=config.rope_long[0])
     with constructing(tp, config.dtype, config.quantization is not None):
-        return model_class(config.model_type)(replace(config, max_position_embeddings=max_len))
+        return model_class(config.model_type)(config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,7 @@ class ModelConfig:
     attention_fraction: float = 1.0  # of the layers, the fraction that attends to all tokens
     hybrid: Any = None  # HybridConfig of delta_net/, if there are layers that keep a state
     quantization: Any = None  # weight formats of linear layers: see quantization/
+    rope_long: tuple[tuple[float, ...], int] | None = None  # (`rope_inv_freq` of engines for longer sequences, length)
     details: Any = None  # for a single family
 
     @classmethod
@@ -141,7 +146,7 @@ class ModelConfig:
                 raise ValueError(
                     f"{file}: layer_types: lists {len(kinds)} layers, not {num_layers} (num_hidden_layers)"
                 )
-            inv_freq, rope_scale, plain["max_position_embeddings"] = read_rope(raw, head_dim, file)
+            inv_freq, rope_scale, plain["max_position_embeddings"], rope_long = read_rope(raw, head_dim, file)
         except KeyError as error:
             raise ValueError(f"{file}: has no {error}") from error
         dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
@@ -161,6 +166,7 @@ class ModelConfig:
             dtype=DTYPES[dtype],
             rope_inv_freq=inv_freq,
             rope_scale=rope_scale,
+            rope_long=rope_long,
             eos_token_ids=eos_token_ids,
             quantization=formats,
             **(plain | family.read_config(raw, file)),
@@ -183,11 +189,13 @@ class ModelConfig:
 
         Attention computes about two thirds as many operations per second as matmuls.
         """
+        if not self.attention_fraction:  # no layer attends to all tokens
+            return inf
         return self.layer_operations / (4 * self.num_attention_heads * self.head_dim * self.attention_fraction * 1.5)
 
 
-def read_rope(raw: dict, head_dim: int, file: Path) -> tuple[tuple[float, ...], float, int]:
-    """Return inverse frequencies, the scale of cos and sin, and the longest sequence.
+def read_rope(raw: dict, head_dim: int, file: Path) -> tuple[tuple[float, ...], float, int, Any]:
+    """Return `rope_inv_freq`, `rope_scale`, the longest sequence, and `rope_long`: see ModelConfig.
 
     Transformers 5 writes their parameters to `rope_parameters`, and older versions to `rope_theta` and `rope_scaling`.
     `rope_scaling` overrides `rope_parameters`, because users add it to enable longer contexts.
@@ -204,9 +212,9 @@ def read_rope(raw: dict, head_dim: int, file: Path) -> tuple[tuple[float, ...], 
     check_real(f"{file}: rope_theta", theta, low=1e-6, high=1e30)
     kind = rope.pop("rope_type", "default")
     if kind == "default" and not rope:
-        return tuple(inverse_frequencies(theta, head_dim).tolist()), 1.0, raw["max_position_embeddings"]
-    inv_freq, scale, max_len = scaled_rope(kind, theta, rope, raw, head_dim, file)
-    return tuple(inv_freq.tolist()), scale, max_len
+        return tuple(inverse_frequencies(theta, head_dim).tolist()), 1.0, raw["max_position_embeddings"], None
+    inv_freq, scale, max_len, long = scaled_rope(kind, theta, rope, raw, head_dim, file)
+    return tuple(inv_freq.tolist()), scale, max_len, long and (tuple(long[0].tolist()), long[1])
 
 
 def _eos_token_ids(file: Path, raw: dict, vocab_size: int) -> frozenset[int]:

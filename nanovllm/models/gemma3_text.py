@@ -14,7 +14,7 @@ from nanovllm.models import ModelConfig
 from nanovllm.models.qwen3 import Qwen3Attention, Qwen3MLP
 from nanovllm.models.windows import WindowsForCausalLM, read_windows
 from nanovllm.utils.checks import check_choice, check_real
-from nanovllm.utils.stored_otherwise import IMAGE_PREFIXES
+from nanovllm.utils.nested_names import IMAGE_PREFIXES
 
 
 class GeluAndMul(nn.Module):
@@ -62,6 +62,10 @@ class Gemma3ForCausalLM(WindowsForCausalLM):
     # transformers' defaults
     defaults: ClassVar = {
         "hidden_act": "gelu_pytorch_tanh",
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
         "head_dim": 256,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
@@ -75,7 +79,7 @@ class Gemma3ForCausalLM(WindowsForCausalLM):
         super().__init__(config)
         factor = torch.tensor(
             config.hidden_size**0.5, dtype=config.dtype, device="cpu"
-        ).item()  # rounded as in training
+        ).item()  # rounded as in transformers
         self.model.embed_tokens = ScaledEmbedding(config.vocab_size, config.hidden_size, factor)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight

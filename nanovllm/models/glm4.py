@@ -11,7 +11,7 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models import ModelConfig
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.models.qwen3 import Qwen3DecoderLayer
-from nanovllm.utils.stored_otherwise import WHOLE
+from nanovllm.utils.merged_tensors import WHOLE
 
 
 class InterleavedRotaryEmbedding(RotaryEmbedding):
@@ -43,7 +43,12 @@ class Glm4DecoderLayer(Qwen3DecoderLayer):
 
 
 class Glm4ForCausalLM(LlamaForCausalLM):
-    defaults: ClassVar = {"partial_rotary_factor": 0.5, "attention_bias": True, "head_dim": 128}
+    defaults: ClassVar = {
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+        "head_dim": 128,
+        "rms_norm_eps": 1.5625e-7,
+    }
     packed_modules_mapping: ClassVar = {
         "q_proj": ("qkv_proj", "q"),
         "k_proj": ("qkv_proj", "k"),

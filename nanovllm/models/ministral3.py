@@ -10,7 +10,20 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models import ModelConfig
 from nanovllm.models.llama import LlamaAttention, LlamaForCausalLM
 from nanovllm.utils.checks import check_choice, check_real
-from nanovllm.utils.stored_otherwise import IMAGE_PREFIXES
+from nanovllm.utils.nested_names import IMAGE_PREFIXES
+
+# of a config.json without an entry for it
+ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 
 
 class QueryScale(NamedTuple):
@@ -35,7 +48,7 @@ class ScaledRotaryEmbedding(nn.Module):
 
 class Ministral3ForCausalLM(LlamaForCausalLM):
     may_be_nested, unused_prefixes = True, IMAGE_PREFIXES
-    defaults: ClassVar = {"head_dim": 128}
+    defaults: ClassVar = {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_parameters": ROPE}
 
     @staticmethod
     def make_attention(config: ModelConfig, rotary_emb: RotaryEmbedding) -> nn.Module:
@@ -47,7 +60,7 @@ class Ministral3ForCausalLM(LlamaForCausalLM):
     @staticmethod
     def read_config(raw: dict, file: Path) -> dict:
         check_choice(f"{file}: sliding_window", raw.get("sliding_window"), (None,))
-        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        rope = (raw.get("rope_parameters") or {}) | (raw.get("rope_scaling") or {})
         if not (beta := rope.get("llama_4_scaling_beta")):
             return {}
         name = "original_max_position_embeddings"

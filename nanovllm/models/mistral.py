@@ -4,7 +4,7 @@ from pathlib import Path
 
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.utils.checks import check_int
-from nanovllm.utils.stored_otherwise import IMAGE_PREFIXES
+from nanovllm.utils.nested_names import IMAGE_PREFIXES
 
 
 class MistralForCausalLM(LlamaForCausalLM):

@@ -1,6 +1,7 @@
 """OLMo 3: norms after attention and MLP, norms over whole rows of q and k, and windows in three of four layers."""
 
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -62,6 +63,8 @@ class Olmo3DecoderLayer(nn.Module):
 
 
 class Olmo3ForCausalLM(WindowsForCausalLM):
+    defaults: ClassVar = {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096}
+
     @classmethod
     def make_layer(cls, config: ModelConfig, layer_index: int, rotary_emb: RotaryEmbedding) -> nn.Module:
         return Olmo3DecoderLayer(config, Olmo3Attention(config, rotary_emb), cls.make_mlp(config, layer_index))

@@ -5,10 +5,11 @@ from typing import ClassVar
 
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.utils.checks import check_int
-from nanovllm.utils.stored_otherwise import WHOLE
+from nanovllm.utils.merged_tensors import WHOLE
 
 
 class Phi3ForCausalLM(LlamaForCausalLM):
+    defaults: ClassVar = {"rms_norm_eps": 1e-5}
     packed_modules_mapping: ClassVar = {
         "qkv_proj": ("qkv_proj", WHOLE),
         "gate_up_proj": ("gate_up_proj", WHOLE),

@@ -1,6 +1,7 @@
 """SmolLM3: a Llama in which every fourth layer has no rotary embedding (NoPE)."""
 
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -18,6 +19,8 @@ class NoRope(nn.Module):
 
 
 class SmolLM3ForCausalLM(LlamaForCausalLM):
+    defaults: ClassVar = {"tie_word_embeddings": True, "rope_theta": 2e6}
+
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         for layer, has_rope in zip(self.model.layers, config.details, strict=True):
@@ -31,4 +34,7 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
         has_rope = raw.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(num_layers)]
         if len(has_rope) < num_layers:
             raise ValueError(f"{file}: no_rope_layers: lists {len(has_rope)} layers, not {num_layers}")
-        return LlamaForCausalLM.read_config(raw, file) | {"details": tuple(map(bool, has_rope[:num_layers]))}
+        # unlike in Llama, `pretraining_tp` changes nothing
+        return LlamaForCausalLM.read_config(raw | {"pretraining_tp": 1}, file) | {
+            "details": tuple(map(bool, has_rope[:num_layers]))
+        }

@@ -43,8 +43,9 @@ def read_windows(raw: dict, file: Path, interval: int, local_theta: float | None
     ]
     size = check_int(f"{file}: sliding_window", raw.get("sliding_window"), low=1)
     head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
-    by_type = (raw.get("rope_parameters") or {}).get("sliding_attention")
-    local = {"rope_theta": local_theta or raw.get("rope_theta", 10000.0)} | (by_type or {})
-    inv_freq, scale, _ = read_rope({**raw, "rope_parameters": local, "rope_scaling": None}, head_dim, file)
+    rope = raw.get("rope_parameters") or {}
+    theta = local_theta or rope.get("rope_theta") or raw.get("rope_theta", 10000.0)
+    local = {"rope_theta": theta} | (rope.get("sliding_attention") or {})
+    inv_freq, scale, *_ = read_rope({**raw, "rope_parameters": local, "rope_scaling": None}, head_dim, file)
     sizes = tuple(size if kind == "sliding_attention" else None for kind in kinds)
     return {"details": Windows(sizes, (inv_freq, scale)), "attention_fraction": sizes.count(None) / num_layers}

@@ -18,6 +18,7 @@ from nanovllm.quantization.scaled import QuantScheme
 from nanovllm.quantization.scaled_experts import FP8Experts, ScaledExperts
 from nanovllm.quantization.scaled_linear import Quantized, ScaledLinear
 from nanovllm.utils.loader import parameter
+from nanovllm.utils.nested_names import nested_names
 from nanovllm.utils.replace import replace_methods
 
 ALL = "Linear"  # a pattern for every linear layer
@@ -47,11 +48,18 @@ class QuantConfig:
         """The dtype of the quantized values, which all groups share."""
         return self.groups[0][1].dtype
 
+    def own_name(self, name: str) -> str:
+        """Return the model's name of a tensor. Some checkpoints name a whole weight's scale as if it had blocks."""
+        has_one_scale = self.groups[0][1].scale_name == "weight_scale"
+        return name.removesuffix("_inv") if has_one_scale and name.endswith(".weight_scale_inv") else name
+
     def scheme_of(self, module: str) -> QuantScheme | None:
         """Return the scheme of the module with this name in the checkpoint, or None if it is not quantized."""
-        if any(_matches(pattern, module) for pattern in self.ignore):
+        names = nested_names(module)
+        if any(_matches(pattern, name) for pattern in self.ignore for name in names):
             return None
-        return next((s for targets, s in self.groups if any(_matches(p, module) for p in targets)), None)
+        found = (s for targets, s in self.groups if any(_matches(p, name) for p in targets for name in names))
+        return next(found, None)
 
     def prepare(self, model: nn.Module, device: torch.device) -> None:
         """Give each linear layer of `model` its format, and allocate its weights on `device`."""

@@ -23,6 +23,7 @@ from nanovllm.utils.loader import (
     open_safetensors,
     weight_loaders,
 )
+from nanovllm.utils.nested_names import text_name
 from nanovllm.utils.tied_head import head_name
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ class ModelWeights:
         """
         parts = str(name).split(".language_model.", 1)
         other_name = ".".join(parts) if len(parts) > 1 else str(name).replace("model.", "model.language_model.", 1)
-        return other_name if other_name in self.loaders else name
+        return next((own for own in (other_name, text_name(str(name))) if own in self.loaders), name)
 
     def check(self, name: str, tensor: torch.Tensor) -> None:
         """Raise the errors of `load_weights`, except shape errors that the loader finds before it writes."""

@@ -14,10 +14,11 @@ from nanovllm.utils.checks import read_json
 from nanovllm.utils.construction import get_construction
 from nanovllm.utils.download import broken_file, download
 from nanovllm.utils.dummy_weights import load_dummy
+from nanovllm.utils.merged_tensors import WHOLE, load_whole
+from nanovllm.utils.nested_names import text_name
 from nanovllm.utils.progress import with_bar
 from nanovllm.utils.refusals import bad_tensors, no_config, other_tensors
 from nanovllm.utils.sharded_checkpoint import find_in_files
-from nanovllm.utils.stored_otherwise import WHOLE, load_whole, text_name
 
 BUNDLED = Path(__file__).parent.parent / "assets"
 TOKENIZER_FILES = ("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",)  # one group is enough
@@ -160,14 +161,15 @@ def load_model(
         load_dummy(model, weight_loaders(model))
         return
     files = find_tensors(folder, FLOAT_DTYPES + (quantization.dtypes if quantization else ()))
-    stored_names: dict[str, str] = {}  # the model's name of a tensor -> the checkpoint's name
-    if getattr(model, "may_be_nested", False):
-        stored_names = {text_name(name): name for name in files}
-        files = {name: files[stored] for name, stored in stored_names.items()}
+    own_names = {name: text_name(name) if getattr(model, "may_be_nested", False) else name for name in files}
+    if quantization:
+        own_names = {stored: quantization.own_name(name) for stored, name in own_names.items()}
+    stored_names = {name: stored for stored, name in own_names.items()}
+    files = {name: files[stored] for name, stored in stored_names.items()}
     if model.config.tie_word_embeddings and HEAD in files:
         from nanovllm.utils.tied_head import untie_other_head
 
-        untie_other_head(model, files)
+        untie_other_head(model, files, stored_names)
     loaders = weight_loaders(model)
     if model.config.moe:
         split_experts(loaders, model, files)
@@ -183,7 +185,7 @@ def load_model(
             for name in (name for name, holder in files.items() if holder == file):
                 load, shard_id = loaders[name]
                 try:
-                    filled = load(tensors.get_slice(stored_names.get(name, name)), *shard_id)
+                    filled = load(tensors.get_slice(stored_names[name]), *shard_id)
                 except ValueError as error:
                     raise ValueError(f"{folder}: {name}: {error}") from error
                 if filled is not None:

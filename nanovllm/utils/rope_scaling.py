@@ -20,6 +20,7 @@ class RopeFrequencies(NamedTuple):
     inv_freq: torch.Tensor  # [rotated numbers of a head / 2]
     scale: float  # of cos and sin
     max_len: int  # the longest sequence
+    long: tuple[torch.Tensor, int] | None = None  # the frequencies of an engine for longer sequences than this
 
 
 def inverse_frequencies(theta: float, size: int) -> torch.Tensor:
@@ -31,8 +32,8 @@ def scaled_rope(kind: str, theta: float, rope: dict, raw: Mapping, head_dim: int
     """Return the frequencies for a rope type. Raises ValueError, TypeError or KeyError for bad or missing parameters.
 
     `raw` is the content of config.json. `rope` contains the other entries of its `rope_parameters` or `rope_scaling`.
-    The result's `max_len` is as in vLLM. It is the training length if all frequencies would change beyond it ("dynamic"
-    and "longrope").
+    The result's `max_len` is as in vLLM. For "dynamic", it is the training length, because all frequencies would change
+    beyond it. For "longrope", the engine's `max_model_len` decides between short and long factors, as in vLLM.
     """
     trained_len, name = raw["max_position_embeddings"], "original_max_position_embeddings"
     if raw.get(name) is not None:
@@ -52,9 +53,9 @@ def scaled_rope(kind: str, theta: float, rope: dict, raw: Mapping, head_dim: int
         max_len = rope["original_max_position_embeddings"] * rope["factor"]
         return RopeFrequencies(_yarn_frequencies(periods, theta, rope), _yarn_scale(rope), int(max_len))
     if kind == "longrope":
-        factors = _short_factors(rope, len(periods), file)
+        short, long = (1.0 / (_factors(name, rope, len(periods), file) * periods) for name in ("short", "long"))
         return RopeFrequencies(
-            1.0 / (factors * periods), _longrope_scale(rope), int(rope["original_max_position_embeddings"])
+            short, _longrope_scale(rope), trained_len, (long, int(rope["original_max_position_embeddings"]))
         )
     return RopeFrequencies(
         _llama3_frequencies(1.0 / periods, rope) if kind == "llama3" else 1.0 / periods, 1.0, trained_len
@@ -96,12 +97,12 @@ def _yarn_scale(rope: dict) -> float:
     return float(rope.get("attention_factor", default))
 
 
-def _short_factors(rope: dict, num_pairs: int, file: Path) -> torch.Tensor:
-    """Return the divisors of LongRoPE's frequencies for contexts up to the training length."""
-    factors = rope["short_factor"]
+def _factors(name: str, rope: dict, num_pairs: int, file: Path) -> torch.Tensor:
+    """Return the divisors of LongRoPE's frequencies: the "short" ones up to the original length, or the "long" ones."""
+    factors = rope[f"{name}_factor"]
     if not isinstance(factors, list) or len(factors) != num_pairs:
-        raise ValueError(f"{file}: short_factor={factors!r:.80}: must be a list of {num_pairs} numbers")
-    factors = [check_real(f"{file}: short_factor: a factor", factor, low=1e-6, high=1e30) for factor in factors]
+        raise ValueError(f"{file}: {name}_factor={factors!r:.80}: must be a list of {num_pairs} numbers")
+    factors = [check_real(f"{file}: {name}_factor: a factor", factor, low=1e-6, high=1e30) for factor in factors]
     return torch.tensor(factors, dtype=torch.float32, device="cpu")
 
 

@@ -15,14 +15,14 @@ logger = logging.getLogger("nanovllm")
 NUM_ROWS = 4096  # compared at a time
 
 
-def untie_other_head(model: nn.Module, files: dict[str, Path]) -> None:
+def untie_other_head(model: nn.Module, files: dict[str, Path], stored_names: dict[str, str]) -> None:
     """Add a separate output head to `model` if the checkpoint's head differs from its embedding.
 
-    `files` contains the file of each tensor. As in transformers 5, the stored head overrides config.json. (Transformers
-    4 ignores the stored head.)
+    `files` contains the file of each tensor, and `stored_names` its name there. As in transformers 5, the stored head
+    overrides config.json. (Transformers 4 ignores the stored head.)
     """
     tied, embedding = model.lm_head.weight, head_name(model)
-    if embedding not in files or _are_equal(files, HEAD, embedding, tied.dtype):
+    if embedding not in files or _are_equal(files, stored_names, (HEAD, embedding), tied.dtype):
         return
     if model.lm_head.tp.rank == 0:
         problem = "differs from %s, so it is used, although config.json has tie_word_embeddings=true"
@@ -37,10 +37,13 @@ def head_name(model: nn.Module) -> str:
     return next(name for name, weight in model.named_parameters() if weight is model.lm_head.weight)
 
 
-def _are_equal(files: dict[str, Path], name: str, other: str, dtype: torch.dtype) -> bool:
+def _are_equal(
+    files: dict[str, Path], stored_names: dict[str, str], names: tuple[str, str], dtype: torch.dtype
+) -> bool:
     """Return whether two tensors have equal shapes and bits. Tensors with different dtypes are compared in `dtype`."""
+    name, other = names
     with open_safetensors(files[name]) as file, open_safetensors(files[other]) as other_file:
-        slices = file.get_slice(name), other_file.get_slice(other)
+        slices = file.get_slice(stored_names[name]), other_file.get_slice(stored_names[other])
         shape, other_shape = (x.get_shape() for x in slices)
         has_same_dtype = slices[0].get_dtype() == slices[1].get_dtype()
         if shape != other_shape or len(shape) != 2:

@@ -1,0 +1,25 @@
+"""Tensor names of checkpoints that contain a text model next to a model for images."""
+
+# prefix in such a checkpoint -> prefix in a checkpoint of the text model
+TEXT_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+IMAGE_PARTS = "vision_tower.", "multi_modal_projector."
+IMAGE_PREFIXES = (*IMAGE_PARTS, *(f"model.{part}" for part in IMAGE_PARTS))
+
+
+def text_name(name: str) -> str:
+    """Return the name that a tensor has in a checkpoint of the text model."""
+    for prefix, own in TEXT_PREFIXES.items():
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return name
+
+
+def nested_names(module: str) -> list[str]:
+    """Return the names that a module of the text model may have in a checkpoint, its own name first."""
+    return [module] + [
+        prefix + module.removeprefix(own) for prefix, own in TEXT_PREFIXES.items() if module.startswith(own)
+    ]
