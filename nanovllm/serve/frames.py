@@ -6,8 +6,8 @@ A frame is a JSON-serializable dict of differences from the previous frame. Empt
 - `time`: seconds since the recording began.
 - `ms`: milliseconds that the step took. A frame without `ms` belongs to no step. It shows the requests that were added
   or aborted since the last step.
-- `decodes`: names of the rows that decode one token; left out if unchanged.
-- `chunks`: [name, start, end] of the rows that compute the tokens `start:end` of a prompt.
+- `decodes`: names of the sequences that decode one token; left out if unchanged.
+- `chunks`: [name, start, end] of the sequences that compute the tokens `start:end` of a prompt.
 - `sampled`: names of the sequences that got a token, except for the sequences in `decodes`.
 - `seqs`: [name, prompt tokens, maximum tokens, current tokens, computed tokens] of sequences that were not shown
   before. The numbers describe the state after this step.
