@@ -15,8 +15,8 @@ A frame is a JSON-serializable dict of differences from the previous frame. Empt
 - `released`: [name, reason] of sequences that no longer hold blocks, or that are no longer shown. The reason is
   "preempted", "hidden" (many other sequences are ahead of it in the queue), or the finish reason.
 - `waiting`: [number of sequences, name of the first one, ...], in order; left out if unchanged.
-- `tables`: [name, n, block id, ...] of each block table that has changed. The table keeps its first n entries, and
-  these ids follow them.
+- `tables`: [name, n, block id, ...] of each block table that has changed. The table keeps its first n entries. The
+  listed ids follow.
 - `cached`: ids of blocks that no sequence holds any more, but that the prefix cache can still find.
 - `free`: ids of blocks that the prefix cache can no longer find. A block in no table is free, unless it is cached.
 - `counts`: totals of prompt tokens, cached tokens, output tokens and preemptions; left out if unchanged.
