@@ -164,7 +164,7 @@ class Config:
             self.resolve(speculative_config=read_speculative_config(self))
 
     def resolve(self, **settings) -> None:
-        """Replace settings by resolved values. Later, the ModelRunner adds measured values, and the LLMEngine adds `eos`."""
+        """Replace settings by resolved values. The ModelRunner adds measured values, and the LLMEngine adds `eos`."""
         for name, value in settings.items():
             object.__setattr__(self, name, value)
 
