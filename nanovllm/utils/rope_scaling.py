@@ -19,7 +19,7 @@ class RopeFrequencies(NamedTuple):
 
     inv_freq: torch.Tensor  # [rotated numbers of a head / 2]
     scale: float  # of cos and sin
-    max_len: int  # the longest sequence
+    max_len: int  # maximum sequence length
 
 
 def inverse_frequencies(theta: float, size: int) -> torch.Tensor:
@@ -31,8 +31,8 @@ def scaled_rope(kind: str, theta: float, rope: dict, raw: Mapping, head_dim: int
     """Return the frequencies for a rope type. Raises ValueError, TypeError or KeyError for bad or missing parameters.
 
     `raw` is the content of config.json. `rope` contains the other entries of its `rope_parameters` or `rope_scaling`.
-    The result's `max_len` is as in vLLM. It is the training length if all frequencies would change beyond it ("dynamic"
-    and "longrope").
+    The result's `max_len` is as in vLLM. For "dynamic" and "longrope", whose frequencies all
+    change beyond the training length, it is that length.
     """
     trained_len, name = raw["max_position_embeddings"], "original_max_position_embeddings"
     if raw.get(name) is not None:

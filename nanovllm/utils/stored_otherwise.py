@@ -9,7 +9,7 @@ WHOLE = "whole"  # the shard id of such a tensor in `packed_modules_mapping`
 
 
 def load_whole(load: Callable, layer: Any, weight) -> torch.Tensor | None:
-    """Load a tensor that contains the rows of all parts, one part after another: a weight, a bias, or scales of blocks.
+    """Load a tensor that contains the rows of all parts, one part after another: a weight, a bias, or block scales.
 
     load: the parameter's `weight_loader`, which takes a part and its shard id.
     Returns the least and greatest number of each part, or None if `load` returns None.
@@ -27,7 +27,7 @@ def load_whole(load: Callable, layer: Any, weight) -> torch.Tensor | None:
     return torch.stack(bounds) if bounds else None
 
 
-# the text model's tensor names: prefix in a checkpoint with images -> prefix in a checkpoint with only text
+# the text model's tensor names: prefix in a multimodal checkpoint -> prefix in a checkpoint with only text
 TEXT_PREFIXES = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
