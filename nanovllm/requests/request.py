@@ -108,6 +108,6 @@ class CompletionRequest(Request):
 
     @staticmethod
     def num_hidden(seq: Sequence) -> int:
-        """Return how many tokens at the end are not part of the text: 1 if an end-of-sequence or stop id ended `seq`."""
+        """Return how many tokens at the end are not in the text: 1 if an end-of-sequence or stop id ended `seq`."""
         ended_by_id = seq.finish_reason == "stop" and not isinstance(seq.stop_reason, str)
         return int(ended_by_id and not seq.params.include_stop_str_in_output)

@@ -1,4 +1,4 @@
-"""The interface of drafting methods. Each method has its own file."""
+"""The interface of drafting methods. Each method is in a separate file."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
