@@ -23,21 +23,22 @@ LOGPROBS_MODES = ("raw_logprobs", "temperature_logprobs", "processed_logprobs")
 class Config:
     """The settings of an engine. On construction, most `None` and `"auto"` values are replaced by resolved values.
 
-    Importing this module does not import PyTorch, which `nanovllm --help` does not need. Constructing a Config does.
+    Constructing a Config imports PyTorch. Importing this module does not, because `nanovllm --help` needs no PyTorch.
 
     model: a folder in the Hugging Face layout, a hub id, or `"tiny-qwen3"`, the model in this package.
     max_num_batched_tokens: maximum number of tokens in a step. Longer prompts are computed in chunks over several
         steps.
     max_mixed_step_ms: target duration in milliseconds of a mixed step, which computes prompt chunks while other
         sequences decode; by default 50 on CUDA and 250 on a CPU.
-    max_num_mixed_tokens: maximum number of tokens in a mixed step; by default as many as fit into `max_mixed_step_ms`,
-        which is measured on CUDA and estimated on a CPU. While few prompt tokens wait, a mixed step uses only half of
-        the maximum.
-    scheduling_policy: "fcfs" (first come, first served) or "priority" (the lowest `priority` value of a request comes
-        first). In Python, it can also be an object with a method `priority_key`: see `SchedulingPolicy` in
+    max_num_mixed_tokens: maximum number of tokens in a mixed step; by default the number that takes
+        `max_mixed_step_ms`. This number is measured on CUDA and estimated on a CPU. While few prompt tokens wait, a
+        mixed step uses only half of the maximum.
+    scheduling_policy: "fcfs" (first come, first served) or "priority" (the request with the lowest `priority` value
+        comes first). In Python, it can also be an object with a method `priority_key`: see `SchedulingPolicy` in
         `engine/scheduling_policy.py`.
-    max_num_seqs: maximum number of sequences that run at the same time. If the model has layers that keep a state, this
-        maximum is lowered until the states take at most half of the cache's memory, unless `num_kvcache_blocks` is set.
+    max_num_seqs: maximum number of sequences that run at the same time. If the model has layers with a state, the
+        maximum is lowered until these states take at most half of the cache's memory, unless `num_kvcache_blocks` is
+        set.
     max_model_len: maximum number of tokens in a prompt and its answer together; by default 4096, or the model's own
         limit if that is smaller.
     gpu_memory_utilization: the fraction of the GPU's memory that weights and cache may use together. It has no effect
@@ -51,7 +52,7 @@ class Config:
         `batch_invariant` on CUDA a multiple of 64.
     num_kvcache_blocks: the number of cache blocks; by default as many as fit into memory, or into 1 GiB on a CPU. An
         explicit number also limits `max_model_len`.
-    kv_cache_dtype: "auto" is the same as `dtype`. "fp8" stores e4m3 values with a scale for each key and value; it
+    kv_cache_dtype: "auto" stores values in `dtype`. "fp8" stores e4m3 values with a scale for each key and value; it
         needs the backend "triton" or "sdpa".
     dtype: "auto" is the checkpoint's dtype. On a CPU without instructions for that dtype, "auto" is float32 if float32
         weights take at most half of the memory. Other values: "float32" ("float"), "float16" ("half"), "bfloat16". In
@@ -60,21 +61,21 @@ class Config:
     attention_backend: "triton", "sdpa" or "flash". "auto" is "triton" on CUDA if Triton is installed, else "sdpa".
     enable_prefix_caching: reuse the cache blocks of earlier requests that begin with the same tokens.
     async_scheduling: prepare a step while the previous step runs; by default on CUDA only.
-    seed: makes requests repeatable that have no seed of their own; by default every run differs.
+    seed: makes requests without their own seed repeatable; by default, each run differs.
     tokenizer: the folder or hub id of the tokenizer; by default the model's tokenizer.
     revision: the branch, tag or commit of a model on the hub; by default the hub's default.
     quantization: "fp8" or "int8" quantizes the weights of linear layers while they are loaded; by default the weights
         stay in the checkpoint's format. See docs/8-bit.md.
     load_format: "auto" and "safetensors" read the weights. "dummy" makes random weights, and needs no weight files.
-    logprobs_mode: which distribution the `logprobs` of a request describe. "raw_logprobs": the distribution of the
+    logprobs_mode: the distribution that the `logprobs` of a request describe. "raw_logprobs": the distribution of the
         model's own logits. "temperature_logprobs": the logits are first divided by the request's temperature (by 1 if
         it is 0), as trainers do. "processed_logprobs": the distribution that is sampled from, after penalties,
         temperature and filters.
     enable_sleep_mode: allow `sleep`, which frees memory until `wake_up`; see docs/training.md.
     batch_invariant: make the tokens and log-probabilities of a request bitwise identical in any batch; see
         docs/batch-invariance.md.
-    max_logprobs: upper limit for `logprobs` and `prompt_logprobs` of a request, also over HTTP. -1 is the size of the
-        vocabulary.
+    max_logprobs: upper limit for `logprobs` and `prompt_logprobs` of a request, also over HTTP. -1 means the vocabulary
+        size.
     speculative_config: how tokens are drafted, as JSON with the keys of docs/speculation.md; by default no tokens are
         drafted. In Python, it can also be a dict.
 
@@ -163,7 +164,7 @@ class Config:
             self.resolve(speculative_config=read_speculative_config(self))
 
     def resolve(self, **settings) -> None:
-        """Replace settings by resolved values. Later, the ModelRunner sets measured values, and the LLMEngine `eos`."""
+        """Replace settings by resolved values. The ModelRunner adds measured values, and the LLMEngine adds `eos`."""
         for name, value in settings.items():
             object.__setattr__(self, name, value)
 
@@ -223,7 +224,7 @@ Init = Callable[Concatenate[Any, P], None]
 
 
 def takes_settings_of(settings: Callable[P, object]) -> Callable[[Callable[..., None]], Init[P]]:
-    """Give `__init__(self, model, **settings)` the signature of a class, for editors, type checkers and `help`."""
+    """Give `__init__(self, model, **settings)` the signature of `settings`, for editors, type checkers and `help`."""
 
     def decorate(init: Callable[..., None]) -> Init[P]:
         init.__signature__ = inspect.signature(settings.__init__)  # type: ignore[attr-defined, misc]

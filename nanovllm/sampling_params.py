@@ -18,42 +18,43 @@ class SamplingParams:
 
     Values are validated on construction. Only the first three parameters can be positional arguments.
 
-    temperature: divides the logits. With 0, or anything below 1e-5, the most likely token is chosen.
-    max_tokens: maximum number of tokens to generate. The setting `max_model_len` limits the answer too. In Python, with
-        None it is the only limit.
+    temperature: the divisor of the logits. At 0 (or below 1e-5), the most likely token is always chosen.
+    max_tokens: maximum number of tokens to generate. The setting `max_model_len` limits the answer too. In Python, None
+        leaves it as the only limit.
     ignore_eos: do not stop at the model's end-of-sequence ids.
     top_k: sample only from the k most likely tokens. Of equally likely tokens, the lower id comes first. 0 or -1: all
         tokens.
     top_p: sample only from the smallest set of most likely tokens whose total probability is at least this value.
     min_p: sample only from tokens whose probability is at least this fraction of the most likely token's probability.
-    seed: the seed of the sampling noise. The noise does not depend on the batch; docs/sampling.md explains what may
-        still differ. By default, or with -1, the seed is derived from the engine's seed, or random if the engine has no
-        seed.
+    seed: the seed of the sampling noise. The noise does not depend on the batch; docs/sampling.md explains how results
+        may still depend on it. By default, or with -1, the seed is derived from the engine's seed, or random if the
+        engine has no seed.
     n: the number of answers. The prompt is computed only once.
     min_tokens: until the answer has this many tokens, only `max_tokens` can end it.
     stop: strings that end the answer. The text is cut in front of the string.
-    stop_token_ids: at most 128 ids that end the answer like end-of-sequence ids. The text is cut as with `stop`.
+    stop_token_ids: at most 128 ids that end the answer like end-of-sequence ids. The text is cut in front of that
+        token.
     bad_words: strings that must not be generated. Each string is tokenized both with and without a leading space.
     allowed_token_ids: the only ids that may be generated.
     include_stop_str_in_output: keep the stop string or stop token at the end of the text.
     skip_special_tokens: omit special tokens from the text.
     detokenize: decode the answer to text. Otherwise, outputs have no text, and `stop` is refused.
-    presence_penalty: subtracted from the logits of tokens that the answer already contains; -2 to 2.
-    frequency_penalty: subtracted from the logit of a token once per occurrence in the answer so far; -2 to 2.
-    repetition_penalty: applies to tokens in the prompt or the answer: it divides positive logits and multiplies
-        negative logits; 0.01 to 100.
+    presence_penalty: a number from -2 to 2, subtracted from the logits of tokens that the answer already contains.
+    frequency_penalty: a number from -2 to 2, subtracted from a token's logit once per occurrence in the answer so far.
+    repetition_penalty: a number from 0.01 to 100. For tokens in the prompt or the answer, it divides positive logits
+        and multiplies negative logits.
     logit_bias: a dict that maps up to 300 token ids to numbers from -100 to 100, which are added to the logits of these
         tokens.
-    structured_outputs: the required form of the answer, as a dict with one key: "json" (a JSON schema, as a dict or
-        text), "json_object" (True), "regex", "choice" (a list of strings) or "grammar". See docs/structured-outputs.md.
+    structured_outputs: the required form of the answer: a dict with one key, "json" (a JSON schema, as a dict or text),
+        "json_object" (True), "regex", "choice" (a list of strings) or "grammar". See docs/structured-outputs.md.
     reasoning_parser: the format in which the model marks its reasoning: "qwen3", "deepseek_r1", "mistral" or another
         name in docs/reasoning.md. `structured_outputs` and `stop` then apply only to the answer after the reasoning.
     thinking_token_budget: maximum number of reasoning tokens, after which the engine forces the end marker. None or -1:
         no limit. It needs `reasoning_parser`.
-    logprobs: return the log-probabilities of each generated token and of this many most likely tokens; -1 means all.
-        The setting `logprobs_mode` selects the distribution.
-    prompt_logprobs: return the same for each prompt token, always from the model's own logits. The request then does
-        not read the prefix cache.
+    logprobs: return log-probabilities for each generated token, and for this many of the most likely tokens at its
+        position; -1 means all. The setting `logprobs_mode` selects the distribution.
+    prompt_logprobs: like `logprobs`, but for each prompt token, and always from the model's own logits. The request
+        then does not read the prefix cache.
 
     Raises ValueError, or TypeError for a value of the wrong type. The error states the value and the bound. Limits that
     depend on the model are checked when a request is made.

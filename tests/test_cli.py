@@ -203,7 +203,7 @@ def test_help_is_in_the_words_of_a_shell(command, capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert end.value.code == 0 and "(default: )" not in text
     assert not re.search(r"None|True|False|VALUE|torch\.|priority_key", text)
-    assert "of a request comes first) (default: fcfs)" in text and "also limits --max-model-len" in text
+    assert "value comes first) (default: fcfs)" in text and "also limits --max-model-len" in text
     assert "--dtype DTYPE" in text and "do not use CUDA graphs (default: off)" in text
     assert ("(default: as long as the context)" in text) == (command == "chat")
 

@@ -16,12 +16,12 @@ class AttentionBackend:
     package, install = "torch", "pip install torch"  # the package that must be installed, and how to install it
     block_multiple = SPAN_SIZE  # a divisor of `kvcache_block_size`
     kv_cache_dtypes: tuple[str, ...] = ("auto",)  # supported values of `kv_cache_dtype`
-    uses_cuda_graphs = True  # whether graphs can contain decodes: then the host reads no data
-    captures_chunks = False  # whether graphs can contain chunks: then only the device reads lengths
+    uses_cuda_graphs = True  # whether graphs can contain decodes; if so, the host reads no data
+    captures_chunks = False  # whether graphs can contain chunks; if so, only the device reads lengths
 
     @staticmethod
     def devices() -> tuple[str, ...] | None:
-        """Return the device types on which it runs. None means all that run PyTorch."""
+        """Return the device types that it supports. None means all that run PyTorch."""
         return None
 
     def set_head_shape(self, group: int, head_dim: int, dtype: torch.dtype) -> None:
@@ -32,7 +32,7 @@ class AttentionBackend:
         return {}
 
     def array_shapes(self, num_tokens: int, num_chunks: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Return the names and largest shapes of these arrays in a CUDA graph, which pads them with -1."""
+        """Return the names and largest shapes of `prepare_chunks` arrays in a CUDA graph, where -1 is padding."""
         return ()
 
     def attend(self, q, cache: KVCache, context: Context) -> torch.Tensor:

@@ -45,7 +45,7 @@ def _attend_one_token(q, k, v, mask, scale) -> torch.Tensor:
     q [n, kv_heads, group, head_dim], k and v [n, L, kv_heads, head_dim] -> as q.
     """
     # Query heads that share keys are the rows of one matmul, except two bfloat16 heads on a CPU with AMX. Computing
-    # these one by one takes 0.4 to 0.7 of the time (without AMX, 1.6 to 8 times as long).
+    # these one by one takes 0.4 to 0.7 times as long (without AMX, 1.6 to 8 times as long).
     singly = q.shape[2] == 2 and q.is_cpu and q.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
     queries = q.flatten(1, 2).unsqueeze(2) if singly else q
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # [n, kv_heads, L, head_dim]
@@ -76,7 +76,7 @@ def _plan(context: Context, window: int | None, block_size: int, dtype: torch.dt
         num_single, starts = context.num_decode_rows, context.cu_seqlens_q.tolist()
 
     # A group consists of adjacent sequences of similar length; the scheduler sorts them, the longest first. Padding
-    # adds at most a seventh and 18 tokens to each. Larger groups would gather more padding, and smaller groups would
+    # adds at most a seventh plus 18 tokens to each. Larger groups would gather more padding, and smaller groups would
     # need more calls.
     begin = 0
     for end in range(1, num_single + 1):

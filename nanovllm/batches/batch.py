@@ -37,8 +37,8 @@ class BatchShape(NamedTuple):
     max_blocks_per_seq: int  # the width of the block tables
     max_seqlen_q: int = 1
     backend_shapes: ArrayShapes = ()  # of `backend_arrays`
-    is_padded: bool = False  # a step with chunks whose numbers here are upper bounds; the device has the real numbers
-    tokens_per_row: int = 1  # see ScheduledStep; the number of decode rows per sequence, each a token longer
+    is_padded: bool = False  # for a CUDA graph with chunks: these are upper bounds; the device has exact numbers
+    tokens_per_row: int = 1  # see ScheduledStep; decode rows per sequence, each with one more token of context
 
     num_sampled_seqs: int = 0  # without padding
     num_new_requests: int = 0  # sampled for the first time since admission
@@ -126,12 +126,12 @@ FeatureArrays = Mapping[str, Mapping[str, Any]]  # by feature and name: arrays, 
 HostBatch = Batch[np.ndarray]
 DeviceBatch = Batch[torch.Tensor]
 VIEWS = [f for f in fields(Batch) if "dims" in f.metadata]
-BATCH, BACKEND = "the batch itself", "the attention backend"  # owners of arrays, next to features
+BATCH, BACKEND = "the batch itself", "the attention backend"  # owners of arrays, besides features
 
 
 @lru_cache(maxsize=1024)
 def _layout(shape: BatchShape) -> tuple[list[tuple[str, list[tuple[str, int, int, Dims]]]], int]:
-    """Return (name, begin, end, shape) of each owner's views, and the buffer's size. All are in words."""
+    """Return (name, begin, end, shape) of each owner's views, and the buffer's size, in words."""
     views_used = [view for view in VIEWS if shape.has_chunks or not view.metadata["chunks_only"]]
     batch_shapes = [(view.name, view.metadata["dims"](shape)) for view in views_used]
     layout, begin = [], 0

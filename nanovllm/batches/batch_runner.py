@@ -23,8 +23,8 @@ class BatchRunner(ModelRunner):
     device, in RequestTables. The next step reads its input there, so it can be queued before the host knows these
     tokens.
 
-    This class computes each step at once, as on a CPU. On CUDA, the subclass in cuda/runner.py queues steps and replays
-    graphs.
+    This class computes each step immediately, as on a CPU. On CUDA, the subclass in cuda/runner.py queues steps and
+    replays graphs.
     """
 
     def make_tables(self) -> None:
@@ -74,7 +74,7 @@ class BatchRunner(ModelRunner):
 
     @torch.inference_mode()
     def compute(self, batch: HostBatch) -> tuple[torch.Tensor, ForwardOutput]:
-        """Run a batch. Return its results in host memory, which are valid at the end of the step, and its output."""
+        """Run a batch. Return its results in host memory (valid at the end of the step), and its output."""
         with self.few_threads(batch.shape.num_tokens):
             output = self.forward(batch.to(self.device))
             return output.results.cpu(), output

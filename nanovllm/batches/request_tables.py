@@ -1,6 +1,6 @@
 """The device's tables of running requests, which each step reads and updates. The host learns the result later.
 
-With drafts, a step adds a token to a sequence for each accepted draft, and one more. When the next step is queued, only
+With drafts, a step adds the accepted drafts and one more token to a sequence. When the next step is queued, only
 the device knows the sequence's length. So the device computes the positions and slots of the next step.
 """
 
@@ -80,5 +80,5 @@ def accept(
 
 
 def arrays(*tensors: torch.Tensor) -> list[Any]:
-    """Replace CPU tensors by NumPy views, which are much faster there. The operators are the same as PyTorch's."""
+    """Replace CPU tensors with NumPy views, which have the same operators, but are much faster on a CPU."""
     return [x.numpy() if x.is_cpu else x for x in tensors]

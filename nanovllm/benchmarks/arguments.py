@@ -1,4 +1,4 @@
-"""Measure throughput and latency of nano-vllm, and of other engines with the same requests.
+"""Measure throughput and latency of nano-vllm and of other engines on the same requests.
 
     nanovllm bench --model MODEL                      the workloads headline, single and prefill
     nanovllm bench --model MODEL --compare vllm       these workloads on nano-vllm and vLLM (or transformers, or both)
@@ -22,8 +22,8 @@ Workloads. All requests have random token ids and temperature 0.6, and ignore th
                 the maximum
     single      one request. Its input is an eighth of --max-input-len, its output half of --max-output-len
     prefill     an eighth of --num-seqs requests, with --prefill-len input tokens and one output token each
-    online      for each --request-rate, 20 seconds of requests (on a CPU 6), or --num-seqs requests. The gaps between
-                arrivals are distributed exponentially. The lengths are log-normal (sigma 0.9 for inputs, 0.7 for
+    online      for each --request-rate, --num-seqs requests, or else 20 seconds of requests (6 on a CPU). The gaps
+                between arrivals are exponential. The lengths are log-normal (sigma 0.9 for inputs, 0.7 for
                 outputs), and cut to --max-model-len. On a CPU, a short run first measures the highest rate, and the
                 default rates are 30, 60 and 90% of it
     latency     first, a single prompt of 16 to 32,000 tokens with one output token, --num-seqs times for each length.
@@ -34,10 +34,10 @@ Workloads. All requests have random token ids and temperature 0.6, and ignore th
                 its previous answer is complete. Each value of --clients is a row: 64x256/128 means 64 clients that
                 stream answers of 128 tokens to prompts of 256 tokens. 256x200/256-chat sends conversations, and
                 512x128/128-whole does not stream. --num-seqs is the number of requests per row
-    host        no model runs: a fake device returns random tokens at once. First, the microseconds that schedule,
-                prepare and process take in a decode step of 1 to 1,024 sequences. Then the CPU time of the process for
-                a step of 512 sequences, until the caller of `generate` or `stream` has the text. The time of a Python
-                loop shows how fast the machine is
+    host        no model runs: a fake device returns random tokens at once. One table shows the time of schedule,
+                prepare and process in a decode step of 1 to 1,024 sequences. Another shows the CPU time of a step of
+                512 sequences, until the caller of `generate` or `stream` has the text. The time of a Python loop shows
+                how fast the machine is
 
 Runs. Each workload first runs once as a warm-up with different token ids. (Online warms up with a quarter of its
 requests, and all decode runs of latency have the same ids.) Then headline, single, prefill and batches run --rounds
@@ -48,7 +48,7 @@ and --speculative-config. It gets --max-num-seqs and --max-num-batched-tokens on
 versions, and the environment variables VLLM_*. --plot FILE.svg draws online, latency or batches.
 
 Random weights. With --shape, the model of --speculative-config may also be a shape, and the method "eagle3" needs no
-model. Drafts from random weights are never right. To make both engines accept drafts at given rates, set for example
+model. Drafts from random weights are never accepted. To make both engines accept drafts at given rates, set for example
 --speculative-config '{"method": "eagle3", "num_speculative_tokens": 2, "rejection_sample_method": "synthetic",
 "synthetic_acceptance_rates": [0.8, 0.64]}'.
 

@@ -37,7 +37,7 @@ class Client:
     def receive(self) -> bool:
         """Read the data that has arrived, and return whether the answer is complete.
 
-        `times` are the times at which data with new tokens arrived, in seconds since the request was sent.
+        `times` records when data with new tokens arrived, in seconds since the request was sent.
         """
         data = self.socket.recv(65536)
         if b"[{" in data:  # a list of choices; in the event with the usage, this list is empty

@@ -115,7 +115,7 @@ def compare_engines(args: argparse.Namespace, settings: dict[str, Any], config: 
         }
         save_results(args.save, notes, setup, rates)
     if any(result.keys() < (workloads | swept).keys() for result in results.values()):
-        raise KeyboardInterrupt  # has ended one of them; scripts must not take the rest for all
+        raise KeyboardInterrupt  # it ended a run early; scripts must know that results are missing
 
 
 def requested(args: argparse.Namespace, config: Config) -> tuple[Workloads, Workloads, list[Panel]]:

@@ -78,7 +78,7 @@ def stays_plain(module: Any) -> bool:
 
 @contextmanager
 def without(names: tuple[str, ...]) -> Iterator[None]:
-    """Disable the fused forms of classes whose names end with one of `names`, for the `with` block."""
+    """During a `with` block, disable the fused forms of classes whose names end with one of `names`."""
     from nanovllm.fused import FORMS
 
     kept = dict(FORMS)
@@ -94,7 +94,7 @@ def without(names: tuple[str, ...]) -> Iterator[None]:
 def step_times(
     model: str, settings: dict[str, Any], left_out: tuple[str, ...] = ("no such class",)
 ) -> dict[str, float]:
-    """Return the microseconds of each kind of step without the forms in `left_out`, as the minimum of three runs."""
+    """Time each kind of step without the forms in `left_out`. Returns the minimum of three runs, in microseconds."""
     from nanovllm import LLM, SamplingParams
 
     with without(left_out), LLM(model, device="cuda", enable_prefix_caching=False, **settings) as llm:

@@ -50,7 +50,7 @@ def host_requests(num_seqs: int, max_input_len: int, output_len: int, vocab_size
 
 
 def host_step(llm: LLM, requests: list[Request]) -> list[float]:
-    """Return the median microseconds that schedule, prepare, process, and all three take in the decode steps."""
+    """Return the median times of schedule, prepare, process, and their sum over the decode steps, in microseconds."""
     scheduler, runner, config = llm.scheduler, llm.model_runner, llm.config
     device = FakeDevice(len(requests), config.model_config.vocab_size)
     for i, r in enumerate(requests):
@@ -73,7 +73,7 @@ def host_step(llm: LLM, requests: list[Request]) -> list[float]:
 
 
 def host_calls(llm: LLM, requests: list[Request], rounds: int = 3) -> dict[str, float]:
-    """Return the CPU microseconds per step of `generate` and of `stream`, as the minimum of `rounds` runs."""
+    """Return the CPU time per step of `generate` and of `stream`, in microseconds (minimum of `rounds` runs)."""
     prompts, params = inputs(requests)
     with_stop = [replace(p, stop=["a string that never comes"]) for p in params]
     calls = {

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from nanovllm.benchmarks.requests import Request
 from nanovllm.config import Config
 
-SECONDS = 2.0  # of load before a rate is measured, because a GPU's clocks fall within a second if it draws much power
+SECONDS = 2.0  # of load before a rate is measured, because a power-hungry load lowers a GPU's clocks within a second
 Steps = list[tuple[float, float]]  # seconds of reading and seconds of multiplying, for each step
 
 
@@ -36,7 +36,7 @@ def measured_rates(device: str) -> Rates:
     import torch
 
     def seconds(function) -> float:
-        """Return the seconds of one call, while the GPU is under load."""
+        """Return the duration of one call in seconds, with the GPU under load."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         loaded = perf_counter() + SECONDS
         while perf_counter() < loaded:
@@ -123,7 +123,7 @@ class StepCosts:
     def _weight_bytes(self, num_tokens: float) -> float:
         """Return the bytes of weights that a step reads.
 
-        A mixture of experts reads the experts that `num_tokens` tokens choose on average, if all experts are equally
+        In a mixture of experts, a step reads the experts that `num_tokens` tokens choose on average, if all are equally
         likely.
         """
         num_weights: float = self.weights

@@ -84,7 +84,7 @@ def shortened(requests: list[Request]) -> list[Request]:
 
 
 def row(times: Counter[str], num_steps: int, least: Steps) -> list[str]:
-    """Return the cells after the number of steps. `least` has the least seconds of reading and multiplying per step."""
+    """Return the cells after the number of steps. `least` has each step's least seconds of reading and multiplying."""
     reads, multiplies = map(sum, zip(*least))
     cells = [*(times[kind] for kind in COLUMNS), sum(times.values()), sum(map(max, least)) * 1e6]
     return [*(number(us / num_steps, 0) for us in cells), "reading" if reads > multiplies else "multiplying"]
@@ -108,7 +108,7 @@ def split(events: list[Event]) -> tuple[list[Event], list[Event]]:
 
 
 def times_by_kind(events: list[Event]) -> Counter[str]:
-    """Return the microseconds of each kind of kernel. They overlap, so each counts from the end of the previous one.
+    """Return the microseconds of each kind of kernel. Kernels overlap, so each counts from the end of the previous one.
 
     The last GEMM before a sampler kernel is the output head. While no kernel runs, the GPU is idle.
     """

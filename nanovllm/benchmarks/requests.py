@@ -1,4 +1,4 @@
-"""Makes random requests, with prompts of random token ids, output lengths, and arrival times."""
+"""Makes random requests: prompts of random token ids, output lengths, and arrival times."""
 
 import random
 from dataclasses import dataclass, replace

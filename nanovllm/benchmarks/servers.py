@@ -47,9 +47,9 @@ def as_flags(settings: dict[str, Any]) -> list[str]:
 def running_server(module: str, arguments: Sequence[str]) -> Iterator[Server]:
     """Run the server `python -m module` on a free port during a `with` block, which starts when the server is ready.
 
-    The server always ends with the block. It runs in a new session, so Ctrl-C does not reach it, and its child
-    processes end with it. If the block fails, the last lines of the server's log are printed. Raises RuntimeError if
-    the server does not start.
+    The server always stops when the block ends, and so do its child processes. It runs in a new session, so Ctrl-C does
+    not reach it. If the block fails, the last lines of the server's log are printed. Raises RuntimeError if the
+    server does not start.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -114,7 +114,7 @@ Threads = dict[tuple[int, int], tuple[str, float]]  # by the ids of process and 
 
 
 def cpu_times(server: Server, since: Threads | None = None) -> Threads:
-    """Return the CPU time that each thread of the server has used since the reading `since`. Empty except on Linux."""
+    """Return the CPU time of each server thread since the reading `since`. Returns {} except on Linux."""
     threads: Threads = {}
     for stat in Path("/proc").glob("[0-9]*/task/[0-9]*/stat"):
         with suppress(OSError):  # a thread that has ended

@@ -57,7 +57,7 @@ def rates_of_cpu(args: argparse.Namespace, settings: dict[str, Any], config: Con
 
 
 def latency_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, list[Panel]]:
-    """Make the workload `latency`, without lengths that do not fit.
+    """Make the workload `latency`, without lengths above the bounds.
 
     All decode runs with the same context length have the same token ids. After the first run, the prefix cache contains
     them, so all sequences start to decode together.

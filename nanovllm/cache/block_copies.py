@@ -10,7 +10,7 @@ import torch
 def copy_blocks(copies: np.ndarray, token_ids: torch.Tensor, caches: dict[Any, list[torch.Tensor]]) -> None:
     """Copy cache blocks with their token ids, and states.
 
-    copies [2, C] int32: sources and targets. Ids below the number of blocks are blocks; the other ids are states.
+    copies [2, C] int32: sources and targets. Ids below the number of blocks denote blocks, and larger ids states.
     token_ids [blocks, block_size] int32.
     caches: the tensors of each group of layers, by the group's spec.
     """

@@ -57,7 +57,7 @@ def gather_spans(cache: torch.Tensor, spans: torch.Tensor) -> torch.Tensor:
 
 
 class AttentionSpec(NamedTuple):
-    """The spec of an attention layer, which keeps a key and a value per token and head, in blocks.
+    """The spec of an attention layer, which stores a key and a value per token and head, in blocks.
 
     cache/state.py explains specs, and lists the other specs.
     """

@@ -7,14 +7,14 @@ a group, which the ModelRunner allocates together. A spec is an `AttentionSpec` 
 - `of_states`: True for one state per sequence, False for blocks of tokens
 - `tensors(num_layers, num_blocks, config)`: the tensors of the whole group, on the meta device. Dimension 1 is the
   layer, and dimension 2 the block or the state.
-- `make(parts, config)`: the `layer.cache`, made of the layer's part of each tensor
+- `make(parts, config)`: makes `layer.cache` from the layer's part of each tensor
 
 | what happens to a sequence | keys and values in blocks | a state (engine/state_blocks.py) |
 | --- | --- | --- |
 | prefix hit | it shares the blocks that are found | only up to a snapshot, which its first chunk reads |
 | fork | it shares full blocks, and copies the last one | it copies the state |
 | preemption | its blocks are freed; the full ones can be found again | its state is lost; a snapshot can be found |
-| drafts | wrong ones are overwritten | drafts never enter it; the next step computes right ones again |
+| drafts | wrong ones are overwritten | the next step adds the accepted ones |
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ NUM_FIXED = 2  # one row for padding and one of zeros, after the rows of sequenc
 class KeptDrafts(NamedTuple):
     """Stores a layer's inputs for a step's drafts. The next step adds the accepted drafts to the state.
 
-    No draft enters a state at once, because it might be rejected.
+    Drafts do not enter a state at once, because they might be rejected.
     """
 
     inputs: torch.Tensor  # [rows, k, draft_size]: the layer's input for each of the last step's k drafts

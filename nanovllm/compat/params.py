@@ -12,7 +12,7 @@ from nanovllm.features import beam_params
 from nanovllm.structured_outputs.spec import check_spec
 from nanovllm.utils.checks import check_bool
 
-# parameters that only vLLM's SamplingParams have, and the values (or types of values) that change nothing here
+# parameters that only vLLM's SamplingParams has, and the values (or types of values) that change nothing here
 ACCEPTED: dict[str, tuple] = {
     "best_of": (None,),
     "early_stopping": (False,),

@@ -65,7 +65,7 @@ def get_ip() -> str:
 
 
 def get_tokenizer(tokenizer_name: str, **options: Any) -> Any:
-    """Return the transformers tokenizer of a folder, a hub id or a bundled model. `options` go to `from_pretrained`."""
+    """Return the tokenizer of a folder, a hub id or a bundled model. `options` are passed to `from_pretrained`."""
     from transformers import AutoTokenizer
 
     unused: dict = dict.fromkeys(("download_dir", "revision"), (None,))

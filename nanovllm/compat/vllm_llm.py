@@ -167,7 +167,7 @@ class LLM(nanovllm.LLM):
         return [BeamSearchOutput([*self._beams(output)]) for output in outputs]
 
     def _params(self, params: Any) -> Any:
-        """Apply the settings of this LLM to parameters, or to each item of a list.
+        """Apply the settings of this LLM to one set of parameters, or to each in a list.
 
         The settings are `skip_tokenizer_init`, the reasoning format, and the restrictions of JSON schemas.
         """

@@ -1,1 +1,1 @@
-"""CUDA's additions to the plain engine: queued steps, CUDA graphs, and a start that compiles and captures."""
+"""CUDA's additions to the plain engine: queued steps, CUDA graphs, and kernel compilation at startup."""

@@ -1,6 +1,6 @@
 """GPU memory that can be freed and allocated again at the same addresses, with CUDA's virtual memory management.
 
-CUDA graphs that use this memory stay valid. While the memory is freed, nothing may use it.
+CUDA graphs that use this memory stay valid. Nothing may use the memory while it is freed.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanovllm.utils.cuda_driver import DeviceBytes, call_driver
 
 PINNED, ON_DEVICE, READ_AND_WRITE = 1, 1, 3  # CUmemAllocationType, CUmemLocationType, CUmemAccess_flags
-_ZERO = ctypes.c_uint64(0)  # flags; or as an address, any address
+_ZERO = ctypes.c_uint64(0)  # no flags; as an address: any address
 
 
 class _Location(ctypes.Structure):
@@ -38,7 +38,7 @@ class _AccessDesc(ctypes.Structure):
 class Arena(TorchDispatchMode):
     """A set of tensors whose physical memory is freed and allocated together. Each tensor has a separate address range.
 
-    Within a `with` block, `torch.empty` on the device allocates tensors here, except tensors that are smaller than the
+    Within a `with` block, `torch.empty` on the device allocates from the arena, unless the tensor is smaller than the
     granularity of physical memory (2 MiB). When a tensor is no longer used, its range is released.
     """
 
@@ -90,7 +90,7 @@ class Arena(TorchDispatchMode):
         _synchronize(self.device)  # queued kernels may still use them
         for found in ranges:
             found.unmap()
-        torch.cuda.empty_cache()  # also frees what PyTorch caches
+        torch.cuda.empty_cache()  # also frees PyTorch's cached blocks
         self.is_mapped = False
         return sum(found.size for found in ranges)
 
@@ -109,7 +109,7 @@ class Arena(TorchDispatchMode):
         self.is_mapped = True
 
     def fill(self) -> None:
-        """Restore the contents that `keep` has copied, and fill all other tensors with zeros."""
+        """Restore the contents that `keep` copied, and fill all other tensors with zeros."""
         for found in [*self._ranges.values()]:
             tensor = found.tensor(self.device)
             copy = self._copies.get(found.address)

@@ -10,7 +10,7 @@ from nanovllm.utils.double_buffer import DoubleBuffer
 
 
 class StepBuffers(NamedTuple):
-    """Pinned host memory of one step, for the int32 words of the batch and of the results."""
+    """Pinned host memory for the batch and the results of one step, as int32 words."""
 
     batch: torch.Tensor
     results: torch.Tensor  # large enough for any ForwardOutput.results
@@ -46,7 +46,7 @@ def host_memory(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate int32 memory for two steps: batches [2, size], and results [2, max_num_seqs * (tokens_per_row + 1)].
 
-    The results of a sequence are up to `tokens_per_row` token ids and the number of ids.
+    The results of a sequence are up to `tokens_per_row` token ids, and their number.
     """
     options = dict(dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     return torch.zeros(2, size, **options), torch.zeros(2, max_num_seqs * (tokens_per_row + 1), **options)

@@ -10,16 +10,16 @@ from nanovllm.config import Config
 from nanovllm.cuda.graphs import capture, capture_sizes, max_seqs_of
 from nanovllm.utils.context import Context
 
-# rows of catch-up steps; with more rows, graphs save no time, because the device takes longer than the launches
+# rows of catch-up steps; with more rows, graphs save no time: the device takes longer than the launches
 ROWS = 16, 64, 256, 1024, 2048
 
 
 class DraftGraphs:
-    """CUDA graphs that draft. Each graph first computes the rows that the drafter lacks, then all drafts of a step.
+    """CUDA graphs that draft. Each first computes rows that the drafter still lacks, then all drafts of a step.
 
-    There is one graph per captured number of sequences, up to the number that may draft. A graph reads its sequences
-    from a buffer, and writes its drafts to RequestTables, where the graph of the step reads them. For captured numbers
-    of rows, other graphs compute rows of prompts, so that the drafter catches up with the model.
+    There is one graph per size of `capture_sizes`, up to the largest batch that may draft. A graph reads its sequences
+    from a buffer, and writes its drafts to RequestTables, where the graph of the step reads them. Other graphs, one per
+    size of ROWS, compute rows of prompts, so that the drafter catches up with the model.
     """
 
     def __init__(self, config: Config, drafter: Any, pad_req_index: int, pool: Any):
@@ -71,7 +71,7 @@ class DraftGraphs:
 
 
 def padded_chunks(config: Config, drafter: Any, num_rows: int) -> tuple[Context, torch.Tensor, torch.Tensor]:
-    """Return arguments for `DraftModel.forward_chunks` with up to `num_rows` rows, filled with padding."""
+    """Return arguments for `DraftModel.forward_chunks`: buffers for `num_rows` rows that contain only padding."""
     num_seqs = min(num_rows, MAX_CHUNKS)
     ints = lambda *dims, value=0: torch.full(dims, value, dtype=torch.int32, device=drafter.num_computed.device)
     arrays = drafter.backend.array_shapes(num_rows, num_seqs)

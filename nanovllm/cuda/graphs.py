@@ -19,7 +19,7 @@ from nanovllm.utils.double_buffer import DoubleBuffer
 def capture_sizes(max_num_seqs: int, fills_tiles: bool) -> list[int]:
     """Return the batch sizes to capture, ascending and ending with max_num_seqs. Small sizes are closer together.
 
-    With `fills_tiles`, sizes above 64 must fill the tiles of our GEMM kernels, which are slow if tiles exceed the rows.
+    With `fills_tiles`, sizes above 64 must fill the tiles of our GEMM kernels, which are slow with partial tiles.
     """
     sizes = [1, 2, 4, 8, *range(16, 256, 16), *range(256, max_num_seqs, 32)]
     if fills_tiles:
@@ -28,7 +28,7 @@ def capture_sizes(max_num_seqs: int, fills_tiles: bool) -> list[int]:
 
 
 def capture(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Capture `work`. Return the graph, and the tensors that `work` returns and each replay overwrites."""
+    """Capture `work`. Return the graph and the result of `work`, whose tensors each replay overwrites."""
     graph = torch.cuda.CUDAGraph()
     # thread_local: other threads may use CUDA during the capture
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -43,13 +43,13 @@ def decode_shape(num_seqs: int, max_blocks_per_seq: int, tokens_per_row: int = 1
 
 
 def max_seqs_of(config: Config, tokens_per_row: int) -> int:
-    """Return the maximum number of sequences in a step with `tokens_per_row` tokens each."""
+    """Return the maximum number of sequences in a step with `tokens_per_row` tokens per sequence."""
     limit = config.speculative_config.disable_by_batch_size if tokens_per_row > 1 else config.max_num_seqs
     return min(config.max_num_seqs, limit)
 
 
 def decode_shapes(config: Config) -> list[BatchShape]:
-    """Return the shapes of decode steps to capture. If the engine drafts, some have rows of several tokens."""
+    """Return the shapes of decode steps to capture. If the engine drafts, some have several tokens per row."""
     return [
         decode_shape(size, config.max_blocks_per_seq, k)
         for k in sorted({1, config.tokens_per_row})
@@ -58,7 +58,7 @@ def decode_shapes(config: Config) -> list[BatchShape]:
 
 
 class DecodeGraphs:
-    """CUDA graphs of decode steps: one for each of `decode_shapes`, with model and sampler.
+    """CUDA graphs of decode steps. Each covers the model and the sampler, for one of `decode_shapes`.
 
     A graph copies its batch from pinned host memory, and its results back to host memory. So the host only launches the
     next graph between two steps. Host memory is double-buffered, so the host prepares a step while the previous step
@@ -75,7 +75,7 @@ class DecodeGraphs:
     ):
         """Capture the graphs.
 
-        buffer: device memory of a batch, int32 words
+        buffer: device memory for a batch, as int32 words
         forward: runs a decode batch in `buffer`, without waiting for the device
         pool: the memory pool of the graphs. All graphs of a rank can share it, because they run one after the other.
         few_layers: a context in which the model has only the layers that are needed to compile all kernels
@@ -85,7 +85,7 @@ class DecodeGraphs:
         self.shapes = decode_shapes(config)
         self.graphs: dict[tuple[int, ...], torch.cuda.CUDAGraph] = {}
         self.outputs: dict[tuple[int, ...], ForwardOutput] = {}  # tensors that each replay overwrites
-        # batches of zeros are padding
+        # a batch of zeros is all padding
         batches, results = host_memory(len(buffer), config.max_num_seqs, config.tokens_per_row, buffer.device)
         self.host_buffers = DoubleBuffer(*map(StepBuffers, batches, results))
         self._device_buffer_index = torch.zeros(1, dtype=torch.int32, device=buffer.device)
@@ -109,7 +109,7 @@ class DecodeGraphs:
         return shape.graph_shape in self.graphs
 
     def shape_for(self, step: BatchShape) -> BatchShape | None:
-        """Return the smallest captured shape into which a step fits, or None if there is none."""
+        """Return the smallest captured shape into which a step fits, or None."""
 
         def fits(shape: BatchShape) -> bool:
             return shape.tokens_per_row == step.tokens_per_row and shape.num_decode_rows >= step.num_decode_rows
@@ -119,7 +119,7 @@ class DecodeGraphs:
     def replay(self, shape: BatchShape) -> tuple[torch.Tensor, ForwardOutput]:
         """Run the batch in the current host buffer. Return its results in host memory, and its output on the device.
 
-        The results are valid after this replay has finished, until the replay after the next one begins.
+        The results are valid once this replay has finished, and until the second replay after it begins.
         """
         self.graphs[shape.graph_shape].replay()
         output = self.outputs[shape.graph_shape]
@@ -137,11 +137,11 @@ TOKEN_SIZES = (16, 32, 64, *range(128, 2048, 128), *range(2048, 4096, 512), *ran
 
 
 def graph_shapes(config: Config, backend: AttentionBackend) -> list[BatchShape]:
-    """Return the shapes of steps with prefill chunks to capture. A step should use the first shape into which it fits.
+    """Return the shapes to capture for steps with prefill chunks. A step should use the first shape into which it fits.
 
-    Without graphs, the host would need more time to launch the kernels of such short steps than the device to run them.
-    Until `max_num_mixed_tokens` is known, return all shapes that might be captured. If the engine drafts, there are
-    also shapes with rows of several tokens.
+    These steps are short: without graphs, launching their kernels would take longer than running them. Until
+    `max_num_mixed_tokens` is known, return all shapes that might be captured. If the engine drafts, there are also
+    shapes with several tokens per row.
     """
     largest = min(config.max_num_mixed_tokens or TOKEN_SIZES[-1], config.max_num_batched_tokens, TOKEN_SIZES[-1])
     sizes = [*(size for size in TOKEN_SIZES if size < largest), largest]
@@ -168,11 +168,11 @@ def graph_shapes(config: Config, backend: AttentionBackend) -> list[BatchShape]:
 
 
 class MixedGraphs:
-    """CUDA graphs of steps with prefill chunks: model graphs per `graph_shape`, sampler graphs per number of rows.
+    """CUDA graphs of steps with prefill chunks: a model graph per `graph_shape`, a sampler graph per number of rows.
 
-    With separate graphs, a chunk does not compute the logits of all its tokens. Before the model graph runs, the
-    sampling parameters of new requests and the arrays of features are written. No graph can contain these writes,
-    because their sizes differ from step to step. The batch must already be in the device's buffer.
+    Separate graphs avoid computing logits for all tokens of a chunk. Before the model graph runs, `replay` writes the
+    sampling parameters of new requests and the arrays of features. No graph can contain these writes, because their
+    sizes differ from step to step. The batch must already be in the device's buffer.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class MixedGraphs:
         return rows._replace(req_indices=self.input.req_indices[:num_seqs])
 
     def shape_for(self, step: BatchShape) -> BatchShape | None:
-        """Return the smallest captured shape into which a step fits, or None if there is none."""
+        """Return the smallest captured shape into which a step fits, or None."""
         num_chunks = step.num_seqs - step.num_decode_rows
         for shape in self.shapes:
             if (
@@ -245,8 +245,7 @@ class MixedGraphs:
                 and (step.num_decode_rows <= shape.num_decode_rows and step.num_tokens <= shape.num_tokens)
                 and num_chunks <= shape.num_seqs - shape.num_decode_rows
                 and step.num_sampled_tokens <= shape.num_sampled_tokens
-                # a kernel none of whose programs has work would never wait, which breaks the contract of dependent
-                # launch
+                # a kernel without any work would never wait, which breaks the contract of dependent launch
                 and (step.num_decode_rows or not shape.num_decode_rows)
             ):
                 return shape

@@ -102,7 +102,7 @@ class CUDAModelRunner(BatchRunner):
         return super().prepare(step)
 
     def host_buffer(self, shape: BatchShape) -> np.ndarray:
-        """Return pinned memory for a batch. Two buffers alternate, so the previous user must have finished."""
+        """Return pinned memory for a batch. Two buffers alternate, so the step before last must have finished."""
         buffers = self.graphs.host_buffers if self._has_decode_graph(shape) else self.buffers.host
         return buffers.current.batch.numpy()
 

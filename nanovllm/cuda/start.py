@@ -1,4 +1,4 @@
-"""The start of a rank on CUDA: compiling kernels, measuring memory and time, and capturing graphs.
+"""Startup of a rank on CUDA: compiling kernels, measuring memory and time, and capturing graphs.
 
 The CUDAModelRunner `runner` calls these functions after its model is loaded.
 """
@@ -34,7 +34,7 @@ def has_graphs(runner: "CUDAModelRunner") -> bool:
 
 
 def warm_up_rest(runner: "CUDAModelRunner") -> None:
-    """After graphs are captured, compile the remaining kernels, measure drafts, and reset the tables to zeros."""
+    """After graphs are captured, compile the remaining kernels, time drafts, and reset the tables to zeros."""
     if runner.mixed_graphs is None:
         warm_up_kernels(runner)
     for length in warm_up_lengths(runner.config):
@@ -61,15 +61,15 @@ def threads_in_turn() -> Iterator[None]:
 
 
 def hash_compiler() -> None:
-    """Let Triton hash its own files (400 MB), which it needs for the keys of its cache."""
-    with suppress(ImportError):  # without Triton; or an old version, which does this for the first kernel
+    """Let Triton hash its own files (400 MB). Its cache keys depend on the hash."""
+    with suppress(ImportError):  # no Triton, or an old version, which hashes for the first kernel
         from triton.runtime.cache import triton_key
 
         triton_key()
 
 
 def memory_left(runner: "CUDAModelRunner", memory_before: int) -> int:
-    """Return the bytes left for the cache: our fraction of device memory minus the memory of the largest step."""
+    """Return the cache's size limit in bytes: our fraction of device memory minus the peak of the largest step."""
     config = runner.config
     peak = peak_of_largest_step(runner)
     free, total = torch.cuda.mem_get_info(runner.device)
@@ -130,7 +130,7 @@ def milliseconds_per_token(runner: "CUDAModelRunner") -> float:
     num_fitting = config.num_kvcache_blocks // -(-length // config.kvcache_block_size)
     num_seqs = min(2, num_fitting, config.max_num_seqs)
     seconds = []
-    for _ in range(4):  # the first run warms up, and later runs may have waited for the GIL
+    for _ in range(4):  # the first run warms up; other runs may be slow because of the GIL
         step = dummy_prefill(num_seqs, length, config.kvcache_block_size, config.tokens_per_row)
         begin = perf_counter()
         runner.run(step).wait()
@@ -140,11 +140,11 @@ def milliseconds_per_token(runner: "CUDAModelRunner") -> float:
 
 @torch.inference_mode()
 def compile_kernels(runner: "CUDAModelRunner") -> None:
-    """Compile the kernels of the steps in graphs and of the longest step in parallel. No kernel runs.
+    """Compile in parallel the kernels of the captured steps and of the longest step. No kernel runs.
 
-    Otherwise, kernels would be compiled one after the other, each at its first launch. Different kernels are used when
-    the number of tokens, or the number of tokens beyond 128, passes a power of two. Kernels that these steps do not use
-    are compiled at their first launch.
+    Otherwise, kernels would be compiled one after the other, each at its first launch. The choice of kernels changes
+    where the number of tokens, or this number minus 128, passes a power of two. Kernels that these steps do not use are
+    compiled at their first launch.
     """
     from nanovllm.kernels.launch.dependent_launch import compile_only
 
@@ -164,7 +164,7 @@ def compile_kernels(runner: "CUDAModelRunner") -> None:
     def run_steps() -> None:
         for shape in shapes:
             _, x = runner.run_batch(Batch.from_buffer(shape, buffer))
-            # with chunks, sample only one row: the decode shapes already have all numbers of sampled rows
+            # with chunks, sample only one row: the decode shapes already cover all numbers of sampled rows
             first = SamplerInput(*(rows[: shape.tokens_per_row] for rows in x))._replace(req_indices=x.req_indices[:1])
             runner.sample_and_accept(first if shape.has_chunks else x)
             if drafter is not None and shape.tokens_per_row > 1 and not shape.has_chunks:
@@ -195,18 +195,18 @@ def measure_drafts(runner: "CUDAModelRunner") -> None:
     times: dict[int, list[float]] = {1: [], k: []}
     for n, (width, found) in product(sizes, times.items()):
         prompts = dummy_prefill(n, length, config.kvcache_block_size)
-        for i, seq in enumerate(prompts.sampled_seqs):  # the first run catches up and loads kernels
+        for i, seq in enumerate(prompts.sampled_seqs):
             seq.feature_state["spec_decode"] = Drafts([*range(i, i + k - 1)])  # different tokens for different experts
         step = ScheduledStep()
         step.decode([ScheduledSequence(seq, length, length + width) for seq in prompts.sampled_seqs])
         seconds = []
-        for _ in range(3):
+        for _ in range(3):  # in the first run, the drafter catches up and kernels are loaded
             runner.run(prompts).wait()
             begin, pending = perf_counter(), []
             for _ in range(num_steps):
                 pending.append(runner.run(step))
                 if len(pending) > 1:
-                    pending.pop(0).wait()  # one step runs while the next one is launched
+                    pending.pop(0).wait()  # one step runs while the next is launched
             pending[0].wait()
             seconds.append(perf_counter() - begin)
         found.append(min(seconds) / num_steps)
@@ -236,7 +236,7 @@ def few_layers(runner: "CUDAModelRunner") -> Callable[[], AbstractContextManager
 
 
 def first_layers_of_each_kind(layers: nn.ModuleList) -> nn.ModuleList:
-    """Return the shortest prefix of `layers` that contains every pair of layer kinds that occur next to each other."""
+    """Return the shortest prefix of `layers` that contains every pair of adjacent layer kinds."""
     kinds = [tuple(map(type, layer.modules())) for layer in layers]
     pairs = list(zip([None, *kinds], kinds))
     return layers[: 1 + max(map(pairs.index, set(pairs)))]
@@ -250,7 +250,7 @@ def warm_up_kernels(runner: "CUDAModelRunner") -> None:
 
 @torch.inference_mode()
 def catch_up_drafter(runner: "CUDAModelRunner", num_seqs: int, length: int) -> None:
-    """Let the drafter, if any, compute `length` rows for each of the first `num_seqs` request indices."""
+    """If there is a drafter, compute its first `length` rows for each of the first `num_seqs` request indices."""
     if (drafter := runner.features["spec_decode"].drafter) is not None:
         req_indices = torch.arange(num_seqs, device=runner.device)
         drafter.compute_chunks(req_indices, 0 * req_indices, 0 * req_indices + length)
@@ -266,7 +266,7 @@ def capture_graphs(runner: "CUDAModelRunner") -> None:
     """Capture graphs of decode steps, of the drafter, and of short steps with chunks."""
     config, pool, buffer = runner.config, torch.cuda.graph_pool_handle(), runner.buffers.device
     drafter = runner.features["spec_decode"].drafter
-    # with a drafter, all layers run, because heads read the hidden states of later layers
+    # with a drafter, all layers run, because draft heads read hidden states of later layers
     rest = pool, few_layers(runner) if drafter is None else nullcontext
     runner.graphs = DecodeGraphs(config, buffer, runner.forward, *rest)
     if drafter is not None:

@@ -24,12 +24,12 @@ from nanovllm.kernels import operation
 
 @operation
 def delta_net_drafts(qkvz, ba, layer: GatedDeltaNet, states: State, rows, context_lens, out, count=None) -> None:
-    """Compute `delta_net_step` for one token and k - 1 drafts of each of B sequences. Their states are in `rows` [B].
+    """Compute `delta_net_step` for a token and k - 1 drafts of each of B sequences, whose states are in `rows` [B].
 
     qkvz [B * k, channels + heads * value_dim]; ba [B * k, 2 heads]; out [B * k, heads * value_dim]
     context_lens [B * k]: the number of tokens up to and including each token. If it does not grow, the token is a copy
         of the previous token.
-    count [1] int32: if given, the number of rows that exist, out of B * k
+    count [1] int32: if given, how many of the B * k rows are not padding
     """
     assert states.kept_drafts is not None
     (inputs, num_tokens), k = states.kept_drafts, len(qkvz) // len(rows)

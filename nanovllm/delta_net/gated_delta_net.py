@@ -28,7 +28,7 @@ CHUNK = 64  # tokens that update a state together
 
 
 class DeltaHeads(NamedTuple):
-    """The heads of a layer or of one rank. num_values / num_keys adjacent value heads share a query and a key head."""
+    """The heads of a layer or a rank. Each query and key head serves num_values / num_keys adjacent value heads."""
 
     num_keys: int
     num_values: int
@@ -48,7 +48,7 @@ class DeltaHeads(NamedTuple):
 
 
 def delta_rule_step(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute one token by the definition in float32. Return the output [..., value_dim] and the new state.
+    """Process one token in float32, by the definition. Return the output [..., value_dim] and the new state.
 
     q and k [..., key_dim], v [..., value_dim], log_decay and beta [...], state [..., value_dim, key_dim].
     """
@@ -78,7 +78,7 @@ def chunk_delta_rule(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, tor
     outputs = []
     for q, k, v, log_decay, beta in zip(*by_head):
         decay = log_decay.cumsum(1)  # log of the decay since the chunk began
-        between = (decay[:, :, None] - decay[:, None]).tril().exp().tril()  # [heads, C, C]: since an earlier token
+        between = (decay[:, :, None] - decay[:, None]).tril().exp().tril()  # [heads, C, C]: decay since each token
         from_start, to_end = decay.exp()[..., None], (decay[:, -1:] - decay).exp()[..., None]
         # each token's correction depends on the corrections before it: a triangular system
         overlap = beta[..., None] * (k @ k.mT) * between
@@ -118,7 +118,7 @@ class GatedDeltaNet(nn.Module):
 
     @property
     def captures_chunks(self) -> bool:
-        """Whether CUDA graphs can contain chunks: only with kernels. The definition reads lengths on the host."""
+        """Whether CUDA graphs can contain chunks. Only kernels allow it: the definition reads lengths on the host."""
         return "delta_net_chunks" in ops_for(self.A_log.device)
 
     def cache_spec(self) -> StateSpec:
@@ -139,7 +139,7 @@ class GatedDeltaNet(nn.Module):
         out = qkvz.new_empty(len(qkvz), self.heads.sizes[2])
         n, count, rows = context.num_decode_rows, context.num_decode_rows_on_device, context.state_rows
         kept, starts = self.cache.kept_drafts, context.cu_seqlens_q
-        if n and kept is None:  # rows of decodes come first
+        if n and kept is None:  # decode rows come first
             delta_net_step(qkvz[:n], ba[:n], self, self.cache, rows[1, :n], out[:n], count)
         elif n:
             from nanovllm.delta_net.delta_net_drafts import delta_net_drafts  # few engines draft tokens
@@ -166,7 +166,7 @@ def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -
 
     qkvz [B, channels + heads * value_dim]; ba [B, 2 heads]; out [B, heads * value_dim]; layer: a GatedDeltaNet
     rows [B]: the states that are read and overwritten, all different except for padding
-    count [1] int32: if given, the number of sequences that exist, out of B
+    count [1] int32: if given, how many of the B sequences are not padding
     """
     n = len(rows) if count is None else int(count)
     (windows, matrices), rows = states.tensors, rows[:n].long()
@@ -184,8 +184,8 @@ def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, nu
     """Compute `delta_net_step` for chunks of B sequences. Sequence i has tokens `starts[i]` to `starts[i + 1]`.
 
     States are read from rows `state_rows[0]` [B], and written to rows `state_rows[1]`. With `count` [1] int32, the
-    first `count` entries of `starts` and `state_rows` belong to other sequences. Rows of `out` after the last token
-    become 0.
+    first `count` entries of `starts` and `state_rows` belong to decoding sequences, and are skipped. Rows of `out`
+    after the last token become 0.
     """
     windows, matrices = states.tensors
     qkv, z = qkvz.split((windows.shape[2], layer.heads.sizes[2]), 1)

@@ -35,7 +35,7 @@ class RowRanges(NamedTuple):
 class ScatteredColumnParallelLinear(LinearBase):
     """A column-parallel layer that concatenates several ranges of rows.
 
-    `weights` is (number of rows, this rank's ranges of rows) for each weight of the checkpoint.
+    `weights` lists (number of rows, row ranges of this rank) for each weight of the checkpoint.
     """
 
     def __init__(self, input_size: int, weights: Iterable[tuple[int, tuple[range, ...]]]):

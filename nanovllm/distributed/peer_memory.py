@@ -31,7 +31,7 @@ class PeerAllReduce(PartialSum):
 
     @property
     def tensor(self) -> None:
-        """None, because the other ranks' parts always remain to be added."""
+        """Always None, because the other ranks' parts are not added yet."""
         return None
 
     def reduce(self) -> torch.Tensor:
@@ -45,8 +45,8 @@ class PeerMemory:
     On each rank, one kernel writes the rank's part of a sum to a buffer. The next kernel waits for the other ranks and
     reads all parts. The buffers alternate with every sum of a forward, so a fast rank never overwrites data that
     another rank still reads. Before a rank writes to a buffer again, it passes the barrier of the other buffer. The
-    other ranks reach that barrier only after they have read the first buffer. Every forward ends with keys, which have
-    a separate buffer and barrier, so every forward begins with the first buffer for sums.
+    other ranks reach that barrier only after they have read the first buffer. Every forward ends with an exchange of
+    keys, through a separate buffer and barrier. So every forward begins with the first buffer for sums.
 
     The memory is shared through CUDA IPC handles, and does not need NVLink multicast.
     """

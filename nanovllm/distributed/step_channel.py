@@ -22,10 +22,10 @@ class StepChannel:
     """Rank 0's end of the channel.
 
     A buffer is a flat int32 array that contains a batch's pickled shape and the batch's contents. Each reader has two
-    semaphores: one counts the buffers that it has read (free), the other counts unread buffers (filled). So no buffer
-    is overwritten before all readers have read it, and readers sleep while there is nothing to read. Rank 0 can always
-    raise a semaphore, even if a reader was killed. The memory (an unnamed file) and the semaphores (eventfds) are file
-    descriptors that readers inherit, so no name can outlive the processes.
+    semaphores: one counts the buffers that the reader has read (free), the other counts unread buffers (filled). So no
+    buffer is overwritten before all readers have read it, and readers sleep while there is nothing to read. Rank 0 can
+    always raise a semaphore, even if a reader was killed. The memory (an unnamed file) and the semaphores (eventfds)
+    are file descriptors that readers inherit, so no name can outlive the processes.
     """
 
     def __init__(self, capacity: int, num_readers: int):
@@ -82,7 +82,7 @@ class StepReader:
 
     @contextmanager
     def receive(self) -> Iterator[tuple[Any, np.ndarray]]:
-        """Open a context in which (shape, words) of the next `send` are valid. Other words may follow these words."""
+        """Open a context with (shape, words) of the next `send`. `words` extends to the end of the buffer."""
         os.eventfd_read(self._filled)
         buffer = next(self._buffers)
         shape = pickle.loads(buffer.view(np.uint8)[4 : 4 + buffer[0]])

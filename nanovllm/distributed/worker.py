@@ -95,7 +95,7 @@ class Workers:
     def wait_until_started(self) -> None:
         self._wait_until(lambda: min(self._num_ready) >= 2)
         if self.tp.folder is None:
-            self._remove_folder()  # from now on no file is left
+            self._remove_folder()  # from here on, no file is left
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -139,7 +139,7 @@ class Workers:
         return cause
 
     def _supervise(self) -> None:
-        """Start, watch and end the ranks. This is the supervisor thread."""
+        """Start, watch and end the ranks, in the supervisor thread."""
         # the ranks inherit this mask: SIGINT is only for the caller, and `end_with_caller` handles SIGTERM
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         sockets: dict[int, socket.socket] = {}
@@ -187,7 +187,7 @@ class Workers:
                     with suppress(subprocess.TimeoutExpired):
                         self.processes[rank_of[fd] - 1].wait(1.0)
             ended = [(process.poll(), rank) for rank, process in enumerate(self.processes, 1)]
-            # a killed rank comes first, because the errors of other ranks may be its effects
+            # a killed rank comes first, because the errors of other ranks may follow from it
             errors = [_describe_end(rank, code) for code, rank in ended if code is not None and code < 0] + errors
             errors += [_describe_end(rank, code) for code, rank in ended if code is not None and code >= 0]
             if errors:

@@ -1,6 +1,6 @@
 """Holds sequences while they await a feature's work in other threads, such as a mask for structured outputs.
 
-These functions belong to the Scheduler. A held sequence is paused, as beams are, and may lose its blocks.
+These functions belong to the Scheduler. A held sequence is paused like a beam, and may lose its blocks.
 """
 
 from concurrent.futures import FIRST_COMPLETED, wait

@@ -85,7 +85,7 @@ class BlockManager:
             seq.block_table.append(self._allocate_block())
 
     def fork(self, seq: Sequence, other: Sequence) -> None:
-        """Share the full blocks of `seq` with `other`, whose computed tokens are the same, and add a block to `other`.
+        """Share the full blocks of `seq` with `other`, which has the same computed tokens, and add a block to `other`.
 
         If the last block of `seq` is not full, it is copied into the added block before the next step: see `copies`.
         """
@@ -133,16 +133,16 @@ class BlockManager:
                 self.duplicates.setdefault(block.hash, set()).add(block.block_id)
 
     def take_copies(self) -> dict[int, int]:
-        """Take the `copies` for the step that is about to be scheduled. Copies that it adds wait for the next step."""
+        """Return and clear `copies`, before a step is scheduled. Copies that this step adds wait for the next one."""
         copies, self.copies = self.copies, {}
         return copies
 
     def end_for_state(self, seq: Sequence, end: int) -> int:
-        """Return where a chunk that could reach `end` must end. With layers that keep a state, this may be earlier."""
+        """Return where a chunk that could reach `end` must end. Layers that keep a state may require an earlier end."""
         return end
 
     def state_row(self, seq: Sequence) -> int:
-        """Return the row of the initial state of the next chunk. Only layers that keep a state read it."""
+        """Return the row of the next chunk's initial state. Only layers that keep a state read it."""
         return seq.req_index
 
     def deallocate(self, seq: Sequence) -> None:
@@ -164,7 +164,7 @@ class BlockManager:
             block.hash = -1
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
-        """Return the ids of the cached blocks with which `seq` begins. At least one token remains to be computed."""
+        """Return the ids of the cached blocks that `seq` begins with. They leave at least one token to compute."""
         block_ids: list[int] = []
         if not self.enable_prefix_caching or seq.skips_prefix_hits:
             return block_ids

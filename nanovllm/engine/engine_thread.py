@@ -57,7 +57,7 @@ class EngineThread:
             request.collector = collector
         self._post(partial(self._output_processor.add, requests), collector)
         self.check_open()  # again: if the engine is not closing now, the thread will see the command
-        if reasons := [*self.engine.unavailable.values()]:  # again: whoever sets it from now on sees these requests
+        if reasons := [*self.engine.unavailable.values()]:  # again: a thread that adds a reason now sees these requests
             self.discard([request.request_id for request in requests])
             raise UnavailableError(reasons[0])
 
@@ -66,7 +66,7 @@ class EngineThread:
         self._post(partial(self._output_processor.abort, request_id))
 
     def discard(self, request_ids: Collection[int]) -> None:
-        """End requests before the next step, without an output."""
+        """End requests before the next step. They get no output."""
         self._post(partial(self._output_processor.discard, request_ids))
 
     def is_finished(self, collector: OutputCollector) -> bool:
@@ -87,7 +87,7 @@ class EngineThread:
     def call(self, work: Callable[[], T]) -> T:
         """Do `work` between two steps, and return its result. Its errors are treated like errors of a step.
 
-        A call from a hook, which runs in this thread, does it at once.
+        A hook runs in this thread, so its call does `work` at once.
         """
         if threading.current_thread() is self._thread:
             return work()
@@ -105,7 +105,7 @@ class EngineThread:
         self._post(self.engine.check_open, collector)  # a rank may be lost already
 
     def check_may_wait(self) -> None:
-        """Raise RuntimeError if called in this thread, or as `check_open` does."""
+        """Raise RuntimeError if called in this thread, or if `check_open` raises it."""
         if threading.current_thread() is self._thread:
             raise RuntimeError("this is the engine's own thread, in a hook or a finalizer: it can't wait for a step")
         self.check_open()

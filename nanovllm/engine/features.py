@@ -1,7 +1,7 @@
 """The interface of features, which only some requests use. Each feature is a class in a separate file.
 
 The table FEATURES lists all features. The first request that asks for a feature imports it. On CUDA, all are imported
-at startup, because graphs contain their edits of logits.
+at startup, because CUDA graphs contain their logit edits.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class StepFeature:
     """The hooks of a feature. In this base class, most of them do nothing.
 
     The class methods run on rank 0 and deal with sequences. Each rank also creates an instance, which deals with the
-    device and batches, but not with sequences.
+    device and batches only.
     """
 
     fields: tuple[str, ...] = ()  # numeric parameters of a registered feature; 0 means not asked for
@@ -37,9 +37,9 @@ class StepFeature:
         """Check a request in its caller's thread, and set up its sequences. Raise ValueError or TypeError to reject it.
 
         The feature stores its state for a sequence in `seq.feature_state[name]`, which is initially None. It may set:
-        `columns`, numbers for the device by column name (this method sets `fields`); `is_watched`, so that `after_step`
-        sees each token; `waits_for_token`, so that the next token is decoded only after `after_step` has seen this one;
-        and `skips_prefix_hits`.
+        `columns`, numbers for the device by column name (this base method fills in `fields`); `is_watched`, so that
+        `after_step` sees each token; `waits_for_token`, so that no token is decoded before `after_step` has seen the
+        previous one; and `skips_prefix_hits`.
         """
         for seq in request.group:
             seq.columns |= {name: float(getattr(seq.params, name, 0)) for name in cls.fields}
@@ -62,7 +62,7 @@ class StepFeature:
         """Allocate the feature's memory on the runner's device. On CUDA, this runs before graphs are captured."""
 
     def upload(self, arrays: Arrays) -> None:
-        """Receive the arrays of `prepare` on the device before the model runs. No graph contains this."""
+        """Receive the arrays of `prepare` on the device before the model runs. No CUDA graph contains this."""
 
     def edit_logits(self, logits: Any, rows: Any) -> None:
         """Edit logits [S, vocabulary] in place; `rows` are layers.sampler.SamplingRows.
@@ -71,7 +71,7 @@ class StepFeature:
         """
 
     def after_forward(self, arrays: Arrays, output: Any) -> Any:
-        """Compute more from a step's ForwardOutput and the `arrays` of `prepare`. No graph contains this.
+        """Compute further results from a ForwardOutput and `prepare`'s arrays. No CUDA graph contains this.
 
         Every rank calls this if `prepare` returned arrays. Return None, or an object whose `result(step)` is called on
         rank 0 when the device has finished.
@@ -79,7 +79,7 @@ class StepFeature:
 
     @classmethod
     def after_step(cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: Any) -> None:
-        """Look at the new tokens, the last ones of `seq.token_ids`, and add the sequences that end to `ends`.
+        """Inspect new tokens, which are last in `seq.token_ids`, and add the sequences that must end to `ends`.
 
         `arrived` contains the watched sequences that have not ended, by the index of their token in
         StepResult.token_ids. `result` is the return value of `result(step)` (see `after_forward`), or None.
@@ -90,7 +90,7 @@ class StepFeature:
 
     @classmethod
     def forget(cls, seq: Sequence) -> None:
-        """Free the feature's state of an ended sequence, because the sequence lives until it is garbage-collected."""
+        """Free the feature's state of an ended sequence, which itself lives until it is garbage-collected."""
 
 
 _class_of = cache(resolve_name)  # cached, because every step with features needs it

@@ -1,4 +1,4 @@
-"""The output of a step on the device, and its way to the host."""
+"""A step's output on the device, and its transfer to the host."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

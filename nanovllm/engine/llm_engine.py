@@ -118,8 +118,8 @@ class LLMEngine:
         """Yield the answers of `generate` piece by piece. Events of different prompts are interleaved.
 
         Text that might be part of a stop string is held back, and no character is split. `chat_template_kwargs` apply
-        to conversations. An invalid prompt raises in the call itself. The first `next` queues the requests, and leaving
-        the loop drops the unfinished ones. The engine runs at most 32 steps ahead of the reader, unless other callers
+        to conversations. Invalid prompts raise when `stream` is called. The first `next` queues the requests. Leaving
+        the loop drops unfinished requests. The engine runs at most 32 steps ahead of the reader, unless other callers
         need more steps.
         """
         self.engine_thread.check_open()

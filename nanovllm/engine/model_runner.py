@@ -93,7 +93,7 @@ class ModelRunner:
         self.capture_cudagraph()
 
     def warmup_model(self) -> int:
-        """Return the bytes for the cache. On CUDA, run the largest step to measure how much memory remains."""
+        """Return how many bytes the cache may use. On CUDA, run the largest step to measure what remains."""
         return self.cache_budget()
 
     def cache_budget(self) -> int:
@@ -113,7 +113,7 @@ class ModelRunner:
         return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
     def size_kv_cache(self, available: int) -> None:
-        """Set `num_kvcache_blocks` to fill `available` bytes. ValueError if the longest sequence does not fit."""
+        """Set `num_kvcache_blocks` to fill `available` bytes. Raises ValueError if the longest sequence can't fit."""
         config, state_bytes = self.config, self.cache_bytes(num_blocks=0)
         block_bytes = self.cache_bytes(num_blocks=1) - state_bytes
         num_blocks = self.min_of_ranks((available - state_bytes) // block_bytes)

@@ -71,7 +71,7 @@ class OutputProcessor:
             self._hand_over(request.collector)
 
     def discard(self, request_ids: Collection[int]) -> None:
-        """End requests without an output, because their caller no longer waits."""
+        """End requests, and deliver no output, because their caller no longer waits."""
         for request_id in request_ids:
             if (request := self.requests.get(request_id)) is not None:
                 self.scheduler.abort(request_id)
@@ -79,7 +79,7 @@ class OutputProcessor:
                 self._hand_over(request.collector)
 
     def reset(self) -> None:
-        """Drop all requests and sequences without outputs. The EngineThread notifies the collectors."""
+        """Drop all requests and sequences, and deliver no output. The EngineThread notifies the collectors."""
         self.requests.clear()
         self.scheduler.reset()
 

@@ -57,7 +57,7 @@ class CompletionOutput(Record):
     index: the index of this answer among the `n` answers to its request.
     token_ids: the generated tokens, including the end-of-sequence or stop id that ended the answer.
     cumulative_logprob: the sum of the log-probabilities of `token_ids`; None unless the request has `logprobs`.
-    logprobs: for each token, a dict from token id to Logprob, the token itself first, then the most likely ones. None
+    logprobs: for each token, a dict from token id to Logprob: the token itself, then the most likely tokens. None
         unless the request has `logprobs`.
     finish_reason: "stop", "length", "abort", or "error" if `structured_outputs` allows no next token.
     stop_reason: the stop string or id that ended the answer, or the message of an "error". None for "length", "abort"
@@ -77,7 +77,7 @@ class CompletionOutput(Record):
 class RequestMetrics(Record):
     """The times of a request's events in seconds since the epoch. None means it was aborted before that event.
 
-    With several answers, the first one to be scheduled or to get a token counts, and the last one to finish.
+    With several answers, first times are the earliest of all answers, and `finished_time` is the latest.
     """
 
     arrival_time: float
@@ -221,7 +221,7 @@ class OutputCollector:
         self._ended.add(request_id)
 
     def put(self, num_prefill_tokens: int = 0, num_decode_tokens: int = 0) -> None:
-        """Hand over the outputs of a step. Without outputs, only add up the token counts."""
+        """Hand over the outputs of a step. Without outputs, only accumulate the token counts."""
         new = self.new
         new.num_prefill_tokens += num_prefill_tokens
         new.num_decode_tokens += num_decode_tokens
@@ -247,7 +247,7 @@ class OutputCollector:
     # -- for the caller's thread ---------------------------------------------------------------------------------------
 
     def take(self) -> StepOutput:
-        """Wait for outputs, and return all since the last call. Outputs before an error are returned first."""
+        """Wait for outputs, and return all new ones. Outputs that precede an error are returned first."""
         taken = StepOutput()
         self.take_into(taken, wait=True)
         if self.error is not None and not taken.has_outputs:

@@ -17,7 +17,7 @@ class ScheduledSequence(NamedTuple):
 
     @classmethod
     def of(cls, seq: Sequence) -> "ScheduledSequence":
-        """Return the last scheduled row of a sequence, or all uncached tokens if it was never scheduled."""
+        """Return a sequence's last scheduled row. If it was never scheduled, the row is all uncached tokens."""
         if seq.num_scheduled_tokens:
             return cls(seq, seq.num_computed_tokens - seq.num_scheduled_tokens, seq.num_computed_tokens)
         return cls(seq, seq.num_cached_tokens, len(seq.token_ids))
@@ -114,7 +114,7 @@ class StepResult(NamedTuple):
 
     token_ids: `tokens_per_row` ids for each of the step's `sampled_seqs`.
     feature_results: the results of features, by feature name.
-    counts: how many of these ids each sequence gets. None means one.
+    counts: how many of its `token_ids` each sequence gets. None means one.
     """
 
     token_ids: list[int]

@@ -21,14 +21,14 @@ MAX_COUNTED_PROMPTS = 64  # at most this many waiting prompts are counted to siz
 
 
 class Scheduler:
-    """Implements continuous batching with mixed steps: sequences decode a token each, next to chunks of prompts.
+    """Implements continuous batching. A mixed step decodes a token per sequence, and computes chunks of prompts.
 
     Prompts are computed in `Sequence.order`, within the step's TokenBudget. A full engine admits new sequences in
     groups (see AdmissionPause). `schedule` may be called once more before the tokens of the last step have arrived. It
-    then leaves out sequences that wait for their tokens. A sequence with drafts decodes them too, in the same row.
+    then leaves out sequences that wait for their tokens. If a sequence has drafts, its row contains them, too.
 
     The answers to one prompt (`Sequence.group`) are queued together. The first one is admitted when all of them fit, or
-    nothing else runs. Answers that fit share the computed prompt. The other answers find it in the prefix cache later.
+    when nothing else runs. Answers that fit share the computed prompt. Other answers later find it in the prefix cache.
     """
 
     def __init__(self, config: "Config", block_manager: BlockManager | None = None):
@@ -76,7 +76,7 @@ class Scheduler:
     def schedule(self, prompts_first: bool = False) -> ScheduledStep | None:
         """Return the next step, or None if nothing can be computed before tokens in flight arrive.
 
-        prompts_first: decode only when no prompts can be computed, because that takes less time in total.
+        prompts_first: decode only when no prompts can be computed. This order takes less time in total.
         Raises RuntimeError if the number of cache blocks is not known yet.
         """
         if not self.block_manager.num_blocks:
@@ -124,8 +124,8 @@ class Scheduler:
     def _ready(self) -> list[ScheduledSequence]:
         """Return a row for each running sequence that can decode: its next token and its drafts.
 
-        The longest contexts come first, so that shorter ones fill the gaps at the end of attention. Sequences of equal
-        length stay in the order in which they began to decode.
+        The longest contexts come first, so that short ones balance the load at the end of attention. Sequences of
+        equal length stay in the order in which they began to decode.
         """
         ready = [
             seq for seq in self.running.values() if seq.num_tokens < seq.token_limit and not seq.pauses_after_token
@@ -142,7 +142,7 @@ class Scheduler:
         return [i for i, (seq, _, end) in enumerate(rows) if needs_block(seq, end)]
 
     def schedule_chunks(self, step: ScheduledStep, is_mixed: bool = False) -> None:
-        """Schedule chunks of prompts in order. Prompts are in progress or newly admitted."""
+        """Schedule, in order, chunks of prompts that are in progress or newly admitted."""
         budget = self.budget
         if is_mixed:
             seqs = (*self.prefilling.values(), *islice(self.waiting, MAX_COUNTED_PROMPTS))
@@ -159,7 +159,7 @@ class Scheduler:
             elif self._admit(first):
                 seq = first
             else:
-                can_admit = False  # nor any sequence after it
+                can_admit = False  # nor can later sequences be admitted
                 continue
             others_wait = bool(started) or (can_admit and len(self.waiting) > 0)
             end = budget.chunk_end(seq.num_computed_tokens, seq.num_tokens, others_wait)
@@ -231,7 +231,7 @@ class Scheduler:
         return self.run_features(step, result, arrived, ends)
 
     def append_tokens(self, seqs: list[Sequence], token_ids: list[int]) -> tuple[dict[int, Sequence], Ends]:
-        """Append each token to its sequence, unless the sequence has ended or pauses instead.
+        """Append each token to its sequence, unless the sequence has ended or `pauses_after_token`.
 
         Returns the watched sequences by index, and the sequences that end because of their last token or length.
         """

@@ -83,7 +83,7 @@ class AdmissionPause:
         self._num_steps = 0  # since the pause began
 
     def may_admit(self, num_running: int) -> bool:
-        """Return whether a sequence may be admitted. While paused, count the calls; the scheduler makes one a step."""
+        """Return whether a sequence may be admitted. While paused, count its calls (one per step)."""
         if self._max_running is None or num_running <= self._max_running:
             return True
         self._num_steps += 1

@@ -27,8 +27,8 @@ class Sequence:
     """A prompt and the tokens that were generated for it.
 
     Counts run ahead of contents. `num_tokens` (and `len`) counts a token as soon as the step that samples it is
-    scheduled, but `token_ids` gets the token when it reaches the host. Only the Scheduler, its block manager and the
-    features that it calls change a queued sequence.
+    scheduled, but `token_ids` gets the token when it reaches the host. Once it is queued, only the Scheduler, its block
+    manager and its features may change the sequence.
     """
 
     block_size = 256  # tokens per cache block; the scheduler sets the engine's value
@@ -128,7 +128,7 @@ class Sequence:
 
     @property
     def num_completion_tokens(self) -> int:
-        """Generated tokens that have reached the host."""
+        """The number of generated tokens on the host."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -173,7 +173,7 @@ class Sequence:
             self.token_limit = min(len(self.token_ids) + 1 + num_drafts, self.max_num_tokens)
 
     def finish_reasons(self, eos_token_ids: Collection[int], eos: int) -> tuple[str, int | None] | None:
-        """Return (finish reason, stop reason) if the last token ends the sequence. `eos` is the tokenizer's."""
+        """Return (finish reason, stop reason) if the last token ends the sequence. `eos` is the tokenizer's id."""
         params = self.params
         is_eos = self.last_token in eos_token_ids and not params.ignore_eos
         is_stop = is_eos or self.last_token in (params.stop_token_ids or ())

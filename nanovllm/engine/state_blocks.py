@@ -9,9 +9,9 @@ from nanovllm.engine.sequence import Sequence
 class StateRows:
     """Tracks the rows of states that no running sequence uses. This is the Scheduler's `free_req_indices`.
 
-    The state of a running sequence is in the row of its request index, below `num_indices`. The rows after that are one
-    for padding, one of zeros, which is every sequence's initial state, and the rest for snapshots. Rows of unused
-    request indices hold snapshots too. When a sequence needs such a row, the least recently found snapshot is dropped.
+    The state of a running sequence is in the row of its request index, below `num_indices`. After these, there is a
+    row for padding, a row of zeros (every sequence's initial state), and rows for snapshots. Rows of unused request
+    indices hold snapshots too. When a sequence needs such a row, the least recently found snapshot is dropped.
     """
 
     def __init__(self, num_indices: int, num_states: int):
@@ -60,8 +60,8 @@ class StateBlockManager(BlockManager):
     A prompt leaves a snapshot at the end of its last full block. It leaves another at the end of its cached blocks if
     they have no snapshot, because this prefix is used for the second time. Chunks end at these boundaries, so a
     snapshot costs a copy of the state and one more step of its prompt. The next step takes the snapshot, which can be
-    found from then on. If no row is free, the least recently found snapshot is dropped. A block that leaves the prefix
-    cache drops its snapshot.
+    found from then on. If no row is free, the least recently found snapshot is dropped. When a block leaves the
+    prefix cache, its snapshot is dropped.
 
     If the cached blocks end with an answer, the prompt continues a conversation, whose next prompt will begin with this
     whole prompt. So no snapshot is left at the end of the answer, and the snapshot that was found is dropped next.

@@ -1,4 +1,4 @@
-"""Edits logits like vLLM: biases, penalties, bad words, allowed token ids, and the bans of `min_tokens`.
+"""Edits logits as vLLM does: biases, penalties, bad words, allowed token ids, and the bans of `min_tokens`.
 
 A request's numeric parameters are columns of its row on the device (kernels/sampling/sampling_columns.py). A request's
 lists are in tables that are indexed by request. `penalize` applies all edits, in plain PyTorch or, on CUDA, in one

@@ -89,7 +89,7 @@ class DeferredList(abc.Sequence):
 class LogprobTexts:
     """Adds text to the log-probabilities of one answer, token by token.
 
-    If several tokens form one character, the last of them gets it as its text.
+    If several tokens form one character, it is the last token's text.
     """
 
     def __init__(self, token_bytes: Mapping[int, bytes], detokenize: bool):

@@ -2,7 +2,7 @@
 
 For generated tokens, the setting `logprobs_mode` selects the logits. Prompts always use the model's raw logits. A
 request asks for log-probabilities with `SamplingParams.logprobs` or `prompt_logprobs`; a beam search needs them for its
-candidates. The batch lists the tokens (LogprobRequest). After the step, every rank computes the log-probabilities
+candidates. The batch has a LogprobRequest per token. After the step, every rank computes the log-probabilities
 (PendingLogprobs), which reach the host with the step's result. logprob_outputs.py adds the text of the tokens.
 """
 
@@ -240,7 +240,7 @@ class PendingLogprobs:
 
 
 def sampled_logits(runner: "ModelRunner", x: SamplerInput, logits: torch.Tensor | None) -> list[torch.Tensor]:
-    """Return the logits [S, vocabulary] that `logprobs_mode` asks for, and the temperatures [S] that divide them.
+    """Return the logits [S, vocabulary] that `logprobs_mode` asks for, and the temperatures [S] to divide them by.
 
     The mode "raw_logprobs" has no temperatures. `logits` are the model's raw logits, if they still exist.
     """

@@ -1,8 +1,8 @@
 """Fused forms replace the `forward` of modules, so that one kernel computes several operations of plain layers.
 
-The plain layers define what is computed, and each form computes the same results. `FORMS` maps `forward` functions to
-forms. A class that inherits a plain `forward` gets the form of that function, and a class with a different `forward`
-stays plain. A module also stays plain if it has a part that the form does not support (`Fused.matches`).
+The plain layers define what is computed, and each form computes what its plain layer defines. `FORMS` maps `forward`
+functions to forms. A class that inherits a plain `forward` gets the form of that function, and a class with a different
+`forward` stays plain. A module also stays plain if it has a part that the form does not support (`Fused.matches`).
 
 Fused neighbours pass each other norms that are not computed yet (NormInput) and sums that are not added yet
 (PartialSum). Plain neighbours get tensors.
@@ -40,7 +40,7 @@ FORMS = {
 
 
 def find_form(module: nn.Module) -> str | None:
-    """Return the value of FORMS for a module's `forward`, or None if FORMS does not contain it or if it is wrapped.
+    """Return the entry of FORMS for a module's `forward`, or None if there is none or `forward` is wrapped.
 
     This function does not check the parts of the module.
     """

@@ -10,7 +10,7 @@ from nanovllm.fused.fused_linear import UNQUANTIZED, are_known, norm_linear, par
 from nanovllm.fused.norm_input import Normed, NormInput
 from nanovllm.utils.partial_sum import PartialSum
 
-MAX_MERGED_ROWS = 2048  # with more rows, the last tiles of one matmul take longer than a second matmul
+MAX_MERGED_ROWS = 2048  # with more rows, the last tiles of the merged matmul cost more than a second matmul
 
 
 class FusedGatedDeltaNet(Fused):

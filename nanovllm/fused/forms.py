@@ -21,9 +21,9 @@ class Rope(NamedTuple):
 class Fused:
     """The base class of forms. A form overrides methods of a module (see utils/replace.py), and uses its attributes.
 
-    Plain neighbours call `forward`, which has the arguments and the result of the plain `forward`. Fused neighbours
-    call `fused`, which parts of a layer also have. It takes a norm that might not be computed yet, and returns a sum
-    that might not be added yet. FusedRMSNorm returns such a norm. FusedRotaryEmbedding has `rows` instead of `fused`.
+    Plain neighbours call `forward`, which has the arguments and the result of the plain `forward`. For fused
+    neighbours, forms of a layer's parts also have `fused`. It takes a norm that might not be computed yet (from
+    FusedRMSNorm), and returns a sum that might not be added yet. FusedRotaryEmbedding has `rows` instead.
     """
 
     what = ""  # what is fused, for `nanovllm show-fused`
@@ -60,7 +60,7 @@ class FusedRotaryEmbedding(Fused):
 
 
 class FusedRMSNorm(Fused):
-    """Replaces `RMSNorm.forward`. The norm of a PartialSum is not computed here, but by the layer that reads it."""
+    """Replaces `RMSNorm.forward`. For a PartialSum, the layer that reads the norm computes it."""
 
     what = "the sum of what ranks or splits of a product have computed, with the residual and the norm"
 
@@ -76,7 +76,7 @@ class FusedRMSNorm(Fused):
 
 
 def rope_at(rotary_emb: Any, positions: torch.Tensor) -> Rope:
-    """Look up the Rope for a form between plain layers. Its attention might have another rotary embedding, or none."""
+    """Look up the Rope for a form between plain layers. Without a fused rotary embedding, the Rope has no `cos_sin`."""
     if not isinstance(rotary_emb, FusedRotaryEmbedding):
         return Rope(positions, None)
     rope = rotary_emb.rows(positions)
@@ -91,7 +91,7 @@ def shared_rope(module: nn.Module) -> Any:
 
 
 def takes_fused(module: nn.Module) -> bool:
-    """Return whether neighbours call `fused` of a module. If it has hooks, they call the module, so that hooks run."""
+    """Return whether neighbours call `fused` of a module. With hooks, they call the module, so that hooks run."""
     return isinstance(module, Fused) and not (module._forward_hooks or module._forward_pre_hooks)
 
 

@@ -70,8 +70,8 @@ def norm_rope_and_store(
 def attend(attn: Attention, x: Any, qkv_proj: LinearBase | None, qk_norm_rope: QKNormRope) -> torch.Tensor:
     """Compute attention [T, heads * head_dim] from the norm x or, if `qkv_proj` is None, from x = qkv.
 
-    qkv is [T, (heads + 2 kv_heads) * head_dim]. If few sequences decode, one kernel computes q and k norms, RoPE, store
-    and attention. For prefills with many rows, one kernel computes the qkv matmul, norms, RoPE and store.
+    qkv is [T, (heads + 2 kv_heads) * head_dim]. For small decode batches, one kernel computes q and k norms, RoPE,
+    store and attention. For prefills with many rows, one kernel computes the qkv matmul, norms, RoPE and store.
     """
     backend, cache, context = attn.backend, attn.cache, get_context()
     kernels, slots = getattr(backend, "ops", None), context.slot_mapping  # only the backend with our kernels has `ops`

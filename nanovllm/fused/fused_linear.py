@@ -23,8 +23,8 @@ def split_linear(
 ) -> torch.Tensor:
     """Compute `linear` [T, outputs]. With split_k > 1, return parts [split_k, T, outputs] whose sum is the result.
 
-    `split_k` must come from `best_split_k`, which always returns 1 for this definition. `out` [split_k, T, outputs]
-    receives the result.
+    `split_k` must come from `best_split_k`, whose definition always returns 1. `out` [split_k, T, outputs] gets the
+    result.
     """
     if out is None:
         return linear(x, weight, bias)
@@ -47,7 +47,7 @@ def best_split_k(x: torch.Tensor, weight: torch.Tensor, max_split_k: int) -> int
 
 
 class WeightFormat:
-    """The way in which a fused form multiplies by a weight: here, in the activations' dtype.
+    """Defines how a fused form multiplies by a weight: here, in the activations' dtype.
 
     quantization/ has formats for 8-bit weights.
     """

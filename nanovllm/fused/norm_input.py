@@ -17,7 +17,7 @@ def add_rms_norm(
 
 
 class NormInput:
-    """A deferred norm of x + residual [T, N]. The layer that reads it may compute it in one kernel with its matmul."""
+    """A deferred norm of x + residual [T, N]."""
 
     __slots__ = ("device", "eps", "normed", "residual_before", "total", "weight", "x")
 

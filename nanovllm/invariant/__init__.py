@@ -1,7 +1,7 @@
 """The setting `batch_invariant`: no bit of a request's answer depends on what else the engine computes.
 
-A library may choose another method for a matmul with more or fewer rows, and then rounds each row differently. Here,
-each operation computes a row in the same way everywhere: in a batch or alone, in a chunk or in a decode step.
+A library may choose another method for a matmul with more or fewer rows, which rounds each row differently. Here, each
+operation computes a row in the same way everywhere: in a batch or alone, in a chunk or in a decode step.
 
 `cpu.py` and `cuda.py` contain the runners. `engine/runners.py` chooses one by device type. A runner sets the variant of
 the operations (`cpu_ops.py`, `cuda_ops.py`) and the attention backend. `kernels/invariant_gemm.py`,

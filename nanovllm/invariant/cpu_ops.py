@@ -1,8 +1,8 @@
 """CPU replacements for operations whose definitions depend on the number of rows.
 
 A runner computes a step in one thread. Otherwise, the batch would determine where loops over elements are divided among
-threads. In one thread, elementwise operations and reductions over the last dimension depend only on their own row.
-These operations need a replacement:
+threads. In one thread, elementwise operations and reductions over the last dimension depend only on their own row. The
+following operations depend on more than that, and are replaced:
 
 - Matmuls, because the library chooses a method by shape. They are computed in blocks of a fixed shape, in all threads.
 - Functions of few elements, because PyTorch computes some elements in vectors and the remaining elements one by one.
@@ -32,7 +32,7 @@ num_threads: ContextVar[int] = ContextVar("threads of a product")
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Use one thread within a `with` block. Only matmuls use as many threads as PyTorch did before the block."""
+    """Use one thread within a `with` block. Only matmuls still use all threads that PyTorch had before."""
     before = torch.get_num_threads()
     token = num_threads.set(before)
     torch.set_num_threads(1)
@@ -48,7 +48,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     torch.set_num_threads(num_threads.get())
     for begin in range(0, len(x), ROWS):
         rows = slice(begin, begin + ROWS)
-        block = x.new_zeros(ROWS, x.shape[1])  # always a copy, so that its memory has the same alignment
+        block = x.new_zeros(ROWS, x.shape[1])  # always a copy, so that its alignment is always the same
         num_rows = len(x[rows])
         block[:num_rows] = x[rows]
         y[rows] = F.linear(block, weight, bias)[:num_rows]
@@ -90,7 +90,7 @@ def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, nu
 
 
 def delta_net_drafts(qkvz, ba, layer: Any, states: State, rows, context_lens, out, count=None) -> None:
-    """Compute token by token: accepted drafts of the previous step, then a token, then new drafts.
+    """Compute token by token: accepted drafts of the previous step, one token, then new drafts.
 
     The new drafts do not change the stored state.
     """

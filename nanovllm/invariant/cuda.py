@@ -30,7 +30,7 @@ class Runner(CUDAModelRunner):
 
     def _load_model(self) -> nn.Module:
         check_choice("batch_invariant=True on CUDA: dtype", self.config.dtype, (torch.bfloat16, torch.float16))
-        if not has_tma(self.device):  # results agree only with the matmul instructions of these GPUs
+        if not has_tma(self.device):  # only these GPUs' matmul instructions give equal results
             raise ValueError(f"batch_invariant=True: {torch.cuda.get_device_name(self.device)} is older than Hopper")
         self.backend = InvariantTritonBackend()
         return super()._load_model()
@@ -40,7 +40,7 @@ class Runner(CUDAModelRunner):
         super().warm_up(part_done)
 
     def size_kv_cache(self, available: int) -> None:
-        """Reserve memory for the parts of decode attention, which the largest prefill does not allocate."""
+        """Reserve memory for the partial sums of decode attention, which the largest prefill does not need."""
         num_rows, max_len = self.config.max_num_seqs * self.config.tokens_per_row, self.config.max_model_len
         layers = (layer for layer in self.model.modules() if isinstance(layer, Attention))
         shapes = {(num_rows * layer.num_heads, layer.head_dim, max_len, layer.window) for layer in layers}

@@ -32,8 +32,8 @@ def ops_for(device: torch.device) -> Mapping[str, Callable]:
 def register_ops(device_type: str, table: Mapping[str, Callable]) -> None:
     """Set the table of a device type ("cuda"), or of a device type with a variant ("cuda-invariant").
 
-    A function in `table` replaces the operation with the same name. It has the arguments and the result of the
-    definition. If it returns NotImplemented, the definition runs instead.
+    A function in `table` replaces the operation with the same name. It takes the same arguments as the definition, and
+    returns the same kind of result. If it returns NotImplemented, the definition runs instead.
     """
     _tables[device_type] = table
     for forget in _forget:

@@ -91,7 +91,7 @@ def bfloat16_bits(x):
 def store_row(x, row_ptr, scale_ptr, slot):
     """Quantize a row [1, D], and store it with its scale (bfloat16 bits in int16) unless `slot` is -1.
 
-    Return the quantized numbers [1, D] as float32, not multiplied by the scale, and the scale [1].
+    Return the quantized numbers [1, D] as unscaled float32, and the scale [1].
     """
     y, scale = encode_rows(x, row_ptr.dtype.element_ty)
     i = tl.arange(0, 1)

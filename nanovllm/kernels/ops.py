@@ -1,7 +1,7 @@
 """CUDA's table of operations. Importing this module requires Triton.
 
-A function with the name of an operation replaces the definition of that operation. It returns NotImplemented where the
-definition is as fast. The other functions are helpers, or are called only by CUDA code.
+A function with the name of an operation replaces the definition of that operation. It returns NotImplemented where no
+kernel is faster than the definition. The other functions are helpers, or are called only by CUDA code.
 """
 
 import torch
@@ -36,7 +36,7 @@ from nanovllm.quantization.kernels.multiply_scaled import (
     swiglu_quantize,
 )
 
-TINY_WEIGHTS, TINY_SPLIT_K = 2**20, 16  # small GEMMs are faster split, even with the sum of the parts
+TINY_WEIGHTS, TINY_SPLIT_K = 2**20, 16  # splitting a small GEMM pays, though parts must be added
 
 
 def linear(x, weight, bias=None):
@@ -52,7 +52,7 @@ def split_linear(x, weight, bias=None, split_k=1, out=None):
     if bias is None and (split_k := choose_split_k(x, weight, max_split_k)):
         parts = split_k_gemm(x, weight, split_k, out)
         return parts[0] if split_k == 1 else parts.sum(0)
-    # cuBLAS is as fast, or there is a bias, which only cuBLAS adds
+    # cuBLAS is at least as fast, or there is a bias, which only cuBLAS adds
     return NotImplemented
 
 
@@ -91,5 +91,5 @@ def rms_norm(x, weight, eps):
 def store_kvcache(k, v, cache, slot_mapping):
     """Store keys and values with the norm and rope kernel, called without norm weights and with angles of 0."""
     cos = torch.ones(len(k), 1, 2, dtype=torch.float32, device=k.device)
-    cos_sin = torch.cat((cos, 0 * cos), 1)  # the kernel reads it early: torch.cat of k and v is launched after it
+    cos_sin = torch.cat((cos, 0 * cos), 1)  # the kernel may read it early: an ordinary launch, torch.cat, follows
     norm_rope_and_store(torch.cat((k, v), 1), (None, None, 0.0, cos_sin), slot_mapping, cache)

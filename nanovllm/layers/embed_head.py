@@ -14,9 +14,9 @@ from nanovllm.utils.loader import Shard, parameter
 def embed_shard(
     token_ids: torch.Tensor, weight: torch.Tensor, first_id: int, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Look up embeddings [T, N] in weight [n, N], whose first row belongs to `first_id`. Other ids get zeros.
+    """Look up embeddings [T, N] in weight [n, N], whose first row belongs to `first_id`.
 
-    Kernels write the result to `out` [1, T, N].
+    Ids outside the shard get zeros. Kernels write the result to `out` [1, T, N].
     """
     local_ids = token_ids - first_id
     is_local = (local_ids >= 0) & (local_ids < len(weight))
@@ -25,7 +25,7 @@ def embed_shard(
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Embeds token ids. Each rank holds an equal range of the vocabulary, and the ranks' results are summed."""
+    """Embeds token ids. Each rank holds an equal share of the vocabulary, and the ranks' results are summed."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int):
         super().__init__()
@@ -63,5 +63,5 @@ class ParallelLMHead(VocabParallelEmbedding):
         return self.tp.all_gather(linear(hidden_states, self.weight))
 
     def local_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the columns of this rank's range of the vocabulary."""
+        """Return the columns of this rank's share of the vocabulary."""
         return logits[:, self.first_id : self.first_id + len(self.weight)]

@@ -1,4 +1,4 @@
-"""RMSNorm, optionally of the sum with a residual."""
+"""RMSNorm, with an optional residual to add first."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from nanovllm.utils.loader import default_weight_loader, parameter
 
 @operation
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute the RMSNorm of x [..., N] with weight [N]. PyTorch computes in float32."""
+    """Compute the RMSNorm of x [..., N] with weight [N]. PyTorch computes it in float32."""
     return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
 
@@ -31,7 +31,7 @@ class RMSNorm(nn.Module):
         return rms_norm(total, self.weight, self.eps), total
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None):
-        """Return the norm of x [..., hidden_size]. With a residual, return the norm of x + residual and the sum."""
+        """Return the norm of x [..., hidden_size]. With a residual, return the norm of x + residual, and this sum."""
         return self.rms_forward(x) if residual is None else self.add_rms_forward(x, residual)
 
 

@@ -21,7 +21,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def _padded_rows(num_rows: int) -> int:
-    """Round up: to every number up to 64, then to eight sizes per power of two, at most 256 apart."""
+    """Round up to a size: any number up to 64, then eight sizes per power of two, at most 256 apart."""
     step = 1 if num_rows <= 64 else min(256, 1 << ((num_rows - 1).bit_length() - 4))
     return -(-num_rows // step) * step
 
@@ -58,14 +58,14 @@ class LinearBase(nn.Module):
 
 
 class ReplicatedLinear(LinearBase):
-    """A linear layer that is not split: every rank has all of it."""
+    """A linear layer that is not split: every rank holds all of it."""
 
     def shard(self) -> Shard:
         return Shard(tuple(self.weight.shape))
 
 
 class MergedColumnParallelLinear(LinearBase):
-    """Merges layers that share an input. Each rank computes an equal range of each layer's outputs."""
+    """Merges layers that share an input. Each rank computes an equal share of each layer's outputs."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class MergedColumnParallelLinear(LinearBase):
 
 
 class ColumnParallelLinear(MergedColumnParallelLinear):
-    """A layer of which each rank computes an equal range of the outputs."""
+    """A layer that is split along the outputs. Each rank has an equal share."""
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False):
         super().__init__(input_size, [output_size], bias)
@@ -119,7 +119,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
 
 class RowParallelLinear(LinearBase):
-    """A layer that is split along the inputs. Each rank has a range of x, and the ranks' results are summed."""
+    """A layer that is split along the inputs. Each rank holds a slice of x, and the ranks' results are summed."""
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False):
         self.input_size, self.output_size = input_size, output_size

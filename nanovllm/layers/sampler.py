@@ -8,7 +8,7 @@ As in vLLM, logits are edited in this order:
 4. features that users registered
 5. temperature, min-p, top-k, top-p
 
-features/logit_edits.py does 1 to 3. By default, log-probabilities are computed from the unedited logits.
+features/logit_edits.py makes the edits 1 to 3. By default, log-probabilities are computed from the unedited logits.
 
 With several ranks, each rank computes and edits the logits of its range of the vocabulary, and draws a token from them.
 The best draw of all ranks wins. Only min-p, top-k and top-p need complete rows of logits.
@@ -94,10 +94,10 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 def philox(counter: tuple, key: tuple, rounds: int = PHILOX_ROUNDS) -> tuple[torch.Tensor, ...]:
     """Compute Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
-    The counter is four int64 tensors and the key two, of values below 2^32, whose shapes broadcast. Returns four words.
+    `counter` is four int64 tensors, and `key` two. Values are below 2^32; shapes broadcast. Returns four such tensors.
     """
     words = *counter, *key
-    # for hundreds of counters, NumPy takes a third of PyTorch's time, and for more counters no longer than PyTorch
+    # with hundreds of counters, NumPy takes a third of PyTorch's time; with more counters, it is not slower
     c0, c1, c2, c3, k0, k1 = (word.numpy() for word in words) if key[0].device.type == "cpu" else words
     for _ in range(rounds):
         x, y = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # modulo 2^64
@@ -108,7 +108,7 @@ def philox(counter: tuple, key: tuple, rounds: int = PHILOX_ROUNDS) -> tuple[tor
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, quads: torch.Tensor) -> torch.Tensor:
-    """Return standard Gumbel noise [N, 4] float32 for the ids 4 * quad to 4 * quad + 3 of each of `quads` [N].
+    """Return standard Gumbel noise [N, 4] float32 for the ids 4 * quad to 4 * quad + 3 of each quad in `quads` [N].
 
     Noise depends only on seed, position and token id: the seed is Philox's key, (token id // 4, position, 0, 0) is its
     counter, and token id % 4 selects a word of its output.
@@ -141,9 +141,9 @@ def add_noise(
 
 
 def token_keys(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Return int64 keys that order tokens by their float32 logits. Of equal logits, the lower id has the larger key.
+    """Return int64 keys that order tokens by their float32 logits. Among equal logits, the lower id has the larger key.
 
-    The high word of a key has the order of the logits. The low word is ~token_id.
+    The high word of a key orders by logit. The low word is ~token_id.
     """
     bits = (logits + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0, which must have the same key
     order = bits ^ (bits >> 31 & 0x7FFFFFFF)  # int32 in the order of the floats: bits of negative numbers are inverted
@@ -193,7 +193,7 @@ def logit_cutoffs(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     is_kept &= (torch.arange(ranked.shape[1], device=logits.device) < top_k) | (top_k <= 0)
     weights = ((ranked - ranked[:, :1]) / temperature).exp().double() * is_kept  # probabilities times a constant
     sums = weights.cumsum(-1)
-    # float32 rounds 0.1 of 1,000 equal tokens to 100; in float64 it is slightly more, which would keep 101
+    # so that top_p = 0.1 keeps 100 of 1,000 equal tokens; in float64, the sum would be slightly above 100
     needed = top_p * sums[:, -1:].float()
     is_kept &= (sums - weights < needed) | (top_p >= 1)  # keep a token if the tokens before it do not reach top_p
     last = is_kept.sum(-1, keepdim=True).clamp(min=1) - 1  # kept tokens come first

@@ -21,7 +21,7 @@ def gate_scores(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 class SigmoidGate(nn.Module):
-    """Gates rows by the dot product of the layer's input with a vector, which is never quantized."""
+    """Gates a row by the dot product of the layer's input and a vector. The vector is never quantized."""
 
     def __init__(self, input_size: int):
         super().__init__()

@@ -1,7 +1,7 @@
 """Finds the model family of a checkpoint, and reads the checkpoint's shape.
 
-A family is a module here, named like its `model_type` in config.json, and imported when it is used. Its class is named
-like the architecture in transformers: `qwen3_moe` contains `Qwen3MoeForCausalLM`. The class is constructed as
+A family is a module here, named after its `model_type` in config.json, and imported when it is used. Its class has the
+architecture's name in transformers: `qwen3_moe` contains `Qwen3MoeForCausalLM`. The class is constructed as
 `cls(config)`, with a ModelConfig whose `max_position_embeddings` is the engine's longest sequence. CONTRIBUTING.md
 shows how to add a family. The class has:
 
@@ -10,16 +10,16 @@ shows how to add a family. The class has:
 - `hidden_acts`: supported values of `hidden_act` in config.json
 - `packed_modules_mapping`: a checkpoint's module -> (the merged module that holds it, its shard id there)
 - `config`, and `lm_head`, a ParallelLMHead
-- `model`, or `model.language_model`, with an `nn.ModuleList` of `layers`, of which startup on CUDA runs a few
+- `model`, or `model.language_model`, with an `nn.ModuleList` named `layers`; startup on CUDA runs a few of them
 - `forward(token_ids, positions)`: [T] each -> hidden states [T, hidden_size]
 - `compute_logits(hidden_states)`: logits [S, vocabulary]
 
 It may have:
 
 - `layer_types`: supported values in config.json's `layer_types`; default: `full_attention`
-- `defaults`: values of entries that may be absent in config.json or its `text_config`
+- `defaults`: values of entries that may be absent from config.json or its `text_config`
 - `unused_prefixes`: name prefixes of tensors that the class ignores
-- `may_be_nested`: whether the class also computes the text model of checkpoints with images
+- `may_be_nested`: whether the class also computes the text model of multimodal checkpoints
 
 Layers find their rank and the dtype of their weights in utils/construction.py.
 """
@@ -174,7 +174,7 @@ class ModelConfig:
 
     @property
     def layer_operations(self) -> int:
-        """The operations of a layer's matmuls for one token, or their mean if layers differ."""
+        """The number of operations in a layer's matmuls for one token, or the mean if layers differ."""
         queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         feed_forward = 3 * self.intermediate_size
         if self.moe:
@@ -197,7 +197,7 @@ class ModelConfig:
 def read_rope(raw: dict, head_dim: int, file: Path) -> tuple[tuple[float, ...], float, int, Any]:
     """Return `rope_inv_freq`, `rope_scale`, the longest sequence, and `rope_long`: see ModelConfig.
 
-    Transformers 5 writes their parameters to `rope_parameters`, and older versions to `rope_theta` and `rope_scaling`.
+    Transformers 5 writes RoPE's settings to `rope_parameters`, and older versions to `rope_theta` and `rope_scaling`.
     `rope_scaling` overrides `rope_parameters`, because users add it to enable longer contexts.
     """
     rope = {name: raw[name] for name in ("rope_theta", "partial_rotary_factor") if raw.get(name) is not None}
@@ -231,7 +231,7 @@ def _eos_token_ids(file: Path, raw: dict, vocab_size: int) -> frozenset[int]:
 
 
 def dtype_in_use(wanted: str | torch.dtype, stored: torch.dtype, device: str, folder: Path) -> tuple[torch.dtype, str]:
-    """Return the dtype for the setting `dtype` and the checkpoint in `folder`, and for "auto" the reason."""
+    """Return the dtype for the setting `dtype` and the checkpoint in `folder`, and, for "auto", the reason."""
     if wanted != "auto":
         name = str(wanted).removeprefix("torch.")
         check_choice("dtype", name, ("auto", *DTYPES))
@@ -247,8 +247,8 @@ def dtype_in_use(wanted: str | torch.dtype, stored: torch.dtype, device: str, fo
 def cpu_multiplies(dtype: torch.dtype) -> bool:
     """Return whether the CPU has instructions for matmuls in a 16-bit dtype, and PyTorch uses them.
 
-    Emulated matmuls take up to seven times as long as float32 matmuls. With a single row they are as fast, or faster if
-    memory is slow.
+    Emulated matmuls take up to seven times as long as float32 matmuls. For a single row, both take equally long, or
+    float32 longer if memory is slow.
     """
     if not torch.backends.mkldnn.is_available():
         return False

@@ -29,7 +29,7 @@ class PagedHidden(NamedTuple):
     of_states = False
 
     def tensors(self, num_layers: int, num_blocks: int, config: "Config") -> tuple[torch.Tensor, ...]:
-        """Add a block, whose last slot (-1) is for padding."""
+        """Return the tensors, with an extra block for padding (slot -1)."""
         shape = 1, num_layers, num_blocks + 1, config.kvcache_block_size, self.size
         return (torch.empty(shape, dtype=config.dtype, device="meta"),)
 
@@ -51,7 +51,7 @@ class HiddenStates(nn.Module):
 
 
 class Eagle3Layer(Qwen3DecoderLayer):
-    """A decoder layer whose queries, keys and values also read the embedding of the next token."""
+    """A decoder layer whose queries, keys and values also depend on the next token's embedding."""
 
     def __init__(self, config: Eagle3Config, rotary_emb: RotaryEmbedding):
         layer = config.layer
@@ -116,7 +116,7 @@ class Eagle3Head(nn.Module):
 class MtpHead(nn.Module):
     """The draft head in checkpoints of Qwen3.5 and Qwen3-Next ("multi-token prediction").
 
-    It is a layer with full attention after the model's last hidden states. It uses the model's embedding and output
+    It is a full-attention layer that reads the model's last hidden states. It uses the model's embedding and output
     head.
     """
 

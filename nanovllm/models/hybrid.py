@@ -91,7 +91,7 @@ class HybridLayer(nn.Module):
 
 
 class NestedModel(nn.Module):
-    """Nests a decoder under its name in checkpoints with several parts, `language_model`."""
+    """Nests a decoder under its name in multimodal checkpoints: `language_model`."""
 
     def __init__(self, language_model: nn.Module):
         super().__init__()

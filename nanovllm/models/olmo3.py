@@ -19,7 +19,7 @@ class RowRMSNorm(nn.Module):
     """The norm over all heads of a row. Each rank holds some of the heads, and the squares are summed over ranks."""
 
     def __init__(self, num_heads: int, head_dim: int, eps: float):
-        """num_heads: the total of all ranks."""
+        """num_heads: the total over all ranks."""
         super().__init__()
         self.tp = get_construction().tp
         self.heads, self.size, self.eps = self.tp.for_heads(num_heads), num_heads * head_dim, eps

@@ -26,9 +26,9 @@ class Qwen3NextForCausalLM(HybridForCausalLM):
 
 
 def _interleaved(sizes: tuple[int, ...], num_heads: int, tp: TensorParallel) -> tuple[int, tuple[range, ...]]:
-    """Return the row count and this rank's row ranges of a weight that stores rows of all kinds for each key head.
+    """Return the row count and this rank's row ranges of a weight that stores, for each key head, rows of all kinds.
 
-    `sizes` contains the number of rows of each kind per head. The ranges are ordered by kind, then by head.
+    `sizes` contains the number of rows of each kind (such as q) per head. The ranges are ordered by kind, then by head.
     """
     starts = [head * sum(sizes) for head in range(num_heads)[tp.local_slice(num_heads)]]
     bounds = pairwise(accumulate(sizes, initial=0))

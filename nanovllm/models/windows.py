@@ -34,7 +34,7 @@ def read_windows(raw: dict, file: Path, interval: int, local_theta: float | None
     """Return the fields of ModelConfig for layers with a window of `sliding_window` tokens.
 
     Without `layer_types`, as in older checkpoints, every `interval`-th layer attends to all tokens. Layers with a
-    window use `local_theta`, or config.json's theta. `rope_scaling` does not apply to them.
+    window ignore `rope_scaling`. Their theta is from `rope_parameters`, `local_theta` or `rope_theta`, in this order.
     """
     num_layers = raw["num_hidden_layers"]
     interval = check_int(f"{file}: sliding_window_pattern", raw.get("sliding_window_pattern", interval), low=1)

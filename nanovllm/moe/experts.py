@@ -38,7 +38,7 @@ def route(
 
 
 class ExpertsFormat:
-    """The format of the weights of `Experts`: here, the dtype of the activations. quantization/ has 8-bit formats."""
+    """The weight format of `Experts`: here, the dtype of the activations. quantization/ has 8-bit formats."""
 
     # suffix of a checkpoint's tensor of one expert -> suffix of the stacked parameter that contains it
     suffixes: ClassVar = {"weight": ""}
@@ -58,8 +58,8 @@ class Experts(nn.Module):
     """This rank's part of the experts' weights, stacked. Each expert is a SwiGLU network, divided over the ranks.
 
     Shared experts come last in the stacks. Checkpoints store shared experts under other names, so other modules load
-    them through views of the stacks. With `config.expert_parallel`, each rank has an equal number of whole experts
-    instead, and the stacks contain no shared experts.
+    them through views of the stacks. With `config.expert_parallel`, experts are not divided: each rank has equally many
+    whole experts, and the stacks contain no shared experts.
     """
 
     def __init__(self, hidden_size: int, config: MoEConfig):
@@ -80,10 +80,10 @@ class Experts(nn.Module):
         self.format = ExpertsFormat()
 
     def tensors_of_experts(self) -> dict[str, tuple[nn.Parameter, tuple[int, int]]]:
-        """Return name in this module -> (parameter, (expert, shard id)), for the tensors of single experts.
+        """Map the names of single experts' tensors in this module to (parameter, (expert, shard id)).
 
         The parameter's `weight_loader` takes a tensor with the expert and the shard id. This is for checkpoints that
-        store experts one by one. Other checkpoints contain the two stacked parameters by name.
+        store experts one by one. Other checkpoints contain the two stacked parameters.
         """
         projections = ("gate_proj", "gate_up_proj"), ("up_proj", "gate_up_proj"), ("down_proj", "down_proj")
         return {
@@ -129,7 +129,7 @@ class Experts(nn.Module):
     def forward(self, x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum [T, hidden] of the outputs of this rank's experts for x [T, hidden].
 
-        `weights` and `expert_ids` [T, choices] come from `route`. Each expert computes the tokens that chose it.
+        `weights` and `expert_ids` [T, choices] come from `route`. Each expert computes the tokens routed to it.
         """
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         order = expert_ids.flatten().argsort(stable=True)
@@ -157,7 +157,7 @@ class Router(ReplicatedLinear):
 
 
 class MoE(nn.Module):
-    """A layer whose router chooses experts for each token, and whose output is the weighted sum of their outputs."""
+    """A layer whose router chooses experts for each token, and whose output is the weighted sum of expert outputs."""
 
     uses_cuda_graphs = False  # the host reads how many tokens each expert has
 

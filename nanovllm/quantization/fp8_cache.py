@@ -1,11 +1,12 @@
-"""A KV cache in FP8 (e4m3). It stores nearly twice as many tokens in the same memory as a bfloat16 cache.
+"""A KV cache in FP8 (e4m3). In the same memory, it stores nearly twice as many tokens as a bfloat16 cache.
 
-Each key and each value of a token and head has a scale, which depends only on this key or value. So the cache needs no
-calibration. The cached numbers of a token do not depend on its neighbours in a block, on the chunks of a prompt, or on
-the number of ranks. Attention always reads the cache, even in the step that stores a token. So a prefix hit, a
+Per token and head, the key and the value each have a scale, which depends only on this key or value. So the cache needs
+no calibration. The cached numbers of a token do not depend on its neighbours in a block, on the chunks of a prompt, or
+on the number of ranks. Attention always reads the cache, even in the step that stores a token. So a prefix hit, a
 preemption or a copy of blocks does not change an answer.
 
-With two bfloat16 scales (see `kernels/e4m3.py`), a key and a value of 128 elements each take 260 bytes instead of 512.
+With heads of dimension 128, a key, its value and their scales (`kernels/e4m3.py`) take 260 bytes, not 512 as in
+bfloat16.
 """
 
 import torch

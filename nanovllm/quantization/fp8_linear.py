@@ -1,7 +1,7 @@
 """Linear layers with FP8 weights on GPUs with FP8 units, where activations are quantized too (W8A8).
 
-A single row is not quantized, because it only waits for the weights to be read. Several rows are quantized in the
-kernel of the preceding norm or activation or, if there is none, in a separate kernel.
+A single row is not quantized, because reading the weights limits its matmul. Several rows are quantized in the kernel
+of the preceding norm or activation or, if there is none, in a separate kernel.
 """
 
 from functools import cache

@@ -1,4 +1,4 @@
-"""A table that maps the layers of a model, by name in the checkpoint, to how they are quantized."""
+"""Maps the layers of a model, by their names in the checkpoint, to quantization schemes."""
 
 import re
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class QuantConfig:
     groups: tuple[tuple[tuple[str, ...], QuantScheme], ...]
     ignore: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()  # of the checkpoint's tensors, as safetensors names them
-    # scales of activations: each row has a scale from its own largest value instead, which is at least as accurate
+    # fixed scales of activations: scaling each row by its largest value instead is at least as accurate
     unused_tensors: tuple[str, ...] = (".input_scale", ".activation_scale")
 
     @property

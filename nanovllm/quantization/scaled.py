@@ -27,7 +27,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """A description of how a weight is quantized, in the checkpoint or while it is loaded."""
+    """Describes how a weight is quantized, in the checkpoint or while it is loaded."""
 
     dtype: torch.dtype  # of the values: float8_e4m3fn or int8
     max_value: float  # the quantized value of a block's largest magnitude
@@ -134,7 +134,7 @@ class ScaledWeight:
         return _nan_of(shard.copy(values[index], weight))
 
     def must_quantize(self, weight) -> bool:
-        """Return whether a weight has no scales, because it is random, from a trainer or from an unquantized file."""
+        """Return whether a weight lacks scales: it is random, or comes from a trainer or an unquantized file."""
         return callable(weight) or isinstance(weight, torch.Tensor) or self.scheme.scale_name is None
 
     def quantize_shard(self, weight: torch.Tensor, shard: Shard, index: tuple[int, ...]) -> torch.Tensor:

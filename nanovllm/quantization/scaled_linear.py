@@ -33,13 +33,13 @@ def best_scaled_split_k(
 ) -> int:
     """Return the best split_k for `scaled_linear`, at most `max_split_k`.
 
-    `max_rows` is given only if rows are quantized. With more rows, only a kernel for quantized rows can split.
+    `max_rows` is given only if rows are quantized. Beyond `max_rows`, only a kernel for quantized rows can split.
     """
     return 1
 
 
 class Quantized:
-    """The replacement of `LinearBase.multiply` in layers with a format of this folder."""
+    """Replaces `LinearBase.multiply` in layers with a format of this folder."""
 
     def multiply(self: Any, x: Any, bias: torch.Tensor | None) -> torch.Tensor:
         return self.format.linear(self, x, bias)

@@ -1,4 +1,4 @@
-"""Finds out which forms of messages a chat template can read, and converts conversations to these forms.
+"""Determines which forms of messages a chat template reads, and converts conversations to these forms.
 
 Clients send content as text, as a list of parts or not at all, and the arguments of tool calls as text. Templates
 support different forms, and only their source code shows which.
@@ -124,7 +124,7 @@ def _forms_in(tree: nodes.Template) -> TemplateForms:
 class _Entry:
     """Finds where a template reads a message's or call's entry `name`, directly or from a variable.
 
-    Scopes are ignored: a variable's name means the same in the whole template.
+    Scopes are ignored: a name is the same variable in the whole template.
     """
 
     def __init__(self, name: str, tree: nodes.Template):
@@ -145,7 +145,7 @@ class _Entry:
             yield from ((keyword.key, keyword.value) for keyword in call.kwargs if keyword.key in names)
 
     def _is(self, node: nodes.Node) -> bool:
-        """Return whether an expression may be the entry."""
+        """Return whether an expression might be the entry."""
         if isinstance(node, nodes.Name):
             return node.name in self._variables
         if isinstance(node, nodes.Getattr):

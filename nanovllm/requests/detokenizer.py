@@ -16,7 +16,7 @@ _BYTES |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*
 
 
 class TokenBytes(dict[int, bytes]):
-    """Maps each token id to its bytes within a text, computed on first use. They are empty for an id without text."""
+    """Maps each token id to its bytes within a text, computed on first use. An id without text has no bytes."""
 
     def __init__(self, tokenizer, skip_special_tokens: bool):
         """`tokenizer` is a fast tokenizer of transformers. Raises ValueError unless its kind is supported."""
@@ -52,7 +52,7 @@ class Detokenizer:
     """Decodes the text of an answer in time linear in its length.
 
     The text is what the answer adds to `tokenizer.decode` of the prompt (without `clean_up_tokenization_spaces`). The
-    tokens' bytes are concatenated to UTF-8, so a character becomes text when its last byte arrives. Invalid bytes
+    tokens' bytes form a UTF-8 stream, so a character becomes text when its last byte arrives. Invalid bytes
     become U+FFFD. (`tokenizer.decode` of SentencePiece also replaces valid bytes next to invalid ones.)
     """
 

@@ -50,7 +50,7 @@ class InputProcessor:
 
     @property
     def num_requests(self) -> int:
-        """How many requests were made so far. Their ids are below this number."""
+        """How many requests have been made. Their ids are below this number."""
         return MAX_REQUESTS - operator.length_hint(self._unused_ids)
 
     def next_request_id(self) -> int:
@@ -68,7 +68,7 @@ class InputProcessor:
     def requests(
         self, prompts, sampling_params, kind: OutputKind, template_arguments: Mapping | None = None, priority=None
     ) -> list[CompletionRequest]:
-        """Make a request for each prompt. `sampling_params` is one for all or a list, and `priority` a list or None."""
+        """Make a request for each prompt. `sampling_params` is one object or a list, and `priority` a list or None."""
         prompts = [prompts] if isinstance(prompts, str) else prompts
         is_plain = isinstance(prompts, list) and all(isinstance(prompt, (str, list)) for prompt in prompts)
         if not is_plain or priority is not None:

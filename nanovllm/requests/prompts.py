@@ -86,7 +86,7 @@ def read_prompt(
 
 
 def render_chat(tokenizer, messages: list[Message], template_arguments: Mapping) -> str:
-    """Render a conversation by the chat template. Raises ValueError if the template fails or a content is not text."""
+    """Render a conversation by the chat template. Raises ValueError if the template fails or content is not text."""
     if not is_conversation(messages):
         raise _not_a_conversation(messages)
     arguments = {"add_generation_prompt": True} | dict(template_arguments) | {"tokenize": False}

@@ -46,7 +46,7 @@ class Request:
         """Put new tokens of `seq` into the collector, if the caller gets more than the final output."""
 
     def metrics(self) -> RequestMetrics:
-        """Return when the first answer was scheduled and got a token, and when the last answer finished."""
+        """Return when an answer was first scheduled, when one first got a token, and when the last one finished."""
         arrival = time() - (perf_counter() - self.group[0].arrival)
         moments = []
         for event, pick in (("scheduled", min), ("first_token", min), ("finished", max)):
@@ -108,6 +108,6 @@ class CompletionRequest(Request):
 
     @staticmethod
     def num_hidden(seq: Sequence) -> int:
-        """Return how many tokens at the end are not part of the text: 1 if an end-of-sequence or stop id ended it."""
+        """Return how many tokens at the end are not in the text: 1 if an end-of-sequence or stop id ended `seq`."""
         ended_by_id = seq.finish_reason == "stop" and not isinstance(seq.stop_reason, str)
         return int(ended_by_id and not seq.params.include_stop_str_in_output)

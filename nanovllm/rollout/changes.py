@@ -23,9 +23,9 @@ class Dropped(str):
 
 @contextmanager
 def refusing_requests(llm: "LLMEngine", kind: str, reason: str) -> Iterator[None]:
-    """Set `unavailable[kind]` to `reason` for a context in which the engine's thread changes the engine.
+    """Set `unavailable[kind]` to `reason` for a `with` block in which the engine's thread changes the engine.
 
-    The reason remains after the context. After an error, the previous reason is restored. Raises UnavailableError if
+    The reason remains after the block. After an error, the previous reason is restored. Raises UnavailableError if
     the engine has requests and is not paused, or while weights are being replaced.
     """
     unavailable = llm.core.unavailable

@@ -95,7 +95,7 @@ class WeightUpdate:
         self.core.scheduler.block_manager.clear_prefix_cache()  # no sequence holds blocks
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Load a tensor on rank 0, where errors show, and then on the other ranks."""
+        """Load a tensor on rank 0, which detects errors, and then on the other ranks."""
         if self.is_over:
             return
         if self.weights.is_unused(name):

@@ -69,7 +69,7 @@ def wake_up(llm: "LLMEngine", tags: Collection[str] | None = None) -> None:
             core.unavailable.pop("asleep", None)
 
     in_engine(llm.engine_thread, work)
-    llm.engine_thread.wake()  # requests that a pause has kept go on
+    llm.engine_thread.wake()  # requests kept by a pause continue
 
 
 def is_sleeping(llm: "LLMEngine") -> bool:

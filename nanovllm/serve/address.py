@@ -45,7 +45,7 @@ def _bound_socket(family: int, address: Any, is_shared: bool) -> socket.socket:
 
 @contextmanager
 def reserved_address(settings: ServerSettings) -> Iterator[socket.socket]:
-    """Hold a `listening_socket` during a `with` block. At its end, remove the file of a Unix domain socket."""
+    """Hold a `listening_socket` during a `with` block. Afterwards, remove the file of a Unix domain socket."""
     with listening_socket(settings) as listener:
         try:
             yield listener

@@ -19,7 +19,7 @@ from nanovllm.serve.protocol import GenerationBody, StreamOptions
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity
 MANY_LOGPROBS = 640  # the most log-probabilities to encode at once; many accumulate for a client that reads slowly
-MARK = uuid4().hex  # a placeholder for a text, which no client can guess
+MARK = uuid4().hex  # a placeholder for text; no client can guess it
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 
@@ -34,7 +34,7 @@ def dump_json(content: Any) -> bytes:
 
 
 def encoded(content: Any) -> msgspec.Raw:
-    """Encode content now, for use within other content later."""
+    """Encode content in advance, for embedding in other content."""
     return msgspec.Raw(dump_json(content))
 
 
@@ -48,7 +48,7 @@ class Answer:
     """The answer to a client's request, which has one or several prompts. It is either complete or streamed in chunks.
 
     Log-probabilities of many tokens take long to encode. In a complete answer, a thread encodes them token by token, so
-    that no other client waits.
+    other clients do not wait.
     """
 
     id_prefix: str

@@ -22,7 +22,7 @@ from nanovllm.serve.http_responses import json_response
 from nanovllm.serve.openai_api import Api
 from nanovllm.serve.protocol import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Body, ChatBody, Item, String, translated
 
-BILLING_HEADER = "x-anthropic-billing-header"  # in Claude Code's first system block: a hash that every request changes
+BILLING_HEADER = "x-anthropic-billing-header"  # in Claude Code's first system block: a hash that always changes
 SAME_FIELDS = {"model", "stream", "max_tokens", "temperature", "top_p", "top_k"}
 OF_FUNCTIONS = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -33,7 +33,7 @@ def _as_blocks(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-# A body may have 100,000 blocks. Blocks are TypedDicts, because pydantic checks these five times as fast as models.
+# A body may have 100,000 blocks. Blocks are TypedDicts, which pydantic checks five times as fast as models.
 
 
 class TextBlock(TypedDict):
@@ -119,7 +119,7 @@ class TranslatedMessages(ChatBody):
 def chat_body(body: CountTokensBody) -> ChatBody:
     """Translate a request to a chat request."""
     problem = "thread: this server stores no conversations; send the whole one"
-    require(not body.thread, problem, "thread_unsupported_request")  # clients know this code, and then send everything
+    require(not body.thread, problem, "thread_unsupported_request")  # clients know this code: they then send everything
     system = InputMessage.model_construct(role="system", content=body.system or [])
     messages = [message for input_message in (system, *body.messages) for message in _chat_messages(input_message)]
     fields = body.model_dump(include=SAME_FIELDS) | {"messages": messages}
@@ -151,7 +151,7 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chat_messages(message: InputMessage) -> Iterator[dict[str, Any]]:
-    """Translate a message. Each tool result becomes a message, and the other blocks become one message after them."""
+    """Translate a message. Each tool result becomes a message. All other blocks form one message at the end."""
     blocks = defaultdict[str, list[Any]](list)
     for block in message.content:
         blocks[block["type"]].append(block)
@@ -240,7 +240,7 @@ class MessagesAnswer(chat.ChatAnswer):
         yield self._delta(type=f"{kind}_delta", **{kind: block[kind]})
 
     def _next_block(self, block: dict[str, Any] | None) -> Iterator[bytes]:
-        """Yield the events that end the open block, if there is one, and that begin `block`, unless it is None."""
+        """Yield the events that end the open block (if any) and begin `block` (unless it is None)."""
         if self._open_type == "thinking":
             yield self._delta(type="signature_delta", signature=self.id)
         if self._open_type is not None:
@@ -275,7 +275,7 @@ def add_routes(app: FastAPI, api: Api) -> None:
     @app.post(MESSAGES_PATH)
     async def messages(body: MessagesBody, request: Request) -> Response:
         if api.formats.reasoning is None and body.thinking:
-            body.thinking.pop("budget_tokens", None)  # any budget holds without reasoning
+            body.thinking.pop("budget_tokens", None)  # without reasoning, no budget is exceeded
         return await api.converse(await asyncio.to_thread(chat_body, body), request, MessagesAnswer)
 
     @app.post(f"{MESSAGES_PATH}/count_tokens")

@@ -105,7 +105,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> list[str]:
-    """Return the methods that a path allows. All are tried, because included routers only tell whether they match."""
+    """Return the methods that a path allows. Each one is tried, because included routers do not list theirs."""
 
     def has(method: str) -> bool:
         scope = {**request.scope, "method": method}

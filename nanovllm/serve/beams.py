@@ -11,7 +11,7 @@ from nanovllm.requests.request import TokensPrompt
 
 
 class BeamCompletion(BeamRequest):
-    """A beam search whose output looks like `n` answers. For the server's limits, it counts as one answer."""
+    """A beam search whose output looks like `n` answers. The server's limits count it as one answer."""
 
     @property
     def params(self) -> BeamSearchParams:

@@ -135,7 +135,7 @@ def serve(options: argparse.Namespace) -> int:
     if options.model == "tiny-qwen3" and not engine_settings.keys() & {*SMALL_CACHE, "attention_backend"}:
         engine_settings |= SMALL_CACHE
         logging.getLogger("nanovllm").info(SMALL_CACHE_MESSAGE, SMALL_CACHE)
-    with reserved_address(settings) as listener, ExitStack() as loading:  # an address in use fails at once
+    with reserved_address(settings) as listener, ExitStack() as loading:  # raises at once if the address is in use
 
         def prepare() -> None:
             with waiting_for("Starting"):

@@ -1,4 +1,4 @@
-"""Calls from the server to the engine, other than requests. They run in the engine's process."""
+"""Calls, other than requests, from the server to the engine. They run in the engine's process."""
 
 from bisect import bisect_left
 from typing import Any
@@ -49,8 +49,8 @@ class EngineCalls:
     def frames(self, last: int) -> tuple[str, int, bool, bool]:
         """Return the frames after frame `last`.
 
-        The result is the frames as JSON text, the number of the last frame, whether the recording goes on, and whether
-        the engine is idle.
+        The result is the frames as JSON text, the number of the last frame, whether the recording continues, and
+        whether the engine is idle.
         """
         recorder = self._recorder
         return *recorder.json_since(last), recorder.is_recording, recorder.is_idle

@@ -25,7 +25,7 @@ from nanovllm.serve.turns import ClientTurns
 from nanovllm.utils.checks import check_int
 
 T = TypeVar("T")
-MANY_IDS = 2**14  # the longest prompt of token ids that the event loop checks itself, which takes 0.2 ms
+MANY_IDS = 2**14  # the event loop itself checks prompts of at most this many token ids, in up to 0.2 ms
 
 
 class QueueFullError(RuntimeError):
@@ -39,10 +39,10 @@ class EngineDeadError(RuntimeError):
 class EngineClient(ABC):
     """Generates text for any number of tasks of one event loop: `async for output in llm.generate(prompt, params)`.
 
-    Four thread pools prepare requests. A small pool renders chat templates and tokenizes, a single thread tokenizes
-    long texts, another pool compiles grammars, and the last pool renders templates that may be slow. A subclass
-    computes the answers: AsyncLLM with an engine in this process, AsyncReplicas with engines in other processes. The
-    subclass calls `_forget` when a request has ended.
+    Four thread pools prepare requests. The first renders chat templates and tokenizes, the second (a single thread)
+    tokenizes long texts, the third compiles grammars, and the fourth renders templates that may be slow. Subclasses
+    compute the answers: AsyncLLM with an engine in this process, FrontClient and AsyncReplicas with engines in other
+    processes. A subclass calls `_forget` when a request has ended.
     """
 
     engine: LLM | None = None  # the engine, if it runs in this process
@@ -94,7 +94,7 @@ class EngineClient(ABC):
         raise NotImplementedError
 
     async def stats(self) -> list[dict[str, Any] | None]:
-        """Return `LLM.stats()` of each engine, and None for an engine that is not running."""
+        """Return `LLM.stats()` for each engine, or None for an engine that is not running."""
         return [await self.call("stats")]
 
     def exit(self) -> None:
@@ -117,7 +117,7 @@ class EngineClient(ABC):
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
     ) -> AsyncIterator[RequestOutput]:
-        """Yield a prompt's answers so far, each time they grow. The last output is `finished`.
+        """Yield the answers to a prompt each time they grow. The last output is `finished`.
 
         `prompt`, `sampling_params` and the option `priority` are the same as for `LLM.add_request`, and raise the same
         errors. Other options are `chat_template_kwargs` (see `LLM.chat`), `cache_salt` (see `submit`), and a

@@ -39,7 +39,7 @@ class ApiError(Exception):
         self.headers = HEADERS.get(status, {})
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Replace the field's name with the client's name. `names` maps field names to different client names."""
+        """Replace the field's name with the client's name. `names` maps field names to the client's, if different."""
         if self.param is not None and (client_name := names.get(self.param)) is not None:
             self.message, self.param = self.message.replace(self.param, client_name, 1), client_name
 
@@ -54,7 +54,7 @@ class ApiError(Exception):
 
 
 def require(value: T | Literal[False] | None, problem: str, code: str | None = None) -> T:
-    """Return `value` if it is true, or else raise an ApiError with 400. `problem` begins with a field's name."""
+    """Return `value` if it is true, or else raise an ApiError with status 400. `problem` begins with a field's name."""
     if not value:
         raise ApiError(400, problem, re.split(r"\W", problem)[0], code)
     return value

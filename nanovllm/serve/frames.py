@@ -6,8 +6,8 @@ A frame is a JSON-serializable dict of differences from the previous frame. Empt
 - `time`: seconds since the recording began.
 - `ms`: milliseconds that the step took. A frame without `ms` belongs to no step. It shows the requests that were added
   or aborted since the last step.
-- `decodes`: names of the rows that decode one token; left out if unchanged.
-- `chunks`: [name, start, end] of the rows that compute the tokens `start:end` of a prompt.
+- `decodes`: names of the sequences that decode one token; left out if unchanged.
+- `chunks`: [name, start, end] of the sequences that compute the tokens `start:end` of a prompt.
 - `sampled`: names of the sequences that got a token, except for the sequences in `decodes`.
 - `seqs`: [name, prompt tokens, maximum tokens, current tokens, computed tokens] of sequences that were not shown
   before. The numbers describe the state after this step.
@@ -15,8 +15,8 @@ A frame is a JSON-serializable dict of differences from the previous frame. Empt
 - `released`: [name, reason] of sequences that no longer hold blocks, or that are no longer shown. The reason is
   "preempted", "hidden" (many other sequences are ahead of it in the queue), or the finish reason.
 - `waiting`: [number of sequences, name of the first one, ...], in order; left out if unchanged.
-- `tables`: [name, n, block id, ...] of each block table that has changed. The table keeps its first n entries, and
-  these ids follow them.
+- `tables`: [name, n, block id, ...] of each block table that has changed. The table keeps its first n entries. The
+  listed ids follow.
 - `cached`: ids of blocks that no sequence holds any more, but that the prefix cache can still find.
 - `free`: ids of blocks that the prefix cache can no longer find. A block in no table is free, unless it is cached.
 - `counts`: totals of prompt tokens, cached tokens, output tokens and preemptions; left out if unchanged.

@@ -36,9 +36,9 @@ def error_response(error: ApiError, path: str, **headers: str) -> Response:
 
 
 def endpoint(route: APIRoute, seconds: float) -> Endpoint:
-    """Return a function that answers requests to a route with a body. It bypasses the layers of FastAPI.
+    """Return a function that answers a route's requests, which have a body. It bypasses FastAPI's layers.
 
-    The layers would take as much time as all other work. Work stops when the client disconnects, or after `seconds`.
+    These layers would double the time. Work stops when the client disconnects, or after `seconds`.
     """
     kind: TypeAdapter[Any] = TypeAdapter(route.endpoint.__annotations__["body"])
 
@@ -57,7 +57,7 @@ def endpoint(route: APIRoute, seconds: float) -> Endpoint:
 
 
 class EventStream(Response):
-    """A response of server-sent events. An error after the first event is sent as an event.
+    """A response of server-sent events. An error that occurs after the first event is itself sent as an event.
 
     The code that delivers the outputs of a step also writes them to the connection in one piece, so no task has to wake
     up. Until the client has taken this piece, nothing more is written, and the events of several steps are merged.

@@ -53,7 +53,7 @@ ZEROS = dict.fromkeys((*GAUGES, *COUNTERS, "blocks"), 0)
 
 
 class Metrics:
-    """The metrics of a server. They count each answer when it ends; `text` reads the metrics of the engines.
+    """The metrics of a server. Each answer is counted when it ends; `text` reads the engines' metrics.
 
     Step sizes are reported for a single engine, but not for replicas.
     """
@@ -171,7 +171,7 @@ class AllFronts(MultiProcessCollector):
 
 
 def _drafts(stats: dict[str, Any], name: str, default: Any = 0) -> Any:
-    """Return a count of speculative decoding, or `default` for an engine without `speculative_config`."""
+    """Return a speculative-decoding count, or `default` for an engine without `speculative_config`."""
     return stats.get("spec_decode", {}).get(name, default)
 
 

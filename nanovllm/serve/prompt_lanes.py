@@ -1,4 +1,4 @@
-"""Tokenizes prompts. Texts that can't fit are refused without being tokenized. Long texts do not delay short texts."""
+"""Tokenizes prompts. Texts too long for the context are refused untokenized. Long texts do not delay short texts."""
 
 import json
 import threading
@@ -100,8 +100,8 @@ def longest_token(tokenizer: Any) -> int | None:
     """Return the maximum number of bytes of normalized UTF-8 that one token can represent; None if there is no bound.
 
     A bound exists under three conditions. The vocabulary contains every byte, so no token represents unknown text.
-    Normalizers and pre-tokenizers remove nothing, and treat a whole text like its parts between special tokens. No
-    special token absorbs the spaces around it.
+    Normalizers and pre-tokenizers remove nothing, and change the parts of a text (between special tokens) like the
+    whole. No special token absorbs the spaces around it.
     """
     backend, added = tokenizer.backend_tokenizer, tokenizer.added_tokens_decoder.values()
     vocab = backend.get_vocab(with_added_tokens=False)

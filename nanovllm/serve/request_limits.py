@@ -99,7 +99,7 @@ class RequestLimits:
             raise ApiError(403, "the Host header is none of the names that this server answers to")
 
     def _check_origin(self, headers: dict[bytes, bytes]) -> None:
-        """Raise ApiError with 403 if the request comes from a web page of another server."""
+        """Raise ApiError with status 403 if the request comes from a web page of another server."""
         origin, host = headers.get(b"origin", b"").lower(), headers.get(b"host", b"").lower()
         allowed = [name.lower().encode() for name in self.settings.allowed_origins or ()]
         is_own = not origin or origin.partition(b"://")[2] == host
@@ -107,7 +107,7 @@ class RequestLimits:
             raise ApiError(403, "the Origin header is of a web page that may not call this server")
 
     def _checked_keys(self, headers: dict[bytes, bytes]) -> list[bytes]:
-        """Return the server's keys that the client sent. Raises ApiError if it needs a key but got none."""
+        """Return the server's keys that the client sent. Raises ApiError if a key is needed but none is valid."""
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         # clients of Anthropic's API send x-api-key
         sent_keys = (bearer.strip() if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b""))
@@ -119,7 +119,7 @@ class RequestLimits:
         return matches
 
     async def _read(self, request: Request, length: bytes) -> None:
-        """Read the body; `request` caches it. Raises ApiError with 413 if it is too long, or 408 if it is too slow."""
+        """Read the body; `request` caches it. Raises ApiError (413 if it is too long, 408 if it is too slow)."""
         self._check_length(int(length[:20]) if length.isdigit() else 0)
         try:
             with fail_after(self.settings.body_timeout):
@@ -163,7 +163,7 @@ async def _answer_head(answer: ASGIApp, scope: Scope, receive: Receive, send: Se
 class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 protocol, with limits on the size and the duration of headers. It refuses pipelining.
 
-    uvicorn closes idle connections, but its timer stops at the first byte of a request. From there, this class allows
+    uvicorn closes idle connections, but its timer stops at the first byte of a request. From then on, this class allows
     `HEADER_SECONDS` until the end of the headers. It ignores requests to upgrade the protocol, as HTTP permits. Invalid
     requests, and requests that are refused before routing, are answered like any other error.
     """
@@ -245,7 +245,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _close_idle_connection(self) -> None:
-        """Close the connection that has been idle the longest. Raises ApiError with 503 if none is idle."""
+        """Close the connection that has been idle the longest. Raises ApiError (503) if none is idle."""
         all_protocols: set[Any] = self.connections  # type: ignore[assignment]
         idle = [protocol for protocol in all_protocols if protocol.timeout_keep_alive_task is not None]
         if not idle:

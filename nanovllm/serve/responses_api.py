@@ -76,7 +76,7 @@ class ResponseStore:
             self.remove(next(iter(self._entries)))
 
     def get(self, name: str) -> tuple[bytes, bytes]:
-        """Return the response and the preceding items. Raises ApiError with 404 if the response is not stored."""
+        """Return the response and the preceding items. Raises ApiError (404) if the response is not stored."""
         if name not in self._entries:
             raise ApiError(404, f"Response with id {name!r:.80} not found. {NOT_FOUND}")
         self._entries[name] = self._entries.pop(name)

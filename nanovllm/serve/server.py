@@ -54,7 +54,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         super().handle_exit(sig, frame)
-        if self.force_exit:  # each request that it cuts off would be an error with a traceback
+        if self.force_exit:  # each request that is cut off would log a traceback
             logging.getLogger("uvicorn.error").disabled = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -33,11 +33,11 @@ class ServerSettings:
     api_key: a key that clients must send as `Authorization: Bearer KEY` or `x-api-key: KEY`; by default no key is
         needed. The environment variables NANOVLLM_API_KEY and VLLM_API_KEY add further keys, which do not appear in the
         process list.
-    allowed_origins: an origin whose web pages may call the server from a browser; by default only the server's own page
-        may.
-    allowed_hosts: a name that is accepted in a request's Host header. By default, a server whose `host` is a loopback
-        address accepts only the loopback names, and other servers accept any name. This protects local servers against
-        DNS rebinding, where a web page reaches them through a domain name that it controls.
+    allowed_origins: an origin whose web pages may call the server from a browser; by default, only the server's own
+        page may do so.
+    allowed_hosts: a name to accept in a request's Host header. By default, a server whose `host` is a loopback address
+        accepts only the loopback names, and other servers accept any name. This protects local servers against DNS
+        rebinding, where a web page reaches them through a domain name that it controls.
     served_model_name: the names of the model in the API; by default MODEL, or the folder's name if MODEL is a path.
     chat_template: the chat template, or a file that contains it; by default the model's template.
     tool_call_parser: the format of tool calls: "hermes" ("qwen", "qwen25", "qwen3"), "qwen3_coder" ("qwen3_xml"),
@@ -50,14 +50,14 @@ class ServerSettings:
         jinja2's sandbox, in a process that is limited to 2 seconds and 512 MiB per template.
     max_body_bytes: maximum size of a request body.
     max_answers: maximum number of answers per request, which is the number of prompts times `n`.
-    request_timeout: seconds after which a running request is ended.
+    request_timeout: seconds after which a request is ended, including its time in the queue.
     body_timeout: seconds within which the body of a request must arrive.
     timeout_keep_alive: seconds after which an idle connection is closed; by default the environment variable
         VLLM_HTTP_TIMEOUT_KEEP_ALIVE, or 120. Many clients reuse connections that were idle for up to 90 seconds, and a
         request fails if the server closes the connection at that moment.
     max_connections: maximum number of open connections. For a further connection, the server closes the connection that
-        has been idle longest. If no connection is idle, the answer is 503.
-    drain_seconds: maximum seconds for running requests to finish after SIGTERM or Ctrl-C.
+        has been idle longest. If no connection is idle, the further connection gets a 503.
+    drain_seconds: the seconds that running requests have to finish after SIGTERM or Ctrl-C.
     access_log: print a line for each request.
     enable_openapi: describe the API at `/openapi.json`.
     enable_dev_endpoints: allow clients to pause the engine and to replace its weights.

@@ -46,7 +46,7 @@ def _of_response_format(body: GenerationBody) -> dict[str, Any] | None:
 
 
 def _of_tool_choice(body: ChatBody) -> dict[str, Any] | None:
-    """Return the schema of a list of calls ("required") or of a named function's arguments. WholeParser reads both."""
+    """Return the schema of an answer for WholeParser: a list of calls ("required"), or a named function's arguments."""
     if body.tool_choice in (None, "none"):
         return None
     tools = require(body.tools, "tool_choice: there are no tools")

@@ -61,8 +61,8 @@ Process = subprocess.Popen[bytes]
 def may_take_long(body: Any, own_template: Any) -> bool:
     """Return whether a conversation (a protocol.ChatFields) may take long to render.
 
-    It may if the client sends a template, or if the server's template could loop over many messages, or over arguments
-    that are neither bools nor short texts.
+    It may take long if the client sends a template, or if the server's template could loop over many messages,
+    or over arguments that are neither bools nor short texts.
     """
     values = (body.chat_template_kwargs or {}).values()
     is_plain = all(x is None or isinstance(x, bool) or _is_short_text(x) for x in values)
@@ -102,7 +102,7 @@ class TemplateSandbox:
                 self._end(process)
 
     def _take(self) -> Process:
-        with suppress(IndexError):  # another thread may be faster
+        with suppress(IndexError):  # another thread may take the last process
             while self._idle:
                 if (process := self._idle.pop()).poll() is None:
                     return process

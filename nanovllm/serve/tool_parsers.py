@@ -96,7 +96,7 @@ class MarkedParser(ToolParser):
         return [part for part in parts if part]
 
     def _read_call(self, is_last: bool) -> tuple[list[ToolCall], int] | None:
-        """Return the calls that begin at `_start`, and where they end. Without calls, the text up to there is content.
+        """Return the calls that begin at `_start`, and their end. If there are none, the text up to the end is content.
 
         Returns None if more text is needed.
         """
@@ -187,7 +187,7 @@ class JsonParser(MarkedParser):
 
 
 class HermesParser(JsonParser):
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen2.5, Qwen3.
+    """Parses `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen2.5, Qwen3).
 
     The models sometimes omit the closing tag, write one `}` too many, or write several objects.
     """
@@ -201,7 +201,7 @@ class HermesParser(JsonParser):
 
 
 class XmlParser(HermesParser):
-    """XML with a tag for each parameter: Qwen3-Coder, Qwen3.5 and later. The schemas define the types of arguments.
+    """Parses XML with a tag for each parameter (Qwen3-Coder, Qwen3.5 and later). Schemas define the arguments' types.
 
         <tool_call>
         <function=NAME>
@@ -257,7 +257,7 @@ class XmlParser(HermesParser):
 
 
 class MistralParser(JsonParser):
-    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}` for each call.
+    """Parses `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]` or `[TOOL_CALLS]name[ARGS]{...}` for each call.
 
     An id after `[CALL_ID]` is ignored.
     """
@@ -274,7 +274,7 @@ class MistralParser(JsonParser):
 
 
 class DeepSeekParser(JsonParser):
-    """Calls between special tokens: DeepSeek-R1 and its distillations, V3, and V3.1 (without code fences)."""
+    """Parses calls between special tokens (DeepSeek-R1, its distillations, V3, and V3.1, which omits code fences)."""
 
     BAR, LOW = "\uff5c", "\u2581"  # characters in the names of the tokens
     markers = (f"<{BAR}tool{LOW}calls{LOW}begin{BAR}>", f"<{BAR}tool{LOW}call{LOW}begin{BAR}>")
@@ -287,7 +287,7 @@ class DeepSeekParser(JsonParser):
 
 
 class Llama3Parser(JsonParser):
-    """`{"name": ..., "parameters": {...}}`, or several with `;` between them: Llama 3.1 and later.
+    """Parses `{"name": ..., "parameters": {...}}`, or several separated by `;` (Llama 3.1 and later).
 
     The calls are the whole answer, or follow the special token `<|python_tag|>`.
     """

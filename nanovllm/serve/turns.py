@@ -1,4 +1,4 @@
-"""Makes waiting fair: a client with many slow requests waits for these requests, and does not delay other clients."""
+"""Makes waiting fair: a client with many slow requests waits for its own requests, and does not delay other clients."""
 
 import asyncio
 from collections import deque
@@ -31,8 +31,8 @@ class ClientTurns:
 class LoopTurns:
     """Admits a few tasks in each iteration of the event loop, in order of arrival.
 
-    An iteration admits at least `least` and at most `most` tasks. Within these bounds, the tasks may take half as long
-    as the previous iteration, assuming `seconds` per task. With a fixed number of tasks per iteration, tasks would wait
+    An iteration admits at least `least` and at most `most` tasks. Within these bounds, it admits tasks for half the
+    duration of the previous iteration, assuming `seconds` per task. With a fixed number per iteration, tasks would wait
     too long when other work makes iterations long.
     """
 

@@ -88,7 +88,7 @@ class Eagle3(Head):
     def fill(self, folder: Path) -> None:
         tensors, config = read_tensors(folder), self.model.config
         offsets = tensors.pop("d2t", None)
-        tensors.pop("t2d", None)  # redundant: which tokens the head has
+        tensors.pop("t2d", None)  # redundant: marks the head's tokens
         if offsets is not None:
             self.model.map_vocabulary(offsets.long(), folder)
         elif config.draft_vocab_size < config.layer.vocab_size:

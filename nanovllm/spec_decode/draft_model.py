@@ -59,7 +59,7 @@ class DraftModel:
         # by request index: how many rows have keys; rows of drafts do not count, because the drafts may be wrong
         self.num_computed = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=runner.device)
         # The most rows that a sequence can lack if it drafted in the previous step; only the device knows the number.
-        # Rows of accepted drafts exist, except the last one; rows with a shift used predicted hidden states.
+        # Rows of accepted drafts exist, except the last one. Heads recompute them from the model's hidden states.
         self.width = runner.config.tokens_per_row if self.shift else 2
         self.run, self.run_chunks = self.draft_chains, self.forward_chunks  # on CUDA, graphs of these
 
@@ -84,7 +84,7 @@ class DraftModel:
         self.run(arrays["req_indices"], arrays["num_drafts"], arrays["drafts"].shape[1])
 
     def _catch_up(self, req_indices: torch.Tensor, are_new: torch.Tensor) -> None:
-        """Compute all missing rows of these sequences except the last row, in pieces."""
+        """Compute the missing rows of each sequence, except the last row, in pieces."""
         ends = self.runner.tables.num_tokens[req_indices].long() - self.shift - 1
         starts = self.num_computed[req_indices].minimum(ends) * (are_new == 0)
         piece = max(1, self.runner.config.max_num_batched_tokens // len(req_indices))
@@ -159,7 +159,7 @@ class DraftModel:
         return self.model(self.runner.slot_token_ids[token_slots], positions)
 
     def chain(self, token_slots: torch.Tensor, hidden_states: torch.Tensor) -> None:
-        """Do nothing. A draft head stores the hidden states of each sequence's last row at its token's cache slot."""
+        """Do nothing. A draft head stores the hidden states of each sequence's last row at `token_slots`."""
 
     def compute_logits(self, hidden_states: torch.Tensor, sampling_params: torch.Tensor) -> torch.Tensor:
         return self.model.compute_logits(hidden_states)

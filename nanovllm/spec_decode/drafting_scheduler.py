@@ -22,18 +22,18 @@ PAUSES = 16, 512  # tokens: the first and the longest pause of a sequence
 # higher with few sequences, where chance matters more. Gains up to the same limit offset later losses. Each pause
 # halves the amount paid per step, down to a minimum; a gain of the whole limit restores it.
 LIMIT, LIMIT_OF_ONE, PAID_PER_STEP, LEAST_PER_STEP, CATCH_UP = 0.2, 1.8, 0.01, 0.00125, 0.5
-# If at least one sequence in MANY drafts on the host, all sequences wait for their tokens. Otherwise, sequences
-# without drafts would decode twice in the same time, but the weights would also be read twice.
+# If the host drafts for at least one in MANY sequences, all sequences wait for their tokens. Without this wait, the
+# other sequences would decode twice in the same time, but the weights would also be read twice.
 MANY = 8
 
 
 @dataclass
 class Pace:
-    """Decides when a sequence drafts. The sequence pauses if few of its drafts were accepted, or if none were found.
+    """Decides when a sequence drafts. Drafting pauses if few of its drafts were accepted, or if none were found.
 
-    The mean starts at two accepted drafts per step. If it falls below the break-even point, a sequence that drafts on
-    the host pauses. Each pause is twice as long as the previous pause. After a pause, the mean starts
-    slightly above the break-even point.
+    The mean starts at two accepted drafts per step. If it falls below the break-even point, drafting on the host
+    pauses. Each pause is twice as long as the previous pause. After a pause, the mean starts slightly above the
+    break-even point.
     """
 
     mean: float = 2.0
@@ -76,8 +76,8 @@ def width_that_pays(drafts: list[tuple[int, float]], num_seqs: int, cost: StepCo
 class DraftingScheduler(Scheduler):
     """A Scheduler that plans drafts after each step, in `Sequence.num_drafts` and `feature_state["spec_decode"]`.
 
-    The plain Scheduler reads only `num_drafts`. Beams have no drafts. Sequences whose tokens are masked on the host
-    have drafts only if the drafts are made on the host, too.
+    The plain Scheduler reads only `num_drafts`. Beams have no drafts. Sequences whose masks are made on the host have
+    drafts only if the host also makes the drafts.
     """
 
     def __init__(self, config: "Config", block_manager: BlockManager | None = None):

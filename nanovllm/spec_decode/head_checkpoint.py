@@ -79,7 +79,7 @@ def _layer_ids(file: Path, raw: dict, num_layers: int) -> tuple[int, ...]:
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors on the CPU, with the names in `models/head_models.py`. Memory pages are read on first use.
+    """Return the tensors on the CPU, with the names in `models/head_models.py`. Files are memory-mapped.
 
     One format names the layer `midlayer`, the other `layers.0`. Many heads are stored as `pytorch_model.bin`, which is
     unpickled with `weights_only`.

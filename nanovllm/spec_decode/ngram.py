@@ -8,7 +8,7 @@ from nanovllm.spec_decode.proposer import Proposer
 
 
 class NGram(Proposer):
-    """Continues the latest earlier occurrence of the longest possible n-gram at the end of a sequence."""
+    """Finds the longest n-gram at a sequence's end that occurred before, and continues its latest occurrence."""
 
     def __init__(self, settings):
         super().__init__(settings)

@@ -1,4 +1,4 @@
-"""The interface of drafting methods. Each method has its own file."""
+"""The interface of drafting methods. Each method is in a separate file."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ class Proposer:
 
 
 class DeviceProposer(Proposer):
-    """Stands for a drafter on the device, which `spec_decode/speculation.py` calls."""
+    """Stands in for a drafter on the device, which `spec_decode/speculation.py` calls."""
 
     on_host = False
 

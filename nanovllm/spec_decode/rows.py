@@ -1,4 +1,4 @@
-"""Handles several rows per sequence. A step verifies drafts, and each sequence gets its accepted drafts and one token.
+"""Handles several rows per sequence. A step verifies drafts. A sequence gets its accepted drafts and one more token.
 
 `batches/request_tables.py` calls these functions if a step has k > 1 rows per sequence (`tokens_per_row`). On CUDA,
 kernels do the same work.
@@ -16,8 +16,8 @@ from nanovllm.kernels import operation
 def rows_of_drafts(k: int, req_indices: Any, num_reserved: Any, lengths: Any, last_token_ids: Any) -> tuple[Any, ...]:
     """Return the k rows of each of D sequences: request indices, `num_reserved`, lengths and token ids, all [D * k].
 
-    A sequence's first row contains its last token, and each further row contains its next draft. Rows after
-    the first `num_reserved` rows are copies of the last of these rows.
+    A sequence's first row contains its last token, and each further row contains its next draft. Rows from
+    index `num_reserved` on are copies of row `num_reserved` - 1.
     """
     (steps,) = arrays(torch.arange(k, device=getattr(num_reserved, "device", "cpu")))
     offsets = (steps - (steps - num_reserved[:, None] + 1).clip(0)).clip(0)  # [D, k]
@@ -48,7 +48,7 @@ def accept_drafts(
 class ChainShape(NamedTuple):
     """The shape of the draft chains in a step, which is a constant of the kernel."""
 
-    num_steps: int  # the most drafts of a sequence
+    num_steps: int  # maximum drafts per sequence
     width: int  # rows of a sequence in the first step; each further step has one row
     shift: int  # the position of a row's token minus the position of the row
     block_size: int

@@ -39,7 +39,7 @@ class StepCost(NamedTuple):
         return float(np.interp(num_seqs * (1 + num_drafts), self.rows, self.times))
 
 
-# measured with the bundled model, in units of the time of one more row; a step with a single row uses simpler GEMMs
+# measured with the bundled model. The unit is the time of one more row. A step with a single row uses simpler GEMMs
 ON_CPU = StepCost((1, 2, 2**20), (24, 34, 2**20))
 
 
@@ -48,20 +48,20 @@ class SpeculativeConfig:
     """The settings for drafting tokens. The names are vLLM's.
 
     method: "ngram", "suffix", "eagle3", "mtp" or "draft_model". The default is "draft_model" if there is a `model`.
-    num_speculative_tokens: the most drafts of a sequence in a step. Must be given, except for "suffix", whose default
+    num_speculative_tokens: the maximum drafts per sequence and step. Required, except for "suffix", whose default
         is `suffix_decoding_max_tree_depth`, or less with small blocks.
     prompt_lookup_min, prompt_lookup_max: for "ngram", the shortest and the longest n-gram that is looked up, in
         tokens. Longer n-grams are tried first.
     suffix_decoding_max_tree_depth: for "suffix", the longest context that is looked up, in tokens.
     suffix_decoding_max_cached_requests: for "suffix", how many requests are remembered. With 0, each request finds only
         its own tokens.
-    suffix_decoding_max_spec_factor: for "suffix", the most drafts per token of the matched context.
+    suffix_decoding_max_spec_factor: for "suffix", the maximum drafts per token of the matched context.
     suffix_decoding_min_token_prob: for "suffix", drafting stops before the joint probability of the drafts falls below
         this value. The probability is estimated from the number of occurrences.
-    model: for "draft_model" and "eagle3", the draft model or the head, in the same forms as the setting `model`.
+    model: for "draft_model" and "eagle3", the draft model or the head, written like the setting `model`.
     revision: the revision of `model`.
     draft_tensor_parallel_size: must be 1, because each rank has the whole draft model.
-    disable_by_batch_size: nothing is drafted while more sequences than this run. None selects a default by method and
+    disable_by_batch_size: drafting stops while more than this many sequences run. None selects a default by method and
         device.
     rejection_sample_method: "strict", or "synthetic" for measurements, where drafts are accepted at given rates, and
         the text is meaningless.

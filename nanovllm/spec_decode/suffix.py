@@ -18,9 +18,9 @@ ROOT = 0  # the state of the empty context
 class SuffixAutomaton:
     """An index of all contexts (token sequences) in a set of texts, with time and memory linear in their length.
 
-    A state stands for all contexts that occur at the same places. `lengths` has the length of a state's longest
-    context, and `links` the state of this context's longest suffix that also occurs elsewhere. `next` has the states of
-    contexts that are one token longer. `counts` has approximate numbers of occurrences.
+    A state stands for all contexts that occur at the same places. `lengths` is the length of a state's longest
+    context, and `links` is the state of its longest suffix that also occurs elsewhere. `next` maps a token to the state
+    of the contexts extended by it. `counts` is the approximate number of occurrences.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class SuffixAutomaton:
         return len(self.links) - 1
 
     def _split(self, state: int, before: int, token_id: int) -> int:
-        """Move the contexts of `state` that have at most `lengths[before] + 1` tokens to a new state, and return it."""
+        """Move the contexts of `state` that have at most `lengths[before] + 1` tokens to a new state. Return it."""
         copied = {**self.next[state]}, self.links[state], self.lengths[before] + 1, self.counts[state]
         self.links[state] = new = self._add(*copied)
         while before >= 0 and self.next[before].get(token_id) == state:
@@ -69,14 +69,14 @@ class SuffixAutomaton:
         return new
 
     def follow(self, state: int, length: int, token_id: int) -> tuple[int, int]:
-        """Append a token to a context of `length` tokens. Returns (state, length) of its longest suffix that occurs."""
+        """Append a token to a context of `length` tokens. Return (state, length) of the longest suffix in the index."""
         while state >= 0 and token_id not in self.next[state]:
             state = self.links[state]
             length = self.lengths[state] if state >= 0 else -1
         return (self.next[state][token_id], length + 1) if state >= 0 else (ROOT, 0)
 
     def context(self, state: int, length: int, depth: int) -> tuple[int, int]:
-        """Return state and length of the longest suffix, up to `depth` tokens, that has a continuation."""
+        """Return (state, length) of the longest suffix, up to `depth` tokens, that has a continuation."""
         while state > ROOT and (not self.next[state] or self.lengths[self.links[state]] >= depth):
             state = self.links[state]
             length = self.lengths[state]

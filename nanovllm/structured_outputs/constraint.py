@@ -94,7 +94,7 @@ class Constraint:
         return True
 
     def _restart(self) -> bool:
-        """Start again with larger automata, in case the small ones caused an error. Returns False if there are none."""
+        """Start again with larger automata, in case small ones caused an error. Returns False if none are larger."""
         self._automata.has_failed = True
         if self._automata.is_largest:
             return False
@@ -149,7 +149,7 @@ class Constraint:
     def draft(self, drafts: list[int], num_drafts: int) -> list[int]:
         """Return the leading drafts that are allowed and do not end the answer, and set `draft_masks`.
 
-        If no draft is allowed, return the tokens that the grammar forces, at most `num_drafts`. If the grammar's masks
+        If no draft is allowed, return up to `num_drafts` tokens that the grammar forces. If the grammar's masks
         are slow, return no drafts.
         """
         if self._mask_without_grammar(self.reasoning) is not None:

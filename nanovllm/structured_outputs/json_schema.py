@@ -206,7 +206,7 @@ def _types(schema: Any) -> set[str] | None:
 
 
 def _resolved(schema: Any, resource: dict[str, Any]) -> Any:
-    """Return the last target of a schema's references, which allows at least as much; None if it is not known."""
+    """Return the last target of a schema's references, which allows all that the schema allows; None if unknown."""
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, dict) or "$ref" not in schema:
             return schema

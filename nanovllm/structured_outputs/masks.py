@@ -1,4 +1,4 @@
-"""Threads for masks that take too long for a step, so that other requests are not delayed."""
+"""Computes slow masks in threads, so that they do not delay other requests."""
 
 import os
 from collections import deque
@@ -12,7 +12,7 @@ from typing import Any
 from nanovllm.structured_outputs.grammar import Grammar
 from nanovllm.utils.cores import available_cores
 
-TURN_SECONDS = 0.005  # of CPU time for a request, before the next request has its turn
+TURN_SECONDS = 0.005  # of CPU time for a request, before it is the next request's turn
 
 
 @cache
@@ -47,7 +47,7 @@ class MaskQueue:
         self._has_turn, self._lock = False, Lock()
 
     def submit(self, make: Callable[[], Any]) -> Future:
-        """Compute a mask after the request's earlier masks. Until it starts, the returned Future can be cancelled."""
+        """Compute a mask after the request's earlier masks. The returned Future can be cancelled until that starts."""
         future: Future = Future()
         with self._lock:
             self._jobs.append((future, make))

@@ -8,7 +8,7 @@ MAX_BYTES = 2**16  # of the schema, expression, grammar or choices; bounds the t
 
 
 def check_spec(value: Any, ignore_eos: bool) -> dict[str, Any]:
-    """Check the value. Returns it with a schema as text and choices as a tuple. Raises ValueError or TypeError."""
+    """Check a value, and return it with a schema as text or choices as a tuple. Raises ValueError or TypeError."""
     if not isinstance(value, dict):
         raise TypeError(f"structured_outputs={value!r:.80}: must be a dict")
     if len(value) != 1 or not CHECKS.keys() >= value.keys():

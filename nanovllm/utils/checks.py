@@ -32,14 +32,14 @@ def check_fields(params: Any) -> None:
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """Return `value` as an int. TypeError for non-integers and bools; ValueError for values outside `low` to `high`."""
+    """Return `value` as an int. Raises TypeError for other types and bools, ValueError outside `low` to `high`."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r:.80}: must be an integer")
     return _check_range(name, int(value), low, high)
 
 
 def check_real(name: str, value: Any, low: float, high: float = 1e9) -> float:
-    """Return `value` as a float. TypeError for non-numbers and bools; ValueError for NaN or outside `low` to `high`."""
+    """Return `value` as a float. Raises TypeError for other types and bools, ValueError for NaN or out of bounds."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r:.80}: must be a number")
     try:

@@ -24,7 +24,7 @@ def check_collections(params: Any, names: Container[str]) -> None:
 
 
 def check_strings(name: str, value: Any) -> tuple[str, ...]:
-    """Return the strings as a tuple. TypeError for anything but strings; ValueError for an empty or invalid string."""
+    """Return the strings as a tuple. Raises TypeError for other types, and ValueError for empty or invalid strings."""
     strings = _tuple_of(str, name, value)
     for string in strings:
         if not string:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-_UNSET: Any = None  # outside of a step
+_UNSET: Any = None  # outside a step
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # a container's CPU time ("max": no 
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may use, or all of the machine's if that is unknown."""
+    """Return how many cores this process may use, or the machine's number if that is unknown."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(OSError, ValueError):  # no limit, or no such file
         quota, period = CPU_LIMIT.read_text().split()

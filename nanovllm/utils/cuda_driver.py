@@ -1,4 +1,4 @@
-"""Calls the CUDA driver by ctypes, and makes tensors at addresses that the driver returns."""
+"""Calls the CUDA driver through ctypes, and makes tensors at addresses that the driver returns."""
 
 import ctypes
 from typing import Any
@@ -9,7 +9,7 @@ OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 def call_driver(name: str, *arguments: Any) -> None:
-    """Call a driver function. Raises torch.OutOfMemoryError if device memory is exhausted, or RuntimeError."""
+    """Call a driver function. Failures raise RuntimeError, or torch.OutOfMemoryError if memory is exhausted."""
     if error := getattr(_driver(), name)(*arguments):
         kind = torch.OutOfMemoryError if error == OUT_OF_MEMORY else RuntimeError
         raise kind(f"{name}: CUDA error {error}")

@@ -11,7 +11,7 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def download(setting: str, hub_id: str, revision: str | None, with_weights: bool, bundled: list[str]) -> Path:
-    """Return the folder with a hub id's files, downloaded if necessary. If that fails, FileNotFoundError gives advice.
+    """Download a hub id's files if needed, and return their folder. On failure, raise FileNotFoundError with advice.
 
     A name that is similar to one of `bundled` is treated as a typo, and not downloaded.
     """

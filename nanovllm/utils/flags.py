@@ -42,7 +42,7 @@ def add_flags(
     several: Container[str] = (),
     defaults: Mapping[str, str] | None = None,
 ) -> None:
-    """Add a flag `--like-this` for each field, in a group. A flag that is not used is not in the namespace.
+    """Add a group with a flag `--like-this` for each field. Unused flags are absent from the namespace.
 
     several: fields whose flag takes all values that follow it. For other fields with several values, repeat the flag.
     defaults: help texts for defaults that differ from the field's default.
@@ -63,7 +63,7 @@ def add_flags(
 
 
 def given(arguments: argparse.Namespace, settings: type, skip: Container[str] = ()) -> dict[str, Any]:
-    """Return the values of flags that were used, by field of a dataclass, except fields in `skip`."""
+    """Return the values of the flags that were used, by field name, except fields in `skip`."""
     names = {field.name for field in fields(settings) if field.name not in skip}
     values = {name: value for name, value in vars(arguments).items() if name in names}
     return {name: tuple(_items(value)) if isinstance(value, list) else value for name, value in values.items()}
@@ -95,13 +95,13 @@ def _default(field: Field) -> str:
 
 
 def _in_words_of_a_shell(text: str, flags: Mapping[str, str]) -> str:
-    """Replace field names in a help text by flags, and drop its end that only concerns Python."""
+    """Replace field names in a help text with flags, and cut it off at " In Python"."""
     text = text.partition(" In Python")[0].removesuffix(".")
     return re.sub(r"`([^`]*)`", lambda name: flags.get(name[1], name[1]), text)
 
 
 def _options(field: Field) -> dict[str, Any]:
-    """argparse's options for a field. Of a union, the first type in the order below counts; other types are text."""
+    """Return argparse's options for a field. In a union, the type tested first below counts; other types are text."""
     hint = field.type
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if bool in kinds:

@@ -1,4 +1,4 @@
-"""Imports the libraries of an engine faster than plain imports do. Only commands use this."""
+"""Imports the libraries of an engine faster than plain imports do. Only command-line tools use this."""
 
 import ctypes
 import gc
@@ -20,7 +20,7 @@ def import_libraries(settings: Mapping[str, Any]) -> None:
     """Import transformers and PyTorch. PyTorch's native libraries are loaded in parallel, without the GIL.
 
     Unless the engine's `settings` choose a CPU, this initializes CUDA, so forks of this process can't use CUDA.
-    Garbage collection skips the imported objects. A missing library is an error only where it is needed. After Ctrl-C,
+    Garbage collection skips the imported objects. A missing library raises errors only where it is used. After Ctrl-C,
     the process ends when the imports are done.
     """
     if "torch" in sys.modules:
@@ -40,7 +40,7 @@ def import_libraries(settings: Mapping[str, Any]) -> None:
 def _load_native_libraries(device: str) -> None:
     """Load PyTorch's native libraries by C functions, which ctypes calls without the GIL. An import would hold the GIL.
 
-    PyTorch's libraries do not acquire the GIL while they are loaded. Otherwise, this could deadlock with an import.
+    PyTorch's libraries do not acquire the GIL while they are loaded. If they did, this could deadlock with an import.
     """
     folder = Path(find_spec("torch").origin).parent  # type: ignore[union-attr, arg-type]
     ctypes.CDLL(None).dlopen(str(folder / "lib" / "libtorch_python.so").encode(), os.RTLD_NOW)
@@ -63,7 +63,7 @@ def _import_modules(native: Future) -> None:
 class _DistributionsOfPackages(Mapping[str, list[str]]):
     """A lazy `importlib.metadata.packages_distributions()`.
 
-    Only a package whose distribution has another name makes it read the metadata of all installed packages.
+    It reads the metadata of all installed packages only for a package whose distribution has another name.
     """
 
     @cached_property

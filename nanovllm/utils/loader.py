@@ -36,8 +36,8 @@ BAR_DELAY = 1  # seconds until the progress bar is shown
 def find_model(model: str, revision: str | None = None, with_weights: bool = True) -> Path:
     """Return the absolute path of `model`'s folder. A hub id is downloaded, with the hub client's progress bar.
 
-    `revision` is a branch, tag or commit on the hub. Raises FileNotFoundError, with advice, if there is no folder and
-    no download.
+    `revision` is a branch, tag or commit on the hub. Raises FileNotFoundError, with advice, if no folder is found
+    or downloaded.
     """
     folder = _find("model", model, revision, with_weights)
     if not (folder / "config.json").is_file():
@@ -149,11 +149,11 @@ def load_model(
     """Fill `model` from the safetensors files in `folder`, or with random numbers if `load_format` is "dummy".
 
     `model.packed_modules_mapping` maps a checkpoint's module to (the merged module that holds it, its shard id there).
-    Parameters load tensors with `weight_loader(parameter, weight)`. If several tensors share a parameter, each is also
-    passed a shard id. `show_progress` shows a bar if there are several files and loading takes longer than BAR_DELAY.
+    Parameters load tensors with `weight_loader(parameter, weight)`. If several tensors share a parameter, the loader
+    also gets a shard id. `show_progress` shows a bar if there are several files and loading takes more than BAR_DELAY.
 
-    Raises a ValueError that names the tensor if it is missing, surplus, in two files, of another shape, not floating
-    point, NaN or infinite. Raises a ValueError or FileNotFoundError that names the file if it is broken or missing.
+    Raises a ValueError that names a tensor if it is missing, surplus, in two files, of the wrong shape or not floating
+    point, or contains NaN or infinity. Raises a ValueError or FileNotFoundError that names a broken or missing file.
     """
     if quantization := model.config.quantization:
         quantization.prepare(model, device)

@@ -1,4 +1,4 @@
-"""Sums whose parts are added by the reading kernel."""
+"""Sums whose parts are added by the kernel that reads them."""
 
 from collections.abc import Callable
 from typing import Any

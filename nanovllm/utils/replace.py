@@ -6,7 +6,7 @@ from torch import nn
 
 
 def replace_methods(module: nn.Module, form: type, prefix: str) -> None:
-    """Override a module's methods by the methods of `form`. isinstance, names and parameters do not change.
+    """Override a module's methods with `form`'s methods. `isinstance`, names and parameters do not change.
 
     As in PyTorch's `fully_shard`, the module gets a subclass of both `form` and its class. The subclass's name begins
     with `prefix`.

@@ -19,7 +19,7 @@ class RopeFrequencies(NamedTuple):
 
     inv_freq: torch.Tensor  # [rotated numbers of a head / 2]
     scale: float  # of cos and sin
-    max_len: int  # the longest sequence
+    max_len: int  # maximum sequence length
     long: tuple[torch.Tensor, int] | None = None  # the frequencies of an engine for longer sequences than this
 
 

@@ -1,4 +1,4 @@
-"""The split of a model over ranks, and their collective operations. `distributed/` implements several ranks."""
+"""The split of a model over ranks, and the ranks' collective operations. `distributed/` implements several ranks."""
 
 import torch
 
@@ -8,7 +8,7 @@ STEP_TIMEOUT = 300.0  # seconds that a rank waits for other ranks within a step
 class TensorParallel:
     """Splits a model over `size` ranks, of which this is `rank`, and defines their collective operations.
 
-    This class implements a single rank, which does not communicate. With a larger size, it only computes shards. The
+    This class implements a single rank, which does not communicate. With `size` > 1, it only computes shards. The
     subclasses in `distributed/` communicate.
     """
 
@@ -57,4 +57,4 @@ class TensorParallel:
         """Raise RuntimeError if a rank was lost."""
 
     def close(self) -> None:
-        """Disconnect from the other ranks. Queued work must not need them."""
+        """Disconnect from the other ranks. Queued work must not use them."""

@@ -1,4 +1,4 @@
-"""Loads tokenizers with transformers 4 that were saved by transformers 5."""
+"""Makes transformers 4 load tokenizers that transformers 5 saved."""
 
 from pathlib import Path
 from typing import Any

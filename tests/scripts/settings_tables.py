@@ -20,7 +20,7 @@ PAGES = {
 
 
 def table(settings: type) -> str:
-    """A row for each field: its name, its default, and its text in the docstring of its class."""
+    """Return a table with a row for each field: its name, its default, and its description in the class's docstring."""
     texts = descriptions(settings)
     rows = []
     for field in fields(settings):
@@ -31,7 +31,7 @@ def table(settings: type) -> str:
 
 
 def with_tables(page: Path) -> str:
-    """The text of a page with new tables."""
+    """Return the text of a page with new tables."""
     text = page.read_text()
     for settings in PAGES[page]:
         mark = f"<!-- {settings.__name__} -->\n"
@@ -42,7 +42,7 @@ def with_tables(page: Path) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text within a table; what looks like a tag of HTML is text, too."""
+    """Escape text for a table cell. Text that looks like an HTML tag stays text."""
     return text.removesuffix(".").replace("|", "\\|").replace("<", "\\<")
 
 

@@ -26,7 +26,7 @@ def run_engines(names: list[str], functions: Engines, model: str, settings: dict
     """
     results = {}
     missing = [engine for engine in names if importlib.util.find_spec(engine) is None]
-    for engine in missing:  # before the others take their time
+    for engine in missing:  # before the other engines run
         report(f"{engine}: not installed, left out")
     for engine in (name for name in names if name not in missing):
         run = functions[engine] if len(names) == 1 else partial(run_in_process, functions[engine])

@@ -5,10 +5,10 @@ Four kernels compute:
 1. convolution and gates
 2. everything that does not depend on states, for all chunks in parallel
 3. the states, from chunk to chunk
-4. reads of the state before each chunk, and the gated norm, for all chunks in parallel
+4. the outputs (from the state before each chunk) and the gated norm, for all chunks in parallel
 
-Between kernels, numbers have the dtype of the model, except decays, which are float32. A state passes through a
-sequence in float32, and is rounded only for matmuls.
+Kernels pass on numbers in the model's dtype, and decays in float32. A state stays in float32 from chunk to chunk, and
+is rounded only for matmuls.
 """
 
 from typing import Any
@@ -136,9 +136,9 @@ def _chunks_kernel(rule_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.co
 @dependent_kernel()
 @triton.jit(do_not_specialize=["stride"])
 def _states_kernel(x_rows, rule_ptrs, seq_ptrs, state_ptrs, stride, PLAN: tl.constexpr, PDL: tl.constexpr):
-    """Compute some values of a value head of a sequence per program, from the first chunk to the last.
+    """Compute some values of one head of one sequence per program, from the first chunk to the last.
 
-    The errors replace v. This kernel writes the windows, because no later program reads the old windows.
+    The errors of the state replace v. This kernel writes the windows, because no later program reads the old windows.
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads
@@ -175,7 +175,7 @@ def _states_kernel(x_rows, rule_ptrs, seq_ptrs, state_ptrs, stride, PLAN: tl.con
 def _outputs_kernel(
     x_rows, rule_ptrs, seq_ptrs, norm_ptrs, out_ptr, num_seqs, num_rows, PLAN: tl.constexpr, PDL: tl.constexpr
 ):
-    """Compute the outputs of a value head of a chunk per program: reads of the state and of the errors, and the norm.
+    """Compute one value head of one chunk per program: the outputs, from the state and the errors, and the norm.
 
     Rows after the last token become 0. Each program clears at most CHUNK rows.
     """

@@ -1,4 +1,4 @@
-"""Convolution and gates of the gated delta rule for all tokens of a step, and storage of inputs in the states."""
+"""Computes convolution and gates of the gated delta rule for all tokens of a step, and stores inputs in states."""
 
 from typing import Any, NamedTuple
 
@@ -83,7 +83,7 @@ def _inputs_kernel(
     inside, column, width = d < dim, own_head * dim + d, tl.where(kind < 2, HEADS.keys, HEADS.values)
     channel = kind * HEADS.keys + column
     weight = tl.load(conv_ptr + channel[:, None] * SIZE + i, (i < SIZE) & inside[:, None], 0.0).to(tl.float32)
-    # in parts of tokens, so that the inputs fit into registers
+    # a part of the tokens at a time, so that inputs fit into registers
     PART: tl.constexpr = PLAN.tile if PLAN.tile < 16 else 16
     first = begin + tile * PLAN.tile
     stop = tl.minimum(first + PLAN.tile, end)
@@ -121,7 +121,7 @@ def _inputs_kernel(
 
 @triton.jit
 def keep_inputs(source, written, head, certain, end, PLAN: tl.constexpr):
-    """Store the window and the inputs of drafts, which the next step reads besides the matrix.
+    """Store the window and the inputs of drafts. The next step reads them and the matrix.
 
     The window ends before token `certain`, where the drafts begin. A call stores the channels of one value head. For
     the first value head of a group, it also stores the channels of the query and key heads.

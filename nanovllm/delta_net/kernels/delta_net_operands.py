@@ -27,7 +27,7 @@ class Heads(NamedTuple):
     draft: int  # elements that are kept per draft: channels and gates
     key_pad: int  # key_dim, rounded up to a power of two
     value_pad: int  # value_dim, rounded up to a power of two
-    pad: int  # the larger of both
+    pad: int  # the larger of the two
 
 
 class Plan(NamedTuple):
@@ -84,7 +84,7 @@ def operands_of(qkvz: torch.Tensor, ba: torch.Tensor, layer: Any, states: Any) -
 
 
 def pad_of(num_seqs: int) -> int:
-    """Round up the number of sequences, to only two values up to 1,024: kernels are compiled for each value."""
+    """Round up the number of sequences. Kernels are compiled for each result, so only two are at most 1,024."""
     return 32 if num_seqs <= 32 else max(1024, triton.next_power_of_2(num_seqs))
 
 
@@ -96,7 +96,7 @@ def num_decode_rows(seq_ptrs):
 
 @triton.jit
 def sequence_of(seq_ptrs, seq, stride, PLAN: tl.constexpr):
-    """Return (first token, end token, row of the state to read, row of the state to write) of a sequence."""
+    """Return (first token, end token, state row to read, state row to write) of a sequence."""
     if PLAN.rows:
         own, end = seq * PLAN.rows, seq * PLAN.rows + PLAN.rows
         read = tl.load(seq_ptrs.rows + seq * stride)
@@ -112,7 +112,7 @@ def sequence_of(seq_ptrs, seq, stride, PLAN: tl.constexpr):
 def chunk_of(seq_ptrs, num_seqs, index, CHUNK: tl.constexpr, PAD: tl.constexpr):
     """Return the sequence of the index-th chunk, and the chunk's number within the sequence.
 
-    If there is no such chunk, the sequence is >= num_seqs.
+    If there is no such chunk, the returned sequence is >= num_seqs.
     """
     seq = tl.arange(0, PAD)
     starts_ptr = seq_ptrs.starts + num_decode_rows(seq_ptrs) + seq

@@ -45,7 +45,7 @@ def _through_tokens(state, rule_ptrs, head, key_at, begin, end, shift, HEADS: tl
     return state
 
 
-# the previous step wrote the states, and an ordinary launch, the embedding, comes between
+# states can be read early: the embedding, an ordinary launch, followed the step that wrote them
 @dependent_kernel(early=("seq_ptrs", "state_ptrs"))
 @triton.jit(do_not_specialize=["num_rows", "stride"])
 def _tokens_kernel(

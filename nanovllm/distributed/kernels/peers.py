@@ -72,7 +72,7 @@ def _wait(peer_ptrs, flags_offset, rank, SIZE: tl.constexpr):
 
 
 class SumShape(NamedTuple):
-    """The constants for which the kernel of sums is compiled."""
+    """The constants with which the sum kernel is compiled."""
 
     n: int
     width: int  # a power of two, at least n

@@ -1,8 +1,8 @@
 """Attention in which no bit depends on the batch, on chunks, or on how keys are split over programs.
 
 Prefill (invariant_prefill.py) and decode (invariant_decode.py) use the arithmetic of this file for each query. Keys are
-added up in tiles, and tiles in segments. Tiles and segments begin at absolute positions. Each segment has separate
-sums, and segments are added in order. So the segments of a query may be computed by one program or by several programs
+added up in tiles, and tiles in segments. Tiles and segments begin at fixed positions. Each segment has separate sums,
+and segments are added in order. So the segments of a query may be computed by one program or by several programs
 (flash-decoding).
 
 This requires that a matmul computes the same result in tiles with any number of rows, transposed or not. Hopper's
@@ -69,7 +69,7 @@ def add_tile(sums, scores, v, scale, pairs, visible, stored_dtype: tl.constexpr,
 
 @triton.jit
 def segment_of(sums, KEYS: tl.constexpr):
-    """Finish the sums of a segment: of a query's equal sums of weights, keep one."""
+    """Finish the sums of a segment: keep one copy of each query's sum of weights."""
     acc, total, largest = sums
     return acc, tl.max(total, KEYS, keep_dims=True), largest
 

@@ -149,7 +149,7 @@ def _decode_kernel(
             next_tile = tile + TILE
             if (next_tile // SEGMENT * SEGMENT == next_tile) & (end_segment - first_segment > 1):
                 _store_part(part_ptrs, part + stride * (tile // SEGMENT), (acc, total, largest), in_group, HEAD_DIM)
-                # then a factor of 0 clears these sums when the next segment begins
+                # so that a factor of 0 clears these sums in the next segment
                 largest = tl.full([1, GROUP_PAD], NO_KEYS, tl.float32)
     if end_segment - first_segment <= 1:
         store_attended(out_ptr, row_at, segment_of((acc, total, largest), 0), in_group)
@@ -157,7 +157,7 @@ def _decode_kernel(
         end_tile = tl.cdiv(end, TILE) * TILE
         if end_tile // SEGMENT * SEGMENT != end_tile:  # otherwise the loop has stored it
             _store_part(part_ptrs, part + stride * (end // SEGMENT), (acc, total, largest), in_group, HEAD_DIM)
-        if first_segment + per_split >= end_segment:  # this program has computed all
+        if first_segment + per_split >= end_segment:  # this program has computed all segments
             tl.debug_barrier()
             done = _add_parts(part_ptrs, row, end_segment - first_segment, stride, in_group, HEAD_DIM)
             store_attended(out_ptr, row_at, done, in_group)
@@ -208,7 +208,7 @@ def decode_attention(
     out: torch.Tensor | None = None,
     tokens_per_row: int = 1,
 ) -> torch.Tensor:
-    """Compute `decode_attention` of decode_attention.py with the same arguments. Here, each row reads its own keys."""
+    """Compute `decode_attention` of decode_attention.py with the same arguments. Here, each row rereads the keys."""
     batch_size, heads, head_dim = q.shape
     out = torch.empty_like(q) if out is None else out
     layout = layout_of(cache, tile_sizes(head_dim, q.dtype)[1])

@@ -1,4 +1,4 @@
-"""y = x W^T + b in which no bit of a row depends on the number of rows: each output is one sum in the order of inputs.
+"""y = x W^T + b in which no bit of a row depends on the number of rows: each output is one sum over inputs in order.
 
 The tensor core instructions for 64 rows add 16-bit products in the same way in tiles of every size. Here, the 64 rows
 are rows of weights, and the number of rows of x determines the tile size. With 8-bit numbers, each step over the inputs

@@ -36,7 +36,7 @@ def _add_tiles(
         pairs, visible = None, None
         if scales_ptr is not None:
             scale_at = (block.to(tl.int64) * CACHE.kv_heads + kv_head) * BLOCK_SIZE + tile % BLOCK_SIZE + n
-            pairs = tl.load(scales_ptr + scale_at)  # without a mask, so that vectors are loaded
+            pairs = tl.load(scales_ptr + scale_at)  # no mask, so that the load is vectorized
             if MASKED:
                 pairs = tl.where(tile + n < length, pairs, ONES)
             k, v = decode_e4m3(k, q.dtype), decode_e4m3(v, q.dtype)

@@ -129,8 +129,8 @@ def _decode_kernel(
 ):
     """Compute attention for ROWS rows of a sequence over one split of its keys, in program (kv_head, sequence, split).
 
-    The program handles all query heads that share the key-value head. Before the wait, it reads only what the previous
-    kernel does not write. If q is qkv, the first split stores the new token.
+    The program handles all query heads that share the key-value head. Before the wait, it reads only memory that the
+    previous kernel does not write. If q is qkv, the first split stores the new token.
     """
     gdc_launch_dependents(PDL)
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
@@ -254,8 +254,8 @@ def _decode_kernel(
 def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> bool:
     """Return whether `decode_attention` should take qkv, and also normalize, rotate and store.
 
-    This saves a kernel launch. But if there are more programs than can run at once, each program computes norm and rope
-    while its multiprocessor could read keys.
+    This saves a kernel launch. But if there are more programs than can run at once, norm and rope take time in which
+    multiprocessors could read keys.
     """
     return batch_size * kv_heads <= 2 * num_sms(device)
 
@@ -263,10 +263,10 @@ def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> 
 def _choose_programs(batch_size, tokens_per_row, cache, row_bytes, is_qkv) -> tuple[int, int, int]:
     """Return (programs per multiprocessor, warps per program, tiles that are loaded ahead).
 
-    Two programs with four warps each read fastest, but no program of the next kernel fits next to them. They are used
-    for a single sequence and for several rows per sequence. If q is qkv, they are also used for keys of 512 bytes, and
-    for keys of 256 bytes with at most two splits. `row_bytes` is the size of a key. Two warps would convert FP8 too
-    slowly.
+    Two programs of four warps read at the highest speed, but no program of the next kernel fits next to them. They are
+    used for a single sequence and for several rows per sequence. If q is qkv, they are also used for keys of 512 bytes,
+    and for keys of 256 bytes with at most two splits. Otherwise, programs have two warps, or four to convert FP8 if q
+    is not qkv. `row_bytes` is the size of a key.
     """
     has_few_splits = batch_size * cache.k.shape[2] * 3 > 2 * num_sms(cache.k.device)  # at most two
     are_fastest = is_qkv and (row_bytes > 256 or (row_bytes == 256 and has_few_splits))
@@ -293,13 +293,13 @@ def decode_attention(
 
     cache: block_size is a multiple of 16, and head_dim is a power of two and at least 16
     context_lens [B] and block_tables [B, W]: int32; all tensors except the tables are contiguous
-    splits: the maximum number of splits per sequence, which gets at most one split per tile. The default depends on
+    splits: the maximum number of splits per sequence. There is at most one split per tile. The default depends on
         `max_context_len`, an upper bound of context_lens. Programs start in the order of the rows, so the longest
         sequences should come first.
     num_seqs [1] int32, at least 1: the number of rows to compute; the other rows of the result are left unchanged
     out: receives the result
     tokens_per_row: the number of consecutive rows that belong to one sequence. They share a block table, and each row
-        sees at least as many keys as the previous row. The keys are read once for all of them.
+        sees at least as many keys as the previous row. The keys are read once for all these rows.
     norm_rope_inputs: the arguments qk_norm_rope and slot_mapping of `norm_rope_and_store`. With them, q is qkv
         [B, heads + 2 kv_heads, head_dim], with any stride between tokens, and the kernel also does the work of that
         function. The result of an empty sequence is then finite but undefined.
@@ -320,7 +320,7 @@ def decode_attention(
         parts = tuple(torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes)
     caches, seqs = (cache.k, cache.v, cache.scales), (num_seqs, context_lens, block_tables)
     constants = dict(ROWS=tokens_per_row, GROUP=group, CACHE=layout, STAGES=stages, num_warps=num_warps)
-    # queries are the columns of the matmuls, and keys the rows: tensor cores take as few as 8 columns, but 16 rows
+    # queries are the columns of the matmuls, and keys the rows: tensor cores need at least 8 columns or 16 rows
     constants["GROUP_PAD"] = max(16 if IS_TRITON_3_4 else 8, triton.next_power_of_2(tokens_per_row * group))
     constants["ROTARY"] = norm_rope_inputs[3].shape[2] if is_qkv else head_dim
     pointers, scale = (q, norm_rope_inputs, caches, seqs, (out, *parts)), log2_scale(cache)

@@ -17,7 +17,7 @@ class Rows(NamedTuple):
     """Sizes of the rows of qkv, a constant of the kernel. Each head of a token is a row."""
 
     heads: int  # query heads
-    rotary: int  # how many elements of each head are rotated: the first ones
+    rotary: int  # this many elements of each head are rotated, from the first on
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def norm_rope_and_store(qkv: torch.Tensor, qk_norm_rope, slot_mapping: torch.Ten
 
     qk_norm_rope: (q weight, k weight, eps, cos_sin). The weights [head_dim] are None if there is no norm. cos_sin
         [T, 2, N] float32 comes from FusedRotaryEmbedding, for the first N elements of a head.
-    slot_mapping [T]: each token's index into the cache with its first two dimensions flattened; -1 if the token's key
+    slot_mapping [T]: each token's index into the cache, whose first two dimensions are flattened; -1 if the token's key
         and value are not stored
     """
     num_tokens, num_rows, head_dim = qkv.shape

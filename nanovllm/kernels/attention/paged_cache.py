@@ -42,7 +42,7 @@ def log2_scale(cache) -> float:
 
 
 def cache_tiles(cache, layout: CacheLayout) -> tuple:
-    """Return the keys and the values as prefill kernels read them: TMA descriptors or, without TMA, tensors."""
+    """Return the keys and the values in the form for prefill kernels: TMA descriptors or, without TMA, tensors."""
     if not has_tma(cache.k.device):
         return cache.k, cache.v
     shape = [layout.tile, layout.head_dim]

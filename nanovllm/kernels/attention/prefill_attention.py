@@ -33,7 +33,7 @@ def _attend_tiles(
         if IS_FP8:
             v = decode_e4m3(v, q.dtype)
             scale_at = (block.to(tl.int64) * CACHE.kv_heads + kv_head) * BLOCK_SIZE + tile % BLOCK_SIZE + n
-            pairs = tl.load(scales_ptr + scale_at)  # without a mask, so that vectors are loaded
+            pairs = tl.load(scales_ptr + scale_at)  # no mask, so that the load is vectorized
             if MASKED:
                 pairs = tl.where(tile + n < length, pairs, ONES)
             k_scale, v_log2_scale = unpack_scales(pairs, stored_dtype)
@@ -149,7 +149,7 @@ def query_tile_size(group: int, head_dim: int, dtype: torch.dtype) -> int:
     """Return how many tokens a tile of queries has, given that `group` query heads share a key-value head.
 
     On Hopper, either the kernel above or hopper_prefill.py computes a tile. A tile of hopper_prefill.py has 128 rows.
-    The size is the largest multiple of the kernel's tile that fits into these rows.
+    The returned size is the largest multiple of this file's tile that fits into it.
     """
     tokens = _tile_sizes(head_dim, dtype)[0] // group
     if _is_for_hopper(head_dim, dtype):
@@ -169,7 +169,7 @@ def prefill_attention(
     """Return the causal attention [T, heads, head_dim] of new tokens over the cached keys of their sequences.
 
     A query sees the tokens of its sequence up to its own position. If the cache has a window, it sees only the last
-    `window` tokens of them. The cache already contains all context_lens[b] tokens of a sequence, including the tokens
+    `window` of these tokens. The cache already contains all context_lens[b] tokens of a sequence, including the tokens
     of this step.
 
     q [T, heads, head_dim]: contiguous, the last tokens of B sequences; at most 64 query heads share a key-value head

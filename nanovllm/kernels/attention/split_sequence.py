@@ -10,9 +10,9 @@ from nanovllm.kernels.attention.paged_cache import CacheLayout
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.launch.gpu_features import num_sms
 
-MAX_SPLITS = 32  # of a sequence, if there are several; combining more splits costs more than they save
+MAX_SPLITS = 32  # per sequence of a larger batch; combining more splits costs more than they save
 MAX_SPLITS_OF_ONE = 64
-PROGRAMS_PER_SM = 8  # two or three run at a time; with more in total, the GPU waits less for the last ones
+PROGRAMS_PER_SM = 8  # two or three run at a time; the more there are, the less the GPU waits for the last one
 NO_KEYS = tl.constexpr(-1e30)  # the log-sum-exp of no keys; finite, so that no NaN arises from it
 
 
@@ -61,7 +61,7 @@ class SplitRows(NamedTuple):
 def _combine_kernel(part_ptrs, seq_ptrs, out_ptr, splits, ROWS: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr):
     """Combine the splits of one query head per program.
 
-    This is a separate kernel because it was slower to let the last split that finishes combine all splits.
+    This is a separate kernel, because it was slower to let the last finished split combine all.
     """
     gdc_launch_dependents(PDL)
     partial_ptr, lse_ptr = part_ptrs
@@ -89,8 +89,8 @@ def combine_splits(
     """Combine the splits' results in `out` [B, heads, head_dim], weighted by their log-sum-exps.
 
     `parts` contains the results [B, heads, splits, head_dim] and the log-sum-exps [B, heads, splits], both float32.
-    `seqs` contains num_seqs and context_lens. All arguments must be those that the parts were computed with, because
-    they determine how many splits of a sequence are in use.
+    `seqs` contains num_seqs and context_lens. All arguments must match the computation of the parts, because they
+    determine how many splits of a sequence are in use.
     """
     batch_size, heads, splits = parts[1].shape
     rows = SplitRows(heads, tokens_per_row, is_qkv, max(MAX_SPLITS, triton.next_power_of_2(splits)))

@@ -4,7 +4,7 @@ One warp loads, and two warpgroups multiply. A tile has 128 rows of the weight, 
 so each weight is read once. The tokens are split into two parts, because tensor sizes must be powers of two. A program
 leaves a quarter of the registers to programs of the previous and the next kernel.
 
-This kernel computes GEMMs with many more inputs than outputs, such as down_proj. cuBLAS is as fast for other GEMMs.
+This kernel is for GEMMs with many more inputs than outputs, such as down_proj. For other GEMMs, cuBLAS is as fast.
 """
 
 import torch
@@ -20,7 +20,7 @@ from nanovllm.kernels.launch.dependent_launch import dependent_kernel, launch
 TILE_N = gl.constexpr(128)  # rows of the weight
 FIRST = gl.constexpr(128)  # tokens of the first part
 TILE_K = gl.constexpr(64)  # inputs per buffer; a row of them has 128 bytes
-SHARED_BYTES = 218 * 2**10  # of all buffers; another 4 KiB hold outputs that are stored
+SHARED_BYTES = 218 * 2**10  # of all buffers; another 4 KiB hold outputs until they are stored
 
 
 @gluon.constexpr_function

@@ -62,7 +62,7 @@ def _load(ring, buffer, use, tiles, at):
 
 @gluon.jit
 def _work(n, plan, SHAPE: gl.constexpr):
-    """Return the n-th tile of queries of this program, starting with its number of key tiles; 0 if there is no tile.
+    """Return the n-th tile of queries of this program. The first field is its number of key tiles, or 0 without a tile.
 
     Tiles are sorted by descending number of keys. They are dealt to the programs in alternating order: first program to
     last, then last to first.
@@ -116,7 +116,7 @@ def _load_tiles(tiles, rings, plan, SHAPE: gl.constexpr):
 def _softmax(scores, state, position, key, MASKED: gl.constexpr, SHAPE: gl.constexpr):
     """Return the softmax weights, the factor of the old sums, and the new state.
 
-    The state is the maximum scaled score of each row, and one sum of weights per thread, so that no thread waits.
+    The state is the maximum scaled score of each row, and a sum of weights per thread, so no thread waits for another.
     """
     scale: gl.constexpr = SHAPE.scale
     m_i, l_i = state

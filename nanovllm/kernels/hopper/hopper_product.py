@@ -1,13 +1,13 @@
 """A GEMM and its epilogue in one kernel for Hopper, written in Gluon.
 
-The factors have 16 bits, or are in FP8: quantized rows, and weights with one scale per 128 x 128 block. One warp loads,
-and two warpgroups compute. A tile has 128 rows, 64 for each warpgroup, and two blocks of 128 outputs.
+The operands have 16 bits, or are in FP8: quantized rows, and weights with one scale per 128 x 128 block. One warp
+loads, and two warpgroups compute. A tile has 128 rows, 64 for each warpgroup, and two blocks of 128 outputs.
 
-The epilogue is a function in another file. It gets the sums of a warpgroup: [64, 256] for 16-bit factors, and four
-quarters [64, 64] for FP8.
+The epilogue is a function in another file. It gets the accumulators of a warpgroup: one tile [64, 256] for 16-bit
+operands, or its four quarters [64, 64] for FP8.
 
-In FP8, the tensor cores sum over only 128 inputs, because their sums are imprecise. The warpgroup multiplies these sums
-by scales and adds them in float32, for 64 outputs at a time. Meanwhile, the tensor cores compute the next 64 outputs.
+In FP8, tensor cores accumulate imprecisely, so they sum over only 128 inputs. The warpgroup scales these sums and adds
+them in float32, for 64 outputs at a time. Meanwhile, the tensor cores compute the next 64 outputs.
 """
 
 from typing import NamedTuple
@@ -105,13 +105,13 @@ def _product(x, w, half: gl.constexpr):
 
 @gluon.jit
 def _add(acc, product, scale, RUNNING: gl.constexpr):
-    """Add a product to `acc`. The wait keeps the compiler from delaying this, which would need more registers."""
+    """Add a scaled product to `acc`. The wait keeps the compiler from postponing this, which needs more registers."""
     return hopper.warpgroup_mma_wait(RUNNING, deps=[acc + product * scale[:, None]])
 
 
 @gluon.jit
 def _add_block(sums, stage, use, scales, rings, W: gl.constexpr):
-    """Multiply a block of inputs, and add the results to the sums. Two matmuls run at once."""
+    """Multiply a block of inputs, and add the results to the accumulators. Two matmuls run at once."""
     x_ring, w_ring, full, empty = rings
     a0, a1, b0, b1 = sums
     a_scale, b_scale = scales
@@ -134,7 +134,7 @@ def _add_block(sums, stage, use, scales, rings, W: gl.constexpr):
 
 @gluon.jit
 def quarters_of(sums):
-    """Return an epilogue's sums as four quarters [64, 64]."""
+    """Return an epilogue's accumulators as four quarters [64, 64]."""
     if isinstance(sums, gl.tensor):
         a, b = halves(sums)
         a0, a1 = halves(a)
@@ -150,7 +150,7 @@ def _as_sums(x):
 
 @gluon.jit
 def _compute(out, rings, sizes, W: gl.constexpr, EPILOGUE: gl.constexpr, PLAN: gl.constexpr):
-    """Run a warpgroup, which multiplies 16-bit factors and runs the epilogue."""
+    """Run a warpgroup, which multiplies 16-bit operands and runs the epilogue."""
     x_ring, w_ring, full, empty = rings
     w_ring = w_ring._reinterpret(w_ring.dtype, [PLAN.stages, 2 * BLOCK, PLAN.step], w_ring.layout)  # both blocks
     i = 0
@@ -173,7 +173,7 @@ def _compute(out, rings, sizes, W: gl.constexpr, EPILOGUE: gl.constexpr, PLAN: g
 
 @gluon.jit
 def _compute_scaled(out, scale_ptrs, rings, sizes, W: gl.constexpr, EPILOGUE: gl.constexpr, PLAN: gl.constexpr):
-    """Run a warpgroup, which multiplies FP8 factors and runs the epilogue.
+    """Run a warpgroup, which multiplies FP8 operands and runs the epilogue.
 
     Scales are loaded one block ahead. The first scales of a tile are loaded before the previous tile is stored.
     """
@@ -252,7 +252,7 @@ def _product_kernel(
 
 
 def product(x: torch.Tensor | QuantizedRows, weight, scales: torch.Tensor | None, epilogue, out_ptrs, y=None) -> None:
-    """Compute x W^T for x [T, K] and weight [N, K], and pass the sums and `out_ptrs` to the epilogue.
+    """Compute x W^T for x [T, K] and weight [N, K], and pass the accumulators and `out_ptrs` to the epilogue.
 
     Without `scales`, x and the weight have 16 bits; with scales, they are in FP8. N is a multiple of 256. A tile has
     two adjacent blocks of outputs. With `y`, it has one block of each half of the outputs, and the epilogue stores

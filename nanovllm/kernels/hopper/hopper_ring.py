@@ -50,7 +50,7 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.constexpr_function
 def sums_of(columns, bits=16):
-    """Return the layout of a warpgroup's wgmma result [64, columns], for factors of `bits` bits."""
+    """Return the layout of a warpgroup's wgmma result [64, columns], for operands of `bits` bits."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 256 // bits])
 
 

@@ -1,7 +1,7 @@
 """A Hopper epilogue for hopper_product.py: SwiGLU in 16 bits, or in FP8 with quantized results.
 
-In 16 bits, gate, up and silu are rounded as in separate kernels, at no extra cost. So the results are equal, except
-that numbers near 1e-36 become 0. In FP8, all results that share a scale are in the same tile.
+In 16 bits, gate, up and silu are each rounded, at no extra cost. So the results are the same as with separate kernels,
+except that numbers near 1e-36 become 0. In FP8, all results that share a scale are in the same tile.
 """
 
 import torch
@@ -17,7 +17,7 @@ from nanovllm.kernels.linear.tiles import QuantizedRows
 def _silu_of(x, y):
     """Return PTX for y = silu(x). It uses two approximate instructions, each with an error of at most 2^-22.
 
-    Division and `gl.exp` would need several times as many instructions.
+    Division and `gl.exp` would need several times more instructions.
     """
     return f"""
         mul.f32 y, {x}, 0fBFB8AA3B;  // -log2(e)
@@ -30,7 +30,7 @@ def _silu_of(x, y):
 
 @gluon.constexpr_function
 def _swiglu_of(dtype):
-    """Return PTX for two SwiGLU results. It rounds both to 16 bits at once. The compiler would round one by one."""
+    """Return PTX for two SwiGLU results, which it rounds to 16 bits together. The compiler would round each alone."""
     half = "bf16" if dtype == gl.bfloat16 else "f16"
     return f"""
     {{

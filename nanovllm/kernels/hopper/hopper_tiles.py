@@ -38,9 +38,9 @@ TILES = (
 
 
 def choose_tile(num_rows: int, n: int, k: int, max_split_k: int, sms: int) -> HopperTile | None:
-    """Return the tile for a matmul [num_rows, k] x [n, k]^T, or None if other kernels are as fast.
+    """Return the tile for a matmul [num_rows, k] x [n, k]^T, or None if other kernels are at least as fast.
 
-    Where a program must compute several tiles, only tiles of the largest size are faster than the library.
+    If a program must compute several tiles, only tiles of the largest size are faster than the library.
     """
     if not 16 < num_rows <= TILES[-1][0]:
         return None
@@ -55,7 +55,7 @@ def choose_tile(num_rows: int, n: int, k: int, max_split_k: int, sms: int) -> Ho
 
 
 def hopper_tile(num_rows: int, values: torch.Tensor, scales: torch.Tensor, max_split_k: int) -> HopperTile | None:
-    """Return the tile for `quantized_linear`, with the best split_k up to `max_split_k`, or None if it can't help."""
+    """Return the tile for `quantized_linear`, with the best split_k up to `max_split_k`, or None for another kernel."""
     if not has_hopper_kernels() or block_shape(values, scales) != BLOCK:
         return None
     return choose_tile(num_rows, *values.shape, max_split_k, num_sms(values.device))
@@ -66,7 +66,7 @@ def quantized_linear(
 ) -> torch.Tensor:
     """Return `split_k_gemm` [split_k, T, N] of quantized rows [T, K] and values [N, K].
 
-    Return NotImplemented if another kernel is as fast, or if this kernel can't compute it.
+    Return NotImplemented if this kernel is not the fastest, or if it does not support the operands.
     """
     tile = hopper_tile(len(x), values, scales, split_k)
     if tile is None or tile.split_k != split_k or x.dtype == torch.float32:
@@ -82,9 +82,9 @@ def quantized_linear(
 def qkv_norm_rope_store(x, layer, qk_norm_rope, slot_mapping: torch.Tensor, cache) -> torch.Tensor:
     """Compute the qkv matmul of NormInput x and `norm_rope_and_store` in one kernel.
 
-    Return NotImplemented if there is no kernel for this, if it is not faster, or if steps of this size may be in CUDA
-    graphs. Graphs pad steps, but a step must use the same kernels with and without graphs. Other kernels add in another
-    order, and might produce other tokens.
+    Return NotImplemented if there is no such kernel, if separate kernels are as fast, or if CUDA graphs may contain
+    steps of this size. Graphs pad steps, but a step must use the same kernels with and without graphs. Different
+    kernels add in a different order, and might produce different tokens.
     """
     if isinstance(x, torch.Tensor) or len(x) <= MAX_CAPTURED_ROWS or not has_hopper_kernels():
         return NotImplemented

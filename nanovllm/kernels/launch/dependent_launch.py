@@ -105,7 +105,7 @@ def compile_only(work: Callable[[], None]) -> None:
 
     The outputs of these kernels contain arbitrary values. The function returns when all kernels are compiled and loaded
     onto the device. If a kernel fails to compile, the compiler's error is raised. Threads help because the compiler
-    rarely holds the GIL. Garbage collection is off meanwhile.
+    rarely holds the GIL.
 
     With Triton 3.4, the function does nothing, and each kernel is compiled at its first launch.
     """

@@ -23,7 +23,7 @@ def has_tma(device: torch.device) -> bool:
 
 @cache
 def has_hopper_kernels() -> bool:
-    """Return whether the Gluon kernels can run. They need Hopper and exactly Triton 3.6: Gluon is unstable."""
+    """Return whether the Gluon kernels can run. They need Hopper and exactly Triton 3.6: Gluon still changes."""
     from triton import __version__
 
     is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9

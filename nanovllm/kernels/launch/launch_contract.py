@@ -1,4 +1,4 @@
-"""A check of what a dependent kernel does before it waits (see dependent_launch.py), made in the kernel's source.
+"""A check, in the source of a dependent kernel, of what the kernel does before it waits (see dependent_launch.py).
 
 The check runs when the kernel is defined. Pointer parameters are named `*_ptr`, tuples of pointers `*_ptrs`, and tensor
 descriptors `*_tiles`. The check follows addresses from these parameters through assignments, and into the functions
@@ -30,7 +30,7 @@ def check_early_reads(function: Callable, early: tuple[str, ...]) -> None:
 
 
 class _Body:
-    """The statements of a function. `run` adds the pointer parameters that they read before the wait to `reads`."""
+    """The statements of a function. `run` collects in `reads` the pointer parameters that they read before the wait."""
 
     def __init__(self, function: Callable, roots_of_arguments: list[set[str]] | None = None):
         self.function = function

@@ -46,7 +46,7 @@ def _store_norm(x, weight, eps, residual, split_k: int, group: int, outputs: tup
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, split_k: int = 1
 ) -> torch.Tensor:
-    """Return the normalized rows [T, N] of x + residual, and store the sum in `residual`. Both are [T, N].
+    """Return the RMS norm of x + residual (all are [T, N]), and store the sum in `residual`.
 
     Without a residual, normalize x. With split_k > 1, x is [split_k, T, N], and is summed over its first dimension. All
     tensors are contiguous.

@@ -17,7 +17,7 @@ def _embed_shard_kernel(ids_ptr, weight_ptr, out_ptr, first_id, num_ids, N: tl.c
 
 
 def embed_shard(token_ids: torch.Tensor, weight: torch.Tensor, first_id: int, out: torch.Tensor | None = None):
-    """Fill `out` [T, N] with rows of weight [ids, N], whose first row is token `first_id`. Other ids get zeros.
+    """Fill `out` [T, N] with rows of weight [ids, N], whose first row is token `first_id`. Rows of other ids become 0.
 
     A program copies one row. The launch must be an ordinary one, so that the earlier rope lookup is complete: attention
     reads the result of that lookup early (dependent_launch.py).

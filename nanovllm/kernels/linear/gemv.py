@@ -53,7 +53,7 @@ def _gemv_kernel(
     rows = (n < N)[:, None]
     w = w_ptr + n[:, None].to(tl.int64) * K + k[None, :]
     up = w + N * K
-    # while the previous kernel still runs, load what no kernel writes: the first tiles of W, biases, the norm's weight
+    # while the previous kernel runs, load what no kernel writes: the first tiles of W, biases, the norm's weight
     w_tile = tl.load(w, rows & (k < K)[None, :], 0.0, eviction_policy="evict_first").to(tl.float32)
     if GATED:
         up_tile = tl.load(up, rows & (k < K)[None, :], 0.0, eviction_policy="evict_first").to(tl.float32)
@@ -102,7 +102,7 @@ def gemv(
     # for the shortest matmuls, programs load as much as they can before they wait
     tile_k = min(tile_size // (2 if weight.numel() <= 2**22 else 4), 1 << (k - 1).bit_length())
     tiles = Tiles(tile_size // tile_k, tile_k, stages=3, warps=4)
-    # this few registers let more programs run at once; with larger tiles, registers would spill
+    # with so few registers, more programs run at once; with larger tiles, registers would spill
     constants = dict(K=k, TILES=tiles, GATED=gated, maxnreg=64 if k <= tile_k and not gated else None)
     launch(_gemv_kernel, (-(-n // tiles.tile_n),), x.device, shared)(
         inputs, (weight, bias, norm_weight), out, n, eps, **constants, num_warps=tiles.warps

@@ -1,7 +1,7 @@
 """Quantization of activations to e4m3 for GEMMs, alone or in the kernel of the preceding norm or activation.
 
-Each group of inputs in a row shares a scale: 128 inputs if the weights have blocks, otherwise the whole row. If there
-are no scales to write, the same functions store norms and activations without quantization.
+Each group of inputs in a row shares a scale: 128 inputs if the weights have block scales, otherwise the whole row. If
+there are no scales to write, the same functions store norms and activations without quantization.
 """
 
 from typing import NamedTuple

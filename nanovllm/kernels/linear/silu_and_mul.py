@@ -22,8 +22,8 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 def swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return `silu_and_mul` of x W^T [T, N / 2], for x [T, K] and weight [N, K], in one kernel.
 
-    The rounding is the same as in separate kernels. Return NotImplemented if there is no kernel for this, if there are
-    too few rows, or if the tiles would leave too much of the GPU idle.
+    Results are rounded as in separate kernels. Return NotImplemented if there is no kernel for this, if there are too
+    few rows, or if the tiles would leave too much of the GPU idle.
     """
     n, k = weight.shape
     if len(x) < MIN_ROWS or x.dtype == torch.float32 or n % 256 or k % 8 or not has_hopper_kernels():

@@ -18,7 +18,7 @@ from nanovllm.kernels.linear.tiles import (
 )
 
 FEW_WEIGHTS = 5 * 2**20
-MAX_ROWS = 256  # half as many for more than FEW_WEIGHTS, except in hopper_gemm.py, whose tiles hold twice as many rows
+MAX_ROWS = 256  # 128 if there are more than FEW_WEIGHTS weights, except in hopper_gemm.py, whose tiles are larger
 TILE_N = 64
 TILE_K = 128
 LONE_BYTES = 2**17  # bytes that a program has in flight if it is alone on its multiprocessor
@@ -63,7 +63,7 @@ def _tile_m(m: int, weight: torch.Tensor) -> int:
 def _is_for_hopper(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether hopper_gemm.py computes this GEMM if it is split.
 
-    With fewer inputs, adding the parts takes as long as the kernel saves.
+    With at most twice as many inputs as outputs, adding the parts takes as much time as the kernel saves.
     """
     is_large = MAX_ROWS // 2 < len(x) <= MAX_ROWS and weight.numel() > FEW_WEIGHTS
     return is_large and weight.shape[1] > 2 * len(weight) and x.dtype != torch.float32 and has_hopper_kernels()
@@ -83,7 +83,7 @@ def choose_split_k(x: torch.Tensor, weight: torch.Tensor, max_split_k: int) -> i
     split_k = min(max_split_k, sms // num_tiles)
     if m <= 64 and num_tiles > 0.9 * -(-num_tiles // sms) * sms:  # even the last wave of tiles fills the GPU
         return max(1, split_k)
-    # TMA is slow if tiles exceed x. The library is fast if its tiles fill half to two thirds of the GPU.
+    # TMA is slow with partial tiles of x. The library is fast if its tiles fill half to two thirds of the GPU.
     tiles_are_full = m <= 64 or m % tile_m == 0 or (few and max_split_k > 1)
     is_faster = few or (m <= MAX_ROWS // 2 and not sms < 2 * split_k * num_tiles < 1.4 * sms)
     return split_k if tiles_are_full and is_faster else 0
@@ -93,8 +93,8 @@ def scaled_tiles(num_rows: int, columns: int, sms: int) -> Tiles:
     """Return the tiles for 8-bit weights. `columns` is the number of outputs of all splits together.
 
     At least two programs fit on a multiprocessor. If each multiprocessor has at most one program, the program keeps
-    more loads in flight. If every multiprocessor still gets a tile, tiles are twice as wide, which halves the reads of
-    x.
+    more loads in flight. Tiles are twice as wide, which halves the reads of x, if every multiprocessor then still gets
+    a tile.
     """
     tile_m = tile_m_of(num_rows)
     tile_n = 2 * TILE_N if 16 < num_rows <= 64 and 0.9 * sms < columns / (2 * TILE_N) <= sms else TILE_N

@@ -79,13 +79,13 @@ def operands_of(x: torch.Tensor | QuantizedRows, weight: Weight) -> tuple[torch.
 
 
 def shape_of(values: torch.Tensor, scales: torch.Tensor | None) -> Shape:
-    """Return the shape of a matmul without split K and with unquantized activations."""
+    """Return the shape of a matmul without split-K and with unquantized activations."""
     k = values.shape[-1]
     return Shape(k, k, k, *block_shape(values, scales))
 
 
 def as_loadable(values: torch.Tensor) -> torch.Tensor:
-    """View e4m3 values as uint8 on devices where Triton can't load e4m3 (see e4m3.py). Return others unchanged."""
+    """View e4m3 values as uint8 on devices where Triton can't load e4m3 (see e4m3.py). Other values stay unchanged."""
     if values.dtype == torch.float8_e4m3fn and not has_fp8_units(values.device):
         return values.view(torch.uint8)
     return values

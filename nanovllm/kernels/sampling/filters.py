@@ -2,8 +2,8 @@
 
 The vocabulary is divided into tiles. The maximum of each tile shows which few tiles have entries above a bound. A
 search finds the smallest logit that is kept. Each iteration divides its interval into four. If only some of the tokens
-with the smallest logit are kept, one more pass over the tiles finds the last kept token. Rows without filters end at
-once.
+with the smallest logit are kept, one more pass over the tiles finds the last kept token. Rows without filters need no
+search.
 """
 
 from typing import NamedTuple
@@ -103,12 +103,12 @@ def _probe(quarters, iteration, low, high, row, LOW: tl.constexpr):
 
 @triton.jit
 def _search(row, lower_bound, target, BY_MASS: tl.constexpr, LOW: tl.constexpr):
-    """Return the smallest number >= `lower_bound` with less than `target` above it. Also return what is above it.
+    """Return the smallest number >= `lower_bound` that has less than `target` above it, and the amount above it.
 
-    Both are numbers of entries or, with BY_MASS, sums of their weights (see `_sum_above`).
+    Amounts are numbers of entries or, with BY_MASS, sums of their weights (see `_sum_above`).
     """
     low, high = _key(lower_bound, LOW), _key(row.max, LOW)
-    above = 0.0  # the sum of the entries above `high`
+    above = 0.0  # the amount above `high`
     iteration = 0
     while low < high:
         a = _probe(1, iteration, low, high, row, LOW)
@@ -187,7 +187,7 @@ def _cutoff_kernel(
             return  # the last program of the row has all tile maxima, and continues
         tl.store(num_finished_ptr + row, 0)
         cutoff = float("-inf")
-        num_equal = tl.full([], LAST_ID, tl.int32)  # of the entries that equal the cutoff, how many are kept; first all
+        num_equal = tl.full([], LAST_ID, tl.int32)  # how many entries equal to the cutoff are kept; at first all
         tile_maxima = tl.load(tile_maxima_ptr + tl.arange(0, TILES), tl.arange(0, TILES) < num_tiles, float("-inf"))
         row_max = tl.max(tile_maxima, 0)
         row_max = tl.where(row_max == 0, 0.0, row_max)  # the keys of -0 and 0 differ

@@ -4,7 +4,7 @@ batches/request_tables.py defines `place_decodes` and `accept`. `place_chains`, 
 the rows of a draft model.
 
 All kernels are ordinary launches. `place_decodes` writes slots, lengths and block tables. Attention may read them
-early, because the embedding, another ordinary launch, comes between them (dependent_launch.py).
+early, because the embedding, another ordinary launch, precedes attention (dependent_launch.py).
 """
 
 import torch

@@ -28,7 +28,7 @@ class Splits(NamedTuple):
 
 @triton.jit
 def _log(x, HARDWARE: tl.constexpr):
-    """Return the natural logarithm. HARDWARE uses a log2 instruction (error 2^-22) and saves a dozen instructions."""
+    """Return the natural logarithm. With HARDWARE, a log2 instruction (error 2^-22) saves a dozen others."""
     if HARDWARE:
         asm: tl.constexpr = "lg2.approx.ftz.f32 $0, $1;"
         return 0.6931471805599453 * tl.inline_asm_elementwise(asm, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -96,8 +96,8 @@ def sample(logits, temperatures, seeds, positions, first_id=0, cutoffs=None) -> 
     """Draw a token from each row of logits [S, vocabulary]. Return scores [S] float32 and ids [S] int32.
 
     temperatures is [S] float32, seeds [S, 2] int32 (low and high word), and positions [S] int32. cutoffs [S] int64
-    contains the smallest keys that may be drawn (see token_order.py). Column 0 of the logits is the token `first_id`.
-    If scores are equal, the lowest id wins.
+    contains the smallest key that may be drawn in each row (see token_order.py). Column 0 of the logits is the token
+    `first_id`. If scores are equal, the lowest id wins.
     """
     num_rows, vocab_size = logits.shape
     skipped = first_id % 4

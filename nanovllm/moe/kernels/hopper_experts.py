@@ -112,7 +112,7 @@ def _load(x_tiles, w_tiles, num_blocks, lookup, rings, PLAN: gl.constexpr):
 
 @gluon.jit
 def _load_pairs(pairs_ptr, tile, rows):
-    """Load the pairs of `rows` of a tile. Rows that do not exist get pair 0."""
+    """Load the pairs of a tile's `rows`. Rows that do not exist get pair 0."""
     expert, _, first_row, end_row = tile
     return gl.load(pairs_ptr + first_row + rows, (first_row + rows < end_row) & (expert >= 0), 0)
 

@@ -1,7 +1,7 @@
 """Mixture of experts for many tokens: grouped GEMMs over rows that are sorted by expert (moe_routing.py).
 
-Weights may be 8-bit values times scales. On GPUs with FP8 units, the inputs of both GEMMs are then quantized, and the
-GEMMs multiply e4m3. On other GPUs, weights are converted to the dtype of x.
+Weights may be 8-bit values times scales. Then GPUs with FP8 units quantize the inputs of both GEMMs, which multiply
+e4m3. Other GPUs convert the weights to the dtype of x.
 
 The `top_k` parts of each token's output are stored separately, and the next norm adds them. Rows are sorted by expert,
 so adding a token's parts here would need atomic additions, whose order changes from run to run.
@@ -36,7 +36,7 @@ MAX_SCALED_TILE_M = 64
 
 
 def choose_tile_m(num_pairs: int, num_experts: int) -> int:
-    """Return TILE_M: about 1.5 times the mean number of rows per expert. Each tile of an expert rereads its weights."""
+    """Return TILE_M: about 1.5 times the mean number of rows per expert. Each tile rereads its expert's weights."""
     return next((size for size in (16, 32, 64) if 2 * size * num_experts >= 3 * num_pairs), 128)
 
 

@@ -240,15 +240,15 @@ def _sort_kernel(in_ptrs, out_ptrs, num_pairs, first_expert, num_tiles, tile_m, 
 
 
 def max_tiles(num_pairs: int, num_experts: int, tile_m: int) -> int:
-    """Return the maximum number of tiles. No tile is empty, and only the last tile of an expert is not full."""
+    """Return the maximum number of tiles. No tile is empty, and only the last tile of an expert can be partial."""
     return min(num_pairs, (num_pairs + num_experts * (tile_m - 1)) // tile_m)
 
 
 def sort_by_expert(expert_ids: torch.Tensor, first_expert: int, num_experts: int, tile_m: int) -> ExpertRows:
     """Return the rows and tiles of this rank's `num_experts` experts, starting at `first_expert`.
 
-    expert_ids is [T, top_k] int32, with T > 0. The rows of an expert are in the order of pairs. Sizes depend only on
-    shapes, so the end of `pairs` can stay unwritten.
+    expert_ids is [T, top_k] int32, with T > 0. The rows of an expert are in the order of pairs. The results' sizes
+    depend only on shapes, so the end of `pairs` can stay unwritten.
     """
     num_pairs, device = expert_ids.numel(), expert_ids.device
     num_tiles = max_tiles(num_pairs, num_experts, tile_m)

@@ -3,7 +3,7 @@
 Each group of 128 inputs of a row and each 128 x 128 block of weights has a scale. One warpgroup loads, and one or two
 warpgroups multiply. Sums over 128 inputs are scaled and added in float32 as in hopper_product.py. The loading warpgroup
 multiplies the scales of rows by the scales of weights in advance, and passes the results through shared memory, because
-the 256 x 192 sums of the largest tiles take nearly all registers.
+the 256 x 192 accumulators of the largest tiles take nearly all registers.
 """
 
 from typing import NamedTuple
@@ -130,7 +130,7 @@ def _load(tiles, scale_ptrs, rings, sizes, PLAN: gl.constexpr):
 
 @gluon.jit
 def _add_block(sums, rings, stage, phase, n, G: gl.constexpr, PLAN: gl.constexpr):
-    """Multiply a block of inputs, and add the results to the sums.
+    """Multiply a block of inputs, and add the results to the accumulators.
 
     Two matmuls run at once if there are enough registers.
     """
@@ -202,7 +202,7 @@ def _multiply(out_ptr, rings, sizes, G: gl.constexpr, PLAN: gl.constexpr):
 def _gemm_kernel(
     x_tiles, w_tiles, out_ptr, scale_ptrs, num_rows, n, row_tiles, num_tiles, PLAN: gl.constexpr, PDL: gl.constexpr
 ):
-    # A program loops over tiles. Its first tile is the tile whose index is the program's index.
+    # A program loops over tiles, starting with the tile that has the program's index.
     gdc_launch_dependents(PDL)
     STAGES: gl.constexpr = PLAN.stages
     EARLY: gl.constexpr = _early(PLAN)

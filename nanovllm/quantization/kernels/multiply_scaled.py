@@ -48,8 +48,8 @@ def best_scaled_split_k(values, scales, num_rows, max_split_k, max_rows=None):
 def swiglu_quantize(x: QuantizedRows, values, scales) -> QuantizedRows:
     """Return `silu_and_mul_quantize` of x W^T [M, N / 2], for x [M, K], in groups of SWIGLU_GROUP.
 
-    Gate and up are not rounded in between. Return NotImplemented if there is no kernel for this, or if there are so few
-    rows that the GPU would be partly idle.
+    Gate and up are not rounded before SwiGLU. Return NotImplemented if there is no kernel for this, or if there are so
+    few rows that the GPU would be partly idle.
     """
     n, k = values.shape
     groups = *block_shape(values, scales), k // x.scales.shape[1]

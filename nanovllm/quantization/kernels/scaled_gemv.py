@@ -1,7 +1,7 @@
 """y = x W^T + b for a single row x, where W is 8-bit values times block scales; gemv.py is for 16-bit weights.
 
-8-bit weights arrive twice as fast and must be converted, so instructions limit the speed too. That is why the preceding
-norm is not fused as in gemv.py: every program would compute it again.
+8-bit weights arrive twice as fast as 16-bit weights and must be converted, so instructions limit the speed too. That is
+why the preceding norm is not fused as in gemv.py: every program would compute it again.
 """
 
 import torch

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nanovllm")
 START_SECONDS = 300.0  # time for a front to get ready, once the engine has started
-MAX_FAILED_STARTS = 10  # consecutive ones, when a front is restarted
+MAX_FAILED_STARTS = 10  # consecutive failures of a front, when it is restarted
 SETTLED_SECONDS = 10.0  # a front that ends by itself within this time after it was ready counts as a failed start
-END_SECONDS = 10.0  # time for fronts to end, after the time for running requests
+END_SECONDS = 10.0  # time for fronts to end, once the time for running requests is over
 URGENT_SECONDS = 3.0  # time for fronts to end after a second Ctrl-C
 TURN_SECONDS = 0.1  # the end of a front is noticed within this time
 BLOCKED = signal.SIGINT, signal.SIGTERM  # signals that are blocked while a front is started
@@ -42,8 +42,8 @@ BLOCKED = signal.SIGINT, signal.SIGTERM  # signals that are blocked while a fron
 class FrontPlan(NamedTuple):
     """What all fronts of an engine need to know.
 
-    num_live: the number of live answers of each front, in shared memory. The limit applies to the sum, which can exceed
-        it slightly if several fronts accept requests at the same instant.
+    num_live: the number of live answers of each front, in shared memory. The limit applies to their sum. Fronts that
+        accept requests at the same instant can exceed it slightly.
     listener: the listening socket. If None, each front opens a socket at the address in `settings`.
     """
 
@@ -57,7 +57,7 @@ class FrontPlan(NamedTuple):
 def make_plan(
     model: str, settings: ServerSettings, engine_settings: dict[str, Any], listener: socket.socket
 ) -> FrontPlan:
-    """Make the plan. `listener` reserves the address. Fronts use it only on a Unix socket, or if there is one front."""
+    """Make the plan. Fronts use `listener` only for a Unix socket, or if there is one front."""
     count, port = settings.num_fronts, settings.port if settings.uds else listener.getsockname()[1]
     front_settings = replace(settings, port=port, max_connections=max(1, settings.max_connections // count))
     is_passed = bool(settings.uds) or count == 1
@@ -78,7 +78,7 @@ def run_front(plan: FrontPlan, index: int, end: socket.socket) -> None:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block the signals `BLOCKED` in this context, also for processes started in it. The signals arrive afterwards."""
+    """Delay the signals `BLOCKED` until the end of a `with` block. Processes started in it inherit the mask."""
     resource_tracker.ensure_running()  # its start would unblock the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     try:
@@ -88,7 +88,7 @@ def _signals_blocked() -> Iterator[None]:
 
 
 class Fronts:
-    """The fronts of an engine. If one ends, its requests are dropped and it is restarted. The other fronts go on."""
+    """The fronts of an engine. If one ends, its requests are dropped and it is restarted. Other fronts keep running."""
 
     def __init__(self, plan: FrontPlan):
         self._plan = plan

@@ -20,7 +20,7 @@ logger = logging.getLogger("nanovllm")
 
 
 class Session(Replica):
-    """Serves the requests of one front. One thread handles the front's messages; another thread sends it the news."""
+    """Serves the requests of one front. One thread handles the front's messages; another sends outputs and errors."""
 
     orders_by_id = False  # ids from several fronts do not show which request came first, so the engine decides
 

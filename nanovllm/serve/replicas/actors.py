@@ -26,7 +26,7 @@ from nanovllm.serve.replicas.routing import Router
 # actor options that callers can't set: calls must stay in order, and ReplicaGroup (not Ray) restarts replicas
 RESERVED_OPTIONS = {"concurrency_groups", "lifetime", "max_concurrency", "max_restarts", "max_task_retries", "name"}
 NODE_CHECK_SECONDS = 10.0  # between checks that Ray still runs on this machine, while a replica starts
-MAX_UNREAD_REPORTS = 4  # with this many, the replica waits, and its next report covers more steps
+MAX_UNREAD_REPORTS = 4  # at this number, the replica waits, and its next report covers more steps
 
 
 def connect() -> bool:
@@ -56,7 +56,7 @@ def needs_of(settings: dict[str, Any], actor_options: dict[str, Any], num_replic
 
     The actor itself starts the processes of its ranks. Ray reserves an actor's resources on a single node, so no
     placement group is needed, and none can be left behind. Raises ValueError if the cluster is too small; Ray would
-    wait for more nodes forever.
+    wait forever for more nodes.
     """
     device, num_ranks = settings.get("device", "auto"), settings.get("tensor_parallel_size", 1)
     if device not in ("auto", "cpu", "cuda"):

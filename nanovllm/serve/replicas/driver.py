@@ -13,7 +13,7 @@ ANSWERS_PER_SEQ = 2  # a replica gets at most this many times `max_num_seqs` ans
 
 
 def make_processor(model: str, settings: dict[str, Any], first_request_id: int = 0) -> InputProcessor:
-    """Create the InputProcessor that `LLM(model, **settings)` has, with the same errors, without a GPU or weights."""
+    """Create the InputProcessor of `LLM(model, **settings)` without a GPU or weights. Raises the same errors as LLM."""
     config = Config.create(model, settings | DRIVER_OVERRIDES)
     return InputProcessor(config, load_tokenizer(str(config.tokenizer)), first_request_id)
 

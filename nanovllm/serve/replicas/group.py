@@ -51,7 +51,7 @@ class ReplicaGroup:
         max_answers: the most answers that a replica computes at a time.
         block_size: the number of tokens in a block of the replicas' caches.
         router: None means a PrefixRouter.
-        restart_timeout: seconds until a restart, which may have to wait for a GPU or a host, counts as failed.
+        restart_timeout: seconds until a restart counts as failed. It may have to wait for a GPU or a host.
         """
         self.replicas = [ReplicaState(i) for i in range(num_replicas)]
         self.error: Exception | None = None  # the error that ended the group
@@ -108,7 +108,7 @@ class ReplicaGroup:
         self._dispatch()
 
     def discard(self, requests: Iterable[ReplicaRequest]) -> None:
-        """Drop unfinished requests without an output."""
+        """Drop unfinished requests. They get no output."""
         request_ids: dict[int, list[int]] = {}  # by the index of the replica
         waiting = set()
         for request in requests:
@@ -124,7 +124,7 @@ class ReplicaGroup:
         self._dispatch()
 
     def abort(self, request: ReplicaRequest) -> None:
-        """End a request early, with its tokens so far."""
+        """End a request early, but keep its tokens."""
         if request.replica_index is not None:
             request.is_aborted = True  # if the replica is lost before it ends the request, the driver ends it
             replica = self.replicas[request.replica_index]
@@ -153,7 +153,7 @@ class ReplicaGroup:
         return sum(replica.is_ready for replica in self.replicas)
 
     async def stats(self) -> list[dict[str, Any] | None]:
-        """Return each replica's `LLM.stats()` and number of `restarts`, or None if it does not answer in time."""
+        """Return `LLM.stats()` and `restarts` for each replica, or None for a replica that does not answer in time."""
         return [*await asyncio.gather(*[replica.stats() for replica in self.replicas])]
 
     # -- where requests are computed -----------------------------------------------------------------------------------

@@ -40,8 +40,8 @@ class NewRequest(NamedTuple):
 class Final(NamedTuple):
     """The result of a finished request. `answers` is empty if they were sent as deltas.
 
-    seconds: the time from the request's arrival at the replica until it was first scheduled, until its first token, and
-        until it finished. These are durations, because the clocks of two machines differ.
+    seconds: three durations, each from the request's arrival at the replica: until it was first scheduled, until its
+        first token, and until it finished. The clocks of two machines differ, so these are not points in time.
     """
 
     request_id: int

@@ -82,7 +82,7 @@ class RayLLM:
         use_tqdm: bool = True,
         priority: list[int] | None = None,
     ) -> list[RequestOutput]:
-        """Generate like `LLM.generate`, with the same errors. Ctrl-C or an error drops the requests of this call."""
+        """Generate like `LLM.generate`. Raises the same errors. Ctrl-C or an error drops the requests of this call."""
         requests = self.input_processor.requests(prompts, sampling_params, OutputKind.FINAL_ONLY, None, priority)
         return self._run(requests, use_tqdm)
 
@@ -119,12 +119,12 @@ class RayLLM:
     def as_completed(
         self, prompts: Iterable[Prompt], sampling_params: SamplingParams | Iterable[SamplingParams] | None = None
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Yield pairs (prompt index, output) like `generate_iter`, but as soon as each output is complete."""
+        """Like `generate_iter`, but yield pairs (prompt index, output) as outputs complete."""
         for new_outputs in self._outputs(self._requests(prompts, sampling_params)):
             yield from new_outputs.items()
 
     def stats(self) -> list[dict[str, Any] | None]:
-        """Return `LLM.stats()` of each replica, or None if it is not running. Raises RuntimeError after `exit`."""
+        """Return `LLM.stats()` for each replica (None if it is not running). Raises RuntimeError after `exit`."""
         self._check_open()
         return self._run_in_loop(self.group.stats())
 
@@ -171,7 +171,7 @@ class RayLLM:
         return [outputs[i] for i in range(len(requests))]
 
     def _requests(self, prompts: Iterable[Prompt], sampling_params: Any) -> Iterator[CompletionRequest | RequestOutput]:
-        """Yield a request for each prompt, or an output with the error if the prompt is refused."""
+        """Yield a request for each prompt. For a refused prompt, yield an output with the error."""
         if isinstance(prompts, (str, Mapping)):
             raise TypeError(f"prompts={prompts!r:.80}: must be an iterable of prompts")
         is_single = sampling_params is None or isinstance(sampling_params, SamplingParams)

@@ -31,7 +31,7 @@ class Replica:
     orders_by_id = True  # one driver assigns the ids, so a request that another replica has begun keeps its place
 
     def start(self, model: str, settings: dict[str, Any]) -> dict[str, Any]:
-        """Load the model, with the same errors as `LLM`. Returns what the driver needs to know about the engine."""
+        """Load the model, and return the driver's facts about the engine. Raises the same errors as `LLM`."""
         self.attach(LLM(model, **settings))
         config = self.engine.config
         num_blocks = config.num_kvcache_blocks if config.enable_prefix_caching else 0  # blocks of the prefix cache
@@ -52,7 +52,7 @@ class Replica:
         self._engine_thread.watch(self._collectors[OutputKind.DELTA])
 
     def submit(self, data: bytes) -> None:
-        """Queue requests that the driver has checked. An error in one request is reported, and no other is affected."""
+        """Queue requests that the driver has checked. An error in one request is reported, and affects no other."""
         try:
             self._submit(decode_requests(data))
         except Exception as error:  # the driver ignores the result of this call, but `reports` tells it
@@ -94,14 +94,14 @@ class Replica:
             self._changed.notify()
 
     def discard(self, request_ids: Iterable[int]) -> None:
-        """Drop requests without an output."""
+        """Drop requests. They get no output."""
         request_ids = [*request_ids]
         if late := self._in_grammar_thread.intersection(request_ids):
             self._grammar_thread.submit(self.discard, late)  # after it has made them
         self._engine_thread.discard([i for i in request_ids if i not in late and self._forget(i)])
 
     def abort(self, request_id: int) -> None:
-        """End a request early, with its tokens so far."""
+        """End a request early, but keep its tokens."""
         if request_id in self._in_grammar_thread:
             self._grammar_thread.submit(self.abort, request_id)
         else:

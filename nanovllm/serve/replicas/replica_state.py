@@ -19,7 +19,7 @@ class ClusterDeadError(EngineDeadError):
 
 
 class Handle(Protocol):
-    """Controls a replica in another process. Any method may raise if it is lost; `start` may raise ClusterDeadError."""
+    """Controls a replica in another process. Methods may raise once it is lost; `start` may raise ClusterDeadError."""
 
     async def start(self) -> dict[str, Any]: ...
     def reports(self) -> AsyncIterator[bytes]: ...
@@ -101,7 +101,7 @@ class ReplicaState:
         return result | {"restarts": restarts}
 
     def count_failure(self, now: float) -> None:
-        """Count a loss of the replica, unless a poison request ran alone on it, which is then the cause."""
+        """Count a loss of the replica. A loss while a poison request ran alone on it does not count."""
         if self.is_ready and now - self.ready_time > STABLE_SECONDS:
             self.num_failures = 0
         if self.poison_request is None or self.poison_request.replica_index is None:

@@ -124,7 +124,7 @@ class Conversation:
         return messages if self.system is None else [{"role": "system", "content": self.system}, *messages]
 
     def _answer(self, question: str) -> None:
-        """Print the answer. Keep question and answer, even if Ctrl-C stops the answer, unless no token has arrived."""
+        """Print the answer. If a token arrived (even before Ctrl-C), add question and answer to the messages."""
         asked, answer = {"role": "user", "content": question}, Answer()
         messages = [*self.messages, asked]
         try:
