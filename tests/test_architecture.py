@@ -48,7 +48,7 @@ HOUSE = """
   utils/__init__.py moe/__init__.py moe/moe_config.py moe/expert_weights.py reasoning/__init__.py reasoning/formats.py
   reasoning/stage.py <- utils/loader.py utils/sharded_checkpoint.py utils/dummy_weights.py utils/tied_head.py
   utils/merged_tensors.py utils/nested_names.py
-  quantization/__init__.py <- models/__init__.py models/architectures.py attention/__init__.py
+  quantization/__init__.py <- models/__init__.py models/shared/architectures.py attention/__init__.py
   structured_outputs/__init__.py compat/__init__.py <- structured_outputs/spec.py compat/vllm_settings.py
   compat/vllm_flags.py
   distributed/division.py utils/device_checks.py <- utils/collection_checks.py spec_decode/__init__.py
@@ -326,7 +326,7 @@ def test_families_are_named_in_models_only():
             tree = tree_of((ROOT / file).read_text())
             names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
             assert not any("qwen" in name.lower() for name in names), file
-            heads = {"models/head_models.py"} if room_of(file) == "spec_decode" else set()
+            heads = {"models/shared/head_models.py"} if room_of(file) == "spec_decode" else set()
             assert {x for x in imports(file) if x.startswith("models/")} <= {"models/__init__.py"} | heads, file
 
 

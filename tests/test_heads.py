@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.sampling.sampling_columns import column, seeds
 from nanovllm.models import ModelConfig
-from nanovllm.models.head_models import Eagle3Head
+from nanovllm.models.shared.head_models import Eagle3Head
 from nanovllm.spec_decode import drafting_scheduler
 from nanovllm.spec_decode.draft_heads import Eagle3, Head
 from nanovllm.spec_decode.draft_model import DraftModel

@@ -16,7 +16,7 @@ from nanovllm.fused import fuse
 from nanovllm.fused.forms import Fused
 from nanovllm.kernels.launch.gpu_features import has_hopper_kernels, has_tma
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.models.hybrid import SharedExpertMoE
+from nanovllm.models.shared.hybrid import SharedExpertMoE
 from nanovllm.moe.experts import DOWN, GATE, UP, MoE, route
 from nanovllm.moe.kernels import moe_gemm, moe_gemv, moe_routing
 from nanovllm.moe.kernels.moe_routing import Routing, max_tiles, sort_by_expert

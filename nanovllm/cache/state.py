@@ -2,7 +2,7 @@
 
 A layer with a method `cache_spec()` gets its part of the engine's memory as `layer.cache`. Layers with equal specs form
 a group, which the ModelRunner allocates together. A spec is an `AttentionSpec` (cache/kv_cache.py), a `PagedHidden`
-(models/head_models.py) or a `StateSpec`. Each spec has:
+(models/shared/head_models.py) or a `StateSpec`. Each spec has:
 
 - `of_states`: True for one state per sequence, False for blocks of tokens
 - `tensors(num_layers, num_blocks, config)`: the tensors of the whole group, on the meta device. Dimension 1 is the

@@ -30,12 +30,12 @@ FORMS = {
     "nanovllm.models.qwen3:Qwen3MLP.forward": "decoder:FusedMLP",
     "nanovllm.models.qwen3:Qwen3DecoderLayer.forward": "decoder:FusedDecoderLayer",
     "nanovllm.models.qwen3:Qwen3Model.forward": "decoder:FusedModel",
-    "nanovllm.models.hybrid:GatedAttention.forward": "fused_attention:FusedGatedAttention",
-    "nanovllm.models.hybrid:SharedExpertMoE.forward": "fused_experts:FusedSharedExpertMoE",
-    "nanovllm.models.hybrid:HybridLayer.forward": "decoder:FusedHybridLayer",
-    "nanovllm.models.head_models:Eagle3Layer.forward": "fused_heads:FusedEagle3Layer",
-    "nanovllm.models.head_models:Eagle3Head.forward": "fused_heads:FusedEagle3Head",
-    "nanovllm.models.head_models:MtpHead.forward": "fused_heads:FusedMtpHead",
+    "nanovllm.models.shared.hybrid:GatedAttention.forward": "fused_attention:FusedGatedAttention",
+    "nanovllm.models.shared.hybrid:SharedExpertMoE.forward": "fused_experts:FusedSharedExpertMoE",
+    "nanovllm.models.shared.hybrid:HybridLayer.forward": "decoder:FusedHybridLayer",
+    "nanovllm.models.shared.head_models:Eagle3Layer.forward": "fused_heads:FusedEagle3Layer",
+    "nanovllm.models.shared.head_models:Eagle3Head.forward": "fused_heads:FusedEagle3Head",
+    "nanovllm.models.shared.head_models:MtpHead.forward": "fused_heads:FusedMtpHead",
 }
 
 

@@ -1,4 +1,4 @@
-"""Fused forms of draft heads (models/head_models.py)."""
+"""Fused forms of draft heads (models/shared/head_models.py)."""
 
 from typing import Any
 

@@ -48,7 +48,7 @@ MEMORY_LIMITS = [Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory
 # `model_type` -> module:class
 MODELS = {
     name: f"{__name__}.{name}:" + re.sub(r"_(?!\d)", "", name.title()) + "ForCausalLM"
-    for name in sorted({x.name for x in iter_modules(__path__)} - {"architectures", "head_models", "hybrid", "windows"})
+    for name in sorted(module.name for module in iter_modules(__path__) if not module.ispkg)
 }
 MODELS |= {
     "gemma3_text": f"{__name__}.gemma3_text:Gemma3ForCausalLM",
@@ -63,7 +63,7 @@ def find_model_type(raw: dict, file: Path) -> str:
     """
     if (model_type := str(raw.get("model_type"))) in MODELS:
         return model_type
-    from nanovllm.models.architectures import find_by_architecture  # few checkpoints need it
+    from nanovllm.models.shared.architectures import find_by_architecture  # few checkpoints need it
 
     return find_by_architecture(raw, file)
 

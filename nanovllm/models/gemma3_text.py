@@ -12,7 +12,7 @@ from nanovllm.layers.layernorm import ZeroCenteredRMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models import ModelConfig
 from nanovllm.models.qwen3 import Qwen3Attention, Qwen3MLP
-from nanovllm.models.windows import WindowsForCausalLM, read_windows
+from nanovllm.models.shared.windows import WindowsForCausalLM, read_windows
 from nanovllm.utils.checks import check_choice, check_real
 from nanovllm.utils.nested_names import IMAGE_PREFIXES
 

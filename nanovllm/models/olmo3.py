@@ -10,7 +10,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models import ModelConfig
 from nanovllm.models.qwen3 import Qwen3Attention
-from nanovllm.models.windows import WindowsForCausalLM, read_windows
+from nanovllm.models.shared.windows import WindowsForCausalLM, read_windows
 from nanovllm.utils.construction import get_construction
 from nanovllm.utils.loader import Shard, parameter
 

@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from nanovllm.delta_net.gated_delta_net import DeltaHeads, ranges_of_rank
-from nanovllm.models.hybrid import HybridForCausalLM
+from nanovllm.models.shared.hybrid import HybridForCausalLM
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 

@@ -4,7 +4,7 @@ from itertools import accumulate, chain, pairwise
 from typing import ClassVar
 
 from nanovllm.delta_net.gated_delta_net import DeltaHeads
-from nanovllm.models.hybrid import HybridForCausalLM
+from nanovllm.models.shared.hybrid import HybridForCausalLM
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 

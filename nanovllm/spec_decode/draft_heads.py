@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.models.head_models import Eagle3Head, MtpHead
+from nanovllm.models.shared.head_models import Eagle3Head, MtpHead
 from nanovllm.spec_decode.draft_model import DraftModel
 from nanovllm.spec_decode.head_checkpoint import read_mtp_tensors, read_tensors
 from nanovllm.utils.construction import constructing

@@ -79,7 +79,7 @@ def _layer_ids(file: Path, raw: dict, num_layers: int) -> tuple[int, ...]:
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors on the CPU, with the names in `models/head_models.py`. Files are memory-mapped.
+    """Return the tensors on the CPU, with the names in `models/shared/head_models.py`. Files are memory-mapped.
 
     One format names the layer `midlayer`, the other `layers.0`. Many heads are stored as `pytorch_model.bin`, which is
     unpickled with `weights_only`.
@@ -111,7 +111,7 @@ def check_mtp(folder: Path, target: ModelConfig, with_weights: bool) -> None:
 
 
 def read_mtp_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of the MTP head on the CPU, with the names in `models/head_models.py`."""
+    """Return the tensors of the MTP head on the CPU, with the names in `models/shared/head_models.py`."""
     tensors: dict[str, torch.Tensor] = {}
     for name, file in find_tensors(folder).items():
         if name.startswith("mtp."):
