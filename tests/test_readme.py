@@ -60,7 +60,7 @@ def blocks(text: str) -> list[str]:
 
 NOT_PROGRAMS = ".github/CONTRIBUTING.md", *(f"nanovllm/docs/{name}.md" for name in ("experiments", "tour", "training"))
 EXPERIMENTS = blocks(page("experiments"))
-FEATURE, BACKEND, STATE = blocks(DOCUMENTS[".github/CONTRIBUTING.md"])
+FEATURE, HOST_FEATURE, BACKEND, STATE = blocks(DOCUMENTS[".github/CONTRIBUTING.md"])
 PROGRAMS = {
     f"{document}:{i}": code
     for document, text in DOCUMENTS.items()
@@ -124,9 +124,10 @@ def test_code_can_be_pasted(document):
         assert "".join(statement) == ""
 
 
-def test_own_feature(capsys):
-    """The exercise of CONTRIBUTING.md; a fixture of common.py removes the feature."""
-    run(FEATURE, capsys)
+@pytest.mark.parametrize("code", [FEATURE, HOST_FEATURE], ids=["device", "host"])
+def test_own_feature(capsys, code):
+    """The exercises of CONTRIBUTING.md; a fixture of common.py removes the features."""
+    run(code, capsys)
 
 
 @pytest.mark.parametrize("window", [None, 7])
