@@ -1,4 +1,4 @@
-"""The sampling parameters of a request, which are validated on construction."""
+"""The sampling parameters of a request. They are validated on construction."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -102,7 +102,7 @@ class SamplingParams:
 
     @property
     def has_filters(self) -> bool:
-        """Whether `top_k`, `top_p` or `min_p` excludes less likely tokens from sampling."""
+        """Whether `top_k`, `top_p` or `min_p` might exclude tokens from sampling."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
