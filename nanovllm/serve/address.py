@@ -11,7 +11,9 @@ from nanovllm.serve.settings import ServerSettings
 
 
 def listening_socket(settings: ServerSettings, is_of_front: bool = False) -> socket.socket:
-    """Reserve the address before the model loads. Raises OSError if it is in use, or is not local.
+    """Reserve the address before the model loads.
+
+    Raises OSError if the address is in use or does not belong to this machine.
 
     is_of_front: if True, other fronts of this server may already use the address. The system assigns each connection
         to one of their sockets.

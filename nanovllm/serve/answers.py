@@ -34,7 +34,7 @@ def dump_json(content: Any) -> bytes:
 
 
 def encoded(content: Any) -> msgspec.Raw:
-    """Encode content in advance, for embedding in other content."""
+    """Encode content before it is embedded in other content."""
     return msgspec.Raw(dump_json(content))
 
 

@@ -98,7 +98,7 @@ class CompletionAnswer(Answer):
 
 
 def _without_tokens(answer: Any) -> Any:
-    """Remove the generated token, because `max_tokens=0`. The engine always generates at least one token."""
+    """Remove the generated token for `max_tokens=0`. The engine always generates at least one token."""
     logprobs: list | None = None if answer.logprobs is None else []
     reason = answer.finish_reason and "length"
     return replace(answer, text="", token_ids=[], logprobs=logprobs, finish_reason=reason, stop_reason=None)

@@ -119,10 +119,10 @@ class EngineClient(ABC):
     ) -> AsyncIterator[RequestOutput]:
         """Yield the answers to a prompt each time they grow. The last output has `finished=True`.
 
-        `prompt`, `sampling_params` and the option `priority` are the same as for `LLM.add_request`, and raise the same
-        errors. Other options are `chat_template_kwargs` (see `LLM.chat`), `cache_salt` (see `submit`), and a
-        `request_id` for `abort`. Raises QueueFullError if too many requests wait, and EngineDeadError if the engine has
-        failed or was closed. Until the last output, `metrics` contains only the `arrival_time`.
+        `prompt`, `sampling_params` and the option `priority` have the same meaning and errors as in `LLM.add_request`.
+        Other options are `chat_template_kwargs` (see `LLM.chat`), `cache_salt` (see `submit`), and a `request_id` for
+        `abort`. Raises QueueFullError if too many requests wait, and EngineDeadError if the engine has failed or was
+        closed. Until the last output, `metrics` contains only the `arrival_time`.
         """
         request = await self.submit(prompt, sampling_params, **options)
         try:
@@ -214,7 +214,7 @@ class EngineClient(ABC):
             self._drop(request)
 
     async def abort(self, request_id: str) -> None:
-        """End a request before the next step. Its caller gets the tokens generated so far.
+        """End a request early, before the engine's next step. Its caller gets the tokens generated so far.
 
         Does nothing if no request has this id, or if its prompt is still being tokenized.
         """

@@ -89,7 +89,7 @@ def api_error(error: BaseException, fields: Container[str] | None = None) -> Api
 
 @contextmanager
 def about(fields: Container[str]) -> Iterator[None]:
-    """Convert the errors of a `with` block by `api_error`. The block checks a request that has these fields."""
+    """Convert the errors of a `with` block with `api_error`. The block checks a request that has these fields."""
     try:
         yield
     except Exception as error:

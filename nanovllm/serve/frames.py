@@ -37,7 +37,7 @@ Frame = dict[str, Any]
 
 @dataclass(slots=True)
 class SequenceView:
-    """A sequence in a View. `tokens` counts prompt tokens and generated tokens; `max_tokens` is its upper bound."""
+    """A sequence in a `View`. `tokens` counts prompt tokens and generated tokens; `max_tokens` is its upper bound."""
 
     prompt: int
     max_tokens: int

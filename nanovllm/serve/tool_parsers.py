@@ -96,9 +96,9 @@ class MarkedParser(ToolParser):
         return [part for part in parts if part]
 
     def _read_call(self, is_last: bool) -> tuple[list[ToolCall], int] | None:
-        """Return the calls that begin at `_start`, and where they end. Without calls, the text before the end is content.
+        """Return the calls that begin at `_start`, and where they end. Returns None if more text is needed.
 
-        Returns None if more text is needed.
+        If the list of calls is empty, the text up to the end is content.
         """
         start, held = self._start, self._held
         if self._head is None:
@@ -465,7 +465,7 @@ def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
 
 
 def length_before(tag: str, text: str, is_last: bool) -> int:
-    """Return how many characters precede the tag or, unless `is_last`, a partial tag at the end of the text."""
+    """Return how many characters precede the tag. Unless `is_last`, a partial tag at the end counts as the tag."""
     if (begin := text.find(tag)) >= 0 or is_last:
         return begin if begin >= 0 else len(text)
     longest = min(len(text), len(tag) - 1)

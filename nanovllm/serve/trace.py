@@ -106,7 +106,7 @@ class StepRecorder:
         self._engine_thread.call(self._stop)
 
     def refresh(self) -> None:
-        """Add a frame if the state has changed without a step. An abort of the last running request is an example."""
+        """Add a frame if the state has changed without a step. Aborting the last running request does this."""
         self._engine_thread.call(self._refresh)
 
     @property
@@ -143,7 +143,7 @@ class StepRecorder:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Guard a `with` block. An error in it is a bug in this class, it ends the recording, but no request."""
+        """Guard a `with` block. An error in it is a bug in this class. It ends the recording, but no request."""
         try:
             yield
         except Exception:

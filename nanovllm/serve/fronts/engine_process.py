@@ -88,7 +88,7 @@ def _signals_blocked() -> Iterator[None]:
 
 
 class Fronts:
-    """The fronts of an engine. If a front ends, its requests are dropped, and it restarts. Other fronts keep running."""
+    """The fronts of an engine. If a front ends, its requests are dropped, and it restarts. The others keep running."""
 
     def __init__(self, plan: FrontPlan):
         self._plan = plan

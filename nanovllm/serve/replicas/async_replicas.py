@@ -79,7 +79,7 @@ class AsyncReplicas(EngineClient):
             self._fail(error)
 
     def exit(self) -> None:
-        """Kill the replicas, and stop Ray if this object started it. In the event loop's thread, raise RuntimeError."""
+        """Kill the replicas, and stop Ray if this object started it. Raises RuntimeError in the loop's own thread."""
         if self._is_closing and self._group_loop is None:
             return
         loop = self._group_loop

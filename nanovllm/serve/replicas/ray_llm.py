@@ -97,7 +97,7 @@ class RayLLM:
     def generate_iter(
         self, prompts: Iterable[Prompt], sampling_params: SamplingParams | Iterable[SamplingParams] | None = None
     ) -> Iterator[RequestOutput]:
-        """Yield the outputs of any number of prompts, in prompt order, while the prompts are still being read.
+        """Yield the outputs in prompt order, while prompts are still being read. There may be any number of prompts.
 
         Prompts (and parameters, if they are iterable) are read only when replicas can take more requests, so memory use
         is bounded. If a prompt or its parameters are invalid, the output has the `finish_reason` "error", and its
@@ -192,7 +192,7 @@ class RayLLM:
     def _outputs(
         self, requests: Iterator[CompletionRequest | RequestOutput], end: Callable[[], int] | None = None
     ) -> Iterator[dict[int, RequestOutput]]:
-        """Yield dicts of outputs by request index, as requests complete.
+        """Yield dicts from request index to output, as requests complete.
 
         More requests are sent after every few outputs, so that replicas do not run out of work when the caller is slow.
 

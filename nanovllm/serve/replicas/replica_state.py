@@ -19,7 +19,7 @@ class ClusterDeadError(EngineDeadError):
 
 
 class Handle(Protocol):
-    """Controls a replica in another process. After a loss, methods may raise. `start` may raise ClusterDeadError."""
+    """Controls a replica in another process. Methods may raise once it is lost; `start` may raise ClusterDeadError."""
 
     async def start(self) -> dict[str, Any]: ...
     def reports(self) -> AsyncIterator[bytes]: ...
