@@ -31,7 +31,7 @@ def template_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of the chat template, except for the messages.
 
-    Raises ApiError for arguments that a client may not set.
+    Raises ApiError for arguments that a client must not set.
 
     template: the server's template, or several templates by name.
     is_trusting: whether the server renders templates from clients. Templates are programs.

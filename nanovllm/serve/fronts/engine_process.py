@@ -200,7 +200,7 @@ class Fronts:
                 process.terminate()
 
     def join(self, seconds: float) -> None:
-        """Wait up to `seconds` for the fronts to end (less after a second Ctrl-C), then kill the remaining fronts."""
+        """Wait up to `seconds` (less after a second Ctrl-C) for the fronts to end. Then kill the remaining fronts."""
         end = monotonic() + seconds
         while any(process.is_alive() for process in self._processes.values()) and monotonic() < min(
             end, self._deadline

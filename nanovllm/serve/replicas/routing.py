@@ -84,7 +84,7 @@ class PrefixRouter:
 
     The router does not ask replicas what they have cached. It computes the same hashes as the block manager: a chain
     over full blocks of `block_size` tokens. For each replica, it remembers the hashes of prompts and answers in an LRU
-    list of `max_blocks` hashes, the size of the replica's cache. The list takes about 150 bytes of memory per block.
+    list. The list is limited to `max_blocks` hashes, one per cache block of the replica, of about 150 bytes each.
     """
 
     def __init__(
