@@ -38,8 +38,8 @@ class AttentionBackend:
     def attend(self, q, cache: KVCache, context: Context) -> torch.Tensor:
         """Compute attention for a step's queries q [T, heads, head_dim]. The output has the same shape.
 
-        Decodes come first. Each query sees its sequence's keys up to its position, or the last `cache.window` of these keys. Scores are
-        multiplied by `cache.scale`, or by 1 / sqrt(head_dim) if it is None. Padding has no keys, and its results are
-        undefined.
+        Decodes come first. Each query sees its sequence's keys up to its position, or the last `cache.window` of these
+        keys. Scores are multiplied by `cache.scale`, or by 1 / sqrt(head_dim) if it is None. Padding has no keys, and
+        its results are undefined.
         """
         raise NotImplementedError

@@ -111,10 +111,10 @@ def philox(counter: tuple, key: tuple, rounds: int = PHILOX_ROUNDS) -> tuple[tor
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, quads: torch.Tensor) -> torch.Tensor:
-    """Return standard Gumbel noise [N, 4] float32. For each quad in `quads` [N], its ids are 4 * quad to 4 * quad + 3.
+    """Return standard Gumbel noise [N, 4] float32. Each quad in `quads` [N] denotes the ids 4 * quad to 4 * quad + 3.
 
     Noise depends on nothing but seed, position and token id. Philox gets the seed as its key, and
-    (token id // 4, position, 0, 0) as its counter. token id % 4 selects a word of its output.
+    (token id // 4, position, 0, 0) as its counter. The output's word token id % 4 is used.
     """
     zero = torch.zeros_like(quads)
     words = philox((quads, positions.long(), zero, zero), (seeds.long() & _WORD).unbind(-1))
