@@ -1,4 +1,4 @@
-"""The settings of an engine, which are validated and resolved on construction, and then frozen."""
+"""The settings of an engine. They are validated and resolved on construction, and then frozen."""
 
 import inspect
 import logging
@@ -164,7 +164,7 @@ class Config:
             self.resolve(speculative_config=read_speculative_config(self))
 
     def resolve(self, **settings) -> None:
-        """Replace settings by resolved values. The ModelRunner adds measured values, and the LLMEngine adds `eos`."""
+        """Replace settings with resolved values. The ModelRunner adds measured values, and the LLMEngine adds `eos`."""
         for name, value in settings.items():
             object.__setattr__(self, name, value)
 
@@ -194,7 +194,7 @@ class Config:
 
     @property
     def tokens_per_row(self) -> int:
-        """The maximum number of tokens that a sequence gets in a step: the accepted drafts, and one more token."""
+        """The maximum number of tokens that a sequence gets in a step: one more than its maximum number of drafts."""
         return 1 + (self.speculative_config.num_speculative_tokens if self.speculative_config else 0)
 
     def device_of(self, rank: int) -> "torch.device":

@@ -22,7 +22,7 @@ class LLM(LLMEngine):
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters in the model's `generation_config.json`, completed with SamplingParams' defaults."""
+        """Return the parameters in the model's `generation_config.json`, and SamplingParams' defaults for others."""
         return self.input_processor.default_sampling_params()
 
     def chat(

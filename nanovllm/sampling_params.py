@@ -1,4 +1,4 @@
-"""The sampling parameters of a request, which are validated on construction."""
+"""The sampling parameters of a request. They are validated on construction."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -20,10 +20,10 @@ class SamplingParams:
 
     temperature: the divisor of the logits. At 0 (or below 1e-5), the most likely token is always chosen.
     max_tokens: maximum number of tokens to generate. The setting `max_model_len` limits the answer too. In Python, None
-        leaves it as the only limit.
+        leaves `max_model_len` as the only limit.
     ignore_eos: do not stop at the model's end-of-sequence ids.
-    top_k: sample only from the k most likely tokens. Of equally likely tokens, the lower id comes first. 0 or -1: all
-        tokens.
+    top_k: sample only from the k most likely tokens. Of equally likely tokens, the lower id comes first. 0 or -1 keeps
+        all tokens.
     top_p: sample only from the smallest set of most likely tokens whose total probability is at least this value.
     min_p: sample only from tokens whose probability is at least this fraction of the most likely token's probability.
     seed: the seed of the sampling noise. The noise does not depend on the batch; docs/sampling.md explains how results
@@ -49,12 +49,12 @@ class SamplingParams:
         "json_object" (True), "regex", "choice" (a list of strings) or "grammar". See docs/structured-outputs.md.
     reasoning_parser: the format in which the model marks its reasoning: "qwen3", "deepseek_r1", "mistral" or another
         name in docs/reasoning.md. `structured_outputs` and `stop` then apply only to the answer after the reasoning.
-    thinking_token_budget: maximum number of reasoning tokens, after which the engine forces the end marker. None or -1:
-        no limit. It needs `reasoning_parser`.
+    thinking_token_budget: maximum number of reasoning tokens, after which the engine forces the end marker. None or
+        -1 means no limit. It needs `reasoning_parser`.
     logprobs: return log-probabilities for each generated token, and for this many of the most likely tokens at its
         position; -1 means all. The setting `logprobs_mode` selects the distribution.
-    prompt_logprobs: like `logprobs`, but for each prompt token, and always from the model's own logits. The request
-        then does not read the prefix cache.
+    prompt_logprobs: like `logprobs`, but for each prompt token, and always from the model's own logits. Such a
+        request does not read the prefix cache.
 
     Raises ValueError, or TypeError for a value of the wrong type. The error states the value and the bound. Limits that
     depend on the model are checked when a request is made.
@@ -102,7 +102,7 @@ class SamplingParams:
 
     @property
     def has_filters(self) -> bool:
-        """Whether `top_k`, `top_p` or `min_p` excludes less likely tokens from sampling."""
+        """Whether `top_k`, `top_p` or `min_p` might exclude tokens from sampling."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 

@@ -1,7 +1,7 @@
 """The table of attention backends, and validation of the selected one.
 
-Each module except `base`, the interface, contains a backend: `triton` contains the class `TritonBackend`. A module is
-imported when its backend is used.
+`base` contains the interface. Each other module contains a backend: `triton` contains the class `TritonBackend`. A
+module is imported when its backend is used.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ def backend_class(name: str) -> Any:
 
 
 def resolve_backend(config: "Config", device: str) -> tuple[str, int]:
-    """Return the backend's name and a required divisor of `kvcache_block_size`. Raises ValueError if it can't run."""
+    """Return the backend's name, and a number that must divide `kvcache_block_size`. ValueError if it can't run."""
     name, kv_cache_dtype = config.attention_backend, config.kv_cache_dtype
     check_choice("attention_backend", name, ("auto", *BACKENDS, "sdpa"))
     if config.batch_invariant:

@@ -10,7 +10,7 @@ from nanovllm.utils.context import Context
 class AttentionBackend:
     """Computes the attention of a step. The cache already contains the keys and values of the step's tokens.
 
-    `heads` is a multiple of `kv_heads`, and query head h reads key-value head h // (heads / kv_heads).
+    `heads` is a multiple of `kv_heads`, and query head `h` reads key-value head `h // (heads / kv_heads)`.
     """
 
     package, install = "torch", "pip install torch"  # the package that must be installed, and how to install it
@@ -21,25 +21,25 @@ class AttentionBackend:
 
     @staticmethod
     def devices() -> tuple[str, ...] | None:
-        """Return the device types that it supports. None means all that run PyTorch."""
+        """Return the supported device types. None means all devices of PyTorch."""
         return None
 
     def set_head_shape(self, group: int, head_dim: int, dtype: torch.dtype) -> None:
         """Prepare for an attention layer whose `group` query heads share a key-value head. Called before any step."""
 
     def prepare_chunks(self, chunks: list[tuple[int, int]], first_row: int) -> dict[str, np.ndarray]:
-        """Return int32 arrays for `Context.backend_arrays`. The chunks (start, end) begin at row `first_row`."""
+        """Return int32 arrays for `Context.backend_arrays`. The first of the chunks (start, end) is row `first_row`."""
         return {}
 
     def array_shapes(self, num_tokens: int, num_chunks: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Return the names and largest shapes of `prepare_chunks` arrays in a CUDA graph, where -1 is padding."""
+        """Return the names and largest shapes of the arrays from `prepare_chunks` in a CUDA graph. -1 is padding."""
         return ()
 
     def attend(self, q, cache: KVCache, context: Context) -> torch.Tensor:
-        """Compute the attention of a step's queries q [T, heads, head_dim] -> [T, heads, head_dim]. Decodes come first.
+        """Compute attention for a step's queries q [T, heads, head_dim]. The output has the same shape.
 
-        Each query sees its sequence's keys up to its position, or the last `cache.window` of these keys. Scores are
-        multiplied by `cache.scale`; None means 1 / sqrt(head_dim). Results for padding, which has no keys, are
-        undefined.
+        Decodes come first. Each query sees its sequence's keys up to its position, or the last `cache.window` of these
+        keys. Scores are multiplied by `cache.scale`, or by 1 / sqrt(head_dim) if it is None. Padding has no keys, and
+        its results are undefined.
         """
         raise NotImplementedError

@@ -12,9 +12,9 @@ from nanovllm.utils.context import Context
 
 
 class _Group(NamedTuple):
-    """The rows of one call: several sequences with one query each, or one sequence with several queries.
+    """The rows of one call. They are several sequences with one query each, or one sequence with several queries.
 
-    L, the number of keys, is padded to a multiple of SPAN_SIZE, so that CPU kernels are compiled for fewer shapes.
+    The number of keys (L) is padded to a multiple of SPAN_SIZE, so that CPU kernels are compiled for fewer shapes.
     """
 
     rows: slice  # of q
@@ -42,7 +42,7 @@ class SDPABackend(AttentionBackend):
 def _attend_one_token(q, k, v, mask, scale) -> torch.Tensor:
     """Attend with one query per sequence.
 
-    q [n, kv_heads, group, head_dim], k and v [n, L, kv_heads, head_dim] -> as q.
+    q is [n, kv_heads, group, head_dim], and so is the result. k and v are [n, L, kv_heads, head_dim].
     """
     # Query heads that share keys are the rows of one matmul, except two bfloat16 heads on a CPU with AMX. Computing
     # these one by one takes 0.4 to 0.7 times as long (without AMX, 1.6 to 8 times as long).
@@ -54,9 +54,9 @@ def _attend_one_token(q, k, v, mask, scale) -> torch.Tensor:
 
 
 def _attend_chunk(q, k, v, mask, scale) -> torch.Tensor:
-    """Attend with M queries of one sequence. Without a mask, query i sees the keys 0 to i.
+    """Attend with M queries of one sequence. Without a mask, query `i` sees keys 0 to `i`.
 
-    q [M, kv_heads, group, head_dim], k and v [1, L, kv_heads, head_dim] -> as q.
+    q is [M, kv_heads, group, head_dim], and so is the result. k and v are [1, L, kv_heads, head_dim].
     """
     num_queries, _, group, _ = q.shape
     queries = q.permute(1, 2, 0, 3)  # [kv_heads, group, M, head_dim]
@@ -103,7 +103,7 @@ def _padded(length: int) -> int:
 
 
 def _mask(bounds: torch.Tensor, num_keys: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """Return a mask [..., num_keys] that is 0 for visible keys: the last `window` keys before `bounds` [..., 1]."""
+    """Return a mask [..., num_keys]: 0 for the last `window` keys below `bounds` [..., 1], -inf for all others."""
     positions = torch.arange(num_keys, device=bounds.device)
     visible = positions < bounds
     if window is not None:
@@ -112,7 +112,9 @@ def _mask(bounds: torch.Tensor, num_keys: int, window: int | None, dtype: torch.
 
 
 def spans_of(block_tables: torch.Tensor, length: int, block_size: int) -> torch.Tensor:
-    """Return the spans [B, L / SPAN_SIZE] int32 with the first `length` tokens of each block table [B, W]."""
+    """Return the spans that hold the first `length` tokens of each row of `block_tables` [B, W].
+
+    The result is [B, L / SPAN_SIZE] int32."""
     per_block = block_size // SPAN_SIZE
     offsets = torch.arange(per_block, device=block_tables.device, dtype=torch.int32)
     tables = block_tables[:, : -(-length // block_size), None]

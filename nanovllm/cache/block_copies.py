@@ -8,11 +8,11 @@ import torch
 
 @torch.inference_mode()
 def copy_blocks(copies: np.ndarray, token_ids: torch.Tensor, caches: dict[Any, list[torch.Tensor]]) -> None:
-    """Copy cache blocks with their token ids, and states.
+    """Copy cache blocks (with their token ids) and states.
 
-    copies [2, C] int32: sources and targets. Ids below the number of blocks denote blocks, and larger ids states.
-    token_ids [blocks, block_size] int32.
-    caches: the tensors of each group of layers, by the group's spec.
+    copies: sources and targets, as [2, C] int32. Ids below the number of blocks denote blocks. Other ids denote states.
+    token_ids: [blocks, block_size] int32.
+    caches: maps the spec of each group of layers to the group's tensors.
     """
     num_blocks = len(token_ids)
     for of_states in (False, True):

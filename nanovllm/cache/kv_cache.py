@@ -1,4 +1,4 @@
-"""The KV cache of a layer: keys and values of tokens, in blocks."""
+"""The KV cache of a layer, which stores keys and values in blocks of tokens."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,10 +11,10 @@ SPAN_SIZE = 16  # tokens that `gather` copies as one row; every `kvcache_block_s
 
 
 class KVCache:
-    """The keys and values of one layer, in the model's dtype. Other formats are subclasses: see `quantization/`.
+    """The keys and values of one layer, in the model's dtype. Subclasses store other formats: see `quantization/`.
 
-    `k` and `v` are [blocks, block_size, kv_heads, head_dim]. Quantized subclasses also store `scales`. `window` and
-    `scale` come from the layer's AttentionSpec.
+    `k` and `v` have shape [blocks, block_size, kv_heads, head_dim]. Quantized subclasses store `scales`, too. `window`
+    and `scale` come from the layer's AttentionSpec.
     """
 
     scales: torch.Tensor | None = None
@@ -22,14 +22,14 @@ class KVCache:
     scale: float | None = None
 
     def __init__(self, data: torch.Tensor):
-        """data [2, blocks, block_size, kv_heads, head_dim]: this layer's part of the group's tensor."""
+        """`data` is this layer's part of the group's tensor: [2, blocks, block_size, kv_heads, head_dim]."""
         self.k, self.v = data
 
     @staticmethod
     def tensors(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Return the tensors of a group of layers, on the meta device: see cache/state.py.
 
-        shape: (2, layers, blocks, block_size, kv_heads, head_dim), the shape of the first tensor.
+        `shape` is the first tensor's: (2, layers, blocks, block_size, kv_heads, head_dim).
         """
         return (torch.empty(shape, dtype=dtype, device="meta"),)
 
@@ -39,14 +39,16 @@ class KVCache:
         self.v.flatten(0, 1).index_copy_(0, slots, v)
 
     def gather(self, spans: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read spans [B, L / SPAN_SIZE] int32 as keys and values [B, L, kv_heads, head_dim] in the model's `dtype`."""
+        """Return keys and values, each [B, L, kv_heads, head_dim], in the model's `dtype`.
+
+        They are read from `spans` [B, L / SPAN_SIZE] int32."""
         return gather_spans(self.k, spans), gather_spans(self.v, spans)
 
 
 def gather_spans(cache: torch.Tensor, spans: torch.Tensor) -> torch.Tensor:
-    """Gather spans [B, L / SPAN_SIZE] -> [B, L, kv_heads, head_dim].
+    """Return the tokens of `spans` [B, L / SPAN_SIZE] as [B, L, kv_heads, head_dim].
 
-    On a CPU, the adjacent spans of a single sequence are returned as a view, without a copy.
+    On a CPU, if the spans of a single sequence are adjacent, the result is a view, not a copy.
     """
     rows = cache.view(-1, SPAN_SIZE * cache.shape[2] * cache.shape[3])
     if len(spans) == 1 and cache.is_cpu:

@@ -1,4 +1,4 @@
-"""The memory that layers keep between steps. Some layers keep a state: tensors of fixed size for each sequence.
+"""The memory of layers between steps. Some layers keep a state, which is a set of fixed-size tensors per sequence.
 
 A layer with a method `cache_spec()` gets its part of the engine's memory as `layer.cache`. Layers with equal specs form
 a group, which the ModelRunner allocates together. A spec is an `AttentionSpec` (cache/kv_cache.py), a `PagedHidden`
@@ -40,7 +40,7 @@ class KeptDrafts(NamedTuple):
 
 
 class State:
-    """The states of one layer: `tensors`, each [rows, *shape].
+    """The states of one layer. Each tensor in `tensors` has shape [rows, *shape].
 
     The state of a running sequence is in the row of its request index. For the i-th sequence of a step, a layer reads
     the initial state from row `Context.state_rows[0, i]`, which may be a snapshot or zeros. It writes the final state
@@ -54,13 +54,13 @@ class State:
         self.kept_drafts = KeptDrafts(*(tensor[0] for tensor in kept_drafts)) if kept_drafts else None
 
     def count_tokens(self, read: Any, written: Any, number: int) -> None:
-        """Record that the states in rows `written` contain `number` more tokens than those in rows `read`."""
+        """Record that the states in rows `written` contain `number` more tokens than the states in rows `read`."""
         if self.kept_drafts is not None:
             self.kept_drafts.num_tokens[written] = self.kept_drafts.num_tokens[read] + number
 
 
 class StateSpec(NamedTuple):
-    """The spec of a layer that keeps a state: the shape and dtype of each tensor."""
+    """The spec of a layer that keeps a state. It contains the shape and dtype of each tensor."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]

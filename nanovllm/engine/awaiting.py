@@ -1,6 +1,6 @@
-"""Holds sequences while they await a feature's work in other threads, such as a mask for structured outputs.
+"""Holds sequences while another thread does a feature's work, such as computing a mask for structured outputs.
 
-These functions belong to the Scheduler. A held sequence is paused like a beam, and may lose its blocks.
+These functions belong to the Scheduler. A held sequence is paused, as a beam is, and might be preempted.
 """
 
 from concurrent.futures import FIRST_COMPLETED, wait
@@ -15,7 +15,7 @@ MAX_WAIT_SECONDS = 0.02  # short, because callers' commands have to wait
 
 
 def hold(scheduler: "Scheduler", seq: Sequence) -> None:
-    """Hold a sequence whose tokens have arrived: no step computes it until `release`. It may be running or waiting."""
+    """Hold a running or waiting sequence whose tokens have arrived. No step computes it until `release`."""
     seq.is_paused, scheduler.held[seq] = True, None
     scheduler.waiting.discard(seq)  # if it was preempted while the step was in flight
 
@@ -38,7 +38,7 @@ def release(scheduler: "Scheduler") -> list[Sequence]:
 
 
 def outcome(future: Any) -> tuple[str, int | str | None] | None:
-    """Return why a sequence must end, or None. An error ends only the sequence that awaits it."""
+    """Return why the sequence that awaits `future` must end, or None. An error of the Future ends no other sequence."""
     if future.cancelled():
         return "abort", None
     if (error := future.exception()) is not None:
@@ -47,5 +47,5 @@ def outcome(future: Any) -> tuple[str, int | str | None] | None:
 
 
 def wait_for_one(scheduler: "Scheduler") -> None:
-    """Wait for a held sequence, because no step can be scheduled."""
+    """Wait until a held sequence can continue, or briefly. Called when no step can be scheduled."""
     wait([seq.awaited for seq in scheduler.held], MAX_WAIT_SECONDS, FIRST_COMPLETED)

@@ -9,7 +9,7 @@ from nanovllm.engine.sequence import Sequence, packed_ids
 
 
 class Block:
-    """A block of the paged KV cache. If it has a hash, it is in the prefix cache. Lookups also compare token ids."""
+    """A block of the paged KV cache. If it has a hash, it is in the prefix cache. Lookups compare token ids, too."""
 
     __slots__ = ("block_id", "hash", "ref_count", "token_ids")
 
@@ -28,10 +28,11 @@ class Block:
 
 
 class BlockManager:
-    """Allocates and frees each block in constant time.
+    """Allocates and frees cache blocks, each in constant time.
 
     A freed block keeps its contents until it is allocated again, so that a later sequence with the same prefix can
-    reuse it. Blocks outside the prefix cache are allocated first, then the least recently freed block.
+    reuse it. Free blocks outside the prefix cache are allocated first. Cached blocks follow, the least recently freed
+    one first.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
@@ -65,7 +66,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def can_allocate(self, seq: Sequence, num_spare: int = 0) -> bool:
-        """Return whether `seq` and its next token fit, with `num_spare` blocks left free."""
+        """Return whether `seq` and its next token fit into the free blocks and leave `num_spare` of them free."""
         num_shared = sum(self.blocks[block_id].ref_count > 0 for block_id in self._cached_prefix(seq))
         return self.num_blocks_for(seq.num_tokens + 1) - num_shared + num_spare <= len(self.free_block_ids)
 
@@ -85,7 +86,7 @@ class BlockManager:
             seq.block_table.append(self._allocate_block())
 
     def fork(self, seq: Sequence, other: Sequence) -> None:
-        """Share the full blocks of `seq` with `other`, which has the same computed tokens, and add a block to `other`.
+        """Share the full blocks of `seq` with `other`, and add a block to `other`. Both have the same computed tokens.
 
         If the last block of `seq` is not full, it is copied into the added block before the next step: see `copies`.
         """
@@ -104,11 +105,11 @@ class BlockManager:
         return len(seq.block_table) * self.block_size < num_tokens
 
     def can_append(self, seq: Sequence) -> bool:
-        """Return whether the last token of `seq` fits into its blocks or a free block."""
+        """Return whether the last token of `seq` fits into its blocks, or into a block that is free."""
         return bool(self.free_block_ids) or not self.needs_block(seq, seq.num_tokens)
 
     def may_append(self, seq: Sequence, num_tokens: int | None = None) -> None:
-        """Add a block to `seq` if its tokens, or `num_tokens` tokens, need one."""
+        """Add a block to `seq` if it needs one to hold `num_tokens` tokens (by default, `seq.num_tokens`)."""
         if self.needs_block(seq, num_tokens or seq.num_tokens):
             seq.block_table.append(self._allocate_block())
 
@@ -116,8 +117,8 @@ class BlockManager:
         """Put the full blocks of `seq`, or of its first `num_tokens` tokens, into the prefix cache.
 
         A prompt's blocks enter the cache when the step that computes them is scheduled, so that other sequences of this
-        step can share them. That is safe: each layer stores a step's keys and values before it attends, and only this
-        step and later ones on the same stream read the block.
+        step can share them. That is safe, because each layer stores a step's keys and values before it attends.
+        Only this step and later steps on the same stream read the block.
         """
         if not self.enable_prefix_caching:
             return
@@ -133,12 +134,12 @@ class BlockManager:
                 self.duplicates.setdefault(block.hash, set()).add(block.block_id)
 
     def take_copies(self) -> dict[int, int]:
-        """Return and clear `copies`, before a step is scheduled. Copies that this step adds wait for the next one."""
+        """Return and clear `copies`. The copies of a step that is scheduled after this call wait for the next call."""
         copies, self.copies = self.copies, {}
         return copies
 
     def end_for_state(self, seq: Sequence, end: int) -> int:
-        """Return where a chunk that could reach `end` must end. Layers that keep a state may require an earlier end."""
+        """Return where a chunk must end: at `end`, or earlier if the model has layers that keep a state."""
         return end
 
     def state_row(self, seq: Sequence) -> int:
@@ -164,7 +165,7 @@ class BlockManager:
             block.hash = -1
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
-        """Return the ids of the cached blocks that `seq` begins with. They leave at least one token to compute."""
+        """Return the ids of the cached blocks with which `seq` begins. At least one token is left to compute."""
         block_ids: list[int] = []
         if not self.enable_prefix_caching or seq.skips_prefix_hits:
             return block_ids
@@ -194,7 +195,7 @@ class BlockManager:
         return block_id
 
     def evict(self, block: Block, block_hash: int) -> None:
-        """Remove the block from the prefix cache. A duplicate replaces it if there is one."""
+        """Remove the block from the prefix cache. If it has a duplicate, lookups then find the duplicate."""
         duplicates = self.duplicates.get(block_hash, set())
         if self.hash_to_block_id[block_hash] != block.block_id:
             duplicates.remove(block.block_id)

@@ -39,7 +39,7 @@ def build_engine(config: Config, part_done: Callable[[str], None] = lambda part:
 
 
 def make_scheduler(config: Config) -> Scheduler:
-    """Make the scheduler for a config whose `num_kvcache_blocks` is known."""
+    """Make the scheduler. `config.num_kvcache_blocks` must be known."""
     block_manager: BlockManager | None = None
     if config.num_states:
         sizes = config.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching

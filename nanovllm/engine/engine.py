@@ -1,4 +1,4 @@
-"""The engine loop: schedule a step, launch it, and process its result or the previous step's."""
+"""The engine loop. It schedules a step, launches it, and processes its result or the result of the previous step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ CLOSED = "this engine was closed by exit()"
 
 
 class UnavailableError(RuntimeError):
-    """The engine can't do this now: it is paused, asleep, loading weights, or has requests."""
+    """The engine can't do this now, because it is paused, asleep, loading weights, or busy with requests."""
 
 
 class Engine:
@@ -60,12 +60,12 @@ class Engine:
         self.workers.check()
 
     def check_available(self) -> None:
-        """Raise UnavailableError if the engine runs no steps now."""
+        """Raise UnavailableError if the engine can't run steps now."""
         if reasons := [*self.unavailable.values()]:
             raise UnavailableError(reasons[0])
 
     def drop_requests(self) -> None:
-        """Drop all requests and reset the state. Called on exit, and after an error, even in mid-step."""
+        """Drop all requests and reset the state. Called on exit, and after an error, possibly during a step."""
         reset_context()
         if self.model_runner is not None:
             self.model_runner.recover()  # queued steps still read the host's buffers
@@ -91,7 +91,7 @@ class Engine:
 
 
 class SingleRank:
-    """Stands in for `distributed.worker.Workers` when this process is the only rank."""
+    """Replaces `distributed.worker.Workers` when this process is the only rank."""
 
     tp, processes, supervisor = TensorParallel(), (), None
 

@@ -1,4 +1,4 @@
-"""The thread that owns an engine. It carries out commands and runs steps."""
+"""The thread that owns an engine. It executes commands and runs steps."""
 
 import os
 import threading
@@ -22,11 +22,11 @@ class EngineThread:
     """Runs the steps of an engine. No other thread changes the engine's state.
 
     Callers submit requests and wait for outputs in other threads, so Ctrl-C interrupts a wait but never a step. Their
-    calls are queued as commands, which this thread carries out between steps. It runs steps while a collector wants
-    them, and sleeps otherwise.
+    calls are queued as commands, which this thread executes between steps. It runs steps while a collector wants them,
+    and sleeps otherwise.
 
-    Signal handlers and finalizers may call `submit`, `abort`, `discard` and `exit` at any moment, because the queues
-    have no lock that the interrupted code could hold.
+    Signal handlers and finalizers may call `submit`, `abort`, `discard` and `exit` at any moment. They can't deadlock,
+    because the queues have no lock that the interrupted code might hold.
     """
 
     def __init__(self, engine: Engine):
@@ -50,7 +50,7 @@ class EngineThread:
     # -- for all threads -----------------------------------------------------------------------------------------------
 
     def submit(self, requests: Collection[Request], collector: OutputCollector) -> None:
-        """Queue requests, whose outputs go to `collector`. Raises UnavailableError while the engine accepts none."""
+        """Queue requests whose outputs go to `collector`. Raises UnavailableError if the engine accepts none now."""
         self.check_open()
         self.engine.check_available()
         for request in requests:
@@ -70,11 +70,11 @@ class EngineThread:
         self._post(partial(self._output_processor.discard, request_ids))
 
     def is_finished(self, collector: OutputCollector) -> bool:
-        """Return whether there is nothing to take, and nothing more will come."""
+        """Return whether `collector` is empty and will stay empty."""
         return self._is_closing or not (collector in self.queued() or collector.live or collector.is_ready)
 
     def queued(self) -> list[Any]:
-        """Return the waiters of the queued commands, such as the collectors of submitted requests."""
+        """Return the waiter of each queued command. For submitted requests, it is their collector."""
         return [waiter for _, waiter in [*self._commands]]
 
     def take(self, collector: OutputCollector) -> StepOutput:
@@ -85,9 +85,9 @@ class EngineThread:
         return output
 
     def call(self, work: Callable[[], T]) -> T:
-        """Do `work` between two steps, and return its result. Its errors are treated like errors of a step.
+        """Call `work` between two steps, and return its result. An error in `work` is treated like an error in a step.
 
-        A hook runs in this thread, so its call does `work` at once.
+        If this thread is the caller, as in a hook, `work` is called at once.
         """
         if threading.current_thread() is self._thread:
             return work()
@@ -100,12 +100,12 @@ class EngineThread:
         return value
 
     def watch(self, collector: OutputCollector) -> None:
-        """Make `collector` fail when a rank is lost, even if it has no requests. Holds only a weak reference."""
+        """Make `collector` fail when a rank is lost, even if it has no requests. This keeps a weak reference to it."""
         self._watchers = [watcher for watcher in self._watchers if watcher() is not None] + [ref(collector)]
         self._post(self.engine.check_open, collector)  # a rank may be lost already
 
     def check_may_wait(self) -> None:
-        """Raise RuntimeError if called in this thread, or if `check_open` raises it."""
+        """Raise RuntimeError if the caller is this thread, or if `check_open` raises it."""
         if threading.current_thread() is self._thread:
             raise RuntimeError("this is the engine's own thread, in a hook or a finalizer: it can't wait for a step")
         self.check_open()
@@ -127,8 +127,8 @@ class EngineThread:
     def exit(self) -> None:
         """Drop all requests, free the device's memory, and end the thread. Waiting callers get a RuntimeError.
 
-        A finalizer might call this in this thread or in the supervisor of the ranks. Then it takes effect after the
-        step. In a forked child it does nothing.
+        A finalizer might call this method in this thread or in the thread that supervises the ranks. The call then
+        returns at once, and takes effect after the step. In a forked child, the method does nothing.
         """
         if os.getpid() != self._pid:
             return
@@ -139,7 +139,7 @@ class EngineThread:
             sleep(0.001)  # not `join`, because before Python 3.13 an interrupted `join` marks the thread as ended
 
     def _tell_watchers(self) -> None:
-        """Treat a failure of the ranks like a failed step. Without a watcher, the next caller notices it."""
+        """Tell the watching collectors that a rank has failed. If there are none, the next caller gets the error."""
         for watcher in self._watchers:
             if (collector := watcher()) is not None:
                 self._post(self.engine.check_open, collector)
@@ -151,7 +151,7 @@ class EngineThread:
     # -- for this thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Repeat: carry out commands, then run a step, or sleep until there is something to do."""
+        """Until closed, repeat: execute the queued commands, then run a step. If no step is wanted, sleep."""
         try:
             while not self._is_closing:
                 try:
@@ -213,9 +213,9 @@ class EngineThread:
 
 
 class Submission:
-    """Submits requests for a `with` block, and discards the unfinished ones at its end.
+    """Submits requests at the start of a `with` block, and discards the unfinished requests at its end.
 
-    If an interrupt prevents that, they are discarded when this object is garbage-collected.
+    If an interrupt skips the end, they are discarded when this object is garbage-collected.
     """
 
     _requests: Collection[Request] = ()

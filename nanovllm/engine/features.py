@@ -1,7 +1,7 @@
 """The interface of features, which only some requests use. Each feature is a class in a separate file.
 
-The table FEATURES lists all features. The first request that asks for a feature imports it. On CUDA, all are imported
-at startup, because CUDA graphs contain their logit edits.
+The table FEATURES lists all features. A feature is imported when a request first asks for it. On CUDA, all features
+are imported at startup, because CUDA graphs contain their logit edits.
 """
 
 from collections.abc import Mapping
@@ -26,8 +26,8 @@ Ends = dict[Sequence, tuple[str, int | str | None]]  # finish reason and stop re
 class StepFeature:
     """The hooks of a feature. In this base class, most of them do nothing.
 
-    The class methods run on rank 0 and deal with sequences. Each rank also creates an instance, which deals with the
-    device and batches only.
+    The class methods run on rank 0 and handle sequences. The other methods run on every rank, in the rank's own
+    instance. They handle batches on the device, and know no sequences.
     """
 
     fields: tuple[str, ...] = ()  # numeric parameters of a registered feature; 0 means not asked for
@@ -36,68 +36,72 @@ class StepFeature:
     def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
         """Check a request in its caller's thread, and set up its sequences. Raise ValueError or TypeError to reject it.
 
-        The feature stores its state for a sequence in `seq.feature_state[name]`, which is initially None. It may set:
-        `columns`, numbers for the device by column name (this base method fills in `fields`); `is_watched`, so that
-        `after_step` sees each token; `waits_for_token`, so that no token is decoded before `after_step` has seen the
-        previous one; and `skips_prefix_hits`.
+        The feature stores its state for a sequence in `seq.feature_state[name]`, which is initially None. It may set
+        these attributes of a sequence:
+
+        columns: numbers for the device, by column name. This base method sets the columns named in `fields`.
+        is_watched: `after_step` sees each token.
+        waits_for_token: no token is decoded before `after_step` has seen the previous token.
+        skips_prefix_hits: the prompt is computed without reading the prefix cache.
         """
         for seq in request.group:
             seq.columns |= {name: float(getattr(seq.params, name, 0)) for name in cls.fields}
 
     @classmethod
     def prepare(cls, step: ScheduledStep) -> Arrays | None:
-        """Return int32 arrays, or lists of arrays of equal length, for a step. None if the feature needs none.
+        """Return a step's int32 arrays (or lists of arrays of equal length), or None if the feature needs no arrays.
 
-        Each rank creates its instance of a feature when the first arrays arrive. So a feature that edits logits returns
-        a dict when there are new sequences, even an empty dict.
+        Each rank creates its instance of a feature when the first arrays arrive. So if there are new sequences, a
+        feature that edits logits must return a dict, which may be empty.
         """
         return {} if step.new_seqs and cls.edit_logits is not StepFeature.edit_logits else None
 
     @classmethod
     def max_words(cls, config: "Config") -> int:
-        """Return an upper bound of the int32 words in the arrays of a step, plus 4 for each array."""
+        """Return the maximum number of int32 words in a step's arrays, counting 4 more for each array."""
         return 0
 
     def __init__(self, runner: "ModelRunner"):
         """Allocate the feature's memory on the runner's device. On CUDA, this runs before graphs are captured."""
 
     def upload(self, arrays: Arrays) -> None:
-        """Receive the arrays of `prepare` on the device before the model runs. No CUDA graph contains this."""
+        """Receive the arrays from `prepare` on the device before the model runs. CUDA graphs do not contain this."""
 
     def edit_logits(self, logits: Any, rows: Any) -> None:
-        """Edit logits [S, vocabulary] in place; `rows` are layers.sampler.SamplingRows.
+        """Edit logits [S, vocabulary] in place. `rows` is a `layers.sampler.SamplingRows`.
 
-        CUDA graphs contain this, so it must not wait for the device, and it runs even if no request needs it.
+        CUDA graphs contain this method. So it must not wait for the device, and it runs even if no request needs it.
         """
 
     def after_forward(self, arrays: Arrays, output: Any) -> Any:
-        """Compute further results from a ForwardOutput and `prepare`'s arrays. No CUDA graph contains this.
+        """Compute further results from a ForwardOutput and the arrays from `prepare`. CUDA graphs do not contain this.
 
-        Every rank calls this if `prepare` returned arrays. Return None, or an object whose `result(step)` is called on
-        rank 0 when the device has finished.
+        Every rank calls this method if `prepare` returned arrays. Return None or an object with a method
+        `result(step)`, which rank 0 calls when the device has finished.
         """
 
     @classmethod
     def after_step(cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: Any) -> None:
-        """Inspect new tokens, which are last in `seq.token_ids`, and add the sequences that must end to `ends`.
+        """Inspect the new tokens, and add the sequences that must end to `ends`.
 
-        `arrived` contains the watched sequences that have not ended, by the index of their token in
-        StepResult.token_ids. `result` is the return value of `result(step)` (see `after_forward`), or None.
+        `arrived` maps the index of a new token in `StepResult.token_ids` to its sequence. It contains the watched
+        sequences that had not ended before. A new token is the last one in `seq.token_ids`. `result` is the return
+        value of `result(step)`, or None: see `after_forward`.
 
-        Long work belongs in another thread, with its Future in `seq.awaited`. The sequence, which must have
-        `waits_for_token`, is held until the Future is done. The Future's result is a value of `Ends`, or None.
+        Do long work in another thread, and store its Future in `seq.awaited`. The sequence must have set
+        `waits_for_token`, and is held until the Future is done. The Future's result is a value of `Ends`, or None.
         """
 
     @classmethod
     def forget(cls, seq: Sequence) -> None:
-        """Free the feature's state of an ended sequence, which itself lives until it is garbage-collected."""
+        """Free what the feature stores for an ended sequence. The sequence object might live longer."""
 
 
 _class_of = cache(resolve_name)  # cached, because every step with features needs it
 
 
 class Feature(NamedTuple):
-    """The location of a feature, and the parameters that ask for it."""
+    """The location of a feature's class, and the request parameters that ask for the feature."""
 
     home: str | type[StepFeature]  # "module:Class" within nanovllm, or the class itself
     fields: Mapping[str, Any]  # parameter -> its value when the feature is not asked for

@@ -1,7 +1,6 @@
-"""Forks sequences: for several answers to one prompt (`n` > 1), and for beams, which pause after each token.
+"""Forks sequences for several answers to one prompt (`n` > 1) and for beam search. Beams pause after each token.
 
-These functions belong to the Scheduler, and are called between steps like its methods. They are in a separate file
-because most requests have only one answer.
+These functions belong to the Scheduler. They are in a separate file because most requests have a single answer.
 """
 
 from copy import copy, deepcopy
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def start_others(scheduler: "Scheduler", seq: Sequence, step: ScheduledStep) -> None:
-    """Start as many other answers to the prompt of `seq` as fit. They are sampled from its row."""
+    """Start as many other answers to the same prompt as fit. Their first tokens are sampled from the row of `seq`."""
     num_spare = len(scheduler.running) - 1  # a block for each other sequence, as in `Scheduler._admit`
     for other in seq.group:
         if other.status is not SequenceStatus.WAITING or other.has_sampled:
@@ -29,15 +28,15 @@ def start_others(scheduler: "Scheduler", seq: Sequence, step: ScheduledStep) -> 
 
 
 def pause(scheduler: "Scheduler", seq: Sequence) -> None:
-    """Pause a sequence whose token has arrived. Until `resume`, it may be forked."""
+    """Pause a sequence whose token has arrived. It may be forked until `resume`."""
     seq.is_paused, seq.num_tokens = True, len(seq.token_ids)
     scheduler.waiting.discard(seq)  # if it was preempted while the step was in flight
 
 
 def fork(scheduler: "Scheduler", seq: Sequence, index: int, token_id: int) -> Sequence:
-    """Fork a paused sequence into a new answer: the tokens of `seq`, then `token_id`.
+    """Return a new answer with the tokens of `seq`, which is paused, followed by `token_id`.
 
-    The answer shares the blocks of `seq` if a request index and a block are free. Otherwise it is recomputed.
+    The answer shares the blocks of `seq` if a request index and a block are free. Otherwise its tokens are recomputed.
     """
     new_seq = _copy(seq, index, token_id)
     scheduler.live[seq.request_id][index] = new_seq
@@ -66,7 +65,7 @@ def resume(scheduler: "Scheduler", seq: Sequence, token_id: int) -> None:
 
 
 def preempt_paused(scheduler: "Scheduler", step: ScheduledStep) -> None:
-    """Preempt paused beams if nothing fits into the step. Other beams of their requests might need the blocks."""
+    """Preempt paused beams until a waiting sequence fits, if the step is empty. Other beams might need their blocks."""
     paused = [seq for seq in scheduler.running.values() if seq.is_paused and seq not in scheduler.held]
     while paused and scheduler.waiting and not step.chunks:
         scheduler.preempt(paused.pop())

@@ -27,7 +27,7 @@ class ForwardOutput(NamedTuple):
 
 
 class PendingStep(NamedTuple):
-    """A launched step. Its results might not be in host memory yet."""
+    """A launched step, whose results might not have reached host memory yet."""
 
     step: ScheduledStep | None  # None on ranks other than 0, which can't `wait`
     results: torch.Tensor  # `ForwardOutput.results`, in host memory

@@ -38,8 +38,9 @@ class LLMEngine:
     themselves use `add_request`, `step`, `abort` and `is_finished`. All methods are thread-safe, and each caller gets
     only the outputs of its requests. A background thread runs the steps.
 
-    A failed step drops all requests, and every waiting caller gets a RuntimeError whose cause is the error. An engine
-    with one rank stays usable. An engine with several ranks is closed; if another rank failed, the error names it.
+    A failed step drops all requests, and every waiting caller gets a RuntimeError whose cause is the error. After
+    that, an engine with one rank stays usable, and an engine with several ranks is closed. If another rank has failed,
+    the error names that rank.
 
     An engine is a context manager. `exit` frees its memory. `startup_seconds` contains the time of each startup phase.
     """
@@ -84,11 +85,11 @@ class LLMEngine:
         """Return the answers to one or more prompts, in the order of the prompts.
 
         A prompt is a string, a list of token ids, a dict with `prompt` or `prompt_token_ids`, or a conversation.
-        Pass one `sampling_params` for all prompts, a list with one per prompt, or None for the model's recommendation.
-        `priority` contains an integer for each prompt, as in `add_request`.
+        `sampling_params` is one object for all prompts or a list with one object per prompt. None selects the
+        parameters that the model recommends. `priority` contains an integer per prompt: see `add_request`.
 
-        If any prompt is invalid, raises ValueError or TypeError as `add_request` does, and queues no prompt. Ctrl-C
-        drops the requests of this call.
+        If a prompt is invalid, this raises ValueError or TypeError, as `add_request` does, and queues no prompt.
+        Ctrl-C drops the requests of this call.
         """
         requests = self.input_processor.requests(prompts, sampling_params, OutputKind.FINAL_ONLY, None, priority)
         return self._run(requests, use_tqdm)
@@ -118,9 +119,9 @@ class LLMEngine:
         """Yield the answers of `generate` piece by piece. Events of different prompts are interleaved.
 
         Text that might be part of a stop string is held back, and no character is split. `chat_template_kwargs` apply
-        to conversations. Invalid prompts raise when `stream` is called. The first `next` queues the requests. Leaving
-        the loop drops unfinished requests. The engine runs at most 32 steps ahead of the reader, unless other callers
-        need more steps.
+        to conversations. An invalid prompt raises an error in the call of `stream`. The first `next` queues the
+        requests, and leaving the loop drops those that are unfinished. The engine runs at most 32 steps ahead of the
+        reader, unless other callers need more steps.
         """
         self.engine_thread.check_open()
         kind = OutputKind.DELTA
@@ -130,11 +131,12 @@ class LLMEngine:
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None, priority: int = 0) -> int:
         """Queue a request and return its id. `step`, called by the same thread, returns its output.
 
-        With `scheduling_policy="priority"`, the lowest `priority` is served first. With "fcfs", it must be 0.
+        With `scheduling_policy="priority"`, the request with the lowest `priority` is served first. With "fcfs",
+        `priority` must be 0.
 
-        Raises ValueError for an empty prompt, a prompt that is not shorter than `max_model_len`, or a token id outside
-        the vocabulary, and TypeError for anything that is not a prompt. Errors of a custom scheduling policy propagate.
-        After an error, nothing is queued.
+        Raises ValueError if the prompt is empty, is not shorter than `max_model_len`, or contains a token id outside
+        the vocabulary. Raises TypeError for anything that is not a prompt. Errors of a custom scheduling policy
+        propagate. After an error, nothing is queued.
         """
         self.engine_thread.check_open()
         request = self.input_processor.request(prompt, sampling_params, OutputKind.TOKENS, priority=priority)
@@ -151,7 +153,7 @@ class LLMEngine:
         self.engine_thread.abort(check_int("request_id", request_id, low=0, high=num_requests - 1))
 
     def step(self) -> StepOutput:
-        """Return the new outputs of this thread's requests. If there are none, run a step first.
+        """Return the new outputs of this thread's requests. If there are no new outputs, run a step first.
 
         A thread that has added no request, such as the loop of a server, gets the outputs of all threads that do not
         call `step` themselves. Ctrl-C drops no request.
@@ -168,12 +170,12 @@ class LLMEngine:
 
     @property
     def workers(self) -> Any:
-        """The other ranks: a `distributed.worker.Workers`, or a `SingleRank` if there are none."""
+        """The other ranks, as a `distributed.worker.Workers`. A `SingleRank` if there are no other ranks."""
         return self.core.workers
 
     @property
     def model_runner(self) -> ModelRunner | None:
-        """The model runner of rank 0; None once the engine is closed."""
+        """The model runner of rank 0, or None after the engine was closed."""
         return self.core.model_runner
 
     def exit(self) -> None:
@@ -184,9 +186,12 @@ class LLMEngine:
     def stats(self) -> dict[str, Any]:
         """Return counts since the start, and the current state.
 
-        `requests`: waiting and running; each of `n` answers counts. `blocks`: used, cached (free, but still in the
-        prefix cache) and free. `prefix_hit_rate`: the fraction of prompt tokens that were found in the prefix cache.
-        `preemptions`. `tokens`: in and out. `steps`: prefill (only prompts), decode (only decodes) and mixed.
+        `requests`: the numbers of waiting and running sequences. Each of the `n` answers to a prompt is a sequence.
+        `blocks`: the numbers of used, cached and free blocks. A cached block is free, but in the prefix cache.
+        `prefix_hit_rate`: the fraction of prompt tokens that were found in the prefix cache.
+        `preemptions`: how often a sequence was preempted.
+        `tokens`: the numbers of prompt tokens (`in`) and generated tokens (`out`).
+        `steps`: the numbers of `prefill` steps (chunks of prompts), `decode` steps and `mixed` steps (both).
         """
         return stats_of_engine(self)
 
@@ -210,7 +215,7 @@ class LLMEngine:
 
 
 class Stopwatch:
-    """Times consecutive phases. `part_done(name)` ends a phase and stores its seconds in `seconds[name]`."""
+    """Times consecutive phases. `part_done(name)` ends a phase, and stores its duration in `seconds[name]`."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}

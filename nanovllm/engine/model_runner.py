@@ -1,4 +1,4 @@
-"""The model runner of a rank: its weights, its part of the KV cache, and the execution of steps on its device."""
+"""The model runner of a rank. It holds the rank's weights and part of the KV cache, and runs steps on its device."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -33,7 +33,7 @@ MIN_MIXED_TOKENS = 64  # the least `max_num_mixed_tokens`, even on a slow device
 
 
 class ModelRunner:
-    """Loads the model, owns the KV cache, and runs steps one at a time on tokens from the host.
+    """Loads the model, owns the KV cache, and runs one step at a time. The host provides each step's tokens.
 
     Subclasses overlap steps or run them on several ranks: see runners.py.
     """
@@ -93,7 +93,7 @@ class ModelRunner:
         self.capture_cudagraph()
 
     def warmup_model(self) -> int:
-        """Return how many bytes the cache may use. On CUDA, run the largest step to measure what remains."""
+        """Return how many bytes the cache may use. On CUDA, run the largest step to measure what it leaves."""
         return self.cache_budget()
 
     def cache_budget(self) -> int:
@@ -101,19 +101,20 @@ class ModelRunner:
         return CPU_KV_CACHE_BYTES
 
     def time_per_token(self) -> float:
-        """Estimate the milliseconds per prompt token. On CUDA, measure them."""
+        """Return the milliseconds per prompt token: estimated on a CPU, measured on CUDA."""
         return self.milliseconds_per_token
 
     def capture_cudagraph(self) -> None:
         """Capture steps in CUDA graphs. Only CUDA overrides this."""
 
     def on_device(self) -> AbstractContextManager:
-        """Suspend the caller's autocast, which would change dtypes. On CUDA, also make the device current."""
+        """Suspend the caller's autocast, because it would change dtypes. On CUDA, make the device current as well."""
         kind = self.device.type
         return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
     def size_kv_cache(self, available: int) -> None:
-        """Set `num_kvcache_blocks` to fill `available` bytes. Raises ValueError if the longest sequence can't fit."""
+        """Set `num_kvcache_blocks` so that the cache fills `available` bytes. Raises ValueError if the longest sequence
+        does not fit."""
         config, state_bytes = self.config, self.cache_bytes(num_blocks=0)
         block_bytes = self.cache_bytes(num_blocks=1) - state_bytes
         num_blocks = self.min_of_ranks((available - state_bytes) // block_bytes)
@@ -135,7 +136,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, step: ScheduledStep) -> PendingStep:
-        """Compute a step, and sample a token for each of its `sampled_seqs`."""
+        """Compute a step, and sample a token for each sequence in `step.sampled_seqs`."""
         rows, self._sampled_seqs = step.rows, step.sampled_seqs  # features may need their parameters
         with self.on_device(), self.few_threads(sum(end - start for _, start, end in rows)):
             arrays = self.start_features(step) if step.feature_names else {}
@@ -160,9 +161,9 @@ class ModelRunner:
     def prepare_prefill(
         self, rows: Iterable[ScheduledSequence | Sequence], num_decodes: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Set the context of a step with prompts, and return its token ids and positions, each [T] int32.
+        """Set the context of a step with prompts. Return the step's token ids and positions, each [T] int32.
 
-        The first `num_decodes` rows decode. A row may also be a Sequence: see `ScheduledSequence.of`.
+        The first `num_decodes` rows decode. A row can be a Sequence instead: see `ScheduledSequence.of`.
         """
         rows = [x if isinstance(x, ScheduledSequence) else ScheduledSequence.of(x) for x in rows]
         block_size = self.config.kvcache_block_size
@@ -187,7 +188,7 @@ class ModelRunner:
         return self.int_tensor(input_ids), self.int_tensor(positions)
 
     def prepare_decode(self, rows: Iterable[ScheduledSequence | Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Set the context of a step that only decodes, and return its token ids and positions, each [B] int32."""
+        """Set the context of a step without prompts. Return the step's token ids and positions, each [B] int32."""
         rows = [x if isinstance(x, ScheduledSequence) else ScheduledSequence.of(x) for x in rows]
         block_size = self.config.kvcache_block_size
         input_ids, positions, slot_mapping, context_lens = [], [], [], []
@@ -208,27 +209,29 @@ class ModelRunner:
         return self.int_tensor(input_ids), self.int_tensor(positions)
 
     def prepare_block_tables(self, seqs: list[Sequence]) -> torch.Tensor:
-        """Return each sequence's cache block ids, padded with zeros: [B, W] int32."""
+        """Return the cache block ids of each sequence, padded with zeros, as [B, W] int32."""
         width = max(len(seq.block_table) for seq in seqs)
         return self.int_tensor([seq.block_table + [0] * (width - len(seq.block_table)) for seq in seqs])
 
     def prepare_state_rows(self, step: ScheduledStep) -> torch.Tensor:
-        """Return which state each row reads and which it writes: [2, B] int32. Only layers that keep a state use it."""
+        """Return the index of the state that each row reads, and of the state that it writes: [2, B] int32."""
         written = [seq.req_index for seq, _, _ in step.rows]
         return self.int_tensor([written[: step.num_decodes] + step.state_rows, written])
 
     def prepare_sample(self, seqs: list[Sequence]) -> torch.Tensor:
-        """Return the temperatures [S] float32. 0 means greedy."""
+        """Return the temperatures as [S] float32. A temperature of 0 means greedy sampling."""
         return torch.tensor(temperatures_of(seqs), dtype=torch.float32, device=self.device)
 
     def run_model(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return hidden states [T, hidden_size], and store the step's keys, values and token ids in the cache."""
+        """Run the model, which stores keys and values in the cache. Store the step's token ids there, too.
+
+        Returns hidden states [T, hidden_size]."""
         # padding has slot -1, which is the extra slot at the end
         self.slot_token_ids[get_context().slot_mapping] = input_ids
         return self.model(input_ids, positions)
 
     def sampler_input(self, hidden_states: torch.Tensor, positions: torch.Tensor, step: ScheduledStep) -> SamplerInput:
-        """Select the sampler's input: the last token of each sampled row."""
+        """Return the sampler's input, which consists of the last token of each sampled row."""
         context, req_indices = get_context(), self.int_tensor([seq.req_index for seq in step.sampled_seqs])
         if not context.is_prefill:
             return SamplerInput(hidden_states, req_indices, positions, context.block_tables)
@@ -245,7 +248,7 @@ class ModelRunner:
         return self.sampler(logits, self.prepare_sample(seqs), seeds, x.positions, cutoffs)
 
     def edit_logits(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-        """Let features edit logits [S, vocabulary] in place. Return the cutoffs [S] of min-p, top-k and top-p."""
+        """Let features edit logits [S, vocabulary] in place. Return the cutoffs of min-p, top-k and top-p as [S]."""
         for feature in self.features.values():
             feature.edit_logits(logits, rows)
         return logit_cutoffs(logits, rows)
@@ -260,7 +263,7 @@ class ModelRunner:
 
     @contextmanager
     def few_threads(self, num_tokens: int) -> Iterator[None]:
-        """Use one CPU thread for a small step, because several threads would mostly wait for each other."""
+        """For a small step, use a single CPU thread, because several threads would mostly wait for each other."""
         num_threads = torch.get_num_threads()
         if num_tokens * self.milliseconds_per_token < 1:
             torch.set_num_threads(1)
@@ -281,7 +284,7 @@ class ModelRunner:
         self.features = {name: loaded[name] for name in [*FEATURES] if name in loaded}
 
     def start_features(self, step: ScheduledStep) -> dict[str, Arrays]:
-        """Prepare the arrays of a step's features, upload them, and return the host's copy."""
+        """Prepare the arrays of a step's features and upload them. Return the host's copy."""
         prepared = self.prepare_features(step)
         self.add_features(prepared)
         host_arrays: dict[str, Arrays] = {}
@@ -291,7 +294,7 @@ class ModelRunner:
         return host_arrays
 
     def prepare_features(self, step: ScheduledStep) -> dict[str, Arrays]:
-        """Return the features' arrays for a step by feature name, sorted so that runs are repeatable."""
+        """Return the arrays of a step's features, by feature name. The names are sorted to make runs repeatable."""
         prepared = {name: FEATURES[name].load().prepare(step) for name in sorted(step.feature_names)}
         return {name: arrays for name, arrays in prepared.items() if arrays is not None}
 
@@ -299,12 +302,12 @@ class ModelRunner:
 
     @property
     def kv_cache(self) -> torch.Tensor:
-        """The keys and values of the first group of layers: [2, layers, blocks, block_size, kv_heads, head_dim]."""
+        """The keys and values of the first group of layers, as [2, layers, blocks, block_size, kv_heads, head_dim]."""
         return next(tensors[0] for spec, tensors in self.caches.items() if isinstance(spec, AttentionSpec))
 
     @property
     def _cached_token_ids(self) -> torch.Tensor:
-        """The ids of the tokens whose keys and values are in the cache: [blocks, block_size] int32."""
+        """The ids of the tokens whose keys and values are in the cache, as [blocks, block_size] int32."""
         return self.slot_token_ids[:-1].view(-1, self.config.kvcache_block_size)
 
     def _load_model(self) -> nn.Module:
@@ -323,7 +326,7 @@ class ModelRunner:
     def allocate_kv_cache(self, num_blocks: int, num_layers: int | None = None) -> None:
         """Allocate the cache tensors of each group of layers, and assign each layer its part.
 
-        With `num_layers=1`, all layers of a group share one part, for steps whose results do not matter.
+        With `num_layers=1`, all layers of a group share one part. Use this for steps whose results do not matter.
         """
         for spec, layers in self.cache_groups.items():
             # zeros, because attention multiplies masked slots by 0, and a NaN there would spread
@@ -347,7 +350,7 @@ class ModelRunner:
         return sum(tensor.nbytes for tensor in tensors)
 
     def recover(self) -> None:
-        """Wait for the queued steps, and drop their results. Never raises, because it runs after errors."""
+        """Wait for the queued steps, and drop their results. This is called after errors, and never raises one."""
 
     def exit(self) -> None:
         """Free the device's memory."""

@@ -20,7 +20,7 @@ class OutputProcessor:
 
     @property
     def serves_one_batch(self) -> bool:
-        """Whether a single caller waits for complete answers. Then only the time of the last answer matters."""
+        """Whether the only caller waits for complete answers. Then nothing but the last answer's time matters."""
         return [collector.kind for collector in self.collectors] == [OutputKind.FINAL_ONLY]
 
     def add(self, requests: Collection[Request]) -> None:
@@ -33,7 +33,7 @@ class OutputProcessor:
             self.scheduler.add(*request.group)
 
     def process(self, step: ScheduledStep, result: StepResult, changed: Collection[Sequence]) -> None:
-        """Pass a step's outputs to callers. `changed` is the return value of `Scheduler.postprocess`."""
+        """Deliver a step's outputs to the callers. `changed` is the return value of `Scheduler.postprocess`."""
         self._deliver(changed)
         num_prefilled = sum(step.chunk_lens)
         num_decoded = step.num_decodes if result.counts is None else sum(result.counts[: step.num_decodes])
@@ -71,7 +71,7 @@ class OutputProcessor:
             self._hand_over(request.collector)
 
     def discard(self, request_ids: Collection[int]) -> None:
-        """End requests, and deliver no output, because their caller no longer waits."""
+        """End requests whose caller no longer waits. No output is delivered."""
         for request_id in request_ids:
             if (request := self.requests.get(request_id)) is not None:
                 self.scheduler.abort(request_id)
@@ -79,12 +79,12 @@ class OutputProcessor:
                 self._hand_over(request.collector)
 
     def reset(self) -> None:
-        """Drop all requests and sequences, and deliver no output. The EngineThread notifies the collectors."""
+        """Drop all requests and sequences without output. The EngineThread notifies the collectors."""
         self.requests.clear()
         self.scheduler.reset()
 
     def _finish(self, request: Request) -> None:
-        """Hand over the output of an ended request, and forget the request."""
+        """Put the output of an ended request into its collector, and forget the request."""
         if request.kind is not OutputKind.DELTA:
             request.collector.new.finished.append(request.output())
         self._forget(request)

@@ -1,6 +1,6 @@
-"""The outputs that callers get, and the collectors in which outputs wait for their caller.
+"""The outputs that callers get, and the collectors, in which outputs wait for their caller.
 
-Output records are frozen. Their lists belong to the caller: the engine no longer reads or changes them.
+Output records are frozen. Their lists belong to the caller, because the engine no longer reads or changes them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ class OutputKind(Enum):
 
 
 class Record(Mapping):
-    """The base of frozen dataclasses whose fields can be read as attributes or by key.
+    """The base class of the output records. Fields can be read as attributes or by key.
 
     Subclasses set `eq=False`, so that a record equals a dict with the same items.
     """
@@ -43,7 +43,7 @@ class Record(Mapping):
 
 
 class Logprob(NamedTuple):
-    """A token's log-probability, rank (1 is the most likely) and text (None if `detokenize` is off)."""
+    """A token's log-probability, rank (1 is the most likely) and text (None if `detokenize` is False)."""
 
     logprob: float
     rank: int
@@ -57,9 +57,9 @@ class CompletionOutput(Record):
     index: the index of this answer among the `n` answers to its request.
     token_ids: the generated tokens, including the end-of-sequence or stop id that ended the answer.
     cumulative_logprob: the sum of the log-probabilities of `token_ids`; None unless the request has `logprobs`.
-    logprobs: for each token, a dict from token id to Logprob: the token itself, then the most likely tokens. None
-        unless the request has `logprobs`.
-    finish_reason: "stop", "length", "abort", or "error" if `structured_outputs` allows no next token.
+    logprobs: for each token, a dict that maps token ids to Logprobs. The token itself is first, and the most likely
+        tokens follow. None unless the request has `logprobs`.
+    finish_reason: "stop", "length" or "abort", or "error" if `structured_outputs` allows no next token.
     stop_reason: the stop string or id that ended the answer, or the message of an "error". None for "length", "abort"
         and the tokenizer's end-of-sequence id. The model's other end-of-sequence ids are reported.
     """
@@ -75,9 +75,9 @@ class CompletionOutput(Record):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestMetrics(Record):
-    """The times of a request's events in seconds since the epoch. None means it was aborted before that event.
+    """The times of a request's events, in seconds since the epoch. An event that an abort prevented has the time None.
 
-    With several answers, first times are the earliest of all answers, and `finished_time` is the latest.
+    With several answers, `finished_time` is the latest time of all answers, and each other time is the earliest.
     """
 
     arrival_time: float
@@ -95,10 +95,10 @@ class RequestMetrics(Record):
 class RequestOutput(Record):
     """The answers to one request. `output.text` and `output["text"]` read fields of the first answer.
 
-    prompt: the text of the prompt after the chat template was applied; None if only token ids were passed.
+    prompt: the prompt's text, with the chat template applied. None if the prompt was passed as token ids alone.
     outputs: the `n` answers.
     num_cached_tokens: how many prompt tokens were found in the prefix cache.
-    prompt_logprobs: a dict for each prompt token, as in `CompletionOutput.logprobs`; None for the first token.
+    prompt_logprobs: for each prompt token, a dict as in `CompletionOutput.logprobs`, or None for the first token.
     """
 
     request_id: int
@@ -148,15 +148,16 @@ class RequestOutput(Record):
 
 @dataclass(slots=True)
 class StepOutput:
-    """One caller's new outputs from one or more steps.
+    """The new outputs for one caller from one or more steps.
 
     It unpacks into a pair, as in `outputs, num_tokens = llm.step()`. `outputs` contains (request id, token ids) of each
-    ended request. `num_tokens` is the number of prompt tokens or, if that is 0, minus the number of decoded tokens.
+    ended request. `num_tokens` is the number of prompt tokens. If there are none, it is minus the number of decoded
+    tokens.
 
     finished: the outputs of the requests that ended.
-    new_tokens: (request id, token id) of every new token in the order of arrival; only for callers of `step`.
-    events: a `stream_event.StreamEvent` for each new piece; only for callers of `stream`.
-    num_prefill_tokens, num_decode_tokens: how many tokens these steps computed for all callers.
+    new_tokens: (request id, token id) of every new token, in the order of arrival. Empty unless the caller uses `step`.
+    events: a `stream_event.StreamEvent` for each new piece. Empty unless the caller uses `stream`.
+    num_prefill_tokens, num_decode_tokens: how many tokens these steps computed, for all callers together.
     """
 
     finished: list[RequestOutput] = field(default_factory=list)
@@ -185,15 +186,15 @@ class StepOutput:
 
 
 class OutputCollector:
-    """Holds the outputs for one caller. The engine's thread puts them in, and the caller's thread takes them out.
+    """Holds one caller's outputs. The engine's thread puts them in, and the caller's thread takes them out.
 
-    Both threads use atomic operations instead of a lock, because a signal handler could deadlock on a lock.
+    Both threads use atomic operations, because a signal handler could deadlock on a lock.
     """
 
     def __init__(self, kind: OutputKind, max_steps_ahead: float = inf, max_seconds: float = inf):
         """
-        max_steps_ahead: the engine runs no step for this caller while the outputs of this many steps are unread.
-        max_seconds: while there are no outputs, the caller gets the token counts at this interval.
+        max_steps_ahead: while the outputs of this many steps are unread, the engine runs no step for this caller.
+        max_seconds: how often the caller gets the token counts while there are no outputs.
         """
         self.kind = kind
         self.max_steps_ahead = max_steps_ahead
@@ -217,11 +218,11 @@ class OutputCollector:
         return bool(self.live) and self._outputs.qsize() < self.max_steps_ahead
 
     def end(self, request_id: int) -> None:
-        """Mark a request as ended. The next `put` hands over its last output."""
+        """Mark a request as ended. The next `put` makes its last output available."""
         self._ended.add(request_id)
 
     def put(self, num_prefill_tokens: int = 0, num_decode_tokens: int = 0) -> None:
-        """Hand over the outputs of a step. Without outputs, only accumulate the token counts."""
+        """Make the outputs of a step available to the caller. If there are none, just add up the token counts."""
         new = self.new
         new.num_prefill_tokens += num_prefill_tokens
         new.num_decode_tokens += num_decode_tokens
@@ -232,13 +233,13 @@ class OutputCollector:
         self._ended.clear()
 
     def flush(self) -> None:
-        """Hand over the outputs so far, even if there are none."""
+        """Make the outputs so far available, even if there are none."""
         output, self.new = self.new, StepOutput()
         self._last_flush = perf_counter()
         self._outputs.put(output)
 
     def fail(self, error: RuntimeError) -> None:
-        """Drop the caller's requests, and hand over the error for it to raise."""
+        """Drop the caller's requests, and store the error, which the caller will raise."""
         self.new = StepOutput()
         self._outputs.put(error)
         self.live.clear()
@@ -256,7 +257,7 @@ class OutputCollector:
         return taken
 
     def take_into(self, taken: StepOutput, wait: bool = False) -> None:
-        """Add all outputs since the last call to `taken`. Stop at an error, and store it in `error`."""
+        """Move all outputs into `taken`. Stop at an error, and store it in `self.error`."""
         with suppress(Empty):
             while self.error is None:
                 output = self._outputs.get(wait)

@@ -1,4 +1,4 @@
-"""Further scheduling policies: by priority, or a user's policy with checked keys."""
+"""Further scheduling policies: `Priority`, and a wrapper that checks the keys of a user's policy."""
 
 from contextlib import suppress
 from pkgutil import resolve_name
@@ -17,7 +17,7 @@ class Priority(SchedulingPolicy):
 
 
 class CheckedPolicy(SchedulingPolicy):
-    """Checks the keys of a user's policy."""
+    """Wraps a user's policy, and checks its keys."""
 
     def __init__(self, policy: Any):
         self._policy = policy
@@ -38,7 +38,7 @@ class CheckedPolicy(SchedulingPolicy):
 
 
 def _are_ordered(a: Any, b: Any) -> bool:
-    """Return whether `a` and `b` can be ordered. None, NaN, or a number and a string can't."""
+    """Return whether `a` and `b` can be ordered. None and NaN can't, and neither can a number and a string."""
     with suppress(Exception):  # the operators of a user's class may raise anything
         return bool(a < b or b < a or a == b)
     return False

@@ -9,7 +9,7 @@ from nanovllm.engine.sequence import Sequence
 
 
 class ScheduledSequence(NamedTuple):
-    """A row of a step. It computes the tokens `start:end` of `seq`."""
+    """A row of a step, which computes the tokens `start:end` of `seq`."""
 
     seq: Sequence
     start: int
@@ -17,7 +17,7 @@ class ScheduledSequence(NamedTuple):
 
     @classmethod
     def of(cls, seq: Sequence) -> "ScheduledSequence":
-        """Return a sequence's last scheduled row. If it was never scheduled, the row is all uncached tokens."""
+        """Return a sequence's last scheduled row, or a row of all uncached tokens if it was never scheduled."""
         if seq.num_scheduled_tokens:
             return cls(seq, seq.num_computed_tokens - seq.num_scheduled_tokens, seq.num_computed_tokens)
         return cls(seq, seq.num_cached_tokens, len(seq.token_ids))
@@ -25,20 +25,21 @@ class ScheduledSequence(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ScheduledStep:
-    """A step computes decode rows of one token each, then prefill chunks.
+    """A step. Its decode rows, with one token each, are followed by its prefill chunks.
 
-    With `speculative_config`, a decode row contains `tokens_per_row` tokens. Assume 1 on a first reading.
+    With `speculative_config`, a decode row contains `tokens_per_row` tokens. On a first reading, assume that this is 1.
 
     decodes: the rows of the sequences that decode. With drafts, `end` is an upper bound.
-    new_blocks: (index into `decodes`, column in the block table, block id) of each block that these sequences got.
+    new_blocks: (index into `decodes`, column in the block table, block id) of each block allocated to a decode row.
     chunks: the rows that compute part or all of a prompt. After a preemption, the prompt includes generated tokens.
-    state_rows: the row of each chunk's initial state. Only layers that keep a state read it: see cache/state.py.
+    state_rows: for each chunk, the index of its initial state. Used by layers that keep a state: see cache/state.py.
     sampled_seqs: the sequences that get a token from this step, decodes first.
-    sampled_rows: for each of `sampled_seqs`, the row to sample from. Ascending; answers to one prompt share a row.
+    sampled_rows: for each sequence in `sampled_seqs`, the row to sample from. Indices ascend. New answers to one
+        prompt share a row.
     feature_names: the features with work on the host in this step.
-    copies: (from, to) of cache blocks and states, copied before the step stores keys and values.
-    tokens_per_row: the width of a decode row: the largest of `num_reserved`, at least 1.
-    scheduled_at: when scheduling began, in seconds of `time.perf_counter`.
+    copies: (source, target) of each cache block or state to copy before the step stores keys and values.
+    tokens_per_row: the width of all decode rows. It is the largest number in `num_reserved`, and at least 1.
+    scheduled_at: the value of `time.perf_counter` when scheduling began.
     """
 
     decodes: list[ScheduledSequence] = field(default_factory=list)
@@ -63,7 +64,7 @@ class ScheduledStep:
 
     @property
     def num_reserved(self) -> list[int]:
-        """For each decode row, how many tokens its sequence may get."""
+        """For each decode row, the maximum number of tokens that its sequence can get."""
         return [end - start for _, start, end in self.decodes]
 
     @property
@@ -112,9 +113,9 @@ class ScheduledStep:
 class StepResult(NamedTuple):
     """The result of a step on the host.
 
-    token_ids: `tokens_per_row` ids for each of the step's `sampled_seqs`.
+    token_ids: `tokens_per_row` ids for each sequence in the step's `sampled_seqs`.
     feature_results: the results of features, by feature name.
-    counts: how many of its `token_ids` each sequence gets. None means one.
+    counts: how many of these ids each sequence gets. None means that each sequence gets one.
     """
 
     token_ids: list[int]

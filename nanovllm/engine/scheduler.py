@@ -25,7 +25,7 @@ class Scheduler:
 
     Prompts are computed in `Sequence.order`, within the step's TokenBudget. A full engine admits new sequences in
     groups (see AdmissionPause). `schedule` may be called once more before the tokens of the last step have arrived. It
-    then leaves out sequences that wait for their tokens. If a sequence has drafts, its row contains them, too.
+    then leaves out the sequences that wait for their tokens. The row of a sequence includes its drafts, if any.
 
     The answers to one prompt (`Sequence.group`) are queued together. The first one is admitted when all of them fit, or
     when nothing else runs. Answers that fit share the computed prompt. Other answers later find it in the prefix cache.
@@ -74,9 +74,9 @@ class Scheduler:
         return not self.live
 
     def schedule(self, prompts_first: bool = False) -> ScheduledStep | None:
-        """Return the next step, or None if nothing can be computed before tokens in flight arrive.
+        """Return the next step, or None if no step is possible before tokens in flight arrive.
 
-        prompts_first: decode only when no prompts can be computed. This order takes less time in total.
+        prompts_first: do not decode while prompts can be computed. This order takes less time in total.
         Raises RuntimeError if the number of cache blocks is not known yet.
         """
         if not self.block_manager.num_blocks:
@@ -107,7 +107,7 @@ class Scheduler:
         return step
 
     def _schedule_decodes(self, step: ScheduledStep) -> None:
-        """Decode all ready sequences. If blocks run out, preempt sequences, the last in order first."""
+        """Decode all ready sequences. If blocks run out, preempt sequences, beginning with the last in order."""
         rows = self._ready()
         while len(growing := self._rows_that_need_a_block(rows)) > len(self.block_manager.free_block_ids):
             self.preempt(max((*self.running.values(), *self.prefilling.values()), key=attrgetter("order")))
@@ -122,9 +122,9 @@ class Scheduler:
         step.decode(rows)
 
     def _ready(self) -> list[ScheduledSequence]:
-        """Return a row for each running sequence that can decode: its next token and its drafts.
+        """Return a row for each running sequence that can decode. The row contains the next token and the drafts.
 
-        The longest contexts come first, so that short ones balance the load at the end of attention. Sequences of
+        The longest contexts come first, so that short contexts balance the load at the end of attention. Sequences of
         equal length stay in the order in which they began to decode.
         """
         ready = [
@@ -142,7 +142,7 @@ class Scheduler:
         return [i for i, (seq, _, end) in enumerate(rows) if needs_block(seq, end)]
 
     def schedule_chunks(self, step: ScheduledStep, is_mixed: bool = False) -> None:
-        """Schedule, in order, chunks of prompts that are in progress or newly admitted."""
+        """Schedule chunks of prompts in order. The prompts are in progress or newly admitted."""
         budget = self.budget
         if is_mixed:
             seqs = (*self.prefilling.values(), *islice(self.waiting, MAX_COUNTED_PROMPTS))
@@ -223,9 +223,9 @@ class Scheduler:
         self.num_preemptions += 1
 
     def postprocess(self, step: ScheduledStep, result: StepResult) -> Collection[Sequence]:
-        """Append the tokens of a step, pass them to features, and end sequences.
+        """Append the tokens of a step to their sequences, run features, and end sequences.
 
-        Returns the watched sequences that got a token, and all sequences that ended. Beam search appends tokens itself.
+        Returns the watched sequences that got a token, and all sequences that ended. Beam search appends its tokens.
         """
         arrived, ends = self.append_tokens(step.sampled_seqs, result.token_ids)
         return self.run_features(step, result, arrived, ends)
@@ -233,7 +233,7 @@ class Scheduler:
     def append_tokens(self, seqs: list[Sequence], token_ids: list[int]) -> tuple[dict[int, Sequence], Ends]:
         """Append each token to its sequence, unless the sequence has ended or `pauses_after_token`.
 
-        Returns the watched sequences by index, and the sequences that end because of their last token or length.
+        Returns the watched sequences by the index of their token, and the sequences that end with this token.
         """
         arrived, ends, num_late = dict[int, Sequence](), Ends(), 0
         block_size = self.block_manager.block_size
@@ -274,8 +274,8 @@ class Scheduler:
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence in any state. Only this method ends sequences.
 
-        A step in flight may still write to the blocks. That is safe: the device runs steps in order, so the blocks'
-        next owner writes later.
+        A step in flight might still write to the sequence's blocks. That is safe: the device runs steps in order, so
+        the next owner of these blocks writes later.
         """
         self.waiting.discard(seq)
         self.held.pop(seq, None)

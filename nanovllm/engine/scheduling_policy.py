@@ -1,4 +1,4 @@
-"""The scheduler's rules: who is served first, who is admitted, and how many prompt tokens a step computes.
+"""The scheduler's rules: which sequences come first, which are admitted, and how many prompt tokens a step computes.
 
 policies.py contains further scheduling policies.
 """
@@ -25,9 +25,9 @@ class SchedulingPolicy:
     def priority_key(self, seq: Sequence) -> Any:
         """Return the key of `seq`: a number, or anything that can be compared with the keys of other sequences.
 
-        The thread that adds a request calls this once, with the first answer, and gets any error. Useful attributes of
-        `seq` are `num_prompt_tokens`, `max_num_tokens` (prompt and output together), `priority`, `params`, and
-        `arrival` in seconds of `time.perf_counter`.
+        The thread that adds a request calls this once, with the first answer. An error is raised in that thread.
+        Useful attributes of `seq` are `num_prompt_tokens`, `max_num_tokens` (prompt and output together), `priority`,
+        `params`, and `arrival`, a value of `time.perf_counter`.
         """
         raise NotImplementedError
 
@@ -73,7 +73,7 @@ class WaitingQueue:
 class AdmissionPause:
     """Admits sequences in groups once the engine is full.
 
-    If every sequence that ends were replaced at once, most steps would be mixed steps, which delay the running
+    If each ended sequence were replaced at once, most steps would be mixed. Mixed steps delay the running
     sequences. So the first sequence that does not fit pauses admission until a sixteenth of the running sequences have
     ended or MAX_STEPS_WITHOUT_ADMISSION steps have passed.
     """
@@ -83,7 +83,7 @@ class AdmissionPause:
         self._num_steps = 0  # since the pause began
 
     def may_admit(self, num_running: int) -> bool:
-        """Return whether a sequence may be admitted. While paused, count its calls (one per step)."""
+        """Return whether a sequence may be admitted. During a pause, each call counts as one step."""
         if self._max_running is None or num_running <= self._max_running:
             return True
         self._num_steps += 1
@@ -99,21 +99,21 @@ class AdmissionPause:
 
 
 class TokenBudget(NamedTuple):
-    """Limits the prompt tokens of a step to `num_tokens`, or fewer after a long context.
+    """Limits a step to `num_tokens` prompt tokens, or to fewer if they follow a long context.
 
-    A token after a context of `context_of_equal_cost` tokens counts twice, because its attention costs as much as its
-    other work.
+    A token that follows a context of `context_of_equal_cost` tokens counts twice, because attention then costs as much
+    as all other work.
     """
 
     num_tokens: float
     context_of_equal_cost: float = inf
 
     def for_mixed_step(self, num_decodes: int, num_left: int) -> "TokenBudget":
-        """Return the budget for prompts next to `num_decodes` decoded tokens while `num_left` prompt tokens wait.
+        """Return the budget for the prompts of a step with `num_decodes` decoded tokens. `num_left` prompt tokens wait.
 
-        Short steps keep inter-token latency low, and long steps shorten the queue. So a step computes a quarter of the
-        waiting tokens, but at least half of this budget and at most all of it. Prompts always get at least a quarter of
-        the budget.
+        Short steps keep inter-token latency low, and long steps shorten the queue. So the size of
+        a step is a quarter of `num_left`, clamped between half of this budget and all of it. Prompts always get at
+        least a quarter of this budget.
         """
         num_tokens = min(self.num_tokens, max(self.num_tokens // 2, num_left // 4))
         return self._replace(num_tokens=max(1, num_tokens - num_decodes, self.num_tokens // 4))
@@ -129,8 +129,8 @@ class TokenBudget(NamedTuple):
     def chunk_end(self, start: int, end: int, others_wait: bool) -> int:
         """Return where the next prefill chunk ends, given that the prompt tokens `start:end` remain.
 
-        If the budget is too small for them, the chunk gets all of it, or half if other prompts wait, so that short
-        prompts are computed next to a long one. A chunk contains at least one token.
+        If the budget is too small for them, the chunk uses the whole budget. If other prompts wait, it uses half, so
+        that short prompts are computed next to a long one. A chunk contains at least one token.
         """
         if self.cost(start, end) <= self.num_tokens:
             return end

@@ -1,4 +1,4 @@
-"""A sequence in the engine: its token ids, counts and blocks, but no tensors and no text."""
+"""A sequence in the engine, with its token ids, counts and block ids. It contains no tensors and no text."""
 
 import struct
 from collections.abc import Collection
@@ -19,16 +19,16 @@ class SequenceStatus(Enum):
 
 
 def packed_ids(token_ids: list[int]) -> bytes:
-    """Return token ids as int32 bytes, twice as fast as NumPy. Raises struct.error for an id that does not fit."""
+    """Return token ids as int32 bytes, in half of NumPy's time. Raises struct.error for an id that does not fit."""
     return struct.pack(f"{len(token_ids)}i", *token_ids)
 
 
 class Sequence:
-    """A prompt and the tokens that were generated for it.
+    """A prompt and the tokens generated for it.
 
-    Counts run ahead of contents. `num_tokens` (and `len`) counts a token as soon as the step that samples it is
-    scheduled, but `token_ids` gets the token when it reaches the host. Once it is queued, only the Scheduler, its block
-    manager and its features may change the sequence.
+    Counts run ahead of contents. `num_tokens` and `len` count a token as soon as the step that samples it is
+    scheduled, but `token_ids` gets the token when it reaches the host. Once a sequence is queued, nobody may change it
+    except the Scheduler, its block manager and its features.
     """
 
     block_size = 256  # tokens per cache block; the scheduler sets the engine's value
@@ -95,7 +95,7 @@ class Sequence:
         return self.request_id, self.index
 
     def set_order(self, priority_key: Any) -> None:
-        """Set `order` from the policy's key. Sequences with equal keys keep the order of their requests."""
+        """Set `order` from the policy's key. Sequences with equal keys are ordered by request."""
         self.order = priority_key, *self.key  # the smallest comes first
 
     def __getitem__(self, key: int | slice) -> Any:
@@ -157,7 +157,7 @@ class Sequence:
 
     @property
     def has_sampled(self) -> bool:
-        """Whether a step that samples the first token was scheduled."""
+        """Whether the step that samples the first token was scheduled."""
         return self.num_tokens > self.num_prompt_tokens
 
     @property
@@ -173,7 +173,10 @@ class Sequence:
             self.token_limit = min(len(self.token_ids) + 1 + num_drafts, self.max_num_tokens)
 
     def finish_reasons(self, eos_token_ids: Collection[int], eos: int) -> tuple[str, int | None] | None:
-        """Return (finish reason, stop reason) if the last token ends the sequence. `eos` is the tokenizer's id."""
+        """Return (finish reason, stop reason) if the last token ends the sequence.
+
+        `eos` is the tokenizer's end-of-sequence id.
+        """
         params = self.params
         is_eos = self.last_token in eos_token_ids and not params.ignore_eos
         is_stop = is_eos or self.last_token in (params.stop_token_ids or ())

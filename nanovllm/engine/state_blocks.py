@@ -9,9 +9,10 @@ from nanovllm.engine.sequence import Sequence
 class StateRows:
     """Tracks the rows of states that no running sequence uses. This is the Scheduler's `free_req_indices`.
 
-    The state of a running sequence is in the row of its request index, below `num_indices`. After these, there is a
-    row for padding, a row of zeros (every sequence's initial state), and rows for snapshots. Rows of unused request
-    indices hold snapshots too. When a sequence needs such a row, the least recently found snapshot is dropped.
+    The state of a running sequence is in the row of its request index, below `num_indices`. These rows are followed by
+    a row for padding, a row of zeros (every sequence's initial state), and rows for snapshots. A row whose request
+    index is unused may hold a snapshot. When a sequence needs such a row, the least recently found of these snapshots
+    is dropped.
     """
 
     def __init__(self, num_indices: int, num_states: int):
@@ -26,7 +27,7 @@ class StateRows:
         return bool(self.free_indices) or self._least_recent_index() is not None
 
     def pop(self) -> int:
-        """Return a request index. This may drop a snapshot."""
+        """Return a free request index. If necessary, drop a snapshot to free one."""
         if not self.free_indices:
             self.forget(self._least_recent_index())
         return self.free_indices.pop()
@@ -35,36 +36,37 @@ class StateRows:
         (self.free_indices if row < self.num_indices else self.free_others).append(row)
 
     def pop_for_snapshot(self) -> int | None:
-        """Return a free row, or the row of the least recently found snapshot, or None."""
+        """Return a free row. If none is free, drop the least recently found snapshot. None if that fails."""
         if not (self.free_others or self.free_indices) and self.snapshots:
             self.forget(next(iter(self.snapshots)))
         free = self.free_others or self.free_indices
         return free.pop() if free else None
 
     def forget(self, block_id: int | None) -> None:
-        """Drop a block's snapshot, if there is one, and free its row."""
+        """Drop the snapshot at the end of a block, if there is one, and free its row."""
         if (row := self.snapshots.pop(block_id, None)) is not None:
             self.append(row)
 
     def _least_recent_index(self) -> int | None:
-        """Return the block whose snapshot is dropped when a sequence needs a request index."""
+        """Return the block id of the snapshot to drop when a sequence needs a request index, or None."""
         rows = self.snapshots.items()
         return next((i for i, row in rows if row < self.num_indices and row not in self.being_read), None)
 
 
 class StateBlockManager(BlockManager):
-    """Shares blocks only up to a snapshot of the state, and tracks which rows of states are read and copied.
+    """Shares cached blocks up to a snapshot of the state, and tracks which rows of states are read and copied.
 
-    In `copies`, the id of a row of states is `num_blocks` plus the row.
+    In `copies`, row `r` of the states has id `num_blocks + r`.
 
-    A prompt leaves a snapshot at the end of its last full block. It leaves another at the end of its cached blocks if
-    they have no snapshot, because this prefix is used for the second time. Chunks end at these boundaries, so a
-    snapshot costs a copy of the state and one more step of its prompt. The next step takes the snapshot, which can be
-    found from then on. If no row is free, the least recently found snapshot is dropped. When a block leaves the
+    A prompt leaves a snapshot at the end of its last full block. If its cached blocks do not end with a snapshot, it
+    leaves another one there, because their prefix is used for the second time. Chunks end at these boundaries, so a
+    snapshot costs a copy of the state and an additional step. The next step makes the copy, and later steps can find
+    the snapshot. If no row is free, the least recently found snapshot is dropped. When a block leaves the
     prefix cache, its snapshot is dropped.
 
-    If the cached blocks end with an answer, the prompt continues a conversation, whose next prompt will begin with this
-    whole prompt. So no snapshot is left at the end of the answer, and the snapshot that was found is dropped next.
+    If the cached blocks end with an answer, the prompt continues a conversation. The conversation's next prompt will
+    begin with this whole prompt. So no snapshot is left at the end of the answer, and the snapshot that this prompt
+    found is the next to be dropped.
     """
 
     def __init__(
@@ -155,7 +157,7 @@ class StateBlockManager(BlockManager):
         return block_ids
 
     def _take_snapshot(self, seq: Sequence, i: int) -> None:
-        """Request a snapshot of the state after the i-th block of `seq`, which the scheduled step computes."""
+        """Request a snapshot of the state after block `i` of `seq`. The step being scheduled computes this state."""
         block_id = self.hash_to_block_id[seq.block_hashes[i]]  # of the duplicates, the block that lookups find
         is_collision = self.blocks[block_id].token_ids != self._block_token_ids(seq, i)
         if is_collision or block_id in self.snapshots or block_id in self._untaken:

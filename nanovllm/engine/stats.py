@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def stats_of(scheduler: Scheduler) -> dict:
-    """Return `LLMEngine.stats`. Call this only while no step runs."""
+    """Return what `LLMEngine.stats` returns. Do not call this while a step runs."""
     totals, blocks = scheduler.totals, scheduler.block_manager
     num_free = len(blocks.free_block_ids)
     num_cached = sum(blocks.blocks[i].ref_count == 0 for i in [*blocks.hash_to_block_id.values()])
@@ -33,7 +33,7 @@ def stats_of(scheduler: Scheduler) -> dict:
 
 
 def stats_of_engine(llm: "LLMEngine") -> dict:
-    """Return `LLMEngine.stats`, computed between two steps or after `exit`."""
+    """Return what `LLMEngine.stats` returns, computed between two steps or after `exit`."""
     if llm.model_runner is None:
         return stats_of(llm.scheduler)
     return llm.engine_thread.call(lambda: stats_of(llm.scheduler))

@@ -14,16 +14,16 @@ from nanovllm.utils.context import get_context
 def store_kvcache(k: torch.Tensor, v: torch.Tensor, cache: KVCache, slot_mapping: torch.Tensor) -> None:
     """Write keys and values [T, kv_heads, head_dim] to their cache slots [T].
 
-    Slots must not be -1. (Kernels skip slot -1, which is padding.)
+    Slots must not be -1. (Kernels accept -1, which denotes padding, and skip it.)
     """
     cache.store_kvcache(slot_mapping.long(), k, v)
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention. Query head h reads key-value head h // (num_heads / num_kv_heads)."""
+    """Causal grouped-query attention. Query head `h` reads key-value head `h // (num_heads / num_kv_heads)`."""
 
     def __init__(self, num_heads: int, head_dim: int, scale: float, num_kv_heads: int, window: int | None = None):
-        """Head counts are per rank. `window` is the number of tokens that a token attends to, including itself."""
+        """Head counts are per rank. `window` is how many tokens a token attends to, including itself."""
         super().__init__()
         self.num_heads, self.head_dim, self.num_kv_heads = num_heads, head_dim, num_kv_heads
         self.scale, self.window = scale, window
@@ -33,7 +33,7 @@ class Attention(nn.Module):
 
     @property
     def k_cache(self) -> torch.Tensor:
-        """[blocks, block_size, num_kv_heads, head_dim]"""
+        """The keys in the cache: [blocks, block_size, num_kv_heads, head_dim]."""
         return self.cache.k
 
     @property
@@ -44,9 +44,9 @@ class Attention(nn.Module):
         return AttentionSpec(self.num_kv_heads, self.head_dim, self.window, self.scale)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim] -> [T, num_heads * head_dim].
+        """Map q [T, num_heads, head_dim] and k and v [T, num_kv_heads, head_dim] to [T, num_heads * head_dim].
 
-        Keys and values are stored first, because attention reads all of them from the cache.
+        Store keys and values first, because attention reads all of them from the cache.
         """
         context = get_context()
         store_kvcache(k, v, self.cache, context.slot_mapping)

@@ -14,9 +14,9 @@ from nanovllm.utils.loader import Shard, parameter
 def embed_shard(
     token_ids: torch.Tensor, weight: torch.Tensor, first_id: int, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Look up embeddings [T, N] in weight [n, N], whose first row belongs to `first_id`.
+    """Look up embeddings [T, N] in a shard of the weight: [n, N]. Its first row belongs to token `first_id`.
 
-    Ids outside the shard get zeros. Kernels write the result to `out` [1, T, N].
+    Ids outside the shard get zeros. Kernels write the result to `out`, if given: [1, T, N].
     """
     local_ids = token_ids - first_id
     is_local = (local_ids >= 0) & (local_ids < len(weight))
@@ -39,7 +39,7 @@ class VocabParallelEmbedding(nn.Module):
         return Shard(whole, self.tp.local_slice(self.num_embeddings)).copy(param, loaded_weight)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """token_ids [T] -> [T, embedding_dim]."""
+        """Map token ids [T] to embeddings [T, embedding_dim]."""
         if self.tp.size == 1:
             return F.embedding(token_ids, self.weight)
         return self.tp.all_reduce(embed_shard(token_ids, self.weight, self.first_id))
@@ -63,5 +63,5 @@ class ParallelLMHead(VocabParallelEmbedding):
         return self.tp.all_gather(linear(hidden_states, self.weight))
 
     def local_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the columns of this rank's share of the vocabulary."""
+        """Return the columns that belong to this rank's share of the vocabulary."""
         return logits[:, self.first_id : self.first_id + len(self.weight)]

@@ -1,4 +1,4 @@
-"""RMSNorm, with an optional residual to add first."""
+"""RMSNorm. If there is a residual, it is added first."""
 
 import torch
 import torch.nn.functional as F
@@ -10,12 +10,12 @@ from nanovllm.utils.loader import default_weight_loader, parameter
 
 @operation
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute the RMSNorm of x [..., N] with weight [N]. PyTorch computes it in float32."""
+    """Compute the RMSNorm of x [..., N] with weight [N]. PyTorch uses float32."""
     return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
 
 class RMSNorm(nn.Module):
-    """Computes x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 (arXiv:1910.07467)."""
+    """Computes `x / sqrt(mean(x^2) + eps) * weight` over the last dimension in float32 (arXiv:1910.07467)."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-6):
         super().__init__()
@@ -31,12 +31,12 @@ class RMSNorm(nn.Module):
         return rms_norm(total, self.weight, self.eps), total
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None):
-        """Return the norm of x [..., hidden_size]. With a residual, return the norm of x + residual, and this sum."""
+        """Return the norm of x [..., hidden_size]. With a residual, return the norm of `x + residual`, and the sum."""
         return self.rms_forward(x) if residual is None else self.add_rms_forward(x, residual)
 
 
 class ZeroCenteredRMSNorm(RMSNorm):
-    """RMSNorm for checkpoints that store weight - 1. The weight is float32, because 16 bits are too coarse near 1."""
+    """RMSNorm for checkpoints that store `weight - 1`. The weight is float32, because 16 bits are too coarse near 1."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-6):
         super().__init__(hidden_size, eps)

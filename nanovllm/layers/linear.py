@@ -1,4 +1,4 @@
-"""Linear layers that are split over ranks: column-parallel (by outputs), merged, and row-parallel (by inputs)."""
+"""Linear layers, split over ranks by outputs (column-parallel) or by inputs (row-parallel), and merged layers."""
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +21,14 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def _padded_rows(num_rows: int) -> int:
-    """Round up to a size: any number up to 64, then eight sizes per power of two, at most 256 apart."""
+    """Round up to the next size. Every number up to 64 is a size. Larger sizes come eight per power of two, at most 256
+    apart."""
     step = 1 if num_rows <= 64 else min(256, 1 << ((num_rows - 1).bit_length() - 4))
     return -(-num_rows // step) * step
 
 
 class LinearBase(nn.Module):
-    """Computes x W^T + b with this rank's part of the weight [outputs, inputs] and bias [outputs]."""
+    """Computes x W^T + b. The weight [outputs, inputs] and bias [outputs] are this rank's parts."""
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False):
         """Sizes are per rank."""
@@ -37,7 +38,7 @@ class LinearBase(nn.Module):
         self.bias = parameter((output_size,), self.weight_loader, is_linear=True) if bias else None
 
     def shard_ids(self) -> list[tuple]:
-        """Return the ids of the checkpoint weights that this layer merges. A single weight has an empty id."""
+        """Return the shard ids of the checkpoint weights that this layer merges. A single weight has an empty id."""
         return [()]
 
     def shard(self, *shard_id: int | str) -> Shard:
@@ -53,19 +54,19 @@ class LinearBase(nn.Module):
         return linear(x, self.weight, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, inputs] -> [T, outputs]."""
+        """Map x [T, inputs] to [T, outputs]."""
         return self.multiply(x, self.bias)
 
 
 class ReplicatedLinear(LinearBase):
-    """A linear layer that is not split: every rank holds all of it."""
+    """A linear layer that is not split. Every rank holds the whole layer."""
 
     def shard(self) -> Shard:
         return Shard(tuple(self.weight.shape))
 
 
 class MergedColumnParallelLinear(LinearBase):
-    """Merges layers that share an input. Each rank computes an equal share of each layer's outputs."""
+    """Merges layers with the same input. Each rank computes an equal share of each layer's outputs."""
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class MergedColumnParallelLinear(LinearBase):
         bias: bool = False,
         divisions: list[TensorParallel] | None = None,
     ):
-        """divisions: how each layer is split over ranks; by default, over all ranks."""
+        """divisions: how each layer is split over ranks. By default, each is split over all ranks."""
         self.input_size, self.output_sizes = input_size, output_sizes
         self.divisions = divisions or [get_construction().tp] * len(output_sizes)
         pairs = zip(self.divisions, output_sizes)
@@ -101,7 +102,8 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
-    """Merges the query, key and value projections, split by heads. Ranks share key-value heads if there are too few."""
+    """Merges the query, key and value projections, and splits them by heads. If there are fewer key-value heads than
+    ranks, several ranks share a head."""
 
     def __init__(
         self, hidden_size: int, head_size: int, num_heads: int, num_kv_heads: int | None = None, bias: bool = False
@@ -129,6 +131,6 @@ class RowParallelLinear(LinearBase):
         return Shard((self.output_size, self.input_size), columns=self.tp.local_slice(self.input_size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, inputs of this rank] -> [T, outputs], equal on all ranks."""
+        """Map this rank's inputs [T, inputs] to outputs [T, outputs]. The outputs are equal on all ranks."""
         bias = self.bias if self.tp.rank == 0 else None  # the sum over ranks must contain it once
         return self.tp.all_reduce(self.multiply(x, bias))

@@ -10,19 +10,19 @@ from nanovllm.utils.rope_scaling import inverse_frequencies, scaled_rope
 
 
 def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs (x[i], x[i + N / 2]) of x [T, heads, N]. `cos` and `sin` of the angles are [T, 1, N / 2]."""
+    """Rotate the pairs (x[i], x[i + N / 2]) of x [T, heads, N]. `cos` and `sin` have shape [T, 1, N / 2]."""
     first, second = x.float().chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates the first N numbers of every head. The angle of pair i is position * inv_freq[i].
+    """Rotates the first N numbers of every head. The angle of pair `i` is `position * inv_freq[i]`.
 
-    All layers share one float32 table [max_position, N] with the cosines of each position, then the sines.
+    All layers share one float32 table [max_position, N]. Its row for a position contains the cosines, then the sines.
     """
 
     def __init__(self, inv_freq: tuple[float, ...], scale: float, max_position: int):
-        """`scale` multiplies cos and sin (YaRN)."""
+        """`scale` multiplies the cosines and sines. It is 1 except with YaRN and LongRoPE."""
         super().__init__()
         positions = torch.arange(max_position, dtype=torch.float32)
         angles = torch.outer(positions, torch.tensor(inv_freq, dtype=torch.float32))
@@ -30,7 +30,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos_sin_cache", table, persistent=False)
 
     def forward(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions [T], q [T, heads, head_dim] and k [T, kv_heads, head_dim] -> q and k, rotated."""
+        """Return q [T, heads, head_dim] and k [T, kv_heads, head_dim], rotated by their positions [T]."""
         cos, sin = self.cos_sin_cache.index_select(0, positions).unsqueeze(1).chunk(2, -1)  # [T, 1, N / 2]
         return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
 
@@ -43,9 +43,10 @@ class RotaryEmbedding(nn.Module):
 def get_rope(
     head_size: int, rotary_dim: int, max_position: int, base: float, rope_scaling: dict | None = None
 ) -> RotaryEmbedding:
-    """Make a RotaryEmbedding for the first `rotary_dim` numbers of heads of size `head_size`.
+    """Make a RotaryEmbedding for the first `rotary_dim` numbers of each head. A head has `head_size` numbers.
 
-    `rope_scaling` is this entry of config.json: a "rope_type" and its parameters. Raises ValueError if it is invalid.
+    `rope_scaling` is the entry of this name in config.json: a "rope_type" and its parameters. Raises ValueError if the
+    entry is invalid.
     """
     if not 0 < rotary_dim <= head_size or rotary_dim % 2:
         raise ValueError(f"rotary_dim={rotary_dim}: must be even, and at most head_size={head_size}")

@@ -8,10 +8,10 @@ As in vLLM, logits are edited in this order:
 4. features that users registered
 5. temperature, min-p, top-k, top-p
 
-features/logit_edits.py makes the edits 1 to 3. By default, log-probabilities are computed from the unedited logits.
+Edits 1 to 3 are in features/logit_edits.py. By default, log-probabilities are computed from the unedited logits.
 
 With several ranks, each rank computes and edits the logits of its range of the vocabulary, and draws a token from them.
-The best draw of all ranks wins. Only min-p, top-k and top-p need complete rows of logits.
+The best draw of all ranks wins. No step needs complete rows of logits except min-p, top-k and top-p.
 """
 
 from typing import NamedTuple
@@ -26,10 +26,10 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 
 
 class Sampler(nn.Module):
-    """Samples with Gumbel noise: argmax(logits / temperature + noise) is a draw from softmax(logits / temperature).
+    """Samples with Gumbel noise: `argmax(logits / temperature + noise)` is a draw from `softmax(logits / temperature)`.
 
-    A draw needs no sum over the vocabulary and no generator, and its noise does not depend on the batch. Temperature 0
-    is greedy.
+    A draw needs no sum over the vocabulary and no generator. Its noise does not depend on the batch. Temperature 0
+    means greedy sampling.
     """
 
     def __init__(self, tp: TensorParallel = TensorParallel(), first_id: int = 0):
@@ -44,10 +44,12 @@ class Sampler(nn.Module):
         positions: torch.Tensor | None = None,
         cutoffs: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Draw token ids [S] int32 from logits [S, shard], whose column 0 is the token `first_id`.
+        """Draw token ids [S] int32 from logits [S, shard]. Column 0 belongs to token `first_id`.
 
-        temperatures [S] float32; seeds [S, 2] int32, by default from PyTorch's generator; positions [S] int32.
-        cutoffs [S] int64, from `logit_cutoffs`: tokens with a key below their row's cutoff are not drawn.
+        temperatures: [S] float32.
+        seeds: [S, 2] int32, by default from PyTorch's generator.
+        positions: [S] int32.
+        cutoffs: [S] int64, from `logit_cutoffs`. A token whose key is below its row's cutoff is not drawn.
         """
         if seeds is None:
             seeds = torch.randint(-(2**31), 2**31, (len(logits), 2), dtype=torch.int32, device=logits.device)
@@ -68,7 +70,7 @@ def sample(
     first_id: int = 0,
     cutoffs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a token for each row from this rank's shard. Return their scores and ids [S]."""
+    """Draw a token for each row from this rank's shard. Return the scores [S] and ids [S] of these tokens."""
     scores = logits.float()
     filtered_rows = () if cutoffs is None else (cutoffs > KEEPS_ALL).nonzero().squeeze(-1)
     if len(filtered_rows):
@@ -94,7 +96,8 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 def philox(counter: tuple, key: tuple, rounds: int = PHILOX_ROUNDS) -> tuple[torch.Tensor, ...]:
     """Compute Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
-    `counter` is four int64 tensors, and `key` two. Values are below 2^32; shapes broadcast. Returns four such tensors.
+    `counter` contains four int64 tensors, and `key` contains two. Their values are below 2^32, and their shapes
+    broadcast. Returns four tensors like those in `counter`.
     """
     words = *counter, *key
     # with hundreds of counters, NumPy takes a third of PyTorch's time; with more counters, it is not slower
@@ -108,10 +111,10 @@ def philox(counter: tuple, key: tuple, rounds: int = PHILOX_ROUNDS) -> tuple[tor
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, quads: torch.Tensor) -> torch.Tensor:
-    """Return standard Gumbel noise [N, 4] float32 for the ids 4 * quad to 4 * quad + 3 of each quad in `quads` [N].
+    """Return standard Gumbel noise [N, 4] float32. Each quad in `quads` [N] denotes the ids 4 * quad to 4 * quad + 3.
 
-    Noise depends only on seed, position and token id: the seed is Philox's key, (token id // 4, position, 0, 0) is its
-    counter, and token id % 4 selects a word of its output.
+    Noise depends on nothing but seed, position and token id. Philox gets the seed as its key, and
+    (token id // 4, position, 0, 0) as its counter. The output's word token id % 4 is used.
     """
     zero = torch.zeros_like(quads)
     words = philox((quads, positions.long(), zero, zero), (seeds.long() & _WORD).unbind(-1))
@@ -123,7 +126,7 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, quads: torch.Tens
 def add_noise(
     scores: torch.Tensor, is_drawn: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, first_id: int
 ) -> torch.Tensor:
-    """Add noise to the scores [S, n] of tokens that can win. Column 0 is the token `first_id`.
+    """Add noise to the scores [S, n] of the tokens that can win. Column 0 belongs to token `first_id`.
 
     Noise is between -2.9 and 22.9, so most tokens are too far below the best token to win. Greedy rows get no noise.
     """
@@ -143,7 +146,7 @@ def add_noise(
 def token_keys(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Return int64 keys that order tokens by their float32 logits. Among equal logits, the lower id has the larger key.
 
-    The high word of a key orders by logit. The low word is ~token_id.
+    The high word of a key orders tokens by logit. The low word is `~token_id`.
     """
     bits = (logits + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0, which must have the same key
     order = bits ^ (bits >> 31 & 0x7FFFFFFF)  # int32 in the order of the floats: bits of negative numbers are inverted
@@ -158,7 +161,7 @@ KEEPS_ALL = token_keys(*_LEAST_LIKELY).item()  # no token's key is below this cu
 class SamplingRows(NamedTuple):
     """The rows of the S sequences that get a token.
 
-    Token ids are cached in the same blocks as keys and values. So penalties also find the ids of a cached prefix, and a
+    Token ids are cached in the same blocks as keys and values. So penalties find the ids of a cached prefix, too. A
     preempted sequence writes its ids again when it is recomputed.
     """
 
@@ -170,17 +173,17 @@ class SamplingRows(NamedTuple):
     num_finished_programs: torch.Tensor  # [S or more] int32, a kernel's scratch: zeros before and after the kernel
 
     def column(self, name: str) -> torch.Tensor:
-        """Return a parameter of each row [S], as float32 unless it is declared as an integer."""
+        """Return each row's value of a parameter as [S], in float32 unless the parameter is declared as an integer."""
         return column(self.params, name)
 
 
 @operation
 def logit_cutoffs(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Return the smallest of the `token_keys` that min-p, top-k and top-p keep in each row: [S] int64.
+    """Return each row's cutoff [S] int64: the smallest of the `token_keys` that min-p, top-k and top-p keep.
 
-    Tokens are filtered in descending order of their keys. min-p keeps the tokens that are likely enough, and top-k
-    keeps the first k of them. After renormalization, top-p keeps the fewest tokens whose probabilities add up to top_p.
-    Greedy rows and rows without filters get KEEPS_ALL.
+    Tokens are filtered in descending order of their keys. First min-p keeps the tokens that are likely enough,
+    and top-k keeps the first k of these. Then their probabilities are renormalized, and top-p keeps the first tokens
+    until their sum reaches `top_p`. Greedy rows and rows without filters get KEEPS_ALL.
     """
     out = torch.full((len(logits),), KEEPS_ALL, dtype=torch.int64, device=logits.device)
     if not (rows.params[:, FILTERS] != _NO_FILTERS.to(logits.device)).any():

@@ -10,7 +10,7 @@ from nanovllm.utils.loader import default_weight_loader, parameter
 
 @operation
 def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Multiply x [T, N] by the sigmoid of gate [T, N or 1], in float32, and round once."""
+    """Multiply x [T, N] by the sigmoid of the gate, [T, N] or [T, 1]. This is done in float32, and rounded once."""
     return (x.float() * gate.float().sigmoid()).to(x.dtype)
 
 
@@ -21,12 +21,14 @@ def gate_scores(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 class SigmoidGate(nn.Module):
-    """Gates a row by the dot product of the layer's input and a vector. The vector is never quantized."""
+    """Multiplies each row by a gate: the sigmoid of the dot product of the layer's input and a weight vector.
+
+    The vector is never quantized."""
 
     def __init__(self, input_size: int):
         super().__init__()
         self.weight = parameter((1, input_size), default_weight_loader)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Multiply y [T, N] by the gates of x [T, input_size]."""
+        """Multiply y [T, N] by the gates that are computed from x [T, input_size]."""
         return sigmoid_gate(y, gate_scores(x, self.weight))

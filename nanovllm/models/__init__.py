@@ -1,27 +1,28 @@
 """Finds the model family of a checkpoint, and reads the checkpoint's shape.
 
-A family is a module here, named after its `model_type` in config.json, and imported when it is used. Its class has the
-architecture's name in transformers: `qwen3_moe` contains `Qwen3MoeForCausalLM`. The class is constructed as
-`cls(config)`, with a ModelConfig whose `max_position_embeddings` is the engine's longest sequence. CONTRIBUTING.md
-shows how to add a family. The class has:
+A family is a module of this package. Its name is the `model_type` in config.json. It is imported on first use. Its
+class has the architecture's name in transformers: `qwen3_moe` contains `Qwen3MoeForCausalLM`. The class is constructed
+as `cls(config)`, where `config` is a ModelConfig whose `max_position_embeddings` is the length of the engine's longest
+sequence. CONTRIBUTING.md shows how to add a family. The class has:
 
-- `read_config(raw, file)`: returns the family's fields of ModelConfig, as a dict, from the content of config.json.
+- `read_config(raw, file)`: returns the family's fields of ModelConfig as a dict. `raw` is the content of config.json.
   Raises a ValueError that names `file` if the class does not support the model
 - `hidden_acts`: supported values of `hidden_act` in config.json
-- `packed_modules_mapping`: a checkpoint's module -> (the merged module that holds it, its shard id there)
-- `config`, and `lm_head`, a ParallelLMHead
-- `model`, or `model.language_model`, with an `nn.ModuleList` named `layers`; startup on CUDA runs a few of them
-- `forward(token_ids, positions)`: [T] each -> hidden states [T, hidden_size]
-- `compute_logits(hidden_states)`: logits [S, vocabulary]
+- `packed_modules_mapping`: maps a checkpoint's module to (the merged module that holds it, its shard id there)
+- `config`: the ModelConfig
+- `lm_head`: a ParallelLMHead
+- `model`, or `model.language_model`, with an `nn.ModuleList` named `layers`. Startup on CUDA runs a few of the layers
+- `forward(token_ids, positions)`: maps token ids [T] and positions [T] to hidden states [T, hidden_size]
+- `compute_logits(hidden_states)`: maps hidden states [S, hidden_size] to logits [S, vocabulary]
 
 It may have:
 
-- `layer_types`: supported values in config.json's `layer_types`; default: `full_attention`
+- `layer_types`: supported values in config.json's `layer_types`. The default is `full_attention`
 - `defaults`: values of entries that may be absent from config.json or its `text_config`
 - `unused_prefixes`: name prefixes of tensors that the class ignores
 - `may_be_nested`: whether the class also computes the text model of multimodal checkpoints
 
-Layers find their rank and the dtype of their weights in utils/construction.py.
+Layers get their rank and the dtype of their weights from utils/construction.py.
 """
 
 import os
@@ -57,7 +58,7 @@ MODELS |= {
 
 
 def find_model_type(raw: dict, file: Path) -> str:
-    """Return the key in MODELS for a config.json: its `model_type`, or the key for its `architectures`.
+    """Return the key in MODELS for a config.json. It is found by `model_type` or, failing that, by `architectures`.
 
     Raises ValueError if neither is supported.
     """
@@ -73,7 +74,7 @@ def model_class(model_type: str) -> type:
 
 
 def make_model(config: "ModelConfig", max_len: int, tp: TensorParallel = TensorParallel()) -> nn.Module:
-    """Make a rank's model for sequences of up to `max_len` tokens, on the default device, without loading weights."""
+    """Make a rank's model for sequences of up to `max_len` tokens on the default device. No weights are loaded."""
     config = replace(config, max_position_embeddings=max_len)
     if config.rope_long is not None and max_len > config.rope_long[1]:
         config = replace(config, rope_inv_freq=config.rope_long[0])
@@ -174,7 +175,7 @@ class ModelConfig:
 
     @property
     def layer_operations(self) -> int:
-        """The number of operations in a layer's matmuls for one token, or the mean if layers differ."""
+        """The number of operations in a layer's matmuls for one token. If layers differ, it is their mean."""
         queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         feed_forward = 3 * self.intermediate_size
         if self.moe:
@@ -195,7 +196,7 @@ class ModelConfig:
 
 
 def read_rope(raw: dict, head_dim: int, file: Path) -> tuple[tuple[float, ...], float, int, Any]:
-    """Return `rope_inv_freq`, `rope_scale`, the longest sequence, and `rope_long`: see ModelConfig.
+    """Return ModelConfig's fields `rope_inv_freq`, `rope_scale`, `max_position_embeddings` and `rope_long`.
 
     Transformers 5 writes RoPE's settings to `rope_parameters`, and older versions to `rope_theta` and `rope_scaling`.
     `rope_scaling` overrides `rope_parameters`, because users add it to enable longer contexts.
@@ -231,7 +232,7 @@ def _eos_token_ids(file: Path, raw: dict, vocab_size: int) -> frozenset[int]:
 
 
 def dtype_in_use(wanted: str | torch.dtype, stored: torch.dtype, device: str, folder: Path) -> tuple[torch.dtype, str]:
-    """Return the dtype for the setting `dtype` and the checkpoint in `folder`, and, for "auto", the reason."""
+    """Return the dtype for the setting `dtype` and the checkpoint in `folder`. With "auto", also return the reason."""
     if wanted != "auto":
         name = str(wanted).removeprefix("torch.")
         check_choice("dtype", name, ("auto", *DTYPES))
@@ -247,8 +248,8 @@ def dtype_in_use(wanted: str | torch.dtype, stored: torch.dtype, device: str, fo
 def cpu_multiplies(dtype: torch.dtype) -> bool:
     """Return whether the CPU has instructions for matmuls in a 16-bit dtype, and PyTorch uses them.
 
-    Emulated matmuls take up to seven times as long as float32 matmuls. For a single row, both take equally long, or
-    float32 longer if memory is slow.
+    Emulated matmuls take up to seven times as long as float32 matmuls. For a single row, they take as
+    long as float32 matmuls, or less time if memory is slow.
     """
     if not torch.backends.mkldnn.is_available():
         return False
@@ -260,6 +261,6 @@ def cpu_multiplies(dtype: torch.dtype) -> bool:
 
 
 def cpu_memory() -> int:
-    """Return how many bytes this process may use: the machine's memory, or the container's limit if it is lower."""
+    """Return how many bytes this process may use: the machine's memory, or a lower limit of the container."""
     limits = [file.read_text().strip() for file in MEMORY_LIMITS if file.is_file()]  # a number, or "max"
     return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *(int(x) for x in limits if x.isdigit())])

@@ -18,7 +18,7 @@ from nanovllm.utils.nested_names import IMAGE_PREFIXES
 
 
 class GeluAndMul(nn.Module):
-    """Multiplies GELU (tanh approximation) of the first half by the second: [T, 2n] -> [T, n] (arXiv:2002.05202)."""
+    """Multiplies GELU of the first half by the second half: [T, 2n] -> [T, n]. GELU is approximated with tanh."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = x.chunk(2, -1)

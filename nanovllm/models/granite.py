@@ -15,7 +15,7 @@ from nanovllm.utils.checks import check_real
 
 
 class Factors(NamedTuple):
-    """`ModelConfig.details`, named as in config.json."""
+    """The `ModelConfig.details` of Granite. Fields have the names of their entries in config.json."""
 
     embedding_multiplier: float
     residual_multiplier: float

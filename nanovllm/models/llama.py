@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and models stored in their format. They are Qwen3 without norms of queries and keys."""
+"""Llama 2 and 3, and other models in their format. The architecture is Qwen3 without norms of queries and keys."""
 
 from pathlib import Path
 

@@ -27,7 +27,7 @@ ROPE = {
 
 
 class QueryScale(NamedTuple):
-    """`ModelConfig.details`: a query at position p is multiplied by 1 + beta * log(1 + p // length)."""
+    """The `ModelConfig.details`. A query at position `p` is multiplied by `1 + beta * log(1 + p // length)`."""
 
     beta: float
     length: float

@@ -16,10 +16,10 @@ from nanovllm.utils.loader import Shard, parameter
 
 
 class RowRMSNorm(nn.Module):
-    """The norm over all heads of a row. Each rank holds some of the heads, and the squares are summed over ranks."""
+    """A norm over all heads of a row. Each rank holds some of the heads, and the ranks add their sums of squares."""
 
     def __init__(self, num_heads: int, head_dim: int, eps: float):
-        """num_heads: the total over all ranks."""
+        """`num_heads` is the total over all ranks."""
         super().__init__()
         self.tp = get_construction().tp
         self.heads, self.size, self.eps = self.tp.for_heads(num_heads), num_heads * head_dim, eps
@@ -30,7 +30,7 @@ class RowRMSNorm(nn.Module):
         return Shard((self.size,), self.heads.local_slice(self.size)).copy(param, loaded_weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, heads of this rank, head_dim] -> as x."""
+        """Return the norm of x [T, heads, head_dim], which contains this rank's heads. The shape stays the same."""
         y = x.flatten(1).float()
         total = self.tp.all_reduce(y.square().sum(-1, keepdim=True))
         num_copies = self.tp.size // self.heads.size  # several ranks may hold the same head

@@ -1,4 +1,4 @@
-"""Phi-3, Phi-4 and Phi-4-mini: a Llama whose checkpoints merge q, k and v in one weight, and gate and up in another."""
+"""Phi-3, Phi-4 and Phi-4-mini: a Llama whose checkpoints contain merged weights for q, k and v, and for gate and up."""
 
 from pathlib import Path
 from typing import ClassVar

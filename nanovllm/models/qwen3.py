@@ -1,7 +1,7 @@
 """Qwen3, dense. Other families are described by their differences from Qwen3.
 
-Shapes: T is the number of tokens of a step, with all its sequences concatenated. With several ranks, `num_heads`,
-`num_kv_heads` and the intermediate size of tensors are per rank. Hidden states are equal on all ranks.
+In shapes, T is the number of tokens in a step. The tokens of all its sequences are concatenated. With several ranks,
+`num_heads`, `num_kv_heads` and the intermediate size in shapes are per rank. Hidden states are equal on all ranks.
 
 On CUDA, fused versions replace these forwards (fused/). Their results differ only by rounding.
 """
@@ -92,7 +92,7 @@ class Qwen3Model(nn.Module):
         self.norm = norm
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Token ids and positions [T] -> hidden states [T, hidden_size]."""
+        """Map token ids [T] and positions [T] to hidden states [T, hidden_size]."""
         hidden_states, residual = self.embed_tokens(input_ids), None
         for layer in self.layers:
             hidden_states, residual = layer(positions, hidden_states, residual)

@@ -26,9 +26,10 @@ class Qwen3NextForCausalLM(HybridForCausalLM):
 
 
 def _interleaved(sizes: tuple[int, ...], num_heads: int, tp: TensorParallel) -> tuple[int, tuple[range, ...]]:
-    """Return the row count and this rank's row ranges of a weight that stores, for each key head, rows of all kinds.
+    """Return a weight's number of rows, and this rank's ranges of rows.
 
-    `sizes` contains the number of rows of each kind (such as q) per head. The ranges are ordered by kind, then by head.
+    For each key head, the weight stores rows of several kinds, such as q. `sizes` contains the number of rows of each
+    kind per head. The ranges are ordered by kind, then by head.
     """
     starts = [head * sum(sizes) for head in range(num_heads)[tp.local_slice(num_heads)]]
     bounds = pairwise(accumulate(sizes, initial=0))

@@ -1,10 +1,10 @@
-"""The formats of 8-bit weights, and `fp8_cache.py`, the format of an 8-bit cache. docs/8-bit.md explains both.
+"""Defines the formats of 8-bit weights. `fp8_cache.py` defines the format of an 8-bit cache. See docs/8-bit.md.
 
-A format is a module of `formats/`. The name of the format is the module's name with dashes. The module has one or both
-of these functions:
+Each format is a module in `formats/`. The format has the module's name, with dashes instead of underscores. The module
+defines one or both of these functions:
 
-- `read_config(raw, file)` turns the `quantization_config` of a config.json into a QuantConfig. It is called if the
-  `quant_method` is the format's name. It raises ValueError, naming `file`, if the configuration is not supported.
+- `read_config(raw, file)` turns the `quantization_config` of a config.json into a QuantConfig. It is called if
+  `quant_method` is the format's name. If the configuration is not supported, it raises a ValueError that names `file`.
 - `config_on_load()` returns the QuantConfig for weights that are quantized while they are loaded. It is called if the
   setting `quantization` is the format's name.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def find_quantization(raw: dict | None, file: Path, setting: str | None) -> Any:
-    """Return the QuantConfig for `raw` (`quantization_config` in config.json) and the setting `quantization`.
+    """Return the QuantConfig for `raw` (`quantization_config` in config.json) and `setting` (`quantization`).
 
     Return None if both are None. Raise ValueError if the format is not supported, or if the setting differs from the
     checkpoint's format.
@@ -32,7 +32,7 @@ def find_quantization(raw: dict | None, file: Path, setting: str | None) -> Any:
 
 
 def _format(name: str, value: Any, maker: str) -> Callable:
-    """Return function `maker` of the format `value`. If there is none, raise a ValueError that starts with `name`."""
+    """Return the function `maker` of the format `value`. If there is none, raise a ValueError that starts with `name`."""
     names = [module.name for module in iter_modules([f"{path}/formats" for path in __path__])]
     modules = {name.replace("_", "-"): import_module(f"{__name__}.formats.{name}") for name in names}
     known = {name: getattr(module, maker) for name, module in modules.items() if hasattr(module, maker)}

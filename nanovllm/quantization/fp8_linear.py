@@ -1,7 +1,7 @@
-"""Linear layers with FP8 weights on GPUs with FP8 units, where activations are quantized too (W8A8).
+"""Implements linear layers with FP8 weights on GPUs with FP8 units. Activations are quantized too (W8A8).
 
-A single row is not quantized, because reading the weights limits its matmul. Several rows are quantized in the kernel
-of the preceding norm or activation or, if there is none, in a separate kernel.
+A single row is not quantized, because reading the weights limits the speed of its matmul. Several rows are quantized
+in the kernel of the preceding norm or activation. If there is no such kernel, a separate kernel quantizes them.
 """
 
 from functools import cache
@@ -69,13 +69,13 @@ class FP8Linear(ScaledLinear):
         return (self._quantized(x), self.values, self.scales) if self.group == self.block.rows == 128 else None
 
     def _swiglu(self, layer: LinearBase, rows: ops.QuantizedRows, act: "FP8SiluAndMul") -> Any:
-        """Compute matmul and activation in one kernel. Return NotImplemented if there is no such kernel."""
+        """Compute the matmul and the activation in one kernel. Return NotImplemented if there is no such kernel."""
         if variant.get() or layer.bias is not None or act.consumer.group != ops.SWIGLU_GROUP:
             return NotImplemented
         return ops.swiglu_quantize(rows, self.values, self.scales)
 
     def _quantized(self, x: NormInput) -> ops.QuantizedRows:
-        """Quantize in the norm's kernel, unless the norm is already computed or must add parts of several ranks."""
+        """Quantize x in the norm's kernel, unless the norm is already computed or must add parts of several ranks."""
         parts, residual = x.x, x.residual_before
         if x.total is not None or parts.barrier is not None:
             return ops.quantize_rows(x.tensor(), self.group)
@@ -119,7 +119,7 @@ SWIGLU.add(FP8SiluAndMul.forward)
 
 @cache
 def _has_scaled_mm(device: torch.device, is_row: bool) -> bool:
-    """Return whether the library's CUDA version multiplies e4m3 with scales of rows (`is_row`) or of blocks."""
+    """Return whether the library multiplies e4m3 matrices that have a scale per row (`is_row`) or per block."""
     if device.type != "cuda":
         return False
     size = 512

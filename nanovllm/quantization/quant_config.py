@@ -1,4 +1,4 @@
-"""Maps the layers of a model, by their names in the checkpoint, to quantization schemes."""
+"""Finds the quantization scheme of each layer of a model by the layer's name in the checkpoint."""
 
 import re
 from collections.abc import Callable
@@ -28,12 +28,12 @@ ALL = "Linear"  # a pattern for every linear layer
 class QuantConfig:
     """The quantization scheme of each linear layer of a model.
 
-    groups: a list of (name patterns, scheme); a layer gets the scheme of the first group with a matching pattern
-    ignore: name patterns of layers that are not quantized
+    groups: pairs of (name patterns, scheme). A layer gets the scheme of the first group that has a matching pattern.
+    ignore: name patterns of layers that are not quantized.
 
     A pattern can be a module's name in the checkpoint, the end of this name, or the name of a parent module. "Linear"
-    matches all layers. "re:" starts a regular expression that must match the beginning of the name. Embeddings, the
-    output head and routers are never quantized.
+    matches all layers. After "re:", a pattern is a regular expression that must match the beginning of the name.
+    Embeddings, the output head and routers are never quantized.
     """
 
     name: str  # its name in the setting `quantization`
@@ -49,7 +49,7 @@ class QuantConfig:
         return self.groups[0][1].dtype
 
     def own_name(self, name: str) -> str:
-        """Return the model's name of a tensor. Some checkpoints name a whole weight's scale as if it had blocks."""
+        """Return the model's name for a tensor. Some checkpoints name the only scale of a weight as if it had blocks."""
         has_one_scale = self.groups[0][1].scale_name == "weight_scale"
         return name.removesuffix("_inv") if has_one_scale and name.endswith(".weight_scale_inv") else name
 
@@ -62,7 +62,7 @@ class QuantConfig:
         return next(found, None)
 
     def prepare(self, model: nn.Module, device: torch.device) -> None:
-        """Give each linear layer of `model` its format, and allocate its weights on `device`."""
+        """Set the format of each linear layer and of experts in `model`, and allocate their weights on `device`."""
         make_linear: Callable = ScaledLinear
         make_experts: Callable = ScaledExperts
         has_units = "quantize_rows" in ops_for(device) and has_fp8_units(device)

@@ -1,6 +1,7 @@
-"""Storage, loading and quantization of weights that are 8-bit values times block scales.
+"""Stores, loads and quantizes weights that consist of 8-bit values and block scales.
 
-A matrix [N, K] has values [N, K] and float32 scales [N / rows, K / columns], one for each block of rows x columns.
+A matrix [N, K] has values [N, K]. Each block of `rows` x `columns` values shares a float32 scale, so the scales are
+[N / rows, K / columns].
 """
 
 import math
@@ -19,7 +20,7 @@ ROWS_AT_A_TIME = 2048  # rows that are quantized together; few, because float32 
 
 
 class Block(NamedTuple):
-    """The size of the blocks of a matrix that share a scale."""
+    """The size of a block. The values in a block share a scale."""
 
     rows: int
     columns: int
@@ -42,8 +43,8 @@ class QuantScheme:
     def local_block(self, shards: list[Shard], columns: int) -> Block:
         """Return the largest block size for this rank's shards such that no block crosses the border of a shard.
 
-        The sides of a block are powers of two. If a border between ranks cuts a block of the checkpoint, several
-        smaller blocks get copies of its scale.
+        Both sides of a block are powers of two, unless the block spans whole rows. If a border between
+        ranks cuts a block of the checkpoint, several smaller blocks get copies of its scale.
         """
         if self.block_columns is not None:
             columns = _power_of_two(self.block_columns, columns)
@@ -83,7 +84,7 @@ def _power_of_two(*sizes: int) -> int:
 
 @operation
 def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return values [..., N, K] times scales [..., N / rows, K / columns] in `dtype`."""
+    """Return `values` [..., N, K] times `scales` [..., N / rows, K / columns] in `dtype`."""
     rows, columns = (a // b for a, b in zip(values.shape[-2:], scales.shape[-2:]))
     blocks = values.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows)).float()
     return (blocks * scales[..., :, None, :, None]).to(dtype).flatten(-2, -1).flatten(-3, -2)
@@ -91,18 +92,19 @@ def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
 
 @operation
 def min_block_columns(values: torch.Tensor) -> int:
-    """Return the minimum number of inputs per scale for experts that multiply several rows."""
+    """Return the minimum number of inputs per scale that kernels for several rows need."""
     return 1
 
 
 class ScaledWeight:
-    """The parameters of a layer's 8-bit weight, with loaders: values [..., N, K], scales [..., N / rows, K / columns].
+    """The parameters of a layer's 8-bit weight, with loaders.
 
-    If the checkpoint has no scales, the scales are a tensor, not a parameter.
+    `values` is [..., N, K], and `scales` is [..., N / rows, K / columns]. If the checkpoint has no scales, `scales` is
+    a tensor, not a parameter.
 
-    `select` takes the arguments of a `weight_loader`. It returns the shard of the checkpoint's weight and the index of
-    the matrix that the shard belongs to, which is () for a single matrix. It returns None if the shard belongs to
-    another rank.
+    `select` takes the arguments of a `weight_loader`. It returns a shard of the checkpoint's weight, and the index of
+    the matrix that contains the shard. The index is () if there is only one matrix. `select` returns None if the shard
+    belongs to another rank.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class ScaledWeight:
             self.scales = parameter(shape, self._load_scales, torch.float32)
 
     def _load_values(self, values: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
-        """Load a shard of a checkpoint's values, or quantize a weight. NaN in the weight leads to NaN in the result."""
+        """Load a shard of a checkpoint's values, or quantize a weight. If it contains NaN, so does the result."""
         if (selected := self.select(*arguments)) is None:
             return None
         shard, index = selected
@@ -134,11 +136,11 @@ class ScaledWeight:
         return _nan_of(shard.copy(values[index], weight))
 
     def must_quantize(self, weight) -> bool:
-        """Return whether a weight lacks scales: it is random, or comes from a trainer or an unquantized file."""
+        """Return whether a weight has no scales. It may be random, or come from a trainer or an unquantized file."""
         return callable(weight) or isinstance(weight, torch.Tensor) or self.scheme.scale_name is None
 
     def quantize_shard(self, weight: torch.Tensor, shard: Shard, index: tuple[int, ...]) -> torch.Tensor:
-        """Quantize a whole weight, because blocks may be larger than a shard. Copy the shard, and return its scales."""
+        """Quantize a whole weight, because a block may exceed a shard. Copy the shard, and return the shard's scales."""
         # always on this device, because CUDA may round quotients differently than a CPU
         values, scales = self.scheme.quantize(weight.to(self.values.device))
         shard.copy(self.values[index], values)
@@ -150,7 +152,7 @@ class ScaledWeight:
         return self._copy_scales(weight[...], *selected)
 
     def _copy_scales(self, scales: torch.Tensor, shard: Shard, index: tuple[int, ...]) -> torch.Tensor:
-        """Copy the scales of a shard from the scales of the whole weight [N / rows, K / columns], and return them."""
+        """Copy a shard's part of `scales`, which are the scales of the whole weight. Return the copied part."""
         (n, k), block = shard.shape, self.scheme.block_of(shard.shape)
         needed = -(-n // block.rows), -(-k // block.columns)
         if scales.numel() != needed[0] * needed[1]:
@@ -170,7 +172,7 @@ def _parts_of(shard: Shard | RowRanges) -> list[Shard]:
 
 
 def _slice_of(indices: list[int]) -> slice | list[int]:
-    """Return a slice if the indices are consecutive. Indexing with a list would wait for a copy to the device."""
+    """Return a slice if the indices are consecutive, because indexing with a list waits for a copy to the device."""
     begin, end = indices[0], indices[-1] + 1
     return slice(begin, end) if indices == list(range(begin, end)) else indices
 

@@ -22,7 +22,7 @@ def scaled_linear(
     split_k: int = 1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `split_linear` with a weight of values times scales (see scaled.py), then the activation."""
+    """Compute `split_linear` with the weight `values` times `scales` (see scaled.py), then apply the activation."""
     y = split_linear(x, dequantize(values, scales, x.dtype), bias, 1, out)
     return y if act is None else act(y)
 
@@ -31,22 +31,23 @@ def scaled_linear(
 def best_scaled_split_k(
     values: torch.Tensor, scales: torch.Tensor, num_rows: int, max_split_k: int, max_rows: int | None = None
 ) -> int:
-    """Return the best split_k for `scaled_linear`, at most `max_split_k`.
+    """Return the best `split_k` for `scaled_linear`, at most `max_split_k`.
 
-    `max_rows` is given only if rows are quantized. Beyond `max_rows`, only a kernel for quantized rows can split.
+    `max_rows` is None unless rows are quantized. With more than `max_rows` rows, no kernel but the one for quantized
+    rows can split K.
     """
     return 1
 
 
 class Quantized:
-    """Replaces `LinearBase.multiply` in layers with a format of this folder."""
+    """Replaces `LinearBase.multiply` in layers whose format is defined in this folder."""
 
     def multiply(self: Any, x: Any, bias: torch.Tensor | None) -> torch.Tensor:
         return self.format.linear(self, x, bias)
 
 
 class ScaledLinear(WeightFormat):
-    """The format of 8-bit weights that kernels convert when they read them."""
+    """The format of 8-bit weights that kernels convert as they read them."""
 
     max_split_k_rows: int | None = None
 

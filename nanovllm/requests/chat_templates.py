@@ -1,7 +1,7 @@
 """Determines which forms of messages a chat template reads, and converts conversations to these forms.
 
-Clients send content as text, as a list of parts or not at all, and the arguments of tool calls as text. Templates
-support different forms, and only their source code shows which.
+Clients send content as text, as a list of parts, or not at all. They send the arguments of tool calls as text. Which
+forms a template supports can be seen nowhere but in its source code.
 """
 
 import json
@@ -27,9 +27,9 @@ class TemplateForms(NamedTuple):
     """The forms in which a chat template reads messages.
 
     content_parts: the template iterates over the parts of the content. Otherwise, parts are joined into one text.
-    content_text: the content may be text. Otherwise, text becomes a list with one part.
+    content_text: the template accepts text as content. Otherwise, text becomes a list with one part.
     arguments_text: the template concatenates a tool call's arguments with text. Otherwise, they become an object.
-    roles: the roles with which the template compares a message's role.
+    roles: the names with which the template compares a message's role.
     reasoning: the names under which the template reads the reasoning.
     """
 
@@ -42,7 +42,7 @@ class TemplateForms(NamedTuple):
     def message(self, message: Message) -> Message:
         """Convert a message to these forms. Raises ValueError for parts that are not text.
 
-        Null entries are dropped, as in transformers 5. An empty list of tool calls is also dropped, because templates
+        Entries that are null are dropped, as in transformers 5. So is an empty list of tool calls, because templates
         would mistake it for calls.
         """
         entries: dict[str, Any] = {name: value for name, value in message.items() if value is not None}
@@ -60,7 +60,7 @@ class TemplateForms(NamedTuple):
         return entries
 
     def with_contents(self, messages: list[Message]) -> list[Message]:
-        """Add empty content to answers and tool results that lack content, for templates that need it."""
+        """Add empty content to answers and tool results without content, because some templates need it."""
         empty = {"content": "" if self.content_text else []}
         return [{**empty, **message} if message["role"] in ("assistant", "tool") else message for message in messages]
 
@@ -96,9 +96,9 @@ def _text_part(part: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def forms_of(template: str) -> TemplateForms:
-    """Return the forms that a chat template reads, or the defaults if it is very long or invalid.
+    """Return the forms that a chat template reads, or the defaults if the template is very long or invalid.
 
-    Rendering reports an invalid template.
+    Rendering raises the error for an invalid template.
     """
     if len(template) > MAX_CHARACTERS:
         return TemplateForms()
@@ -122,9 +122,9 @@ def _forms_in(tree: nodes.Template) -> TemplateForms:
 
 
 class _Entry:
-    """Finds where a template reads a message's or call's entry `name`, directly or from a variable.
+    """Finds where a template reads the entry `name` of a message or tool call, directly or through a variable.
 
-    Scopes are ignored: a name is the same variable in the whole template.
+    Scopes are ignored. Two variables with the same name are taken for one.
     """
 
     def __init__(self, name: str, tree: nodes.Template):
@@ -134,7 +134,7 @@ class _Entry:
             self._variables |= {target for target, source in copies if self._is(source)}
 
     def _copies(self) -> Iterator[tuple[str, nodes.Node]]:
-        """Yield (variable, expression) of each assignment by `set` or as an argument of a macro."""
+        """Yield (variable, expression) for each `set` assignment and each argument passed to a macro."""
         for assign in self._tree.find_all(nodes.Assign):
             if isinstance(assign.target, nodes.Name):
                 yield assign.target.name, assign.node
@@ -174,7 +174,7 @@ class _Entry:
         return any(self._is(node) for parts in joined for node in parts)
 
     def tests(self) -> set[str]:
-        """Return the names of the tests that the template applies to the entry."""
+        """Return the names of the Jinja tests that the template applies to the entry."""
         return {node.name for node in self._tree.find_all(nodes.Test) if self._is(node.node)}
 
     def compared(self) -> set[str]:

@@ -1,7 +1,7 @@
-"""Turns token ids into text as they arrive, without splitting a character.
+"""Turns token ids into text as they arrive. No character is split.
 
 Two kinds of tokenizers are supported. Byte-level BPE (GPT-2, Qwen, Llama 3) writes each byte of a token as a character.
-SentencePiece (Llama 2, Mistral) writes spaces as U+2581, and contains tokens for single bytes, such as `<0x0A>`.
+SentencePiece (Llama 2, Mistral) writes a space as U+2581, and has tokens such as `<0x0A>` for single bytes.
 """
 
 from codecs import getincrementaldecoder
@@ -16,10 +16,10 @@ _BYTES |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*
 
 
 class TokenBytes(dict[int, bytes]):
-    """Maps each token id to its bytes within a text, computed on first use. An id without text has no bytes."""
+    """Maps a token id to its bytes in the middle of a text. Computed on first use. An id without text has no bytes."""
 
     def __init__(self, tokenizer, skip_special_tokens: bool):
-        """`tokenizer` is a fast tokenizer of transformers. Raises ValueError unless its kind is supported."""
+        """`tokenizer` is a fast tokenizer of transformers. Raises ValueError if its kind is not supported."""
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
         # test its behaviour, not its class, because the same decoder can be composed in several ways
         decode = getattr(decoder, "decode", "".join)
@@ -51,13 +51,14 @@ def _byte_level_bytes(token: str) -> bytes:
 class Detokenizer:
     """Decodes the text of an answer in time linear in its length.
 
-    The text is what the answer adds to `tokenizer.decode` of the prompt (without `clean_up_tokenization_spaces`). The
-    tokens' bytes form a UTF-8 stream, so a character becomes text when its last byte arrives. Invalid bytes
-    become U+FFFD. (`tokenizer.decode` of SentencePiece also replaces valid bytes next to invalid ones.)
+    The text is `decode(prompt + answer)` without its prefix `decode(prompt)`, where `decode` is the tokenizer's method
+    without `clean_up_tokenization_spaces`. The tokens' bytes form a UTF-8 stream, so a character becomes text when its
+    last byte arrives. Invalid bytes become U+FFFD. (SentencePiece's `decode` also replaces valid bytes that are next to
+    invalid bytes.)
     """
 
     def __init__(self, token_ids: list[int], num_prompt_tokens: int, token_bytes: TokenBytes):
-        """`token_ids` is the sequence's growing list: the prompt, then the generated tokens."""
+        """`token_ids` is the sequence's list of prompt tokens and generated tokens. It grows between calls."""
         self._token_ids, self._token_bytes = token_ids, token_bytes
         self._bytes_of = token_bytes.__getitem__
         self._num_decoded = num_prompt_tokens
@@ -74,7 +75,7 @@ class Detokenizer:
     def decode(self, num_hidden: int = 0, is_last: bool = False) -> str:
         """Return the text of the tokens since the last call, except the last `num_hidden` tokens.
 
-        With `is_last`, no tokens follow, and an incomplete character becomes U+FFFD.
+        With `is_last`, an incomplete character at the end becomes U+FFFD, because no tokens follow.
         """
         new = self._token_ids[self._num_decoded : len(self._token_ids) - num_hidden]
         self._num_decoded += len(new)

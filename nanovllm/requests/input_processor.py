@@ -50,7 +50,7 @@ class InputProcessor:
 
     @property
     def num_requests(self) -> int:
-        """How many requests have been made. Their ids are below this number."""
+        """How many requests have been made so far. All their ids are below this number."""
         return MAX_REQUESTS - operator.length_hint(self._unused_ids)
 
     def next_request_id(self) -> int:
@@ -62,13 +62,13 @@ class InputProcessor:
             self.grammars.close()
 
     def default_sampling_params(self, kind: type[SamplingParams] = SamplingParams) -> SamplingParams:
-        """Return the parameters in the model's `generation_config.json`, completed with the defaults of `kind`."""
+        """Return the parameters in the model's `generation_config.json`, and the defaults of `kind` for all others."""
         return recommended_params(self.config.model, kind)
 
     def requests(
         self, prompts, sampling_params, kind: OutputKind, template_arguments: Mapping | None = None, priority=None
     ) -> list[CompletionRequest]:
-        """Make a request for each prompt. `sampling_params` is one object or a list, and `priority` a list or None."""
+        """Make a request for each prompt. `sampling_params` is an object or a list. `priority` is a list or None."""
         prompts = [prompts] if isinstance(prompts, str) else prompts
         is_plain = isinstance(prompts, list) and all(isinstance(prompt, (str, list)) for prompt in prompts)
         if not is_plain or priority is not None:
@@ -128,13 +128,13 @@ class InputProcessor:
         return priority
 
     def set_order(self, *group: Sequence) -> None:
-        """Call the scheduling policy for a request. The policy's errors propagate before anything is queued."""
+        """Order a request's sequences by the scheduling policy. Its errors propagate before anything is queued."""
         priority_key = self.policy.priority_key(group[0])
         for seq in group:
             seq.set_order(priority_key)
 
     def tokenize(self, prompt: Prompt, template_arguments: Mapping | None = None) -> tuple[str | None, list[int]]:
-        """Return the prompt's text (None if it came as token ids) and its token ids."""
+        """Return the prompt's text and token ids. The text is None if the prompt consists of token ids."""
         if not isinstance(template_arguments, Mapping | None):
             raise TypeError(f"chat_template_kwargs={template_arguments!r:.80}: must be a dict")
         text: str | None = None

@@ -1,4 +1,4 @@
-"""The sampling parameters that a model recommends. Imported only for requests without parameters."""
+"""The sampling parameters that a model recommends. This module is not imported unless a request has no parameters."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_ne
 
 
 def recommended_params(folder: str, kind: type[SamplingParams]) -> SamplingParams:
-    """Return the parameters in `folder`'s `generation_config.json`, completed with the defaults of `kind`."""
+    """Return the parameters in `folder/generation_config.json`, and the defaults of `kind` for all others."""
     file = Path(folder) / "generation_config.json"
     raw = read_json(file) if file.exists() else {}
     given = {name.replace("new_", ""): raw[name] for name in NAMES if raw.get(name) is not None}

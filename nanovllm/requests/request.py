@@ -1,4 +1,4 @@
-"""Requests, which turn token ids into text and results into outputs."""
+"""Requests, which turn token ids into text, and the results of features into outputs."""
 
 from collections.abc import Mapping
 from time import perf_counter, time
@@ -27,7 +27,7 @@ Prompt = str | list[int] | TextPrompt | TokensPrompt | list[Message]
 
 
 class Request:
-    """A prompt, the sequences that answer it, and its caller's collector."""
+    """A prompt, the sequences that answer it, and the collector of the caller."""
 
     collector: OutputCollector  # set when the request is submitted
 
@@ -40,13 +40,13 @@ class Request:
         raise NotImplementedError
 
     def advance(self, scheduler: "Scheduler") -> None:
-        """React to a step that has ended or paused sequences of this request."""
+        """React to a step in which sequences of this request ended or paused."""
 
     def deliver(self, seq: Sequence) -> None:
         """Put new tokens of `seq` into the collector, if the caller gets more than the final output."""
 
     def metrics(self) -> RequestMetrics:
-        """Return when an answer was first scheduled, when one first got a token, and when the last one finished."""
+        """Return when the first answer was scheduled, the first token arrived, and the last answer finished."""
         arrival = time() - (perf_counter() - self.group[0].arrival)
         moments = []
         for event, pick in (("scheduled", min), ("first_token", min), ("finished", max)):
@@ -55,7 +55,7 @@ class Request:
         return RequestMetrics(arrival, *moments)
 
     def output(self) -> Any:
-        """Return the output of this request with its answers so far: a Record with a `request_id`."""
+        """Return this request's output, a Record with a `request_id` and the answers so far."""
         raise NotImplementedError
 
 
@@ -108,6 +108,6 @@ class CompletionRequest(Request):
 
     @staticmethod
     def num_hidden(seq: Sequence) -> int:
-        """Return how many tokens at the end are not in the text: 1 if an end-of-sequence or stop id ended `seq`."""
+        """Return how many final tokens the text omits: 1 if an end-of-sequence or stop id ended `seq`."""
         ended_by_id = seq.finish_reason == "stop" and not isinstance(seq.stop_reason, str)
         return int(ended_by_id and not seq.params.include_stop_str_in_output)

@@ -9,10 +9,11 @@ from nanovllm.engine.outputs import Logprob, Record
 class StreamEvent(Record):
     """The next piece of one answer. Only the last event of an answer has a `finish_reason`.
 
-    index: the prompt's index in the call. output_index: the answer's index among the `n` answers to its prompt.
+    index: the prompt's position in the caller's list.
+    output_index: the answer's index among the `n` answers to its prompt.
     text: the new text. Text that might begin a stop string is held back for a later event.
-    token_ids: the new tokens. Their text may come in a later event.
-    logprobs: for each of `token_ids`; None unless the request has `logprobs`.
+    token_ids: the new tokens. Their text might be in a later event.
+    logprobs: the log-probabilities of `token_ids`, or None unless the request has `logprobs`.
     """
 
     index: int

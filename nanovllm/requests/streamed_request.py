@@ -9,7 +9,7 @@ from nanovllm.requests.stream_event import StreamEvent
 
 
 class StreamedRequest(CompletionRequest):
-    """A request with OutputKind.TOKENS or DELTA."""
+    """A request with `OutputKind.TOKENS` or `OutputKind.DELTA`."""
 
     def __init__(self, group: list[Sequence], *arguments: Any):
         super().__init__(group, *arguments)

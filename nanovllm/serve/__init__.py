@@ -1,4 +1,4 @@
-"""An asyncio interface to the engine, the HTTP server, and the command line. No other subpackage imports it."""
+"""The HTTP server, the command line, and an asyncio interface to the engine. No other subpackage imports this one."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Reserves the address at which the server listens. The import takes only 20 ms, because it needs no HTTP library."""
+"""Reserves the address at which the server listens. This module imports in 20 ms, because it needs no HTTP library."""
 
 import errno
 import socket
@@ -11,10 +11,12 @@ from nanovllm.serve.settings import ServerSettings
 
 
 def listening_socket(settings: ServerSettings, is_of_front: bool = False) -> socket.socket:
-    """Reserve the address before the model loads. Raises OSError if it is in use, or not an address of this machine.
+    """Reserve the address before the model loads.
 
-    is_of_front: if True, the address may be in use by other processes of this server. The system assigns each
-        connection to one of the listening sockets.
+    Raises OSError if the address is in use or does not belong to this machine.
+
+    is_of_front: if True, other fronts of this server may already use the address. The system assigns each connection
+        to one of their sockets.
     """
     family, address, is_unix = socket.AF_UNIX, cast(Any, settings.uds), settings.uds is not None
     try:

@@ -1,4 +1,4 @@
-"""Finds out how a model writes its reasoning and its tool calls, from the settings or from its chat template."""
+"""Determines the formats of a model's reasoning and tool calls from the settings or the chat template."""
 
 import logging
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ logger = logging.getLogger("nanovllm")
 class Formats(NamedTuple):
     """The formats in which a model writes its answers.
 
-    tool_calls: the format of tool calls, as a name in PARSERS; None if it is unknown.
-    reasoning_parser: the name of the reasoning format; None if reasoning stays in the content.
+    tool_calls: the name of the tool-call format in PARSERS; `None` if the format is unknown.
+    reasoning_parser: the name of the reasoning format; `None` if reasoning stays in the content.
     reasoning: the markers of the reasoning format.
     special: the markers that are special tokens. By default, the text omits special tokens.
     token_bytes: the bytes of each token id, for log-probabilities. A token may end in the middle of a character.
@@ -56,7 +56,7 @@ class Formats(NamedTuple):
 
 
 def find_formats(processor: InputProcessor, settings: ServerSettings) -> Formats:
-    """Take the formats from the settings or, by default, detect them in the chat template, and log them."""
+    """Return and log the formats. They come from the settings or, by default, from the chat template."""
     tokenizer = processor.tokenizer
     template = template_text(getattr(tokenizer, "chat_template", None))
     tools: str | None = settings.tool_call_parser

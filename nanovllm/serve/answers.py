@@ -1,4 +1,4 @@
-"""JSON encoding, and the base class of answers to completion and chat requests."""
+"""Encodes JSON, and defines the base class of answers to completion and chat requests."""
 
 import asyncio
 import json
@@ -34,21 +34,21 @@ def dump_json(content: Any) -> bytes:
 
 
 def encoded(content: Any) -> msgspec.Raw:
-    """Encode content in advance, for embedding in other content."""
+    """Encode content before it is embedded in other content."""
     return msgspec.Raw(dump_json(content))
 
 
 def server_sent_event(content: dict[str, Any]) -> bytes:
-    """Encode a server-sent event. If the content has a "type", this is also the name of the event."""
+    """Encode a server-sent event. The content's "type", if any, becomes the name of the event."""
     head = f"event: {content['type']}\n".encode() if "type" in content else b""
     return head + b"data: " + dump_json(content) + b"\n\n"
 
 
 class Answer:
-    """The answer to a client's request, which has one or several prompts. It is either complete or streamed in chunks.
+    """The answer to a client's request. The request has one or several prompts; the answer is complete or streamed.
 
-    Log-probabilities of many tokens take long to encode. In a complete answer, a thread encodes them token by token, so
-    other clients do not wait.
+    Log-probabilities of many tokens take long to encode. A complete answer encodes them in a thread, so that other
+    clients do not wait.
     """
 
     id_prefix: str
@@ -144,7 +144,7 @@ class Answer:
         raise NotImplementedError
 
     def chunk_choices(self, prompt_index: int, event: StreamEvent) -> list[dict[str, Any]]:
-        """Return one entry of `choices` for each chunk of an event, possibly none. The last entry has the tokens."""
+        """Return an entry of `choices` for each chunk of an event. There may be none. The last entry has the tokens."""
         raise NotImplementedError
 
     def extras(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:

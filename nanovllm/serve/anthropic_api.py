@@ -1,4 +1,4 @@
-"""Serves Anthropic's API, `/v1/messages`: translates requests to chat requests, and chat answers to Anthropic's format.
+"""Serves Anthropic's API, `/v1/messages`. Translates its requests to chat requests, and chat answers to its format.
 
 Content types that have no class here, such as images, are refused. The error names the type.
 """
@@ -143,7 +143,7 @@ def chat_body(body: CountTokensBody) -> ChatBody:
 
 
 def _function(tool: dict[str, Any]) -> dict[str, Any]:
-    """Translate a tool, with its fields in the client's order. Fields without a counterpart are left out."""
+    """Translate a tool. Its fields keep the client's order; fields without a counterpart are left out."""
     function = {OF_FUNCTIONS[name]: value for name, value in tool.items() if name in OF_FUNCTIONS and value is not None}
     if "type" not in function["parameters"]:
         function["parameters"] = {"type": "object", **function["parameters"]}
@@ -151,7 +151,7 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chat_messages(message: InputMessage) -> Iterator[dict[str, Any]]:
-    """Translate a message. Each tool result becomes a message. All other blocks form one message at the end."""
+    """Translate a message. Each tool result becomes a message. All other blocks form one message, which comes last."""
     blocks = defaultdict[str, list[Any]](list)
     for block in message.content:
         blocks[block["type"]].append(block)
@@ -229,7 +229,7 @@ class MessagesAnswer(chat.ChatAnswer):
             yield {"type": "tool_use", "id": call["id"], "name": name, "input": arguments}
 
     def _add(self, block: dict[str, Any]) -> Iterator[bytes]:
-        """Yield the events of a block. A tool call starts a new block; text and thinking extend their open block."""
+        """Yield the events of a block. Text and thinking extend an open block of their type; a call begins a block."""
         kind = block["type"]
         if kind == "tool_use":
             yield from self._next_block(block | {"input": {}})

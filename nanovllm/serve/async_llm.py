@@ -1,4 +1,4 @@
-"""An asyncio interface to the engine. Any number of tasks submit requests, and the engine's thread runs the steps."""
+"""An asyncio interface to the engine. Any number of tasks can submit requests; the engine's thread runs the steps."""
 
 import asyncio
 import logging
@@ -22,12 +22,12 @@ logger = logging.getLogger("nanovllm")
 class AsyncLLM(EngineClient):
     """Generates text for any number of tasks of one event loop: `async for output in llm.generate(prompt, params)`.
 
-    Three kinds of threads share the work. The event loop only submits requests and receives events. A small pool
+    Three kinds of threads share the work. The event loop's thread submits requests and receives events. A small pool
     renders chat templates and tokenizes. The engine's thread runs the steps, and notifies the event loop of new events
-    after each step. It also detokenizes, which takes a few microseconds per token. With `async_scheduling`, it
-    detokenizes while the device computes the next step.
+    after each step. The engine's thread detokenizes, too, which takes a few microseconds per token. With
+    `async_scheduling`, it detokenizes while the device computes the next step.
 
-    If a task is cancelled, or leaves its `async for` loop, its request ends, and the request's cache blocks are freed
+    When a task is cancelled or leaves its `async for` loop, its request ends. The request's cache blocks are freed
     before the next step. An error in a request is raised in the task of that request. An error in a step ends the
     engine, and raises EngineDeadError in all tasks.
     """
@@ -35,10 +35,10 @@ class AsyncLLM(EngineClient):
     engine: LLM
 
     def __init__(self, model: str, *, max_queued_requests: int = 1024, **settings: Any) -> None:
-        """Load the model. `settings` and errors are the same as for `LLM`.
+        """Load the model. `settings` are the settings of `LLM`. Raises the same errors as `LLM`.
 
-        max_queued_requests: how many answers may wait, in addition to the `max_num_seqs` answers that run. Each of the
-            `n` answers to a prompt counts.
+        max_queued_requests: the maximum number of waiting answers, in addition to `max_num_seqs` running answers. Each
+            of the `n` answers to a prompt counts.
         """
         max_queued = check_int("max_queued_requests", max_queued_requests, low=0)
         self.engine = LLM(model, **settings)

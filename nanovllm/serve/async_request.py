@@ -12,13 +12,13 @@ from nanovllm.requests.stream_event import StreamEvent
 
 
 class AsyncRequest:
-    """A request of one event loop. `AsyncLLM.submit` creates it, and only the loop's thread may use it.
+    """A request that belongs to one event loop. `AsyncLLM.submit` creates it, and only the loop's thread may use it.
 
     If the caller falls behind, the events of several steps are merged, so the backlog never exceeds the answer itself.
     """
 
     def __init__(self, request: CompletionRequest, name: str):
-        """name: the request's id for the caller. The engine's id is `request_id`."""
+        """name: the id under which the caller knows the request. The engine uses `request_id` instead."""
         self.request, self.name = request, name
         self.request_id, self.num_answers = request.request_id, len(request.group)
         self.arrival_time = time()
@@ -39,7 +39,7 @@ class AsyncRequest:
     # -- what the AsyncLLM calls ---------------------------------------------------------------------------------------
 
     def add_event(self, event: StreamEvent) -> None:
-        """Add an event. The AsyncLLM calls `tell` once after all new events."""
+        """Add an event. After adding all new events, the AsyncLLM calls `tell` once."""
         self._events.append(event)
         if event.finish_reason is not None:
             self._num_unfinished -= 1
@@ -51,7 +51,7 @@ class AsyncRequest:
         self.final = final
 
     def fail(self, error: Exception) -> None:
-        """Raise this error in the caller, unless the answers are complete."""
+        """Raise `error` in the caller, unless the answers are complete."""
         self._error = error
         self.tell()
 
@@ -61,13 +61,13 @@ class AsyncRequest:
     # -- what the caller calls -----------------------------------------------------------------------------------------
 
     async def next_events(self) -> list[StreamEvent]:
-        """Wait for new events, and merge them into one event per answer. After the end, the list is empty."""
+        """Wait for new events, and merge them into one event per answer. An empty list means the end."""
         while not (self._events or self.final):
             await self._wait()
         return self.take_events()
 
     def take_events(self, max_events: float = inf) -> list[StreamEvent]:
-        """Return events like `next_events`, but do not wait, and merge at most `max_events` events.
+        """Return merged events without waiting. At most `max_events` events are merged; the others are kept.
 
         Raises the error of a failed request.
         """

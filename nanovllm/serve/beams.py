@@ -1,4 +1,4 @@
-"""Beam search for API requests: the beams are the answers to a prompt, best first."""
+"""Serves API requests with beam search. The beams become the answers to the prompt, best first."""
 
 from dataclasses import replace
 from time import time

@@ -21,7 +21,7 @@ TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "documents
 
 
 def conversation(body: ChatFields) -> list[prompts.Message]:
-    """Return the messages as the client sent them, but with calls in OpenAI's newer form."""
+    """Return the client's messages unchanged, except that tool calls are converted to OpenAI's newer form."""
     sent = body.as_sent("messages")
     return [_message(message, sent[i], i) for i, message in enumerate(body.messages)]
 
@@ -31,10 +31,10 @@ def template_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of the chat template, except for the messages.
 
-    Raises ApiError for arguments that a client may not set.
+    Raises ApiError for arguments that a client must not set.
 
     template: the server's template, or several templates by name.
-    is_trusting: whether the server renders clients' templates, which are programs.
+    is_trusting: whether the server renders templates from clients. Templates are programs.
     """
     kwargs = body.chat_template_kwargs or {}
     problem = "chat_template: is a program, which this server accepts only with --trust-request-chat-template"
@@ -53,7 +53,7 @@ def template_arguments(
 def make_tool_parser(body: ChatBody, name: str | None) -> Callable[[], ToolParser]:
     """Return a function that makes a tool parser for one answer.
 
-    name: the name of the model's format of tool calls; None if it is unknown.
+    name: the name of the model's tool-call format; `None` if it is unknown.
     """
     choice = body.tool_choice
     if not body.tools or choice == "none":
@@ -75,7 +75,7 @@ class AnswerParser:
         new_id: Callable[[], str] = ToolParser.new_id,
         max_calls: int | None = None,
     ):
-        """new_id: makes the ids of calls. max_calls: how many calls to keep; None keeps all of them."""
+        """new_id: makes an id for each call. max_calls: how many calls to keep; `None` keeps all calls."""
         self._reasoning, self._tools, self._new_id, self._max_calls = reasoning, tools, new_id, max_calls
         self.num_calls = 0
 
@@ -89,7 +89,7 @@ class AnswerParser:
         return 0 if self._reasoning is None else self._reasoning.reasoning.num_tokens
 
     def feed(self, text: str, token_ids: list[int], is_last: bool) -> Iterator[dict[str, Any]]:
-        """Yield new fields in order: first the reasoning, then content alternating with lists of calls.
+        """Yield new fields in order. Reasoning comes first; after it, content alternates with lists of calls.
 
         "reasoning_content" is an older name of "reasoning".
         """
@@ -186,7 +186,7 @@ class ChatAnswer(Answer):
                 yield part
 
     def _rest(self, piece: CompletionOutput | StreamEvent, num_calls: int) -> dict[str, Any]:
-        """Return the fields of a choice other than its message or delta."""
+        """Return all fields of a choice except its message or delta."""
         reason = piece.finish_reason
         if reason == "stop" and num_calls:
             reason = "tool_calls" if self.body.functions is None else "function_call"

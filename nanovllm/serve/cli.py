@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line. For `serve`, settings of vLLM's engine that are not flags here go to `vllm_settings`."""
+    """Parse the command line. For `serve`, vLLM's engine flags that do not exist here go to `vllm_settings`."""
     chosen = next((argument for argument in arguments if argument in COMMANDS), None)
     parser, commands = make_parser()
     if chosen is not None:
@@ -89,7 +89,7 @@ def make_parser() -> tuple[Parser, dict[str, Parser]]:
 
 
 def add_flags_of(name: str, command: Parser) -> None:
-    """Add the arguments of a command, and set `run`, the function that runs it."""
+    """Add the arguments of a command, and set `run` to the function that runs the command."""
     if name == "completion":
         from nanovllm.serve.terminal import completion
 
@@ -110,7 +110,7 @@ def add_flags_of(name: str, command: Parser) -> None:
 
 
 def complete_parsers() -> dict[str, argparse.ArgumentParser]:
-    """Return a parser with all flags for each command."""
+    """Return one parser per command, with all flags of the command."""
     from nanovllm.benchmarks.arguments import make_parser as make_bench_parser
 
     _, commands = make_parser()

@@ -25,7 +25,7 @@ class CompletionAnswer(Answer):
     body: CompletionBody
 
     def __init__(self, body: CompletionBody, model: str, requests: Sequence[AsyncRequest], echoes: Sequence[Echo]):
-        """echoes: an Echo for each prompt."""
+        """echoes: one Echo per prompt."""
         super().__init__(body, model, requests)
         self._echoes = echoes
         self._num_characters: dict[int, int] = {}  # streamed so far, by choice
@@ -98,7 +98,7 @@ class CompletionAnswer(Answer):
 
 
 def _without_tokens(answer: Any) -> Any:
-    """Remove the generated token, for `max_tokens=0` with `echo`. The engine always generates at least one token."""
+    """Remove the generated token for `max_tokens=0`. The engine always generates at least one token."""
     logprobs: list | None = None if answer.logprobs is None else []
     reason = answer.finish_reason and "length"
     return replace(answer, text="", token_ids=[], logprobs=logprobs, finish_reason=reason, stop_reason=None)

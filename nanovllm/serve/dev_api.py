@@ -1,6 +1,6 @@
-"""Routes for trainers: pause, load weights, sleep, and reset the prefix cache.
+"""Defines routes for trainers, which pause the engine, load weights, let it sleep, and reset its prefix cache.
 
-Other clients must not use them, so only `--enable-dev-endpoints` adds them.
+Other clients must not use these routes, so they exist only with `--enable-dev-endpoints`.
 """
 
 from asyncio import to_thread

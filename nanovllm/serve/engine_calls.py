@@ -1,4 +1,4 @@
-"""Calls, other than requests, from the server to the engine. They run in the engine's process."""
+"""Defines the calls, other than requests, that the server makes to the engine. They run in the engine's process."""
 
 from bisect import bisect_left
 from typing import Any
@@ -12,7 +12,7 @@ STEP_TOKENS = (1, 8, *(2**i for i in range(4, 15)))  # upper bounds of the bucke
 
 
 class StepSizes:
-    """Counts an engine's steps by size, which is the number of computed prompt tokens plus the sampled tokens."""
+    """Counts an engine's steps by size. The size is the number of computed prompt tokens and sampled tokens."""
 
     def __init__(self, engine: LLM):
         self.counts, self.total = [0] * (len(STEP_TOKENS) + 1), 0
@@ -49,8 +49,8 @@ class EngineCalls:
     def frames(self, last: int) -> tuple[str, int, bool, bool]:
         """Return the frames after frame `last`.
 
-        The result is the frames as JSON text, the number of the last frame, whether the recording continues, and
-        whether the engine is idle.
+        Returns the frames as JSON text, the number of the last frame, and two flags: whether the recording continues,
+        and whether the engine is idle.
         """
         recorder = self._recorder
         return *recorder.json_since(last), recorder.is_recording, recorder.is_idle

@@ -50,7 +50,7 @@ class EngineClient(ABC):
     error: BaseException | None = None  # the error that ended the engine
 
     def __init__(self, processor: InputProcessor, max_live: int):
-        """max_live: how many answers may run and wait. Each of the `n` answers to a prompt counts."""
+        """max_live: the maximum number of running and waiting answers. Each of the `n` answers to a prompt counts."""
         self.input_processor, self.max_live = processor, max_live
         self.on_failure: list[Callable[[BaseException], None]] = []  # called in any thread when the engine has failed
         self.on_end: list[Callable[[AsyncRequest], None]] = []  # called in the event loop when a request has ended
@@ -87,10 +87,10 @@ class EngineClient(ABC):
 
     @abstractmethod
     def _abort(self, request: AsyncRequest) -> None:
-        """End a request early. Its answer is the tokens generated so far."""
+        """End a request early. Its answer consists of the tokens generated so far."""
 
     async def call(self, name: str, *arguments: Any) -> Any:
-        """Call a method of the engine's EngineCalls. Not available for several replicas."""
+        """Call a method of the engine's EngineCalls. Raises NotImplementedError for several replicas."""
         raise NotImplementedError
 
     async def stats(self) -> list[dict[str, Any] | None]:
@@ -117,12 +117,12 @@ class EngineClient(ABC):
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
     ) -> AsyncIterator[RequestOutput]:
-        """Yield the answers to a prompt each time they grow. The last output is `finished`.
+        """Yield the answers to a prompt each time they grow. The last output has `finished=True`.
 
-        `prompt`, `sampling_params` and the option `priority` are the same as for `LLM.add_request`, and raise the same
-        errors. Other options are `chat_template_kwargs` (see `LLM.chat`), `cache_salt` (see `submit`), and a
-        `request_id` for `abort`. Raises QueueFullError if too many requests wait, and EngineDeadError if the engine has
-        failed or was closed. Until the last output, `metrics` contains only the `arrival_time`.
+        `prompt`, `sampling_params` and the option `priority` have the same meaning and errors as in `LLM.add_request`.
+        Other options are `chat_template_kwargs` (see `LLM.chat`), `cache_salt` (see `submit`), and a `request_id` for
+        `abort`. Raises QueueFullError if too many requests wait, and EngineDeadError if the engine has failed or was
+        closed. Until the last output, `metrics` contains only the `arrival_time`.
         """
         request = await self.submit(prompt, sampling_params, **options)
         try:
@@ -156,7 +156,7 @@ class EngineClient(ABC):
         in_pieces: bool = True,
         cache_salt: str | None = None,
     ) -> AsyncRequest:
-        """Queue a request, and return the object from which its caller reads. In the end, the caller must `discard` it.
+        """Queue a request, and return an object for its caller to read from. The caller must `discard` it later.
 
         Most arguments, and the errors, are the same as for `generate`. A `prompt` may be a function, which a tokenizer
         thread calls. With `in_pieces=False`, the request has a `result` but no events, which saves host time. Requests
@@ -214,9 +214,9 @@ class EngineClient(ABC):
             self._drop(request)
 
     async def abort(self, request_id: str) -> None:
-        """End a request before the next step. Its caller gets the tokens generated so far.
+        """End a request early, before the engine's next step. Its caller gets the tokens generated so far.
 
-        Does nothing if there is no such request, or while its prompt is being tokenized.
+        Does nothing if no request has this id, or if its prompt is still being tokenized.
         """
         if (request := self._names.get(request_id)) is not None:
             self._abort(request)
@@ -227,7 +227,7 @@ class EngineClient(ABC):
         return (await self._in_lane(lambda lane: lane.tokens_of(prompt, chat_template_kwargs)))["prompt_token_ids"]
 
     async def render(self, messages: list[Message], template_arguments: Mapping[str, Any]) -> RenderedChat:
-        """Render a conversation in the sandbox, where it delays no one else. Raises ValueError if it takes too long."""
+        """Render a conversation in the sandbox, so that it delays no one. Raises ValueError if it takes too long."""
         self.check_open()
         render = partial(self._template_sandbox.render, messages, template_arguments)
         return RenderedChat(await self._template_turns.run(lambda: self._in_thread(self._template_pool, render)))
@@ -245,7 +245,7 @@ class EngineClient(ABC):
         return await self._in_thread(self._pool, decode)
 
     async def _in_lane(self, call: Callable[[PromptLane], T]) -> T:
-        """Run `call` in the lane for short texts. If its text is too long, run `call` again in the other lane."""
+        """Run `call` in the lane for short texts. If the text is long, run `call` again in the lane for long texts."""
         try:
             return await self._in_thread(self._pool, partial(call, self._lane))
         except LongTextError:
@@ -320,7 +320,7 @@ class EngineClient(ABC):
             tell()
 
     def _fail(self, error: BaseException) -> None:
-        """Record that the engine has failed, and accept no more requests. `_fail_all` tells the requests."""
+        """Record that the engine has failed, and accept no more requests. `_fail_all` ends the requests."""
         self.error = error
         for report in self.on_failure:
             report(error)

@@ -1,6 +1,6 @@
-"""Errors of the HTTP API, in OpenAI's format: `{"error": {"message", "type", "param", "code"}}`.
+"""Defines the errors of the HTTP API in OpenAI's format, `{"error": {"message", "type", "param", "code"}}`.
 
-`/v1/messages` uses Anthropic's format: `{"type": "error", "error": {"type", "message", "details": {"error_code"}}}`.
+`/v1/messages` uses Anthropic's format, `{"type": "error", "error": {"type", "message", "details": {"error_code"}}}`.
 """
 
 import json
@@ -39,7 +39,7 @@ class ApiError(Exception):
         self.headers = HEADERS.get(status, {})
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Replace the field's name with the client's name. `names` maps field names to the client's, if different."""
+        """Replace the field's name with the client's name for it. `names` maps field names to client names."""
         if self.param is not None and (client_name := names.get(self.param)) is not None:
             self.message, self.param = self.message.replace(self.param, client_name, 1), client_name
 
@@ -63,9 +63,9 @@ def require(value: T | Literal[False] | None, problem: str, code: str | None = N
 def api_error(error: BaseException, fields: Container[str] | None = None) -> ApiError:
     """Convert an error to an ApiError for the client. Unexpected errors are logged, and the client gets no details.
 
-    fields: the names of a request's fields while the request is being checked. ValueError, TypeError and
-        FileNotFoundError are then the client's fault. A message that begins with a field's name is about that field.
-        None means that the request was valid, so these errors are unexpected.
+    fields: the field names of the request that was being checked. ValueError, TypeError and FileNotFoundError are then
+        the client's fault, and a message that begins with a field's name refers to that field. `None` means that the
+        request was already accepted, so these errors are unexpected.
     """
     if isinstance(error, ApiError):
         return error
@@ -89,7 +89,7 @@ def api_error(error: BaseException, fields: Container[str] | None = None) -> Api
 
 @contextmanager
 def about(fields: Container[str]) -> Iterator[None]:
-    """Convert errors with `api_error`. The `with` block checks a request that has these fields."""
+    """Convert the errors of a `with` block with `api_error`. The block checks a request that has these fields."""
     try:
         yield
     except Exception as error:
@@ -119,7 +119,7 @@ def body_error(error: Exception) -> ApiError:
 
 
 def too_deep(error: Exception, body: bytes) -> Exception:
-    """Return an ApiError that names a field that is nested too deeply, or `error` if no field is."""
+    """Return an ApiError that names a field nested too deeply. If there is none, return `error`."""
     for name, value in json.loads(body).items():
         level = [value]
         for _ in range(MAX_LEVELS):
@@ -131,7 +131,7 @@ def too_deep(error: Exception, body: bytes) -> Exception:
 
 
 def _validation_error(errors: Sequence[Any]) -> ApiError:
-    """Return an ApiError for the first invalid field. A field has one error for each type that it may have."""
+    """Return an ApiError for the first invalid field. There is one error for each type that the field may have."""
     # leave out the names of our classes, which stand for alternative types
     path = [str(part) for part in errors[0]["loc"] if not str(part).endswith("Body")]
     param = path[0] if path else None

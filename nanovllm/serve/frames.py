@@ -1,4 +1,4 @@
-"""Defines frames, which describe what each step has changed, and View, the state after all frames so far.
+"""Defines frames (what each step has changed) and `View` (the state after all frames so far).
 
 A frame is a JSON-serializable dict of differences from the previous frame. Empty fields are left out.
 
@@ -7,21 +7,21 @@ A frame is a JSON-serializable dict of differences from the previous frame. Empt
 - `ms`: milliseconds that the step took. A frame without `ms` belongs to no step. It shows the requests that were added
   or aborted since the last step.
 - `decodes`: names of the sequences that decode one token; left out if unchanged.
-- `chunks`: [name, start, end] of the sequences that compute the tokens `start:end` of a prompt.
+- `chunks`: [name, start, end] for each sequence that computes the prompt tokens `start:end`.
 - `sampled`: names of the sequences that got a token, except for the sequences in `decodes`.
-- `seqs`: [name, prompt tokens, maximum tokens, current tokens, computed tokens] of sequences that were not shown
-  before. The numbers describe the state after this step.
+- `seqs`: [name, prompt tokens, maximum tokens, current tokens, computed tokens] for each sequence that was not
+  shown before. The numbers describe the state after this step.
 - `admitted`: names of the sequences that hold blocks from now on.
-- `released`: [name, reason] of sequences that no longer hold blocks, or that are no longer shown. The reason is
+- `released`: [name, reason] for each sequence that no longer holds blocks or is no longer shown. The reason is
   "preempted", "hidden" (many other sequences are ahead of it in the queue), or the finish reason.
-- `waiting`: [number of sequences, name of the first one, ...], in order; left out if unchanged.
-- `tables`: [name, n, block id, ...] of each block table that has changed. The table keeps its first n entries. The
-  listed ids follow.
+- `waiting`: [number of waiting sequences, name of the first one, name of the second one, ...]; left out if unchanged.
+- `tables`: [name, n, block id, ...] for each block table that has changed. The table keeps its first n entries, and
+  the listed ids follow them.
 - `cached`: ids of blocks that no sequence holds any more, but that the prefix cache can still find.
 - `free`: ids of blocks that the prefix cache can no longer find. A block in no table is free, unless it is cached.
 - `counts`: totals of prompt tokens, cached tokens, output tokens and preemptions; left out if unchanged.
 - `ttft`: seconds to the first token, for each sequence that got its first token.
-- `key`: facts about the engine. Only key frames, which do not depend on earlier frames, have this field.
+- `key`: facts about the engine. This field marks a key frame, which does not depend on earlier frames.
 
 The name of a sequence is its request's id, such as "12", or "12.3" if the request has several answers. Neither text nor
 token ids are recorded.
@@ -37,7 +37,7 @@ Frame = dict[str, Any]
 
 @dataclass(slots=True)
 class SequenceView:
-    """A sequence in a View. `tokens` counts prompt tokens and generated tokens; `max_tokens` is its upper bound."""
+    """A sequence in a `View`. `tokens` counts prompt tokens and generated tokens; `max_tokens` is its upper bound."""
 
     prompt: int
     max_tokens: int
@@ -49,7 +49,7 @@ class SequenceView:
 
 @dataclass(slots=True)
 class View:
-    """The state after a number of frames. The page's script applies frames in the same way."""
+    """The state after a number of frames. The page's script applies frames by the same rules."""
 
     engine: dict[str, Any]
     step: int = 0

@@ -1,4 +1,4 @@
-"""HTTP responses. The work for a client is cancelled when the client disconnects."""
+"""Defines HTTP responses. The work for a client is cancelled when the client disconnects."""
 
 import asyncio
 import json
@@ -36,9 +36,10 @@ def error_response(error: ApiError, path: str, **headers: str) -> Response:
 
 
 def endpoint(route: APIRoute, seconds: float) -> Endpoint:
-    """Return a function that answers a route's requests, which have a body. It bypasses FastAPI's layers.
+    """Return a function that answers the requests of a route. The requests must have a body.
 
-    These layers would double the time. Work stops when the client disconnects, or after `seconds`.
+    The function bypasses FastAPI's layers, which would double the time per request. Work stops when the client
+    disconnects, or after `seconds`.
     """
     kind: TypeAdapter[Any] = TypeAdapter(route.endpoint.__annotations__["body"])
 
@@ -59,8 +60,8 @@ def endpoint(route: APIRoute, seconds: float) -> Endpoint:
 class EventStream(Response):
     """A response of server-sent events. An error that occurs after the first event is itself sent as an event.
 
-    The code that delivers the outputs of a step also writes them to the connection in one piece, so no task has to wake
-    up. Until the client has taken this piece, nothing more is written, and the events of several steps are merged.
+    The code that delivers the outputs of a step writes them to the connection in one piece, so no task has to wake
+    up. Until the client has taken this piece, nothing more is written, and the events of later steps are merged.
     """
 
     def __init__(self, answer: Answer, end: Callable[[], None], until: float):
@@ -100,7 +101,7 @@ class EventStream(Response):
             request.on_news = write
 
     def _write(self) -> None:
-        """Write new events. Called when events arrive, and when the client has taken the last piece."""
+        """Write new events. This is called when events arrive, and when the client has taken the last piece."""
         if not self._connection.is_writable or self._is_over.done():
             return
         try:
@@ -119,7 +120,7 @@ class EventStream(Response):
             self._is_over.set_exception(error)
 
     def _send_heartbeat(self) -> None:
-        """Write a comment, which clients ignore, unless an event was written since the last call."""
+        """Write a comment unless an event was written since the last call. Clients ignore comments."""
         if self._is_silent and self._connection.is_writable and not self._is_over.done():
             self._connection.write_chunk(COMMENT)
         self._is_silent = True

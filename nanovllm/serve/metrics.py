@@ -87,7 +87,7 @@ class Metrics:
         return generate_latest(self._shown)
 
     def observe(self, request: AsyncRequest) -> None:
-        """Count a request that has ended. The times of a dropped request are meaningless, and do not count."""
+        """Count a request that has ended. The times of a dropped request are meaningless, so they are left out."""
         final = request.final
         if final is None or (times := final.metrics).first_token_time is None or times.finished_time is None:
             self._aborted.inc(request.num_answers)
@@ -108,7 +108,7 @@ class Metrics:
                 self._histograms[name].observe(value or 0.0)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the engine's metrics for the registry. With several replicas, yield the sums and then each replica."""
+        """Yield the engine's metrics for the registry. With several replicas, yield sums, then the metrics of each."""
         self._count()
         total = {name: sum(engine[name] for engine in self._engines.values()) for name in ZEROS}
         waiting = self._llm.num_unfinished - total["num_requests_running"]  # includes answers that are being tokenized
@@ -155,7 +155,7 @@ class Metrics:
 
 
 class AllFronts(MultiProcessCollector):
-    """Sums the metrics of all fronts. Their descriptions are the same as for a single process."""
+    """Sums the metrics of all fronts. The sums have the same descriptions as the metrics of a single process."""
 
     def __init__(self, registry: CollectorRegistry):
         super().__init__(None)
@@ -176,7 +176,7 @@ def _drafts(stats: dict[str, Any], name: str, default: Any = 0) -> Any:
 
 
 def _families(prefix: str, labels: list[str], engines: list[tuple[list[str], dict[str, int]]]) -> Iterator[Metric]:
-    """Yield a gauge or a counter for each quantity. `engines` contains pairs of label values and quantities."""
+    """Yield a gauge or a counter for each quantity. `engines` contains pairs (label values, quantities)."""
     for kind, quantities in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
         for name, (text, _) in quantities.items():
             family = kind(f"{prefix}{name}", text, labels=labels)

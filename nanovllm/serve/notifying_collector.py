@@ -1,4 +1,4 @@
-"""An output collector that calls back, so that no thread has to wait for outputs."""
+"""An output collector that calls functions, so that no thread has to wait for outputs."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from nanovllm.engine.outputs import OutputCollector, OutputKind
 
 
 class NotifyingCollector(OutputCollector):
-    """Calls `on_output` for new output, and `on_failure` when the engine has failed, in the engine's thread."""
+    """Calls `on_output` for new output, and `on_failure` when the engine fails. Both run in the engine's thread."""
 
     def __init__(self, kind: OutputKind, on_output: Callable[[], None], on_failure: Callable[[RuntimeError], None]):
         super().__init__(kind)

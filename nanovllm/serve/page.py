@@ -1,4 +1,4 @@
-"""The page: one HTML file that loads nothing from other addresses. It shows a live engine or an embedded recording."""
+"""Renders the page, an HTML file that loads nothing from other addresses. It shows a live engine or a recording."""
 
 import json
 from base64 import b64encode
@@ -21,7 +21,7 @@ def source() -> str:
 
 
 def content_security_policy(is_live: bool) -> str:
-    """Return a policy that allows the page's script and style (by hash) and, if live, requests to its server."""
+    """Return a policy that allows the page's script and style (by hash) and, if `is_live`, requests to its server."""
     hashes = {}
     for tag in ("script", "style"):
         _, text = source().split(f"<{tag}>")
@@ -31,7 +31,7 @@ def content_security_policy(is_live: bool) -> str:
 
 
 def render_page(frames: list[dict[str, Any]] | None = None) -> str:
-    """Return the page, either live for a server or with the frames of a recording."""
+    """Return the page. It shows the recorded `frames` or, without them, the live engine of its server."""
     policy = f'<meta http-equiv="Content-Security-Policy" content="{content_security_policy(frames is None)}">'
     page = source().replace(META, f"{META}\n{policy}")
     if frames is not None:  # inside a script element, only "<" could end it

@@ -1,4 +1,4 @@
-"""Sets up a serving process before it does anything else."""
+"""Sets up a serving process. This runs before anything else in the process."""
 
 import logging
 import sys

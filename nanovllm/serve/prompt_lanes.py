@@ -1,4 +1,4 @@
-"""Tokenizes prompts. Texts too long for the context are refused untokenized. Long texts do not delay short texts."""
+"""Tokenizes prompts. Long texts do not delay short texts. A text that exceeds the context is refused untokenized."""
 
 import json
 import threading
@@ -27,7 +27,7 @@ class RenderedChat(str):
 
 
 class PromptLane(InputProcessor):
-    """Tokenizes in one of two lanes. The lane for long texts has a separate tokenizer and a separate lock."""
+    """Tokenizes the prompts of one of two lanes. The lane for long texts has a separate tokenizer and lock."""
 
     def __init__(self, processor: InputProcessor, takes_long_texts: bool):
         tokenizer = deepcopy(processor.tokenizer) if takes_long_texts else processor.tokenizer
@@ -49,7 +49,7 @@ class PromptLane(InputProcessor):
         return super().encode(text, add_special_tokens)
 
     def tokens_of(self, prompt: PromptSource, chat_template_kwargs: Mapping | None) -> TokensPrompt:
-        """Return the token ids of a prompt, and its text if it has one. If `prompt` is a function, call it first."""
+        """Return the token ids of a prompt, and its text if it has any. If `prompt` is a function, call it first."""
         text, token_ids = self.tokenize(prompt(self) if callable(prompt) else prompt, chat_template_kwargs)
         return _tokens_prompt(token_ids, text)
 
@@ -97,11 +97,11 @@ def _tokens_prompt(token_ids: list[int], text: str | None) -> TokensPrompt:
 
 
 def longest_token(tokenizer: Any) -> int | None:
-    """Return the maximum number of bytes of normalized UTF-8 that one token can represent; None if there is no bound.
+    """Return how many bytes of normalized UTF-8 a token can represent at most; `None` if there is no bound.
 
     A bound exists under three conditions. The vocabulary contains every byte, so no token represents unknown text.
-    Normalizers and pre-tokenizers remove nothing, and change the parts of a text (between special tokens) like the
-    whole. No special token absorbs the spaces around it.
+    Normalizers and pre-tokenizers remove nothing, and treat the parts of a text between special tokens as they treat a
+    whole text. No special token absorbs the spaces around it.
     """
     backend, added = tokenizer.backend_tokenizer, tokenizer.added_tokens_decoder.values()
     vocab = backend.get_vocab(with_added_tokens=False)

@@ -64,7 +64,7 @@ IGNORED = IgnoredFields()
 
 
 def only(*allowed: Any) -> AfterValidator:
-    """Make a validator for a field that has no effect here. Its value must be one of `allowed`, or null."""
+    """Make a validator for a field that has no effect here. Its value must be `null` or one of `allowed`."""
 
     def check(value: Any) -> Any:
         if value not in allowed:
@@ -82,7 +82,7 @@ class Item(BaseModel):
 
 
 class Body(Item):
-    """A request body. A null selects the default of its field."""
+    """A request body. A field that is `null` has its default value."""
 
     # the client's names for engine parameters and translated fields, where these differ
     own_names: ClassVar[Mapping[str, str]] = {}
@@ -94,7 +94,7 @@ class Body(Item):
     _kept: Mapping[str, Any] = PrivateAttr(default_factory=dict)
 
     def as_sent(self, name: str) -> Any:
-        """Return the value that the client sent for one of `kept_fields`; None if it sent none."""
+        """Return the value that the client sent for one of the `kept_fields`, or `None` if it sent no value."""
         assert name in self.kept_fields, name
         return self._kept.get(name)
 
@@ -134,7 +134,7 @@ class TextBody(Body):
 
 
 class GenerationBody(TextBody):
-    """The fields that completions and chats have in common. None selects the default of the model or the engine."""
+    """The fields common to completions and chats. `None` selects the default of the model or the engine."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -270,7 +270,7 @@ class ChatBody(ChatFields, GenerationBody):
 
 
 def translated(form: type[ChatBody], fields: dict[str, Any]) -> ChatBody:
-    """Make a chat body from the fields of another endpoint. An ApiError refers to the field names of that endpoint."""
+    """Make a chat body from the fields of another endpoint. An ApiError names the fields of that endpoint."""
     try:
         return form.model_validate(fields)
     except ValidationError as validation_error:
@@ -304,7 +304,8 @@ def sampling_params(
 ) -> SamplingParams:
     """Return the parameters of a request. Each comes from `special`, else from the body, else from `defaults`.
 
-    `special` contains parameters such as `logprobs`, which endpoints define differently. Raises SamplingParams' errors.
+    `special` contains parameters such as `logprobs`, which endpoints define differently. Raises the errors of
+    SamplingParams.
     """
     names = SamplingParams.__dataclass_fields__
     sent = {name: value for name in names if (value := getattr(body, name, None)) is not None}

@@ -8,7 +8,7 @@ class ReasoningParser:
     """Splits the text of one answer. The token ids determine where the reasoning ends."""
 
     def __init__(self, reasoning: Reasoning):
-        """reasoning: the state at the beginning of the answer, for exclusive use by this parser."""
+        """reasoning: the state at the beginning of the answer. No other object may use it."""
         self.reasoning = reasoning
         self._begin, self._end = (marker.decode() for marker in (reasoning.markers.begin, reasoning.markers.end))
         self._held = ""  # text that may be part of a marker, or space between the reasoning and the answer
@@ -24,7 +24,7 @@ class ReasoningParser:
     def feed(self, text: str, is_last: bool = False, token_ids: list[int] | None = None) -> tuple[str, str]:
         """Return the new reasoning and the new answer text. Text that may be part of a marker is held back.
 
-        token_ids: all new token ids, even if their text comes later; None if they are not known.
+        token_ids: all new token ids, even if their text comes later; `None` if they are unknown.
         """
         if token_ids is None:
             self.reasoning.take_text(text.encode())

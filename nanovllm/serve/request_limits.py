@@ -1,4 +1,4 @@
-"""Limits requests before any route sees them, and connections before they carry a request."""
+"""Applies limits to requests before they reach a route, and to connections before they carry a request."""
 
 import asyncio
 import hmac
@@ -34,11 +34,11 @@ UNREAD_SECONDS = 120.0  # a connection is reset after this time if its client do
 class RequestLimits:
     """ASGI middleware that checks the host and the API key, and reads the whole body within limits on size and time.
 
-    Therefore, routes never wait for a client that sends slowly.
+    Routes therefore never wait for a client that sends slowly.
     """
 
     def __init__(self, app: Any, settings: ServerSettings, endpoints: Mapping[str, Endpoint]):
-        """endpoints: functions by path, which answer POST requests instead of `app`.
+        """endpoints: for some paths, the function that answers POST requests instead of `app`.
 
         Each iteration of the event loop admits only a few of these requests, so that a burst does not delay other work.
         """
@@ -107,7 +107,7 @@ class RequestLimits:
             raise ApiError(403, "the Origin header is of a web page that may not call this server")
 
     def _checked_keys(self, headers: dict[bytes, bytes]) -> list[bytes]:
-        """Return the server's keys that the client sent. Raises ApiError if a key is needed but none is valid."""
+        """Return the valid API keys that the client sent. Raises ApiError if a key is needed but none is valid."""
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         # clients of Anthropic's API send x-api-key
         sent_keys = (bearer.strip() if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b""))
@@ -148,7 +148,7 @@ class RequestLimits:
 
 
 async def _answer_head(answer: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send only the headers of the answer to a GET. Cancel its body, which may be an endless stream."""
+    """Send the headers of the answer to a GET. Cancel the body, which may be an endless stream."""
     with CancelScope() as body:
 
         async def send_headers(message: Message) -> None:
@@ -165,7 +165,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     uvicorn closes idle connections, but its timer stops at the first byte of a request. From then on, this class allows
     `HEADER_SECONDS` until the end of the headers. It ignores requests to upgrade the protocol, as HTTP permits. Invalid
-    requests, and requests that are refused before routing, are answered like any other error.
+    requests and requests refused before routing get errors in the usual format.
     """
 
     is_lost = False  # True when the client has closed the connection
@@ -213,7 +213,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Feed data to the parser. If a request asks for an upgrade, parse it again without the header `upgrade`.
 
         The parser stops before the body of such a request. A new parser then reads the request again, because the old
-        parser accepts no further request after `connection: close`, or with HTTP/1.0.
+        parser accepts no further request after `connection: close` or an HTTP/1.0 request.
         """
         while data:
             try:

@@ -1,4 +1,4 @@
-"""Translates OpenAI's Responses API, `/v1/responses`, to conversations, and stores a bounded number of responses."""
+"""Translates requests to OpenAI's `/v1/responses` into chat requests, and stores a bounded number of responses."""
 
 import asyncio
 import json
@@ -157,7 +157,7 @@ def _translate(body: ResponsesBody, previous: tuple[bytes, bytes] | None) -> tup
 
 
 def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Translate items to messages. The reasoning, text and calls of one answer are several items, but one message."""
+    """Translate items to messages. The reasoning, text and call items of one answer become one message."""
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(items):
         kind, last_message = item.get("type") or "message", messages[-1] if messages else {}
@@ -192,7 +192,7 @@ def _content(content: Any, index: int) -> str | list[dict[str, Any]]:
 
 
 def _texts(content: Any, index: int) -> list[str]:
-    """Return the texts of a string or of a list of parts."""
+    """Return the texts in a string or a list of parts."""
     parts = content if isinstance(content, list) else [] if content is None else [{"text": content}]
     texts: list[Any] = [part.get("text", part.get("refusal")) if isinstance(part, dict) else None for part in parts]
     is_text = all(isinstance(text, str) for text in texts)
@@ -201,7 +201,7 @@ def _texts(content: Any, index: int) -> list[str]:
 
 
 def _tools(body: ResponsesBody) -> dict[str, Any]:
-    """Translate tools, which are nested less deeply in this API, and a tool choice, which may list allowed tools."""
+    """Translate the tools and the tool choice. If the choice lists tools, keep only these tools."""
     tools, choice = body.tools, cast(Any, body.tool_choice)
     if isinstance(choice, dict) and isinstance(allowed := choice.get("tools"), list):  # "allowed_tools"
         names = [tool.get("name") for tool in allowed if isinstance(tool, dict)]

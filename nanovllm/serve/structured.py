@@ -16,7 +16,7 @@ def structured_outputs(body: GenerationBody) -> dict[str, Any] | None:
 
 
 def with_own_field(error: ApiError, body: GenerationBody) -> ApiError:
-    """Rename the field of an error to the field that the client sent, such as `response_format`."""
+    """Make an error name the field that the client sent, such as `response_format`."""
     if error.param == "structured_outputs" and (structures := _structures(body)):
         field = next(iter(structures))
         error.rename({"structured_outputs": "tools" if field == "tool_choice" else field})
@@ -25,7 +25,7 @@ def with_own_field(error: ApiError, body: GenerationBody) -> ApiError:
 
 
 def _structures(body: GenerationBody) -> dict[str, dict[str, Any]]:
-    """Return all structures of the answer, by the names of the fields that define them."""
+    """Return the structures that the request defines for the answer, by field name."""
     calls = _of_tool_choice(body) if isinstance(body, ChatBody) else None
     structures = {"structured_outputs": body.structured_outputs}
     for kind in ("json", "regex", "choice", "grammar"):
@@ -46,7 +46,7 @@ def _of_response_format(body: GenerationBody) -> dict[str, Any] | None:
 
 
 def _of_tool_choice(body: ChatBody) -> dict[str, Any] | None:
-    """Return the schema of an answer for WholeParser: a list of calls ("required"), or a named function's arguments."""
+    """Return the schema of an answer for WholeParser, or `None` if `tool_choice` does not force a call."""
     if body.tool_choice in (None, "none"):
         return None
     tools = require(body.tools, "tool_choice: there are no tools")

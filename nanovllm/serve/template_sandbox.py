@@ -77,7 +77,7 @@ class TemplateSandbox:
     """Runs rendering processes, which start on demand and run until `close`. Any thread may use the sandbox."""
 
     def __init__(self, tokenizer: Any):
-        """tokenizer: contains the template for conversations without one."""
+        """tokenizer: its chat template is the default for conversations."""
         self._tokenizer = tokenizer
         self._processes: set[Process] = set()
         self._idle: list[Process] = []

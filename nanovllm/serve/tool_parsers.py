@@ -96,9 +96,9 @@ class MarkedParser(ToolParser):
         return [part for part in parts if part]
 
     def _read_call(self, is_last: bool) -> tuple[list[ToolCall], int] | None:
-        """Return the calls that begin at `_start`, and their end. If there are none, the text up to the end is content.
+        """Return the calls that begin at `_start`, and where they end. Returns None if more text is needed.
 
-        Returns None if more text is needed.
+        If the list of calls is empty, the text up to the end is content.
         """
         start, held = self._start, self._held
         if self._head is None:
@@ -119,7 +119,7 @@ class MarkedParser(ToolParser):
         raise NotImplementedError
 
     def _takes_bare_call(self) -> bool:
-        """Return whether a JSON object without a marker is a call at this point."""
+        """Return whether a JSON object without a marker counts as a call at this point."""
         return False
 
     def _is_at_call(self) -> bool:
@@ -164,7 +164,7 @@ class MarkedParser(ToolParser):
 
 
 class JsonParser(MarkedParser):
-    """A parser for calls with JSON arguments. The name is the group "name" of the head, or else part of the JSON."""
+    """A parser for calls with JSON arguments. The name comes from the head (its group "name") or from the JSON."""
 
     def _begin_body(self, head: re.Match[str]) -> None:
         self._json = JsonScanner(head.end())
@@ -182,7 +182,7 @@ class JsonParser(MarkedParser):
         return ([_call(name.strip(), value)] if isinstance(value, dict) else []), end
 
     def _may_lack_arguments(self, head: re.Match[str]) -> bool:
-        """Return whether an object with only a name is a call."""
+        """Return whether an object that contains a name but no arguments is a call."""
         return True
 
 
@@ -274,7 +274,7 @@ class MistralParser(JsonParser):
 
 
 class DeepSeekParser(JsonParser):
-    """Parses calls between special tokens (DeepSeek-R1, its distillations, V3, and V3.1, which omits code fences)."""
+    """Parses calls between special tokens (DeepSeek-V3, V3.1, R1 and R1 distillations). V3.1 omits code fences."""
 
     BAR, LOW = "\uff5c", "\u2581"  # characters in the names of the tokens
     markers = (f"<{BAR}tool{LOW}calls{LOW}begin{BAR}>", f"<{BAR}tool{LOW}call{LOW}begin{BAR}>")
@@ -289,7 +289,7 @@ class DeepSeekParser(JsonParser):
 class Llama3Parser(JsonParser):
     """Parses `{"name": ..., "parameters": {...}}`, or several separated by `;` (Llama 3.1 and later).
 
-    The calls are the whole answer, or follow the special token `<|python_tag|>`.
+    The calls make up the whole answer, or follow the special token `<|python_tag|>`.
     """
 
     markers = ("<|python_tag|>",)
@@ -304,7 +304,7 @@ class Llama3Parser(JsonParser):
 
 
 class WholeParser(ToolParser):
-    """A parser for structured outputs, where the whole answer is JSON. An answer that was cut off is content.
+    """A parser for structured outputs, where the whole answer is JSON. An answer that was cut off becomes content.
 
     With `tool_choice="required"`, the answer is `[{"name": ..., "parameters": {...}}, ...]`. With a named
     `tool_choice`, `name` is the name of the function, and the answer contains only the arguments of one call.
@@ -346,7 +346,7 @@ SIGNS = {
 
 
 def parser_for(chat_template: str) -> str | None:
-    """Return the name of the parser for the format in a chat template; None if the template shows no known format."""
+    """Return the parser name for the tool-call format of a chat template; `None` if no known format is found."""
     return next((name for name, sign in SIGNS.items() if sign in chat_template), None)
 
 
@@ -433,7 +433,7 @@ class JsonScanner:
 def _calls_of(value: Any, may_lack: bool = True) -> list[ToolCall]:
     """Return the calls in a value or a list of values. If any value is not a call, return no calls.
 
-    may_lack: whether a call may have no arguments.
+    may_lack: whether a call may omit its arguments.
     """
     calls = [_call_of(item, may_lack) for item in (value if isinstance(value, list) else [value])]
     return [] if None in calls else [call for call in calls if call is not None]
@@ -465,7 +465,7 @@ def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
 
 
 def length_before(tag: str, text: str, is_last: bool) -> int:
-    """Return how many characters precede the tag or, unless `is_last`, a partial tag at the end of the text."""
+    """Return how many characters precede the tag. Unless `is_last`, a partial tag at the end counts as the tag."""
     if (begin := text.find(tag)) >= 0 or is_last:
         return begin if begin >= 0 else len(text)
     longest = min(len(text), len(tag) - 1)
@@ -489,7 +489,7 @@ def _plain_value(text: str) -> str:
 
 
 def _typed(text: str, schema: Any, key: str) -> Any:
-    """Convert a parameter to a type that its schema allows. It stays text if text is allowed, or if no type fits."""
+    """Convert a parameter to a type that its schema allows. A value stays text if text is allowed or no type fits."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     types = _types_of(properties.get(key) if isinstance(properties, dict) else None, schema)
     word = text.strip().lower()

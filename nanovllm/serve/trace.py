@@ -1,4 +1,4 @@
-"""Records the engine step by step. The page shows the recording live, or as a file to step through.
+"""Records the engine step by step. The page shows the recording live, or step by step from a file.
 
 ```python
 with trace(llm, "run.html"):
@@ -50,8 +50,8 @@ def trace(llm: LLM, path: str | Path, max_steps: int = 20_000) -> Iterator["Step
 class StepRecorder:
     """Makes a frame of the engine's state after each step, and stores the last `max_frames` frames.
 
-    Frames are differences, so the time per step depends on the running sequences and on the blocks that have changed,
-    but not on the size of the cache. Any number of threads may read the frames. Dropped frames are merged into a key
+    A frame stores differences, so the time per step depends on the number of running sequences and changed blocks, but
+    not on the size of the cache. Any number of threads may read the frames. Dropped frames are merged into a key
     frame, from which every reader starts.
     """
 
@@ -106,7 +106,7 @@ class StepRecorder:
         self._engine_thread.call(self._stop)
 
     def refresh(self) -> None:
-        """Add a frame if the state has changed without a step, for example by an abort of the last running request."""
+        """Add a frame if the state has changed without a step. Aborting the last running request does this."""
         self._engine_thread.call(self._refresh)
 
     @property
@@ -143,7 +143,7 @@ class StepRecorder:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Guard a `with` block: its errors, which are bugs in this class, end the recording but no request."""
+        """Guard a `with` block. An error in it is a bug in this class. It ends the recording, but no request."""
         try:
             yield
         except Exception:
@@ -233,7 +233,7 @@ class StepRecorder:
     def _release(self, seq: Sequence, frame: Frame) -> list[int]:
         """Add a released sequence to the frame, and return the ids of the blocks that it held.
 
-        Its old table still contains these ids, because the sequence has received a new table.
+        The old table still contains these ids, because the sequence has received a new table.
         """
         frame["released"].append([self._names[seq], seq.finish_reason or "preempted"])
         if seq.is_finished:
@@ -245,7 +245,7 @@ class StepRecorder:
         return self._tables.pop(seq)
 
     def _update_cached(self, frame: Frame, blocks: Iterable[Block]) -> None:
-        """Add the unused blocks that became cached, or that are no longer cached, to the frame."""
+        """Add to the frame all unused blocks that have become cached or are no longer cached."""
         cached = self._cached
         changed = [b.block_id for b in blocks if not b.ref_count and (b.hash != -1) != (b.block_id in cached)]
         frame["cached"] = sorted(block_id for block_id in changed if block_id not in cached)
@@ -276,7 +276,7 @@ class StepRecorder:
         return name
 
     def _has_missed(self, step: ScheduledStep) -> bool:
-        """Return whether a sequence came and went between two frames, so that the blocks it evicted are unknown."""
+        """Return whether a sequence came and went between two frames. The blocks that it evicted are then unknown."""
         seqs = chain((seq for seq, _, _ in step.chunks), step.sampled_seqs[step.num_decodes :])
         return any(seq not in self._tables and seq not in self._just_released for seq in seqs)
 

@@ -1,4 +1,4 @@
-"""HTTP routes of the page: one for the page itself, and one for frames as server-sent events."""
+"""Defines two HTTP routes: one for the page, and one for frames as server-sent events."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,7 +24,7 @@ def view_router(
     """Make the routes `GET /` (the page) and `GET /view/events` (its frames).
 
     call: `EngineClient.call`. authorize: a FastAPI dependency of `/view/events`. Streams end when `is_closing()`
-    returns True. Without streams, nothing is recorded.
+    returns True. While no stream is open, nothing is recorded.
     """
     router = APIRouter()
     watchers = Watchers(call)
@@ -50,7 +50,7 @@ def view_router(
 
 
 class Watchers:
-    """The open streams of frames. They share one recorder, which runs while there are streams.
+    """The open streams of frames. They share one recorder, which runs while streams are open.
 
     Each stream remembers the last frame that it sent. Nothing is queued for a slow stream: it skips frames, and
     continues with a key frame.

@@ -24,7 +24,7 @@ def checked(default: Any, check: Callable | str, **bounds: Any) -> Any:
 
 
 def check_fields(params: Any) -> None:
-    """Replace the values of `checked` fields by the results of their checks, even in a frozen dataclass."""
+    """Replace the values of `checked` fields with the results of their checks. The dataclass may be frozen."""
     for each in fields(params):
         if each.metadata and (value := getattr(params, each.name)) is not each.default:
             check = resolve_name(home) if isinstance(home := each.metadata["check"], str) else home
@@ -32,14 +32,14 @@ def check_fields(params: Any) -> None:
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """Return `value` as an int. Raises TypeError for other types and bools, ValueError outside `low` to `high`."""
+    """Return `value` as an int. Raises TypeError for bools and other types, ValueError outside `low` to `high`."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r:.80}: must be an integer")
     return _check_range(name, int(value), low, high)
 
 
 def check_real(name: str, value: Any, low: float, high: float = 1e9) -> float:
-    """Return `value` as a float. Raises TypeError for other types and bools, ValueError for NaN or out of bounds."""
+    """Return `value` as a float. Raises TypeError for bools and other types, ValueError for NaN or out of bounds."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r:.80}: must be a number")
     try:

@@ -1,4 +1,4 @@
-"""Checks of sampling parameters that contain several values. Imported only for requests with such parameters."""
+"""Checks of sampling parameters that contain several values. Imported when a request has such a parameter."""
 
 from collections.abc import Callable, Container
 from functools import partial
@@ -9,7 +9,7 @@ from nanovllm.utils.checks import check_int, check_real, check_unicode
 
 
 def check_collections(params: Any, names: Container[str]) -> None:
-    """Replace the parameters `names` of a SamplingParams by the results of their checks."""
+    """Replace the parameters in `names` of a SamplingParams with the results of their checks."""
     for name, check in CHECKS.items():
         if name in names:
             object.__setattr__(params, name, check(name, getattr(params, name)))
@@ -49,7 +49,7 @@ def check_biases(name: str, value: Any) -> dict[int, float] | None:
 
 
 def _tuple_of(kind: type, name: str, value: Any) -> tuple:
-    """Return a tuple of values of type `kind`, from one value, a collection or None (no values)."""
+    """Return the values as a tuple. `value` is a single value of type `kind`, a collection of such values, or None."""
     value = value.tolist() if hasattr(value, "tolist") else value  # a NumPy array or a tensor
     values = () if value is None else (value,) if isinstance(value, kind) else value
     if not isinstance(values, (list, tuple, set, frozenset, range)) or not all(isinstance(v, kind) for v in values):

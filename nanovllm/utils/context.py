@@ -15,7 +15,7 @@ _UNSET: Any = None  # outside a step
 class Context:
     """Describes the B sequences of a step, whose T new tokens are concatenated.
 
-    The first `num_decode_rows` sequences have one new token each. Chunks of prompts follow if the step `is_prefill`.
+    The first `num_decode_rows` sequences have one new token each. If `is_prefill`, chunks of prompts follow.
     Attention reads all keys from the cache, including the keys of this step.
     """
 
@@ -38,7 +38,7 @@ _context: ContextVar[Context | None] = ContextVar("context", default=None)
 
 
 def get_context() -> Context:
-    """Return the context of the step that this thread computes, or an empty one outside a step."""
+    """Return the context of the step that this thread computes. Outside a step, return an empty context."""
     return _context.get() or Context()
 
 

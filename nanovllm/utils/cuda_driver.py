@@ -20,7 +20,7 @@ def _driver() -> Any:
 
 
 class DeviceBytes:
-    """Device memory that torch.as_tensor wraps without a copy. The tensor keeps this object alive."""
+    """Device memory that `torch.as_tensor` wraps without a copy. The tensor keeps this object alive."""
 
     def __init__(self, address: int, num_bytes: int):
         self.address, self.num_bytes = address, num_bytes
@@ -30,5 +30,5 @@ class DeviceBytes:
         return {"shape": (self.num_bytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
 
     def tensor(self, device: torch.device) -> torch.Tensor:
-        """Return the memory as a tensor: [num_bytes] uint8."""
+        """Return the memory as a tensor [num_bytes] uint8."""
         return torch.as_tensor(self, device=device)

@@ -44,8 +44,8 @@ def add_flags(
 ) -> None:
     """Add a group with a flag `--like-this` for each field. Unused flags are absent from the namespace.
 
-    several: fields whose flag takes all values that follow it. For other fields with several values, repeat the flag.
-    defaults: help texts for defaults that differ from the field's default.
+    several: fields whose flag takes all values that follow it. For any other field, repeat the flag for each value.
+    defaults: descriptions of defaults that differ from the field's default.
     """
     group = parser.add_argument_group(title)
     help_texts = descriptions(settings)
@@ -63,7 +63,7 @@ def add_flags(
 
 
 def given(arguments: argparse.Namespace, settings: type, skip: Container[str] = ()) -> dict[str, Any]:
-    """Return the values of the flags that were used, by field name, except fields in `skip`."""
+    """Return the values of the flags that were used, by field name. Fields in `skip` are left out."""
     names = {field.name for field in fields(settings) if field.name not in skip}
     values = {name: value for name, value in vars(arguments).items() if name in names}
     return {name: tuple(_items(value)) if isinstance(value, list) else value for name, value in values.items()}
@@ -101,7 +101,7 @@ def _in_words_of_a_shell(text: str, flags: Mapping[str, str]) -> str:
 
 
 def _options(field: Field) -> dict[str, Any]:
-    """Return argparse's options for a field. In a union, the type tested first below counts; other types are text."""
+    """Return argparse's options for a field. For a union, the type tested first below counts. Other types are text."""
     hint = field.type
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if bool in kinds:

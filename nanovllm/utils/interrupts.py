@@ -13,8 +13,8 @@ def interrupts_held() -> Iterator[list]:
     """Delay Ctrl-C to the end of the block. If blocks are nested, delay it to the end of the outermost block.
 
     Yields a list, which is empty until the outermost block is interrupted. Lists of nested blocks stay empty. Outside
-    the main thread this does nothing, because Python runs signal handlers only there. It also does nothing if the
-    handler was not installed by Python, which could not restore it.
+    the main thread this does nothing, because Python runs signal handlers in the main thread. If the handler was not
+    installed by Python, this does nothing either, because Python could not restore the handler.
     """
     global _is_held
     is_main = threading.current_thread() is threading.main_thread()

@@ -1,4 +1,4 @@
-"""Imports the libraries of an engine faster than plain imports do. Only command-line tools use this."""
+"""Imports the libraries of an engine faster than plain imports do. Command-line tools use this."""
 
 import ctypes
 import gc
@@ -20,7 +20,7 @@ def import_libraries(settings: Mapping[str, Any]) -> None:
     """Import transformers and PyTorch. PyTorch's native libraries are loaded in parallel, without the GIL.
 
     Unless the engine's `settings` choose a CPU, this initializes CUDA, so forks of this process can't use CUDA.
-    Garbage collection skips the imported objects. A missing library raises errors only where it is used. After Ctrl-C,
+    Garbage collection skips the imported objects. A missing library raises no error before it is used. After Ctrl-C,
     the process ends when the imports are done.
     """
     if "torch" in sys.modules:
@@ -63,7 +63,7 @@ def _import_modules(native: Future) -> None:
 class _DistributionsOfPackages(Mapping[str, list[str]]):
     """A lazy `importlib.metadata.packages_distributions()`.
 
-    It reads the metadata of all installed packages only for a package whose distribution has another name.
+    The metadata of all installed packages is read when a package's distribution has a different name, not before.
     """
 
     @cached_property

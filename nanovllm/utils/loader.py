@@ -57,7 +57,7 @@ def find_tokenizer(tokenizer: str | None, model_folder: Path) -> Path:
 def load_tokenizer(folder: str):
     """Load the tokenizer in `folder`, as transformers' AutoTokenizer does.
 
-    Raises a ValueError that names the broken file, if known, or the folder.
+    Raises a ValueError that names the broken file or, if that is unknown, the folder.
     """
     # read here because transformers' errors do not name the broken file
     contents = {name: read_json(file) for name in JSON_FILES if (file := Path(folder, f"{name}.json")).exists()}
@@ -113,7 +113,7 @@ def default_weight_loader(param: torch.Tensor, loaded_weight) -> torch.Tensor:
 
 
 def check_shape(weight, shape: tuple[int, ...]):
-    """Return `weight`, or its result if it is a function of the shape. Raises ValueError unless it has `shape`.
+    """Return `weight`, or `weight(shape)` if it is a function. Raises ValueError unless the result has this shape.
 
     A weight is a tensor or a safetensors slice.
     """

@@ -9,7 +9,7 @@ WHOLE = "whole"  # the shard id of such a tensor in `packed_modules_mapping`
 
 
 class RowsOf:
-    """Some rows of a safetensors slice, which are read when they are indexed. The dtype shows if they are quantized."""
+    """Some rows of a safetensors slice. Indexing reads them. `get_dtype` shows whether they are quantized."""
 
     def __init__(self, weight: Any, first: int, end: int):
         self._weight, self._first, self._num_rows = weight, first, end - first
@@ -25,10 +25,10 @@ class RowsOf:
 
 
 def load_whole(load: Callable, layer: Any, weight) -> torch.Tensor | None:
-    """Load a tensor that contains the rows of all parts, one part after another: a weight, a bias, or scales.
+    """Load a weight, a bias, or scales that contain the rows of all parts, one part after another.
 
     load: the parameter's `weight_loader`, which takes a part and its shard id. A single scale is passed to all parts.
-    Returns the least and greatest number of each part, or None if `load` returns None.
+    Returns the smallest and the largest number of each part as one tensor, or None if `load` returns None.
     """
     sizes, bounds, first = layer.output_sizes, [], 0
     for shard_id, size in zip(layer.shard_ids(), sizes, strict=True):
@@ -39,7 +39,7 @@ def load_whole(load: Callable, layer: Any, weight) -> torch.Tensor | None:
 
 
 def _rows(weight: Any, first: int, size: int, total: int) -> tuple[Any, int]:
-    """Return the rows from `first` on that belong to `size` of `total` outputs, and where they end."""
+    """Return the rows, from `first` on, of `size` outputs out of `total`, and the index where these rows end."""
     if callable(weight):  # random numbers of any shape
         return weight, first
     shape = list(weight.shape if isinstance(weight, torch.Tensor) else weight.get_shape())

@@ -11,7 +11,7 @@ Compute = Callable[[torch.Tensor | None], torch.Tensor]  # writes its result to 
 
 
 class PartialSum:
-    """A [T, N] tensor as a sum of parts. Its reader adds the parts, ideally in a kernel that also does other work.
+    """A tensor [T, N] as a sum of parts. Its reader adds the parts, ideally in a kernel that does other work as well.
 
     parts: [T, N], or [split_k, T, N] if split_k > 1, to be summed over the first dimension.
     barrier: where the reading kernel waits for the other ranks' parts, which it also adds (distributed/peer_memory.py).
@@ -30,7 +30,7 @@ class PartialSum:
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        """The sum if there is only one part, otherwise None."""
+        """The sum if it has a single part, otherwise None."""
         return self.parts if self.split_k == 1 else None
 
     def reduce(self) -> torch.Tensor:
@@ -41,7 +41,7 @@ class PartialSum:
 def sum_over_ranks(
     tp: TensorParallel, compute: Compute, num_rows: int, width: int, dtype: torch.dtype, split_k: int = 1
 ) -> PartialSum:
-    """Sum the result of `compute` over ranks: [num_rows, width], or [split_k, num_rows, width] if split_k > 1.
+    """Sum the result of `compute` over ranks. It is [num_rows, width], or [split_k, num_rows, width] if `split_k` > 1.
 
     Ranks that read each other's memory (`tp.sum`) pass `compute` a tensor [split_k, num_rows, width] to write to.
     """
@@ -51,7 +51,7 @@ def sum_over_ranks(
 
 
 def max_split_k(tp: TensorParallel, num_rows: int) -> int:
-    """Return the largest `split_k` for `sum_over_ranks`."""
+    """Return the largest `split_k` that `sum_over_ranks` accepts."""
     if hasattr(tp, "sum"):
         return 2 if num_rows <= 32 else 1  # small, because every rank reads the parts of all ranks
     return 4 if tp.size == 1 else 1

@@ -24,7 +24,7 @@ class RopeFrequencies(NamedTuple):
 
 
 def inverse_frequencies(theta: float, size: int) -> torch.Tensor:
-    """Return the angle per position [size / 2] for each pair of `size` numbers of a head."""
+    """Return the angle per position for each pair of rotated numbers: [size / 2]."""
     return 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size)
 
 
@@ -32,8 +32,8 @@ def scaled_rope(kind: str, theta: float, rope: dict, raw: Mapping, head_dim: int
     """Return the frequencies for a rope type. Raises ValueError, TypeError or KeyError for bad or missing parameters.
 
     `raw` is the content of config.json. `rope` contains the other entries of its `rope_parameters` or `rope_scaling`.
-    The result's `max_len` is as in vLLM. For "dynamic", it is the training length, because all frequencies would change
-    beyond it. For "longrope", the engine's `max_model_len` decides between short and long factors, as in vLLM.
+    The result has the same `max_len` as in vLLM. For "dynamic", this is the training length, because longer sequences
+    would change all frequencies. For "longrope", `max_model_len` selects the short or the long factors, as in vLLM.
     """
     trained_len, name = raw["max_position_embeddings"], "original_max_position_embeddings"
     if raw.get(name) is not None:
@@ -63,7 +63,7 @@ def scaled_rope(kind: str, theta: float, rope: dict, raw: Mapping, head_dim: int
 
 
 def _llama3_frequencies(inv_freq: torch.Tensor, rope: dict) -> torch.Tensor:
-    """Return the frequencies of Llama 3.1, which slow down slow pairs by a factor and do not change fast pairs.
+    """Return the frequencies of Llama 3.1. A factor divides the frequencies of slow pairs. Fast pairs keep theirs.
 
     A pair is fast if it makes many turns in the training length. Pairs in between are interpolated.
     """
@@ -74,7 +74,7 @@ def _llama3_frequencies(inv_freq: torch.Tensor, rope: dict) -> torch.Tensor:
 
 
 def _yarn_frequencies(periods: torch.Tensor, theta: float, rope: dict) -> torch.Tensor:
-    """Return the frequencies of YaRN (Peng et al., 2023): like Llama 3.1, but interpolated by the pair's index."""
+    """Return the frequencies of YaRN (Peng et al., 2023). Unlike Llama 3.1, YaRN interpolates by the pair's index."""
     num_pairs, original_len = len(periods), rope["original_max_position_embeddings"]
     num_turns = rope.get("beta_fast", 32), rope.get("beta_slow", 1)  # in the training length
     first, last = (num_pairs * math.log(original_len / (n * 2 * math.pi), theta) for n in num_turns)
@@ -98,7 +98,7 @@ def _yarn_scale(rope: dict) -> float:
 
 
 def _factors(name: str, rope: dict, num_pairs: int, file: Path) -> torch.Tensor:
-    """Return the divisors of LongRoPE's frequencies: the "short" ones up to the original length, or the "long" ones."""
+    """Return LongRoPE's divisors of the frequencies: "short" for up to the original length, or "long" beyond it."""
     factors = rope[f"{name}_factor"]
     if not isinstance(factors, list) or len(factors) != num_pairs:
         raise ValueError(f"{file}: {name}_factor={factors!r:.80}: must be a list of {num_pairs} numbers")

@@ -1,4 +1,4 @@
-"""Checks of rarely used settings. Imported only when such a setting is not the default."""
+"""Checks of rarely used settings. Imported when such a setting differs from its default."""
 
 from typing import Any
 

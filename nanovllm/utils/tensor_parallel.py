@@ -6,10 +6,10 @@ STEP_TIMEOUT = 300.0  # seconds that a rank waits for other ranks within a step
 
 
 class TensorParallel:
-    """Splits a model over `size` ranks, of which this is `rank`, and defines their collective operations.
+    """Splits a model over `size` ranks and defines their collective operations. This process is rank `rank`.
 
-    This class implements a single rank, which does not communicate. With `size` > 1, it only computes shards. The
-    subclasses in `distributed/` communicate.
+    This class implements a single rank, which does not communicate. With `size` > 1, it computes shards and nothing
+    else. The subclasses in `distributed/` communicate.
     """
 
     lost = False  # whether another rank is gone, so that this rank's results are invalid
@@ -43,15 +43,15 @@ class TensorParallel:
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Return every rank's x [T, N] side by side: [T, ranks * N]."""
+        """Concatenate every rank's x [T, N] along the last dimension: [T, ranks * N]."""
         return x
 
     def all_reduce_max(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the elementwise maximum of every rank's keys [S] int64. S may be 0. Each forward ends with this."""
+        """Return the elementwise maximum of every rank's keys [S] int64. S may be 0. This ends each forward."""
         return keys
 
     def barrier(self, device: torch.device) -> None:
-        """Make all later work on the device wait for all ranks, as the end of each forward does."""
+        """Make all later work on the device wait for all ranks, as `all_reduce_max` does at the end of each forward."""
 
     def check(self) -> None:
         """Raise RuntimeError if a rank was lost."""

@@ -1,7 +1,7 @@
 """Draft heads: a decoder layer that continues a model's hidden states.
 
-Row p of a head reads the hidden state at position p and the embedding of the token at position p + 1. It predicts the
-token at position p + 2, and a hidden state that replaces the model's hidden state at position p + 1.
+Row `p` of a head reads the hidden state at position `p` and the embedding of the token at position `p + 1`. It predicts
+the token at position `p + 2`, and computes a hidden state that stands in for the model's own at position `p + 1`.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class PagedHidden(NamedTuple):
-    """The cache spec of hidden states: a row per token, in the same blocks as its keys and values."""
+    """The cache spec of hidden states. A token's row is in the same block as its keys and values."""
 
     size: int
     of_states = False
@@ -38,7 +38,7 @@ class PagedHidden(NamedTuple):
 
 
 class HiddenStates(nn.Module):
-    """Caches the model's hidden states for a head to read, by cache slot."""
+    """Stores the model's hidden states by cache slot. A draft head reads them."""
 
     cache: torch.Tensor | None = None  # [slots, size]
 
@@ -63,7 +63,7 @@ class Eagle3Layer(Qwen3DecoderLayer):
         self.norm_before_residual = config.norm_before_residual
 
     def forward(self, positions: torch.Tensor, embeddings: torch.Tensor, hidden_states: torch.Tensor):  # type: ignore
-        """Embeddings and hidden states [T, hidden_size] -> (x, residual), as in Qwen3DecoderLayer."""
+        """Map embeddings and hidden states, each [T, hidden_size], to (x, residual), as Qwen3DecoderLayer does."""
         normed = self.hidden_norm(hidden_states)
         x = self.self_attn(positions, torch.cat((self.input_layernorm(embeddings), normed), -1))
         x, residual = self.post_attention_layernorm(x, normed if self.norm_before_residual else hidden_states)
@@ -72,7 +72,8 @@ class Eagle3Layer(Qwen3DecoderLayer):
 
 class Eagle3Head(nn.Module):
     """The head of Li et al., "EAGLE-3: scaling up inference acceleration of large language models via training-time
-    test" (2025). It reads three of the model's hidden states per token, and computes logits for part of the vocabulary.
+    test" (2025). For each token, it reads hidden states from three of the model's layers. Its logits cover part of the
+    vocabulary.
     """
 
     packed_modules_mapping: ClassVar = Qwen3ForCausalLM.packed_modules_mapping
@@ -92,18 +93,20 @@ class Eagle3Head(nn.Module):
         self.register_buffer("token_ids", torch.arange(config.draft_vocab_size))  # of the columns of `lm_head`
 
     def forward(self, embeddings: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """T rows -> hidden states [T, hidden_size], which replace the model's hidden states at the next positions."""
+        """Compute hidden states [T, hidden_size], which replace the model's hidden states at the next positions."""
         x, residual = self.layers[0](positions, embeddings, hidden_states)
         return residual + x
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Hidden states [S, hidden_size] -> logits for the model's vocabulary, -inf for tokens that the head lacks."""
+        """Map hidden states [S, hidden_size] to the model's logits. Tokens that the head lacks get -inf."""
         logits = self.lm_head(self.norm(hidden_states))
         all_logits = logits.new_full((len(logits), self.config.layer.vocab_size), -torch.inf)
         return all_logits.index_copy_(1, self.token_ids, logits)
 
     def map_vocabulary(self, offsets: torch.Tensor, folder: Path) -> None:
-        """Map the head's token i to the model's token i + offsets[i]. If invalid, raise ValueError naming `folder`."""
+        """Map the head's token `i` to the model's token `i + offsets[i]`.
+
+        Raises a ValueError that names `folder` if the offsets are invalid."""
         size, vocab_size = self.config.draft_vocab_size, self.config.layer.vocab_size
         if offsets.shape != (size,):
             raise ValueError(f"{folder}: d2t: the checkpoint has shape {list(offsets.shape)}, the model needs [{size}]")
@@ -116,7 +119,7 @@ class Eagle3Head(nn.Module):
 class MtpHead(nn.Module):
     """The draft head in checkpoints of Qwen3.5 and Qwen3-Next ("multi-token prediction").
 
-    It is a full-attention layer that reads the model's last hidden states. It uses the model's embedding and output
+    It is a full-attention layer that reads the model's last hidden states. It shares the model's embedding and output
     head.
     """
 
@@ -135,7 +138,7 @@ class MtpHead(nn.Module):
         self.norm = ZeroCenteredRMSNorm(size, config.rms_norm_eps)
 
     def forward(self, embeddings: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """T rows -> hidden states [T, hidden_size], which replace the model's last ones at the next positions."""
+        """Compute hidden states [T, hidden_size], which replace the model's last ones at the next positions."""
         normed = self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden_states)
         x, residual = self.layers[0](positions, self.fc(torch.cat(normed, -1)), None)
         return self.norm(x, residual)[0]

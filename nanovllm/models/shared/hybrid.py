@@ -1,6 +1,6 @@
-"""Hybrid decoders: most layers keep a state (gated delta rule), and the other layers have gated attention.
+"""Hybrid decoders. Most layers keep a state (gated delta rule), and the other layers have gated attention.
 
-Each family is a subclass. Families differ in their feed-forward layers, and in how checkpoints store projections.
+Each family is a subclass. Families differ in feed-forward layers, and in how their checkpoints store projections.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 
 
 class GatedAttention(Qwen3Attention):
-    """Attention whose heads are multiplied by the sigmoid of a gate. The qkv projection also computes the gate."""
+    """Attention whose output is multiplied by the sigmoid of a gate. The qkv projection computes the gate as well."""
 
     def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding):
         super().__init__(config, rotary_emb)
@@ -45,8 +45,8 @@ class SharedExpertMoE(MoE):
     """A mixture of experts, and a shared expert that every token uses.
 
     If the shared expert has the shape of the other experts, it is stacked with them, and its gate with the router. Its
-    parameters are then views, through which the stacked weights are loaded. Expert parallelism and quantization prevent
-    stacking.
+    parameters are then views of the stacked weights, and loading fills the views. Nothing is stacked with expert
+    parallelism or quantization.
     """
 
     def __init__(self, config: ModelConfig):
@@ -66,7 +66,7 @@ class SharedExpertMoE(MoE):
 
 
 class HybridLayer(nn.Module):
-    """Like Qwen3DecoderLayer, with either attention or a GatedDeltaNet, named as in checkpoints."""
+    """A decoder layer like Qwen3DecoderLayer, but with either attention or a GatedDeltaNet, named as in checkpoints."""
 
     def __init__(self, config: ModelConfig, mixer: nn.Module, mlp: nn.Module):
         super().__init__()
@@ -91,7 +91,7 @@ class HybridLayer(nn.Module):
 
 
 class NestedModel(nn.Module):
-    """Nests a decoder under its name in multimodal checkpoints: `language_model`."""
+    """Holds a decoder as `language_model`, which is its name in multimodal checkpoints."""
 
     def __init__(self, language_model: nn.Module):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Families in which some layers attend to a window, with separate rotary embeddings."""
+"""Families in which some layers attend to a window. These layers have a separate rotary embedding."""
 
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -10,7 +10,7 @@ from nanovllm.utils.checks import check_int
 
 
 class Windows(NamedTuple):
-    """`ModelConfig.details` of these families."""
+    """The `ModelConfig.details` of these families."""
 
     sizes: tuple[int | None, ...]  # for each layer, how many tokens a token attends to; None: all
     rope: tuple[tuple[float, ...], float]  # `rope_inv_freq` and `rope_scale` of layers with a window
@@ -34,7 +34,8 @@ def read_windows(raw: dict, file: Path, interval: int, local_theta: float | None
     """Return the fields of ModelConfig for layers with a window of `sliding_window` tokens.
 
     Without `layer_types`, as in older checkpoints, every `interval`-th layer attends to all tokens. Layers with a
-    window ignore `rope_scaling`. Their theta is from `rope_parameters`, `local_theta` or `rope_theta`, in this order.
+    window ignore `rope_scaling`. Their theta is the first that exists of `rope_parameters`, `local_theta` and
+    `rope_theta`.
     """
     num_layers = raw["num_hidden_layers"]
     interval = check_int(f"{file}: sliding_window_pattern", raw.get("sliding_window_pattern", interval), low=1)

@@ -1,4 +1,4 @@
-"""The compressed-tensors format: FP8 weights with one scale per output, per block or per weight."""
+"""Reads the format compressed-tensors: FP8 weights with a scale per output, per block or per weight matrix."""
 
 from pathlib import Path
 

@@ -1,6 +1,7 @@
-"""`quantization="int8"`: weights as 8-bit integers with one scale per output. Activations are not quantized.
+"""Implements `quantization="int8"`: weights are 8-bit integers with a scale per output.
 
-This module shows how to add a format. The kernels and the loaders of scaled.py work for any 8-bit values with scales.
+Activations are not quantized. This module shows how to add a format: the loaders in scaled.py and the kernels work for
+any 8-bit values with scales.
 """
 
 import torch

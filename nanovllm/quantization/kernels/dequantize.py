@@ -1,4 +1,4 @@
-"""Conversion of 8-bit weights to the dtype of the activations, for GEMMs of many rows that can't use 8-bit weights."""
+"""Converts 8-bit weights to the dtype of the activations, for GEMMs with many rows that can't use 8-bit weights."""
 
 import torch
 import triton
@@ -27,7 +27,7 @@ def _dequantize_kernel(w_ptr, scale_ptr, out_ptr, SHAPE: tl.constexpr, BLOCK: tl
 
 
 def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return values [N, K] times scales [N / block rows, K / block columns] in `dtype`."""
+    """Return `values` [N, K] times `scales` [N / block rows, K / block columns] in `dtype`."""
     n, k = values.shape
     out = torch.empty((n, k), dtype=dtype, device=values.device)
     block = min(BLOCK, triton.next_power_of_2(k))

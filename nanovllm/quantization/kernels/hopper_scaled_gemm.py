@@ -1,9 +1,10 @@
-"""y = x W^T in FP8 on Hopper, for 17 to 256 rows, written in Gluon.
+"""Computes y = x W^T in FP8 on Hopper for 17 to 256 rows. Written in Gluon.
 
-Each group of 128 inputs of a row and each 128 x 128 block of weights has a scale. One warpgroup loads, and one or two
-warpgroups multiply. Sums over 128 inputs are scaled and added in float32 as in hopper_product.py. The loading warpgroup
-multiplies the scales of rows by the scales of weights in advance, and passes the results through shared memory, because
-the 256 x 192 accumulators of the largest tiles take nearly all registers.
+In a row, each group of 128 inputs has a scale. In the weights, each 128 x 128 block has a scale. One warpgroup loads,
+and one or two warpgroups multiply. The sum over a group is scaled, and then added to the accumulators in float32, as in
+hopper_product.py. The loading warpgroup multiplies the scales of rows by the scales of weights, and passes the results
+through shared memory. It does so because the 256 x 192 accumulators of the largest tiles take nearly all registers of
+the multiplying warpgroups.
 """
 
 from typing import NamedTuple
@@ -31,7 +32,7 @@ SHARED_BYTES = 226 * 2**10  # of all buffers, and of 8 KiB for the stores of eac
 
 
 class Plan(NamedTuple):
-    """Constants of the kernel."""
+    """The compile-time constants of the kernel."""
 
     groups: int  # warpgroups that multiply, each with its own rows
     parts: int  # of 64 rows, per multiplying warpgroup
@@ -46,13 +47,13 @@ class Plan(NamedTuple):
 
 @gluon.constexpr_function
 def _boxes(PLAN):
-    """Return the number of boxes of 64 rows in a tile."""
+    """Return how many boxes of 64 rows a tile contains."""
     return PLAN.groups * PLAN.parts
 
 
 @gluon.constexpr_function
 def _early(PLAN):
-    """Return the number of blocks whose weights are loaded before the kernel waits."""
+    """Return the number of blocks whose weights are loaded before the kernel waits for the previous kernel."""
     return min(PLAN.stages, PLAN.blocks) // PLAN.burst * PLAN.burst
 
 
@@ -72,7 +73,7 @@ def _place(tile, sizes, PLAN: gl.constexpr):
 
 @gluon.jit
 def _load_weights(w_tiles, rings, i, n, block, X_ROWS: gl.constexpr, PLAN: gl.constexpr):
-    """Load the weights of the burst at the i-th block. A buffer is full when its rows and scales have arrived too."""
+    """Load the weights of the burst that begins with the i-th block. A full buffer contains rows and scales too."""
     _, w_ring, _, full, empty = rings
     BURST: gl.constexpr = PLAN.burst
     CHUNKS: gl.constexpr = PLAN.chunks
@@ -89,7 +90,7 @@ def _load_weights(w_tiles, rings, i, n, block, X_ROWS: gl.constexpr, PLAN: gl.co
 
 @gluon.jit
 def _load_scales(scale_ptrs, row, n, block, sizes, PLAN: gl.constexpr):
-    """Load the scales for a block of inputs: of the tile's rows, and of the two weight blocks that the tile uses."""
+    """For a block of inputs, load the scales of the tile's rows and of the two weight blocks that the tile uses."""
     x_ptr, w_ptr, stride = scale_ptrs
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     block = gl.minimum(block, PLAN.k_blocks - 1)
@@ -130,7 +131,7 @@ def _load(tiles, scale_ptrs, rings, sizes, PLAN: gl.constexpr):
 
 @gluon.jit
 def _add_block(sums, rings, stage, phase, n, G: gl.constexpr, PLAN: gl.constexpr):
-    """Multiply a block of inputs, and add the results to the accumulators.
+    """Multiply a block of inputs by the weights, and add the results to the accumulators.
 
     Two matmuls run at once if there are enough registers.
     """
@@ -178,7 +179,7 @@ def _store(out_ptr, sums, row, n, sizes):
 
 @gluon.jit
 def _multiply(out_ptr, rings, sizes, G: gl.constexpr, PLAN: gl.constexpr):
-    """Run a warpgroup, which multiplies its rows of each tile by all weights of the tile."""
+    """Run a multiplying warpgroup. It multiplies its rows of each tile by all weights of the tile."""
     zeros = gl.full([WIDTH, WIDTH], 0.0, gl.float32, SUMS)
     COUNT: gl.constexpr = PLAN.parts * PLAN.chunks
     stage, phase = 0, 0
@@ -254,7 +255,7 @@ def _plan(tile: HopperTile, k: int) -> Plan:
 def hopper_scaled_gemm(
     x: QuantizedRows, values: torch.Tensor, scales: torch.Tensor, tile: HopperTile, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return `split_k_gemm` [split_k, M, N] of quantized rows x [M, K] and 8-bit weights [N, K] with scales."""
+    """Compute `split_k_gemm` for quantized rows x [M, K] and 8-bit weights [N, K] with scales: [split_k, M, N]."""
     m, (n, k) = len(x), values.shape
     out = torch.empty((tile.split_k, m, n), dtype=x.dtype, device=values.device) if out is None else out
     x_tiles, w_tiles = tiles_of(x.values, 32 if m <= 32 else 64, 128), tiles_of(values, 64, 128)

@@ -1,4 +1,4 @@
-"""Matmuls with 8-bit weights. The number of rows determines which kernel is fastest."""
+"""Selects the kernel for a matmul with 8-bit weights. The number of rows determines which kernel is fastest."""
 
 import triton
 
@@ -46,10 +46,10 @@ def best_scaled_split_k(values, scales, num_rows, max_split_k, max_rows=None):
 
 
 def swiglu_quantize(x: QuantizedRows, values, scales) -> QuantizedRows:
-    """Return `silu_and_mul_quantize` of x W^T [M, N / 2], for x [M, K], in groups of SWIGLU_GROUP.
+    """Compute `silu_and_mul_quantize` of x W^T in groups of SWIGLU_GROUP. For x [M, K], return [M, N / 2].
 
-    Gate and up are not rounded before SwiGLU. Return NotImplemented if there is no kernel for this, or if there are so
-    few rows that the GPU would be partly idle.
+    The gate and up outputs are not rounded before SwiGLU. Return NotImplemented if no kernel supports these operands,
+    or if there are so few rows that the GPU would be partly idle.
     """
     n, k = values.shape
     groups = *block_shape(values, scales), k // x.scales.shape[1]

@@ -1,7 +1,8 @@
-"""y = x W^T + b for a single row x, where W is 8-bit values times block scales; gemv.py is for 16-bit weights.
+"""Computes y = x W^T + b for a single row x. W is 8-bit values times block scales.
 
-8-bit weights arrive twice as fast as 16-bit weights and must be converted, so instructions limit the speed too. That is
-why the preceding norm is not fused as in gemv.py: every program would compute it again.
+The kernel in gemv.py is for 16-bit weights. 8-bit weights arrive twice as fast and must be converted, so instructions
+limit the speed too. For this reason, the preceding norm is not fused, unlike in gemv.py: every program would compute it
+again.
 """
 
 import torch
@@ -22,10 +23,11 @@ SHORT = 2**24  # a matmul with at most this many weights is short
 
 @triton.jit
 def _load_tile(w_ptrs, first_n, k, is_column, N, SHAPE: tl.constexpr, ROWS: tl.constexpr, MATRICES: tl.constexpr):
-    """Load the weights [ROWS, MATRICES, parts, lane] of ROWS rows from `first_n` on. Return 0 outside `is_column`.
+    """Return a tile of ROWS rows of weights from `first_n` on, and the factors and biases of its results.
 
-    Also return factors and biases [ROWS, MATRICES] of the results. A factor is 1 without scales of rows, and a bias is
-    0 if there is none. k and is_column are [parts, lane].
+    The tile is [ROWS, MATRICES, parts, lane], and contains 0 outside `is_column`. Factors and biases are
+    [ROWS, MATRICES]. If rows have no scales, the factors are 1. If there is no bias, the biases are 0. `k` and
+    `is_column` are [parts, lane].
     """
     w_ptr, scale_ptr, bias_ptr = w_ptrs
     n = tl.minimum(first_n + tl.arange(0, ROWS), N - 1)  # instead of a mask, which would cost registers and time
@@ -83,7 +85,7 @@ def _scaled_gemv_kernel(
 
 
 def choose_gemv_split_k(k: int, max_split_k: int) -> int:
-    """Return the best split_k, at most `max_split_k`, for `scaled_gemv` with k inputs."""
+    """Return the best `split_k` for `scaled_gemv` with `k` inputs, at most `max_split_k`."""
 
     def fill(split_k: int) -> float:
         k_per_split = _k_per_split(k, split_k)
@@ -104,14 +106,14 @@ def _k_per_split(k: int, split_k: int) -> int:
 def scaled_gemv(
     x: torch.Tensor, weight: Weight, gated: bool = False, bias=None, split_k: int = 1, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return x W^T + bias [1, N], for x [1, K] and bias [N].
+    """Compute x W^T + bias for x [1, K] and bias [N]. Return [1, N].
 
     `weight` is (values [N, K], scales [N / block rows, K / block columns]). If blocks are narrower than K, their sides
-    are powers of two. All tensors are contiguous.
+    are powers of two. All tensors must be contiguous.
 
-    If `gated`, W is [2N, K], bias is [2N], and the result is silu(first half of the outputs) * second half. Then no
-    block may contain rows of both halves. With split_k > 1, the result is parts [split_k, 1, N] whose sum is x W^T, and
-    `gated` and a bias are not allowed. `out` [split_k, 1, N] receives the result.
+    If `gated`, W is [2N, K], bias is [2N], and the result is silu(first half of the outputs) * second half. In that
+    case, no block may contain rows of both halves. If `split_k` > 1, the result is parts [split_k, 1, N] whose sum is
+    x W^T. In that case, neither `gated` nor `bias` is allowed. `out` [split_k, 1, N] receives the result.
     """
     assert split_k == 1 or (not gated and bias is None)
     matrices, (values, scales) = 2 if gated else 1, weight

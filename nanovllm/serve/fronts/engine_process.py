@@ -40,11 +40,11 @@ BLOCKED = signal.SIGINT, signal.SIGTERM  # signals that are blocked while a fron
 
 
 class FrontPlan(NamedTuple):
-    """What all fronts of an engine need to know.
+    """The data that every front of an engine needs.
 
-    num_live: the number of live answers of each front, in shared memory. The limit applies to their sum. Fronts that
-        accept requests at the same instant can exceed it slightly.
-    listener: the listening socket. If None, each front opens a socket at the address in `settings`.
+    num_live: the number of live answers of each front, in shared memory. The limit applies to the sum. Fronts that
+        accept requests at the same instant can exceed the limit slightly.
+    listener: the listening socket. If `None`, each front opens a socket at the address in `settings`.
     """
 
     model: str
@@ -57,7 +57,7 @@ class FrontPlan(NamedTuple):
 def make_plan(
     model: str, settings: ServerSettings, engine_settings: dict[str, Any], listener: socket.socket
 ) -> FrontPlan:
-    """Make the plan. Fronts use `listener` only for a Unix socket, or if there is one front."""
+    """Make the plan. Fronts use `listener` if it is a Unix socket or there is a single front."""
     count, port = settings.num_fronts, settings.port if settings.uds else listener.getsockname()[1]
     front_settings = replace(settings, port=port, max_connections=max(1, settings.max_connections // count))
     is_passed = bool(settings.uds) or count == 1
@@ -78,7 +78,7 @@ def run_front(plan: FrontPlan, index: int, end: socket.socket) -> None:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Delay the signals `BLOCKED` until the end of a `with` block. Processes started in it inherit the mask."""
+    """Delay the signals in `BLOCKED` until a `with` block ends. Processes started in the block inherit the mask."""
     resource_tracker.ensure_running()  # its start would unblock the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     try:
@@ -88,7 +88,7 @@ def _signals_blocked() -> Iterator[None]:
 
 
 class Fronts:
-    """The fronts of an engine. If one ends, its requests are dropped and it is restarted. Other fronts keep running."""
+    """The fronts of an engine. If a front ends, its requests are dropped, and it restarts. The others keep running."""
 
     def __init__(self, plan: FrontPlan):
         self._plan = plan
@@ -126,7 +126,7 @@ class Fronts:
 
     @staticmethod
     def _say_that_the_engine_has_started(channel: Channel) -> float:
-        """Tell a front, and return the time by which it must be ready."""
+        """Tell a front that the engine has started. Return the time by which the front must be ready."""
         with suppress(OSError):  # the front has ended, which `_turn` notices
             channel.send(FromEngine())
         return monotonic() + START_SECONDS
@@ -200,7 +200,7 @@ class Fronts:
                 process.terminate()
 
     def join(self, seconds: float) -> None:
-        """Wait up to `seconds` for the fronts to end (less after a second Ctrl-C), then kill the remaining fronts."""
+        """Wait up to `seconds` (less after a second Ctrl-C) for the fronts to end. Then kill the remaining fronts."""
         end = monotonic() + seconds
         while any(process.is_alive() for process in self._processes.values()) and monotonic() < min(
             end, self._deadline

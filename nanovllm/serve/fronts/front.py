@@ -1,4 +1,4 @@
-"""A front is a process that handles HTTP, and checks, tokenizes and detokenizes for an engine in another process."""
+"""Runs a front: a process that serves HTTP, tokenizes and detokenizes for an engine in another process."""
 
 import asyncio
 import itertools
@@ -39,7 +39,7 @@ IDS_PER_FRONT = 2**40  # so that request ids are unique among all fronts of an e
 
 
 class FrontRequest(ReplicaRequest):
-    """A request that the engine's process computes. The front detokenizes, unless the engine also needs the text."""
+    """A request that the engine's process computes. The front detokenizes unless the engine needs the text."""
 
     def __init__(self, request: Any, name: str):
         super().__init__(request, lambda ended: None, name)
@@ -152,7 +152,7 @@ class FrontClient(EngineClient):
                 self._engine_loop.call_soon_threadsafe(self._lose, "its process has ended")
 
     def _receive(self) -> None:
-        """Process all messages that have arrived. If they cover several steps, each stream gets one piece."""
+        """Process all messages that have arrived. Even if they cover several steps, each stream gets one piece."""
         self._is_told = False
         self._has_started.set()
         try:

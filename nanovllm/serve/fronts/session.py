@@ -1,4 +1,4 @@
-"""The engine's side of the channel to one front."""
+"""Defines the engine's side of the channel to one front."""
 
 import logging
 import threading
@@ -94,7 +94,7 @@ class Session(Replica):
                 self._on_failure()
 
     def _send_singly(self, message: FromEngine) -> None:
-        """Send a message in parts, because it can't be encoded. Requests whose parts can't be encoded fail."""
+        """Send the parts of a message that can't be encoded as a whole. A request fails if its part can't be sent."""
         parts = [(delta.request_id, FromEngine(deltas=[delta])) for delta in message.deltas]
         parts += [(final.request_id, FromEngine(finals=[final])) for final in message.finals]
         for request_id, part in parts:
@@ -110,5 +110,5 @@ class Session(Replica):
 
 
 def _as_text(error: Exception) -> str:
-    """Return the text of an error, with unpaired surrogates replaced, because they can't be encoded."""
+    """Return the text of an error. Unpaired surrogates are replaced, because they can't be encoded."""
     return str(error).encode(errors="replace").decode()

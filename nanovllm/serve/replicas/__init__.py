@@ -7,7 +7,7 @@ MODULES = {"RayLLM": "ray_llm", "NanoVLLM": "ray_data", "PrefixRouter": "routing
 
 
 def __getattr__(name: str) -> Any:
-    """Import each class on first use, because only RayLLM needs the extra `ray`."""
+    """Import each class on first use. RayLLM is the only one that needs the extra `ray`."""
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{MODULES[name]}"), name)

@@ -52,7 +52,7 @@ def check_node() -> None:
 
 
 def needs_of(settings: dict[str, Any], actor_options: dict[str, Any], num_replicas: int) -> dict[str, Any]:
-    """Return the Ray options of a replica's actor: a GPU for each rank, or a CPU for each rank if it runs on CPUs.
+    """Return the Ray options of a replica's actor. They reserve a GPU per rank, or a CPU per rank for a CPU engine.
 
     The actor itself starts the processes of its ranks. Ray reserves an actor's resources on a single node, so no
     placement group is needed, and none can be left behind. Raises ValueError if the cluster is too small; Ray would
@@ -99,7 +99,7 @@ class ReplicaProcess(Replica):
 
 
 class ActorHandle:
-    """A `Handle` for a Ray actor, which runs its methods one at a time in call order, and `reports` concurrently."""
+    """A `Handle` for a Ray actor. Its methods run one at a time, in call order; `reports` runs alongside them."""
 
     def __init__(self, replica_class: type, options: dict[str, Any], model: str, settings: dict[str, Any]):
         self._options, self._model, self._settings = options, model, settings
@@ -147,7 +147,7 @@ def make_group(
     replica_class: type = ReplicaProcess,
     restart_timeout: float = RESTART_TIMEOUT,
 ) -> ReplicaGroup:
-    """Create a group without starting it. `settings` are for each LLM; `config` is the driver's Config."""
+    """Create a group without starting it. `settings` apply to each replica's LLM; `config` is the driver's."""
     actor_settings = dict(settings)
     if settings.get("tokenizer") is not None:
         actor_settings["tokenizer"] = absolute_path(settings["tokenizer"])

@@ -1,4 +1,4 @@
-"""Checks and tokenizes requests like an engine, but without a model."""
+"""Checks and tokenizes requests as an engine does, but without loading the model."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ ANSWERS_PER_SEQ = 2  # a replica gets at most this many times `max_num_seqs` ans
 
 
 def make_processor(model: str, settings: dict[str, Any], first_request_id: int = 0) -> InputProcessor:
-    """Create the InputProcessor of `LLM(model, **settings)` without a GPU or weights. Raises the same errors as LLM."""
+    """Create the InputProcessor of `LLM(model, **settings)` without a GPU or weights. Raises the errors of `LLM`."""
     config = Config.create(model, settings | DRIVER_OVERRIDES)
     return InputProcessor(config, load_tokenizer(str(config.tokenizer)), first_request_id)
 

@@ -21,15 +21,15 @@ RESTART_TIMEOUT = 1800.0
 
 
 class ReplicaGroup:
-    """Sends each request to the replica that the router chooses. Requests wait while all replicas have `max_answers`.
+    """Sends each request to a replica that the router chooses. Requests wait while no replica can take more.
 
-    Only the thread of one event loop may call its methods. All new requests for a replica within one iteration of the
-    loop are sent in one message.
+    Only the thread of one event loop may call its methods. Requests that arrive for a replica within one iteration of
+    the loop are sent in one message.
 
-    A replica is lost if its process, GPU or host fails, or if a step raises an error. The group then restarts it, and
-    the other replicas compute its requests. A single request fails if it can't be queued, or if MAX_FAILURES replicas
-    were lost while computing it. After MAX_FAILURES - 1 losses, the request itself may be the cause (a poison request).
-    Poison requests run one at a time, each alone on a replica.
+    A replica is lost if its process, GPU or host fails, or if a step raises an error. The group then restarts the
+    replica, while other replicas compute its requests. A single request fails if it can't be queued, or if MAX_FAILURES
+    replicas were lost while computing it. After MAX_FAILURES - 1 losses, the request itself may be the cause (a poison
+    request). Poison requests run one at a time, each alone on a replica.
 
     A replica is given up after MAX_FAILURES consecutive losses. A finished request, or a few minutes of uptime, resets
     the count. Losses during a poison request do not count. If no replica is left, every request fails with an
@@ -50,8 +50,8 @@ class ReplicaGroup:
         launch: starts the process of a replica.
         max_answers: the most answers that a replica computes at a time.
         block_size: the number of tokens in a block of the replicas' caches.
-        router: None means a PrefixRouter.
-        restart_timeout: seconds until a restart counts as failed. It may have to wait for a GPU or a host.
+        router: chooses a replica for each request; `None` selects a PrefixRouter.
+        restart_timeout: seconds until a restart counts as failed. A restart may have to wait for a GPU or a host.
         """
         self.replicas = [ReplicaState(i) for i in range(num_replicas)]
         self.error: Exception | None = None  # the error that ended the group

@@ -1,7 +1,7 @@
-"""The messages between the driver (the caller's process, or the server) and a replica, pickled to bytes.
+"""Defines the messages between the driver (the caller's process or the server) and a replica.
 
-A message contains plain tuples with data about many requests. Ray passes bytes through unchanged; for other objects, it
-would use a slower serializer.
+A message is a pickle of plain tuples with data about many requests. Ray passes bytes through unchanged; for other
+objects, it would use a slower serializer.
 """
 
 import pickle
@@ -20,9 +20,9 @@ class NewRequest(NamedTuple):
 
     prompt_index: the index of the prompt in its call.
     kind: DELTA if answers are sent as they grow.
-    noise_seeds: the seed of each answer.
+    noise_seeds: the noise seed of each answer.
     generated: for each answer, the tokens that the caller already has from a lost replica. They are not sampled again.
-    beams: the parameters of a beam search; None for other requests.
+    beams: the parameters of a beam search; `None` for other requests.
     """
 
     request_id: int
@@ -40,8 +40,8 @@ class NewRequest(NamedTuple):
 class Final(NamedTuple):
     """The result of a finished request. `answers` is empty if they were sent as deltas.
 
-    seconds: three durations, each from the request's arrival at the replica: until it was first scheduled, until its
-        first token, and until it finished. The clocks of two machines differ, so these are not points in time.
+    seconds: the times from the request's arrival at the replica until it was first scheduled, until its first token,
+        and until it finished. The clocks of two machines differ, so these are not points in time.
     """
 
     request_id: int
@@ -52,7 +52,7 @@ class Final(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Everything that has happened to a replica's requests since its last report."""
+    """Everything that has happened to a replica's requests since the last report."""
 
     deltas: list[StreamEvent]
     finals: list[Final]
@@ -95,7 +95,7 @@ def make_final(request_id: int, answers: list, num_cached: int, prompt_logprobs:
 
 
 def _portable(error: Exception) -> Exception:
-    """Return the error if pickle can copy it (a user's class may prevent that), else a RuntimeError with its text."""
+    """Return the error if it can be pickled, else a RuntimeError with its text. A user's class may prevent pickling."""
     try:
         return pickle.loads(pickle.dumps(error))
     except Exception:

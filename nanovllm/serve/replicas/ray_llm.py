@@ -27,14 +27,14 @@ REORDERED = 4  # how many prompts may be read ahead of the next output, in units
 
 
 class RayLLM:
-    """Generates on N engines, like LLM: `RayLLM(model, num_replicas=N, **settings).generate(prompts, sampling_params)`.
+    """Works like LLM, but on N engines: `RayLLM(model, num_replicas=N, **settings).generate(prompts, sampling_params)`.
 
-    This process checks and tokenizes the prompts, raises the same errors as LLM, and chooses the seeds of the sampling
-    noise. With the same `seed` setting, the same calls therefore return the same tokens on one engine and on any number
-    of replicas, up to rounding. A request that can't be computed ends with `finish_reason="error"` and the error
-    message as its `stop_reason`. ReplicaGroup explains what happens when a replica is lost.
+    The calling process checks and tokenizes the prompts, raises the same errors as LLM, and chooses the seeds of the
+    sampling noise. With the same `seed` setting, the same calls therefore return the same tokens as LLM, up to
+    rounding. A request that can't be computed ends with `finish_reason="error"` and the error message as its
+    `stop_reason`. ReplicaGroup explains what happens when a replica is lost.
 
-    The methods are thread-safe. A RayLLM is a context manager that calls `exit`, which ends the replicas.
+    The methods are thread-safe. A RayLLM is a context manager; the end of its block calls `exit`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RayLLM:
         Ray chooses the devices. If the process has not called `ray.init`, this joins the cluster at RAY_ADDRESS, or
         starts Ray on this machine.
 
-        router: decides which replica gets a request. None means a PrefixRouter.
+        router: chooses a replica for each request; `None` selects a PrefixRouter.
         actor_options: Ray options for each replica's actor, for example `{"num_cpus": 8}` for replicas on CPUs.
         restart_timeout: seconds that the restart of a lost replica may take, including the wait for a GPU or a host.
         """
@@ -97,7 +97,7 @@ class RayLLM:
     def generate_iter(
         self, prompts: Iterable[Prompt], sampling_params: SamplingParams | Iterable[SamplingParams] | None = None
     ) -> Iterator[RequestOutput]:
-        """Yield the outputs of any number of prompts, in prompt order, while the prompts are still being read.
+        """Yield the outputs in prompt order, while prompts are still being read. There may be any number of prompts.
 
         Prompts (and parameters, if they are iterable) are read only when replicas can take more requests, so memory use
         is bounded. If a prompt or its parameters are invalid, the output has the `finish_reason` "error", and its
@@ -119,12 +119,12 @@ class RayLLM:
     def as_completed(
         self, prompts: Iterable[Prompt], sampling_params: SamplingParams | Iterable[SamplingParams] | None = None
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Like `generate_iter`, but yield pairs (prompt index, output) as outputs complete."""
+        """Yield pairs (prompt index, output) as outputs complete. Otherwise, this is like `generate_iter`."""
         for new_outputs in self._outputs(self._requests(prompts, sampling_params)):
             yield from new_outputs.items()
 
     def stats(self) -> list[dict[str, Any] | None]:
-        """Return `LLM.stats()` for each replica (None if it is not running). Raises RuntimeError after `exit`."""
+        """Return `LLM.stats()` for each replica, or `None` if it is not running. Raises RuntimeError after `exit`."""
         self._check_open()
         return self._run_in_loop(self.group.stats())
 
@@ -192,7 +192,7 @@ class RayLLM:
     def _outputs(
         self, requests: Iterator[CompletionRequest | RequestOutput], end: Callable[[], int] | None = None
     ) -> Iterator[dict[int, RequestOutput]]:
-        """Yield dicts of outputs by request index, as requests complete.
+        """Yield dicts from request index to output, as requests complete.
 
         More requests are sent after every few outputs, so that replicas do not run out of work when the caller is slow.
 
@@ -256,7 +256,7 @@ class RayLLM:
 
 
 def _refused(prompt: Prompt, message: str) -> RequestOutput:
-    """Return the output for a refused prompt, which has no request id."""
+    """Return the output for a refused prompt. The output has no request id."""
     answer = CompletionOutput(0, "", [], None, None, "error", message)
     text = prompt if isinstance(prompt, str) else None
     return RequestOutput(-1, text, [], [answer], True, 0, None, RequestMetrics(time(), None, None, None))

@@ -23,7 +23,7 @@ logger = logging.getLogger("nanovllm")
 class Replica:
     """An engine controlled by messages. Ray calls `start`, then `reports`, then other methods in the driver's order.
 
-    The engine's thread runs the steps. Another thread, in `reports`, sends everything that is new since the last
+    The engine's thread runs the steps. The thread that runs `reports` sends everything that is new since the last
     report. If sending takes longer than a step, the next report covers several steps. The engine never waits for
     reports. This file does not import Ray, so tests can run replicas without it.
     """
@@ -31,7 +31,7 @@ class Replica:
     orders_by_id = True  # one driver assigns the ids, so a request that another replica has begun keeps its place
 
     def start(self, model: str, settings: dict[str, Any]) -> dict[str, Any]:
-        """Load the model, and return the driver's facts about the engine. Raises the same errors as `LLM`."""
+        """Load the model, and return what the driver must know about the engine. Raises the errors of `LLM`."""
         self.attach(LLM(model, **settings))
         config = self.engine.config
         num_blocks = config.num_kvcache_blocks if config.enable_prefix_caching else 0  # blocks of the prefix cache
@@ -52,7 +52,7 @@ class Replica:
         self._engine_thread.watch(self._collectors[OutputKind.DELTA])
 
     def submit(self, data: bytes) -> None:
-        """Queue requests that the driver has checked. An error in one request is reported, and affects no other."""
+        """Queue requests that the driver has checked. An error in a request is reported, and affects no others."""
         try:
             self._submit(decode_requests(data))
         except Exception as error:  # the driver ignores the result of this call, but `reports` tells it
@@ -60,7 +60,7 @@ class Replica:
             raise
 
     def _submit(self, messages: Iterable[NewRequest]) -> None:
-        """Queue requests. Another thread makes requests with `structured_outputs`, because grammars compile slowly."""
+        """Queue requests. Another thread handles `structured_outputs`, because grammars compile slowly."""
         plain = []
         for new in messages:
             if new.params.structured_outputs is None:
@@ -111,7 +111,7 @@ class Replica:
         return stats_of(self.engine.scheduler)
 
     def reports(self) -> Iterator[bytes]:
-        """Yield `new_reports`, encoded as bytes."""
+        """Yield each of the `new_reports`, encoded as bytes."""
         for report in self.new_reports():  # not `yield from`: Ray calls `send`, which `map` does not have
             yield encode_report(report)
 
@@ -131,12 +131,12 @@ class Replica:
             yield Report(*self._read(outputs), errors)
 
     def exit(self) -> None:
-        """End `reports` and the engine. With Ray, nobody calls this: the actor's process is killed."""
+        """End `reports` and the engine. Under Ray, the actor's process is killed instead."""
         self.close()
         self.engine.exit()
 
     def close(self) -> None:
-        """End `reports`, but not the engine."""
+        """End `reports`. The engine continues."""
         with self._changed:
             self.is_closed = True
             self._failure = self._failure or RuntimeError("it was closed")

@@ -1,4 +1,4 @@
-"""The driver's record of a request: what the caller has received, and which replica computes the request."""
+"""Defines the driver's record of a request. It tracks what the caller has received, and which replica computes it."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,8 +36,8 @@ class ResumableAnswer(PartialAnswer):
 class ReplicaRequest(AsyncRequest):
     """A request that another process computes. If that process is lost, another replica takes over the request.
 
-    The caller gets each delta once. The new replica continues after the tokens that the caller has; only a request with
-    log-probabilities is recomputed from the start. In both cases, the replica sends the whole answer, and this class
+    The caller gets each delta once. The new replica continues after the tokens that the caller has, but it recomputes a
+    request with log-probabilities from the start. In both cases, the replica sends the whole answer, and this class
     skips the part that the caller has. The sampling noise depends only on the request, so the new replica samples the
     same tokens, up to rounding. If rounding changes the tokens of a request with log-probabilities, the request ends
     with an error.
@@ -46,7 +46,7 @@ class ReplicaRequest(AsyncRequest):
     num_cached_tokens = 0  # prompt tokens found in the replica's prefix cache; 0 until the request has ended
 
     def __init__(self, request: CompletionRequest, on_end: Callable[["ReplicaRequest"], None], name: str = ""):
-        """Record a new request. `on_end` is called when it finishes or fails, but not if it is discarded."""
+        """Record a new request. `on_end` is called when the request finishes or fails, but not if it is discarded."""
         super().__init__(request, name)
         self.on_end = on_end
         self.replica_index: int | None = None  # the replica that computes it
@@ -149,5 +149,5 @@ class ReplicaRequest(AsyncRequest):
 
 
 def _generated(answer: ResumableAnswer) -> list[int]:
-    """Return the tokens not to be sampled again: all tokens, except the last one if the answer has ended."""
+    """Return the tokens that are not sampled again. If the answer has ended, its last token is sampled again."""
     return answer.token_ids[: -1 if answer.finish_reason else None]

@@ -1,4 +1,4 @@
-"""The driver's view of one replica: the replica's process, and the requests that it computes."""
+"""Defines the driver's record of a replica, which contains its process and its current requests."""
 
 import asyncio
 import logging
@@ -28,7 +28,7 @@ class Handle(Protocol):
 
 
 class ReplicaState:
-    """The driver's record of a replica, which outlives the replica's process."""
+    """The driver's record of a replica. It outlives the replica's process."""
 
     def __init__(self, index: int):
         self.index = index
@@ -81,7 +81,7 @@ class ReplicaState:
         return failed
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Call a method of the replica. If that fails, kill the replica, which ends its reports."""
+        """Call a method of the replica. If the call fails, kill the replica, which ends its reports."""
         if self.handle is None:  # the replica was lost, and its requests were moved
             return
         try:

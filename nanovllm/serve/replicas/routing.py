@@ -1,4 +1,4 @@
-"""Routers choose a replica for each request. They use counts and hashes, and need neither Ray nor torch."""
+"""Defines routers, which choose a replica for each request. They need neither Ray nor torch."""
 
 import logging
 from collections import OrderedDict
@@ -17,7 +17,7 @@ class Router(Protocol):
     def choose(self, token_ids: list[int], loads: Sequence[int | None]) -> int:
         """Return the index of the replica for a prompt.
 
-        `loads` contains the number of answers that each replica computes, or None if it takes no requests now. The
+        `loads` contains the number of answers that each replica computes, or `None` if it takes no requests now. The
         router must choose a replica whose load is a number; there is always one.
         """
         ...
@@ -32,7 +32,7 @@ class Router(Protocol):
 
 
 class GuardedRouter:
-    """Wraps a router so that its errors do no harm. If it fails to choose, the least loaded replica is chosen."""
+    """Wraps a router so that its errors do no harm. If the router fails, the least loaded replica is chosen."""
 
     def __init__(self, router: Router):
         self._router = router
@@ -84,7 +84,7 @@ class PrefixRouter:
 
     The router does not ask replicas what they have cached. It computes the same hashes as the block manager: a chain
     over full blocks of `block_size` tokens. For each replica, it remembers the hashes of prompts and answers in an LRU
-    list of `max_blocks` hashes, the size of the replica's cache. The list takes about 150 bytes of memory per block.
+    list. The list is limited to `max_blocks` hashes, one per cache block of the replica, of about 150 bytes each.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""`nanovllm chat`: a conversation in a terminal, with a model in this process or with a server."""
+"""Implements the commands `nanovllm generate`, `nanovllm chat` and `nanovllm completion`."""

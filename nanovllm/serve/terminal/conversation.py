@@ -23,7 +23,7 @@ COMMANDS = {
 
 
 class Conversation:
-    """A chat in the terminal. Answers go to standard output, everything else goes to standard error."""
+    """A chat in the terminal. Answers go to standard output; everything else goes to standard error."""
 
     def __init__(self, source: Source, params: dict[str, Any], names: tuple[str, ...], system: str | None = None):
         """params: the sampling parameters that are set. names: the names of all sampling parameters that can be set.
@@ -124,7 +124,7 @@ class Conversation:
         return messages if self.system is None else [{"role": "system", "content": self.system}, *messages]
 
     def _answer(self, question: str) -> None:
-        """Print the answer. If a token arrived (even before Ctrl-C), add question and answer to the messages."""
+        """Print the answer. If any token arrived, add question and answer to the messages, even after Ctrl-C."""
         asked, answer = {"role": "user", "content": question}, Answer()
         messages = [*self.messages, asked]
         try:

@@ -147,7 +147,7 @@ class Server:
         yield Piece(text, reasoning, num_tokens, finish_reason)
 
     def _chunks(self, response: Any) -> Generator[dict, None, None]:
-        """Yield the JSON objects of server-sent events. Raises OSError on an error event or a failed connection."""
+        """Yield the JSON objects in server-sent events. Raises OSError on an error event or a failed connection."""
         try:
             for line in response:
                 data = line.removeprefix(b"data:").strip()
@@ -161,7 +161,7 @@ class Server:
 
 
 def _message(content: bytes) -> str:
-    """Return the error message in the server's JSON, or the content itself."""
+    """Return the error message from the server's JSON. If there is none, return the content itself."""
     try:
         error = json.loads(content)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
