@@ -182,7 +182,7 @@ def test_plain_modules_are_in_the_table_of_models(tmp_path):
             plain = [x for x in fused.model.model.modules() if not isinstance(x, (Fused, *parts))]
             names = {type(module).__name__ for module in plain if type(module) is not nn.Module}
             assert found.setdefault(fused.config.model_config.model_type, names) == names
-    assert found == {family: documented[family] for family in found} and len(found) >= 11
+    assert found == {family: documented[family] for family in found} and len(found) >= 5
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # in a tile of no queries
