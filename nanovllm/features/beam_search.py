@@ -65,10 +65,11 @@ class Candidate(NamedTuple):
 class BeamRequest(Request):
     """Searches for the most likely answers to a prompt, exactly like `generate(num_beams=...)` in transformers.
 
-    A candidate is a beam extended by one token. Some candidates end with this token. Among the others, the best
-    `beam_width` become the beams of the next step. A candidate that ends becomes a finished beam if it is among the
-    best `beam_width` of all candidates in its step. Only the best `beam_width` finished beams are kept. The search is
-    over when there are `beam_width` finished beams and no live beam has a better score than the worst finished beam.
+    A candidate is a beam extended by one token. Some candidates end with this token. Among the candidates that do not
+    end, the best `beam_width` become the beams of the next step. A candidate that ends becomes a finished beam if it is
+    among the best `beam_width` of all candidates in its step. Only the best `beam_width` finished beams are kept. The
+    search is over when there are `beam_width` finished beams and no live beam has a better score than the worst
+    finished beam.
     """
 
     def __init__(

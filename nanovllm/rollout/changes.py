@@ -1,4 +1,4 @@
-"""Makes changes to a running engine safe. They happen in the engine's thread, between two steps."""
+"""Helps to change a running engine safely, in the engine's thread and between two steps."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ class Dropped(str):
 
 @contextmanager
 def refusing_requests(llm: "LLMEngine", kind: str, reason: str) -> Iterator[None]:
-    """Refuse new requests while a `with` block changes the engine, by setting `unavailable[kind]` to `reason`.
+    """Set `unavailable[kind]` to `reason`, so that new requests are refused while a `with` block changes the engine.
 
     The reason stays set after the block. If the block raises an error, the previous reason is restored. Raises
     UnavailableError if the engine has requests and is not paused, or while weights are being replaced.

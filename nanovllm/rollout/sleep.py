@@ -51,7 +51,7 @@ def sleep(llm: "LLMEngine", level: int = 1) -> int:
 
 
 def wake_up(llm: "LLMEngine", tags: Collection[str] | None = None) -> None:
-    """Allocate again what `sleep` has freed. The new KV cache is empty.
+    """Allocate the memory that `sleep` has freed. The new KV cache is empty.
 
     `tags` selects "weights", "kv_cache" or both. `None` selects both.
 

@@ -165,7 +165,9 @@ def _are_disjoint(schemas: Any, discriminator: Any, resource: dict[str, Any]) ->
 
 
 def _are_told_apart(objects: list[dict[str, Any]], tag: Any, resource: dict[str, Any]) -> bool:
-    """Return whether one property has different values in all of these schemas, and make the property required.
+    """Find a property with a different value in each of these schemas, and make it required.
+
+    Returns False if there is none.
 
     The property must be required already, or its name must be `tag`.
     """
@@ -285,7 +287,7 @@ def _allowed_strings(schema: Any, resource: dict[str, Any]) -> str | dict[str, N
 
 
 def _rules(schema: Any) -> dict[str, Any]:
-    """Return the keywords of a schema that constrain strings, except `type`."""
+    """Return those keywords of a schema that constrain strings, except `type`."""
     rules = {name: schema[name] for name in OF_STRINGS if name in schema} if isinstance(schema, dict) else {}
     return {name: value for name, value in rules.items() if not (name == "format" and _is_annotation(value))}
 
