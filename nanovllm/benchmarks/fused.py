@@ -1,4 +1,4 @@
-"""Implements `nanovllm show-fused MODEL`, which lists modules with a fused form on CUDA and measures their savings."""
+"""Implements `nanovllm show-fused MODEL`, which lists the modules that CUDA fuses and measures the time saved."""
 
 import argparse
 from collections import Counter
@@ -50,7 +50,7 @@ def show_fused(options: argparse.Namespace) -> int:
 
 
 def make_fused(model: str, settings: dict[str, Any]) -> Any:
-    """Return the model with its fused forms on the meta device, which allocates no memory for weights."""
+    """Return the model with its fused forms. It is on the meta device, which allocates no memory for weights."""
     import torch
 
     from nanovllm.fused import fuse
