@@ -169,7 +169,7 @@ def prepare_batch(
     block_size: int,
     pad_req_index: int = 0,
 ) -> HostBatch:
-    """Fill a step's batch, including the arrays of the backend and of features, in memory from `host_buffer`.
+    """Fill a step's batch, including the arrays of the backend and of features. `host_buffer` returns the memory.
 
     If `shape` is larger than the step, the batch is padded with empty sequences. They store nothing, and their samples
     are dropped. The backend's arrays are padded with -1.

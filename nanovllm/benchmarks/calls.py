@@ -1,4 +1,4 @@
-"""Compares two calls on the same requests: `generate` and `stream`, or beam search here and in transformers."""
+"""Compares `generate` with `stream` on the same requests, or our beam search with transformers' beam search."""
 
 from collections.abc import Callable
 from statistics import median
@@ -42,7 +42,7 @@ def compare_streaming(model: str, settings: dict, requests: list[Request], round
 
 
 def compare_beam_search(model: str, settings: dict, width: int, max_tokens: int, rounds: int = 5) -> None:
-    """Time beam search here and in transformers on a prompt of 20 tokens, in `rounds` alternating runs."""
+    """Time our beam search and transformers' beam search on a prompt of 20 tokens, in `rounds` alternating runs."""
     from transformers import AutoModelForCausalLM
 
     prompt = list(range(300, 320))

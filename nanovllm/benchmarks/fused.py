@@ -94,7 +94,7 @@ def without(names: tuple[str, ...]) -> Iterator[None]:
 def step_times(
     model: str, settings: dict[str, Any], left_out: tuple[str, ...] = ("no such class",)
 ) -> dict[str, float]:
-    """Time each kind of step without the forms in `left_out`. Returns the minimum of three runs, in microseconds."""
+    """Disable the forms in `left_out`, and time each kind of step. Return microseconds (minimum of three runs)."""
     from nanovllm import LLM, SamplingParams
 
     with without(left_out), LLM(model, device="cuda", enable_prefix_caching=False, **settings) as llm:

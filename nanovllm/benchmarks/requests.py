@@ -1,4 +1,4 @@
-"""Makes random requests: prompts of random token ids, output lengths, and arrival times."""
+"""Makes random requests. Their token ids, lengths and arrival times are random."""
 
 import random
 from dataclasses import dataclass, replace
@@ -52,7 +52,7 @@ def same_lengths(num_seqs: int, input_len: int, output_len: int, seed: int | str
 def online(
     rate: float, num_seqs: int, medians: tuple[int, int], max_model_len: int, seed: int, vocab_size: int
 ) -> list[Request]:
-    """Make requests with Poisson arrivals, at `rate` requests per second.
+    """Make requests whose arrivals are a Poisson process, with `rate` requests per second.
 
     `medians` contains the median prompt length and the median output length, in tokens.
     """

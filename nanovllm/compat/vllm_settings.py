@@ -146,7 +146,7 @@ def select(
 ) -> dict[str, Any]:
     """Return the values whose names are in `known`. Check all other values against `accepted`, and drop them.
 
-    Raises TypeError for a name that is in neither of the two. Raises ValueError for a value that is not accepted.
+    Raises TypeError for a name that neither of them contains. Raises ValueError for a value that is not accepted.
     """
     for name, value in values.items():
         if name in known:

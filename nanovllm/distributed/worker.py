@@ -121,7 +121,7 @@ class Workers:
         return runner.launch(batch, step)
 
     def send(self, message: Any, words: np.ndarray) -> None:
-        """Send a message and its words (up to `largest_batch`) to all other ranks, which call `message.receive`."""
+        """Send a message and up to `largest_batch` words to all other ranks, which call `message.receive`."""
         self.check()
         self._channel.send(message, words, STEP_TIMEOUT)
 
@@ -226,7 +226,7 @@ class Workers:
     def exit(self) -> None:
         """End the processes and clean up. In a forked child, do nothing.
 
-        Any thread may call this method, and calls may be repeated. If another thread is in `launch`, `launch` raises
+        Any thread may call this method, any number of times. If another thread is in `launch`, `launch` raises
         RuntimeError. An interrupt that arrives meanwhile is raised at the end.
         """
         if self.supervisor is None or os.getpid() != self._caller_pid:

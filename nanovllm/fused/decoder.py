@@ -63,7 +63,7 @@ class FusedDecoderLayer(Fused):
         return x.reduce(), residual
 
     def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
-        """Return the output of the layer's last part, and the residual. The next norm adds the two."""
+        """Return the output of the layer's last part, and the residual to which the next norm adds this output."""
         normed = self.input_layernorm(x, residual)
         x = self.mix(normed, rope)
         normed = self.post_attention_layernorm(x, normed.residual)

@@ -40,7 +40,7 @@ class NormInput:
 
     @property
     def residual(self) -> torch.Tensor:
-        """The residual of the next norm: x + residual [T, N]. It may have overwritten the old residual."""
+        """The next norm's residual [T, N], which is x + residual. It may have overwritten the old residual."""
         if self.total is None:
             self.tensor()
         return self.total

@@ -62,7 +62,7 @@ class QuantConfig:
         return next(found, None)
 
     def prepare(self, model: nn.Module, device: torch.device) -> None:
-        """Set the format of each linear layer and of experts in `model`, and allocate their weights on `device`."""
+        """Set the format of each linear layer and mixture of experts in `model`. Allocate their weights on `device`."""
         make_linear: Callable = ScaledLinear
         make_experts: Callable = ScaledExperts
         has_units = "quantize_rows" in ops_for(device) and has_fp8_units(device)
