@@ -166,7 +166,7 @@ def _decode_kernel(
 @dependent_kernel(early=("seq_ptrs",))
 @triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(seq_ptrs, out_ptrs, splits, HEADS: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr):
-    """Add the segments of one query head in each program, unless a single program has computed them all."""
+    """In each program, add the segments of one query head, unless a single program has computed them all."""
     gdc_launch_dependents(PDL)
     num_seqs_ptr, context_lens_ptr = seq_ptrs
     out_ptr, part_ptrs = out_ptrs

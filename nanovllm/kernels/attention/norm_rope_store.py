@@ -57,7 +57,7 @@ def load_cos_sin(cos_sin_ptr, token, d, HEAD_DIM: tl.constexpr, ROTARY: tl.const
 def _norm_rope_store_kernel(
     qkv_ptr, norm_rope_ptrs, q_ptr, cache_ptrs, qkv_stride, ROWS: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr
 ):
-    """Process PER_PROGRAM heads of one token in each program.
+    """In each program, process PER_PROGRAM heads of one token.
 
     In qkv, query heads come first, then key heads, then value heads. All heads run the same instructions. The masks
     `is_q`, `is_k` and `is_v` select what each head loads and stores.

@@ -59,7 +59,7 @@ class SplitRows(NamedTuple):
 @dependent_kernel(early=("seq_ptrs",))
 @triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(part_ptrs, seq_ptrs, out_ptr, splits, ROWS: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr):
-    """Combine the splits of one query head in each program.
+    """In each program, combine the splits of one query head.
 
     A separate kernel was faster than letting the split that finishes last combine all splits.
     """

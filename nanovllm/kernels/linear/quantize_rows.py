@@ -55,7 +55,7 @@ def store_groups(x, out_ptrs, row, first_group, stride, GROUPS: tl.constexpr):
 @dependent_kernel()
 @triton.jit(do_not_specialize=["scale_stride"])
 def _groups_kernel(x_ptr, out_ptrs, scale_stride, GROUPS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr):
-    """Store `count` groups of one row in each program.
+    """In each program, store `count` groups of one row.
 
     If GATED, the row of x has 2 n elements, and its SwiGLU is stored.
     """

@@ -59,7 +59,7 @@ def _grouped_kernel(
     IS_GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute `tile_n` outputs of at most TILE_M rows of one expert in each program.
+    """In each program, compute `tile_n` outputs of at most TILE_M rows of one expert.
 
     With IS_GATED, the kernel computes the first GEMM and SwiGLU. Then `x_tiles` is a pointer, because the rows of x are
     in the order of tokens.

@@ -71,7 +71,7 @@ def _gate_up_gemv_kernel(
 def _down_gemv_kernel(
     h_ptr, w_ptrs, choice_ptrs, out_ptr, first_expert, N, SHAPE: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr
 ):
-    """Compute `tile_n` outputs of a token in each program, summed over all experts of the token."""
+    """In each program, compute `tile_n` outputs of a token, summed over all experts of the token."""
     weights_ptr, ids_ptr = choice_ptrs
     K: tl.constexpr = SHAPE.k
     TILE_K: tl.constexpr = SIZES.tile_k

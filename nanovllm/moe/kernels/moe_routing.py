@@ -75,7 +75,7 @@ class RouteSizes(NamedTuple):
 @dependent_kernel(early=("slot_mapping_ptr",))
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_kernel(logits_ptr, slot_mapping_ptr, out_ptrs, num_tokens, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """Route `block_t` tokens in each program.
+    """In each program, route `block_t` tokens.
 
     NaN and columns without an expert count as -inf, so ids are always valid.
     """
@@ -169,7 +169,7 @@ def _load_keys(ids_ptr, pair, num_pairs, first_expert, SIZES: tl.constexpr):
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_pairs", "first_expert"])
 def _count_kernel(ids_ptr, rows_ptr, num_pairs, first_expert, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """Count the rows of one share in each program.
+    """In each program, count the rows of one share.
 
     Store the first row and the number of rows that each expert has within the share: [2, bins, shares].
     """
@@ -187,7 +187,7 @@ def _count_kernel(ids_ptr, rows_ptr, num_pairs, first_expert, SIZES: tl.constexp
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_shares"])
 def _scan_kernel(rows_ptr, num_shares, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """Sum the counts of one expert over all shares in each program.
+    """In each program, sum the counts of one expert over all shares.
 
     In each share, replace the expert's first row with the number of rows in other shares that precede the expert's rows
     of this share. Replace the expert's count in the first share with the sum of the counts.
@@ -204,7 +204,7 @@ def _scan_kernel(rows_ptr, num_shares, SIZES: tl.constexpr, PDL: tl.constexpr):
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_pairs", "first_expert", "num_tiles"])
 def _sort_kernel(in_ptrs, out_ptrs, num_pairs, first_expert, num_tiles, tile_m, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """Write the table of tiles in the first program, and the rows of a block of pairs in each other program.
+    """In the first program, write the table of tiles. In each other program, write the rows of a block of pairs.
 
     The row index of a pair is the number of pairs that sort before it. Pairs are compared only within a share. Without
     `rows_ptr`, there is a single share, and the two kernels above are not needed.
