@@ -1,10 +1,10 @@
 """Draft tokens in a layer with the gated delta rule.
 
 A state can't be rolled back, so unverified drafts never update it. The first token of a sequence in a step is certain,
-and the state after this token is stored. The drafts are computed from this state. Of the drafts, the layer stores only
-the inputs, which take about a hundredth of the memory of a state per draft. In the next step, the sequence has grown by
-the accepted drafts, which are computed again to update the state. This definition reads the number of accepted drafts
-on the host, so it is meant for a CPU.
+and the state after this token is stored. The drafts are computed from this state. For each draft, the layer stores the
+inputs instead of a state, because they need about a hundredth of the memory. In the next step, the sequence has grown
+by the accepted drafts, which are computed again to update the state. This definition reads the number of accepted
+drafts on the host, so it is meant for a CPU.
 """
 
 from typing import Any

@@ -82,7 +82,7 @@ class Experts(nn.Module):
     def tensors_of_experts(self) -> dict[str, tuple[nn.Parameter, tuple[int, int]]]:
         """Map the name of each single expert's tensor to (parameter, (expert, shard id)).
 
-        Names are relative to this module. They are for checkpoints that store experts one by one. Other checkpoints
+        Names are relative to this module. They are for checkpoints that store experts one by one; other checkpoints
         contain the two stacked parameters. The parameter's `weight_loader` takes the tensor, the expert and the shard
         id.
         """

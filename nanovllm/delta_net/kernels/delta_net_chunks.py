@@ -104,8 +104,8 @@ def _of_head(gates, n):
 def _chunks_kernel(rule_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.constexpr):
     """In each program, compute `tile` value heads of a chunk.
 
-    Let T be the inverse of the triangular system. v becomes T (beta v), and w becomes T (beta decay k). The next kernel
-    multiplies w by the state, which yields the values that the state already returns. It subtracts them from v.
+    Let T be the inverse of the triangular system. v becomes T (beta v), and w becomes T (beta decay k). w times the
+    state is the part of v that the state already returns. The next kernel subtracts it from v.
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads

@@ -1,6 +1,6 @@
 """Computes convolution and gates of the gated delta rule for all tokens of a step.
 
-Also stores the inputs that the next step needs.
+It also stores the inputs that the next step needs.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +14,10 @@ from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launc
 
 
 class RuleInputs(NamedTuple):
-    """The inputs of the delta rule for each token. For chunks, also intermediate results of the kernels."""
+    """The inputs of the delta rule for each token.
+
+    For chunks, it also contains intermediate results of the kernels.
+    """
 
     q: torch.Tensor  # [T, key heads * key_dim]
     k: torch.Tensor  # [T, key heads * key_dim]

@@ -62,7 +62,7 @@ class States(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """The data that kernels read about decoding sequences or sequences with prefill chunks."""
+    """The data that kernels read about the sequences of a step, which either decode or have prefill chunks."""
 
     rows: torch.Tensor  # of states [B]; for chunks [2, B]: rows to read, and rows to write
     count: torch.Tensor | None  # [1] int32: the number of decode rows, if a batch is padded

@@ -1,9 +1,9 @@
 """Logit biases, penalties, allowed ids and bad words. The definitions are in features/logit_edits.py.
 
-A program counts the tokens of its row in scratch memory that contains only zeros before the step. Then its threads
-exchange the count of each token for a zero. The first thread for a token gets the count, and edits the logit of the
-token. Later threads for the same token get zero. Afterwards, the memory contains only zeros again. The kernel skips
-rows that use none of these parameters.
+A program counts the tokens of its row in scratch memory that initially contains only zeros. Then its threads exchange
+the count of each token for a zero. The first thread for a token gets the count, and edits the logit of the token. Later
+threads for the same token get zero. Afterwards, the memory contains only zeros again. The kernel skips rows that use
+none of these parameters.
 """
 
 from typing import NamedTuple
