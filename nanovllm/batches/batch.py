@@ -1,7 +1,7 @@
-"""The inputs of a step: a flat int32 buffer with named views.
+"""Defines the inputs of a step: a flat int32 buffer with named views.
 
 The host fills the buffer from the scheduler's decisions. A single copy sends it to the device, where it has the same
-views. Code for the device uses no sequences.
+views. Code for the device never uses a `Sequence`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -67,11 +67,11 @@ def _view(dims: Callable[[BatchShape], Dims], chunks_only: bool = False) -> Any:
 
 @dataclass(slots=True, eq=False)
 class Batch(Generic[Array]):
-    """The int32 arrays of a step: NumPy's on the host, PyTorch's on the device. Each field states its shape.
+    """The int32 arrays of a step: NumPy arrays on the host, tensors on the device. The fields define their shapes.
 
     Fields with `chunks_only` are None in steps that only decode. For decode rows, the host fills the first three fields
-    after `buffer`, and the device fills the next five (batches.request_tables.place_decodes). Views whose shapes depend
-    on BatchShape.graph_shape come first, because CUDA graphs read only these views.
+    after `buffer`, and the device fills the next five (see `place_decodes`). Views whose shapes follow from
+    `BatchShape.graph_shape` alone come first, because CUDA graphs read no other views.
     """
 
     shape: BatchShape
@@ -131,7 +131,7 @@ BATCH, BACKEND = "the batch itself", "the attention backend"  # owners of arrays
 
 @lru_cache(maxsize=1024)
 def _layout(shape: BatchShape) -> tuple[list[tuple[str, list[tuple[str, int, int, Dims]]]], int]:
-    """Return (name, begin, end, shape) of each owner's views, and the buffer's size, in words."""
+    """Return (name, begin, end, dimensions) of each owner's views, and the size of the buffer. The unit is words."""
     views_used = [view for view in VIEWS if shape.has_chunks or not view.metadata["chunks_only"]]
     batch_shapes = [(view.name, view.metadata["dims"](shape)) for view in views_used]
     layout, begin = [], 0
@@ -144,7 +144,7 @@ def _layout(shape: BatchShape) -> tuple[list[tuple[str, list[tuple[str, int, int
 
 
 def shape_of(step: ScheduledStep, block_size: int, backend_arrays: Mapping[str, np.ndarray]) -> BatchShape:
-    """Return the shape of a step without padding. Only the fields of `graph_shape` are set."""
+    """Return the shape of a step without padding. All fields outside `graph_shape` keep their defaults."""
     k, chunk_lens = step.tokens_per_row, step.chunk_lens
     n, prompt_seqs = step.num_decodes * k, (*step.new_seqs, *(seq for seq, _, _ in step.chunks))
     longest_decode = max((end for _, _, end in step.decodes), default=0)
@@ -169,9 +169,9 @@ def prepare_batch(
     block_size: int,
     pad_req_index: int = 0,
 ) -> HostBatch:
-    """Fill a step's batch in the `host_buffer` for its shape, including the arrays of the backend and features.
+    """Fill a step's batch, including the arrays of the backend and of features. `host_buffer` returns the memory.
 
-    If `shape` is larger than the step, the batch is padded with empty sequences, which store nothing and whose samples
+    If `shape` is larger than the step, the batch is padded with empty sequences. They store nothing, and their samples
     are dropped. The backend's arrays are padded with -1.
     """
     new = step.new_seqs
@@ -211,7 +211,7 @@ def _fill(array: np.ndarray, values: Any, padding: int) -> None:
 
 
 def _fill_chunks(batch: HostBatch, step: ScheduledStep, block_size: int, pad_req_index: int) -> None:
-    """Fill the rows and tokens of chunks, which follow the decode rows, and the arrays that locate them."""
+    """Fill the rows and tokens of chunks, and the arrays that locate them. Chunks follow the decode rows."""
     k, n = step.tokens_per_row, step.num_decodes * step.tokens_per_row
     lengths = np.array([1] * n + step.chunk_lens)
     ends = lengths.cumsum(dtype=np.int32)  # [B], into the flat tokens of the step

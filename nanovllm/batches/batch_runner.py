@@ -1,4 +1,4 @@
-"""A runner that prepares each step as a flat batch, before the host knows the previous step's tokens."""
+"""Defines a runner that prepares each step as a flat batch, before the host knows the previous step's tokens."""
 
 from collections.abc import Callable
 
@@ -17,13 +17,13 @@ from nanovllm.utils.context import Context, attention_context
 
 
 class BatchRunner(ModelRunner):
-    """Replaces the plain ModelRunner for overlapping steps, several ranks or drafts.
+    """Replaces the plain ModelRunner if steps overlap, or if there are several ranks or drafts.
 
-    A step is one int32 buffer, so a single copy sends it to the device or to another rank. Sampled tokens stay on the
-    device, in RequestTables. The next step reads its input there, so it can be queued before the host knows these
-    tokens.
+    The inputs of a step share one int32 buffer, so a single copy sends them to the device or to another rank. Sampled
+    tokens stay on the device, in RequestTables. The next step reads them there, so it can be queued before the host
+    knows them.
 
-    This class computes each step immediately, as on a CPU. On CUDA, the subclass in cuda/runner.py queues steps and
+    On a CPU, this class computes each step immediately. On CUDA, the subclass in cuda/runner.py queues steps and
     replays graphs.
     """
 
@@ -86,7 +86,7 @@ class BatchRunner(ModelRunner):
     # -- on the device -------------------------------------------------------------------------------------------------
 
     def forward(self, batch: DeviceBatch) -> ForwardOutput:
-        """Compute a whole step on the device. CUDA graphs capture this, so it never waits for the device."""
+        """Compute a whole step on the device. CUDA graphs capture this method, so it never waits for the device."""
         self.upload(batch)
         hidden_states, x = self.run_batch(batch)
         return ForwardOutput(*self.sample_and_accept(x), hidden_states, x)

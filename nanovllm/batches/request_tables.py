@@ -1,4 +1,4 @@
-"""The device's tables of running requests, which each step reads and updates. The host learns the result later.
+"""Defines the device's tables of running requests. Each step reads and updates them. The host learns the result later.
 
 With drafts, a step adds the accepted drafts and one more token to a sequence. When the next step is queued, only
 the device knows the sequence's length. So the device computes the positions and slots of the next step.
@@ -13,7 +13,7 @@ from nanovllm.kernels import operation
 
 
 class RequestTables(NamedTuple):
-    """The int32 arrays by request index. The last row is for padding. Its parameters are zeros (greedy sampling)."""
+    """Int32 arrays, indexed by request. The last row is for padding, and its parameters are zeros (greedy sampling)."""
 
     last_token_ids: torch.Tensor  # [requests, K]: the last token, then drafts; -1: no draft
     num_tokens: torch.Tensor  # [requests], including the last token
@@ -66,8 +66,8 @@ def accept(
 ) -> torch.Tensor | None:
     """Make each sequence's sampled token its next input, and increase its length.
 
-    req_indices [S]; positions and token_ids [S * k]. With drafts (k > 1), returns counts [S] int32: how many tokens
-    each sequence gets, which is one more than its accepted drafts.
+    `req_indices` is [S]. `positions` and `token_ids` are [S * k]. With drafts (k > 1), return how many tokens each
+    sequence gets: [S] int32. This is one more than the number of its accepted drafts.
     """
     if len(token_ids) > len(req_indices):
         from nanovllm.spec_decode.rows import accept_drafts
@@ -80,5 +80,5 @@ def accept(
 
 
 def arrays(*tensors: torch.Tensor) -> list[Any]:
-    """Replace CPU tensors with NumPy views, which have the same operators, but are much faster on a CPU."""
+    """Replace CPU tensors with NumPy views. These have the operators of tensors, but are much faster on a CPU."""
     return [x.numpy() if x.is_cpu else x for x in tensors]

@@ -47,7 +47,7 @@ separate process. vLLM runs with its defaults, except for the model, the dtypes,
 and --speculative-config. It gets --max-num-seqs and --max-num-batched-tokens only if you set them. The output lists all
 versions, and the environment variables VLLM_*. --plot FILE.svg draws online, latency or batches.
 
-Random weights. With --shape, the model of --speculative-config may also be a shape, and the method "eagle3" needs no
+Random weights. With --shape, the "model" in --speculative-config may be a shape too, and the method "eagle3" needs no
 model. Drafts from random weights are never accepted. To make both engines accept drafts at given rates, set for example
 --speculative-config '{"method": "eagle3", "num_speculative_tokens": 2, "rejection_sample_method": "synthetic",
 "synthetic_acceptance_rates": [0.8, 0.64]}'.
@@ -61,8 +61,8 @@ is the median. For online and latency, the same loop steps both engines, and vLL
 each engine runs its server. Headline, single, prefill and batches call `LLM.generate`.
 
 Profiles. --profile traces a run of headline, single, prefill, batches or latency on a GPU, with at most 65 output
-tokens per request. A table shows the mean time per step of each kind of kernel, in microseconds. Its first row covers
-the steps up to the last one that computes prompts, and its second row covers the decode steps after it. Kernels
+tokens per request. A table shows the mean time per step of each kind of kernel, in microseconds. The first row
+covers the steps up to the last one that computes prompts, and the second row covers the decode steps after it. Kernels
 overlap, so a kernel's time counts from the end of the previous kernel. "products" are the GEMMs of the layers, with
 everything fused into them. "limit" is the least time that the hardware needs for such a step.
 
@@ -178,7 +178,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings for LLM(...) that were given as flags."""
+    """Return the settings for `LLM` that were given as flags."""
     return given(args, Config, skip=OWN_FLAGS) | ({"load_format": "dummy"} if args.shape else {})
 
 
@@ -228,7 +228,7 @@ positive = checked(float, "a number", lambda value: 0 < value < inf, "greater th
 
 
 def load(text: str) -> Load:
-    """Parse a row of the workload http."""
+    """Parse a row of the workload `http`."""
     if not (match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)/([1-9]\d*)(?:-(whole|chat))?", text)):
         raise ArgumentTypeError(f"{text!r}: must be CLIENTSxINPUT/OUTPUT, and -whole or -chat after it, or nothing")
     return Load(*map(int, match.groups()[:3]), match[4] or "")

@@ -1,4 +1,4 @@
-"""Compares two calls on the same requests: `generate` with `stream`, or our beam search with transformers' search."""
+"""Compares `generate` with `stream` on the same requests, or our beam search with transformers' beam search."""
 
 from collections.abc import Callable
 from statistics import median
@@ -12,7 +12,7 @@ from nanovllm.benchmarks.requests import Request
 
 
 def time_alternately(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each call in each round, after a warm-up round. Every other round is in reverse order."""
+    """Return the seconds of each call in each round, after a warm-up round. Every other round reverses the order."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(rounds + 1):
         for name in list(calls)[:: 1 if i % 2 else -1]:
@@ -42,7 +42,7 @@ def compare_streaming(model: str, settings: dict, requests: list[Request], round
 
 
 def compare_beam_search(model: str, settings: dict, width: int, max_tokens: int, rounds: int = 5) -> None:
-    """Time both beam searches on a prompt of 20 tokens, in `rounds` alternating runs."""
+    """Time our beam search and transformers' beam search on a prompt of 20 tokens, in `rounds` alternating runs."""
     from transformers import AutoModelForCausalLM
 
     prompt = list(range(300, 320))

@@ -1,7 +1,7 @@
-"""A program that runs HTTP clients, each of which sends one request at a time.
+"""Runs HTTP clients as a program. Each client sends one request at a time.
 
-The clients must not be the bottleneck. Therefore, `http.py` runs this file in several processes, and the file imports
-only the standard library. Each process receives jobs, which are pickled arguments of `drive`.
+The clients must not be the bottleneck. So `http.py` runs this file in several processes, and the file imports nothing
+but the standard library. Each process receives jobs, which are pickled arguments of `drive`.
 """
 
 import pickle

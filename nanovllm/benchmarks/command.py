@@ -79,7 +79,7 @@ def run(args: argparse.Namespace, settings: dict[str, Any], config: Config) -> N
 
 
 def compare_engines(args: argparse.Namespace, settings: dict[str, Any], config: Config) -> None:
-    """Run the workloads on every engine; print, draw and save the results."""
+    """Run the workloads on every engine, and print, draw and save the results."""
     if args.workload == ["online"] and config.device == "cpu" and not args.request_rate:
         args.request_rate = sweeps.rates_of_cpu(args, settings, config)
     workloads, swept, panels = requested(args, config)

@@ -1,4 +1,4 @@
-"""Implements `nanovllm show-fused MODEL`, which lists modules with a fused form on CUDA and measures their savings."""
+"""Implements `nanovllm show-fused MODEL`, which lists the modules that CUDA fuses and measures the time saved."""
 
 import argparse
 from collections import Counter
@@ -50,7 +50,7 @@ def show_fused(options: argparse.Namespace) -> int:
 
 
 def make_fused(model: str, settings: dict[str, Any]) -> Any:
-    """Return the model with its fused forms on the meta device, which allocates no memory for weights."""
+    """Return the model with its fused forms. It is on the meta device, which allocates no memory for weights."""
     import torch
 
     from nanovllm.fused import fuse
@@ -94,7 +94,7 @@ def without(names: tuple[str, ...]) -> Iterator[None]:
 def step_times(
     model: str, settings: dict[str, Any], left_out: tuple[str, ...] = ("no such class",)
 ) -> dict[str, float]:
-    """Time each kind of step without the forms in `left_out`. Returns the minimum of three runs, in microseconds."""
+    """Disable the forms in `left_out`, and time each kind of step. Return microseconds (minimum of three runs)."""
     from nanovllm import LLM, SamplingParams
 
     with without(left_out), LLM(model, device="cuda", enable_prefix_caching=False, **settings) as llm:

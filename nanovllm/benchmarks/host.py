@@ -1,4 +1,4 @@
-"""Measures the workload `host`, the host time of a step. No model runs, so it works on any machine."""
+"""Measures the host time of a step, for the workload `host`. No model runs, so this works on any machine."""
 
 import random
 from dataclasses import replace
@@ -50,7 +50,7 @@ def host_requests(num_seqs: int, max_input_len: int, output_len: int, vocab_size
 
 
 def host_step(llm: LLM, requests: list[Request]) -> list[float]:
-    """Return the median times of schedule, prepare, process, and their sum over the decode steps, in microseconds."""
+    """Return four medians over the decode steps, in microseconds: schedule, prepare, process, and their sum."""
     scheduler, runner, config = llm.scheduler, llm.model_runner, llm.config
     device = FakeDevice(len(requests), config.model_config.vocab_size)
     for i, r in enumerate(requests):
@@ -95,7 +95,7 @@ def host_calls(llm: LLM, requests: list[Request], rounds: int = 3) -> dict[str, 
 class FakeDevice:
     """A device that finishes each step at once, with random token ids. Its `launch` replaces `BatchRunner.launch`.
 
-    decoding_since: the CPU time of the process when the first decode step was launched, in seconds.
+    decoding_since: the process's CPU time in seconds at the launch of the first decode step.
     """
 
     def __init__(self, num_seqs: int, vocab_size: int):

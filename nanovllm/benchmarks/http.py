@@ -1,4 +1,4 @@
-"""Measures the workload `http`, in which each client of a server sends a request when its last answer is complete."""
+"""Measures the workload `http`, in which each client sends its next request when its previous answer is complete."""
 
 import argparse
 import json
@@ -31,8 +31,8 @@ LEAST_CPU = 5  # percent of a core; processes and threads that use less are not 
 
 
 class Load(NamedTuple):
-    """A row of the workload. `kind` is "" for streamed completions, "whole" for completions that are not streamed, and
-    "chat" for streamed chat answers.
+    """A row of the workload's table. `kind` is "" for streamed completions, "whole" for completions that are not
+    streamed, and "chat" for streamed chat answers.
     """
 
     num_clients: int
@@ -95,7 +95,7 @@ def compare_servers(args: argparse.Namespace, settings: dict, config: Config) ->
 
 
 class ClientProcesses:
-    """Runs up to eight client processes, at most one per two cores, because the server needs the other cores."""
+    """Runs up to eight client processes, at most one per two cores, because the server needs the remaining cores."""
 
     def __enter__(self) -> "ClientProcesses":
         # -I, because files in this folder have the same names as other modules; a new session, so that Ctrl-C does not
@@ -199,7 +199,7 @@ def print_results(results: Results) -> None:
 
 
 def row(load: str, engine: str, result: LoadResult) -> list[str]:
-    """Return the cells below HEADER."""
+    """Return a row's cells, in the order of HEADER."""
     times = [number(latency_ms(result, kind, p), 1) for kind in ("TTFT", "ITL", "longest gap") for p in (50, 99)]
     rates = [number(result.rate, 0), number(result.num_requests / result.seconds, 1)]
     cpu = sum(seconds for _, seconds in result.threads.values()) or nan

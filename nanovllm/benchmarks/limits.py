@@ -22,10 +22,10 @@ class Rates(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """The shortest time that a run can take, in seconds.
+    """The shortest times that a run can take, in seconds, under two assumptions.
 
-    stepwise: if each step computes either prompts or decodes, and reading overlaps with multiplying within a step.
-    overlap: if all reading of the run overlaps with all multiplying of the run.
+    stepwise: each step computes either prompts or decodes, and reading overlaps with multiplying within the step.
+    overlap: all reading of the run overlaps with all multiplying of the run.
     """
 
     stepwise: float
@@ -121,10 +121,10 @@ class StepCosts:
         return num_bytes / self.rates.bytes_per_s, operations / self.rates.operations_per_s
 
     def _weight_bytes(self, num_tokens: float) -> float:
-        """Return the bytes of weights that a step reads.
+        """Return how many bytes of weights a step reads.
 
-        In a mixture of experts, a step reads the experts that `num_tokens` tokens choose on average, if all are equally
-        likely.
+        In a mixture of experts, a step reads the experts that `num_tokens` tokens choose on average. Every expert is
+        assumed to be equally likely.
         """
         num_weights: float = self.weights
         if moe := self.shape.moe:

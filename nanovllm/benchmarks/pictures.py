@@ -16,7 +16,7 @@ LINE_COLORS = {"nanovllm": "#1a7f5a", "vllm": "#7b8a97", "transformers": "#c08a3
 
 
 def svg_pyplot():
-    """Return matplotlib.pyplot, set up for small and reproducible svg files in which text stays text."""
+    """Return `matplotlib.pyplot`, set up to write small and reproducible svg files that contain text as text."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -28,8 +28,9 @@ def svg_pyplot():
 
 
 def draw_figure(file: Path) -> None:
-    """Draw a bar chart of the results in the JSON file next to `file`. Bars are speeds relative to vLLM, if it has
-    results. Labels are tokens per second.
+    """Draw a bar chart of the results in the JSON file next to `file`.
+
+    The bars show speeds relative to vLLM, if it has results. The labels show tokens per second.
     """
     plt = svg_pyplot()
     saved = json.loads(file.with_suffix(".json").read_text())
@@ -53,7 +54,7 @@ def draw_figure(file: Path) -> None:
 
 
 def draw_panels(file: Path, title: str, panels: list[Panel], results: Results) -> None:
-    """Draw the curves of all panels. Each engine has a colour and a marker; dashed curves have empty markers."""
+    """Draw the curves of all panels. Each engine has a colour and a marker. Dashed curves have hollow markers."""
     plt = svg_pyplot()
     from matplotlib.ticker import LogLocator
 

@@ -49,9 +49,9 @@ def run_in_process(function, *arguments):
 
 
 def seconds_since_start() -> float:
-    """Return the age of this process in seconds, without the time that it has waited for other processes.
+    """Return the age of this process in seconds, minus the time that it spent waiting for `run_in_process`.
 
-    Except on Linux, the age is the time since this file was imported.
+    Outside Linux, the age counts from the import of this file.
     """
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""Makes random requests: prompts of random token ids, output lengths, and arrival times."""
+"""Makes random requests. Their token ids, lengths and arrival times are random."""
 
 import random
 from dataclasses import dataclass, replace
@@ -32,9 +32,9 @@ def random_ids(rng: random.Random, length: int, vocab_size: int) -> list[int]:
 
 
 def headline(num_seqs: int, max_input_len: int, max_output_len: int, seed: int, vocab_size: int) -> list[Request]:
-    """Make the requests of the workload headline. One generator draws all prompts, and then all output lengths.
+    """Make the requests of the workload `headline`. One random generator draws all prompts, then all output lengths.
 
-    With seed 0 and the defaults, there are 133,966 output tokens.
+    With seed 0 and the default lengths, the requests have 133,966 output tokens in total.
     """
     rng = random.Random(seed)
     num_ids = min(10_001, vocab_size)
@@ -44,7 +44,7 @@ def headline(num_seqs: int, max_input_len: int, max_output_len: int, seed: int, 
 
 
 def same_lengths(num_seqs: int, input_len: int, output_len: int, seed: int | str, vocab_size: int) -> list[Request]:
-    """Make requests of equal lengths. Workloads need different seeds, because prompts stay in the prefix cache."""
+    """Make requests of equal lengths. Each workload needs its own seed, because prompts stay in the prefix cache."""
     rng = random.Random(seed)
     return [Request(random_ids(rng, input_len, vocab_size), output_len) for _ in range(num_seqs)]
 
@@ -52,8 +52,9 @@ def same_lengths(num_seqs: int, input_len: int, output_len: int, seed: int | str
 def online(
     rate: float, num_seqs: int, medians: tuple[int, int], max_model_len: int, seed: int, vocab_size: int
 ) -> list[Request]:
-    """Make requests that arrive as a Poisson process, `rate` per second. `medians` are the median prompt length and
-    the median output length, in tokens.
+    """Make requests whose arrivals are a Poisson process, with `rate` requests per second.
+
+    `medians` contains the median prompt length and the median output length, in tokens.
     """
     rng = random.Random(f"online {rate} {seed}")
     requests, arrival = [], 0.0

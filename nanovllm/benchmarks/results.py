@@ -1,4 +1,4 @@
-"""Results of engines, their statistics, and the file that stores them."""
+"""Defines the results of engines, computes statistics, and saves results to a file."""
 
 import json
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ class Result:
     """The result of one engine on one workload.
 
     num_runs: how many runs of the workload the result summarizes.
-    token_times: for each request, when its tokens arrived, in seconds after the request arrived.
+    token_times: for each request, when its tokens arrived, in seconds since the request was due.
     """
 
     seconds: float = 0.0
@@ -43,7 +43,7 @@ def joined(results: list[Result]) -> Result:
 
 
 def percentile(values: list[float], p: float) -> float:
-    """Return a percentile, interpolated linearly between the two nearest values; NaN if there are no values."""
+    """Return a percentile, interpolated linearly between the two nearest values. Return NaN if there are no values."""
     return float(np.percentile(values, p)) if values else nan
 
 
@@ -64,7 +64,7 @@ def latency_ms(result: Result, kind: str, p: float) -> float:
 
 
 def decode_rate(token_times: list[list[float]], num_seqs: int) -> float:
-    """Return the decode speed in tokens per second, while all sequences of a run decode (median of the runs).
+    """Return the decode speed while all sequences of a run decode, in tokens per second (median of the runs).
 
     `token_times` lists the runs one after another, with `num_seqs` sequences per run.
     """
@@ -89,7 +89,7 @@ def drafts_since(before: dict | None, now: dict | None) -> str:
 
 
 def save_results(file: Path, notes: str, setup: str, rates: dict[str, dict[str, float]]) -> None:
-    """Merge rates (tokens/s) into a file `{"notes": text, "results": {setup: {workload: {engine: rate}}}}`."""
+    """Merge rates (tokens/s) into a JSON file `{"notes": text, "results": {setup: {workload: {engine: rate}}}}`."""
     saved = json.loads(file.read_text()) if file.exists() else {"notes": notes, "results": {}}
     workloads = saved["results"].setdefault(setup, {})
     for workload, by_engine in rates.items():

@@ -29,7 +29,7 @@ class Server(NamedTuple):
 
 
 def as_flags(settings: dict[str, Any]) -> list[str]:
-    """Return settings as flags: `--name=value` (a dict as JSON), or `--name` or `--no-name` for a bool.
+    """Return settings as flags: `--name=value` (dicts as JSON). A bool becomes `--name` or `--no-name`.
 
     A setting of None is left out.
     """
@@ -114,7 +114,7 @@ Threads = dict[tuple[int, int], tuple[str, float]]  # by the ids of process and 
 
 
 def cpu_times(server: Server, since: Threads | None = None) -> Threads:
-    """Return the CPU time of each server thread since the reading `since`. Returns {} except on Linux."""
+    """Return the CPU time of each server thread since the reading `since`. Outside Linux, return {}."""
     threads: Threads = {}
     for stat in Path("/proc").glob("[0-9]*/task/[0-9]*/stat"):
         with suppress(OSError):  # a thread that has ended
@@ -129,7 +129,7 @@ def cpu_times(server: Server, since: Threads | None = None) -> Threads:
 
 @contextmanager
 def gpu_samples() -> Iterator[list[list[float]]]:
-    """Sample each GPU's utilization (in percent) once a second during a `with` block, if there is nvidia-smi."""
+    """Sample each GPU's utilization (in percent) once a second during a `with` block, if `nvidia-smi` exists."""
     command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
     samples: list[list[float]] = []
     ended = threading.Event()

@@ -1,4 +1,4 @@
-"""Published model shapes. `--shape NAME` runs a model with random weights, which needs no download."""
+"""Lists published model shapes. `--shape NAME` runs such a model with random weights, which needs no download."""
 
 import json
 from pathlib import Path
@@ -62,7 +62,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %
 
 
 def write_shape(name: str, folder: Path, with_text: bool = False) -> None:
-    """Make a folder without weights: the config.json of a shape, and a tokenizer with a token for each byte.
+    """Make a model folder without weights. It contains a shape's config.json, and a tokenizer with a token per byte.
 
     with_text: if True, all other ids decode to words, because a server does not stream tokens without text. No text
         encodes to these ids.
@@ -97,7 +97,7 @@ OF_HEAD += "max_position_embeddings", "rms_norm_eps", "rope_theta"
 
 
 def write_head(folder: Path, model: Path) -> None:
-    """Make a folder without weights: the config.json of an EAGLE-3 head (at most 32,000 tokens) for a shape."""
+    """Make a folder with an EAGLE-3 head's config.json for a shape. The head's vocabulary has up to 32,000 tokens."""
     entries = json.loads((model / "config.json").read_text())
     layer = {name: entries[name] for name in OF_HEAD} | {"model_type": "llama", "num_hidden_layers": 1}
     layer |= {"architectures": ["LlamaForCausalLMEagle3"], "torch_dtype": "bfloat16"}

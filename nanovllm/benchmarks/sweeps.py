@@ -42,7 +42,7 @@ def median_lengths(args: argparse.Namespace, config: Config) -> tuple[int, int]:
 
 
 def rates_of_cpu(args: argparse.Namespace, settings: dict[str, Any], config: Config) -> list[float]:
-    """Measure this CPU's highest rate in a short run, and return 30, 60 and 90% of it. No fixed rates suit all CPUs."""
+    """Measure this CPU's highest request rate briefly. Return 30, 60 and 90% of it. No fixed rates suit all CPUs."""
     vocab_size, medians, highest = config.model_config.vocab_size, median_lengths(args, config), 0.0
     with progress("the highest rate of requests:"):
         for num_seqs in (12, 96):  # more only on a CPU that computes these quickly
@@ -57,7 +57,7 @@ def rates_of_cpu(args: argparse.Namespace, settings: dict[str, Any], config: Con
 
 
 def latency_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, list[Panel]]:
-    """Make the workload `latency`, without lengths above the bounds.
+    """Make the workload `latency`. Leave out lengths above the bounds.
 
     All decode runs with the same context length have the same token ids. After the first run, the prefix cache contains
     them, so all sequences start to decode together.

@@ -25,7 +25,7 @@ def number(value: float, digits: int) -> str:
 class Panel:
     """A quantity y as a function of a variable x, shown as one table and as one part of a picture.
 
-    curves: for each statistic, the names of the workloads by x, and a function that computes y from a result.
+    curves: for each statistic, the names of workloads by x, and a function that computes y from a workload's result.
     log: the logarithmic axes: "", "x", "y" or "xy".
     digits: the number of decimal places of y in the table.
     """
@@ -38,7 +38,7 @@ class Panel:
     is_drawn: bool = True
 
     def points(self, results: Results) -> dict[tuple[str, str], dict[float, float]]:
-        """Return y by x for each engine and statistic, wherever there is a result."""
+        """For each engine and statistic, return y by x for every x that has a result."""
         return {
             (engine, statistic): {x: value(by_workload[name]) for x, name in names.items() if name in by_workload}
             for engine, by_workload in results.items()

@@ -14,7 +14,7 @@ HEADER = ["engine", "s", "tok/s", "TTFT ms", "p99", "ratio", "of limit", "of ove
 
 
 def sizes(args: argparse.Namespace, config: Config) -> tuple[int, list[int]]:
-    """Return the number of requests of the workload headline, and its maximum input and output lengths."""
+    """Return the number of requests of the workload `headline`, and its maximum input and output lengths."""
     num_seqs, longest = (64, 256) if config.device == "cpu" else (256, 1024)
     lengths = fit(args.max_input_len or longest, args.max_output_len or longest, config.max_model_len)
     return args.num_seqs or num_seqs, lengths
@@ -57,7 +57,7 @@ def print_results(config: Config, workloads: Workloads, results: Results) -> Non
 
 
 def row(engine: str, result: Result, baseline: Result, least: Limits | None) -> list[str]:
-    """Return the cells below HEADER."""
+    """Return a row's cells, in the order of HEADER."""
     ttft = [number(latency_ms(result, "TTFT", p), 1) for p in (50, 99)]
     of_limits = [f"{seconds / result.seconds:.2f}" for seconds in least] if least else ["-", "-"]
     ratio = f"{result.rate / baseline.rate:.2f}"

@@ -45,7 +45,7 @@ FORM_OPTIONS: dict[str, tuple] = {
 
 
 def restricted_schema(schema: Any, disable_any_whitespace: bool, disable_additional_properties: bool) -> Any:
-    """Restrict a JSON schema: forbid white space between elements, or additional properties, or both.
+    """Restrict a JSON schema: forbid white space between elements, additional properties, or both.
 
     Raises the same errors as `SamplingParams` for an invalid schema.
     """
@@ -66,7 +66,7 @@ def _closed(schema: Any) -> Any:
 
 
 class RequestOutputKind(Enum):
-    """What a streamed output contains: the answer so far, only its new part, or nothing until it is complete."""
+    """What a streamed output contains: the answer so far, its new part, or nothing until the answer is complete."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -74,7 +74,7 @@ class RequestOutputKind(Enum):
 
 
 class StructuredOutputsParams(dict):
-    """A dict for `SamplingParams.structured_outputs` that also has the attributes of vLLM's class."""
+    """A dict for `SamplingParams.structured_outputs`, with the attributes of vLLM's class."""
 
     def __init__(self, **options: Any):
         """Accept `json`, `regex`, `choice`, `grammar` or `json_object`, plus vLLM's other options.

@@ -1,4 +1,4 @@
-"""vLLM's interface for offline generation, implemented by this package.
+"""Implements vLLM's interface for offline generation.
 
 Use it with `from nanovllm.compat.vllm import LLM, SamplingParams`. If a program imports vLLM itself, call `install()`
 first. Then `import vllm`, and imports of the submodules in MODULES, return this module. Names that this module lacks
@@ -48,7 +48,7 @@ class LoRARequest:
 
 
 class NCCLWeightTransferEngine:
-    """A placeholder for vLLM's class that sends weights to a server. TRL always imports it, but every use fails."""
+    """A placeholder for vLLM's class that sends weights to a server. TRL always imports it, but using it fails."""
 
     def __init__(self, *args: Any, **options: Any):
         raise NotImplementedError("weights are sent by NCCL to vLLM's server only: here, call LLM.load_weights")
@@ -77,7 +77,7 @@ def get_tokenizer(tokenizer_name: str, **options: Any) -> Any:
 def resolve_chat_template(
     tokenizer: Any, chat_template: str | None = None, tools: list[dict] | None = None, *, model_config: Any = None
 ) -> str | None:
-    """Return `chat_template` or, by default, the tokenizer's template; None if there is neither."""
+    """Return `chat_template` or, if it is None, the tokenizer's template. Return None if there is neither."""
     try:
         return tokenizer.get_chat_template(chat_template, tools=tools)
     except ValueError:

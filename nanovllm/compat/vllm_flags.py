@@ -27,9 +27,9 @@ SERVER_FLAGS = {name: accepted for names, accepted in ACCEPTED.items() for name 
 
 
 def translate_flags(arguments: Iterable[str], known: Container[str]) -> tuple[list[str], dict[str, Any]]:
-    """Split a command line into arguments for our parser and settings of vLLM's engine.
+    """Split a command line into the arguments for our parser and the settings of vLLM's engine.
 
-    `known` contains the names of our flags, which go to our parser. Unknown flags go there too, so that the parser
+    `known` contains the names of our flags, which go to our parser. Unknown flags go there, too, so that the parser
     reports them. Raises ValueError for an unsupported value of a flag of vLLM's server.
     """
     remaining, own_arguments, model, settings = [*arguments], list[str](), list[str](), dict[str, Any]()
@@ -64,7 +64,7 @@ def _long(argument: str) -> str:
 
 
 def _value(text: str) -> Any:
-    """Parse a value as JSON or None, or else return the text."""
+    """Parse a value as JSON or as None. If neither works, return the text."""
     try:
         return json.loads(text)
     except ValueError:

@@ -58,7 +58,8 @@ class LLM(nanovllm.LLM):
         """Raises the same errors as our LLM.
 
         chat_template: the default template of `chat`.
-        skip_tokenizer_init: prompts must be token ids, and answers have no text. The tokenizer files must still exist.
+        skip_tokenizer_init: if True, prompts must be token ids, and answers have no text. The tokenizer files must
+        still exist.
         reasoning_parser: the model's reasoning format, which structured outputs and reasoning budgets need.
         """
         check_choice("reasoning_parser", reasoning_parser, ("", *FORMATS))
@@ -124,8 +125,8 @@ class LLM(nanovllm.LLM):
         """Return the complete answers. Raises the same errors as our `generate`.
 
         use_tqdm: whether to show our progress bar. A function that would make a different bar counts as True.
-        tokenization_kwargs: may contain `add_special_tokens`, and `truncate_prompt_tokens`: how many tokens to keep,
-            counted from the end.
+        tokenization_kwargs: may contain `add_special_tokens` and `truncate_prompt_tokens` (how many of a prompt's last
+            tokens to keep).
         """
         select("argument", unused, (), UNUSED)
         prompts = [self._prompt(prompt, **tokenization_kwargs or {}) for prompt in as_prompts(prompts)]
@@ -156,7 +157,7 @@ class LLM(nanovllm.LLM):
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """Run beam search. `concurrency_limit` is how many prompts are searched at once; None means all of them."""
+        """Run beam search. At most `concurrency_limit` prompts are searched at once. `None` means no limit."""
         check_accepted("lora_request", lora_request, UNUSED["lora_request"])
         prompts = [self._prompt(prompt) for prompt in as_prompts(prompts)]
         limit = len(prompts) or 1
@@ -167,7 +168,7 @@ class LLM(nanovllm.LLM):
         return [BeamSearchOutput([*self._beams(output)]) for output in outputs]
 
     def _params(self, params: Any) -> Any:
-        """Apply the settings of this LLM to one set of parameters, or to each in a list.
+        """Apply the settings of this LLM to one set of parameters, or to each set in a list.
 
         The settings are `skip_tokenizer_init`, the reasoning format, and the restrictions of JSON schemas.
         """
@@ -211,7 +212,7 @@ class LLM(nanovllm.LLM):
 
 
 def _with_logprobs(answers: list[RequestOutput], params: Any) -> list[RequestOutput]:
-    """Return the answers with their log-probabilities as lists, or as FlatLogprobs where `flat_logprobs` is set."""
+    """Return the answers. Their log-probabilities are lists, or FlatLogprobs if a request sets `flat_logprobs`."""
     each = params if isinstance(params, (list, tuple)) else [params] * len(answers)
     kinds = (FlatLogprobs if getattr(request_params, "flat_logprobs", False) else list for request_params in each)
     return [_with_type(answer, kind) for answer, kind in zip(answers, kinds)]

@@ -1,4 +1,4 @@
-"""Settings that vLLM's engine has and this engine lacks: EngineArgs of vLLM 0.26, and some from older versions."""
+"""Lists the settings that vLLM's engine has and this engine lacks, from vLLM 0.26 and older versions."""
 
 from collections.abc import Collection
 from difflib import get_close_matches
@@ -123,7 +123,7 @@ STRUCTURED_OUTPUTS_CONFIG = {
 
 
 def translate(settings: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Translate settings, which may have vLLM's names, into settings whose names are `known`.
+    """Translate settings, possibly under vLLM's names, into settings whose names are in `known`.
 
     Raises ValueError for an unsupported value of a vLLM setting. Raises TypeError for an unknown name, and for a
     setting that is given under both of its names.
@@ -144,9 +144,9 @@ def translate(settings: dict[str, Any], known: Collection[str]) -> dict[str, Any
 def select(
     kind: str, values: dict[str, Any], known: Collection[str], accepted: dict[str, tuple[Any, ...]]
 ) -> dict[str, Any]:
-    """Return the values whose names are `known`. Check that all other values are `accepted`, and drop them.
+    """Return the values whose names are in `known`. Check all other values against `accepted`, and drop them.
 
-    Raises TypeError for a name that is neither known nor accepted. Raises ValueError for a value that is not accepted.
+    Raises TypeError for a name that neither of them contains. Raises ValueError for a value that is not accepted.
     """
     for name, value in values.items():
         if name in known:

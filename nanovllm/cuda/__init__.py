@@ -1,1 +1,1 @@
-"""CUDA's additions to the plain engine: queued steps, CUDA graphs, and kernel compilation at startup."""
+"""Extends the plain engine on CUDA with queued steps, CUDA graphs, and kernel compilation at startup."""

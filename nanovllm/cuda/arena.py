@@ -1,6 +1,6 @@
-"""GPU memory that can be freed and allocated again at the same addresses, with CUDA's virtual memory management.
+"""Frees GPU memory, and allocates it again at the same addresses, through CUDA's virtual memory management.
 
-CUDA graphs that use this memory stay valid. Nothing may use the memory while it is freed.
+So CUDA graphs that use this memory stay valid. Nothing may use the memory while it is freed.
 """
 
 import ctypes

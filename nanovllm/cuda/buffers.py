@@ -1,4 +1,4 @@
-"""Buffers for batches and sampled tokens on the host and on the device, allocated once for the largest step."""
+"""Allocates host and device buffers for batches and results once, with the sizes of the largest step."""
 
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ class StepBuffers(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """The batches and results of two steps on the host, and one batch on the device."""
+    """Memory for the batches and results of two steps on the host, and for one batch on the device."""
 
     host: DoubleBuffer[StepBuffers]
     device: torch.Tensor
@@ -46,7 +46,7 @@ def host_memory(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate int32 memory for two steps: batches [2, size], and results [2, max_num_seqs * (tokens_per_row + 1)].
 
-    The results of a sequence are up to `tokens_per_row` token ids, and their number.
+    The results of a sequence contain up to `tokens_per_row` token ids and their count.
     """
     options = dict(dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     return torch.zeros(2, size, **options), torch.zeros(2, max_num_seqs * (tokens_per_row + 1), **options)

@@ -1,4 +1,4 @@
-"""CUDA graphs of whole steps, which are captured once for each padded size and then replayed."""
+"""Captures whole steps as CUDA graphs, once per padded size, and replays them."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,9 +17,9 @@ from nanovllm.utils.double_buffer import DoubleBuffer
 
 
 def capture_sizes(max_num_seqs: int, fills_tiles: bool) -> list[int]:
-    """Return the batch sizes to capture, ascending and ending with max_num_seqs. Small sizes are closer together.
+    """Return the batch sizes to capture, in ascending order up to `max_num_seqs`. Small sizes are closer together.
 
-    With `fills_tiles`, sizes above 64 must fill the tiles of our GEMM kernels, which are slow with partial tiles.
+    With `fills_tiles`, all sizes above 64 except the last fill whole tiles of our GEMM kernels. Partial tiles are slow.
     """
     sizes = [1, 2, 4, 8, *range(16, 256, 16), *range(256, max_num_seqs, 32)]
     if fills_tiles:
@@ -28,7 +28,7 @@ def capture_sizes(max_num_seqs: int, fills_tiles: bool) -> list[int]:
 
 
 def capture(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Capture `work`. Return the graph and the result of `work`, whose tensors each replay overwrites."""
+    """Capture `work`. Return the graph, and the result of `work`. Each replay overwrites the result's tensors."""
     graph = torch.cuda.CUDAGraph()
     # thread_local: other threads may use CUDA during the capture
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -49,7 +49,7 @@ def max_seqs_of(config: Config, tokens_per_row: int) -> int:
 
 
 def decode_shapes(config: Config) -> list[BatchShape]:
-    """Return the shapes of decode steps to capture. If the engine drafts, some have several tokens per row."""
+    """Return the shapes of decode steps to capture. If the engine drafts, some shapes have several tokens per row."""
     return [
         decode_shape(size, config.max_blocks_per_seq, k)
         for k in sorted({1, config.tokens_per_row})
@@ -58,11 +58,12 @@ def decode_shapes(config: Config) -> list[BatchShape]:
 
 
 class DecodeGraphs:
-    """CUDA graphs of decode steps. Each covers the model and the sampler, for one of `decode_shapes`.
+    """CUDA graphs of decode steps, one per shape in `decode_shapes`. Each computes the model and the sampler.
 
-    A graph copies its batch from pinned host memory, and its results back to host memory. So the host only launches the
-    next graph between two steps. Host memory is double-buffered, so the host prepares a step while the previous step
-    runs. Host and device each store the index of their current buffer, and each replay advances both indices.
+    A graph copies its batch from pinned host memory, and its results back to host memory. Between two steps, the host
+    does nothing but launch the next graph. Host memory is double-buffered, so the host prepares a step while the
+    previous step runs. Host and device each store the index of their current buffer, and each replay advances both
+    indices.
     """
 
     def __init__(
@@ -77,8 +78,9 @@ class DecodeGraphs:
 
         buffer: device memory for a batch, as int32 words
         forward: runs a decode batch in `buffer`, without waiting for the device
-        pool: the memory pool of the graphs. All graphs of a rank can share it, because they run one after the other.
-        few_layers: a context in which the model has only the layers that are needed to compile all kernels
+        pool: the memory pool of the graphs. All graphs of a rank can share a pool, because they run one after the
+        other.
+        few_layers: opens a context in which the model has just enough layers to compile all kernels
         """
         from nanovllm.kernels import ops
 
@@ -119,7 +121,7 @@ class DecodeGraphs:
     def replay(self, shape: BatchShape) -> tuple[torch.Tensor, ForwardOutput]:
         """Run the batch in the current host buffer. Return its results in host memory, and its output on the device.
 
-        The results are valid once this replay has finished, and until the second replay after it begins.
+        The results are valid from the end of this replay until the beginning of the second replay after it.
         """
         self.graphs[shape.graph_shape].replay()
         output = self.outputs[shape.graph_shape]
@@ -140,8 +142,8 @@ def graph_shapes(config: Config, backend: AttentionBackend) -> list[BatchShape]:
     """Return the shapes to capture for steps with prefill chunks. A step should use the first shape into which it fits.
 
     These steps are short: without graphs, launching their kernels would take longer than running them. Until
-    `max_num_mixed_tokens` is known, return all shapes that might be captured. If the engine drafts, there are also
-    shapes with several tokens per row.
+    `max_num_mixed_tokens` is known, return all shapes that might be captured. If the engine drafts, additional
+    shapes have several tokens per row.
     """
     largest = min(config.max_num_mixed_tokens or TOKEN_SIZES[-1], config.max_num_batched_tokens, TOKEN_SIZES[-1])
     sizes = [*(size for size in TOKEN_SIZES if size < largest), largest]
@@ -168,11 +170,12 @@ def graph_shapes(config: Config, backend: AttentionBackend) -> list[BatchShape]:
 
 
 class MixedGraphs:
-    """CUDA graphs of steps with prefill chunks: a model graph per `graph_shape`, a sampler graph per number of rows.
+    """CUDA graphs of steps with prefill chunks.
 
-    Separate graphs avoid computing logits for all tokens of a chunk. Before the model graph runs, `replay` writes the
-    sampling parameters of new requests and the arrays of features. No graph can contain these writes, because their
-    sizes differ from step to step. The batch must already be in the device's buffer.
+    There is a model graph per `graph_shape`, and a sampler graph per number of rows. Separate graphs avoid computing
+    logits for all tokens of a chunk. Before the model graph runs, `replay` writes the sampling parameters of new
+    requests and the arrays of features. No graph can contain these writes, because their sizes differ from step to
+    step.
     """
 
     def __init__(
@@ -189,7 +192,7 @@ class MixedGraphs:
         """Capture the graphs.
 
         run_model: returns the hidden states of a batch in `buffer`, and the sampler's input
-        sample: returns the first two fields of a ForwardOutput
+        sample: returns the first two fields of a `ForwardOutput`
         pool, few_layers: see DecodeGraphs
         """
         self.shapes = shapes
@@ -252,7 +255,7 @@ class MixedGraphs:
         return None
 
     def replay(self, shape: BatchShape, write_requests: Callable[[], None]) -> ForwardOutput:
-        """Run the batch in the device's buffer."""
+        """Call `write_requests`, then run the batch in the device's buffer."""
         write_requests()
         self.models[shape.graph_shape].replay()
         k, num_seqs = shape.tokens_per_row, shape.num_sampled_seqs

@@ -1,4 +1,4 @@
-"""The runner of a rank on CUDA, which queues steps and replays captured steps as CUDA graphs."""
+"""Defines the runner of a rank on CUDA. It queues steps, and replays captured steps as CUDA graphs."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -51,7 +51,7 @@ class CUDAModelRunner(BatchRunner):
             head.sampling_params = None
 
     def arena(self, tag: str) -> AbstractContextManager:
-        """Return a context that allocates new tensors in memory that `sleep` can free under this tag."""
+        """Return a context in which new tensors get memory that `sleep` can free under this tag."""
         if not self.config.enable_sleep_mode:
             return nullcontext()
         self.sleepers[tag] = Arena(self.device)

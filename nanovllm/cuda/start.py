@@ -1,6 +1,6 @@
-"""Startup of a rank on CUDA: compiling kernels, measuring memory and time, and capturing graphs.
+"""Starts a rank on CUDA: compiles kernels, measures memory and time, and captures graphs.
 
-The CUDAModelRunner `runner` calls these functions after its model is loaded.
+A CUDAModelRunner calls these functions after it has loaded its model, and passes itself as `runner`.
 """
 
 import sys
@@ -49,8 +49,8 @@ def warm_up_rest(runner: "CUDAModelRunner") -> None:
 def threads_in_turn() -> Iterator[None]:
     """Within a `with` block, let a waiting thread get the GIL after 0.1 ms instead of 5 ms.
 
-    The tokenizer's imports hold the GIL for more than a second. Meanwhile, a thread that releases the GIL for a CUDA
-    call or to read a file would wait 5 ms each time to get it back.
+    The tokenizer's imports hold the GIL for more than a second. Meanwhile, a thread that releases the GIL to call
+    CUDA or to read a file would have to wait 5 ms to get it back.
     """
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
@@ -61,7 +61,7 @@ def threads_in_turn() -> Iterator[None]:
 
 
 def hash_compiler() -> None:
-    """Let Triton hash its own files (400 MB). Its cache keys depend on the hash."""
+    """Let Triton hash its own files (400 MB), because the keys of its cache depend on the hash."""
     with suppress(ImportError):  # no Triton, or an old version, which hashes for the first kernel
         from triton.runtime.cache import triton_key
 
@@ -69,7 +69,7 @@ def hash_compiler() -> None:
 
 
 def memory_left(runner: "CUDAModelRunner", memory_before: int) -> int:
-    """Return the cache's size limit in bytes: our fraction of device memory minus the peak of the largest step."""
+    """Return the cache's size limit in bytes: our share of device memory minus the peak use of the largest step."""
     config = runner.config
     peak = peak_of_largest_step(runner)
     free, total = torch.cuda.mem_get_info(runner.device)
@@ -95,7 +95,7 @@ def peak_of_largest_step(runner: "CUDAModelRunner") -> int:
 
 
 def free_kv_cache(runner: "CUDAModelRunner") -> None:
-    """Free the cache, so that a new cache can be allocated without storing two at once."""
+    """Free the cache before a new cache is allocated, so that there are never two at once."""
     for layer in chain(*runner.cache_groups.values()):
         layer.cache = None
     runner.caches = {}
@@ -110,7 +110,7 @@ def largest_prefill(config: Config) -> ScheduledStep:
 
 
 def dummy_prefill(num_seqs: int, length: int, block_size: int, tokens_per_row: int = 1) -> ScheduledStep:
-    """Return a prefill step for warm-up and tests: `num_seqs` prompts of `length` tokens, which share no blocks."""
+    """Return a prefill step for warm-up and tests: `num_seqs` prompts of `length` tokens. They share no blocks."""
     per_seq = -(-length // block_size)
     step = ScheduledStep(tokens_per_row=tokens_per_row)
     for i in range(num_seqs):
@@ -140,11 +140,11 @@ def milliseconds_per_token(runner: "CUDAModelRunner") -> float:
 
 @torch.inference_mode()
 def compile_kernels(runner: "CUDAModelRunner") -> None:
-    """Compile in parallel the kernels of the captured steps and of the longest step. No kernel runs.
+    """Compile the kernels of the captured steps and of the longest step in parallel. No kernel runs.
 
-    Otherwise, kernels would be compiled one after the other, each at its first launch. The choice of kernels changes
-    where the number of tokens, or this number minus 128, passes a power of two. Kernels that these steps do not use are
-    compiled at their first launch.
+    Otherwise, each kernel would be compiled at its first launch, one after the other. A step may need other kernels
+    when its number of tokens, or this number minus 128, passes a power of two. All remaining kernels are compiled at
+    their first launch.
     """
     from nanovllm.kernels.launch.dependent_launch import compile_only
 
@@ -220,7 +220,7 @@ def captures_chunks(runner: "CUDAModelRunner") -> bool:
 
 
 def few_layers(runner: "CUDAModelRunner") -> Callable[[], AbstractContextManager]:
-    """Return a context in which the model has only as many layers as are needed to compile all kernels."""
+    """Return a function that opens a context. In it, the model has just enough layers to compile all kernels."""
     model = getattr(runner.model.model, "language_model", runner.model.model)
     layers, few = model.layers, first_layers_of_each_kind(model.layers)
 
@@ -263,7 +263,7 @@ def warm_up_lengths(config: Config) -> list[int]:
 
 @torch.inference_mode()
 def capture_graphs(runner: "CUDAModelRunner") -> None:
-    """Capture graphs of decode steps, of the drafter, and of short steps with chunks."""
+    """Capture graphs for decode steps, for the drafter, and for short steps with chunks."""
     config, pool, buffer = runner.config, torch.cuda.graph_pool_handle(), runner.buffers.device
     drafter = runner.features["spec_decode"].drafter
     # with a drafter, all layers run, because draft heads read hidden states of later layers

@@ -1,9 +1,10 @@
-"""Draft tokens in a layer with the gated delta rule. A state can't be rolled back, so unverified drafts never enter it.
+"""Draft tokens in a layer with the gated delta rule.
 
-The first token of a sequence in a step is certain, and the state after it is stored. The drafts are computed from this
-state, and only their inputs are kept. The inputs of a draft take about a hundredth of the memory of a state. In the
-next step, the sequence has grown by the accepted drafts, which are computed again to update the state. This definition
-reads the number of accepted drafts on the host, so it is meant for a CPU.
+A state can't be rolled back, so unverified drafts never update it. The first token of a sequence in a step is certain,
+and the state after this token is stored. The drafts are computed from this state. For each draft, the layer stores the
+inputs instead of a state, because they need about a hundredth of the memory. In the next step, the sequence has grown
+by the accepted drafts, which are computed again to update the state. This definition reads the number of accepted
+drafts on the host, so it is meant for a CPU.
 """
 
 from typing import Any
@@ -24,7 +25,9 @@ from nanovllm.kernels import operation
 
 @operation
 def delta_net_drafts(qkvz, ba, layer: GatedDeltaNet, states: State, rows, context_lens, out, count=None) -> None:
-    """Compute `delta_net_step` for a token and k - 1 drafts of each of B sequences, whose states are in `rows` [B].
+    """Compute `delta_net_step` for a token and k - 1 drafts of each of B sequences.
+
+    The states are in `rows` [B].
 
     qkvz [B * k, channels + heads * value_dim]; ba [B * k, 2 heads]; out [B * k, heads * value_dim]
     context_lens [B * k]: the number of tokens up to and including each token. If it does not grow, the token is a copy
@@ -50,7 +53,7 @@ def delta_net_drafts(qkvz, ba, layer: GatedDeltaNet, states: State, rows, contex
 
 
 def _replay(layer: GatedDeltaNet, states: State, rows: torch.Tensor, counts: torch.Tensor) -> None:
-    """Update the states in `rows` [B] with the first `counts` [B] kept drafts of each sequence."""
+    """Update the states in `rows` [B] with the first `counts[b]` kept drafts of each sequence b."""
     some = counts.nonzero()[:, 0]
     if not len(some):
         return
@@ -67,10 +70,10 @@ def _replay(layer: GatedDeltaNet, states: State, rows: torch.Tensor, counts: tor
 
 
 def _advance(inputs: torch.Tensor, layer: GatedDeltaNet, states: State, rows: torch.Tensor) -> tuple[Any, ...]:
-    """Compute T tokens of each sequence with inputs [B, T, channels + 2 heads], starting from the states in `rows` [B].
+    """Compute T tokens of B sequences, starting from the states in `rows` [B].
 
-    Return the inputs of the convolution [B, conv_size - 1 + T, channels], the outputs [B, T, heads, value_dim], and the
-    matrices after the tokens.
+    `inputs` is [B, T, channels + 2 heads]. Return the inputs of the convolution [B, conv_size - 1 + T, channels], the
+    outputs [B, T, heads, value_dim], and the matrices after the tokens.
     """
     windows, matrices = states.tensors
     qkv, ba = inputs.split((windows.shape[2], inputs.shape[2] - windows.shape[2]), 2)

@@ -28,7 +28,10 @@ CHUNK = 64  # tokens that update a state together
 
 
 class DeltaHeads(NamedTuple):
-    """The heads of a layer or a rank. Each query and key head serves num_values / num_keys adjacent value heads."""
+    """The heads of a layer or a rank.
+
+    Each query head and each key head serves `num_values / num_keys` adjacent value heads.
+    """
 
     num_keys: int
     num_values: int
@@ -50,7 +53,8 @@ class DeltaHeads(NamedTuple):
 def delta_rule_step(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, torch.Tensor]:
     """Process one token in float32, by the definition. Return the output [..., value_dim] and the new state.
 
-    q and k [..., key_dim], v [..., value_dim], log_decay and beta [...], state [..., value_dim, key_dim].
+    q and k are [..., key_dim], v is [..., value_dim], `log_decay` and `beta` are [...], and `state` is [..., value_dim,
+    key_dim].
     """
     state = state * log_decay.exp()[..., None, None]
     error = beta[..., None] * (v - _read(state, k))
@@ -59,7 +63,7 @@ def delta_rule_step(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, torc
 
 
 def _read(state: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return state @ key [..., value_dim]. The CPU library is much faster with the operands in this order."""
+    """Return `state @ key`: [..., value_dim]. On a CPU, computing it as `key @ state.mT` is much faster."""
     return (key[..., None, :] @ state.mT)[..., 0, :]
 
 
@@ -73,7 +77,7 @@ def recurrent_delta_rule(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor,
 
 
 def chunk_delta_rule(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `recurrent_delta_rule` for inputs [T, heads, ...], using matmuls over CHUNK tokens."""
+    """Compute `recurrent_delta_rule` for inputs [T, heads, ...], with matmuls over CHUNK tokens at a time."""
     by_head = (x.transpose(0, 1).split(CHUNK, 1) for x in (q, k, v, log_decay, beta))  # [heads, C, ...] each
     outputs = []
     for q, k, v, log_decay, beta in zip(*by_head):
@@ -100,7 +104,10 @@ class GatedDeltaNet(nn.Module):
     l2_eps = 1e-6  # of the norms of queries and keys
 
     def __init__(self, hidden_size: int, heads: DeltaHeads, eps: float, weights: tuple):
-        """Create the layer. `weights`: see ScatteredColumnParallelLinear, first for [q, k, v, z], then for [b, a]."""
+        """Create the layer. `weights` contains an argument of ScatteredColumnParallelLinear for each input projection.
+
+        The first argument is for q, k, v and z, and the second is for b and a.
+        """
         super().__init__()
         tp = get_construction().tp
         self.heads, self.eps = heads.of_rank(tp), eps
@@ -118,7 +125,7 @@ class GatedDeltaNet(nn.Module):
 
     @property
     def captures_chunks(self) -> bool:
-        """Whether CUDA graphs can contain chunks. Only kernels allow it: the definition reads lengths on the host."""
+        """Whether CUDA graphs can contain chunks. Kernels allow it, but the definition reads lengths on the host."""
         return "delta_net_chunks" in ops_for(self.A_log.device)
 
     def cache_spec(self) -> StateSpec:
@@ -155,7 +162,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def ranges_of_rank(sizes: tuple[int, ...], tp: TensorParallel) -> tuple[range, ...]:
-    """Return the rank's row ranges in a weight that concatenates layers with these `sizes`."""
+    """Return the row ranges of a rank in a weight that concatenates layers with these `sizes`."""
     starts = (sum(sizes[:i]) for i in range(len(sizes)))
     return tuple(range(start, start + size)[tp.local_slice(size)] for start, size in zip(starts, sizes))
 
@@ -165,7 +172,7 @@ def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -
     """Compute convolution, gates, delta rule and gated norm for one token of each of B sequences. Fill `out`.
 
     qkvz [B, channels + heads * value_dim]; ba [B, 2 heads]; out [B, heads * value_dim]; layer: a GatedDeltaNet
-    rows [B]: the states that are read and overwritten, all different except for padding
+    rows [B]: the states to read and overwrite. They are all different, except for padding.
     count [1] int32: if given, how many of the B sequences are not padding
     """
     n = len(rows) if count is None else int(count)
@@ -181,11 +188,11 @@ def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -
 
 @operation
 def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, num_seqs: int, out, count=None) -> None:
-    """Compute `delta_net_step` for chunks of B sequences. Sequence i has tokens `starts[i]` to `starts[i + 1]`.
+    """Compute `delta_net_step` for each token in the chunks of B sequences.
 
-    States are read from rows `state_rows[0]` [B], and written to rows `state_rows[1]`. With `count` [1] int32, the
-    first `count` entries of `starts` and `state_rows` belong to decoding sequences, and are skipped. Rows of `out`
-    after the last token become 0.
+    Sequence i has the tokens from `starts[i]` to `starts[i + 1]`. Its state is read from row `state_rows[0, i]`, and
+    written to row `state_rows[1, i]`. If `count` [1] int32 is given, the first `count` entries of `starts` and
+    `state_rows` belong to decode rows, and are skipped. Rows of `out` after the last token become 0.
     """
     windows, matrices = states.tensors
     qkv, z = qkvz.split((windows.shape[2], layer.heads.sizes[2]), 1)
@@ -204,14 +211,20 @@ def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, nu
 
 
 def convolve(inputs: torch.Tensor, layer: GatedDeltaNet) -> torch.Tensor:
-    """Convolve each channel of [B, conv_size - 1 + T, channels] over time, and apply SiLU: [B, T, channels] float32."""
+    """Convolve each channel of `inputs` over time, and apply SiLU. Return [B, T, channels] float32.
+
+    `inputs` is [B, conv_size - 1 + T, channels].
+    """
     taps = layer.conv1d.weight[:, 0].float().T  # [conv_size, channels]
     num_tokens = inputs.shape[1] - len(taps) + 1
     return F.silu(sum(inputs[:, i : i + num_tokens] * tap for i, tap in enumerate(taps)))
 
 
 def rule_inputs(qkv: torch.Tensor, ba: torch.Tensor, layer: GatedDeltaNet) -> tuple[torch.Tensor, ...]:
-    """Return queries, keys, values, log decays and betas of each value head, [T, heads, ...] float32."""
+    """Return the queries, keys, values, log decays and betas of each value head.
+
+    All of them are float32 [T, heads, ...].
+    """
     heads, (num_queries, _, num_values) = layer.heads, layer.heads.sizes
     qk, v = qkv.split((2 * num_queries, num_values), 1)
     qk = qk.unflatten(1, (2, heads.num_keys, heads.key_dim))
@@ -223,6 +236,9 @@ def rule_inputs(qkv: torch.Tensor, ba: torch.Tensor, layer: GatedDeltaNet) -> tu
 
 
 def gated_norm(x: torch.Tensor, z: torch.Tensor, layer: GatedDeltaNet) -> torch.Tensor:
-    """Return the RMS norm of each head of x [T, heads, value_dim] float32, times SiLU of z [T, heads * value_dim]."""
+    """Return the RMS norm of each head of x, times SiLU of z.
+
+    x is [T, heads, value_dim] float32. z and the result are [T, heads * value_dim].
+    """
     normed = F.rms_norm(x, x.shape[2:], layer.norm.weight, layer.eps).flatten(1)
     return (normed * F.silu(z.float())).to(z.dtype)

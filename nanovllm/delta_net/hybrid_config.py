@@ -1,4 +1,4 @@
-"""The part of config.json that describes which layers use the gated delta rule, and with which heads."""
+"""Reads from config.json which layers use the gated delta rule, and which heads these layers have."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ LAYER_TYPES = "linear_attention", "full_attention"  # as config.json names them
 
 @dataclass(frozen=True, slots=True)
 class HybridConfig:
-    """The configuration of a hybrid model, beyond what ModelConfig contains."""
+    """The part of a hybrid model's configuration that ModelConfig does not contain."""
 
     attention_layers: frozenset[int]  # indices of the layers with attention
     heads: DeltaHeads
@@ -26,14 +26,14 @@ class HybridConfig:
         return f" without its {' and '.join(self.unused_parts)} part" if self.unused_parts else ""
 
     def more_weights(self, queries: int, keys: int) -> float:
-        """Return by how many weights an average layer exceeds attention and experts, per element of its input."""
+        """Return how many more weights an average layer has than attention and experts, per element of its input."""
         state_inputs, fraction = sum(self.heads.sizes), len(self.attention_layers) / self.num_layers
         values = self.heads.sizes[2]
         state = state_inputs + 2 * values + 2 * self.heads.num_values - 2 * (queries + keys)
         return fraction * queries + (1 - fraction) * state + 3 * self.shared_size
 
     def state_bytes(self, itemsize: int) -> int:
-        """Return the size of a sequence's states in bytes. `itemsize` is the size of a convolution input."""
+        """Return the size of a sequence's states in bytes. `itemsize` is the size of a convolution input in bytes."""
         heads = self.heads
         window, matrices = (heads.conv_size - 1) * sum(heads.sizes), heads.sizes[2] * heads.key_dim
         return (self.num_layers - len(self.attention_layers)) * (itemsize * window + 4 * matrices)
@@ -44,7 +44,7 @@ class HybridConfig:
 
 
 def read_hybrid(raw: dict, file: Path) -> HybridConfig:
-    """Read the content of config.json. For unsupported entries, raise ValueError or TypeError that names `file`."""
+    """Read the content of config.json. Raise ValueError or TypeError for unsupported entries, and name `file`."""
     names = "num_key_heads num_value_heads key_head_dim value_head_dim conv_kernel_dim"
     heads = DeltaHeads(*(check_int(f"{file}: linear_{n}", raw[f"linear_{n}"], low=1) for n in names.split()))
     if heads.num_values % heads.num_keys:

@@ -5,7 +5,7 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 
 
 def check_divides(model: ModelConfig, num_ranks: int) -> None:
-    """Raise ValueError if the model can't be split equally."""
+    """Raise ValueError if the model can't be split into equal parts."""
     tp = TensorParallel(size=num_ranks)
     tp.shard_size("query heads", model.num_attention_heads)
     tp.for_heads(model.num_key_value_heads).shard_size("key-value heads", model.num_key_value_heads)

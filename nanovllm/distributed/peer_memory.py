@@ -1,4 +1,4 @@
-"""GPU memory that the kernels of all ranks read and write, over NVLink or PCIe."""
+"""Shares GPU memory between the kernels of all ranks, over NVLink or PCIe."""
 
 import ctypes
 
@@ -18,9 +18,10 @@ KEYS = 2  # the index of the barrier for keys; barriers 0 and 1 belong to the tw
 
 
 class PeerAllReduce(PartialSum):
-    """A sum over all ranks. `parts` [split_k, T, N] are this rank's summands, in memory that the other ranks read.
+    """A sum over all ranks. `parts` [split_k, T, N] holds this rank's summands, in memory that the other ranks read.
 
-    Every rank writes its parts. The kernel that reads the sum waits at the barrier until all ranks have written theirs.
+    Every rank writes its parts. The kernel that reads the sum waits at the barrier until all ranks have written their
+    parts.
     """
 
     __slots__ = ("barrier",)
@@ -40,13 +41,14 @@ class PeerAllReduce(PartialSum):
 
 
 class PeerMemory:
-    """Memory with the same layout on every rank, for the kernels of peers.py: flags, keys, and two buffers for sums.
+    """Memory for the kernels in peers.py: flags, keys, and two buffers for sums. Every rank uses the same layout.
 
     On each rank, one kernel writes the rank's part of a sum to a buffer. The next kernel waits for the other ranks and
-    reads all parts. The buffers alternate with every sum of a forward, so a fast rank never overwrites data that
-    another rank still reads. Before a rank writes to a buffer again, it passes the barrier of the other buffer. The
-    other ranks reach that barrier only after they have read the first buffer. Every forward ends with an exchange of
-    keys, through a separate buffer and barrier. So every forward begins with the first buffer for sums.
+    reads all parts. The buffers alternate from sum to sum within a forward pass, so a fast rank never overwrites data
+    that another rank still reads. Before a rank writes to a buffer again, it passes the barrier of the other buffer.
+    The other ranks reach that barrier only after they have read the first buffer. Every forward pass ends with an
+    exchange of keys, which has a separate buffer and barrier. So every forward pass begins with the first buffer for
+    sums.
 
     The memory is shared through CUDA IPC handles, and does not need NVLink multicast.
     """
@@ -84,7 +86,7 @@ class PeerMemory:
         return PeerAllReduce(parts, split_k, self._barrier(index, offset))
 
     def keys_barrier(self) -> PeerBarrier:
-        """Return the barrier for keys, which ends a forward."""
+        """Return the barrier for keys, which ends a forward pass."""
         self._sum_buffers.reset()
         return self._barrier(KEYS, self.keys_offset)
 
@@ -105,7 +107,7 @@ class PeerMemory:
 
 
 class PeerTensorParallel(Ranks):
-    """Ranks on GPUs that read each other's memory. The kernel that reads a sum also adds up its parts."""
+    """Ranks on GPUs that read each other's memory. The kernel that reads a sum adds up its parts, too."""
 
     def __init__(self, peers: PeerMemory):
         super().__init__(peers.rank, peers.size)
@@ -130,9 +132,9 @@ class PeerTensorParallel(Ranks):
     def gather(
         self, compute: Compute, num_rows: int, width: int, dtype: torch.dtype, params: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Concatenate all ranks' results of `compute` [num_rows, width] by columns: [num_rows, ranks * width].
+        """Concatenate the columns of all ranks' results of `compute`. Return [num_rows, ranks * width].
 
-        With sampling `params`, rows without filters might not contain the other ranks' columns.
+        If sampling `params` are given, rows without filters might not contain the other ranks' columns.
         """
         y = self.sum(compute, num_rows, width, dtype)
         return ops.gather_columns(y.parts[0], y.barrier, params)

@@ -20,8 +20,8 @@ from nanovllm.utils.tensor_parallel import STEP_TIMEOUT
 def connect(rank: int, size: int, folder: Path, device: torch.device, max_sum_bytes: int) -> Ranks:
     """Connect to the other ranks through a file in `folder`. Returns when all ranks have connected.
 
-    This uses no port and no default process group. `max_sum_bytes` is the size of the largest sum of a forward. GPUs
-    use PeerMemory if they can read each other's memory, and NCCL otherwise; CPUs use gloo.
+    This function uses no port and no default process group. `max_sum_bytes` is the size of the largest sum of a forward
+    pass. GPUs use PeerMemory if they can read each other's memory, and NCCL otherwise. CPUs use gloo.
     """
     store = dist.FileStore(str(folder / "store"), size)
     tp: Ranks
@@ -44,7 +44,7 @@ def check_order_of_sums(config: Config) -> None:
 
 
 def _can_read_peers(device: torch.device, rank: int, size: int) -> bool:
-    """Return whether the ranks' GPUs, which have consecutive indices, can access each other's memory."""
+    """Return whether Triton is installed, and the ranks' GPUs (at consecutive indices) can read each other's memory."""
     indices = range(device.index - rank, device.index - rank + size)
     return importlib.util.find_spec("triton") is not None and all(
         torch.cuda.can_device_access_peer(a, b) for a in indices for b in indices if a != b

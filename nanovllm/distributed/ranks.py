@@ -1,4 +1,4 @@
-"""The base class for running on several ranks. It handles lost ranks and forked child processes."""
+"""Defines the base class for running on several ranks. It handles lost ranks and forked child processes."""
 
 from pathlib import Path
 

@@ -22,10 +22,10 @@ class StepChannel:
     """Rank 0's end of the channel.
 
     A buffer is a flat int32 array that contains a batch's pickled shape and the batch's contents. Each reader has two
-    semaphores: one counts the buffers that the reader has read (free), the other counts unread buffers (filled). So no
-    buffer is overwritten before all readers have read it, and readers sleep while there is nothing to read. Rank 0 can
-    always raise a semaphore, even if a reader was killed. The memory (an unnamed file) and the semaphores (eventfds)
-    are file descriptors that readers inherit, so no name can outlive the processes.
+    semaphores: `free` counts the buffers that it has read, and `filled` counts the buffers that it has yet to read. So
+    no buffer is overwritten before all readers have read it, and readers sleep while there is nothing to read. Rank 0
+    can always raise a semaphore, even if a reader was killed. Readers inherit the file descriptors of the memory (an
+    unnamed file) and of the semaphores (eventfds), so no named object can outlive the processes.
     """
 
     def __init__(self, capacity: int, num_readers: int):
@@ -45,7 +45,7 @@ class StepChannel:
         return self._file.fileno(), self._free[reader], self._filled[reader]
 
     def send(self, shape: Any, words: np.ndarray, timeout: float) -> None:
-        """Send the words of a batch and its BatchShape. For other messages, `shape` is any object that can be pickled.
+        """Send a batch: its BatchShape and its words. In other messages, `shape` is any object that can be pickled.
 
         Raises RuntimeError if a reader frees no buffer for `timeout` seconds. In that case, no reader gets the message.
         """
@@ -82,7 +82,7 @@ class StepReader:
 
     @contextmanager
     def receive(self) -> Iterator[tuple[Any, np.ndarray]]:
-        """Open a context with (shape, words) of the next `send`. `words` extends to the end of the buffer."""
+        """Open a context with the next message: (shape, words). `words` extends to the end of the buffer."""
         os.eventfd_read(self._filled)
         buffer = next(self._buffers)
         shape = pickle.loads(buffer.view(np.uint8)[4 : 4 + buffer[0]])

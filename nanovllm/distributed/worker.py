@@ -53,7 +53,7 @@ class Workers:
     all ranks, stores the reason in `failure`, and makes rank 0's device stop waiting for them. If the caller is killed,
     the ranks end by themselves.
 
-    The processes are plain subprocesses. `multiprocessing` would import the caller's script in each process, and any
+    The processes are plain subprocesses. With `multiprocessing`, each process would import the caller's script, and any
     forked child of the caller would end the processes when it exits.
     """
 
@@ -110,8 +110,8 @@ class Workers:
     def launch(self, runner: ModelRunner, step: ScheduledStep) -> PendingStep:
         """Prepare a step and launch it on all ranks.
 
-        Raises RuntimeError as in `check`, or if another thread calls `exit`. After an error between `send` and
-        `launch`, the ranks can't continue.
+        Raises RuntimeError if the ranks have failed, or if another thread calls `exit`. If an error occurs after the
+        other ranks have received the step, but before rank 0 launches it, the ranks can't continue.
         """
         channel = self._channel
         self.check()
@@ -121,14 +121,14 @@ class Workers:
         return runner.launch(batch, step)
 
     def send(self, message: Any, words: np.ndarray) -> None:
-        """Send a message with at most `largest_batch` words to all other ranks, which call the message's `receive`."""
+        """Send a message and up to `largest_batch` words to all other ranks, which call `message.receive`."""
         self.check()
         self._channel.send(message, words, STEP_TIMEOUT)
 
     def cause_of(self, error: BaseException) -> BaseException:
         """Kill all ranks after an error of rank 0. Returns the error to raise: `error`, or the failure that caused it.
 
-        Rank 0 may notice a lost rank before the supervisor does, so this waits for the supervisor.
+        Rank 0 may notice a lost rank before the supervisor does, so this method waits for the supervisor.
         """
         may_be_theirs = os.getpid() == self._caller_pid and isinstance(error, RuntimeError)
         deadline = monotonic() + 2.0
@@ -196,7 +196,7 @@ class Workers:
                 self._fail(f"the ranks did not start within {START_TIMEOUT:.0f} s")
 
     def _fail(self, reason: str) -> None:
-        """Kill all ranks. The supervisor notices their end, and cleans up."""
+        """Kill all ranks. The supervisor notices that they have ended, and cleans up."""
         if os.getpid() != self._caller_pid:
             return
         self.failure = self.failure or reason
@@ -226,8 +226,8 @@ class Workers:
     def exit(self) -> None:
         """End the processes and clean up. In a forked child, do nothing.
 
-        Any thread may call this, more than once. If another thread is in `launch`, its call raises RuntimeError.
-        Interrupts are raised at the end.
+        Any thread may call this method, any number of times. If another thread is in `launch`, `launch` raises
+        RuntimeError. An interrupt that arrives meanwhile is raised at the end.
         """
         if self.supervisor is None or os.getpid() != self._caller_pid:
             return
@@ -248,7 +248,7 @@ class Workers:
 
 
 def _without_policy(config: Config) -> Config:
-    """Return a copy of the config for other ranks, which do not schedule and may be unable to import the policy."""
+    """Return a copy of the config without its policy. Other ranks do not schedule, and may be unable to import it."""
     config = copy(config)
     object.__setattr__(config, "scheduling_policy", "fcfs")  # `replace` would resolve the settings again
     return config

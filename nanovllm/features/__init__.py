@@ -1,16 +1,17 @@
-"""Features that only some requests use. A step without such a request pays nothing for them."""
+"""Features that only some requests use. They cost nothing in a step without such requests."""
 
 from nanovllm.engine.features import FEATURES, Feature, StepFeature
 from nanovllm.sampling_params import SamplingParams
 
 
 def register_feature(feature: type[StepFeature]) -> None:
-    """Add a feature to every engine that this process creates from now on. Such an engine must have one rank.
+    """Add a feature to every engine that this process creates from now on. These engines must have one rank each.
 
     The feature's `fields` are attributes of a subclass of SamplingParams. Each field gets a column on the device.
-    `rows.column(name)` returns the field's value for each request, or 0 if the request does not ask for the feature.
+    `rows.column(name)` returns the field's value for each row. The value is 0 in rows of requests that do not use the
+    feature.
 
-    Raises ValueError if the name of the feature or of a field is taken, or if no column is left.
+    Raises ValueError if the feature's name or the name of a field is taken, or if no column is left.
     """
     from nanovllm.kernels.sampling.sampling_columns import COLUMNS, MAX_CUSTOM_COLUMNS, NUM_OWN_COLUMNS  # needs torch
 
@@ -26,6 +27,6 @@ def register_feature(feature: type[StepFeature]) -> None:
 
 
 def check_ranks(num_ranks: int) -> None:
-    """Raise ValueError if features were registered, because the processes of other ranks do not know them."""
+    """Raise ValueError if any feature was registered, because the processes of other ranks do not have it."""
     if any(isinstance(feature.home, type) for feature in FEATURES.values()):
         raise ValueError(f"tensor_parallel_size={num_ranks}: must be 1 with features of register_feature")

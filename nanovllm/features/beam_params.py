@@ -1,4 +1,4 @@
-"""The parameters of a beam search, which are validated on construction."""
+"""Defines the parameters of a beam search, and validates them on construction."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,11 @@ from nanovllm.utils.checks import check_bool, check_fields, check_int, check_rea
 class BeamSearchParams:
     """The parameters of `LLM.beam_search`.
 
-    beam_width: the number of beams and of answers; at most half the vocabulary size.
-    max_tokens: maximum number of tokens to generate per beam.
-    length_penalty: the score of a beam is its cumulative log-probability divided by (number of tokens **
-        length_penalty).
-    ignore_eos: do not end beams at end-of-sequence ids.
+    beam_width: the number of beams in each step, and the number of answers to return. It is at most half the vocabulary
+        size.
+    max_tokens: the maximum number of tokens to generate per beam.
+    length_penalty: a beam's score is `cumulative_logprob / len(token_ids) ** length_penalty`.
+    ignore_eos: whether beams continue after end-of-sequence ids.
     """
 
     beam_width: int

@@ -1,4 +1,7 @@
-"""Implements beam search. Beams are sequences that pause after each token and share blocks of their common prefix."""
+"""Implements beam search.
+
+Beams are sequences that pause after each token and share the cache blocks of their common prefix.
+"""
 
 from dataclasses import dataclass
 from itertools import count
@@ -21,7 +24,7 @@ from nanovllm.utils.checks import check_int
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BeamOutput(Record):
-    """One beam. `score` is `cumulative_logprob / len(token_ids) ** length_penalty`."""
+    """A beam in the result. `score` is computed as `cumulative_logprob / len(token_ids) ** length_penalty`."""
 
     text: str
     token_ids: list[int]
@@ -33,7 +36,7 @@ class BeamOutput(Record):
 class BeamSearchOutput(Record):
     """The beams that a search found, best first.
 
-    `finished` is False if the search was aborted. There may then be fewer than `beam_width` beams, or none.
+    `finished` is False if the search was aborted. An aborted search may return fewer than `beam_width` beams, or none.
     """
 
     request_id: int
@@ -44,7 +47,7 @@ class BeamSearchOutput(Record):
 
 
 class FinishedBeam(NamedTuple):
-    """A beam that has ended. `score` is its cumulative log-probability divided by the length penalty."""
+    """A beam that has ended. `score` is computed as in `BeamOutput`."""
 
     score: float
     cumulative_logprob: float
@@ -52,7 +55,7 @@ class FinishedBeam(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A beam with one more token."""
+    """A beam extended by one token, which may become a beam of the next step."""
 
     cumulative_logprob: float
     token_ids: tuple[int, ...]  # of the completion, without the prompt
@@ -60,12 +63,13 @@ class Candidate(NamedTuple):
 
 
 class BeamRequest(Request):
-    """Searches for the most likely answers to a prompt, exactly like `generate(num_beams=...)` of transformers.
+    """Searches for the most likely answers to a prompt, exactly like `generate(num_beams=...)` in transformers.
 
-    A candidate is a beam with one more token. The best `beam_width` candidates that do not end become the beams of the
-    next step. A candidate that ends becomes a finished beam if it is among the best `beam_width` candidates of its
-    step. The best `beam_width` finished beams are kept. The search is over when there are `beam_width` finished beams
-    and no live beam scores better than the worst of them.
+    A candidate is a beam extended by one token. Some candidates end with this token. Among the candidates that do not
+    end, the best `beam_width` become the beams of the next step. A candidate that ends becomes a finished beam if it is
+    among the best `beam_width` of all candidates in its step. Only the best `beam_width` finished beams are kept. The
+    search is over when there are `beam_width` finished beams and no live beam has a better score than the worst
+    finished beam.
     """
 
     def __init__(
@@ -77,7 +81,7 @@ class BeamRequest(Request):
         token_bytes: TokenBytes,
         eos_token_ids: frozenset[int],
     ):
-        """Begin with one beam: `root`, a sequence that contains the prompt and pauses after each token."""
+        """Begin with one beam, the sequence `root`. It contains the prompt and pauses after each token."""
         super().__init__([root], prompt, kind)
         self._root, self._params, self._token_bytes = root, params, token_bytes
         self._max_tokens = root.max_num_tokens - root.num_prompt_tokens
@@ -91,7 +95,7 @@ class BeamRequest(Request):
         return not self._cumulative_logprobs
 
     def advance(self, scheduler: Scheduler) -> None:
-        """Once every beam has its candidates, choose the next beams among the candidates."""
+        """Choose the next beams from all candidates. Do nothing until every beam has its candidates."""
         beams = [*scheduler.live[self.request_id].values()]
         if not all(seq.is_paused for seq in beams):
             return
@@ -155,7 +159,7 @@ def beam_requests(
     kind: OutputKind = OutputKind.FINAL_ONLY,
     request_class: type[BeamRequest] = BeamRequest,
 ) -> list[BeamRequest]:
-    """Create a search for each prompt. Raises the same errors as `InputProcessor.requests`."""
+    """Create a beam search for each prompt. Raises the same errors as `InputProcessor.requests`."""
     if not isinstance(params, BeamSearchParams):
         raise TypeError(f"params={params!r}: must be a BeamSearchParams")
     model = processor.config.model_config

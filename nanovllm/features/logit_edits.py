@@ -1,8 +1,8 @@
-"""Edits logits as vLLM does: biases, penalties, bad words, allowed token ids, and the bans of `min_tokens`.
+"""Edits logits as vLLM does, for `logit_bias`, penalties, bad words, allowed token ids and `min_tokens`.
 
-A request's numeric parameters are columns of its row on the device (kernels/sampling/sampling_columns.py). A request's
-lists are in tables that are indexed by request. `penalize` applies all edits, in plain PyTorch or, on CUDA, in one
-kernel.
+A request's numeric parameters are stored on the device in columns of its row (kernels/sampling/sampling_columns.py).
+Its lists are stored in tables that are indexed by request. `penalize` applies all edits. On CUDA it is a single kernel,
+and elsewhere it uses plain PyTorch.
 """
 
 from collections.abc import Iterable
@@ -74,7 +74,7 @@ class LogitEdits(StepFeature):
 
     @classmethod
     def prepare(cls, step: ScheduledStep) -> Arrays | None:
-        """Return the table rows of new requests, and new masks of structured outputs."""
+        """Return the table rows of new requests, and the new masks of structured outputs."""
         new = [(seq.req_index, edits) for seq in step.new_seqs if (edits := seq.feature_state.get("logit_edits"))]
         biases = [(i * MAX_BIASES + j, *bias) for i, edits in new for j, bias in enumerate(edits.biases)]
         bad_words = [(i * MAX_BAD_WORDS + j, word) for i, edits in new for j, word in enumerate(edits.bad_words)]
@@ -116,7 +116,10 @@ class LogitEdits(StepFeature):
 
 
 class EditTables(NamedTuple):
-    """The lists of all requests, indexed by request. The last row is for padding rows of CUDA graphs."""
+    """The lists of all requests, indexed by request.
+
+    The last request index is reserved for padding rows of CUDA graphs.
+    """
 
     bias_ids: torch.Tensor  # [requests, MAX_BIASES] int32: `num_biases` ids of logit_bias, then `num_stops` stop ids
     biases: torch.Tensor  # [requests, MAX_BIASES] float32, -inf for stop ids
@@ -126,7 +129,10 @@ class EditTables(NamedTuple):
 
     @classmethod
     def zeros(cls, num_requests: int, vocab_size: int, num_masks: int, device: torch.device) -> "EditTables":
-        """Allocate the tables. With drafts, a request has `num_masks` masks, one for each of its rows in a step."""
+        """Allocate the tables.
+
+        Each request has `num_masks` masks, because each of its drafts in a step may need a separate mask.
+        """
         make = lambda *shape, dtype=torch.int32: torch.zeros(shape, dtype=dtype, device=device)
         n = num_requests + 1
         return cls(
@@ -140,8 +146,9 @@ class EditTables(NamedTuple):
     def write(self, arrays: Arrays) -> None:
         """Write rows into the tables.
 
-        `*_entries` are indices into a table whose first two dimensions are flattened. `mask_indices` are request
-        indices; a mask is written for all rows of its request. `bias_bits` are the bits of float32 numbers as int32.
+        `*_entries` contains indices into a table whose first two dimensions are flattened. `mask_indices` contains
+        request indices. A mask is written for all rows of its request. `bias_bits` contains float32 biases,
+        reinterpreted as int32.
         """
         if "bias_entries" in arrays:
             self.bias_ids.view(-1)[arrays["bias_entries"]] = arrays["bias_ids"]
@@ -158,7 +165,7 @@ def mask_width(vocab_size: int) -> int:
 
 
 def mask_of(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
-    """Return a mask [mask_width] int32 in which the bits of `token_ids` are set."""
+    """Return a mask in which the bits of `token_ids` are set: [mask_width] int32."""
     bits = np.zeros(32 * mask_width(vocab_size), np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view("<i4")
@@ -166,12 +173,12 @@ def mask_of(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
 
 @operation
 def penalize(logits: torch.Tensor, rows: SamplingRows, tables: EditTables) -> None:
-    """Add biases, apply penalties and ban tokens. The logits [S, vocabulary] are edited in place, in their dtype.
+    """Add biases, apply penalties and ban tokens. Edits the logits [S, vocabulary] in place and preserves their dtype.
 
-    As in vLLM and transformers, the repetition penalty applies to tokens of the prompt and the output: it divides
-    positive logits, and multiplies all other logits. As in vLLM, frequency and presence penalties count only output
-    tokens. Token ids that are not allowed get -inf. The last token of a bad word gets -inf if the output ends with all
-    earlier tokens of the word.
+    As in vLLM and transformers, the repetition penalty applies to every token id in the prompt or the output. It
+    divides the logit of such an id if the logit is positive, and multiplies it otherwise. As in vLLM, frequency and
+    presence penalties count only output tokens. The logits of ids that are not allowed become -inf. The logit of a bad
+    word's last token becomes -inf if the output ends with the word's earlier tokens.
     """
     edits = rows.params[:, EDITS]
     for row in edits.any(1).nonzero().flatten().tolist() if edits.any() else ():
@@ -187,7 +194,7 @@ def penalize(logits: torch.Tensor, rows: SamplingRows, tables: EditTables) -> No
 
 
 def _penalize_row(logits: torch.Tensor, rows: SamplingRows, tables: EditTables, row: int) -> None:
-    """Apply the edits of `penalize`, except the mask of allowed ids, to the logits [vocabulary] of one row."""
+    """Apply the edits of `penalize` to one row of logits [vocabulary], but leave out the mask of allowed ids."""
     param = lambda name: rows.column(name)[row].item()
     req_index, num_tokens = rows.req_indices[row], int(rows.positions[row]) + 1
     token_ids = rows.token_ids[rows.block_tables[row]].flatten()[:num_tokens]
@@ -216,7 +223,10 @@ def _penalize_row(logits: torch.Tensor, rows: SamplingRows, tables: EditTables, 
 
 
 def early_stops(params: SamplingParams, eos_token_ids: frozenset[int]) -> set[int]:
-    """Return the stop ids that are banned until `min_tokens` tokens are generated; none if `min_tokens` is 0."""
+    """Return the stop ids that are banned until `min_tokens` tokens have been generated.
+
+    If `min_tokens` is 0, the set is empty.
+    """
     if not params.min_tokens:
         return set()
     return {*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids)}
@@ -225,7 +235,7 @@ def early_stops(params: SamplingParams, eos_token_ids: frozenset[int]) -> set[in
 def check_edits(
     params: SamplingParams, vocab_size: int, eos_token_ids: frozenset[int], bad_words: tuple[tuple[int, ...], ...] = ()
 ) -> None:
-    """Raise ValueError for parameters that do not fit this model. `bad_words` come from `bad_word_token_ids`."""
+    """Raise ValueError if the parameters do not fit the model. `bad_words` is the result of `bad_word_token_ids`."""
     for name in ("logit_bias", "allowed_token_ids"):
         check_token_ids(name, getattr(params, name), vocab_size)
     early_stop_ids = early_stops(params, eos_token_ids)
@@ -237,9 +247,10 @@ def check_edits(
 
 
 def bad_word_token_ids(tokenizer, words: Iterable[str], vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """Return the distinct token sequences of the words, each word without and with a space before it.
+    """Tokenize each word with and without a leading space, and return the distinct token sequences.
 
-    Raises ValueError for more than MAX_BAD_WORDS sequences, or a sequence of more than MAX_BAD_WORD_TOKENS tokens.
+    Raises ValueError if there are more than `MAX_BAD_WORDS` sequences, if a sequence does not have 1 to
+    `MAX_BAD_WORD_TOKENS` tokens, or if a token id is out of vocabulary.
     """
     sequences: dict[tuple[int, ...], None] = {}  # an ordered set
     for word in words:

@@ -1,4 +1,4 @@
-"""Converts the log-probabilities of steps, which are numbers, to output entries that also contain the tokens' text."""
+"""Converts the numeric log-probabilities of steps into output entries, which include the text of each token."""
 
 from codecs import getincrementaldecoder
 from collections import abc
@@ -34,7 +34,10 @@ class OutputLogprobs:
         return LogprobTexts(self._token_bytes, self._params.detokenize)
 
     def of_event(self, seq: Sequence, start: int) -> list[dict[int, Logprob]] | None:
-        """Return the entries of the tokens from index `start` on, for a stream event; None if there are none."""
+        """Return the entries of the tokens from index `start` on, or None if there are no entries.
+
+        A stream event with these tokens contains the entries.
+        """
         if self._params.logprobs is None or not (kept := seq.feature_state["logprobs"].of_tokens):
             return None
         if seq.index not in self._streamed:
@@ -89,7 +92,7 @@ class DeferredList(abc.Sequence):
 class LogprobTexts:
     """Adds text to the log-probabilities of one answer, token by token.
 
-    If several tokens form one character, it is the last token's text.
+    If a character is spread over several tokens, it is part of the last token's text.
     """
 
     def __init__(self, token_bytes: Mapping[int, bytes], detokenize: bool):
@@ -98,7 +101,7 @@ class LogprobTexts:
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
     def add(self, logprobs: Iterable[KeptLogprobs | None]) -> list[dict[int, Logprob]]:
-        """Return a dict for each of the next tokens. The first entry is the token itself, and alternatives follow."""
+        """Return a dict for each of the next tokens. It starts with the token itself, and the alternatives follow."""
         result = []
         for kept in logprobs:
             assert kept, "a token without log-probabilities"

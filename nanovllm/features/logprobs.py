@@ -1,9 +1,10 @@
-"""Computes log-probabilities of generated tokens and of prompts.
+"""Computes log-probabilities of generated tokens and of prompt tokens.
 
-For generated tokens, the setting `logprobs_mode` selects the logits. Prompts always use the model's raw logits. A
-request asks for log-probabilities with `SamplingParams.logprobs` or `prompt_logprobs`; a beam search needs them for its
-candidates. The batch has a LogprobRequest per token. After the step, every rank computes the log-probabilities
-(PendingLogprobs), which reach the host with the step's result. logprob_outputs.py adds the text of the tokens.
+For generated tokens, the setting `logprobs_mode` selects which logits are used. For prompt tokens, the model's raw
+logits are always used. A request asks for log-probabilities with `SamplingParams.logprobs` or `prompt_logprobs`. A beam
+search needs them for its candidates. Each step has a `LogprobRequest` for each token in question. After the forward
+pass, every rank creates a `PendingLogprobs`, which computes the log-probabilities. They reach the host with the step's
+result, and logprob_outputs.py adds the text of the tokens.
 """
 
 from collections import defaultdict
@@ -37,7 +38,7 @@ MAX_TOP_ROWS, MAX_ROWS = 64, 256
 
 
 class SequenceLogprobs:
-    """A sequence's log-probabilities that have arrived on the host."""
+    """Stores a sequence's log-probabilities after they have arrived on the host."""
 
     def __init__(self, is_edited: bool) -> None:
         self.is_edited = is_edited  # whether features edit the logits
@@ -46,17 +47,18 @@ class SequenceLogprobs:
         self.candidates: Logprobs = {}  # for the next token, of a sequence that pauses
 
     def take_candidates(self) -> Logprobs:
-        """Return the candidates and forget them, so that a fork has none to copy."""
+        """Return the candidates and delete them from this object, so that a fork does not copy them."""
         taken, self.candidates = self.candidates, {}
         return taken
 
 
 class StepLogprobs(NamedTuple):
-    """The log-probabilities of a step; None where no request asks for them.
+    """The log-probabilities of a step. An entry is None if no request asked for it.
 
-    of_tokens: one entry for each token of StepResult.token_ids.
-    of_prompts: for each chunk of the step, a list for the prompt tokens from start + 1 to end, or None if there are no
-        such tokens. A chunk that is recomputed after a preemption gets its list again.
+    of_tokens: one entry for each token of `StepResult.token_ids`.
+    of_prompts: one list for each chunk of the step. The list covers the prompt tokens from `start + 1` to `end`,
+        inclusive. It is None if there are no such tokens. If a chunk is recomputed after a preemption, its list is
+        computed again.
     """
 
     of_tokens: list[KeptLogprobs | None]
@@ -77,7 +79,7 @@ class TokenLogprobs(StepFeature):
 
     @staticmethod
     def watch(seq: Sequence) -> None:
-        """Collect the log-probabilities that the parameters of `seq` ask for."""
+        """Start collecting the log-probabilities that the parameters of `seq` ask for."""
         features = [FEATURES[name] for name in seq.feature_state if name != "logprobs"]
         features += [feature for feature in FEATURES.values() if isinstance(feature.home, type)]  # these see all rows
         is_edited = any(feature.load().edit_logits is not StepFeature.edit_logits for feature in features)
@@ -101,9 +103,10 @@ class TokenLogprobs(StepFeature):
         self._logits_of_graphs: dict[tuple[int, int], Callable[[], torch.Tensor]] = {}  # by address and size
 
     def edit_logits(self, logits: torch.Tensor, rows: SamplingRows) -> None:
-        """Edit nothing, but record where a CUDA graph stores its logits, which are valid until the next graph replay.
+        """Record where a CUDA graph stores its logits, and edit nothing.
 
-        The record is a view that does not own the memory, so other graphs can use the memory.
+        The logits stay valid until the next graph replay. The record is a view that does not own the memory, so other
+        graphs can reuse the memory.
         """
         if logits.is_cuda and torch.cuda.is_current_stream_capturing():
             memory, like, device = DeviceBytes(logits.data_ptr(), logits.nbytes), logits.to("meta"), logits.device
@@ -121,7 +124,7 @@ class TokenLogprobs(StepFeature):
     def after_step(
         cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: StepLogprobs | None
     ) -> None:
-        """Store each sequence's log-probabilities. For a sequence that pauses, they are the candidates."""
+        """Store each sequence's log-probabilities. For a sequence that pauses, they become its candidates."""
         if result is None:
             return
         for (seq, start, _), prompt_logprobs in zip(step.chunks, result.of_prompts):
@@ -137,7 +140,10 @@ class TokenLogprobs(StepFeature):
 
 
 def check_num_logprobs(name: str, value: int, config: "Config") -> None:
-    """Raise ValueError if a request must not ask for `value` log-probabilities per token; -1 means all tokens."""
+    """Raise ValueError if `value` log-probabilities per token are not allowed.
+
+    -1 stands for all tokens of the vocabulary.
+    """
     vocab_size, max_logprobs = config.model_config.vocab_size, config.max_logprobs
     check_int(name, value, -1, vocab_size)
     if max_logprobs >= 0 and (vocab_size if value == -1 else value) > max_logprobs:
@@ -157,7 +163,7 @@ class LogprobRequest(NamedTuple):
 
 
 def logprob_requests(step: ScheduledStep) -> np.ndarray:
-    """Return the LogprobRequests of a step [n, 4] int32: first for prompt tokens, then for sampled tokens."""
+    """Return a step's requests for prompt tokens, followed by its requests for sampled tokens: [n, 4] int32."""
     of_prompts, first_row, k = [], step.num_decodes * step.tokens_per_row, step.tokens_per_row
     for i, (seq, start, end) in enumerate(step.chunks):
         if (num_top := seq.params.prompt_logprobs) is not None:
@@ -182,7 +188,10 @@ class PendingLogprobs:
 
     @torch.inference_mode()
     def __init__(self, requests: np.ndarray, runner: "ModelRunner", output: ForwardOutput, logits: torch.Tensor | None):
-        """`requests` [n, 4] has a LogprobRequest per row. `logits` are the sampled rows' logits if they still exist."""
+        """Each row of `requests` [n, 4] contains the fields of a `LogprobRequest`.
+
+        `logits` has the sampled rows' logits, or is None if they are gone.
+        """
         self._requests = requests.copy()  # a later step overwrites the original
         on_device = self._compute(runner, output, logits)
         runner.tp.barrier(output.token_ids.device)  # no rank may overwrite peer memory that another rank still reads
@@ -194,8 +203,9 @@ class PendingLogprobs:
     ) -> tuple[torch.Tensor, ...]:
         """Return the tensors of `log_probabilities` for all requests.
 
-        Logits that no longer exist are recomputed: for prompts in pieces, and for sampled rows in one GEMM, as in the
-        step. The rounding of a GEMM depends on its number of rows, and a greedy token must have rank 1 here, too.
+        Logits that no longer exist are recomputed. Logits of prompt tokens are recomputed in pieces. Logits of sampled
+        rows are recomputed in one GEMM, exactly as in the step. The reason is that the rounding of a GEMM depends on
+        its number of rows, and that a token chosen greedily must have rank 1.
         """
         requests, hidden_states = self._requests, output.hidden_states
         columns = torch.from_numpy(requests.T.copy())
@@ -240,9 +250,10 @@ class PendingLogprobs:
 
 
 def sampled_logits(runner: "ModelRunner", x: SamplerInput, logits: torch.Tensor | None) -> list[torch.Tensor]:
-    """Return the logits [S, vocabulary] that `logprobs_mode` asks for, and the temperatures [S] to divide them by.
+    """Return the logits that `logprobs_mode` selects, and the temperatures to divide them by: [S, vocabulary] and [S].
 
-    The mode "raw_logprobs" has no temperatures. `logits` are the model's raw logits, if they still exist.
+    In the mode "raw_logprobs", only the logits are returned. The argument `logits` contains the model's raw logits, or
+    is None if they no longer exist.
     """
     mode = runner.config.logprobs_mode
     if logits is None or mode == "processed_logprobs":
@@ -264,10 +275,10 @@ def sampled_logits(runner: "ModelRunner", x: SamplerInput, logits: torch.Tensor 
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, temperatures: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-probabilities [S] float32 and the ranks [S] int32 of `token_ids` [S].
+    """Return the log-probabilities and the ranks of `token_ids` [S]: [S] float32 and [S] int32.
 
-    There is one token for each row of `logits` [S, vocabulary]. The logits are divided by `temperatures` [S]. Tokens
-    are ranked by descending logit; among equal logits, the lower id comes first.
+    There is one token for each row of `logits` [S, vocabulary]. The logits are first divided by `temperatures` [S].
+    Tokens are ranked by descending logit. Among equal logits, the lower id comes first.
     """
     logits, token_ids = divided(logits, temperatures), token_ids.unsqueeze(1).long()
     chosen = logits.gather(1, token_ids)
@@ -279,12 +290,12 @@ def token_logprobs(
 def log_probabilities(
     logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, temperatures: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """Return the log-probabilities of `token_ids` [S] and of the `num_top` most likely tokens of each row.
+    """Return the log-probabilities of `token_ids` [S] and of the `num_top` most likely tokens in each row.
 
-    The `logits` [S, vocabulary] are divided by `temperatures` [S]. `num_top` is capped at the size of the vocabulary.
+    The `logits` [S, vocabulary] are first divided by `temperatures` [S]. `num_top` is capped at the vocabulary size.
     Returns three tensors: ids [S, 1 + num_top] int32, log-probabilities [S, 1 + num_top] float32, and ranks [S] int32.
-    Column 0 is for `token_ids`. The other columns are for the top tokens, in descending order of `token_keys`. The
-    ranks are the places of `token_ids` in the same order; the most likely token has rank 1.
+    Column 0 contains `token_ids`. The other columns contain the top tokens, in descending order of `token_keys`. A rank
+    is the position of the row's token in this order, where the most likely token has rank 1.
     """
     if num_top == 0:
         logprobs, ranks = token_logprobs(logits, token_ids, temperatures)
@@ -299,10 +310,13 @@ def log_probabilities(
 
 @operation
 def gather_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return the log-probabilities [S, n] float32 of `ids` [S, n] in each row of `logits` [S, vocabulary] float32."""
+    """Return the log-probabilities of the ids in each row: [S, n] float32.
+
+    `ids` is [S, n], and `logits` is [S, vocabulary] float32.
+    """
     return logits.log_softmax(-1).gather(1, ids)
 
 
 def divided(logits: torch.Tensor, temperatures: torch.Tensor | None) -> torch.Tensor:
-    """Return logits [S, vocabulary] divided by temperatures [S], in float32."""
+    """Convert the logits [S, vocabulary] to float32, and divide them by the temperatures [S] if there are any."""
     return logits.float() if temperatures is None else logits.float() / temperatures.unsqueeze(1)

@@ -41,7 +41,7 @@ class StopStrings(StepFeature):
 
 
 class StoppingDetokenizer(Detokenizer):
-    """Decodes the text of an answer up to a stop string."""
+    """Decodes the text of an answer, and cuts it at a stop string."""
 
     def __init__(self, token_ids: list[int], num_prompt_tokens: int, token_bytes: TokenBytes, params: SamplingParams):
         super().__init__(token_ids, num_prompt_tokens, token_bytes)
@@ -51,15 +51,15 @@ class StoppingDetokenizer(Detokenizer):
         self._max_overlap = max(map(len, self._stops)) - 1
 
     def skip_token(self) -> None:
-        """Decode the last token, without looking for stop strings in it."""
+        """Decode the last token, but do not look for stop strings in it."""
         self.decode()
         self._window = ""
 
     def cut_at_stop(self) -> str | None:
         """Decode the last token. If it completes a stop string, cut the text there and return the stop string.
 
-        Stop strings within the first `min_tokens` tokens do not count. Among several stop strings, the one that ends
-        first wins. If two end at the same character, the first one in the list wins.
+        Stop strings within the first `min_tokens` tokens are ignored. If several stop strings match, the one that ends
+        first wins. If two of them end at the same character, the one that was listed first wins.
         """
         piece, matches = self.decode(), []
         text = self._window + piece
@@ -78,7 +78,7 @@ class StoppingDetokenizer(Detokenizer):
         return stop
 
     def take_text(self, num_hidden: int = 0, is_last: bool = False) -> str:
-        """Return the text since the last call. Text that might begin a stop string is held back."""
+        """Return the text decoded since the last call. A suffix that might begin a stop string is held back."""
         text = super().take_text(num_hidden, is_last)
         if is_last or self._include_stop:
             return text

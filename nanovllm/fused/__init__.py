@@ -1,11 +1,11 @@
 """Fused forms replace the `forward` of modules, so that one kernel computes several operations of plain layers.
 
-The plain layers define what is computed, and each form computes what its plain layer defines. `FORMS` maps `forward`
-functions to forms. A class that inherits a plain `forward` gets the form of that function, and a class with a different
-`forward` stays plain. A module also stays plain if it has a part that the form does not support (`Fused.matches`).
+A plain layer defines the results, and its form computes the same results. `FORMS` maps `forward` functions to forms. A
+class that inherits a plain `forward` gets the form of that function, and a class that overrides `forward` stays plain.
+A module stays plain, too, if it has a part that the form does not support (`Fused.matches`).
 
-Fused neighbours pass each other norms that are not computed yet (NormInput) and sums that are not added yet
-(PartialSum). Plain neighbours get tensors.
+Neighbouring forms pass each other deferred norms (`NormInput`), and sums whose parts are not added yet (`PartialSum`).
+Plain neighbours get tensors.
 
 On CUDA, all matching modules of a model are replaced when the model is loaded. fused/README.md shows how much time the
 forms save. `nanovllm show-fused MODEL` lists the replaced modules.
@@ -40,7 +40,7 @@ FORMS = {
 
 
 def find_form(module: nn.Module) -> str | None:
-    """Return the entry of FORMS for a module's `forward`, or None if there is none or `forward` is wrapped.
+    """Return the entry of a module's `forward` in FORMS, or None if there is none. A wrapped `forward` has no entry.
 
     This function does not check the parts of the module.
     """
@@ -54,7 +54,7 @@ def find_form(module: nn.Module) -> str | None:
 def form_of(module: nn.Module) -> Any:
     """Return the form that replaces a module's `forward`, or None if the module stays plain.
 
-    The parts of the module must already be replaced.
+    The parts of the module must already be replaced by their forms.
     """
     home = find_form(module)
     form = home and resolve_name(f"{__name__}.{home}")
@@ -62,7 +62,7 @@ def form_of(module: nn.Module) -> Any:
 
 
 def fuse(model: nn.Module) -> None:
-    """Replace the `forward` of every module of a loaded model that has a fused form. Parts are replaced first."""
+    """In a loaded model, replace the `forward` of every module that has a fused form. Parts of a module come first."""
     from nanovllm.fused.forms import Fused
     from nanovllm.fused.fused_linear import set_format
     from nanovllm.layers.linear import LinearBase

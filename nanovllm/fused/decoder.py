@@ -1,4 +1,4 @@
-"""Fused forms of decoder layers, whose norms are computed with neighbouring matmuls, and of the model around them."""
+"""Defines fused forms of decoder layers and of the whole model. Norms are fused with neighbouring matmuls."""
 
 from functools import partial
 from typing import Any
@@ -63,7 +63,7 @@ class FusedDecoderLayer(Fused):
         return x.reduce(), residual
 
     def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
-        """Return the layer's last output and the residual. The next norm adds the output to the residual."""
+        """Return the output of the layer's last part, and the residual to which the next norm adds this output."""
         normed = self.input_layernorm(x, residual)
         x = self.mix(normed, rope)
         normed = self.post_attention_layernorm(x, normed.residual)
@@ -99,8 +99,8 @@ class FusedEmbedding(Fused):
 class FusedLMHead(Fused):
     """Replaces `ParallelLMHead.forward`.
 
-    While logits are computed for sampling, `sampling_params` is the `params` of SamplingRows. Then rows without filters
-    can lack the logits of other ranks, because such rows do not need them.
+    While logits are computed for sampling, `sampling_params` is set to `SamplingRows.params`. In that case, rows
+    without filters might lack the logits of other ranks, because such rows do not need them.
     """
 
     what = "the product and the exchange of logits between ranks, without those that are not needed"

@@ -1,4 +1,4 @@
-"""The base class of fused forms, the forms of rotary embedding and RMSNorm, and helpers for calls between forms."""
+"""Defines the base class of forms, forms of the rotary embedding and RMSNorm, and helpers for calls between forms."""
 
 from typing import Any, NamedTuple
 
@@ -12,18 +12,19 @@ from nanovllm.utils.partial_sum import PartialSum
 
 
 class Rope(NamedTuple):
-    """The positions of a step's tokens and their cosines and sines, for all layers."""
+    """The positions of a step's tokens, with the cosines and sines that all layers use."""
 
     positions: torch.Tensor  # [T]
     cos_sin: torch.Tensor | None  # [T, 2, N] float32, see FusedRotaryEmbedding
 
 
 class Fused:
-    """The base class of forms. A form overrides methods of a module (see utils/replace.py), and uses its attributes.
+    """The base class of forms. A form overrides a module's methods, and uses the module's attributes.
 
-    Plain neighbours call `forward`, which has the arguments and the result of the plain `forward`. For fused
-    neighbours, forms of a layer's parts also have `fused`. It takes a norm that might not be computed yet (from
-    FusedRMSNorm), and returns a sum that might not be added yet. FusedRotaryEmbedding has `rows` instead.
+    Plain neighbours call `forward`, which takes and returns the same values as the plain `forward`. Fused neighbours
+    call `fused`, which the forms of a layer's parts define. It takes a norm that might not be computed yet (from
+    FusedRMSNorm), and returns a sum whose parts might not be added yet. FusedRotaryEmbedding has `rows` instead.
+    utils/replace.py replaces the methods.
     """
 
     what = ""  # what is fused, for `nanovllm show-fused`
@@ -40,8 +41,8 @@ class Fused:
 class FusedRotaryEmbedding(Fused):
     """Adds a table of cosines and sines in the order that kernels use. FusedModel reads the table once per step.
 
-    The table [max_position, 2, N] contains the cosines and the sines of each position. The first half of the sines is
-    negated. So the rotation of x is x * cos + (x with its halves swapped) * sin.
+    The table is [max_position, 2, N], with N cosines and N sines per position. The first half of the sines is negated,
+    so that the rotation of x is x * cos + (x with its halves swapped) * sin.
     """
 
     what = "the lookup of cos and sin: once a step, if the model is fused"
@@ -60,7 +61,7 @@ class FusedRotaryEmbedding(Fused):
 
 
 class FusedRMSNorm(Fused):
-    """Replaces `RMSNorm.forward`. For a PartialSum, the layer that reads the norm computes it."""
+    """Replaces `RMSNorm.forward`. The norm of a PartialSum is deferred: the layer that reads the norm computes it."""
 
     what = "the sum of what ranks or splits of a product have computed, with the residual and the norm"
 
@@ -76,7 +77,7 @@ class FusedRMSNorm(Fused):
 
 
 def rope_at(rotary_emb: Any, positions: torch.Tensor) -> Rope:
-    """Look up the Rope for a form between plain layers. Without a fused rotary embedding, the Rope has no `cos_sin`."""
+    """Look up the `Rope` for a form between plain layers. Its `cos_sin` is None without a fused rotary embedding."""
     if not isinstance(rotary_emb, FusedRotaryEmbedding):
         return Rope(positions, None)
     rope = rotary_emb.rows(positions)
@@ -91,12 +92,12 @@ def shared_rope(module: nn.Module) -> Any:
 
 
 def takes_fused(module: nn.Module) -> bool:
-    """Return whether neighbours call `fused` of a module. With hooks, they call the module, so that hooks run."""
+    """Return whether neighbours call `module.fused`. If the module has hooks, they call the module itself."""
     return isinstance(module, Fused) and not (module._forward_hooks or module._forward_pre_hooks)
 
 
 def run_fused(module: nn.Module, x: NormInput, *rope: Rope) -> PartialSum:
-    """Call a fused or plain part of a layer, which lies between two norms. Only attention gets `rope`."""
+    """Call a fused or plain part of a layer. The part lies between two norms. Only attention takes `rope`."""
     if takes_fused(module):
         return module.fused(x, *rope)  # type: ignore[operator]
     positions = [x.positions for x in rope]

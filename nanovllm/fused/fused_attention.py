@@ -1,4 +1,4 @@
-"""Fused attention, with the operations before it: norm, qkv matmul, q and k norms, rotary embedding and cache store."""
+"""Fuses attention with the preceding norm, qkv matmul, q and k norms, rotary embedding and cache store."""
 
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from nanovllm.utils.partial_sum import PartialSum
 
 
 class QKNormRope(NamedTuple):
-    """The parameters of the RMS norms of query and key heads, and of the rotary embedding."""
+    """The parameters of the query and key norms, and the cosines and sines of the rotary embedding."""
 
     q_weight: torch.Tensor | None  # [head_dim]; None: no norm
     k_weight: torch.Tensor | None  # [head_dim]; None if and only if q_weight is None
@@ -29,7 +29,7 @@ class QKNormRope(NamedTuple):
 
 
 def apply_rotary(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the first N elements of each head of x [T, heads, head_dim] by cos_sin [T, 2, N]."""
+    """Rotate the first N elements of each head of x [T, heads, head_dim] by `cos_sin` [T, 2, N]."""
     cos, sin = cos_sin.to(x.dtype).unsqueeze(2).unbind(1)  # [T, 1, N]
     size = cos.shape[-1]
     rotated = torch.addcmul(x[..., :size] * cos, x[..., :size].roll(size // 2, -1), sin)
@@ -37,9 +37,10 @@ def apply_rotary(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
 
 
 def norm_rope(x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor) -> torch.Tensor:
-    """Apply the RMS norm with weight [heads, head_dim] to each head of x [T, heads, head_dim], then `apply_rotary`.
+    """Apply the RMS norm and then `apply_rotary` to each head of x [T, heads, head_dim].
 
-    Without a weight, there is no norm. Compute in float32, and round once.
+    The norm's `weight` is [heads, head_dim]. If it is None, there is no norm. The computation is in float32, and rounds
+    once.
     """
     y = x.float()
     if weight is not None:
@@ -51,10 +52,10 @@ def norm_rope(x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos_sin:
 def norm_rope_and_store(
     qkv: torch.Tensor, qk_norm_rope: QKNormRope, slot_mapping: torch.Tensor, cache: KVCache
 ) -> torch.Tensor:
-    """Normalize and rotate the queries and keys of qkv [T, heads + 2 kv_heads, head_dim], and store keys and values.
+    """Normalize and rotate the queries and keys, store the keys and values, and return the queries.
 
-    `slot_mapping` [T] contains the cache slots. Return the queries [T, heads, head_dim]. This definition does not
-    support slots of -1, which mark padding. Kernels do not store padding.
+    `qkv` is [T, heads + 2 kv_heads, head_dim], and the result is [T, heads, head_dim]. `slot_mapping` [T] contains the
+    cache slots. A slot of -1 marks padding, which kernels do not store. This definition does not support padding.
     """
     q_weight, k_weight, eps, cos_sin = qk_norm_rope
     num_kv_heads = cache.k.shape[2]
@@ -68,10 +69,11 @@ def norm_rope_and_store(
 
 
 def attend(attn: Attention, x: Any, qkv_proj: LinearBase | None, qk_norm_rope: QKNormRope) -> torch.Tensor:
-    """Compute attention [T, heads * head_dim] from the norm x or, if `qkv_proj` is None, from x = qkv.
+    """Compute attention from the norm `x`. If `qkv_proj` is None, `x` is the result of the qkv matmul instead.
 
-    qkv is [T, (heads + 2 kv_heads) * head_dim]. For small decode batches, one kernel computes q and k norms, RoPE,
-    store and attention. For prefills with many rows, one kernel computes the qkv matmul, norms, RoPE and store.
+    That result is [T, (heads + 2 kv_heads) * head_dim]. Return [T, heads * head_dim]. For small decode batches, one
+    kernel computes the q and k norms, RoPE, the cache store and attention. For prefills with many rows, one kernel
+    computes the qkv matmul, the norms, RoPE and the cache store.
     """
     backend, cache, context = attn.backend, attn.cache, get_context()
     kernels, slots = getattr(backend, "ops", None), context.slot_mapping  # only the backend with our kernels has `ops`

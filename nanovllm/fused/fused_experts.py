@@ -1,4 +1,4 @@
-"""Fused mixtures of experts, with the norm before the router. Their result is a partial sum that the next norm adds."""
+"""Fuses mixtures of experts with the norm before the router. They return a PartialSum, which the next norm adds up."""
 
 from typing import Any
 
@@ -17,9 +17,10 @@ from nanovllm.utils.partial_sum import Compute, PartialSum, sum_over_ranks
 
 @operation
 def mix_experts(x: NormInput, layer: Any, slot_mapping: torch.Tensor) -> PartialSum:
-    """Compute a MoE layer for the norm x [T, hidden]: the weighted sum of each row's experts and of shared experts.
+    """Compute a MoE layer for the norm x [T, hidden]. Return a sum over the ranks: [T, hidden].
 
-    Return the sum [T, hidden] over the ranks. Tokens with a negative slot are padding, and their results are undefined.
+    The result of a row is the weighted sum of its experts and of shared experts. Tokens with a negative slot are
+    padding, and their results are undefined.
     """
     rows = x.tensor()
     routing = route(layer.gate(rows), layer.top_k, layer.renormalize, layer.num_shared)
@@ -45,7 +46,7 @@ class FusedMoE(Fused):
         return mix_experts(x, self, get_context().slot_mapping)
 
     def sum_over_ranks(self: Any, compute: Compute, *rows_width_dtype: Any) -> PartialSum:
-        """Call `sum_over_ranks` of utils/partial_sum.py."""
+        """Call the function `sum_over_ranks` in utils/partial_sum.py."""
         return sum_over_ranks(self.tp, compute, *rows_width_dtype)
 
 

@@ -1,4 +1,4 @@
-"""Fused forms of draft heads (models/shared/head_models.py)."""
+"""Defines fused forms of draft heads (models/shared/head_models.py)."""
 
 from typing import Any
 
@@ -19,7 +19,10 @@ class FusedEagle3Layer(FusedDecoderLayer):
         return super().matches(module) and isinstance(module.hidden_norm, FusedRMSNorm)
 
     def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
-        """Compute the layer for embeddings x [T, hidden] and hidden states `residual`, which it may overwrite."""
+        """Compute the layer for embeddings `x` and hidden states `residual`, both [T, hidden].
+
+        The hidden states may be overwritten.
+        """
         assert residual is not None
         normed = self.hidden_norm(PartialSum(residual)).tensor()
         both = torch.cat((self.input_layernorm(x).tensor(), normed), -1)

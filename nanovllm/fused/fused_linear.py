@@ -1,4 +1,4 @@
-"""Linear layers fused with the norm before them, the activation after them, and the sum of their partial results."""
+"""Fuses linear layers with the norm before them, the activation after them, and the sum of their partial results."""
 
 from functools import partial
 from typing import Any
@@ -21,10 +21,10 @@ def split_linear(
     split_k: int = 1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `linear` [T, outputs]. With split_k > 1, return parts [split_k, T, outputs] whose sum is the result.
+    """Compute `linear`. Return [T, outputs] or, if `split_k` > 1, parts [split_k, T, outputs] to be added.
 
-    `split_k` must come from `best_split_k`, whose definition always returns 1. `out` [split_k, T, outputs] gets the
-    result.
+    `split_k` must come from `best_split_k`, whose plain definition always returns 1. `out` [split_k, T, outputs]
+    receives the result.
     """
     if out is None:
         return linear(x, weight, bias)
@@ -35,21 +35,21 @@ def split_linear(
 def norm_linear(
     x: NormInput, weight: torch.Tensor, bias: torch.Tensor | None = None, act: SiluAndMul | None = None
 ) -> torch.Tensor:
-    """Compute `linear` of the norm x [T, inputs], then the activation, which may return quantized rows."""
+    """Compute `linear` for the norm `x` [T, inputs]. Then apply the activation, which may return quantized rows."""
     y = linear(x.tensor(), weight, bias)
     return y if act is None else act(y)
 
 
 @operation
 def best_split_k(x: torch.Tensor, weight: torch.Tensor, max_split_k: int) -> int:
-    """Return the best split_k for `split_linear`, at most `max_split_k`."""
+    """Return the best `split_k` for `split_linear`, at most `max_split_k`."""
     return 1
 
 
 class WeightFormat:
-    """Defines how a fused form multiplies by a weight: here, in the activations' dtype.
+    """Defines how a fused form multiplies by a weight. The base class multiplies in the activations' dtype.
 
-    quantization/ has formats for 8-bit weights.
+    quantization/ contains formats for 8-bit weights.
     """
 
     def linear(self, layer: LinearBase, x: Any, bias=None, split_k: int = 1, out=None) -> torch.Tensor:
@@ -65,7 +65,7 @@ class WeightFormat:
         return best_split_k(x, layer.weight, max_split_k)
 
     def factors(self, layer: LinearBase, x: NormInput) -> tuple[Any, torch.Tensor, torch.Tensor | None] | None:
-        """Return the operands for other kernels: (rows, weight, scales). Without FP8, scales is None.
+        """Return (rows, weight, scales), for kernels that compute this matmul. `scales` is None without FP8.
 
         Return None if only `linear` can multiply by this weight.
         """
@@ -82,7 +82,7 @@ def set_format(layer: LinearBase) -> None:
 
 
 def are_known(*layers: nn.Module, output: nn.Module | None = None) -> bool:
-    """Return whether forms can multiply by these layers: their `forward` must be plain, and they must have a format.
+    """Return whether forms can use these layers. Each must have a plain `forward` and a format.
 
     The results of the layer `output` are summed over the ranks, so `output` must be a plain RowParallelLinear.
     """
@@ -100,7 +100,7 @@ def is_swiglu(act: nn.Module) -> bool:
 
 
 def product(layer: Any, x: NormInput, act: nn.Module | None = None) -> Any:
-    """Compute act(x W^T + b) of a linear layer for the norm x."""
+    """Compute act(x W^T + b) for the norm `x` and a linear layer."""
     if act is None or is_swiglu(act):
         return layer.format.norm_linear(layer, x, act)
     return act(layer.format.norm_linear(layer, x, None))

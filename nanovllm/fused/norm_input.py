@@ -1,4 +1,4 @@
-"""Deferred norms: the layer that reads a norm may compute it in one kernel with its matmul."""
+"""Defines deferred norms. The layer that reads a deferred norm may compute it in the kernel of its matmul."""
 
 import torch
 
@@ -40,13 +40,13 @@ class NormInput:
 
     @property
     def residual(self) -> torch.Tensor:
-        """The residual of the next norm: x + residual [T, N]. It may have overwritten the old residual."""
+        """The next norm's residual [T, N], which is x + residual. It may have overwritten the old residual."""
         if self.total is None:
             self.tensor()
         return self.total
 
     def summands(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Return (x, residual to add or None), or just None if x is still a sum of parts."""
+        """Return (x, residual), or None if x is still a sum of parts. The residual is None if there is none to add."""
         if self.total is not None:
             return self.total, None
         return None if self.x.tensor is None else (self.x.tensor, self.residual_before)

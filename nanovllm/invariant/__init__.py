@@ -1,6 +1,6 @@
 """The setting `batch_invariant`: no bit of a request's answer depends on what else the engine computes.
 
-A library may choose another method for a matmul with more or fewer rows, which rounds each row differently. Here, each
+For a matmul with more or fewer rows, a library may choose another method, which rounds each row differently. Here, each
 operation computes a row in the same way everywhere: in a batch or alone, in a chunk or in a decode step.
 
 `cpu.py` and `cuda.py` contain the runners. `engine/runners.py` chooses one by device type. A runner sets the variant of
@@ -32,9 +32,10 @@ def invariant_operations() -> Iterator[None]:
 
 
 def refuse_states(runner: "ModelRunner", *known: type) -> None:
-    """Raise ValueError if a layer with a state is not of a `known` type. Its state might depend on a prompt's chunks.
+    """Raise ValueError if a layer that has a state is not of a `known` type.
 
-    `runner` is a ModelRunner whose model is loaded.
+    The state of another layer might depend on how prompts are divided into chunks. `runner` is a ModelRunner whose
+    model is loaded.
     """
     layers = (layer for spec, layers in runner.cache_groups.items() if spec.of_states for layer in layers)
     for layer in layers:

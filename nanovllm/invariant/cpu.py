@@ -1,4 +1,4 @@
-"""A rank on a CPU for the setting `batch_invariant`."""
+"""The runner of a rank on a CPU, for the setting `batch_invariant`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,7 +38,7 @@ class Runner(BatchRunner):
 def check_products(model: nn.Module, dtype: torch.dtype) -> None:
     """Raise RuntimeError if this CPU's library computes different results for equal rows of a block.
 
-    Batch invariance on a CPU relies on only two facts: equal rows have equal results, and equal calls have equal
+    Batch invariance on a CPU relies on two facts: equal rows of a block have equal results, and equal calls have equal
     results.
     """
     random = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Attention that sums over the keys of each query in the order of their positions."""
+"""Attention that adds up the keys of each query in the order of their positions."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -24,8 +24,8 @@ class _Sequence(NamedTuple):
 class InvariantBackend(AttentionBackend):
     """A backend that multiplies blocks of a sequence's queries by blocks of its keys, in float32.
 
-    All matmuls have the same shape. Exponentials are relative to the largest score of all blocks. Blocks are added in
-    the order of their positions. A block that a query does not see adds zeros.
+    All matmuls have the same shape. Exponentials are relative to the largest score of all blocks. The results of the
+    blocks are added in the order of their positions. A block of keys that a query does not see adds zeros.
     """
 
     uses_cuda_graphs = False
@@ -59,7 +59,10 @@ def _plan(context: Context, window: int | None, block_size: int) -> Iterator[_Se
 
 
 def _blocks(x: torch.Tensor) -> torch.Tensor:
-    """Convert x [L, kv_heads, head_dim] to blocks [blocks, kv_heads, KEYS, head_dim] float32, padded with zeros."""
+    """Divide x [L, kv_heads, head_dim] into blocks, padded with zeros.
+
+    The blocks are float32 [blocks, kv_heads, KEYS, head_dim].
+    """
     x = F.pad(x.float(), (0, 0, 0, 0, 0, -len(x) % KEYS))
     return x.unflatten(0, (-1, KEYS)).transpose(1, 2).contiguous()
 
@@ -67,7 +70,7 @@ def _blocks(x: torch.Tensor) -> torch.Tensor:
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """Return the attention [n, heads, head_dim] of n <= QUERIES queries over blocks of keys and values."""
+    """Return the attention of at most QUERIES queries over blocks of keys and values, in the shape of q."""
     num_queries = len(q)
     x = F.pad(q.float(), (0, 0, 0, 0, 0, QUERIES - num_queries)) * (scale or q.shape[2] ** -0.5)
     x = x.unflatten(1, (k.shape[1], -1)).transpose(0, 1)  # [kv_heads, QUERIES, group, head_dim]

@@ -2,7 +2,7 @@
 
 A runner computes a step in one thread. Otherwise, the batch would determine where loops over elements are divided among
 threads. In one thread, elementwise operations and reductions over the last dimension depend only on their own row. The
-following operations depend on more than that, and are replaced:
+following operations depend on other rows too, and are replaced:
 
 - Matmuls, because the library chooses a method by shape. They are computed in blocks of a fixed shape, in all threads.
 - Functions of few elements, because PyTorch computes some elements in vectors and the remaining elements one by one.
@@ -32,7 +32,7 @@ num_threads: ContextVar[int] = ContextVar("threads of a product")
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Use one thread within a `with` block. Only matmuls still use all threads that PyTorch had before."""
+    """Use one thread within a `with` block. Matmuls still use as many threads as before the block."""
     before = torch.get_num_threads()
     token = num_threads.set(before)
     torch.set_num_threads(1)
@@ -90,7 +90,7 @@ def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, nu
 
 
 def delta_net_drafts(qkvz, ba, layer: Any, states: State, rows, context_lens, out, count=None) -> None:
-    """Compute token by token: accepted drafts of the previous step, one token, then new drafts.
+    """Compute token by token: accepted drafts of the previous step, one certain token, then new drafts.
 
     The new drafts do not change the stored state.
     """
@@ -143,7 +143,7 @@ def logit_cutoffs(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, temperatures: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute log-probabilities as in steps where other requests ask for the most likely tokens."""
+    """Compute log-probabilities as steps do in which other requests ask for the most likely tokens."""
     _, ranks = logprobs.token_logprobs.__wrapped__(logits, token_ids, temperatures)  # the definition
     values = logprobs.divided(logits, temperatures).log_softmax(-1)
     return values.gather(1, token_ids.unsqueeze(1).long()).squeeze(1), ranks

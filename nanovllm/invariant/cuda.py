@@ -1,4 +1,4 @@
-"""A rank on CUDA for the setting `batch_invariant`."""
+"""The runner of a rank on CUDA, for the setting `batch_invariant`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,7 +40,10 @@ class Runner(CUDAModelRunner):
         super().warm_up(part_done)
 
     def size_kv_cache(self, available: int) -> None:
-        """Reserve memory for the partial sums of decode attention, which the largest prefill does not need."""
+        """Reserve memory for the partial sums of decode attention.
+
+        The measured memory of the largest prefill does not include these sums.
+        """
         num_rows, max_len = self.config.max_num_seqs * self.config.tokens_per_row, self.config.max_model_len
         layers = (layer for layer in self.model.modules() if isinstance(layer, Attention))
         shapes = {(num_rows * layer.num_heads, layer.head_dim, max_len, layer.window) for layer in layers}

@@ -1,10 +1,12 @@
 """FP8 (e4m3) in kernels: conversions, and rows that share a scale.
 
-From compute capability 8.9 on, the GPU converts e4m3, and tensors are `torch.float8_e4m3fn`. Elsewhere, kernels take
-the bits as uint8 and convert them here: Triton has no e4m3 for older GPUs, and its interpreter rounds e4m3 wrongly.
+GPUs of compute capability 8.9 or higher convert e4m3 in hardware, and tensors are `torch.float8_e4m3fn`. Elsewhere,
+kernels take the bits as uint8 and convert them with the functions below. The reason is that Triton has no e4m3 for
+older GPUs, and that its interpreter rounds e4m3 wrongly.
 
-The scale of a row is the row's largest magnitude / 448, rounded to bfloat16, because 448 is the largest e4m3 number.
-So the largest number of a row is almost exact. The other numbers have a relative error of up to 1/16.
+The largest e4m3 number is 448. So the scale of a row is the row's largest magnitude divided by 448, rounded to
+bfloat16. The largest number of a row is then almost exact. The other numbers have a relative error of up to 1/16, or
+more if they are close to 0.
 """
 
 import triton
@@ -28,7 +30,7 @@ def decode_e4m3(x, dtype: tl.constexpr):
 
 @triton.jit
 def decode_e4m3_pairs(pairs, stored_dtype: tl.constexpr, dtype: tl.constexpr):
-    """Unpack uint16 words with two e4m3 numbers each. Return all first and all second numbers in `dtype`."""
+    """Unpack uint16 words, each with two e4m3 numbers. Return the first and the second numbers in `dtype`."""
     if stored_dtype == tl.uint8 or dtype != tl.float16:
         first = (pairs & 0xFF).to(tl.uint8).to(stored_dtype, bitcast=True)
         second = (pairs >> 8).to(tl.uint8).to(stored_dtype, bitcast=True)
@@ -52,7 +54,7 @@ def decode_e4m3_pairs(pairs, stored_dtype: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def encode_e4m3(x, dtype: tl.constexpr):
-    """Convert float32 to e4m3 (float8e4nv, or its bits as uint8). Round to nearest even, and saturate at 448."""
+    """Convert float32 to e4m3: as float8e4nv, or as bits in uint8. Round to nearest even, and saturate at 448."""
     if dtype == tl.uint8:
         sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
         magnitude = tl.minimum(tl.abs(x), 448.0)
@@ -69,9 +71,10 @@ def encode_e4m3(x, dtype: tl.constexpr):
 
 @triton.jit
 def encode_rows(x, dtype: tl.constexpr):
-    """Quantize rows [R, D] to e4m3 [R, D] as `dtype`. Also return scales [R] float32, which are exact in bfloat16.
+    """Quantize rows x [R, D] to e4m3 in `dtype`. Return them with their scales [R].
 
-    A row that contains NaN or infinity gets an infinite scale, so that it is never read as finite numbers.
+    The scales are float32 numbers that bfloat16 can represent exactly. A row that contains NaN or infinity gets an
+    infinite scale, so that it never decodes to finite numbers.
     """
     x = x.to(tl.float32)
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # integers sort like magnitudes, with NaN at the top
@@ -83,15 +86,15 @@ def encode_rows(x, dtype: tl.constexpr):
 
 @triton.jit
 def bfloat16_bits(x):
-    """Convert float32 numbers that are exact in bfloat16 to their bfloat16 bits in int16."""
+    """Return the bfloat16 bits of float32 numbers as int16. bfloat16 must represent the numbers exactly."""
     return (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
 
 
 @triton.jit
 def store_row(x, row_ptr, scale_ptr, slot):
-    """Quantize a row [1, D], and store it with its scale (bfloat16 bits in int16) unless `slot` is -1.
+    """Quantize a row x [1, D]. Store it and its scale (bfloat16 bits in int16) unless `slot` is -1.
 
-    Return the quantized numbers [1, D] as unscaled float32, and the scale [1].
+    Return the quantized numbers [1, D] as float32, not yet multiplied by the scale, and the scale [1].
     """
     y, scale = encode_rows(x, row_ptr.dtype.element_ty)
     i = tl.arange(0, 1)
@@ -102,11 +105,12 @@ def store_row(x, row_ptr, scale_ptr, slot):
 
 @triton.jit
 def unpack_scales(pairs, stored_dtype: tl.constexpr):
-    """Unpack int32 words [N] with two bfloat16 scales each. Return key scales and log2 of value scales, float32 [N].
+    """Unpack int32 words [N], each with the bfloat16 scales of a key and of its value.
 
-    Attention does not multiply values by their scales. Instead, it adds log2(scale) to the scores before it takes their
-    maximum m. Then p = 2 ** (score + log2(scale) - m) already includes the scale. It lies between 0 and 1 for values of
-    any size, so it is accurate in float16. The sum of the softmax adds p / scale.
+    Return the key scales and log2 of the value scales, both float32 [N]. Attention does not multiply values by their
+    scales. Instead, it adds log2(scale) to the scores before it takes their maximum m. Then p = 2 ** (score +
+    log2(scale) - m) already includes the scale. p lies between 0 and 1 for values of any size, so it is accurate in
+    float16. The denominator of the softmax is the sum of p / scale.
     """
     k_scale = (pairs << 16).to(tl.float32, bitcast=True)
     v_scale = (pairs & -0x10000).to(tl.float32, bitcast=True)
@@ -120,10 +124,10 @@ def unpack_scales(pairs, stored_dtype: tl.constexpr):
 
 @triton.jit
 def as_fp8_partner(x):
-    """Convert queries from bfloat16 to float16 if they are multiplied by e4m3 keys.
+    """Convert bfloat16 queries to float16, so that they can be multiplied by e4m3 keys.
 
     The hardware converts e4m3 to float16 directly, but to bfloat16 only through float16 and float32. float16 is more
-    precise than bfloat16. Its range is smaller, but far larger than the outputs of norms and projections.
+    precise than bfloat16. Its range is smaller, but it still far exceeds the outputs of norms and projections.
     """
     if x.dtype == tl.bfloat16:
         x = tl.clamp(x.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)

@@ -1,7 +1,7 @@
-"""CUDA's table of operations. Importing this module requires Triton.
+"""The table of operations for CUDA. Importing this module requires Triton.
 
-A function with the name of an operation replaces the definition of that operation. It returns NotImplemented where no
-kernel is faster than the definition. The other functions are helpers, or are called only by CUDA code.
+A function with the name of an operation replaces the definition of that operation. It returns `NotImplemented` where no
+kernel is faster than the definition. Functions with other names are helpers, or are called by CUDA code.
 """
 
 import torch
@@ -89,7 +89,7 @@ def rms_norm(x, weight, eps):
 
 
 def store_kvcache(k, v, cache, slot_mapping):
-    """Store keys and values with the norm and rope kernel, called without norm weights and with angles of 0."""
+    """Store keys and values with `norm_rope_and_store`, without norm weights and with angles of 0."""
     cos = torch.ones(len(k), 1, 2, dtype=torch.float32, device=k.device)
     cos_sin = torch.cat((cos, 0 * cos), 1)  # the kernel may read it early: an ordinary launch, torch.cat, follows
     norm_rope_and_store(torch.cat((k, v), 1), (None, None, 0.0, cos_sin), slot_mapping, cache)

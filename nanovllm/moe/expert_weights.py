@@ -1,4 +1,4 @@
-"""Loading of experts from checkpoints that have separate tensors for each expert instead of stacks."""
+"""Loads experts from checkpoints that store each expert's tensors separately instead of stacked."""
 
 from collections.abc import Callable, Collection
 from functools import partial
@@ -7,7 +7,7 @@ from torch import nn
 
 
 def split_experts(loaders: dict[str, tuple[Callable, list[int]]], model: nn.Module, stored: Collection[str]) -> None:
-    """If a checkpoint has no stacked experts, replace the loaders of stacks with loaders of single experts' tensors.
+    """If a checkpoint has no stacked experts, replace the loaders of stacks with loaders for single experts.
 
     `loaders` is the result of `weight_loaders`. `stored` contains the names of the checkpoint's tensors.
     """

@@ -21,10 +21,10 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the experts of each token from logits [T, experts].
 
-    Return weights [T, top_k + num_shared] float32, and expert ids of the same shape. The `top_k` chosen experts come
-    first. Their weights are the largest values of the softmax over all experts except the last `num_shared`. With
-    `renormalize`, these weights add up to 1. If logits are equal, the lower expert id comes first. The shared experts
-    come last. Their weights are the sigmoids of their logits.
+    Return weights (float32) and expert ids, both [T, top_k + num_shared]. The last `num_shared` experts are shared:
+    every token uses them. The `top_k` chosen experts come first, by descending logit and then by ascending id. Their
+    weights are values of a softmax over all experts that are not shared. With `renormalize`, these weights add up to 1.
+    The shared experts come last. Their weights are the sigmoids of their logits.
     """
     logits, gates = logits.float().tensor_split((logits.shape[1] - num_shared,), 1)
     expert_ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
@@ -38,7 +38,7 @@ def route(
 
 
 class ExpertsFormat:
-    """The weight format of `Experts`: here, the dtype of the activations. quantization/ has 8-bit formats."""
+    """The weight format of `Experts`. Here, weights have the dtype of activations; quantization/ has 8-bit formats."""
 
     # suffix of a checkpoint's tensor of one expert -> suffix of the stacked parameter that contains it
     suffixes: ClassVar = {"weight": ""}
@@ -55,11 +55,11 @@ class ExpertsFormat:
 
 
 class Experts(nn.Module):
-    """This rank's part of the experts' weights, stacked. Each expert is a SwiGLU network, divided over the ranks.
+    """This rank's part of the experts, with stacked weights. Each expert is a SwiGLU network, divided over the ranks.
 
     Shared experts come last in the stacks. Checkpoints store shared experts under other names, so other modules load
-    them through views of the stacks. With `config.expert_parallel`, experts are not divided: each rank has equally many
-    whole experts, and the stacks contain no shared experts.
+    them through views of the stacks. With `config.expert_parallel`, experts are not divided. Instead, all ranks have
+    the same number of whole experts, and the stacks contain no shared experts.
     """
 
     def __init__(self, hidden_size: int, config: MoEConfig):
@@ -80,10 +80,11 @@ class Experts(nn.Module):
         self.format = ExpertsFormat()
 
     def tensors_of_experts(self) -> dict[str, tuple[nn.Parameter, tuple[int, int]]]:
-        """Map the names of single experts' tensors in this module to (parameter, (expert, shard id)).
+        """Map the name of each single expert's tensor to (parameter, (expert, shard id)).
 
-        The parameter's `weight_loader` takes a tensor with the expert and the shard id. This is for checkpoints that
-        store experts one by one. Other checkpoints contain the two stacked parameters.
+        Names are relative to this module. They are for checkpoints that store experts one by one; other checkpoints
+        contain the two stacked parameters. The parameter's `weight_loader` takes the tensor, the expert and the shard
+        id.
         """
         projections = ("gate_proj", "gate_up_proj"), ("up_proj", "gate_up_proj"), ("down_proj", "down_proj")
         return {
@@ -94,14 +95,17 @@ class Experts(nn.Module):
         }
 
     def shard(self, shard_id: int) -> Shard:
-        """Return this rank's shard of one expert's gate or up weight [size, hidden], or of its down weight."""
+        """Return this rank's shard of one expert's weight: gate or up [size, hidden], or down [hidden, size]."""
         if shard_id == DOWN:
             return Shard((self.hidden_size, self.size), columns=self.size_tp.local_slice(self.size))
         first_row = shard_id * self.local_size
         return Shard((self.size, self.hidden_size), self.size_tp.local_slice(self.size), first_row=first_row)
 
     def _load_gate_up(self, target: torch.Tensor, weight, *expert_and_shard_id: int) -> torch.Tensor | None:
-        """Load gate and up of all experts [experts, 2 * size, hidden], or a single weight with `_load_one`."""
+        """Load the gate and up weights of all experts, or a single weight with `_load_one`.
+
+        The weights of all experts are [experts, 2 * size, hidden].
+        """
         if expert_and_shard_id:
             return self._load_one(target, weight, *expert_and_shard_id)
         weight = check_shape(weight, (self.num_experts, 2 * self.size, self.hidden_size))
@@ -113,7 +117,10 @@ class Experts(nn.Module):
         return target
 
     def _load_down(self, target: torch.Tensor, weight, *expert_and_shard_id: int) -> torch.Tensor | None:
-        """Load down of all experts [experts, hidden, size], or a single weight with `_load_one`."""
+        """Load the down weights of all experts, or a single weight with `_load_one`.
+
+        The weights of all experts are [experts, hidden, size].
+        """
         if expert_and_shard_id:
             return self._load_one(target, weight, *expert_and_shard_id)
         weight = check_shape(weight, (self.num_experts, self.hidden_size, self.size))
@@ -122,12 +129,12 @@ class Experts(nn.Module):
         return target[: self.num_local].copy_(weight[experts, :, begin : begin + self.local_size])
 
     def _load_one(self, stacked: torch.Tensor, weight, expert: int, shard_id: int) -> torch.Tensor | None:
-        """Load one expert's weight. Return the loaded part of the stack, or None if another rank has the expert."""
+        """Load one expert's weight. Return the loaded part of the stack, or `None` if another rank has the expert."""
         index = expert - self.first_expert
         return self.shard(shard_id).copy(stacked[index], weight) if 0 <= index < self.num_local else None
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum [T, hidden] of the outputs of this rank's experts for x [T, hidden].
+        """Return the weighted sum of the outputs of this rank's experts. x and the sum are [T, hidden].
 
         `weights` and `expert_ids` [T, choices] come from `route`. Each expert computes the tokens routed to it.
         """
@@ -146,7 +153,10 @@ class Experts(nn.Module):
 
 
 class Router(ReplicatedLinear):
-    """A layer that computes each token's logits of all experts. Checkpoints store shared experts' rows separately."""
+    """A layer that computes each token's logits of all experts, including shared experts.
+
+    Checkpoints store the rows of shared experts separately.
+    """
 
     def __init__(self, hidden_size: int, config: MoEConfig):
         super().__init__(hidden_size, config.num_experts + config.num_shared)

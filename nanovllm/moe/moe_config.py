@@ -1,11 +1,11 @@
-"""The shape of a mixture of experts."""
+"""The configuration of a mixture of experts."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig:
-    """The configuration of the layers with experts, which a model family's `read_config` reads."""
+    """The configuration of the layers with experts. A model family's `read_config` creates it."""
 
     layers: frozenset[int]  # indices of the layers with experts
     num_experts: int

@@ -140,7 +140,7 @@ class ScaledWeight:
         return callable(weight) or isinstance(weight, torch.Tensor) or self.scheme.scale_name is None
 
     def quantize_shard(self, weight: torch.Tensor, shard: Shard, index: tuple[int, ...]) -> torch.Tensor:
-        """Quantize a whole weight, because a block may exceed a shard. Copy the shard, and return the shard's scales."""
+        """Quantize a whole weight, because a block may exceed a shard. Copy the shard, and return its scales."""
         # always on this device, because CUDA may round quotients differently than a CPU
         values, scales = self.scheme.quantize(weight.to(self.values.device))
         shard.copy(self.values[index], values)

@@ -1,1 +1,1 @@
-"""Tracks, for each sequence, the reasoning that a model writes before its answer. README.md explains the design."""
+"""Tracks the reasoning that a model writes before its answer. README.md explains the design."""

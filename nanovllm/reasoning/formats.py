@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 
 class ReasoningFormat(NamedTuple):
-    """The two markers that enclose the reasoning, which comes before the answer.
+    """The two markers that enclose the reasoning before an answer.
 
-    is_open: if True, the model starts inside the reasoning and writes only the end marker, unless the prompt has
-        already ended the reasoning. If False, the model starts inside the reasoning only if the prompt has opened it.
+    is_open: whether the model starts inside the reasoning by default, so that it writes no begin marker. In either
+        case, the prompt may already have opened or ended the reasoning.
     """
 
     begin: str
@@ -47,5 +47,5 @@ def format_of(chat_template: str) -> str | None:
 
 
 def has_unknown_reasoning(chat_template: str) -> bool:
-    """Return whether a chat template mentions reasoning, but in no known format."""
+    """Return whether a chat template mentions reasoning but uses no known format."""
     return format_of(chat_template) is None and any(hint in chat_template for hint in HINTS)

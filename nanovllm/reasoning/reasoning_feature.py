@@ -1,4 +1,4 @@
-"""Tracks reasoning as a feature of a step, so that other features know where the answer begins."""
+"""Tracks reasoning in each step, so that other features know where the answer begins."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ReasoningStage(StepFeature):
-    """Stores a Reasoning for each sequence, and feeds it each token that reaches the host."""
+    """Stores a `Reasoning` object for each sequence, and feeds it the sequence's tokens as they reach the host."""
 
     @classmethod
     def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
@@ -33,7 +33,7 @@ class ReasoningStage(StepFeature):
 
 
 def markers_of(name: str, processor: "InputProcessor") -> Markers:
-    """Return the markers of the format `name`. The InputProcessor caches them."""
+    """Return the markers of the format `name`, which are cached in `processor`."""
     form = FORMATS[name]
     if form not in processor.reasoning_markers:
         with processor.tokenizer_lock:

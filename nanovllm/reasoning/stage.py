@@ -1,4 +1,4 @@
-"""Determines, from the token ids of prompt and answer, whether the answer is before, inside or after its reasoning."""
+"""Determines from token ids whether an answer is before, inside or after its reasoning."""
 
 from collections.abc import Iterable, Mapping
 from enum import Enum, auto
@@ -14,15 +14,15 @@ class Stage(Enum):
 
 
 class Markers:
-    """The markers of a format in the vocabulary of a model.
+    """The markers of a reasoning format, and how a model's vocabulary represents them.
 
-    Most models have a token for each marker. For these models, only a token that contains the marker counts, and
-    several tokens that spell the marker are part of the reasoning. For a model without such a token, the text of the
-    marker counts.
+    Most models have a token for each marker. In these models, only a token that contains the whole marker counts as the
+    marker. Several tokens that spell the marker are part of the reasoning. In a model without such a token, any tokens
+    that spell the marker count.
     """
 
     def __init__(self, form: ReasoningFormat, tokenizer: Any, token_bytes: Mapping[int, bytes]):
-        """token_bytes: the bytes of all tokens, including special tokens."""
+        """`token_bytes` must include the special tokens."""
         self.begin, self.end, self.is_open = form.begin.encode(), form.end.encode(), form.is_open
         self.token_bytes = token_bytes
         self.begin_id, self.end_id = (_token_id(tokenizer, text) for text in (form.begin, form.end))
@@ -36,7 +36,10 @@ class Markers:
         return self.begin in text.encode() or self.end in text.encode()
 
     def stage_after(self, prompt_token_ids: list[int]) -> Stage:
-        """Return the stage in which an answer to this prompt begins. The last turn may open or end the reasoning."""
+        """Return the stage in which an answer to this prompt begins.
+
+        The prompt's last turn may open or end the reasoning.
+        """
         start = len(prompt_token_ids)
         while start and prompt_token_ids[start - 1] not in self._turn_ids:
             start -= 1
@@ -48,7 +51,7 @@ class Markers:
 
 
 class TextMarkers:
-    """The markers of a format, for text whose tokens are unknown."""
+    """The markers of a reasoning format, for text whose tokens are unknown."""
 
     begin_id = end_id = None
 
@@ -57,12 +60,12 @@ class TextMarkers:
 
 
 class Reasoning:
-    """The state of one answer's reasoning after the tokens taken so far.
+    """The state of an answer's reasoning after the tokens processed so far.
 
-    stage: the stage of the answer.
-    num_tokens: the number of reasoning tokens, including markers; 0 if there is no reasoning (yet).
-    num_thoughts: the number of reasoning tokens without the begin marker.
-    num_ends: how often the text of the end marker occurs in the reasoning. The last occurrence is the marker.
+    stage: whether the answer is before, inside or after its reasoning.
+    num_tokens: the number of reasoning tokens, including markers. It is 0 until reasoning begins.
+    num_thoughts: the number of reasoning tokens after the begin marker.
+    num_ends: how often the text of the end marker has occurred. Only the last occurrence ends the reasoning.
     """
 
     def __init__(self, markers: Markers | TextMarkers, stage: Stage):
@@ -77,14 +80,14 @@ class Reasoning:
         return self.stage is Stage.INSIDE or self.num_tokens > 0
 
     def take(self, token_ids: Iterable[int]) -> None:
-        """Take the next tokens of the answer. Tokens after the reasoning change nothing."""
+        """Process the next tokens of the answer. Tokens after the reasoning have no effect."""
         for token_id in token_ids:
             if self.stage is Stage.ENDED:
                 return
             self.take_text(self.markers.token_bytes[token_id])
 
     def take_text(self, piece: bytes) -> None:
-        """Take the text of the next token, or of any number of tokens with TextMarkers."""
+        """Process the text of the next token. With `TextMarkers`, the text may comprise any number of tokens."""
         if self.stage is Stage.BEFORE:
             self._begin_with(piece)
         elif self.stage is Stage.INSIDE:
@@ -117,7 +120,7 @@ def _begins_or_ends_turn(token: Any) -> bool:
     """Return whether an added token may separate the turns of a conversation.
 
     Other added tokens, such as `<tool_call>`, may occur inside reasoning. DeepSeek does not mark all of its separators
-    as special, so a token that contains a bar also counts.
+    as special, so every token that contains a bar counts, too.
     """
     return bool(token.content.strip()) and (token.special or any(bar in token.content for bar in "|\uff5c"))
 

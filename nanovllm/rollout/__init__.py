@@ -1,6 +1,6 @@
 """Functions for trainers: replace the weights of a running engine, pause it, and borrow its memory while it sleeps.
 
-LLMEngine has methods with the same names.
+`LLMEngine` has methods with the same names.
 """
 
 from nanovllm.rollout.new_weights import load_weights, weights_of

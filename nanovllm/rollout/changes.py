@@ -1,4 +1,4 @@
-"""Changes a running engine: in the engine's thread, between two steps, while no request is computed."""
+"""Helps to change a running engine safely, in the engine's thread and between two steps."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,17 +16,20 @@ LOADING = "the weights are being replaced: load_weights() has not returned yet"
 
 
 class Dropped(str):
-    """The reason why the engine can't run after `sleep(level=2)`, as a string, with the weights loaded since then."""
+    """The reason why the engine can't run after `sleep(level=2)`.
+
+    `weights` tracks which weights were loaded since then.
+    """
 
     weights: Any = None  # a ModelWeights
 
 
 @contextmanager
 def refusing_requests(llm: "LLMEngine", kind: str, reason: str) -> Iterator[None]:
-    """Set `unavailable[kind]` to `reason` for a `with` block in which the engine's thread changes the engine.
+    """Set `unavailable[kind]` to `reason`, so that new requests are refused while a `with` block changes the engine.
 
-    The reason remains after the block. After an error, the previous reason is restored. Raises UnavailableError if
-    the engine has requests and is not paused, or while weights are being replaced.
+    The reason stays set after the block. If the block raises an error, the previous reason is restored. Raises
+    UnavailableError if the engine has requests and is not paused, or while weights are being replaced.
     """
     unavailable = llm.core.unavailable
     if unavailable.get("weights") == LOADING:
@@ -48,8 +51,8 @@ def refusing_requests(llm: "LLMEngine", kind: str, reason: str) -> Iterator[None
 def in_engine(thread: EngineThread, work: Callable[[], T]) -> T:
     """Call `work` in the engine's thread, between two steps, and return its result.
 
-    If `work` raises ValueError, TypeError or UnavailableError, the error is raised here and does not harm the engine.
-    Any other error ends all requests, like an error in a step.
+    If `work` raises ValueError, TypeError or UnavailableError, the error is raised again here, and the engine
+    continues. Any other error ends all requests, like an error in a step.
     """
 
     def attempt() -> tuple[T | None, Exception | None]:

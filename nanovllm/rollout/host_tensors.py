@@ -9,9 +9,9 @@ if TYPE_CHECKING:
 
 
 class HostWeights:
-    """The memory of a model's parameters, with the interface of an Arena.
+    """Manages the memory of a model's parameters, with the interface of `Arena`.
 
-    Weights that are kept stay in place, because they are already in host memory.
+    `keep` copies nothing, because the weights are already in host memory.
     """
 
     is_mapped = True
@@ -51,7 +51,7 @@ class HostWeights:
 
 
 class HostCache:
-    """The KV cache of a ModelRunner, with the interface of an Arena. A sleeping cache has only one block."""
+    """Manages the KV cache of a `ModelRunner`, with the interface of `Arena`. A sleeping cache has a single block."""
 
     is_mapped = True
 

@@ -37,18 +37,18 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 def load_weights(llm: "LLMEngine", weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Replace some or all weights of a running engine with tensors from any device, and empty the prefix cache.
 
-    `weights` are (name, tensor) pairs as in a checkpoint, or in the state dict of the transformers model: layers are
-    not merged, and tensors are not split over ranks or quantized. An engine with 8-bit weights quantizes the tensors.
-    It also accepts 8-bit values and scales, as in its checkpoint. The caller's thread iterates over `weights`, so a
-    generator that creates one tensor at a time needs memory for only one tensor.
+    `weights` yields (name, tensor) pairs as in a checkpoint or in the state dict of the transformers model. So layers
+    are not merged, and tensors are not split over ranks. An engine with 8-bit weights accepts unquantized tensors,
+    which it quantizes, and 8-bit values with scales, as in its checkpoint. The caller's thread iterates over `weights`,
+    so a generator that creates one tensor at a time needs memory for only one tensor.
 
     Raises UnavailableError if there are requests and the engine is not paused, or if the weights are asleep. New
     requests raise UnavailableError until this function returns.
 
-    Each tensor is checked before it is written. Raises TypeError if a value is not a tensor. Raises ValueError with the
-    tensor's name if the model has no such tensor, if its shape or dtype is wrong, or if it contains NaN or infinite
-    values. After an error, if a tensor was already written, the engine takes no requests until one call has loaded all
-    weights.
+    Each tensor is checked before it is written. Raises TypeError if a value is not a tensor. Raises ValueError, naming
+    the tensor, if the model has no such tensor, if its shape or dtype is wrong, or if it contains NaN or infinite
+    values. If an error occurs after a tensor was written, the engine refuses requests until a single call has loaded
+    all weights.
     """
     update = WeightUpdate(llm)
     in_engine(llm.engine_thread, update.begin)
@@ -66,7 +66,7 @@ def load_weights(llm: "LLMEngine", weights: Iterable[tuple[str, torch.Tensor]]) 
 def weights_of(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the (name, tensor) pairs of the checkpoint in `folder`. Each tensor is read when the caller asks for it.
 
-    Raises FileNotFoundError or ValueError with the name of the file if a file is missing or broken.
+    Raises FileNotFoundError or ValueError, naming the file, if a file is missing or broken.
     """
     files = find_tensors(Path(folder), (*FLOAT_DTYPES, *QUANTIZED_DTYPES.values()))
     for file in sorted(set(files.values())):
@@ -95,7 +95,7 @@ class WeightUpdate:
         self.core.scheduler.block_manager.clear_prefix_cache()  # no sequence holds blocks
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Load a tensor on rank 0, which detects errors, and then on the other ranks."""
+        """Load a tensor on rank 0, which checks it, and then on the other ranks."""
         if self.is_over:
             return
         if self.weights.is_unused(name):
@@ -143,9 +143,9 @@ class ModelWeights:
         return isinstance(name, str) and is_unused(self.model, name)
 
     def check_tied_head(self, name: str, tensor: torch.Tensor) -> None:
-        """Raise ValueError if the output head differs from the embedding in a model that ties the two.
+        """Raise ValueError if `tensor` is an output head that should be tied to the embedding, but differs from it.
 
-        Only a head that arrives after the embedding can be compared with it. Keeping an earlier head would cost memory.
+        A head that arrives before the embedding is not compared, because storing it until then would cost memory.
         """
         if name != HEAD or head_name(self.model) not in self._loaded:
             return
@@ -158,14 +158,14 @@ class ModelWeights:
     def own_name(self, name: str) -> str:
         """Return the model's name for a tensor, with `language_model.` added or removed where necessary.
 
-        Either the trainer or the engine may have only the language part of a multimodal checkpoint.
+        The names differ if the trainer or the engine has loaded only the language part of a multimodal checkpoint.
         """
         parts = str(name).split(".language_model.", 1)
         other_name = ".".join(parts) if len(parts) > 1 else str(name).replace("model.", "model.language_model.", 1)
         return next((own for own in (other_name, text_name(str(name))) if own in self.loaders), name)
 
     def check(self, name: str, tensor: torch.Tensor) -> None:
-        """Raise the errors of `load_weights`, except shape errors that the loader finds before it writes."""
+        """Raise the errors that `load_weights` documents, except shape errors that a loader detects before writing."""
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"weights: {name!r:.80} has a {type(tensor).__name__}: must be a torch.Tensor")
         if name not in self.loaders:
@@ -223,7 +223,10 @@ class TensorSlice:
 
 
 class TensorPart(NamedTuple):
-    """A message to another rank: `num_bytes` bytes of a tensor, from byte `begin` on."""
+    """Describes a message to another rank.
+
+    The message contains `num_bytes` bytes of a tensor, starting at byte `begin`.
+    """
 
     name: str
     dtype: torch.dtype
@@ -232,7 +235,7 @@ class TensorPart(NamedTuple):
     num_bytes: int
 
     def receive(self, words: np.ndarray, runner: "ModelRunner", incoming: dict[Any, Any]) -> None:
-        """Store the part in `incoming`. After the last part, load the tensor."""
+        """Copy the part to `incoming`. After the last part, load the complete tensor."""
         if self.begin == 0:
             size = math.prod(self.shape) * self.dtype.itemsize
             incoming[self.name] = np.empty(size, np.uint8)
@@ -246,7 +249,10 @@ class TensorPart(NamedTuple):
 
 
 def parts_of(name: str, tensor: torch.Tensor, max_bytes: int) -> Iterator[tuple[TensorPart, np.ndarray]]:
-    """Split a tensor into messages of at most `max_bytes` bytes. Yields each part, and its bytes as int32 words."""
+    """Split a tensor into messages of at most `max_bytes` bytes.
+
+    Yields each part together with its bytes, which are packed into int32 words.
+    """
     data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     for begin in range(0, len(data), max_bytes):
         part = data[begin : begin + max_bytes]

@@ -15,8 +15,8 @@ def pause(llm: "LLMEngine", mode: str = "abort") -> None:
     """Stop generating until `resume`. New requests raise UnavailableError.
 
     With mode "abort", running requests end with the tokens that they have, as after `LLM.abort`. With mode "keep",
-    running requests give up their cache blocks, and they and their callers wait for `resume`. After `resume`, the
-    engine recomputes the requests from their tokens, with the weights that it has then, and continues them. Raises
+    running requests release their cache blocks and wait for `resume`, and their callers wait as well. After `resume`,
+    the engine recomputes the tokens of these requests with its new weights, if any, and continues to generate. Raises
     ValueError for any other mode.
     """
     check_choice("mode", mode, ("abort", "keep"))
@@ -34,7 +34,7 @@ def pause(llm: "LLMEngine", mode: str = "abort") -> None:
 
 
 def reset_prefix_cache(llm: "LLMEngine") -> bool:
-    """Empty the prefix cache and return True. While sequences hold blocks, do nothing and return False."""
+    """Empty the prefix cache and return True. If any sequence holds blocks, do nothing and return False."""
 
     def work() -> bool:
         scheduler = llm.core.scheduler
@@ -46,7 +46,7 @@ def reset_prefix_cache(llm: "LLMEngine") -> bool:
 
 
 def resume(llm: "LLMEngine") -> None:
-    """Generate again. Raises UnavailableError, and stays paused, if the engine sleeps or lacks weights."""
+    """Generate again. If the engine sleeps or lacks weights, it stays paused, and UnavailableError is raised."""
     llm.engine_thread.check_open()
     for kind, reason in [*llm.core.unavailable.items()]:
         if kind != "paused":

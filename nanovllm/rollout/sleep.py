@@ -51,11 +51,13 @@ def sleep(llm: "LLMEngine", level: int = 1) -> int:
 
 
 def wake_up(llm: "LLMEngine", tags: Collection[str] | None = None) -> None:
-    """Allocate the memory of the `tags` again: "weights", "kv_cache", or both if None. The new KV cache is empty.
+    """Allocate the memory that `sleep` has freed. The new KV cache is empty.
 
-    Parts that are awake stay unchanged. The engine generates once both parts are awake and, after level 2, all weights
-    are loaded. Raises UnavailableError, without changing any rank, if a device lacks memory. Raises ValueError for
-    other tags.
+    `tags` selects "weights", "kv_cache" or both. `None` selects both.
+
+    A part that is already awake stays unchanged. The engine generates once both parts are awake. After level 2, all
+    weights must be loaded as well. Raises UnavailableError, without changing any rank, if a device lacks memory. Raises
+    ValueError for any other tag.
     """
     for tag in TAGS if tags is None else tags:
         check_choice("tags", tag, TAGS)
@@ -86,7 +88,7 @@ def _check_enabled(llm: "LLMEngine") -> None:
 
 
 class MemoryCall(NamedTuple):
-    """A call that every rank makes; also the message that tells the other ranks to make it."""
+    """A call that every rank makes. Rank 0 sends this object to the other ranks as a message."""
 
     name: str  # "release" or "take"
     level: int = 0
@@ -114,14 +116,14 @@ def open_runner(core: Engine) -> "ModelRunner":
 
 
 def sleepers_of(runner: "ModelRunner") -> dict[str, Any]:
-    """Return the objects that hold a rank's memory, by tag. On CUDA, each is an Arena."""
+    """Return the objects that manage a rank's memory, by tag. On CUDA, each object is an `Arena`."""
     if not runner.sleepers:
         runner.sleepers = {"weights": HostWeights(runner.model), "kv_cache": HostCache(runner)}
     return runner.sleepers
 
 
 def release(runner: "ModelRunner", level: int) -> int | None:
-    """Free this rank's memory. Returns the number of freed bytes, or None if a rank could not keep its weights."""
+    """Free this rank's memory. Returns the number of freed bytes, or None if any rank could not keep its weights."""
     sleepers = sleepers_of(runner)
     weights = sleepers["weights"]
     if level == 1 and weights.is_mapped and not _all_can(runner, weights.keep):

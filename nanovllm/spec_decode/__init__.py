@@ -1,1 +1,1 @@
-"""Exact speculative decoding: several tokens per step, and unchanged text. docs/speculation.md explains the design."""
+"""Generates several tokens per step by speculative decoding, which never changes the text. See docs/speculation.md."""

@@ -1,4 +1,4 @@
-"""Draft heads read the model's hidden states, which are cached next to the model's keys and values."""
+"""Implements draft heads. They read the model's hidden states, which are cached next to the model's keys and values."""
 
 from functools import partial
 from pathlib import Path
@@ -20,19 +20,20 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 class Head(DraftModel):
     """A draft head with one layer and a cache of the model's hidden states.
 
-    Each step of the model writes its hidden states to this cache, by cache slot, even if nothing is drafted. So the
-    cache stays correct after a prefix hit, a fork or a preemption. Like a draft model, the head computes its rows when
-    it drafts. Each row needs the token at the next position. If sequences share a block, the block's last row belongs
-    to the sequence that computed it last, so the drafts of the other sequences may be slightly worse.
+    Each step of the model writes its hidden states to this cache, even if nothing is drafted. The cache is indexed by
+    the model's cache slots, so it stays correct after a prefix hit, a fork or a preemption. Like a draft model, the
+    head computes its rows when it drafts. Each row needs the token at the next position. If sequences share a block,
+    the block's last row belongs to the sequence that computed it last, so the drafts of the other sequences may be
+    slightly worse.
 
-    In a chain of drafts, the head writes its own hidden states to the cache. In the same step, the model computes these
-    positions and overwrites them.
+    In a chain of drafts, the head itself computes hidden states and writes them to the cache. Later in the same step,
+    the model computes the same positions and overwrites these hidden states.
     """
 
     shift = 1
 
     def make_model(self) -> nn.Module:
-        """Return the head, whose `hidden_states` is a HiddenStates. Hooks call `keep` in each step of the model."""
+        """Return the head's module, which has a `HiddenStates` cache. Hooks call `keep` in each step of the model."""
         model = self.runner.model.model
         self.decoder = getattr(model, "language_model", model)  # a multimodal checkpoint has it
         self.embed_tokens = self.decoder.embed_tokens
@@ -44,7 +45,7 @@ class Head(DraftModel):
         raise NotImplementedError
 
     def keep(self, hidden_states: torch.Tensor) -> None:
-        """Store a step's hidden states [T, size] in the head's cache. The model's CUDA graphs contain this call."""
+        """Store a step's hidden states [T, size] in the head's cache. CUDA graphs of the model include this copy."""
         self.model.hidden_states.cache[get_context().slot_mapping] = hidden_states
 
     def compute(self, slots: torch.Tensor, token_slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -67,7 +68,7 @@ class Head(DraftModel):
 
 
 class Eagle3(Head):
-    """An EAGLE-3 head, which reads the hidden states that enter some layers of the model."""
+    """An EAGLE-3 head. It reads the hidden states at the inputs of some layers of the model."""
 
     def make_head(self, config: Any, max_len: int) -> Eagle3Head:
         head = Eagle3Head(config, max_len)
@@ -79,7 +80,7 @@ class Eagle3(Head):
         return head
 
     def capture(self, index: int, norm: nn.Module, args: tuple) -> None:
-        """Copy the hidden states [T, hidden_size] entering a layer, before the layer's second norm overwrites them."""
+        """Copy a layer's input [T, hidden_size] before the layer's second norm overwrites it."""
         self.parts[index] = args[1].clone()
         if index == len(self.parts) - 1:
             self.keep(self.model.fc(torch.cat(self.parts, -1)))
@@ -112,7 +113,10 @@ class Mtp(Head):
 
 @torch.no_grad()
 def fill(head: nn.Module, tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """Load the tensors of `folder` into a head. Raises ValueError naming tensors that are missing, surplus or wrong."""
+    """Load tensors from `folder` into a head.
+
+    If tensors are missing, unexpected or wrong, raise ValueError with their names.
+    """
     loaders = weight_loaders(head)
     if any(name.startswith("layers.0.mlp.experts.") for name in loaders):
         from nanovllm.moe.expert_weights import split_experts

@@ -1,4 +1,4 @@
-"""Drafts with a smaller model, which shares vocabulary, block ids and sampling noise with the target model."""
+"""Drafts with a smaller model. It shares the vocabulary, block ids and sampling noise of the target model."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,22 +22,23 @@ if TYPE_CHECKING:
 
 
 class DraftModel:
-    """A draft model with separate KV cache tensors, which use the same block ids as the model.
+    """A draft model with a separate KV cache, whose block ids are the target model's block ids.
 
-    It needs no block manager, because each block of the model is also a block of the draft model. Before it drafts for
-    a sequence, it computes everything that its cache lacks: the prompt, values that a preemption has freed, and tokens
-    generated without drafts. If several sequences share a block, each of them recomputes the same values.
+    The draft model needs no block manager, because a block of the target model is allocated in both caches at once.
+    Before it drafts for a sequence, it computes all positions that its cache lacks. These may be the prompt, positions
+    that a preemption has freed, or tokens that were generated without drafts. If several sequences share a block, each
+    of them recomputes the same values.
 
-    Each rank has the whole draft model. The last bits of the ranks' results may differ, so the ranks agree on each
-    draft.
+    Each rank has the whole draft model. The ranks' results may differ in their last bits, so an all-reduce makes the
+    ranks agree on each draft.
 
-    A row is the computation for one position. The row's input is the token at `position + shift`.
+    A row computes one position. Its input is the token at `position + shift`.
     """
 
     shift = 0
 
     def __init__(self, runner: "BatchRunner"):
-        """Load the weights, and add the layers to the runner's cache groups, which have no memory yet."""
+        """Load the weights, and add the layers to the runner's cache groups, whose memory is allocated later."""
         config = runner.config
         self.runner, self.sampler, self.backend = runner, Sampler(), backend_class(config.attention_backend)()
         with torch.device(runner.device):
@@ -72,9 +73,9 @@ class DraftModel:
         load_model(self.model, folder, self.runner.device, load_format)
 
     def draft(self, arrays: Arrays) -> None:
-        """Draft from the arrays of `Speculation.prepare`, and write the drafts to RequestTables.
+        """Draft from the arrays of `Speculation.prepare`, and write the drafts to `RequestTables`.
 
-        On CUDA, this waits for the device only if a sequence must catch up.
+        On CUDA, the host waits for the device only if a sequence must catch up.
         """
         if len(arrays["new_blocks"]):
             rows, columns, block_ids = arrays["new_blocks"].long().unbind(1)
@@ -84,7 +85,7 @@ class DraftModel:
         self.run(arrays["req_indices"], arrays["num_drafts"], arrays["drafts"].shape[1])
 
     def _catch_up(self, req_indices: torch.Tensor, are_new: torch.Tensor) -> None:
-        """Compute the missing rows of each sequence, except the last row, in pieces."""
+        """Compute the missing rows of each sequence in pieces, but leave out the last row."""
         ends = self.runner.tables.num_tokens[req_indices].long() - self.shift - 1
         starts = self.num_computed[req_indices].minimum(ends) * (are_new == 0)
         piece = max(1, self.runner.config.max_num_batched_tokens // len(req_indices))
@@ -95,7 +96,7 @@ class DraftModel:
         self.num_computed[req_indices] = ends
 
     def compute_chunks(self, req_indices: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor) -> None:
-        """Compute the rows `starts:ends` of each sequence, like chunks of a prompt. All arguments are [S] int64."""
+        """Compute the rows `starts:ends` of each sequence, like chunks of a prompt. Each argument is [S] int64."""
         counts, config = ends - starts, self.runner.config
         rows = torch.arange(len(starts), device=starts.device).repeat_interleave(counts)
         cu_seqlens_q = F.pad(counts.cumsum(0), (1, 0))
@@ -117,16 +118,17 @@ class DraftModel:
         self.run_chunks(context, token_slots, positions.int())
 
     def forward_chunks(self, context: Context, token_slots: torch.Tensor, positions: torch.Tensor) -> None:
-        """Compute the rows of `context`. A CUDA graph can contain this."""
+        """Compute the rows of `context`. A CUDA graph can capture this call."""
         with attention_context(context):
             self.compute(context.slot_mapping, token_slots, positions)
         self.runner.tp.barrier(positions.device)  # ends a forward whose embeddings are a sum over ranks
 
     def draft_chains(self, req_indices: torch.Tensor, num_drafts: torch.Tensor, num_steps: int) -> None:
-        """Write drafts [D, num_steps] for sequences that lack at most `width` rows, with -1 where there is no draft.
+        """Draft up to `num_steps` tokens for each of D sequences. Each sequence lacks at most `width` rows.
 
-        Sequence i gets `num_drafts[i]` drafts; padding gets none. A CUDA graph contains this operation, so shapes are
-        fixed, and nothing waits for the device.
+        Sequence i gets `num_drafts[i]` drafts, and padding gets none. The drafts are written to the request tables,
+        with -1 where there is no draft. CUDA graphs capture this operation, so all shapes are fixed and the host never
+        waits for the device.
         """
         runner, tables, n, drafts = self.runner, self.runner.tables, len(req_indices), []
         by_request = tables.last_token_ids[:, 0], tables.params, tables.block_tables[:, :-1]
@@ -155,17 +157,20 @@ class DraftModel:
         tables.last_token_ids[req_indices, 1 : 1 + num_steps] = torch.stack(drafts).where(newest_slots >= 0, -1).T
 
     def compute(self, slots: torch.Tensor, token_slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states [T, hidden_size] of rows, given the cache slots of the rows and of their tokens."""
+        """Compute rows from their cache slots and the slots of their tokens. Returns hidden states [T, hidden_size]."""
         return self.model(self.runner.slot_token_ids[token_slots], positions)
 
     def chain(self, token_slots: torch.Tensor, hidden_states: torch.Tensor) -> None:
-        """Do nothing. A draft head stores the hidden states of each sequence's last row at `token_slots`."""
+        """Do nothing.
+
+        Draft heads override this to store the hidden states of each sequence's last row at `token_slots`.
+        """
 
     def compute_logits(self, hidden_states: torch.Tensor, sampling_params: torch.Tensor) -> torch.Tensor:
         return self.model.compute_logits(hidden_states)
 
     def _sample(self, hidden_states: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-        """Sample from the draft logits as the model would, with the same edits, filters and noise."""
+        """Sample drafts with the logit edits, filters and noise that the target model will use for the same tokens."""
         tp, logits = self.runner.tp, self.compute_logits(hidden_states, rows.params)
         for name, feature in self.runner.features.items():
             if name != "spec_decode":  # its edits belong to verification

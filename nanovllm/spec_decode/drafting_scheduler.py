@@ -1,4 +1,4 @@
-"""The scheduler for speculation. It appends several tokens per step to a sequence, and plans the next step's drafts."""
+"""The scheduler for speculation. It can append several tokens per step to a sequence, and it plans the next drafts."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -29,11 +29,11 @@ MANY = 8
 
 @dataclass
 class Pace:
-    """Decides when a sequence drafts. Drafting pauses if few of its drafts were accepted, or if none were found.
+    """Decides when a sequence drafts. Drafting pauses if few drafts were accepted, or if several steps had none.
 
-    The mean starts at two accepted drafts per step. If it falls below the break-even point, drafting on the host
-    pauses. Each pause is twice as long as the previous pause. After a pause, the mean starts slightly above the
-    break-even point.
+    `mean` is the moving average of accepted drafts per step, and starts at 2. If it falls below the break-even point,
+    drafting on the host pauses. Each pause is twice as long as the previous pause, up to a maximum. After a pause,
+    `mean` starts at 1.5 times the break-even point.
     """
 
     mean: float = 2.0
@@ -51,7 +51,7 @@ class Pace:
             self.next_pause = PAUSES[0]
 
     def missed(self) -> None:
-        """Record a step in which the sequence waited for its token, but nothing was drafted."""
+        """Record that the sequence waited for its token, but that nothing was drafted."""
         self.misses += 1
         if self.misses == MEMORY // 2:
             self._rest()
@@ -61,9 +61,10 @@ class Pace:
 
 
 def width_that_pays(drafts: list[tuple[int, float]], num_seqs: int, cost: StepCost) -> int:
-    """Return the number of drafts per sequence that maximizes throughput. All sequences have rows for this number.
+    """Return the number of drafts per sequence that maximizes throughput.
 
-    `drafts` contains, for each sequence with drafts, the number of drafts and the expected number of accepted drafts.
+    In the step, every sequence has rows for this number of drafts. `drafts` has one pair for each sequence with drafts:
+    its number of drafts, and how many of them are expected to be accepted.
     """
 
     def rate(width: int) -> float:
@@ -74,10 +75,11 @@ def width_that_pays(drafts: list[tuple[int, float]], num_seqs: int, cost: StepCo
 
 
 class DraftingScheduler(Scheduler):
-    """A Scheduler that plans drafts after each step, in `Sequence.num_drafts` and `feature_state["spec_decode"]`.
+    """A scheduler that plans drafts after each step.
 
-    The plain Scheduler reads only `num_drafts`. Beams have no drafts. Sequences whose masks are made on the host have
-    drafts only if the host also makes the drafts.
+    The plan is stored in `Sequence.num_drafts`, which the base class reads, and in `feature_state["spec_decode"]`.
+    Beams have no drafts. Sequences with token masks, which the host makes, have drafts only if the host makes the
+    drafts, too.
     """
 
     def __init__(self, config: "Config", block_manager: BlockManager | None = None):
@@ -104,7 +106,10 @@ class DraftingScheduler(Scheduler):
         return changed
 
     def _account(self, step: ScheduledStep, num_tokens: float) -> None:
-        """Add the loss of a step that gave each sequence `num_tokens` tokens. The unit is one step without drafts."""
+        """Add the loss of a step that generated `num_tokens` tokens per sequence on average.
+
+        Losses are measured in units of a step without drafts.
+        """
         cost, n, k = self.settings.step_cost.of, step.num_decodes, step.tokens_per_row
         limit = LIMIT + LIMIT_OF_ONE / n
         self.lost = max(-limit, self.lost + cost(n, k - 1) / cost(n) - num_tokens - self.paid_per_step)
@@ -117,7 +122,7 @@ class DraftingScheduler(Scheduler):
             self.paid_per_step = PAID_PER_STEP
 
     def _postprocess_rounds(self, step: ScheduledStep, result: StepResult, counts: list[int]) -> Collection[Sequence]:
-        """Process the tokens in rounds: round i appends token i of each sequence that gets more than i tokens."""
+        """Process the tokens in rounds. Round i appends token i of each sequence that gets more than i tokens."""
         k = step.tokens_per_row
         self._settle(step, counts)
         changed = dict[Sequence, None]()
@@ -130,7 +135,10 @@ class DraftingScheduler(Scheduler):
         return changed
 
     def _settle(self, step: ScheduledStep, counts: list[int]) -> None:
-        """Undo the step's reservations for rejected drafts, because the sequences get only `counts` tokens."""
+        """Undo the step's reservations for rejected drafts.
+
+        Entry i of `counts` is the number of tokens that sequence i gets.
+        """
         totals = self.totals
         for seq, num_reserved, count in zip(step.sampled_seqs, step.num_reserved, counts):
             if num_reserved == 1 or seq.status is SequenceStatus.FINISHED:
@@ -178,10 +186,10 @@ class DraftingScheduler(Scheduler):
             self._plan(seq, drafts, all_wait or (may_draft and not self.paces[seq].pause))
 
     def _hold_for_others(self) -> bool:
-        """If other sequences that draft on the host are still in flight, hold sequences whose tokens have arrived.
+        """Hold the sequences whose tokens have arrived, while other sequences that draft are still in flight.
 
-        Otherwise, the two groups would alternate from then on, with twice as many steps. Returns whether others are in
-        flight.
+        If the two groups were not joined, they would run in alternating steps, and there would be twice as many steps.
+        Returns whether other sequences are in flight.
         """
         if not any(seq.waits_for_token and seq.num_tokens > len(seq.token_ids) for seq in self.paces):
             return False
@@ -196,7 +204,10 @@ class DraftingScheduler(Scheduler):
         return not (seq.pauses_after_token or seq.waits_for_token)
 
     def _drafts_of(self, seq: Sequence, pace: Pace) -> tuple[list[int], bool]:
-        """Return the drafts of a sequence, and whether the sequence may draft at all, now or in later steps."""
+        """Return the drafts of a sequence, and whether it may draft.
+
+        The second value is False during a pause, or if the sequence must end before a draft could be used.
+        """
         k = min(self.settings.num_speculative_tokens, seq.max_num_tokens - len(seq.token_ids) - 1)
         if (self.proposer.on_host and pace.pause) or k <= 0:
             return [], False

@@ -1,4 +1,8 @@
-"""Reads EAGLE-3 heads, in their authors' format or the format of `speculators`, and MTP heads in models."""
+"""Reads EAGLE-3 heads and MTP heads.
+
+An EAGLE-3 head is stored in the format of its authors or in the format of `speculators`. An MTP head is part of the
+model's checkpoint.
+"""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,9 +31,9 @@ class Eagle3Config:
 
 
 def read_eagle3_config(folder: Path, target: ModelConfig, dtype: torch.dtype, with_weights: bool) -> Eagle3Config:
-    """Read the config of the head in `folder` for the model `target`. `dtype` is the engine's dtype.
+    """Read the config of the EAGLE-3 head in `folder`, for the target model `target` and the engine's `dtype`.
 
-    Raises ValueError or TypeError, with the file and the value, if the head is not supported or is for another model.
+    Raises ValueError or TypeError, naming the file and the value, if the head is unsupported or made for another model.
     """
     file = folder / "config.json"
     raw = read_json(file)
@@ -65,7 +69,7 @@ def read_eagle3_config(folder: Path, target: ModelConfig, dtype: torch.dtype, wi
 
 
 def _layer_ids(file: Path, raw: dict, num_layers: int) -> tuple[int, ...]:
-    """Return the layers whose input hidden states the head reads. In `eagle_config`, ids mean layer outputs."""
+    """Return the ids of the layers whose inputs the head reads. In `eagle_config`, ids refer to layer outputs."""
     name = "eagle_aux_hidden_state_layer_ids"
     top_level, of_authors = raw.get(name), (raw.get("eagle_config") or {}).get(name)
     offset = int(top_level is None and of_authors is not None)
@@ -79,10 +83,10 @@ def _layer_ids(file: Path, raw: dict, num_layers: int) -> tuple[int, ...]:
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors on the CPU, with the names in `models/shared/head_models.py`. Files are memory-mapped.
+    """Return the tensors on the CPU, under the names that `models/shared/head_models.py` uses. Files are memory-mapped.
 
-    One format names the layer `midlayer`, the other `layers.0`. Many heads are stored as `pytorch_model.bin`, which is
-    unpickled with `weights_only`.
+    One format names the layer `midlayer`, and the other names it `layers.0`. Many heads are stored as
+    `pytorch_model.bin`, which is unpickled with `weights_only=True`.
     """
     tensors: dict[str, torch.Tensor] = {}
     pickled = folder / "pytorch_model.bin"
@@ -100,7 +104,7 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def check_mtp(folder: Path, target: ModelConfig, with_weights: bool) -> None:
-    """Raise ValueError unless the checkpoint of the model `target` in `folder` has a supported MTP head."""
+    """Raise ValueError unless `folder`, which contains the model `target`, contains a supported MTP head."""
     if not target.hybrid:
         raise ValueError(f"method='mtp': models of the family {target.model_type!r} have no head")
     if target.quantization:
@@ -111,7 +115,7 @@ def check_mtp(folder: Path, target: ModelConfig, with_weights: bool) -> None:
 
 
 def read_mtp_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of the MTP head on the CPU, with the names in `models/shared/head_models.py`."""
+    """Return the tensors of the MTP head on the CPU, under the names that `models/shared/head_models.py` uses."""
     tensors: dict[str, torch.Tensor] = {}
     for name, file in find_tensors(folder).items():
         if name.startswith("mtp."):

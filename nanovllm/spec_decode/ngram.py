@@ -1,6 +1,6 @@
-"""Prompt lookup: drafts the tokens that followed an earlier occurrence of the last few tokens in the same request.
+"""Drafts by prompt lookup, which copies the tokens that followed an earlier occurrence of a sequence's last tokens.
 
-Saxena, "Prompt lookup decoding" (2023).
+Source: Saxena, "Prompt lookup decoding" (2023).
 """
 
 from nanovllm.engine.sequence import Sequence
@@ -8,7 +8,10 @@ from nanovllm.spec_decode.proposer import Proposer
 
 
 class NGram(Proposer):
-    """Finds the longest n-gram at a sequence's end that occurred before, and continues its latest occurrence."""
+    """Finds the longest n-gram at a sequence's end that occurred before.
+
+    The drafts are the tokens that followed its latest occurrence. If too few tokens followed, they are repeated.
+    """
 
     def __init__(self, settings):
         super().__init__(settings)

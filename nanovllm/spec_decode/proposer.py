@@ -1,4 +1,4 @@
-"""The interface of drafting methods. Each method is in a separate file."""
+"""Defines the interface of drafting methods. Each method is implemented in a separate file."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from nanovllm.engine.sequence import Sequence
 
 @dataclass
 class Drafts:
-    """The drafts of a sequence as the host knows them, stored in `seq.feature_state["spec_decode"]`."""
+    """What the host knows about a sequence's drafts. It is stored in `seq.feature_state["spec_decode"]`."""
 
     token_ids: list[int] = field(default_factory=list)  # -1: a token that the device drafts
     is_new: bool = True  # no step has drafted for the sequence since it was admitted
@@ -17,9 +17,10 @@ class Drafts:
 
 
 class Proposer:
-    """Drafts on the host, from tokens that have arrived there. Sequences therefore wait for their tokens.
+    """Drafts on the host. Sequences must wait until their tokens have arrived there.
 
-    A proposer may be wrong or find nothing, because drafts never change the text. `settings` is a SpeculativeConfig.
+    A proposer may draft wrong tokens or no tokens, because drafts never change the text. `settings` is a
+    `SpeculativeConfig`.
     """
 
     on_host = True  # False: the device drafts `num_drafts` tokens, and `draft` is not called
@@ -28,7 +29,7 @@ class Proposer:
         self.settings = settings
 
     def draft(self, seq: Sequence, num_drafts: int) -> list[int]:
-        """Return at most `num_drafts` tokens that may follow `seq.token_ids`."""
+        """Return at most `num_drafts` tokens that are likely to follow `seq.token_ids`."""
         raise NotImplementedError
 
     def forget(self, seq: Sequence) -> None:
@@ -39,7 +40,7 @@ class Proposer:
 
 
 class DeviceProposer(Proposer):
-    """Stands in for a drafter on the device, which `spec_decode/speculation.py` calls."""
+    """Stands in for a drafter on the device. `spec_decode/speculation.py` calls the actual drafter."""
 
     on_host = False
 

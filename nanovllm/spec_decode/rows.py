@@ -1,7 +1,7 @@
-"""Handles several rows per sequence. A step verifies drafts. A sequence gets its accepted drafts and one more token.
+"""Handles steps that verify drafts. Such steps have several rows per sequence.
 
-`batches/request_tables.py` calls these functions if a step has k > 1 rows per sequence (`tokens_per_row`). On CUDA,
-kernels do the same work.
+Each sequence gets its accepted drafts and one more token. The number of rows per sequence is `tokens_per_row`, or k for
+short. On CUDA, kernels do the same work as these functions.
 """
 
 from functools import partial
@@ -14,10 +14,10 @@ from nanovllm.kernels import operation
 
 
 def rows_of_drafts(k: int, req_indices: Any, num_reserved: Any, lengths: Any, last_token_ids: Any) -> tuple[Any, ...]:
-    """Return the k rows of each of D sequences: request indices, `num_reserved`, lengths and token ids, all [D * k].
+    """Create k rows for each of D sequences. Returns their request indices, `num_reserved`, lengths and token ids.
 
-    A sequence's first row contains its last token, and each further row contains its next draft. Rows from
-    index `num_reserved` on are copies of row `num_reserved` - 1.
+    Each result is [D * k]. The first row of a sequence contains the sequence's last token, and each further row
+    contains the next draft. Rows from index `num_reserved` on are copies of row `num_reserved - 1`.
     """
     (steps,) = arrays(torch.arange(k, device=getattr(num_reserved, "device", "cpu")))
     offsets = (steps - (steps - num_reserved[:, None] + 1).clip(0)).clip(0)  # [D, k]
@@ -29,10 +29,11 @@ def rows_of_drafts(k: int, req_indices: Any, num_reserved: Any, lengths: Any, la
 def accept_drafts(
     req_indices: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, tables: RequestTables
 ) -> torch.Tensor:
-    """Return how many of its k sampled tokens each sequence gets: counts [S] int32.
+    """Return how many of its k sampled tokens each sequence gets: [S] int32.
 
-    A draft is accepted if it equals the token sampled at its position, and if all earlier drafts are accepted. A row
-    with the same position as the previous row has no draft.
+    A draft is accepted if it equals the token sampled at its position, and if all earlier drafts are accepted. A row at
+    the same position as the previous row contains no draft. The tables receive each sequence's new length and last
+    token.
     """
     k = len(token_ids) // len(req_indices)
     req_indices, positions, tokens = arrays(req_indices, positions.reshape(-1, k), token_ids.reshape(-1, k))
@@ -46,7 +47,7 @@ def accept_drafts(
 
 
 class ChainShape(NamedTuple):
-    """The shape of the draft chains in a step, which is a constant of the kernel."""
+    """The shape of the draft chains in a step. It is a compile-time constant of the kernel."""
 
     num_steps: int  # maximum drafts per sequence
     width: int  # rows of a sequence in the first step; each further step has one row
@@ -73,12 +74,13 @@ def place_chains(
 
     For the last row of each sequence in each step [num_steps, D]:
 
-    - position of its token, int32
-    - slot to which its token is written, int64; -1 for padding, and if the token is already there
+    - the position of its token, int32
+    - the slot to which its token is written, int64; -1 for padding, or if the token has already been written
 
-    The first step has `width` rows per sequence: the rows that the sequence lacks, and then copies of its last row.
-    Each further step has one row per sequence, for the next draft. If there is no next draft, the sequence's previous
-    row is copied. `num_computed`, by request index, is set to the number of rows, not counting drafts.
+    The first step has `width` rows per sequence. They begin with the rows that the sequence lacks, and copies of its
+    last row fill the remaining rows. Each further step has one row per sequence, for the next draft. If there is no
+    next draft, this row is a copy of the sequence's previous row. `num_computed`, which is indexed by request, is set
+    to the number of computed rows, not counting drafts.
     """
     num_steps, width, shift, block_size = shape
     indices, steps = req_indices.long(), torch.arange(max(width, num_steps), device=req_indices.device)
@@ -99,5 +101,8 @@ def place_chains(
 def slots_of(
     tables: RequestTables, block_size: int, req_indices: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Return the cache slot of each position in its request's blocks. All tensors are int64 and have the same shape."""
+    """Return the cache slot of each position in the blocks of its request.
+
+    `req_indices`, `positions` and the result are int64 tensors of the same shape.
+    """
     return tables.block_tables[req_indices, positions // block_size].long() * block_size + positions % block_size

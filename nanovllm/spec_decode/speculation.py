@@ -1,4 +1,4 @@
-"""Implements speculation as a feature of a step, which writes drafts to the tables that the step reads."""
+"""Implements speculation as a step feature. It writes drafts to the tables that the step reads."""
 
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
@@ -24,14 +24,19 @@ DRAFTERS = {
 
 
 class Speculation(StepFeature):
-    """Writes the drafts of a step to RequestTables on each rank. The host or a model on the device makes the drafts."""
+    """Writes a step's drafts to `RequestTables` on each rank.
+
+    The drafts come from the host or from a model on the device.
+    """
 
     @classmethod
     def prepare(cls, step: ScheduledStep) -> Arrays | None:
-        """Return the drafts [D, k - 1] of D sequences, with -1 for no draft, and all new blocks.
+        """Return arrays with the drafts of D sequences, and with all new blocks.
 
-        For a drafter on the device, `behind` [B, 2] contains the request index of each sequence that must catch up, and
-        whether the sequence is new.
+        `drafts` is [D, tokens_per_row - 1], with -1 where there is no draft.
+
+        A drafter on the device needs `behind` [B, 2], too. Each row contains the request index of a sequence that must
+        catch up, and whether the sequence is new.
         """
         req_indices, all_reserved = (np.array(x, np.int64) for x in (step.req_indices, step.num_reserved))
         rows = (all_reserved > 1).nonzero()[0]
@@ -91,7 +96,7 @@ class Speculation(StepFeature):
             allowed_masks[arrays["mask_places"].long().unbind(1)] = arrays["masks"]
 
     def edit_logits(self, logits: torch.Tensor, rows: SamplingRows) -> None:
-        """If `synthetic_acceptance_rates` are set, accept drafts at these rates, regardless of the model."""
+        """If `synthetic_acceptance_rates` is set, edit the logits so that drafts are accepted at these rates."""
         if (rates := self.rates) is None:
             return
         req_indices, positions = rows.req_indices.long(), rows.positions.long()

@@ -1,4 +1,4 @@
-"""The setting `speculative_config`, which is checked before anything is loaded."""
+"""Defines the setting `speculative_config`, and checks it before anything is loaded."""
 
 import json
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ def check_rates(name: str, value: Any) -> tuple[float, ...]:
 
 
 class StepCost(NamedTuple):
-    """Step times for several numbers of rows, in any unit. Times for other numbers of rows are interpolated."""
+    """Step times for some numbers of rows, in an arbitrary unit. Times for other numbers of rows are interpolated."""
 
     rows: tuple[int, ...]
     times: tuple[float, ...]  # of steps with these numbers of rows; on a CPU, rows of drafts count, too
@@ -45,26 +45,26 @@ ON_CPU = StepCost((1, 2, 2**20), (24, 34, 2**20))
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """The settings for drafting tokens. The names are vLLM's.
+    """The settings for drafting tokens. They have the same names as in vLLM.
 
     method: "ngram", "suffix", "eagle3", "mtp" or "draft_model". The default is "draft_model" if there is a `model`.
-    num_speculative_tokens: the maximum drafts per sequence and step. Required, except for "suffix", whose default
-        is `suffix_decoding_max_tree_depth`, or less with small blocks.
-    prompt_lookup_min, prompt_lookup_max: for "ngram", the shortest and the longest n-gram that is looked up, in
-        tokens. Longer n-grams are tried first.
-    suffix_decoding_max_tree_depth: for "suffix", the longest context that is looked up, in tokens.
-    suffix_decoding_max_cached_requests: for "suffix", how many requests are remembered. With 0, each request finds only
-        its own tokens.
-    suffix_decoding_max_spec_factor: for "suffix", the maximum drafts per token of the matched context.
+    num_speculative_tokens: the maximum number of drafts per sequence and step. It must be given, except for "suffix".
+        The default for "suffix" is `suffix_decoding_max_tree_depth`, or less with small blocks.
+    prompt_lookup_min, prompt_lookup_max: for "ngram", the lengths in tokens of the shortest and the longest n-gram to
+        look up. Longer n-grams are tried first.
+    suffix_decoding_max_tree_depth: for "suffix", the length in tokens of the longest context to look up.
+    suffix_decoding_max_cached_requests: for "suffix", how many requests are remembered. If 0, the drafts of a request
+        come from no other request.
+    suffix_decoding_max_spec_factor: for "suffix", the maximum number of drafts per token of the matched context.
     suffix_decoding_min_token_prob: for "suffix", drafting stops before the joint probability of the drafts falls below
-        this value. The probability is estimated from the number of occurrences.
-    model: for "draft_model" and "eagle3", the draft model or the head, written like the setting `model`.
+        this value. The probability is estimated from counts of occurrences.
+    model: for "draft_model" and "eagle3", the draft model or the head, given in the same way as the engine's `model`.
     revision: the revision of `model`.
     draft_tensor_parallel_size: must be 1, because each rank has the whole draft model.
-    disable_by_batch_size: drafting stops while more than this many sequences run. None selects a default by method and
-        device.
-    rejection_sample_method: "strict", or "synthetic" for measurements, where drafts are accepted at given rates, and
-        the text is meaningless.
+    disable_by_batch_size: drafting stops while more than this many sequences are running. `None` selects a default that
+        depends on the method and the device.
+    rejection_sample_method: "strict" or "synthetic". "synthetic" is for measurements: it accepts drafts at given rates,
+        so the text is meaningless.
     synthetic_acceptance_rates: for "synthetic", entry i is the probability that the first i drafts are all accepted.
     """
 
@@ -103,7 +103,7 @@ KEYS = [field.name for field in fields(SpeculativeConfig)][:-3]  # the last thre
 
 
 def given_values(given: Any) -> dict[str, Any]:
-    """Return the items of a dict, or of its JSON text, whose values are not None."""
+    """Return the items of `given` whose values are not None. `given` is a dict, or a dict as JSON text."""
     if isinstance(given, str):
         try:
             given = json.loads(given)

@@ -1,8 +1,8 @@
-"""Suffix decoding: drafts the tokens that followed the longest matching context, in this or an earlier request.
+"""Drafts by suffix decoding, which copies the tokens that followed the longest matching context.
 
-Follows Oliaro et al., "SuffixDecoding: extreme speculative decoding for emerging AI applications" (2024). It uses
-suffix automata instead of suffix trees: Blumer et al., "The smallest automaton recognizing the subwords of a text"
-(1985).
+The context may have occurred in the same request or in an earlier request. Source: Oliaro et al., "SuffixDecoding:
+extreme speculative decoding for emerging AI applications" (2024). Instead of suffix trees, this module uses suffix
+automata, from Blumer et al., "The smallest automaton recognizing the subwords of a text" (1985).
 """
 
 from dataclasses import dataclass, field
@@ -16,11 +16,14 @@ ROOT = 0  # the state of the empty context
 
 
 class SuffixAutomaton:
-    """An index of all contexts (token sequences) in a set of texts, with time and memory linear in their length.
+    """An index of all contexts (token sequences) in a set of texts.
 
-    A state stands for all contexts that occur at the same places. `lengths` is the length of a state's longest
-    context, and `links` is the state of its longest suffix that also occurs elsewhere. `next` maps a token to the state
-    of the contexts extended by it. `counts` is the approximate number of occurrences.
+    Its time and memory are linear in the length of the texts.
+
+    A state stands for all contexts that occur at the same places. For a state s, `lengths[s]` is the length of the
+    longest of these contexts. `links[s]` is the state of this context's longest suffix that occurs in other places,
+    too. `next[s]` maps a token to the state of the contexts followed by this token. `counts[s]` is the approximate
+    number of occurrences.
     """
 
     def __init__(self) -> None:
@@ -29,7 +32,10 @@ class SuffixAutomaton:
         self.num_tokens = 0
 
     def extend(self, state: int, token_id: int) -> int:
-        """Append a token to a text in state `state`, and return the text's new state. A text starts in state ROOT."""
+        """Append a token to a text in state `state`, and return the text's new state.
+
+        A text starts in the state `ROOT`.
+        """
         self.num_tokens += 1
         if (new := self.next[state].get(token_id)) is not None:  # another text has the same context
             if self.lengths[new] > self.lengths[state] + 1:
@@ -60,7 +66,7 @@ class SuffixAutomaton:
         return len(self.links) - 1
 
     def _split(self, state: int, before: int, token_id: int) -> int:
-        """Move the contexts of `state` that have at most `lengths[before] + 1` tokens to a new state. Return it."""
+        """Move the contexts of `state` with at most `lengths[before] + 1` tokens to a new state, which is returned."""
         copied = {**self.next[state]}, self.links[state], self.lengths[before] + 1, self.counts[state]
         self.links[state] = new = self._add(*copied)
         while before >= 0 and self.next[before].get(token_id) == state:
@@ -69,14 +75,17 @@ class SuffixAutomaton:
         return new
 
     def follow(self, state: int, length: int, token_id: int) -> tuple[int, int]:
-        """Append a token to a context of `length` tokens. Return (state, length) of the longest suffix in the index."""
+        """Append a token to a context of `length` tokens.
+
+        Return the state and length of the longest suffix in the index.
+        """
         while state >= 0 and token_id not in self.next[state]:
             state = self.links[state]
             length = self.lengths[state] if state >= 0 else -1
         return (self.next[state][token_id], length + 1) if state >= 0 else (ROOT, 0)
 
     def context(self, state: int, length: int, depth: int) -> tuple[int, int]:
-        """Return (state, length) of the longest suffix, up to `depth` tokens, that has a continuation."""
+        """Return the state and length of the longest suffix that has a continuation and at most `depth` tokens."""
         while state > ROOT and (not self.next[state] or self.lengths[self.links[state]] >= depth):
             state = self.links[state]
             length = self.lengths[state]
@@ -98,7 +107,10 @@ class SuffixAutomaton:
 
 @dataclass
 class Memory:
-    """The remembered texts. Recent texts are in an automaton that grows; older texts are in one that does not grow."""
+    """The remembered texts.
+
+    New texts are added to the automaton `growing`. Older texts are in `old`, which no longer changes.
+    """
 
     growing: SuffixAutomaton = field(default_factory=SuffixAutomaton)
     old: SuffixAutomaton = field(default_factory=SuffixAutomaton)
@@ -107,7 +119,7 @@ class Memory:
 
 @dataclass
 class Place:
-    """The position of a sequence in a memory."""
+    """The position of a sequence in a `Memory`."""
 
     memory: Memory
     num_read: int = 0  # number of its tokens that are in the memory
@@ -117,7 +129,7 @@ class Place:
 
 
 class Suffix(Proposer):
-    """Drafts from a memory that requests share. A request with a `cache_salt` has its own memory, for privacy."""
+    """Drafts from a memory that requests share. For privacy, a request with a `cache_salt` has a separate memory."""
 
     def __init__(self, settings):
         super().__init__(settings)
@@ -162,7 +174,7 @@ class Suffix(Proposer):
                     place.state = memory.growing.extend(place.state, token_id)
 
     def forget(self, seq):
-        """Add the last tokens of a sequence to the memory, and forget the sequence."""
+        """Add the sequence's last tokens to the shared memory, and forget the sequence."""
         if (place := self.places.pop(seq, None)) is not None and place.memory is self.shared:
             self._read(place, seq.token_ids)
 

@@ -1,1 +1,1 @@
-"""Constrains answers to a form: JSON, a regular expression, a choice or a grammar. README.md explains the design."""
+"""Constrains answers to JSON, a regular expression, a choice or a grammar. README.md explains the design."""

@@ -27,9 +27,9 @@ class Constraint:
     """Restricts the next token of one sequence by a grammar, by a budget for its reasoning, or by both.
 
     The grammar applies to the answer. If the sequence reasons first, the grammar begins after the reasoning, and
-    end-of-sequence ids are banned inside the reasoning. The mask also includes the bans of other parameters, because
-    only the combined mask shows whether any token is left. An id of `stop_token_ids` is treated like an end-of-sequence
-    id: it is allowed only where the grammar may end.
+    end-of-sequence ids are banned inside the reasoning. The mask includes the bans of other parameters, too, because
+    only the combined mask shows whether any token is left. The ids in `stop_token_ids` are treated like end-of-sequence
+    ids. They are allowed only where the grammar may end.
 
     The state depends only on the sequence's token ids, so a preemption loses nothing.
     """
@@ -42,7 +42,7 @@ class Constraint:
         vocab_size: int,
         eos_token_ids: frozenset[int],
     ):
-        """queue: computes the masks that take too long for a step; None without a grammar."""
+        """`queue` computes the masks that would take too long in a step. It is None if there is no grammar."""
         # a proxy, because a reference cycle would keep both objects until the garbage collector runs
         self._seq, self._grammar = proxy(seq), cast(Grammar, grammar)
         self._queue, self._vocab_size, self.has_grammar = queue, vocab_size, grammar is not None
@@ -70,14 +70,14 @@ class Constraint:
         self.error: str | None = None  # why there is no next token
 
     def start_update(self) -> Future:
-        """Run `update` in another thread, after earlier updates. Until it has finished, do not read this object."""
+        """Run `update` in another thread, after earlier updates. Do not read this object until it has finished."""
         update = partial(self.update, self._seq.completion_token_ids, copy(self.reasoning))
         return cast(MaskQueue, self._queue).submit(update)
 
     def update(self, completion: list[int], reasoning: Reasoning | None = None) -> tuple[str, str] | None:
         """Compute the mask for the next token from the generated tokens and the current stage of the reasoning.
 
-        Returns None, or a finish reason and a message if no token can follow.
+        Returns None if a token can follow. Otherwise, returns a finish reason and a message.
         """
         if not self.set_without_grammar(reasoning):
             if self.consume(completion, reasoning):
@@ -87,14 +87,14 @@ class Constraint:
         return None if self.error is None else ("error", self.error)
 
     def set_without_grammar(self, reasoning: Reasoning | None) -> bool:
-        """Set the mask if no grammar applies, for example inside reasoning. Returns False if a grammar applies."""
+        """If no grammar applies (for example inside reasoning), set the mask. Returns False if a grammar applies."""
         if (mask := self._mask_without_grammar(reasoning)) is None:
             return False
         self._set(mask)
         return True
 
     def _restart(self) -> bool:
-        """Start again with larger automata, in case small ones caused an error. Returns False if none are larger."""
+        """Start again with larger automata, because small ones may cause errors. Returns False if none are larger."""
         self._automata.has_failed = True
         if self._automata.is_largest:
             return False
@@ -112,7 +112,7 @@ class Constraint:
         return is_allowed
 
     def set_mask(self, mask: np.ndarray | None, completion: list[int], reasoning: Reasoning | None = None) -> None:
-        """Add the bans of other parameters to `mask`, and store it. `mask` is None after an error in the grammar."""
+        """Add the bans of other parameters to `mask`, and store it. `mask` is None if the grammar has failed."""
         if mask is None or self._matcher.is_error():
             self.next_mask = np.zeros_like(self._free)
             reason = _first_line(self._matcher.get_error())
@@ -147,10 +147,10 @@ class Constraint:
     # -- drafts --------------------------------------------------------------------------------------------------------
 
     def draft(self, drafts: list[int], num_drafts: int) -> list[int]:
-        """Return the leading drafts that are allowed and do not end the answer, and set `draft_masks`.
+        """Return the drafts before the first draft that is not allowed or ends the answer. Sets `draft_masks`.
 
-        If no draft is allowed, return up to `num_drafts` tokens that the grammar forces. If the grammar's masks
-        are slow, return no drafts.
+        If no draft is allowed, return up to `num_drafts` tokens that the grammar forces. If the grammar's masks are
+        slow, return no drafts.
         """
         if self._mask_without_grammar(self.reasoning) is not None:
             return self._allowed_of(drafts)
@@ -185,7 +185,7 @@ class Constraint:
     # -- masks ---------------------------------------------------------------------------------------------------------
 
     def _grammar_mask(self) -> np.ndarray:
-        """Return the mask for the grammar's current state, which may be an error."""
+        """Return the mask for the grammar's current state. The caller checks whether this is an error state."""
         mask = np.empty_like(self.next_mask)
         begin = thread_time()
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -193,11 +193,11 @@ class Constraint:
         return self._with_text(mask)
 
     def _with_text(self, mask: np.ndarray) -> np.ndarray:
-        """Correct an llguidance mask that allows only one token, which the grammar refuses.
+        """Correct an llguidance mask if the single token that it allows is refused by the grammar.
 
-        If only one text can follow, llguidance allows the first token that the tokenizer makes of this text. This may
-        be an added token, which the grammar does not accept as text. If the tokenizer normalizes texts, it may also be
-        a token of a different text. In both cases, allow the token of the text's first byte instead.
+        If only one text can follow, llguidance tokenizes this text and allows its first token. This token may be an
+        added token, which the grammar does not accept as text. If the tokenizer normalizes texts, the token may even
+        belong to a different text. In both cases, the corrected mask allows the token of the text's first byte instead.
         """
         text = self._matcher.compute_ff_bytes()
         if text and text[0] != TOKEN_MARKER and not self._matcher.validate_tokens([_first_id(mask)]):
@@ -219,11 +219,11 @@ class Constraint:
 
 
 def update_fast(constraints: Iterable[Constraint], seconds: float) -> list[Constraint]:
-    """Update the constraints whose masks are fast, in parallel, for about `seconds`. Returns the updated constraints.
+    """Update the constraints whose masks are fast, for about `seconds` seconds. Returns the updated constraints.
 
-    Constraints inside reasoning, or without a grammar, take no time. llguidance computes the masks of one grammar one
-    after the other. Any mask may turn out to be slow, so one parallel call computes at most one mask per grammar, and
-    one per core.
+    Constraints inside reasoning, or without a grammar, take almost no time. Masks of different grammars are computed in
+    parallel, but llguidance computes masks of the same grammar one after another. Any mask may turn out to be slow. A
+    parallel call therefore computes at most one mask per grammar, and at most one mask per core.
     """
     end, updated = perf_counter() + seconds, []
     waiting: dict[Grammar, deque[Constraint]] = {}
@@ -270,7 +270,7 @@ def _executor(pid: int) -> Any:
 
 
 def _num_in_reasoning(reasoning: Reasoning | None) -> float:
-    """Return how many tokens of an answer precede the grammar, or infinity while the reasoning goes on."""
+    """Return how many tokens of an answer precede the grammar, or infinity while the answer is inside its reasoning."""
     if reasoning is None:
         return 0
     return inf if reasoning.stage is Stage.INSIDE else reasoning.num_tokens

@@ -1,4 +1,4 @@
-"""A compiled grammar and its automata, which several sequences share."""
+"""Defines compiled grammars and their automata, which several sequences share."""
 
 import threading
 import weakref
@@ -13,21 +13,21 @@ Matcher = Any  # llguidance.LLMatcher, which is imported only where it is used
 
 
 class Automata:
-    """A matcher in its start state, whose copies share the automata for masks. `has_failed` is set if a copy fails."""
+    """A matcher in its start state. Its copies share the automata for masks. `has_failed` is set if a copy fails."""
 
     def __init__(self, start: Matcher, is_largest: bool):
         self.start, self.is_largest, self.has_failed = start, is_largest, False
 
 
 class Grammar:
-    """A compiled grammar. Its automata have at most `MAX_KEPT_STATES` states, which is enough for most grammars.
+    """A compiled grammar. Its small automata have at most `MAX_KEPT_STATES` states, enough for most grammars.
 
-    Sequences that need more states share larger automata, up to llguidance's limit. The larger automata are freed with
-    the last sequence that uses them.
+    Sequences that need more states share larger automata, up to llguidance's limit. The larger automata are freed when
+    the last sequence that uses them ends.
     """
 
     def __init__(self, tokenizer: Any, text: str):
-        """Compile `text` with an LLTokenizer of llguidance. Raises ValueError if llguidance refuses the text."""
+        """Compile `text` for `tokenizer`, an `LLTokenizer`. Raises ValueError if llguidance refuses the text."""
         self._tokenizer, self._text, self._lock = tokenizer, text, threading.Lock()
         # CPU time of a mask, as an exponential moving average
         self._mask_seconds: float | None = None
@@ -37,7 +37,7 @@ class Grammar:
             raise ValueError(error)
 
     def automata(self) -> Automata:
-        """Return the small automata, or the large automata if the small ones have failed."""
+        """Return the small automata, or larger automata if the small ones have failed."""
         with self._lock:
             if self._small is not None and not self._small.has_failed:
                 return self._small
@@ -52,12 +52,15 @@ class Grammar:
         return (self._mask_seconds or 0) > SLOW_SECONDS
 
     def add_mask(self, seconds: float) -> None:
-        """Add the CPU time of a mask to the average."""
+        """Add the time that a mask took to the moving average."""
         mean = seconds if self._mask_seconds is None else self._mask_seconds
         self._mask_seconds = mean + (seconds - mean) / 8
 
     def token_ids_of_byte(self, byte: int) -> list[int]:
-        """Return a list with the token that consists of only this byte, or an empty list if there is none."""
+        """Return a list with the id of the token that consists of this single byte.
+
+        It is empty if there is no such token.
+        """
         tokenizer = self._tokenizer
         ids = tokenizer.greedy_tokenize(chr(byte)) if byte < 128 else tokenizer.tokenize_bytes(bytes([byte]))
         return ids if tokenizer.decode_bytes(ids) == bytes([byte]) else []

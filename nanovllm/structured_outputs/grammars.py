@@ -1,4 +1,4 @@
-"""Compiles the grammars of `SamplingParams.structured_outputs` with llguidance, when a request is created."""
+"""When a request is created, compiles the grammar of `SamplingParams.structured_outputs` with llguidance."""
 
 import json
 import threading
@@ -94,7 +94,8 @@ _lock = threading.Lock()  # held for seconds at the first structured request of 
 def constrain(group: list[Sequence], processor: "InputProcessor") -> None:
     """Attach a constraint to each sequence of a request.
 
-    Raises ValueError if llguidance is missing or refuses the grammar, or if the other parameters allow no first token.
+    Raises ValueError if llguidance is missing or refuses the grammar, if no first token is allowed, or if a reasoning
+    budget is set without a reasoning parser.
     """
     params, model = group[0].params, processor.config.model_config
     if params.thinking_token_budget is not None and params.reasoning_parser is None:

@@ -1,9 +1,10 @@
 """Rewrites JSON schemas that llguidance would refuse needlessly.
 
 llguidance ignores keywords that JSON Schema does not define. However, it refuses an unknown `format`, an unknown
-dialect, and some keywords whose values allow everything. These are removed. llguidance has no `propertyNames`, and it
-supports `oneOf` only if it can tell that no value is valid for two of the schemas. These two keywords are expressed
-with other keywords. Any other unsupported keyword is left, and llguidance's error names it.
+dialect, and some keywords whose values allow everything. This module removes all three. llguidance does not support
+`propertyNames`, and it supports `oneOf` only if it can tell that no value is valid for two of the schemas. Where
+possible, this module expresses these two keywords with other keywords. Any other unsupported keyword is left in place,
+and llguidance's error names it.
 """
 
 import json
@@ -57,7 +58,7 @@ LOOK_AROUND = re.compile(r"\(\?<?[=!]")
 
 
 def for_llguidance(schema: str) -> str:
-    """Return the schema rewritten for llguidance. Raises ValueError if it refers to itself or can't be rewritten."""
+    """Rewrite a schema for llguidance. Raises ValueError if a reference is circular, or if rewriting is impossible."""
     try:
         root = json.loads(schema)
         seen: dict[int, Any] = {}  # rewritten schemas by id; a live object's id is not used again
@@ -147,7 +148,7 @@ def _looks_around(schema: Any) -> bool:
 def _are_disjoint(schemas: Any, discriminator: Any, resource: dict[str, Any]) -> bool:
     """Return whether types and constants show that no value can be valid for two of these schemas.
 
-    If objects differ only in the property that OpenAPI's `discriminator` names, make that property required.
+    If the schemas of objects differ only in the property that OpenAPI's `discriminator` names, make it required.
     """
     by_type: dict[str, list[dict[str, Any]]] = {}
     for schema in schemas if isinstance(schemas, list) else [None]:
@@ -164,7 +165,12 @@ def _are_disjoint(schemas: Any, discriminator: Any, resource: dict[str, Any]) ->
 
 
 def _are_told_apart(objects: list[dict[str, Any]], tag: Any, resource: dict[str, Any]) -> bool:
-    """Return whether a property, which is required or named `tag`, has different values in all of these schemas."""
+    """Find a property with a different value in each of these schemas, and make it required.
+
+    Returns False if there is none.
+
+    The property must be required already, or its name must be `tag`.
+    """
     properties = [schema["properties"] if isinstance(schema.get("properties"), dict) else {} for schema in objects]
     required = [schema["required"] if isinstance(schema.get("required"), list) else [] for schema in objects]
     for name in properties[0]:
@@ -177,7 +183,7 @@ def _are_told_apart(objects: list[dict[str, Any]], tag: Any, resource: dict[str,
 
 
 def _differ(schemas: list[Any]) -> bool:
-    """Return whether each schema lists its valid values, and no value is in two of the lists."""
+    """Return whether each schema lists its valid values and no value is in two lists."""
     value_sets = [_values(schema) for schema in schemas]
     return None not in value_sets and len({*chain(*filter(None, value_sets))}) == sum(
         len(values or ()) for values in value_sets
@@ -185,7 +191,10 @@ def _differ(schemas: list[Any]) -> bool:
 
 
 def _values(schema: Any) -> set[tuple[type, Any]] | None:
-    """Return the (type, value) pairs of `const` or `enum`; None if there are none, or if a type is not supported."""
+    """Return the values of `const` or `enum` as (type, value) pairs.
+
+    Returns None if the schema has neither keyword, or if the type of a value is not supported.
+    """
     if not isinstance(schema, dict):
         return None
     values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -195,7 +204,7 @@ def _values(schema: Any) -> set[tuple[type, Any]] | None:
 
 
 def _types(schema: Any) -> set[str] | None:
-    """Return the types of all valid values ("number" for integers), or None if the schema does not list them."""
+    """Return the types of all valid values, or None if the schema does not list them. Integers count as "number"."""
     if (values := _values(schema)) is not None:
         return {{str: "string", bool: "boolean", int: "number", NoneType: "null"}[kind] for kind, _ in values}
     types = schema.get("type") if isinstance(schema, dict) else None
@@ -206,7 +215,10 @@ def _types(schema: Any) -> set[str] | None:
 
 
 def _resolved(schema: Any, resource: dict[str, Any]) -> Any:
-    """Return the last target of a schema's references, which allows all that the schema allows; None if unknown."""
+    """Follow a schema's references and return the last target, or None if it is unknown.
+
+    The target allows every value that the schema allows.
+    """
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, dict) or "$ref" not in schema:
             return schema
@@ -253,7 +265,7 @@ def _restrict_names(schema: dict[str, Any], names: Any, resource: dict[str, Any]
 
 
 def _allowed_strings(schema: Any, resource: dict[str, Any]) -> str | dict[str, None] | None:
-    """Return which strings a schema allows: None (all strings), a pattern, or a dict as an ordered set."""
+    """Return the strings that a schema allows, as a pattern or as the keys of a dict. None means all strings."""
     rules = _rules(schema)
     for _ in range(MAX_REFERENCES):
         if [*rules] == ["$ref"] and isinstance(target := referred(rules["$ref"], resource), (dict, bool)):
@@ -275,13 +287,13 @@ def _allowed_strings(schema: Any, resource: dict[str, Any]) -> str | dict[str, N
 
 
 def _rules(schema: Any) -> dict[str, Any]:
-    """Return the keywords of a schema that constrain strings, except `type`."""
+    """Return those keywords of a schema that constrain strings, except `type`."""
     rules = {name: schema[name] for name in OF_STRINGS if name in schema} if isinstance(schema, dict) else {}
     return {name: value for name, value in rules.items() if not (name == "format" and _is_annotation(value))}
 
 
 def _listed(schema: Any) -> list[str] | None:
-    """Return the strings of `enum` or `const`; None if there are none, or if other keywords constrain strings, too."""
+    """Return the strings of `enum` or `const`. Returns None unless this keyword alone constrains strings."""
     rules = _rules(schema)
     values = [rules["const"]] if [*rules] == ["const"] else rules["enum"] if [*rules] == ["enum"] else None
     return [value for value in values if isinstance(value, str)] if isinstance(values, list) else None

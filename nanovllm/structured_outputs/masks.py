@@ -1,4 +1,4 @@
-"""Computes slow masks in threads, so that they do not delay other requests."""
+"""Computes slow masks in background threads, so that they do not delay other requests."""
 
 import os
 from collections import deque
@@ -17,12 +17,12 @@ TURN_SECONDS = 0.005  # of CPU time for a request, before it is the next request
 
 @cache
 def num_cores() -> int:
-    """Return how many CPU cores masks may use. Some cores are left to the engine."""
+    """Return how many CPU cores may compute masks. The remaining cores are left to the engine."""
     return max(1, available_cores() * 4 // 5)
 
 
 class MaskThreads:
-    """The mask threads of an engine. Grammars with slow masks have separate threads."""
+    """The threads that compute masks for an engine. Grammars with slow masks have separate threads."""
 
     def __init__(self) -> None:
         self._fast, self._slow = (ThreadPoolExecutor(max(1, num_cores() // n), "nanovllm-masks") for n in (2, 4))
@@ -32,7 +32,7 @@ class MaskThreads:
         (self._slow if is_slow else self._fast).submit(work)
 
     def close(self) -> None:
-        """Wait for the masks in progress, and start no more. Does nothing in a forked child."""
+        """Wait for the masks in progress, and start no further masks. Does nothing in a forked child."""
         if os.getpid() == self._pid:
             for pool in (self._fast, self._slow):
                 pool.shutdown(cancel_futures=True)
@@ -47,7 +47,10 @@ class MaskQueue:
         self._has_turn, self._lock = False, Lock()
 
     def submit(self, make: Callable[[], Any]) -> Future:
-        """Compute a mask after the request's earlier masks. The returned Future can be cancelled until that starts."""
+        """Queue a mask, which is computed by `make` after the request's earlier masks.
+
+        The returned `Future` can be cancelled until the computation starts.
+        """
         future: Future = Future()
         with self._lock:
             self._jobs.append((future, make))

@@ -1,8 +1,8 @@
 """Checks in separate processes whether grammars compile.
 
 llguidance limits the time for each mask, but not the time to compile an intersection. A few patterns in one `allOf`, a
-large `multipleOf`, or `&` and `~` in a Lark grammar can take minutes. A process can be killed while it compiles; a
-thread can't.
+large `multipleOf`, or `&` and `~` in a Lark grammar can take minutes to compile. A process can be killed while it
+compiles; a thread can't.
 """
 
 import json
@@ -55,14 +55,15 @@ Process = subprocess.Popen[bytes]
 
 
 class CompileSandbox:
-    """Compiles grammars in at most `MAX_PROCESSES` processes, which end with `close` or with this object.
+    """Compiles grammars in at most `MAX_PROCESSES` processes.
 
-    The processes start on demand. Any thread may call the methods. Each grammar is tried once, even if several threads
-    ask for it at the same time. The results of the last `MAX_RESULTS` grammars are kept.
+    The processes start on demand. They end when `close` is called or when this object is garbage-collected. Any thread
+    may call the methods. A grammar is compiled once, even if several threads ask for it at the same time. The results
+    of the `MAX_RESULTS` most recently used grammars are kept.
     """
 
     def __init__(self, vocab_size: int, special_tokens: dict[int, str]):
-        """special_tokens: token names by id. Grammars may use these tokens, and all ids below vocab_size."""
+        """`special_tokens` maps ids to names. Grammars may use these names, and all ids below `vocab_size`."""
         self._vocabulary = [vocab_size, [*special_tokens.items()]]
         self._processes: set[Process] = set()
         self._in_trial: dict[bytes, Process] = {}  # by hash of the grammar
@@ -75,7 +76,8 @@ class CompileSandbox:
     def close(self) -> None:
         """End the processes. Does nothing in a forked child, which does not own them.
 
-        This does not wait for `error_of`, because the caller may be a signal handler that has interrupted `error_of`.
+        The method does not wait for `error_of`, because the caller may be a signal handler that has interrupted
+        `error_of`.
         """
         if os.getpid() != self._pid:
             return
@@ -121,7 +123,7 @@ class CompileSandbox:
                 self._changed.notify_all()
 
     def _has_turn(self, key: bytes) -> bool:
-        """Return whether the result is known, or a process is free to compute it."""
+        """Return whether the result is known or can be computed now."""
         return key in self._errors or (key not in self._in_trial and len(self._in_trial) < MAX_PROCESSES)
 
     def _idle_process(self) -> Process:

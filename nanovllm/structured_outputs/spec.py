@@ -8,7 +8,10 @@ MAX_BYTES = 2**16  # of the schema, expression, grammar or choices; bounds the t
 
 
 def check_spec(value: Any, ignore_eos: bool) -> dict[str, Any]:
-    """Check a value, and return it with a schema as text or choices as a tuple. Raises ValueError or TypeError."""
+    """Check a value and return it, with a schema converted to text, or choices to a tuple.
+
+    Raises ValueError or TypeError.
+    """
     if not isinstance(value, dict):
         raise TypeError(f"structured_outputs={value!r:.80}: must be a dict")
     if len(value) != 1 or not CHECKS.keys() >= value.keys():
@@ -27,7 +30,7 @@ def check_spec(value: Any, ignore_eos: bool) -> dict[str, Any]:
 
 
 def _schema(name: str, value: Any) -> str:
-    """Return a JSON schema as text. It preserves the order of properties, because the answer follows it."""
+    """Return a JSON schema as text. The order of properties is preserved, because answers follow this order."""
     if not isinstance(value, (str, dict)):
         raise TypeError(f"{name}={value!r:.80}: must be a JSON schema, as a dict or as text")
     try:

@@ -1,4 +1,4 @@
-"""Implements structured outputs and reasoning budgets as a feature of a step."""
+"""Implements structured outputs and reasoning budgets as a step feature."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ MAX_SECONDS = 0.02  # that a step spends on masks; other threads make the remain
 
 
 class StructuredOutputs(StepFeature):
-    """Stores a Constraint for each sequence. `features.logit_edits` copies the constraint's mask to the device."""
+    """Stores a `Constraint` for each sequence. `features.logit_edits` copies the constraint's mask to the device."""
 
     @classmethod
     def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
@@ -29,7 +29,9 @@ class StructuredOutputs(StepFeature):
 
     @classmethod
     def after_step(cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: Any) -> None:
-        """Compute the next mask of each sequence that got a token. A sequence whose mask is empty ends with an "error".
+        """Compute the next mask of each sequence that got a token.
+
+        A sequence with an empty mask ends with the finish reason "error".
 
         While another thread computes the mask of a sequence, steps leave the sequence out.
         """

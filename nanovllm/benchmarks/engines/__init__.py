@@ -1,4 +1,4 @@
-"""The engines that can be compared. Each is a function that runs workloads on a model with our settings."""
+"""Defines the engines to compare. Each engine is a function that runs workloads on a model with our settings."""
 
 import importlib.metadata
 import importlib.util
@@ -42,7 +42,7 @@ def run_engines(names: list[str], functions: Engines, model: str, settings: dict
 
 
 def versions(engines: Iterable[str]) -> str:
-    """Return the versions of the engines, torch and triton, and the environment variables VLLM_*."""
+    """Return the versions of the engines, `torch` and `triton`, and all environment variables named `VLLM_*`."""
     parts = []
     for package in (*engines, "torch", "triton"):
         with suppress(importlib.metadata.PackageNotFoundError):

@@ -56,7 +56,7 @@ def started_nanovllm(model: str, settings: dict) -> "Iterator[LLM]":
 
 
 def run_nanovllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
-    """Run workloads with `LLM.generate`. The metrics of its outputs contain the times of first tokens."""
+    """Run workloads with `LLM.generate`. The metrics in its outputs contain the time of each first token."""
 
     def run(requests: list[Request]) -> Result:
         prompts, params = inputs(requests)

@@ -18,9 +18,10 @@ OF_DRAFTS += "draft_tensor_parallel_size", "synthetic_acceptance_rates"
 
 
 def vllm_settings(model: str, settings: dict) -> dict:
-    """Return arguments for vLLM: our model, dtypes, max_model_len, ranks, load format and speculation.
+    """Return arguments for vLLM: our model, dtypes, maximum length, number of ranks, load format and speculation.
 
-    `max_num_seqs` and `max_num_batched_tokens` are passed on only if set. vLLM's defaults apply to everything else.
+    `max_num_seqs` and `max_num_batched_tokens` are included if `settings` contains them. vLLM's defaults apply to
+    everything else.
     """
     config = Config.create(model, settings)
     names = ["model", "max_model_len", "tensor_parallel_size", "load_format", "quantization", "kv_cache_dtype"]
@@ -36,7 +37,7 @@ def vllm_settings(model: str, settings: dict) -> dict:
 
 
 def speculation(settings: Any) -> dict[str, Any]:
-    """Translate our resolved `speculative_config` for vLLM, which drafts in every step, even if drafts save no time."""
+    """Translate our resolved `speculative_config` for vLLM. vLLM drafts in every step, even if drafts save no time."""
     names = [name for name in OF_DRAFTS if getattr(settings, name) is not None]
     if settings.method == "suffix":
         names += [name for name in settings.__dataclass_fields__ if name.startswith("suffix_")]
@@ -105,7 +106,7 @@ class VllmSteps:
 
 
 def step_vllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
-    """Run workloads with vLLM's `LLMEngine` and the defaults of its server. The model runs in a separate process."""
+    """Run workloads with vLLM's `LLMEngine` and its server's defaults. The model runs in a separate process."""
     from vllm import EngineArgs, LLMEngine
     from vllm.usage.usage_lib import UsageContext
 

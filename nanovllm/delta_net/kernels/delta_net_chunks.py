@@ -7,8 +7,8 @@ Four kernels compute:
 3. the states, from chunk to chunk
 4. the outputs (from the state before each chunk) and the gated norm, for all chunks in parallel
 
-Kernels pass on numbers in the model's dtype, and decays in float32. A state stays in float32 from chunk to chunk, and
-is rounded only for matmuls.
+Kernels pass on decays and betas in float32, and all other numbers in the model's dtype. A state stays in float32 from
+chunk to chunk, and is rounded only for matmuls and when it is stored for the last kernel.
 """
 
 from typing import Any
@@ -36,11 +36,11 @@ HEADS_EACH = 2  # value heads of a chunk that a program computes one after the o
 
 @triton.jit
 def _inverse(system, IS_FLOAT32: tl.constexpr):
-    """Invert the unit lower triangular matrix whose part below the diagonal is `system` [CHUNK, CHUNK].
+    """Invert a lower triangular matrix with ones on the diagonal.
 
-    Each iteration doubles the size of the inverted blocks: the inverse of [[A, 0], [B, C]] is [[A', 0], [-C' B A',
-    C']]. Keys have norm 1, and betas and decays are at most 1. So all numbers here are at most 1, and 16 bits are
-    precise enough.
+    The part below the diagonal is in `system` [CHUNK, CHUNK]. Each iteration doubles the size of the inverted blocks:
+    the inverse of [[A, 0], [B, C]] is [[A', 0], [-C' B A', C']], where A' and C' are the inverses of A and C. Keys have
+    norm 1, and betas and decays are at most 1. So all numbers here are at most 1, and 16 bits are precise enough.
     """
     DTYPE: tl.constexpr = tl.float32 if IS_FLOAT32 else tl.float16
     i = tl.arange(0, CHUNK)
@@ -59,7 +59,10 @@ def _inverse(system, IS_FLOAT32: tl.constexpr):
 
 @triton.jit
 def _of_chunk(ptr, stride, first, end, column, d, DIM: tl.constexpr):
-    """Return pointers [CHUNK, d] to DIM elements of each token's row, starting at `column`, and a validity mask."""
+    """Return pointers [CHUNK, d] to DIM elements of each token's row, starting at `column`.
+
+    Also return a mask of the elements that exist.
+    """
     i, d = tl.arange(0, CHUNK)[:, None], d[None, :]
     return ptr + tl.cast(first, tl.int64) * stride + column + (i * stride + d), (first + i < end) & (d < DIM)
 
@@ -85,7 +88,7 @@ def _state_at(states_ptr, seq, first, head, d, e, HEADS: tl.constexpr):
 
 @triton.jit
 def _load_gates(gates_ptr, t, end, first_head, EACH: tl.constexpr, HEADS: tl.constexpr):
-    """Load the gates [CHUNK, EACH] of a chunk's tokens and EACH heads."""
+    """Load the gates [CHUNK, EACH] of a chunk's tokens, for EACH value heads from `first_head` on."""
     head = first_head + tl.arange(0, EACH)[None, :]
     is_there = (t < end)[:, None] & (head < HEADS.num_values)
     return tl.load(gates_ptr + t[:, None] * HEADS.num_values + head, is_there, 0.0)
@@ -99,10 +102,10 @@ def _of_head(gates, n):
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_seqs"])
 def _chunks_kernel(rule_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.constexpr):
-    """Compute some value heads of a chunk per program.
+    """In each program, compute `tile` value heads of a chunk.
 
-    T is the inverse of the triangular system. v becomes T (beta v), and w is T (beta decay k). The next kernel
-    multiplies w by the state to subtract from v what the state already returns.
+    Let T be the inverse of the triangular system. v becomes T (beta v), and w becomes T (beta decay k). w times the
+    state is the part of v that the state already returns. The next kernel subtracts it from v.
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads
@@ -136,9 +139,9 @@ def _chunks_kernel(rule_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.co
 @dependent_kernel()
 @triton.jit(do_not_specialize=["stride"])
 def _states_kernel(x_rows, rule_ptrs, seq_ptrs, state_ptrs, stride, PLAN: tl.constexpr, PDL: tl.constexpr):
-    """Compute some values of one head of one sequence per program, from the first chunk to the last.
+    """In each program, compute `tile` values of one head of one sequence, from the first chunk to the last.
 
-    The errors of the state replace v. This kernel writes the windows, because no later program reads the old windows.
+    The errors of the state replace v. This kernel writes the windows, because no later kernel reads the old windows.
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads
@@ -175,9 +178,9 @@ def _states_kernel(x_rows, rule_ptrs, seq_ptrs, state_ptrs, stride, PLAN: tl.con
 def _outputs_kernel(
     x_rows, rule_ptrs, seq_ptrs, norm_ptrs, out_ptr, num_seqs, num_rows, PLAN: tl.constexpr, PDL: tl.constexpr
 ):
-    """Compute one value head of one chunk per program: the outputs, from the state and the errors, and the norm.
+    """In each program, compute the outputs of one value head of one chunk from the state and the errors.
 
-    Rows after the last token become 0. Each program clears at most CHUNK rows.
+    The outputs are then normalized. Rows after the last token become 0. Each program clears at most CHUNK rows.
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads

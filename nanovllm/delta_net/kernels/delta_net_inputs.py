@@ -1,4 +1,7 @@
-"""Computes convolution and gates of the gated delta rule for all tokens of a step, and stores inputs in states."""
+"""Computes convolution and gates of the gated delta rule for all tokens of a step.
+
+It also stores the inputs that the next step needs.
+"""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +14,10 @@ from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launc
 
 
 class RuleInputs(NamedTuple):
-    """The inputs of the delta rule for each token and, for chunks, intermediate results of the kernels."""
+    """The inputs of the delta rule for each token.
+
+    For chunks, it also contains intermediate results of the kernels.
+    """
 
     q: torch.Tensor  # [T, key heads * key_dim]
     k: torch.Tensor  # [T, key heads * key_dim]
@@ -30,7 +36,7 @@ def silu(x):
 
 @triton.jit
 def _load_inputs(source, first, t, channel, inside, PLAN: tl.constexpr):
-    """Load the inputs of the convolution for tokens `t`, which begin at `first`."""
+    """Load the inputs of the convolution for tokens `t`, the first of which is `first`."""
     HEADS: tl.constexpr = PLAN.heads
     x_rows, state_ptrs, row, begin, own = source
     x = tl.load(x_rows.qkvz + t.to(tl.int64) * x_rows.stride + channel, inside & (t >= own), 0.0)
@@ -50,7 +56,7 @@ def _load_inputs(source, first, t, channel, inside, PLAN: tl.constexpr):
 def _inputs_kernel(
     x_rows, weight_ptrs, seq_ptrs, state_ptrs, out_ptrs, num_seqs, stride, PLAN: tl.constexpr, PDL: tl.constexpr
 ):
-    """Compute one head for a tile of a sequence's tokens, per program.
+    """In each program, compute one head for a tile of a sequence's tokens.
 
     Query heads come first, then key heads, then value heads. Programs of value heads also compute the gates.
     """
@@ -121,7 +127,7 @@ def _inputs_kernel(
 
 @triton.jit
 def keep_inputs(source, written, head, certain, end, PLAN: tl.constexpr):
-    """Store the window and the inputs of drafts. The next step reads them and the matrix.
+    """Store the window and the inputs of drafts for the next step.
 
     The window ends before token `certain`, where the drafts begin. A call stores the channels of one value head. For
     the first value head of a group, it also stores the channels of the query and key heads.
@@ -160,8 +166,8 @@ def rule_inputs(
 ) -> RuleInputs:
     """Compute the inputs of the delta rule, with q, k and v in `dtype`.
 
-    For each decoding sequence, the result has `kept` tokens for the previous step's drafts, and `rows` tokens for this
-    step.
+    For each decoding sequence, the result has `plan.kept` rows for drafts of the previous step, and `plan.rows` rows
+    for the tokens of this step.
     """
     heads, x, states = operands
     if plan.rows:

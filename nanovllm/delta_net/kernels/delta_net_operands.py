@@ -1,7 +1,8 @@
 """The arguments of the gated delta rule's kernels: a layer, and the sequences of a step.
 
-A token's number is its row of x in the step. The tokens of a sequence start at `own`. The accepted drafts of the
-previous step, whose inputs were kept, precede them and start at `begin`. The window precedes `begin`.
+A token's number is the index of its row in this step. The tokens that a sequence has in this step start at `own`. They
+are preceded by the accepted drafts of the previous step, whose inputs were kept. These drafts start at `begin`. The
+window ends there.
 """
 
 from functools import cache
@@ -61,7 +62,7 @@ class States(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """The data that kernels read about decoding sequences or sequences with prefill chunks."""
+    """The data that kernels read about the sequences of a step, which either decode or have prefill chunks."""
 
     rows: torch.Tensor  # of states [B]; for chunks [2, B]: rows to read, and rows to write
     count: torch.Tensor | None  # [1] int32: the number of decode rows, if a batch is padded
@@ -84,13 +85,16 @@ def operands_of(qkvz: torch.Tensor, ba: torch.Tensor, layer: Any, states: Any) -
 
 
 def pad_of(num_seqs: int) -> int:
-    """Round up the number of sequences. Kernels are compiled for each result, so only two are at most 1,024."""
+    """Round up the number of sequences.
+
+    Kernels are compiled for each result, so all numbers up to 1,024 are rounded to one of two results: 32 or 1,024.
+    """
     return 32 if num_seqs <= 32 else max(1024, triton.next_power_of_2(num_seqs))
 
 
 @triton.jit
 def num_decode_rows(seq_ptrs):
-    """Return the number of decoding sequences, which precede the sequences with chunks."""
+    """Return the number of decode rows, which precede the sequences with chunks."""
     return 0 if seq_ptrs.count is None else tl.load(seq_ptrs.count)
 
 
@@ -112,7 +116,7 @@ def sequence_of(seq_ptrs, seq, stride, PLAN: tl.constexpr):
 def chunk_of(seq_ptrs, num_seqs, index, CHUNK: tl.constexpr, PAD: tl.constexpr):
     """Return the sequence of the index-th chunk, and the chunk's number within the sequence.
 
-    If there is no such chunk, the returned sequence is >= num_seqs.
+    If there is no such chunk, the returned sequence is at least `num_seqs`.
     """
     seq = tl.arange(0, PAD)
     starts_ptr = seq_ptrs.starts + num_decode_rows(seq_ptrs) + seq

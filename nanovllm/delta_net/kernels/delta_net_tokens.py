@@ -1,11 +1,11 @@
-"""The gated delta rule token by token: for decode steps and drafts, and with `batch_invariant` also for chunks.
+"""The gated delta rule, computed token by token: for decode steps, for drafts, and for batch-invariant chunks.
 
 The first kernel computes convolution and gates of all tokens. The second kernel updates each state in registers, token
 by token. Memory bandwidth limits a decode step, which reads and writes each state once. In the published models, a
 head's state has 64 KiB.
 
-The same instructions compute a token in a chunk, in a decode step and as a draft. The bits of a result can depend on
-the number of warps.
+A token is computed with the same instructions in a chunk, in a decode step and as a draft. The bits of a result can
+depend on the number of warps.
 """
 
 from typing import Any
@@ -51,7 +51,7 @@ def _through_tokens(state, rule_ptrs, head, key_at, begin, end, shift, HEADS: tl
 def _tokens_kernel(
     x_rows, rule_ptrs, seq_ptrs, state_ptrs, norm_ptrs, out_ptr, num_rows, stride, PLAN: tl.constexpr, PDL: tl.constexpr
 ):
-    """Compute one value head of one sequence per program: its tokens one after the other, then their gated norms.
+    """In each program, compute one value head of a sequence: first its tokens in order, then their gated norms.
 
     For a decoding sequence, the accepted drafts of the previous step come first, followed by one token. Then the state
     is stored. The drafts of this step follow, and do not change the stored state. The last tokens may be copies of the
@@ -147,6 +147,6 @@ def delta_net_drafts(
 
 
 def delta_net_chunks(qkvz, ba, layer: Any, states: Any, state_rows, starts, num_seqs: int, out, count=None) -> None:
-    """Compute `delta_net_chunks` with the arithmetic of decode steps with NUM_WARPS warps."""
+    """Compute `delta_net_chunks` with the arithmetic of decode steps, with NUM_WARPS warps per program."""
     seqs = Sequences(state_rows, count, starts)
     _launch_tokens(qkvz, ba, layer, states, seqs, (num_seqs, 0, 0), out, NUM_WARPS)

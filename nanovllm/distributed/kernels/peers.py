@@ -1,4 +1,4 @@
-"""Kernels that wait for the same kernel on the other ranks, and read what these ranks have written (PeerMemory).
+"""Defines kernels that wait for the same kernel on other ranks, and then read what these ranks wrote to PeerMemory.
 
 Program p of a kernel waits for program p of the same kernel on every other rank.
 """
@@ -25,7 +25,7 @@ ABORT_CHECK_INTERVAL = tl.constexpr(65536)
 
 
 class PeerBarrier(NamedTuple):
-    """The locations of the ranks' data, and of the flags that signal that the data is written."""
+    """The locations of the ranks' data, and of the flags that signal when the data has been written."""
 
     addresses: torch.Tensor  # [ranks] int64: where each rank's memory begins in this GPU's address space
     data_offset: int  # of the data to read, in bytes from the beginning of a rank's memory
@@ -37,7 +37,7 @@ class PeerBarrier(NamedTuple):
 
     @property
     def arguments(self) -> tuple:
-        """The arguments that kernels take for this barrier."""
+        """The arguments of kernels that use this barrier."""
         return (self.addresses, self.aborted), self.data_offset, self.flags_offset, self.rank
 
 
@@ -129,9 +129,10 @@ def _sum_rms_norm_kernel(
 def sum_rms_norm(
     parts: torch.Tensor, barrier: PeerBarrier, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the RMS norm of the sum of all ranks' parts (plus the residual), and the sum itself, both [T, N].
+    """Add all ranks' parts and the residual. Return the RMS norm of the sum, and the sum itself, both [T, N].
 
-    `parts` [split_k, T, N] are this rank's parts, at the barrier's data offset. The sum overwrites `residual` [T, N].
+    `parts` [split_k, T, N] contains this rank's parts, and lies at the barrier's data offset. The sum overwrites
+    `residual` [T, N].
     """
     split_k, num_rows, n = parts.shape
     total = torch.empty_like(parts[0]) if residual is None else residual
@@ -198,10 +199,10 @@ def _gather_kernel(
 def gather_columns(
     mine: torch.Tensor, barrier: PeerBarrier, sampling_params: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return all ranks' columns side by side: [S, ranks * n]. `mine` [S, n] is at the barrier's data offset.
+    """Return all ranks' columns side by side: [S, ranks * n]. `mine` [S, n] lies at the barrier's data offset.
 
-    With `sampling_params` [S, WIDTH] int32 (sampling_columns.py), rows that are not filtered lack the other ranks'
-    columns. Even if S is 0, the ranks wait for each other.
+    If `sampling_params` is given ([S, WIDTH] int32, see sampling_columns.py), rows without filters lack the other
+    ranks' columns. Even if S is 0, the ranks wait for each other.
     """
     (num_rows, n), size = mine.shape, len(barrier.addresses)
     out = torch.empty((num_rows, size * n), dtype=mine.dtype, device=mine.device)

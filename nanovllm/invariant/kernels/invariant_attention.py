@@ -1,13 +1,13 @@
 """Attention in which no bit depends on the batch, on chunks, or on how keys are split over programs.
 
-Prefill (invariant_prefill.py) and decode (invariant_decode.py) use the arithmetic of this file for each query. Keys are
-added up in tiles, and tiles in segments. Tiles and segments begin at fixed positions. Each segment has separate sums,
-and segments are added in order. So the segments of a query may be computed by one program or by several programs
-(flash-decoding).
+Prefill (invariant_prefill.py) and decode (invariant_decode.py) use the arithmetic of this file for each query. A
+segment is a range of tiles of keys. Tiles and segments begin at fixed positions. Each segment has separate sums, to
+which its tiles are added in order. At the end, the sums of all segments are added in order. So either one program or
+several programs may compute the segments of a query (flash-decoding).
 
 This requires that a matmul computes the same result in tiles with any number of rows, transposed or not. Hopper's
-instructions for 64 rows (wgmma) have this property, and tests/test_invariant_kernels.py checks it. mma.sync was seen to
-round differently.
+instructions for 64 rows (wgmma) have this property, and tests/test_invariant_kernels.py checks it. The instruction
+`mma.sync` does not: it was seen to round differently.
 """
 
 import torch
@@ -23,17 +23,21 @@ SEGMENT = tl.constexpr(512)
 
 @triton.jit
 def fma(x, factor, y):
-    """Return x * factor + y, always rounded once. Otherwise, the compiler would decide whether to fuse."""
+    """Return x * factor + y, always rounded once.
+
+    With plain operators, the compiler would decide whether to fuse them.
+    """
     return tl.fma(x, tl.broadcast_to(factor, x.shape), tl.broadcast_to(y, x.shape))
 
 
 @triton.jit
 def add_tile(sums, scores, v, scale, pairs, visible, stored_dtype: tl.constexpr, KEYS: tl.constexpr):
-    """Add a tile of keys to the sums: (weighted values, weights, largest score so far).
+    """Add a tile of keys to `sums`, which is (weighted values, weights, largest score so far).
 
-    KEYS is the dimension of keys in `scores`: 1, or 0 if everything is transposed. `visible` is None if all keys are
-    visible. The values of hidden keys must be zero. In FP8, `pairs` contains the scales of keys and values. A matmul
-    with ones adds the weights, so that their order does not depend on which threads hold them.
+    KEYS is the dimension of the keys in `scores`: 1, or 0 if everything is transposed. `visible` is `None` if all keys
+    are visible. The values of hidden keys must be zero. In FP8, `pairs` contains the scales of keys and values. Weights
+    are added by a matmul with ones, so that the order of the additions does not depend on which threads hold the
+    weights.
     """
     acc, total, largest = sums
     # weights are divided by the scales of values, and may exceed the range of float16 if the scales are small
@@ -91,5 +95,5 @@ def store_attended(out_ptr, at, done, mask):
 
 
 def tile_sizes(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Return (query rows of a prefill tile, keys of a prefill or decode tile)."""
+    """Return (query rows per prefill tile, keys per prefill or decode tile)."""
     return (64 if dtype == torch.float32 or head_dim > 128 else 128), 64

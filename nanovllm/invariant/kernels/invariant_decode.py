@@ -28,7 +28,7 @@ NUM_IDS = tl.constexpr(16)  # block ids that are loaded at a time
 
 @triton.jit
 def _segments_of(context_lens_ptr, seq, splits, CACHE: tl.constexpr):
-    """Return (length, first visible key, first segment, end segment, segments per split) of a decoding query."""
+    """Return a sequence's length, first visible key, first segment, end segment, and segments per split."""
     length = tl.load(context_lens_ptr + seq)
     first = 0
     if CACHE.window:
@@ -48,7 +48,7 @@ def _store_part(part_ptrs, part, sums, mask, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _add_parts(part_ptrs, row, num_parts, stride, mask, HEAD_DIM: tl.constexpr):
-    """Load the stored sums of all segments of rows [1, ROWS]. Return their total [HEAD_DIM, ROWS]."""
+    """Load the stored sums of all segments for rows [1, ROWS]. Return the sums over all keys."""
     acc_ptr, total_ptr, largest_ptr = part_ptrs
     ROWS: tl.constexpr = row.shape[1]
     acc, total = tl.zeros([HEAD_DIM, ROWS], tl.float32), tl.zeros([1, ROWS], tl.float32)
@@ -76,7 +76,7 @@ def _decode_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute one split of a sequence, as in decode_attention.py, except that a split consists of whole segments.
+    """Compute one split of a sequence. Unlike in decode_attention.py, a split consists of whole segments.
 
     If a sequence has several segments, the program stores the sums of each segment. Everything is transposed, so that
     tensor cores multiply 64 keys at a time, with the same instructions as in prefill.
@@ -166,7 +166,7 @@ def _decode_kernel(
 @dependent_kernel(early=("seq_ptrs",))
 @triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(seq_ptrs, out_ptrs, splits, HEADS: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr):
-    """Add the segments of one query head per program, if several programs have computed them."""
+    """In each program, add the segments of one query head, unless a single program has computed them all."""
     gdc_launch_dependents(PDL)
     num_seqs_ptr, context_lens_ptr = seq_ptrs
     out_ptr, part_ptrs = out_ptrs
@@ -208,7 +208,10 @@ def decode_attention(
     out: torch.Tensor | None = None,
     tokens_per_row: int = 1,
 ) -> torch.Tensor:
-    """Compute `decode_attention` of decode_attention.py with the same arguments. Here, each row rereads the keys."""
+    """Compute `decode_attention` of decode_attention.py, with the same arguments except `norm_rope_inputs`.
+
+    Here, the keys are read again for each row.
+    """
     batch_size, heads, head_dim = q.shape
     out = torch.empty_like(q) if out is None else out
     layout = layout_of(cache, tile_sizes(head_dim, q.dtype)[1])

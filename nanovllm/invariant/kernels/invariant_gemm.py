@@ -1,8 +1,9 @@
-"""y = x W^T + b in which no bit of a row depends on the number of rows: each output is one sum over inputs in order.
+"""Computes y = x W^T + b such that no bit of a row depends on the number of rows.
 
-The tensor core instructions for 64 rows add 16-bit products in the same way in tiles of every size. Here, the 64 rows
-are rows of weights, and the number of rows of x determines the tile size. With 8-bit numbers, each step over the inputs
-ends with a multiplication by scales. So the steps have the same length in all tile sizes.
+Each output is a single sum over the inputs in order. The tensor core instructions for 64 rows add 16-bit products in
+the same way in tiles of every size. Here, these 64 rows are rows of the weight, and the number of rows of x determines
+the tile size. With 8-bit numbers, sums are multiplied by scales at the end of each step over the inputs. So the steps
+have the same length in all tile sizes.
 """
 
 import torch
@@ -88,8 +89,8 @@ def invariant_product(
 ) -> torch.Tensor:
     """Return x W^T + bias [M, N], for x [M, K], weight W [N, K] and bias [N]. `out` receives the result.
 
-    W may be 8-bit values and scales [N / block rows, K / block columns], with blocks of at least 32 columns. All
-    tensors are contiguous, and the size of a row is a multiple of 16 bytes.
+    W may be a pair of 8-bit values and scales. The scales are [N / block rows, K / block columns], and blocks have at
+    least 32 columns. All tensors are contiguous, and the size of a row is a multiple of 16 bytes.
     """
     rows, values, scales, shape = operands_of(x, weight)
     (n, k), m, device, is_scaled = values.shape, len(x), values.device, isinstance(weight, tuple)

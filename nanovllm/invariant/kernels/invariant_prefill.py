@@ -68,7 +68,10 @@ def _prefill_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute the i-th tile of queries in program (kv_head, i), as in prefill_attention.py but segment by segment."""
+    """Compute the i-th query tile in program (kv_head, i).
+
+    The computation is as in prefill_attention.py, but segment by segment.
+    """
     gdc_launch_dependents(PDL)
     query_tiles_ptr, cu_seqlens_q_ptr, context_lens_ptr = query_ptrs
     HEADS: tl.constexpr = CACHE.kv_heads * GROUP
@@ -122,7 +125,7 @@ def _prefill_kernel(
 
 
 def query_tile_size(group: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Return how many tokens a tile of queries has, given that `group` query heads share a key-value head."""
+    """Return how many tokens a query tile covers if `group` query heads share a key-value head."""
     return tile_sizes(head_dim, dtype)[0] // group
 
 

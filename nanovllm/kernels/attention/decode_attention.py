@@ -1,6 +1,7 @@
-"""Decode attention over paged keys and values, for the newest token of each sequence and a few draft tokens.
+"""Decode attention over paged keys and values.
 
-The keys of a sequence are split over several programs (flash-decoding).
+The queries are each sequence's newest token and a few draft tokens. Several programs share the keys of a sequence
+(flash-decoding).
 """
 
 import torch
@@ -34,7 +35,7 @@ NO_NORM_ROPE = None, None, 0.0, None, None  # weights, eps, cos_sin, slots
 
 @triton.jit
 def _load_rotation(norm_rope_ptrs, seq, d, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr):
-    """Load the `norm_rope` factors of queries and keys. Also return each element's rotation partner."""
+    """Return the cosines and sines that `norm_rope` takes for queries and keys, and the rotation partners."""
     q_weight_ptr, k_weight_ptr = norm_rope_ptrs[0], norm_rope_ptrs[1]
     cos, sin, swapped = load_cos_sin(norm_rope_ptrs[3], seq, d, HEAD_DIM, ROTARY)
     q_cos, q_sin, k_cos, k_sin = cos, sin, cos, sin
@@ -46,7 +47,7 @@ def _load_rotation(norm_rope_ptrs, seq, d, HEAD_DIM: tl.constexpr, ROTARY: tl.co
 
 @triton.jit
 def _prefetch_tile(cache_ptrs, table_ptr, kv_head, tokens, CACHE: tl.constexpr):
-    """Prefetch the keys, values and scales of tokens [TILE] into the L2 cache."""
+    """Prefetch the keys, values and scales of `tokens` [TILE] into the L2 cache."""
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
     BLOCK_SIZE: tl.constexpr = CACHE.block_size
     blocks = tl.load(table_ptr + tokens // BLOCK_SIZE).to(tl.int64)
@@ -60,9 +61,9 @@ def _prefetch_tile(cache_ptrs, table_ptr, kv_head, tokens, CACHE: tl.constexpr):
 
 @triton.jit
 def _store_new_token(k, v, cache_ptrs, slot, kv_head, d, CACHE: tl.constexpr):
-    """Store a key and a value [1, head_dim] unless `slot` is -1.
+    """Store a key `k` and a value `v`, both [1, head_dim], unless `slot` is -1.
 
-    Return the key and its scale, then the value and its scale, all as stored. FP8 rounds them, and this step must
+    Return the stored key, its scale, the stored value and its scale. FP8 rounds keys and values, and this step must
     attend to the rounded numbers that later steps will read.
     """
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
@@ -81,7 +82,7 @@ def _store_new_token(k, v, cache_ptrs, slot, kv_head, d, CACHE: tl.constexpr):
 
 @triton.jit
 def _scores_of_tile(q, k_ptrs, pair_ptrs, inside, scale, STORED: tl.constexpr):
-    """Return the scores [TILE, GROUP_PAD] of a tile of keys, and log2 of the values' FP8 scales [TILE]."""
+    """Return the scores of a tile of keys [TILE, GROUP_PAD], and log2 of the FP8 scales of its values [TILE]."""
     k = tl.load(k_ptrs, inside[:, None], 0.0)
     v_log2_scale = 0.0
     if pair_ptrs is not None:
@@ -95,7 +96,7 @@ def _scores_of_tile(q, k_ptrs, pair_ptrs, inside, scale, STORED: tl.constexpr):
 
 @triton.jit
 def _store_result(acc, m_i, l_i, row, is_row, d, split, splits, out_ptrs, HEAD_DIM: tl.constexpr):
-    """Normalize acc [GROUP_PAD, head_dim], and store it as the result or, with several splits, as this split's part."""
+    """Normalize and store `acc` [GROUP_PAD, head_dim]. With several splits, it is a partial result."""
     out_ptr, partial_ptr, lse_ptr = out_ptrs
     acc = acc / tl.maximum(l_i, 1e-30)[:, None]
     if partial_ptr is not None:
@@ -127,10 +128,11 @@ def _decode_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute attention for ROWS rows of a sequence over one split of its keys, in program (kv_head, sequence, split).
+    """Compute the attention of ROWS rows of a sequence over one split of its keys.
 
-    The program handles all query heads that share the key-value head. Before the wait, it reads only memory that the
-    previous kernel does not write. If q is qkv, the first split stores the new token.
+    The program (kv_head, sequence, split) handles all query heads that share its key-value head. Before it waits, it
+    reads no memory that the previous kernel writes. If q is qkv, the program of the first split also stores the new
+    token.
     """
     gdc_launch_dependents(PDL)
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
@@ -252,21 +254,21 @@ def _decode_kernel(
 
 
 def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> bool:
-    """Return whether `decode_attention` should take qkv, and also normalize, rotate and store.
+    """Return whether `decode_attention` should take qkv, and normalize, rotate and store it.
 
-    This saves a kernel launch. But if there are more programs than can run at once, norm and rope take time in which
-    multiprocessors could read keys.
+    This saves a kernel launch. However, if not all programs can run at once, multiprocessors spend time on norm and
+    rope that they could spend reading keys.
     """
     return batch_size * kv_heads <= 2 * num_sms(device)
 
 
 def _choose_programs(batch_size, tokens_per_row, cache, row_bytes, is_qkv) -> tuple[int, int, int]:
-    """Return (programs per multiprocessor, warps per program, tiles that are loaded ahead).
+    """Return (programs per multiprocessor, warps per program, tiles loaded ahead).
 
-    Two programs of four warps read at the highest speed, but no program of the next kernel fits next to them. They are
-    used for a single sequence and for several rows per sequence. If q is qkv, they are also used for keys of 512 bytes,
-    and for keys of 256 bytes with at most two splits. Otherwise, programs have two warps, or four to convert FP8 if q
-    is not qkv. `row_bytes` is the size of a key.
+    Two programs of four warps read fastest, but no program of the next kernel fits next to them. They are used for a
+    single sequence and for several rows per sequence. They are also used for qkv if a key has more than 256 bytes, or
+    if it has 256 bytes and there are at most two splits. In all other cases, programs have two warps, or four if they
+    convert FP8 and do not take qkv. `row_bytes` is the size of a key.
     """
     has_few_splits = batch_size * cache.k.shape[2] * 3 > 2 * num_sms(cache.k.device)  # at most two
     are_fastest = is_qkv and (row_bytes > 256 or (row_bytes == 256 and has_few_splits))
@@ -287,22 +289,23 @@ def decode_attention(
     tokens_per_row: int = 1,
     norm_rope_inputs: tuple = NO_NORM_ROPE,
 ) -> torch.Tensor:
-    """Return the attention [B, heads, head_dim] of q [B, heads, head_dim] over the first context_lens[b] cached tokens.
+    """Return the attention of each row b of q over its first `context_lens[b]` cached tokens.
 
-    `block_tables[b]` lists the blocks that contain these tokens. The result of a row without tokens is zero.
+    q and the result are [B, heads, head_dim]. `block_tables[b]` lists the blocks that contain the tokens. The result of
+    a row without tokens is zero.
 
-    cache: block_size is a multiple of 16, and head_dim is a power of two and at least 16
-    context_lens [B] and block_tables [B, W]: int32; all tensors except the tables are contiguous
+    cache: `block_size` is a multiple of 16, and `head_dim` is a power of two, at least 16
+    context_lens [B] and block_tables [B, W]: int32. All tensors except the block tables are contiguous.
     splits: the maximum number of splits per sequence. There is at most one split per tile. The default depends on
-        `max_context_len`, an upper bound of context_lens. Programs start in the order of the rows, so the longest
+        `max_context_len`, an upper bound on `context_lens`. Programs start in the order of the rows, so the longest
         sequences should come first.
-    num_seqs [1] int32, at least 1: the number of rows to compute; the other rows of the result are left unchanged
+    num_seqs [1] int32: the number of rows to compute, at least 1. Later rows of the result are left unchanged.
     out: receives the result
     tokens_per_row: the number of consecutive rows that belong to one sequence. They share a block table, and each row
         sees at least as many keys as the previous row. The keys are read once for all these rows.
-    norm_rope_inputs: the arguments qk_norm_rope and slot_mapping of `norm_rope_and_store`. With them, q is qkv
-        [B, heads + 2 kv_heads, head_dim], with any stride between tokens, and the kernel also does the work of that
-        function. The result of an empty sequence is then finite but undefined.
+    norm_rope_inputs: the arguments `qk_norm_rope` and `slot_mapping` of `norm_rope_and_store`. With them, the kernel
+        also does the work of that function. Then q is qkv [B, heads + 2 kv_heads, head_dim] with any stride between
+        tokens, and the result of an empty sequence is finite but undefined.
     """
     is_qkv, kv_heads = norm_rope_inputs is not NO_NORM_ROPE, cache.k.shape[2]
     out = torch.empty_like(q[:, 2 * kv_heads :] if is_qkv else q) if out is None else out

@@ -1,4 +1,4 @@
-"""One kernel for everything between the qkv projection and attention: q and k norms, rotary embedding, cache store."""
+"""One kernel between the qkv projection and attention: q and k norms, rotary embedding, and cache store."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ PER_PROGRAM = tl.constexpr(16)  # heads of a program
 
 
 class Rows(NamedTuple):
-    """Sizes of the rows of qkv, a constant of the kernel. Each head of a token is a row."""
+    """The sizes of the rows of qkv (a kernel constant). Each head of a token is a row."""
 
     heads: int  # query heads
     rotary: int  # this many elements of each head are rotated, from the first on
@@ -22,11 +22,12 @@ class Rows(NamedTuple):
 
 @triton.jit
 def norm_rope(x, x_swapped, cos, sin, eps, HAS_NORM: tl.constexpr):
-    """Apply the RMS norm to each row of x [R, D] if HAS_NORM, then rotate it. Compute in float32, and round once.
+    """Normalize each row of x [R, D] if HAS_NORM, and rotate it. Compute in float32, and round once.
 
-    x_swapped is x with its halves swapped. cos and sin [1 or R, D] come from FusedRotaryEmbedding, which negates the
-    first half of sin. With a norm, the caller has multiplied cos by the norm's weight, and sin by the weight with its
-    halves swapped. The remaining factor of the norm is one number per row, which is applied after the rotation.
+    `x_swapped` is x with its halves swapped. `cos` and `sin` [1 or R, D] come from FusedRotaryEmbedding, which negates
+    the first half of `sin`. With a norm, the caller has already multiplied `cos` by the norm's weight, and `sin` by the
+    weight with its halves swapped. This function applies the remaining factor, the inverse root mean square of a row,
+    after the rotation.
     """
     y = x.to(tl.float32)
     rotated = y * cos + x_swapped.to(tl.float32) * sin
@@ -38,9 +39,9 @@ def norm_rope(x, x_swapped, cos, sin, eps, HAS_NORM: tl.constexpr):
 
 @triton.jit
 def load_cos_sin(cos_sin_ptr, token, d, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr):
-    """Load a token's cosines and sines for the elements `d` of a head. Also return each element's rotation partner.
+    """Load a token's cosines and sines for elements `d` of a head. Also return the rotation partners of `d`.
 
-    Only the first ROTARY elements of a head are rotated.
+    Of each head, the first ROTARY elements are rotated.
     """
     cos_ptr = cos_sin_ptr + token * (2 * ROTARY)
     if ROTARY == HEAD_DIM:
@@ -56,9 +57,10 @@ def load_cos_sin(cos_sin_ptr, token, d, HEAD_DIM: tl.constexpr, ROTARY: tl.const
 def _norm_rope_store_kernel(
     qkv_ptr, norm_rope_ptrs, q_ptr, cache_ptrs, qkv_stride, ROWS: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr
 ):
-    """Process PER_PROGRAM heads of one token per program. In qkv, query heads come first, then key, then value heads.
+    """In each program, process PER_PROGRAM heads of one token.
 
-    All heads run the same instructions. The masks is_q, is_k and is_v select what is loaded and stored.
+    In qkv, query heads come first, then key heads, then value heads. All heads run the same instructions. The masks
+    `is_q`, `is_k` and `is_v` select what each head loads and stores.
     """
     gdc_launch_dependents(PDL)
     q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, slot_mapping_ptr = norm_rope_ptrs
@@ -100,13 +102,13 @@ def _norm_rope_store_kernel(
 def norm_rope_and_store(qkv: torch.Tensor, qk_norm_rope, slot_mapping: torch.Tensor, cache) -> torch.Tensor:
     """Normalize and rotate the queries and keys of qkv, and store keys and values in the cache.
 
-    Return the queries [T, heads, head_dim]. qkv is [T, heads + 2 kv_heads, head_dim], with any stride between tokens.
-    head_dim is a power of two.
+    Return the queries: [T, heads, head_dim]. qkv is [T, heads + 2 kv_heads, head_dim], with any stride between tokens.
+    `head_dim` is a power of two.
 
-    qk_norm_rope: (q weight, k weight, eps, cos_sin). The weights [head_dim] are None if there is no norm. cos_sin
-        [T, 2, N] float32 comes from FusedRotaryEmbedding, for the first N elements of a head.
-    slot_mapping [T]: each token's index into the cache, whose first two dimensions are flattened; -1 if the token's key
-        and value are not stored
+    qk_norm_rope: (q weight, k weight, eps, cos_sin). The weights are [head_dim], or `None` if there is no norm.
+        `cos_sin` [T, 2, N] float32 comes from FusedRotaryEmbedding, and rotates the first N elements of each head.
+    slot_mapping [T]: each token's index into the cache with its first two dimensions flattened, or -1 to store nothing
+        for this token
     """
     num_tokens, num_rows, head_dim = qkv.shape
     layout = CacheLayout(*cache.k.shape[1:])

@@ -1,12 +1,12 @@
 """The compile-time description of the KV cache for kernels.
 
-Functions that launch kernels take a layer's `cache`, a KVCache of cache/kv_cache.py:
+Functions that launch kernels take a layer's `cache`, a `KVCache` (cache/kv_cache.py). They use:
 
 - keys `k` and values `v` [blocks, block_size, kv_heads, head_dim]
-- `scales` [blocks, kv_heads, block_size] int32 if keys and values are in FP8 (see e4m3.py): each word packs the
-  bfloat16 scales of a key and of its value
-- `window`: the number of tokens that a token attends to; None: all
-- `scale`: the factor of the scores; None: head_dim ** -0.5
+- `scales` [blocks, kv_heads, block_size] int32, if keys and values are in FP8 (see e4m3.py). Each word packs two
+  bfloat16 scales: of a key and of its value.
+- `window`: the number of tokens that a token attends to, or `None` for all tokens
+- `scale`: the factor of the scores, or `None` for `head_dim ** -0.5`
 """
 
 from typing import NamedTuple
@@ -42,7 +42,7 @@ def log2_scale(cache) -> float:
 
 
 def cache_tiles(cache, layout: CacheLayout) -> tuple:
-    """Return the keys and the values in the form for prefill kernels: TMA descriptors or, without TMA, tensors."""
+    """Return the keys and the values as prefill kernels take them: TMA descriptors or, without TMA, tensors."""
     if not has_tma(cache.k.device):
         return cache.k, cache.v
     shape = [layout.tile, layout.head_dim]

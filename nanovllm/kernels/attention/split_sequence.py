@@ -1,4 +1,4 @@
-"""How the keys of a sequence are split over programs, and how the results are combined (flash-decoding)."""
+"""Splits the keys of a sequence over programs, and combines the programs' results (flash-decoding)."""
 
 from typing import NamedTuple
 
@@ -19,10 +19,10 @@ NO_KEYS = tl.constexpr(-1e30)  # the log-sum-exp of no keys; finite, so that no 
 def choose_num_splits(
     batch_size: int, kv_heads: int, max_keys: int, tile: int, device: torch.device, programs: int = PROGRAMS_PER_SM
 ) -> int:
-    """Return the maximum number of splits per sequence, where each split has at least `tile` keys.
+    """Return the maximum number of splits per sequence. Each split has at least `tile` keys.
 
-    A single sequence gets one program per multiprocessor. Several sequences get `programs` programs per multiprocessor,
-    because their lengths differ.
+    With a single sequence, each multiprocessor gets one program. With several sequences, it gets `programs` programs,
+    because the lengths of sequences differ.
     """
     programs, most = (1, MAX_SPLITS_OF_ONE) if batch_size == 1 else (programs, MAX_SPLITS)
     wanted = programs * num_sms(device) // max(1, batch_size * kv_heads)
@@ -31,10 +31,10 @@ def choose_num_splits(
 
 @triton.jit
 def split_sequence(context_lens_ptr, seq, splits, IS_QKV: tl.constexpr, ROWS: tl.constexpr, CACHE: tl.constexpr):
-    """Return (first key that the queries see, keys in the cache, keys per split, splits in use) of a sequence.
+    """Return a sequence's first visible key, number of cached keys, keys per split, and splits in use.
 
-    The splits start at the tile of the first key. The first split is always in use, because it adds the new token, or
-    writes the zeros of an empty sequence.
+    The first split begins at the tile that contains the first visible key. This split is always in use, because it adds
+    the new token of qkv, or writes the zeros of an empty sequence.
     """
     length = tl.load(context_lens_ptr + seq * ROWS + ROWS - 1)  # the last row sees the most keys
     num_cached = length - (1 if IS_QKV else 0)
@@ -59,9 +59,9 @@ class SplitRows(NamedTuple):
 @dependent_kernel(early=("seq_ptrs",))
 @triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(part_ptrs, seq_ptrs, out_ptr, splits, ROWS: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr):
-    """Combine the splits of one query head per program.
+    """In each program, combine the splits of one query head.
 
-    This is a separate kernel, because it was slower to let the last finished split combine all.
+    A separate kernel was faster than letting the split that finishes last combine all splits.
     """
     gdc_launch_dependents(PDL)
     partial_ptr, lse_ptr = part_ptrs
@@ -86,11 +86,11 @@ def _combine_kernel(part_ptrs, seq_ptrs, out_ptr, splits, ROWS: tl.constexpr, CA
 def combine_splits(
     parts: tuple, seqs: tuple, out: torch.Tensor, layout: CacheLayout, is_qkv: bool, tokens_per_row: int = 1
 ) -> None:
-    """Combine the splits' results in `out` [B, heads, head_dim], weighted by their log-sum-exps.
+    """Combine the results of all splits, weighted by their log-sum-exps, in `out` [B, heads, head_dim].
 
-    `parts` contains the results [B, heads, splits, head_dim] and the log-sum-exps [B, heads, splits], both float32.
-    `seqs` contains num_seqs and context_lens. All arguments must match the computation of the parts, because they
-    determine how many splits of a sequence are in use.
+    `parts` is (results [B, heads, splits, head_dim], log-sum-exps [B, heads, splits]), both float32. `seqs` is
+    (num_seqs, context_lens). All arguments must be the same as when the parts were computed, because they determine how
+    many splits of a sequence are in use.
     """
     batch_size, heads, splits = parts[1].shape
     rows = SplitRows(heads, tokens_per_row, is_qkv, max(MAX_SPLITS, triton.next_power_of_2(splits)))

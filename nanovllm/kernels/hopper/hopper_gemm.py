@@ -1,10 +1,11 @@
 """The Hopper version of split_k_gemm.py for 129 to 256 rows, written in Gluon.
 
-One warp loads, and two warpgroups multiply. A tile has 128 rows of the weight, 64 for each warpgroup, and all tokens,
-so each weight is read once. The tokens are split into two parts, because tensor sizes must be powers of two. A program
-leaves a quarter of the registers to programs of the previous and the next kernel.
+One warp loads, and two warpgroups multiply. A tile combines 128 rows of the weight (64 for each warpgroup) with all
+tokens, so each weight is read once. The tokens are split into two parts, because tensor sizes must be powers of two. A
+program leaves a quarter of the registers to programs of the previous and the next kernel.
 
-This kernel is for GEMMs with many more inputs than outputs, such as down_proj. For other GEMMs, cuBLAS is as fast.
+This kernel is for GEMMs with many more inputs than outputs, such as down_proj. For other GEMMs, cuBLAS is as fast as
+this kernel.
 """
 
 import torch
@@ -25,7 +26,7 @@ SHARED_BYTES = 218 * 2**10  # of all buffers; another 4 KiB hold outputs until t
 
 @gluon.constexpr_function
 def _outputs(tokens):
-    """Return the layout for storing outputs [tokens, 64]. A thread stores 16 bytes: outputs of 8 rows of the weight."""
+    """Return the layout for stores of [tokens, 64]. A thread stores 16 bytes: a token's outputs for 8 weight rows."""
     registers = [[0, 1], [0, 2], [0, 4], *([1 << i, 0] for i in range(4, tokens.bit_length() - 1))]
     lanes = [[2, 0], [4, 0], [1, 0], [0, 8], [8, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[0, 16], [0, 32]], [], [tokens, 64])
@@ -33,7 +34,7 @@ def _outputs(tokens):
 
 @gluon.jit
 def _load_weights(i, w_tiles, rings, row, first_k, TOKENS: gl.constexpr, BUFFERS: gl.constexpr):
-    """Start loading the weights of this program's i-th step. The buffer is full when the tokens have arrived too."""
+    """Start loading the weights of the i-th step. The buffer is full when the tokens have arrived too."""
     weights, _, _, full, _ = rings
     buffer = i % BUFFERS
     mbarrier.expect(full.index(buffer), (TILE_N + TOKENS) * 2 * TILE_K)
@@ -44,7 +45,7 @@ def _load_weights(i, w_tiles, rings, row, first_k, TOKENS: gl.constexpr, BUFFERS
 
 @gluon.jit
 def _load(tiles, rings, row, first_k, steps, TOKENS: gl.constexpr, BUFFERS: gl.constexpr):
-    """Run the loading warp, which uses one thread. The weights of the first buffers are already being loaded."""
+    """Run the loading warp, which uses one thread. The caller has started to load the first buffers' weights."""
     w_tiles, first_tiles, second_tiles = tiles
     _, firsts, seconds, full, empty = rings
     for i in range(steps):
@@ -71,7 +72,7 @@ def _store(out_ptr, sums, row, first_token, num_tokens, num_rows):
 def _multiply(
     out_ptr, rings, row, steps, num_tokens, num_rows, GROUP: gl.constexpr, TOKENS: gl.constexpr, BUFFERS: gl.constexpr
 ):
-    """Run a warpgroup, which multiplies 64 rows of the weight by all tokens."""
+    """Run one warpgroup: multiply 64 rows of the weight by all tokens."""
     weights, firsts, seconds, full, empty = rings
     SECOND: gl.constexpr = TOKENS - FIRST
     first = gl.full([64, FIRST], 0.0, gl.float32, sums_of(FIRST))
@@ -129,7 +130,7 @@ def _gemm_kernel(
 
 
 def hopper_gemm(x: torch.Tensor, weight: torch.Tensor, split_k: int, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute `split_k_gemm` for x [rows, K] and weight [N, K] in 16 bits, with 129 to 256 rows."""
+    """Compute `split_k_gemm` for 129 to 256 rows of x [rows, K], with x and weight [N, K] in 16 bits."""
     (m, k), n = x.shape, weight.shape[0]
     out = torch.empty((split_k, m, n), dtype=x.dtype, device=x.device) if out is None else out
     second = max(16, triton.next_power_of_2(m - FIRST.value))

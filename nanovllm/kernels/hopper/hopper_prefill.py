@@ -1,11 +1,11 @@
 """Prefill attention for Hopper (FlashAttention-3, arXiv:2407.08608).
 
-It is written in Gluon. One warp loads, and two warpgroups compute. A tile of queries has 128 rows, 64 for each
+The kernel is written in Gluon. One warp loads, and two warpgroups compute. A query tile has 128 rows, 64 for each
 warpgroup. Each row is one query head of one token. A tile covers a *pack* of query heads that share a key-value head.
-The size of a pack is the largest power of two that divides the number of these heads.
+The size of a pack is the largest power of two that divides the number of query heads per key-value head.
 
-The warpgroups alternate. While one of them computes softmax, the tensor cores compute the matmuls of the other
-warpgroup, or multiply the first warpgroup's previous softmax weights by values.
+The warpgroups alternate. While one warpgroup computes softmax, the tensor cores run the matmuls of the other warpgroup,
+or multiply the first warpgroup's previous softmax weights by values.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from nanovllm.kernels.launch.gpu_features import num_sms
 
 
 class Shape(NamedTuple):
-    """Constants of the kernel."""
+    """The constants of the kernel."""
 
     packs: int  # per token
     pack: int  # query heads per pack
@@ -36,23 +36,24 @@ class Shape(NamedTuple):
 
 @gluon.constexpr_function
 def _rows(head_dim):
-    """Return a layout that loads and stores [., head_dim] as vectors of 16 bytes."""
+    """Return a layout to load and store rows of `head_dim` elements as vectors of 16 bytes."""
     lanes = head_dim // 8
     return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def _lanes():
-    """Return the layout of one value for each of the 64 rows and each of the four threads that share a row."""
+    """Return the layout [64, 4] with one value per thread. Each of the 64 rows belongs to four threads."""
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
 
 
 @gluon.jit
 def _load(ring, buffer, use, tiles, at):
-    """Wait until a buffer is free, and start its use-th load.
+    """Wait until `buffer` is free, and start to load a tile into it. `use` counts the earlier loads.
 
-    Each buffer of a ring has two barriers: `full` completes when a tile is loaded, `empty` when it is no longer needed.
+    Each buffer of a ring has two barriers. `full` completes when a tile is loaded. `empty` completes when the tile is
+    no longer needed.
     """
     smem, full, empty = ring
     mbarrier.wait(empty.index(buffer), (use & 1) ^ 1)
@@ -62,10 +63,10 @@ def _load(ring, buffer, use, tiles, at):
 
 @gluon.jit
 def _work(n, plan, SHAPE: gl.constexpr):
-    """Return the n-th tile of queries of this program. The first field is its number of key tiles, or 0 without a tile.
+    """Return the n-th query tile of this program. Its first field is the number of key tiles, 0 at the end.
 
-    Tiles are sorted by descending number of keys. They are dealt to the programs in alternating order: first program to
-    last, then last to first.
+    Query tiles are sorted by descending number of keys. They are dealt to the programs in alternating order: first
+    program to last, then last to first.
     """
     plan_ptrs, num_tiles, _ = plan
     tiles_ptr, starts_ptr, lengths_ptr, _ = plan_ptrs
@@ -114,9 +115,10 @@ def _load_tiles(tiles, rings, plan, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _softmax(scores, state, position, key, MASKED: gl.constexpr, SHAPE: gl.constexpr):
-    """Return the softmax weights, the factor of the old sums, and the new state.
+    """Return the softmax weights, the factor that rescales the old sums, and the new state.
 
-    The state is the maximum scaled score of each row, and a sum of weights per thread, so no thread waits for another.
+    The state contains the maximum scaled score of each row, and a sum of weights for each thread. So threads need not
+    exchange their sums.
     """
     scale: gl.constexpr = SHAPE.scale
     m_i, l_i = state
@@ -136,7 +138,7 @@ def _softmax(scores, state, position, key, MASKED: gl.constexpr, SHAPE: gl.const
 
 @gluon.jit
 def _scores(q, keys, i, SHAPE: gl.constexpr):
-    """Start the matmul of the queries and the i-th tile of keys. The keys must be loaded."""
+    """Start the matmul of the queries and the i-th tile of keys. The keys must already be loaded."""
     zeros = gl.full([64, SHAPE.tile], 0.0, gl.float32, sums_of(SHAPE.tile))
     k = keys[0].index(i % 2).permute((1, 0))
     return hopper.warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
@@ -144,7 +146,7 @@ def _scores(q, keys, i, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _add_values(acc, p, values, i, SHAPE: gl.constexpr):
-    """Start to add weights times the i-th tile of values. The caller passes the results to `warpgroup_mma_wait`."""
+    """Start adding weights p times the i-th tile of values. Pass both results to `warpgroup_mma_wait`."""
     weights = gl.convert_layout(p.to(values[0].dtype), gl.DotOperandLayout(0, sums_of(SHAPE.head_dim), 2))
     mbarrier.wait(values[1].index(i % 2), i // 2 & 1)
     return hopper.warpgroup_mma(weights, values[0].index(i % 2), acc, is_async=True), weights
@@ -152,7 +154,10 @@ def _add_values(acc, p, values, i, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _attend_tiles(sums, begin, end, args, W: gl.constexpr, MASKED: gl.constexpr, SHAPE: gl.constexpr):
-    """Attend to the key tiles `begin` to `end`, counted backwards from the last. Values lag one tile behind keys."""
+    """Attend to the key tiles from `begin` to `end`, counted backwards from the last key tile.
+
+    The values of a tile are added one iteration after its scores are computed.
+    """
     q, position, rings, turns, counts = args
     _, keys, values = rings
     count, base = counts
@@ -176,7 +181,10 @@ def _attend_tiles(sums, begin, end, args, W: gl.constexpr, MASKED: gl.constexpr,
 
 @gluon.jit
 def _forget_stale(v, key, length, SHAPE: gl.constexpr):
-    """Zero the values from `length` on, because 0 times a stale NaN is NaN. Both warpgroups can safely do it."""
+    """Zero the values from position `length` on, because 0 times a stale NaN is NaN.
+
+    Both warpgroups may do this at the same time.
+    """
     ROWS: gl.constexpr = _rows(SHAPE.head_dim)
     for part in gl.static_range(SHAPE.tile // 32):
         some = v.slice(part * 32, 32)
@@ -187,7 +195,7 @@ def _forget_stale(v, key, length, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _compute(out_ptr, rings, turns, plan, W: gl.constexpr, SHAPE: gl.constexpr):
-    """Run a warpgroup, which computes softmax(q k^T) v for 64 rows of each tile of queries."""
+    """Run one warpgroup: compute softmax(q k^T) v for 64 rows of each query tile."""
     queries, keys, values = rings
     SUMS: gl.constexpr = sums_of(SHAPE.head_dim)
     ROWS: gl.constexpr = _rows(SHAPE.head_dim)
@@ -262,11 +270,11 @@ def _prefill_kernel(
 
 
 def attend(tokens: int, tile: int, q: torch.Tensor, caches, scale: float, plan_ptrs, out: torch.Tensor) -> None:
-    """Fill `out` [T, heads, head_dim] with the attention of q [T, heads, head_dim]; see `prefill_attention`.
+    """Fill `out` with the attention of q, both [T, heads, head_dim]. See `prefill_attention`.
 
-    `plan_ptrs` contains query_tiles (each of at most `tokens` tokens), cu_seqlens_q, context_lens and block_tables.
-    `caches` contains keys and values, and `scale` includes log2(e). `tile` is 64 or 128, and divides the block size.
-    head_dim is 64, 128 or, with a tile of 64, 256. The dtype has 16 bits.
+    `plan_ptrs` is (query_tiles, cu_seqlens_q, context_lens, block_tables). A query tile has at most `tokens` tokens.
+    `caches` is (keys, values), and `scale` includes the factor log2(e). `tile` is the number of keys per tile. It is 64
+    or 128, and divides the block size. `head_dim` is 64 or 128, or 256 if `tile` is 64. The dtype has 16 bits.
     """
     heads, head_dim = q.shape[1:]
     block_size, kv_heads = caches[0].shape[1:3]

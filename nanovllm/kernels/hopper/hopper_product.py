@@ -1,13 +1,14 @@
 """A GEMM and its epilogue in one kernel for Hopper, written in Gluon.
 
-The operands have 16 bits, or are in FP8: quantized rows, and weights with one scale per 128 x 128 block. One warp
-loads, and two warpgroups compute. A tile has 128 rows, 64 for each warpgroup, and two blocks of 128 outputs.
+The operands have 16 bits or are in FP8. In FP8, rows are quantized, and each 128 x 128 block of the weight shares a
+scale. One warp loads, and two warpgroups compute. A tile has 128 rows (64 for each warpgroup) and two blocks of 128
+outputs.
 
-The epilogue is a function in another file. It gets the accumulators of a warpgroup: one tile [64, 256] for 16-bit
-operands, or its four quarters [64, 64] for FP8.
+The epilogue is a function in another file. It gets the accumulators of a warpgroup: one tensor [64, 256] for 16-bit
+operands, or four quarters [64, 64] for FP8.
 
-In FP8, tensor cores accumulate imprecisely, so they sum over only 128 inputs. The warpgroup scales these sums and adds
-them in float32, for 64 outputs at a time. Meanwhile, the tensor cores compute the next 64 outputs.
+In FP8, tensor cores accumulate imprecisely, so each of their sums covers only 128 inputs. The warpgroup scales these
+sums and adds them in float32, for 64 outputs at a time. Meanwhile, the tensor cores compute the next 64 outputs.
 """
 
 from typing import NamedTuple
@@ -37,7 +38,7 @@ SUMS = gl.constexpr(sums_of(64, 8))  # the layout of a quarter
 
 
 class Plan(NamedTuple):
-    """Constants of the kernel."""
+    """The constants of the kernel."""
 
     k: int
     step: int  # inputs per buffer; a row of them has 128 bytes
@@ -58,7 +59,7 @@ def _tile(index, sizes, PLAN: gl.constexpr):
 
 @gluon.jit
 def _block(n, j, sizes, PLAN: gl.constexpr):
-    """Return the first or the second block of a pair."""
+    """Return the index of block `j` (0 or 1) of the n-th pair."""
     return 2 * n + j if PLAN.adjacent else n + j * sizes[1]
 
 
@@ -98,20 +99,23 @@ def _load_scales(scale_ptrs, tile, k, sizes, W: gl.constexpr, PLAN: gl.constexpr
 
 @gluon.jit
 def _product(x, w, half: gl.constexpr):
-    """Start the matmul of the rows x [64, 128], in registers, and one half of a weight block [128, 128]."""
+    """Start the matmul of rows x [64, 128] in registers and one half of a weight block w [128, 128]."""
     zeros = gl.full([64, 64], 0.0, gl.float32, SUMS)
     return hopper.warpgroup_mma(x, w.slice(half * 64, 64).permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _add(acc, product, scale, RUNNING: gl.constexpr):
-    """Add a scaled product to `acc`. The wait keeps the compiler from postponing this, which needs more registers."""
+    """Add `product` times `scale` to `acc`.
+
+    Without the wait, the compiler would postpone the addition, which needs more registers.
+    """
     return hopper.warpgroup_mma_wait(RUNNING, deps=[acc + product * scale[:, None]])
 
 
 @gluon.jit
 def _add_block(sums, stage, use, scales, rings, W: gl.constexpr):
-    """Multiply a block of inputs, and add the results to the accumulators. Two matmuls run at once."""
+    """Multiply a block of inputs, and add the results to the accumulators. Two matmuls run at a time."""
     x_ring, w_ring, full, empty = rings
     a0, a1, b0, b1 = sums
     a_scale, b_scale = scales
@@ -134,7 +138,7 @@ def _add_block(sums, stage, use, scales, rings, W: gl.constexpr):
 
 @gluon.jit
 def quarters_of(sums):
-    """Return an epilogue's accumulators as four quarters [64, 64]."""
+    """Return the accumulators `sums` as four quarters, each [64, 64]."""
     if isinstance(sums, gl.tensor):
         a, b = halves(sums)
         a0, a1 = halves(a)
@@ -150,7 +154,7 @@ def _as_sums(x):
 
 @gluon.jit
 def _compute(out, rings, sizes, W: gl.constexpr, EPILOGUE: gl.constexpr, PLAN: gl.constexpr):
-    """Run a warpgroup, which multiplies 16-bit operands and runs the epilogue."""
+    """Run one warpgroup: multiply 16-bit operands and call the epilogue for each tile."""
     x_ring, w_ring, full, empty = rings
     w_ring = w_ring._reinterpret(w_ring.dtype, [PLAN.stages, 2 * BLOCK, PLAN.step], w_ring.layout)  # both blocks
     i = 0
@@ -173,7 +177,7 @@ def _compute(out, rings, sizes, W: gl.constexpr, EPILOGUE: gl.constexpr, PLAN: g
 
 @gluon.jit
 def _compute_scaled(out, scale_ptrs, rings, sizes, W: gl.constexpr, EPILOGUE: gl.constexpr, PLAN: gl.constexpr):
-    """Run a warpgroup, which multiplies FP8 operands and runs the epilogue.
+    """Run one warpgroup: multiply FP8 operands and call the epilogue for each tile.
 
     Scales are loaded one block ahead. The first scales of a tile are loaded before the previous tile is stored.
     """
@@ -211,7 +215,10 @@ def _compute_either(out, scale_ptrs, rings, sizes, W: gl.constexpr, EPILOGUE: gl
 
 @gluon.jit
 def store_tile(y, smem, tiles, at, RUNNING: gl.constexpr):
-    """Store a tile through a buffer. Up to RUNNING earlier stores may still run, because they read other buffers."""
+    """Store tile y through the buffer `smem`.
+
+    Up to RUNNING earlier stores may still be in progress, because they read other buffers.
+    """
     tma.store_wait(RUNNING)
     smem.store(y.to(smem.dtype))
     hopper.fence_async_shared()
@@ -252,11 +259,11 @@ def _product_kernel(
 
 
 def product(x: torch.Tensor | QuantizedRows, weight, scales: torch.Tensor | None, epilogue, out_ptrs, y=None) -> None:
-    """Compute x W^T for x [T, K] and weight [N, K], and pass the accumulators and `out_ptrs` to the epilogue.
+    """Compute x W^T for x [T, K] and weight [N, K]. Pass the accumulators and `out_ptrs` to the epilogue.
 
-    Without `scales`, x and the weight have 16 bits; with scales, they are in FP8. N is a multiple of 256. A tile has
-    two adjacent blocks of outputs. With `y`, it has one block of each half of the outputs, and the epilogue stores
-    tiles of `y`.
+    Without `scales`, x and the weight have 16 bits. With `scales`, they are in FP8. N is a multiple of 256. Without
+    `y`, the two blocks of a tile are adjacent. With `y`, a tile has one block from each half of the outputs, and the
+    epilogue stores tiles of `y`.
     """
     (n, k), step = weight.shape, 128 // weight.element_size()
     rows, scale_ptrs = (x, None) if scales is None else (x.values, (x.scales, scales, x.scales.stride(1)))

@@ -1,7 +1,7 @@
-"""A Hopper epilogue for hopper_product.py: q and k norms, rotary embedding and the store into the cache.
+"""A Hopper epilogue for hopper_product.py: q and k norms, rotary embedding, and cache store.
 
-A weight block computes one head of 128 elements. The epilogue computes in float32 and rounds once. A thread holds both
-elements of each rotated pair.
+Each block of 128 outputs is one head. The epilogue computes in float32 and rounds once. A thread holds both elements of
+each rotated pair.
 """
 
 import torch
@@ -17,7 +17,10 @@ ROWS = gl.constexpr(gl.DistributedLinearLayout(_OF_THREAD, _OF_WARP, [[16, 0], [
 
 @gluon.jit
 def _norm_rope(x0, x1, weights, eps, cos, sin):
-    """Normalize and rotate a head for 64 tokens, given its halves x0 and x1 [64, 64]. Without weights, only rotate."""
+    """Normalize and rotate one head of 64 tokens, given as halves x0 and x1 [64, 64].
+
+    Without weights, there is no norm.
+    """
     y0, y1 = x0, x1
     if weights is not None:
         y0, y1 = x0 * weights[0], x1 * weights[1]
@@ -30,7 +33,7 @@ def _norm_rope(x0, x1, weights, eps, cos, sin):
 
 @gluon.jit
 def _store_head(y0, y1, at, is_stored):
-    """Store both halves of a head. `at` [64, 64] points to the first half, and the second half is next to it."""
+    """Store both halves of a head. `at` [64, 64] points to the first half, and the second half follows it."""
     gl.store(at, gl.convert_layout(y0.to(at.dtype.element_ty), ROWS), is_stored)
     gl.store(at + 64, gl.convert_layout(y1.to(at.dtype.element_ty), ROWS), is_stored)
 
@@ -70,9 +73,9 @@ def _store_heads(sums, out_ptrs, row, n, num_rows, W: gl.constexpr):
 
 
 def store_product(factors, qk_norm_rope, slot_mapping: torch.Tensor, cache) -> torch.Tensor:
-    """Compute `norm_rope_and_store` of x W^T. `factors` is (x, weight, scales), where scales is None without FP8.
+    """Compute `norm_rope_and_store` of x W^T. `factors` is (x, weight, scales), with scales `None` for 16 bits.
 
-    head_dim is 128. There is an even number of query heads, and an even number of key-value heads.
+    `head_dim` is 128. The number of query heads and the number of key-value heads are even.
     """
     x, weight, scales = factors
     kv_heads = cache.k.shape[2]

@@ -1,7 +1,8 @@
-"""Shared code of the Gluon kernels: a warp loads tiles into a ring of buffers, and warpgroups compute with them.
+"""Shared code of the Gluon kernels: a warp loads tiles into a ring of buffers for the warpgroups.
 
-A buffer has two barriers. `full` completes when all data has arrived. `empty` completes when all users of the buffer
-have finished. The i-th use of a buffer is phase i & 1 of both barriers.
+A buffer has two barriers. `full` completes when all data has arrived. `empty` completes when all readers of the buffer
+have finished. In the i-th use of a buffer, readers wait for parity `i & 1` of `full`. Before that, the loading warp
+waits for parity `(i & 1) ^ 1` of `empty`.
 """
 
 import torch
@@ -25,7 +26,7 @@ def gdc_wait(PDL: gl.constexpr):
 
 
 def tiles_of(x: torch.Tensor, *shape: int) -> TensorDescriptor:
-    """Return a TMA descriptor for tiles of x. Rows are swizzled over up to 128 bytes."""
+    """Return a TMA descriptor of x for tiles of the given shape. Rows are swizzled over up to 128 bytes."""
     size = x.element_size()
     layout = gl.NVMMASharedLayout(min(128, shape[-1] * size), 8 * size, len(shape))
     return TensorDescriptor.from_tensor(x, [*shape], layout)
@@ -40,7 +41,7 @@ def buffers(tiles, COUNT: gl.constexpr):
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Allocate COUNT barriers that each wait for ARRIVALS arrivals."""
+    """Allocate COUNT barriers. Each completes after ARRIVALS arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(bars.index(i), count=ARRIVALS)

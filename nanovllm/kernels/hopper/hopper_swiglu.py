@@ -1,7 +1,7 @@
 """A Hopper epilogue for hopper_product.py: SwiGLU in 16 bits, or in FP8 with quantized results.
 
-In 16 bits, gate, up and silu are each rounded, at no extra cost. So the results are the same as with separate kernels,
-except that numbers near 1e-36 become 0. In FP8, all results that share a scale are in the same tile.
+In 16 bits, gate, up and silu(gate) are each rounded, at no extra cost. So the results are the same as with separate
+kernels, except that numbers near 1e-36 become 0. In FP8, all results that share a scale are in the same tile.
 """
 
 import torch
@@ -15,9 +15,9 @@ from nanovllm.kernels.linear.tiles import QuantizedRows
 
 @gluon.constexpr_function
 def _silu_of(x, y):
-    """Return PTX for y = silu(x). It uses two approximate instructions, each with an error of at most 2^-22.
+    """Return PTX code for y = silu(x). Its two approximate instructions have an error of at most 2^-22 each.
 
-    Division and `gl.exp` would need several times more instructions.
+    Division and `gl.exp` would need several times as many instructions.
     """
     return f"""
         mul.f32 y, {x}, 0fBFB8AA3B;  // -log2(e)
@@ -30,7 +30,10 @@ def _silu_of(x, y):
 
 @gluon.constexpr_function
 def _swiglu_of(dtype):
-    """Return PTX for two SwiGLU results, which it rounds to 16 bits together. The compiler would round each alone."""
+    """Return PTX code that computes two SwiGLU results, and rounds both in one instruction.
+
+    The compiler would round each result separately.
+    """
     half = "bf16" if dtype == gl.bfloat16 else "f16"
     return f"""
     {{
@@ -85,9 +88,9 @@ def _store_quantized(quarters, out, row, n, num_rows, W: gl.constexpr):
 def swiglu(
     x: torch.Tensor | QuantizedRows, weight: torch.Tensor, scales: torch.Tensor | None = None
 ) -> torch.Tensor | QuantizedRows:
-    """Return `silu_and_mul` of x W^T [T, N / 2], for x [T, K] and weight [N, K] in 16 bits.
+    """Return `silu_and_mul` of x W^T, [T, N / 2], for x [T, K] and weight [N, K] in 16 bits.
 
-    With `scales`, compute `multiply_scaled.swiglu_quantize` for quantized x and an FP8 weight.
+    With `scales`, compute `swiglu_quantize` of multiply_scaled.py for quantized x and an FP8 weight.
     """
     num_rows, n = len(x if scales is None else x.values), len(weight) // 2
     y = torch.empty((num_rows, n), dtype=weight.dtype, device=weight.device)

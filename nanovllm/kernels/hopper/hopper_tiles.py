@@ -1,4 +1,4 @@
-"""Rules that decide which matmuls run in the Hopper kernels hopper_scaled_gemm.py (FP8) and hopper_qkv.py.
+"""Decides which matmuls run in the Hopper kernels of hopper_scaled_gemm.py (FP8) and hopper_qkv.py.
 
 Importing this module does not import Gluon.
 """
@@ -38,9 +38,9 @@ TILES = (
 
 
 def choose_tile(num_rows: int, n: int, k: int, max_split_k: int, sms: int) -> HopperTile | None:
-    """Return the tile for a matmul [num_rows, k] x [n, k]^T, or None if other kernels are at least as fast.
+    """Return the tile for x [num_rows, k] times a weight [n, k], or `None` if other kernels are as fast.
 
-    If a program must compute several tiles, only tiles of the largest size are faster than the library.
+    If programs must compute several tiles each, only tiles of the largest size are faster than the library.
     """
     if not 16 < num_rows <= TILES[-1][0]:
         return None
@@ -55,7 +55,10 @@ def choose_tile(num_rows: int, n: int, k: int, max_split_k: int, sms: int) -> Ho
 
 
 def hopper_tile(num_rows: int, values: torch.Tensor, scales: torch.Tensor, max_split_k: int) -> HopperTile | None:
-    """Return the tile for `quantized_linear`, with the best split_k up to `max_split_k`, or None for another kernel."""
+    """Return the tile for `quantized_linear`, or `None` if another kernel should run.
+
+    The tile contains the best `split_k`, which is at most `max_split_k`.
+    """
     if not has_hopper_kernels() or block_shape(values, scales) != BLOCK:
         return None
     return choose_tile(num_rows, *values.shape, max_split_k, num_sms(values.device))
@@ -64,9 +67,10 @@ def hopper_tile(num_rows: int, values: torch.Tensor, scales: torch.Tensor, max_s
 def quantized_linear(
     x: QuantizedRows, values: torch.Tensor, scales: torch.Tensor, split_k: int, out: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return `split_k_gemm` [split_k, T, N] of quantized rows [T, K] and values [N, K].
+    """Compute `split_k_gemm` for quantized rows x [T, K] and weight values [N, K].
 
-    Return NotImplemented if this kernel is not the fastest, or if it does not support the operands.
+    Return parts [split_k, T, N], or `NotImplemented` if this kernel is not the fastest or does not support the
+    operands.
     """
     tile = hopper_tile(len(x), values, scales, split_k)
     if tile is None or tile.split_k != split_k or x.dtype == torch.float32:
@@ -80,9 +84,9 @@ def quantized_linear(
 
 
 def qkv_norm_rope_store(x, layer, qk_norm_rope, slot_mapping: torch.Tensor, cache) -> torch.Tensor:
-    """Compute the qkv matmul of NormInput x and `norm_rope_and_store` in one kernel.
+    """Compute the qkv matmul and `norm_rope_and_store` in one kernel. x is a `NormInput`.
 
-    Return NotImplemented if there is no such kernel, if separate kernels are as fast, or if CUDA graphs may contain
+    Return `NotImplemented` if there is no such kernel, if separate kernels are as fast, or if CUDA graphs may contain
     steps of this size. Graphs pad steps, but a step must use the same kernels with and without graphs. Different
     kernels add in a different order, and might produce different tokens.
     """

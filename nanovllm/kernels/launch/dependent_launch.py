@@ -1,24 +1,24 @@
 """Programmatic dependent launch (PDL): the programs of a kernel start while the previous kernel still runs.
 
-This hides the launch latency of a kernel and its first reads. Every dependent kernel obeys this contract:
+This hides a kernel's launch latency and the latency of its first reads. Every dependent kernel obeys this contract:
 
 - It lets the next kernel start at once (`gdc_launch_dependents`). It waits (`gdc_wait`) until the previous kernel is
   complete and its writes are visible. A program without work may return without waiting, but at least one program must
   wait. So when a kernel is complete, all earlier kernels are complete too.
-- Before it waits, it writes nothing. It may prefetch anything. It may read only memory that no running kernel can still
-  write: weights, and results of kernels that were launched before the last ordinary launch.
+- Before it waits, it writes nothing. It may prefetch any address. It may read only memory that no running kernel can
+  still write: weights, and the results of kernels that were launched before the last ordinary launch.
 
-An ordinary launch starts when all earlier kernels are complete. A dependent kernel can start while several earlier
-kernels still run, back to the last ordinary launch. Until it waits, even the writes of that ordinary launch might not
+An ordinary launch starts when all earlier kernels are complete. A dependent kernel can start while kernels launched
+after the last ordinary launch are still running. Until it waits, even the writes of the last ordinary launch might not
 be visible.
 
-In a forward pass, the last ordinary launch before attention is the embedding or a later library kernel. So attention
-may read the results of launches before the embedding early: the rope lookup (cos_sin), slot mapping, block tables and
-lengths. `@dependent_kernel(early=...)` declares what a kernel reads early, and rejects a kernel that breaks the
-contract (see launch_contract.py).
+In a forward pass, the last ordinary launch before attention is the embedding or a later library kernel. So before
+attention waits, it may read all results of launches that precede the embedding: the rope lookup (`cos_sin`), slot
+mapping, block tables and lengths. `@dependent_kernel(early=...)` declares what a kernel reads before it waits, and
+rejects a kernel that breaks the contract (see launch_contract.py).
 
-The constexpr PDL is False on GPUs older than Hopper. It is also False with Triton 3.4, which can't compile its own gdc
-functions.
+The constexpr `PDL` is `False` on GPUs older than Hopper. It is also `False` with Triton 3.4, which can't compile its
+own `gdc` functions.
 """
 
 import ctypes
@@ -45,7 +45,7 @@ next_power_of_2 = tl.constexpr_function(triton.next_power_of_2) if IS_TRITON_3_4
 
 
 class DependentKernel:
-    """A Triton kernel for `launch`. Raises AssertionError if its source breaks the contract."""
+    """A Triton kernel for `launch`. The constructor raises AssertionError if the source breaks the contract."""
 
     __slots__ = ("jit",)
 
@@ -73,7 +73,10 @@ def gdc_wait(PDL: tl.constexpr):
 
 @triton.jit
 def gdc_launch_and_wait(PDL: tl.constexpr):
-    """Let the next kernel start, and wait. A kernel that does nothing before it waits starts with this line."""
+    """Let the next kernel start, then wait for the previous kernel.
+
+    A kernel that does nothing before it waits starts with this call.
+    """
     gdc_launch_dependents(PDL)
     gdc_wait(PDL)
 
@@ -82,10 +85,10 @@ _launched: ContextVar[list | None] = ContextVar("launched", default=None)  # by 
 
 
 class _Loaders(ThreadPoolExecutor):
-    """Threads that compile kernels and load them onto the device.
+    """A pool of threads that compile kernels and load them onto the device.
 
     To load a kernel, Triton 3.6 also runs a C compiler, and imports the result as a Python module. All these modules
-    have the same name, so a lock lets only one kernel load at a time.
+    have the same name, so a lock lets one kernel load at a time.
     """
 
     lock = Lock()
@@ -101,7 +104,7 @@ class _Loaders(ThreadPoolExecutor):
 
 
 def compile_only(work: Callable[[], None]) -> None:
-    """Call `work`, but only compile the kernels that it launches, in parallel threads. No kernel runs.
+    """Call `work`, but compile the kernels that it launches (in parallel threads) instead of running them.
 
     The outputs of these kernels contain arbitrary values. The function returns when all kernels are compiled and loaded
     onto the device. If a kernel fails to compile, the compiler's error is raised. Threads help because the compiler
@@ -135,7 +138,7 @@ def compile_only(work: Callable[[], None]) -> None:
 
 
 def _forget_unfinished(launched: list) -> None:
-    """Delete the futures of failed kernels, which Triton before 3.9 would treat as compiled."""
+    """Delete the futures of kernels that failed to compile. Triton before 3.9 would treat them as compiled."""
     for jit in launched:
         for kernels, *_ in jit.device_caches.values():
             for key in [key for key, kernel in kernels.items() if hasattr(kernel, "result")]:
@@ -143,13 +146,13 @@ def _forget_unfinished(launched: list) -> None:
 
 
 def launch(kernel: DependentKernel, grid: tuple[int, ...], device: torch.device, shared: int | None = 100):
-    """Return kernel[grid], as a dependent launch if the device supports it.
+    """Return `kernel[grid]`, which is a dependent launch if the device supports it.
 
     Usage: `launch(kernel, grid, device)(*arguments, **constants)`.
 
-    `shared` is the percentage of a multiprocessor's L1 memory that becomes shared memory; the remainder is cache. With
-    None, the driver chooses. Kernels overlap only if they use the same percentage. Kernels for small batches need
-    little shared memory.
+    `shared` is the percentage of a multiprocessor's L1 memory that becomes shared memory. The remainder is cache. With
+    `None`, the driver chooses the percentage. Kernels overlap only if they use the same percentage. Kernels for small
+    batches need little shared memory.
     """
     run = launch_ordinary(kernel.jit, grid)
     if not has_tma(device) or IS_TRITON_3_4:
@@ -164,7 +167,7 @@ def launch(kernel: DependentKernel, grid: tuple[int, ...], device: torch.device,
 
 
 def launch_ordinary(jit, grid: tuple[int, ...]):
-    """Return jit[grid] as an ordinary launch, which starts when all earlier kernels are complete."""
+    """Return `jit[grid]` as an ordinary launch, which starts when all earlier kernels are complete."""
     if (launched := _launched.get()) is not None:
         launched.append(jit)
     # with overflow checks, Triton's parser takes a quarter longer, and the checks are dropped later
@@ -173,6 +176,6 @@ def launch_ordinary(jit, grid: tuple[int, ...]):
 
 @cache
 def _prefer_shared_memory(function: int, percentage: int) -> None:
-    """Set a compiled kernel's preferred percentage of shared memory. This is only a hint, so failures are ignored."""
+    """Set a compiled kernel's preferred percentage of shared memory. It is a hint, so failures are ignored."""
     attribute = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
     ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), attribute, percentage)

@@ -7,23 +7,26 @@ import torch
 
 @cache
 def has_fp8_units(device: torch.device) -> bool:
-    """Return whether the device converts and multiplies e4m3. GPUs do from compute capability 8.9 on."""
+    """Return whether the device converts and multiplies e4m3 (GPUs of compute capability 8.9 or higher)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @cache
 def has_tma(device: torch.device) -> bool:
-    """Return whether the device has dependent launch, loads of whole tiles (TMA), and 227 KB of shared memory.
+    """Return whether the device has dependent launch, tile loads (TMA), and 227 KB of shared memory.
 
-    Hopper and data-centre Blackwell do. Other Blackwell chips have only 99 KB of shared memory, and are treated like
-    older GPUs.
+    Hopper and data-centre Blackwell have all three. Other Blackwell chips have only 99 KB of shared memory, and are
+    treated like older GPUs.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 @cache
 def has_hopper_kernels() -> bool:
-    """Return whether the Gluon kernels can run. They need Hopper and exactly Triton 3.6: Gluon still changes."""
+    """Return whether the Gluon kernels can run.
+
+    They need Hopper and exactly Triton 3.6, because Gluon still changes from version to version.
+    """
     from triton import __version__
 
     is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9

@@ -1,8 +1,8 @@
-"""A check, in the source of a dependent kernel, of what the kernel does before it waits (see dependent_launch.py).
+"""Checks, in the source of a dependent kernel, what the kernel does before it waits (see dependent_launch.py).
 
 The check runs when the kernel is defined. Pointer parameters are named `*_ptr`, tuples of pointers `*_ptrs`, and tensor
 descriptors `*_tiles`. The check follows addresses from these parameters through assignments, and into the functions
-that the kernel calls. It assumes that the constexpr PDL is True, as in dependent launches.
+that the kernel calls. It assumes that the constexpr `PDL` is `True`, as in dependent launches.
 """
 
 import ast
@@ -19,7 +19,7 @@ PREFETCH = "prefetch_rows"  # only fills the L2 cache: the kernel reads the valu
 
 
 def check_early_reads(function: Callable, early: tuple[str, ...]) -> None:
-    """Raise AssertionError unless a kernel waits and, before that, writes nothing and reads exactly `early`."""
+    """Raise AssertionError unless a kernel waits, and until then writes nothing and reads exactly `early`."""
     body = _Body(function)
     waits = body.run(body.node.body)
     name = function.__name__
@@ -30,7 +30,7 @@ def check_early_reads(function: Callable, early: tuple[str, ...]) -> None:
 
 
 class _Body:
-    """The statements of a function. `run` collects in `reads` the pointer parameters that they read before the wait."""
+    """The body of a function. `run` adds the pointer parameters that it reads before the wait to `reads`."""
 
     def __init__(self, function: Callable, roots_of_arguments: list[set[str]] | None = None):
         self.function = function
@@ -47,7 +47,7 @@ class _Body:
         raise AssertionError(f"{self.function.__name__}: {what} before it waits: {ast.unparse(node)}")
 
     def run(self, statements: list[ast.stmt]) -> bool:
-        """Return whether a dependent launch reaches a wait in these statements. Later statements are ignored."""
+        """Return whether a dependent launch waits within `statements`. Statements after the wait are ignored."""
         for statement in statements:
             if isinstance(statement, ast.If) and ast.unparse(statement.test) in ("PDL", "not PDL"):
                 is_dependent = isinstance(statement.test, ast.Name)
@@ -76,14 +76,17 @@ class _Body:
                 raise AssertionError(f"{self.function.__name__}: waits only under a condition")
 
     def assign(self, targets: Sequence[ast.expr], roots: set[str]) -> None:
-        """Add roots to the assigned names. The old roots stay, because the branch of the assignment might not run."""
+        """Add `roots` to the roots of each assigned name.
+
+        The old roots stay, because the assignment might be in a branch that does not run.
+        """
         for target in targets:
             for node in ast.walk(target):
                 if isinstance(node, ast.Name):
                     self.roots[node.id] = self.roots.get(node.id, set()) | roots
 
     def address_roots(self, node: ast.AST) -> set[str]:
-        """Return the pointer parameters that an address in `node` is derived from. Record what `node` reads."""
+        """Return the pointer parameters from which addresses in `node` are derived. Record the reads in `node`."""
         if isinstance(node, ast.Name):
             return self.roots.get(node.id, set())
         if isinstance(node, ast.Call):
@@ -115,7 +118,7 @@ class _Body:
         return roots if name in ADDRESS_FUNCTIONS else self.function_roots(node, name, roots_of)
 
     def function_roots(self, node: ast.Call, name: str, roots_of: list[set[str]]) -> set[str]:
-        """Check the body of a called function of this package, given the roots of its arguments."""
+        """Check the body of a called function, given the roots of its arguments. Return the roots of its result."""
         callee = getattr(self.function.__globals__.get(name), "fn", None)
         if callee is None or node.keywords:
             self.refuse(node, "passes a pointer to a function that can't be checked")
@@ -127,7 +130,7 @@ class _Body:
 
 @cache
 def _functions_of(file: str) -> dict[int, ast.FunctionDef]:
-    """Return the top-level functions of a source file by first line, which is the line of the first decorator."""
+    """Map first lines to top-level functions of a source file. A function starts at its first decorator."""
     nodes = [node for node in ast.parse(Path(file).read_text()).body if isinstance(node, ast.FunctionDef)]
     return {min(line.lineno for line in (node, *node.decorator_list)): node for node in nodes}
 

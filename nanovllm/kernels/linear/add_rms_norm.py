@@ -1,4 +1,4 @@
-"""RMSNorm kernels. They can also add split-K parts and a residual first, and quantize the result."""
+"""RMS norm kernels. They can add split-K parts and a residual before the norm, and quantize its result."""
 
 import torch
 import triton
@@ -46,10 +46,10 @@ def _store_norm(x, weight, eps, residual, split_k: int, group: int, outputs: tup
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, split_k: int = 1
 ) -> torch.Tensor:
-    """Return the RMS norm of x + residual (all are [T, N]), and store the sum in `residual`.
+    """Return the RMS norm of x + residual, and store this sum in `residual`.
 
-    Without a residual, normalize x. With split_k > 1, x is [split_k, T, N], and is summed over its first dimension. All
-    tensors are contiguous.
+    x, the residual and the result are [T, N] and contiguous. Without a residual, normalize x. With `split_k` > 1, x is
+    [split_k, T, N], and its parts are added first.
     """
     out = torch.empty(x.shape[-2:], dtype=x.dtype, device=x.device)
     _store_norm(x, weight, eps, residual, split_k, x.shape[-1], (out, None), 0)
@@ -59,7 +59,7 @@ def rms_norm(
 def rms_norm_quantize(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, split_k: int, group: int
 ) -> QuantizedRows:
-    """Return `quantize_rows` of the result of `rms_norm`, with the arguments of both functions."""
+    """Compute `rms_norm` and quantize the result, with one scale per `group` elements of a row."""
     rows = empty_rows(*x.shape[-2:], group, x)
     _store_norm(x, weight, eps, residual, split_k, group, *outputs_of(rows))
     return rows

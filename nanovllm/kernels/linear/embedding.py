@@ -1,4 +1,4 @@
-"""The embedding lookup of a rank that stores only a range of the token ids."""
+"""The embedding lookup of a rank that stores the embeddings of a range of token ids."""
 
 import torch
 import triton
@@ -17,10 +17,11 @@ def _embed_shard_kernel(ids_ptr, weight_ptr, out_ptr, first_id, num_ids, N: tl.c
 
 
 def embed_shard(token_ids: torch.Tensor, weight: torch.Tensor, first_id: int, out: torch.Tensor | None = None):
-    """Fill `out` [T, N] with rows of weight [ids, N], whose first row is token `first_id`. Rows of other ids become 0.
+    """Fill `out` [T, N] with the embeddings of tokens. Tokens whose embeddings are on other ranks get zeros.
 
-    A program copies one row. The launch must be an ordinary one, so that the earlier rope lookup is complete: attention
-    reads the result of that lookup early (dependent_launch.py).
+    Row 0 of the weight [ids, N] is the embedding of token `first_id`. A program copies one row. This must be an
+    ordinary launch, so that the preceding rope lookup is complete: attention reads its result before waiting (see
+    dependent_launch.py).
     """
     if out is None:
         return NotImplemented

@@ -1,4 +1,4 @@
-"""y = x W^T + b for a single row x, in one kernel with the norm before it and the activation after it.
+"""Computes y = x W^T + b for a single row x, in one kernel with the norm before it and the activation after it.
 
 Reading W takes most of the time.
 """
@@ -23,13 +23,16 @@ class Inputs(NamedTuple):
 
 @triton.jit
 def _load_if(ptr, at, inside, OTHERWISE: tl.constexpr):
-    """Load elements of a norm's weight or of a bias. Return OTHERWISE if there is none."""
+    """Load elements of a norm's weight or of a bias. Return OTHERWISE if the tensor is missing."""
     return tl.load(ptr + at, inside, 0.0).to(tl.float32) if ptr is not None else OTHERWISE
 
 
 @triton.jit
 def _load_input(x_ptrs, norm_weight, k, inside):
-    """Load a tile of the input row, not yet divided by its root mean square. Also return the squared elements."""
+    """Load a tile of the input row and multiply it by the norm's weight. Also return the row's squares.
+
+    The caller divides by the row's root mean square.
+    """
     x = tl.load(x_ptrs.x + k, inside, 0.0).to(tl.float32)
     if x_ptrs.residual is not None:
         total = x + tl.load(x_ptrs.residual + k, inside, 0.0).to(tl.float32)
@@ -84,11 +87,12 @@ def _gemv_kernel(
 def gemv(
     x: torch.Tensor, weight: torch.Tensor, norm=NO_NORM, residual=None, gated: bool = False, bias=None, out=None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return y = x W^T + bias [1, N] and x + residual [1, K], for x [1, K], weight W [N, K] and bias [N].
+    """Return y = x W^T + bias, and x + residual, for a single row x.
 
-    Without a residual, the second result is x itself. `norm` is the weight [K] and the eps of an RMS norm. With it, the
-    norm of x + residual replaces x in the matmul. A residual requires a norm. If `gated`, the weight is [2N, K], the
-    bias is [2N], and y is silu(first half of the outputs) * second half. All tensors are contiguous. `out` receives y.
+    x is [1, K], W is [N, K], `bias` is [N], and y is [1, N]. Without a residual, the second result is x itself. `norm`
+    is the weight [K] and the eps of an RMS norm. With it, the norm of x + residual replaces x in the matmul. A residual
+    requires a norm. If `gated`, the weight is [2N, K], the bias is [2N], and y is silu(first half of the outputs) *
+    second half. All tensors are contiguous. `out` receives y.
     """
     norm_weight, eps = norm
     assert norm_weight is not None or residual is None

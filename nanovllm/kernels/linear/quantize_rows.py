@@ -1,7 +1,7 @@
-"""Quantization of activations to e4m3 for GEMMs, alone or in the kernel of the preceding norm or activation.
+"""Quantizes the inputs of GEMMs to e4m3, in a separate kernel or in the kernel of the preceding norm or activation.
 
-Each group of inputs in a row shares a scale: 128 inputs if the weights have block scales, otherwise the whole row. If
-there are no scales to write, the same functions store norms and activations without quantization.
+Each group of inputs in a row shares a scale. A group has 128 inputs if the weights have block scales, otherwise it is
+the whole row. Without a tensor for scales, the same functions store norms and activations unquantized.
 """
 
 from typing import NamedTuple
@@ -29,7 +29,7 @@ class Groups(NamedTuple):
 
 @triton.jit
 def positions_of(first_group, GROUPS: tl.constexpr):
-    """Return where the elements of groups [count, width] are in a row, and a mask of the elements that exist."""
+    """Return the position in the row of each element of groups [count, width], and a mask of existing elements."""
     col = tl.arange(0, GROUPS.width)[None, :]
     at = (first_group + tl.arange(0, GROUPS.count))[:, None] * GROUPS.size + col
     return at, (at < GROUPS.n) & (col < GROUPS.size)
@@ -37,9 +37,9 @@ def positions_of(first_group, GROUPS: tl.constexpr):
 
 @triton.jit
 def store_groups(x, out_ptrs, row, first_group, stride, GROUPS: tl.constexpr):
-    """Store groups x [count, width] of a row, starting at `first_group`. Quantize them if there are scales.
+    """Store x [count, width], the groups of a row from `first_group` on. Quantize x if there are scales.
 
-    x must be 0 where there is no element.
+    x must be 0 where no element exists.
     """
     out_ptr, scale_ptr = out_ptrs
     group = first_group + tl.arange(0, GROUPS.count)
@@ -55,7 +55,10 @@ def store_groups(x, out_ptrs, row, first_group, stride, GROUPS: tl.constexpr):
 @dependent_kernel()
 @triton.jit(do_not_specialize=["scale_stride"])
 def _groups_kernel(x_ptr, out_ptrs, scale_stride, GROUPS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr):
-    """Store `count` groups of one row. If GATED, the row of x has 2 n elements, and its SwiGLU is stored."""
+    """In each program, store `count` groups of one row.
+
+    If GATED, the row of x has 2 n elements, and its SwiGLU is stored.
+    """
     gdc_launch_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     first_group = tl.program_id(1) * GROUPS.count
@@ -77,7 +80,7 @@ def empty_rows(num_rows: int, n: int, group: int, like: torch.Tensor) -> Quantiz
 
 
 def outputs_of(rows: QuantizedRows) -> tuple[tuple[torch.Tensor, torch.Tensor], int]:
-    """Return the tensors that kernels write, and the stride between the scales of adjacent groups."""
+    """Return the tensors of `rows` that kernels write, and the stride between the scales of adjacent groups."""
     return (as_loadable(rows.values), rows.scales), rows.scales.stride(1)
 
 

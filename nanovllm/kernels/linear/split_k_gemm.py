@@ -1,4 +1,4 @@
-"""y = x W^T for small batches and 16-bit or 8-bit W. If the output tiles do not fill the GPU, K is split."""
+"""Computes y = x W^T for small batches and 16-bit or 8-bit W. If the output tiles do not fill the GPU, K is split."""
 
 import torch
 import triton
@@ -52,7 +52,7 @@ def _split_k_kernel(
 
 
 def tile_m_of(num_rows: int) -> int:
-    """Return the number of rows per tile: all rows if there are at most 128."""
+    """Return the number of rows per tile. A single tile covers up to 128 rows."""
     return min(128, max(16, 1 << (num_rows - 1).bit_length()))
 
 
@@ -61,7 +61,7 @@ def _tile_m(m: int, weight: torch.Tensor) -> int:
 
 
 def _is_for_hopper(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether hopper_gemm.py computes this GEMM if it is split.
+    """Return whether hopper_gemm.py should compute this GEMM when K is split.
 
     With at most twice as many inputs as outputs, adding the parts takes as much time as the kernel saves.
     """
@@ -70,7 +70,7 @@ def _is_for_hopper(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def choose_split_k(x: torch.Tensor, weight: torch.Tensor, max_split_k: int) -> int:
-    """Return the best split_k for `split_k_gemm`, at most `max_split_k`, or 0 if the library is faster."""
+    """Return the best `split_k` up to `max_split_k` for `split_k_gemm`, or 0 if the library is faster."""
     (m, k), n = x.shape, weight.shape[0]
     if not has_tma(x.device) or x.dtype == torch.float32 or not 0 < m <= MAX_ROWS or k % 8:
         return 0
@@ -90,11 +90,11 @@ def choose_split_k(x: torch.Tensor, weight: torch.Tensor, max_split_k: int) -> i
 
 
 def scaled_tiles(num_rows: int, columns: int, sms: int) -> Tiles:
-    """Return the tiles for 8-bit weights. `columns` is the number of outputs of all splits together.
+    """Return the tiles for 8-bit weights. `columns` is the number of outputs times the number of splits.
 
-    At least two programs fit on a multiprocessor. If each multiprocessor has at most one program, the program keeps
-    more loads in flight. Tiles are twice as wide, which halves the reads of x, if every multiprocessor then still gets
-    a tile.
+    A multiprocessor can run at least two programs at a time. If each multiprocessor gets at most one program, that
+    program keeps more loads in flight. If every multiprocessor still gets a tile then, tiles are twice as wide, which
+    halves the reads of x.
     """
     tile_m = tile_m_of(num_rows)
     tile_n = 2 * TILE_N if 16 < num_rows <= 64 and 0.9 * sms < columns / (2 * TILE_N) <= sms else TILE_N
@@ -115,9 +115,10 @@ def split_k_gemm(
 ) -> torch.Tensor:
     """Return parts [split_k, M, N] whose sum is x W^T, for x [M, K] and weight W [N, K].
 
-    The weight may be 8-bit values and scales [N / block rows, K / block columns], with blocks of at least 32 columns.
-    Then x may also be quantized to e4m3, on GPUs with FP8 units. Otherwise, the values are converted to the dtype of x.
-    All tensors are contiguous, and the size of a row is a multiple of 16 bytes. `out` receives the result.
+    The weight may be a pair of 8-bit values and scales. The scales are [N / block rows, K / block columns], and blocks
+    have at least 32 columns. On GPUs with FP8 units, x may then be quantized to e4m3. With unquantized x, the values
+    are converted to the dtype of x. All tensors are contiguous, and the size of a row is a multiple of 16 bytes. `out`
+    receives the result.
     """
     is_scaled = isinstance(weight, tuple)
     if not is_scaled and split_k > 1 and _is_for_hopper(x, weight):

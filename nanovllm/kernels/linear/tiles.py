@@ -29,7 +29,8 @@ class Tiles(NamedTuple):
 class Shape(NamedTuple):
     """The number of inputs of a matmul, and how many of them share a scale (a kernel constant).
 
-    Without scales, the fields describe a single scale per row, so that kernels are not compiled for each N.
+    Without scales, the fields have the same values as with one scale per row, so that kernels are not compiled for each
+    N.
     """
 
     k: int
@@ -41,7 +42,7 @@ class Shape(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """The scales of x and of the weight. Each is None if there are no scales."""
+    """The scales of x and of the weight. A tensor without scales has `None`."""
 
     x: torch.Tensor | None
     x_stride: int  # between the scales of adjacent groups of inputs
@@ -50,7 +51,7 @@ class Scales(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """Activations [T, K] in the form of e4m3 values times scales. The rows after T are uninitialized padding."""
+    """Activations [T, K], stored as e4m3 values and scales. Rows after the first T are uninitialized padding."""
 
     values: torch.Tensor  # [T + padding, K] float8_e4m3fn
     scales: torch.Tensor  # [T + padding, K / group] float32, column-major: the scales of a group are adjacent
@@ -68,7 +69,7 @@ def values_and_scales(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None
 def operands_of(x: torch.Tensor | QuantizedRows, weight: Weight) -> tuple[torch.Tensor, torch.Tensor, Scales, Shape]:
     """Return the arguments that a kernel takes for activations x and a weight [.., N, K].
 
-    These are the elements of x, the elements of the weight, all scales, and the shape.
+    The arguments are the elements of x, the elements of the weight, all scales, and the shape.
     """
     values, scales = values_and_scales(weight)
     values, shape = as_loadable(values), shape_of(values, scales)
@@ -92,7 +93,10 @@ def as_loadable(values: torch.Tensor) -> torch.Tensor:
 
 
 def block_shape(values: torch.Tensor, scales: torch.Tensor | None) -> tuple[int, int]:
-    """Return how many rows and columns of a weight [.., N, K] share a scale. Without scales, return (1, K)."""
+    """Return the rows and columns of a block that shares a scale in a weight [.., N, K].
+
+    Without scales, return (1, K).
+    """
     if scales is None:
         return 1, values.shape[-1]
     return values.shape[-2] // scales.shape[-2], values.shape[-1] // scales.shape[-1]
@@ -100,9 +104,10 @@ def block_shape(values: torch.Tensor, scales: torch.Tensor | None) -> tuple[int,
 
 @triton.jit
 def load_tile(tiles, first_row, begin, is_row, K: tl.constexpr, TILES: tl.constexpr):
-    """Load a tile [rows, tile_k] of a matrix with K columns from its TMA descriptor or, without TMA, its pointer.
+    """Load a tile [rows, tile_k] of a matrix with K columns.
 
-    Descriptors ignore the mask `is_row` [rows], and read zeros outside the matrix.
+    `tiles` is a TMA descriptor or, without TMA, a pointer. Loads through a descriptor ignore the mask `is_row` [rows],
+    and return zeros outside the matrix.
     """
     if TILES.tma:
         tile = tiles.load([first_row, begin])
@@ -115,7 +120,10 @@ def load_tile(tiles, first_row, begin, is_row, K: tl.constexpr, TILES: tl.conste
 
 @triton.jit
 def scale_of(largest):
-    """Return scales that map the magnitudes `largest` to 448, and the inverse scales. A scale is never 0."""
+    """Return the scales `largest` / 448, and the inverse scales, which map `largest` to 448.
+
+    A scale is never 0.
+    """
     largest = tl.maximum(largest, 1e-12)
     return largest / 448.0, 448.0 / largest
 
@@ -130,7 +138,7 @@ def as_factor(x):
 
 @triton.jit
 def dot_values(w, x):
-    """Multiply values w [N, C] by x [C, M]: in FP8 if x is quantized too, otherwise in the dtype of x."""
+    """Multiply weight values w [N, C] by x [C, M], in FP8 if x is quantized, otherwise in the dtype of x."""
     if x.dtype == w.dtype:
         y = tl.dot(as_factor(w), as_factor(x))
     else:
@@ -141,9 +149,9 @@ def dot_values(w, x):
 
 @triton.jit
 def scales_of_rows(scale_ptr, first_n, N, STRIDE: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
-    """Load the scales of ROWS rows of a weight: [1, 1] if all of them share a scale, otherwise [ROWS, 1].
+    """Load the scales of ROWS rows of a weight, where BLOCK_N rows share a scale.
 
-    BLOCK_N rows share a scale.
+    The result is [1, 1] if all ROWS rows share a scale, otherwise [ROWS, 1].
     """
     SIZE: tl.constexpr = 1 if BLOCK_N % ROWS == 0 else ROWS
     row = first_n + tl.arange(0, SIZE)
@@ -152,7 +160,7 @@ def scales_of_rows(scale_ptr, first_n, N, STRIDE: tl.constexpr, BLOCK_N: tl.cons
 
 @triton.jit
 def scales_of_x(x_scale_ptr, begin, row, is_row, stride, GROUP: tl.constexpr):
-    """Load the scales [1, TILE_M] of rows of x for the GROUP inputs from `begin` on. Return ones without scales."""
+    """Load the scales [1, TILE_M] of rows of x for the GROUP inputs from `begin` on, or ones without scales."""
     if x_scale_ptr is None:
         scales = tl.full([row.shape[0]], 1.0, tl.float32)
     else:
@@ -162,10 +170,10 @@ def scales_of_x(x_scale_ptr, begin, row, is_row, stride, GROUP: tl.constexpr):
 
 @triton.jit
 def times_scales(y, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES: tl.constexpr, WHOLE: tl.constexpr):
-    """Multiply y [tile_n, M] by the scales of M rows of x and of tile_n rows of the weight, if the weight has scales.
+    """If the weight has scales, multiply y [tile_n, M] by the scales of its weight rows and of its rows of x.
 
-    With WHOLE, apply only scales that belong to a whole row. Otherwise, apply only scales that belong to a group of
-    inputs, for the group at `begin`.
+    With WHOLE, apply the scales that belong to whole rows. Otherwise, apply the scales that belong to groups of inputs,
+    for the group at `begin`.
 
     `x_scales` is (pointer, rows, mask of existing rows, stride between groups). `w_scales` is (pointer, first row, end
     row).
@@ -183,7 +191,10 @@ def times_scales(y, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES: tl.co
 
 @triton.jit
 def add_product(acc, w, x, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES: tl.constexpr):
-    """Return acc [tile_n, M] + w [tile_n, C] x [C, M] for the inputs from `begin` on. `times_scales` applies scales."""
+    """Return acc [tile_n, M] + w [tile_n, C] x [C, M]. `times_scales` applies the scales, if there are any.
+
+    `begin` is the first of the C inputs.
+    """
     if w_scales[0] is None:
         acc = tl.dot(w, x, acc, input_precision="ieee")
     else:
@@ -193,10 +204,10 @@ def add_product(acc, w, x, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES
 
 @triton.jit
 def columns_of_parts(TILE_K: tl.constexpr, BLOCK_K: tl.constexpr, MAX_LANE: tl.constexpr):
-    """Return the columns [parts, LANE] of a tile in a matrix-vector multiplication. A part lies within one block.
+    """Divide the columns of a tile into parts for a matrix-vector multiplication: [parts, LANE].
 
-    LANE is the smaller of MAX_LANE and the width of a block. A thread holds the same part of the weights and of x, so
-    that few values move between threads.
+    A part lies within one block. LANE is the smaller of MAX_LANE and the width of a block. A thread holds the same
+    parts of the weights and of x, so that few values move between threads.
     """
     LANE: tl.constexpr = BLOCK_K if BLOCK_K < MAX_LANE else MAX_LANE
     return tl.arange(0, TILE_K // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]

@@ -1,4 +1,4 @@
-"""Access to rows of sampling parameters for kernels; sampling_columns.py declares the columns."""
+"""Gives kernels access to rows of sampling parameters, whose columns are declared in sampling_columns.py."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ WIDTH = tl.constexpr(sampling_columns.WIDTH)
 
 
 def column_constants(*names: str) -> list[tl.constexpr]:
-    """Return the indices of columns as constants that kernels can use as globals."""
+    """Return column indices as constants that kernels can use as globals."""
     return [tl.constexpr(column_index(name)) for name in names]
 
 
@@ -19,7 +19,10 @@ TEMPERATURE, TOP_K, TOP_P, MIN_P = column_constants("temperature", "top_k", "top
 
 @triton.jit
 def is_filtered(params_ptr):
-    """Return whether a sampled row uses min-p, top-k or top-p, which need the logits of the whole vocabulary."""
+    """Return whether a row is sampled with min-p, top-k or top-p.
+
+    These filters need the logits of the whole vocabulary.
+    """
     has_filter = (
         (tl.load(params_ptr + TOP_K) > 0) | (load_float(params_ptr, TOP_P) < 1) | (load_float(params_ptr, MIN_P) > 0)
     )

@@ -1,9 +1,9 @@
-"""Cutoffs for top-k, top-p and min-p, without sorting; layers/sampler.py defines them.
+"""Computes the cutoffs of top-k, top-p and min-p without sorting. The definition is in layers/sampler.py.
 
-The vocabulary is divided into tiles. The maximum of each tile shows which few tiles have entries above a bound. A
-search finds the smallest logit that is kept. Each iteration divides its interval into four. If only some of the tokens
-with the smallest logit are kept, one more pass over the tiles finds the last kept token. Rows without filters need no
-search.
+The vocabulary is divided into tiles. The tile maxima show which few tiles have entries above a bound. A search finds
+the smallest logit that is kept. Each iteration of the search divides the remaining interval into four. If only some of
+the tokens with the smallest logit are kept, one more pass over the tiles finds the last kept token. Rows without
+filters need no search.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ MAX_PROGRAMS_PER_ROW = 16  # programs that share the computation of a row's tile
 
 
 class Row(NamedTuple):
-    """A row of logits, inside the kernel."""
+    """A row of logits within the kernel."""
 
     logits_ptr: tl.tensor
     tile_maxima: tl.tensor
@@ -36,7 +36,7 @@ class Row(NamedTuple):
 
 @triton.jit
 def _list_tiles(row, bound):
-    """List the tiles that contain an entry >= `bound`, in ascending order. Return the number of listed tiles."""
+    """List the tiles that contain an entry >= `bound`, in ascending order. Return the length of the list."""
     is_listed = (row.tile_maxima >= bound).to(tl.int32)
     tl.debug_barrier()  # all threads have read the previous list
     at = row.tiles_ptr + tl.cumsum(is_listed, 0) - 1
@@ -47,7 +47,10 @@ def _list_tiles(row, bound):
 
 @triton.jit
 def _load_tiles(row, entry, num_listed):
-    """Return the ids and logits [GROUP, TILE] of the tiles at `entry` [GROUP] of the list. Padding logits are -inf."""
+    """Load the tiles at positions `entry` [GROUP] of the list. Return ids and logits [GROUP, TILE].
+
+    Padding logits are -inf.
+    """
     tile = tl.load(row.tiles_ptr + entry, entry < num_listed, row.vocab_size)
     ids = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
     return ids, tl.load(row.logits_ptr + ids, ids < row.vocab_size, float("-inf")).to(tl.float32)
@@ -92,7 +95,7 @@ def _value(key, LOW: tl.constexpr):
 def _probe(quarters, iteration, low, high, row, LOW: tl.constexpr):
     """Return the key that is `quarters` quarters of the way from `low` to `high`.
 
-    The first four iterations divide the interval of logits. Later iterations divide the interval of keys, because
+    In the first four iterations, the way is measured in logits. In later iterations, it is measured in keys, because
     floating-point numbers are densest around 0.
     """
     begin = tl.maximum(_value(low, LOW), row.max - 32 * row.temperature)
@@ -103,9 +106,9 @@ def _probe(quarters, iteration, low, high, row, LOW: tl.constexpr):
 
 @triton.jit
 def _search(row, lower_bound, target, BY_MASS: tl.constexpr, LOW: tl.constexpr):
-    """Return the smallest number >= `lower_bound` that has less than `target` above it, and the amount above it.
+    """Return the smallest number >= `lower_bound` with less than `target` above it, and the amount above it.
 
-    Amounts are numbers of entries or, with BY_MASS, sums of their weights (see `_sum_above`).
+    An amount is a number of entries or, with BY_MASS, the sum of their weights (see `_sum_above`).
     """
     low, high = _key(lower_bound, LOW), _key(row.max, LOW)
     above = 0.0  # the amount above `high`
@@ -126,7 +129,7 @@ def _search(row, lower_bound, target, BY_MASS: tl.constexpr, LOW: tl.constexpr):
 
 @triton.jit
 def _find_equal(row, counts_ptr, value, n):
-    """Return the n-th lowest id whose entry equals `value`, or LAST_ID if fewer than n entries do."""
+    """Return the n-th lowest id whose entry equals `value`, or LAST_ID if there are fewer than n such ids."""
     num_listed = _list_tiles(row, value)
     for first in tl.range(0, num_listed, GROUP, num_stages=STAGES):
         entry = first + tl.arange(0, GROUP)
@@ -224,10 +227,10 @@ def _cutoff_kernel(
 
 
 def logit_cutoffs(logits: torch.Tensor, rows) -> torch.Tensor:
-    """Return for each row the smallest key that min-p, top-k and top-p keep: [S] int64 (see token_order.py).
+    """Return the smallest key [S] int64 that min-p, top-k and top-p keep in each row (see token_order.py).
 
-    logits is [S, vocabulary], and `rows` are layers.sampler.SamplingRows. A row without filters gets the smallest
-    possible key.
+    `logits` is [S, vocabulary], and `rows` is a `SamplingRows` (layers/sampler.py). A row without filters gets the
+    smallest possible key.
     """
     num_rows, vocab_size = logits.shape
     tiles = max(GROUP.value, triton.next_power_of_2(triton.cdiv(vocab_size, TILE.value)))

@@ -1,4 +1,7 @@
-"""Log-probabilities of one token per row, in one pass over the logits; features/logprobs.py defines them."""
+"""Computes the log-probability of one token per row, in one pass over the logits.
+
+The definition is in features/logprobs.py.
+"""
 
 import torch
 import triton
@@ -57,5 +60,8 @@ def token_logprobs(logits, token_ids, temperatures=None) -> tuple[torch.Tensor, 
 
 
 def log_sums_and_ranks(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-sum-exp [S] float32 of each row of logits [S, vocabulary], and the rank [S] int32 of its token."""
+    """Return the log-sum-exp of each row of logits [S, vocabulary], and the rank of the row's token.
+
+    The log-sum-exps are [S] float32, and the ranks are [S] int32.
+    """
     return _compute(logits, token_ids, None)[1:]

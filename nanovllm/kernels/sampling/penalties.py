@@ -1,8 +1,9 @@
-"""Logit biases, penalties, allowed ids and bad words; features/logit_edits.py defines them.
+"""Logit biases, penalties, allowed ids and bad words. The definitions are in features/logit_edits.py.
 
-A program counts the tokens of its row in scratch memory that is all zeros. Then its threads exchange the count of each
-token for a zero. The first thread for a token gets the count, and edits the logit of the token. Later threads for the
-same token get zero. Afterwards, the memory is all zeros again. The kernel skips rows without such parameters.
+A program counts the tokens of its row in scratch memory that initially contains only zeros. Then its threads exchange
+the count of each token for a zero. The first thread for a token gets the count, and edits the logit of the token. Later
+threads for the same token get zero. Afterwards, the memory contains only zeros again. The kernel skips rows that use
+none of these parameters.
 """
 
 from typing import NamedTuple
@@ -43,7 +44,7 @@ def _token_ids(at, tokens, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def _ban_unset(x_ptr, mask_ptr, vocab_size, TILE: tl.constexpr):
-    """Set the logits of all ids whose bit in the mask is 0 to -inf."""
+    """Set the logit of each id to -inf if the id's bit in the mask is 0."""
     for first in range(0, vocab_size, TILE):
         ids = first + tl.arange(0, TILE)
         words = tl.load(mask_ptr + ids // 32, ids < vocab_size, -1)
@@ -133,7 +134,10 @@ def _penalize_kernel(
 
 
 def penalize(logits: torch.Tensor, rows, tables) -> None:
-    """Edit logits [S, vocabulary] in place, given SamplingRows `rows` and features.logit_edits.EditTables `tables`."""
+    """Edit logits [S, vocabulary] in place.
+
+    `rows` is a `SamplingRows`, and `tables` is an `EditTables` (features/logit_edits.py).
+    """
     if len(logits):
         params, token_ids, counts = rows.params, rows.token_ids, tables.token_counts
         row_tensors = params, rows.req_indices, token_ids, rows.block_tables, rows.positions

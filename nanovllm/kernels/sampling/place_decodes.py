@@ -1,10 +1,10 @@
 """Kernels that place the tokens of a decode step (positions, cache slots), and update the state for the next step.
 
-batches/request_tables.py defines `place_decodes` and `accept`. `place_chains`, defined in spec_decode/rows.py, places
-the rows of a draft model.
+The definitions of `place_decodes` and `accept` are in batches/request_tables.py. `place_chains` places the rows of a
+draft model. Its definition is in spec_decode/rows.py.
 
 All kernels are ordinary launches. `place_decodes` writes slots, lengths and block tables. Attention may read them
-early, because the embedding, another ordinary launch, precedes attention (dependent_launch.py).
+before it waits, because another ordinary launch, the embedding, comes in between (see dependent_launch.py).
 """
 
 import torch
@@ -71,7 +71,7 @@ def _accept_kernel(batch_ptrs, table_ptrs, counts_ptr, NUM_IDS: tl.constexpr, K:
 
 
 def place_decodes(tables, batch, block_size: int) -> None:
-    """Fill in a batches.batch.Batch on the device from batches.request_tables.RequestTables.
+    """Fill in `batch`, a `Batch` on the device, from `tables` (`RequestTables`).
 
     A program fills in the rows of one sequence.
     """
@@ -88,10 +88,10 @@ def place_decodes(tables, batch, block_size: int) -> None:
 
 
 def accept(req_indices: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, tables) -> torch.Tensor | None:
-    """Store sampled tokens in the tables, and return the number of accepted tokens per sequence [S] int32.
+    """Store sampled tokens in the tables. Return the number of accepted tokens per sequence, [S] int32.
 
-    req_indices is [S], positions and token_ids are [S * k], all int32. Return None if k is 1 or S is 0. A program
-    updates one sequence.
+    `req_indices` [S], `positions` [S * k] and `token_ids` [S * k] are int32. Return `None` if k is 1 or S is 0. A
+    program updates one sequence.
     """
     num_seqs, own = len(req_indices), tables[:2]
     k = max(1, len(token_ids) // max(1, num_seqs))
@@ -147,9 +147,9 @@ def _place_chains_kernel(batch_ptrs, table_ptrs, out_ptrs, num_rows, SHAPE: tl.c
 def place_chains(
     req_indices: torch.Tensor, num_drafts: torch.Tensor, tables, num_computed: torch.Tensor, shape
 ) -> tuple[torch.Tensor, ...]:
-    """Place the rows of a draft model, one sequence per program; spec_decode/rows.py has the definition.
+    """Place the rows of a draft model, one sequence per program. The definition is in spec_decode/rows.py.
 
-    `tables` are batches.request_tables.RequestTables, and `shape` is a ChainShape of spec_decode/rows.py.
+    `tables` is a `RequestTables`, and `shape` is a `ChainShape` (spec_decode/rows.py).
     """
     num_seqs, device = len(req_indices), req_indices.device
     num_rows = num_seqs * (shape.width + shape.num_steps - 1)

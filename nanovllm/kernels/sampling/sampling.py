@@ -1,4 +1,4 @@
-"""Gumbel-max sampling over the vocabulary with stateless noise; layers/sampler.py defines it."""
+"""Gumbel-max sampling over the vocabulary with stateless noise. The definition is in layers/sampler.py."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ SPLIT_SIZE = 2048
 
 
 class Splits(NamedTuple):
-    """The division of rows into splits, one per program (a kernel constant).
+    """The division of a row into splits, one per program (a kernel constant).
 
     Noise is generated for four tokens at once. So the first split begins at the first id, rounded down to a multiple of
     four.
@@ -28,7 +28,10 @@ class Splits(NamedTuple):
 
 @triton.jit
 def _log(x, HARDWARE: tl.constexpr):
-    """Return the natural logarithm. With HARDWARE, a log2 instruction (error 2^-22) saves a dozen others."""
+    """Return the natural logarithm.
+
+    With HARDWARE, use a log2 instruction (error 2^-22), which saves a dozen other instructions.
+    """
     if HARDWARE:
         asm: tl.constexpr = "lg2.approx.ftz.f32 $0, $1;"
         return 0.6931471805599453 * tl.inline_asm_elementwise(asm, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -95,9 +98,9 @@ def _sample_reduce_kernel(best_ptr, index_ptr, score_ptr, out_ptr, SPLITS: tl.co
 def sample(logits, temperatures, seeds, positions, first_id=0, cutoffs=None) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw a token from each row of logits [S, vocabulary]. Return scores [S] float32 and ids [S] int32.
 
-    temperatures is [S] float32, seeds [S, 2] int32 (low and high word), and positions [S] int32. cutoffs [S] int64
-    contains the smallest key that may be drawn in each row (see token_order.py). Column 0 of the logits is the token
-    `first_id`. If scores are equal, the lowest id wins.
+    `temperatures` is [S] float32, `seeds` is [S, 2] int32 (low and high word), and `positions` is [S] int32. `cutoffs`
+    [S] int64 contains the smallest key that may be drawn in each row (see token_order.py). Column 0 of the logits
+    belongs to token `first_id`. If scores are equal, the lowest id wins.
     """
     num_rows, vocab_size = logits.shape
     skipped = first_id % 4

@@ -1,6 +1,6 @@
 """The sampling parameters of a request on the device: a row of WIDTH int32 words, with one column per parameter.
 
-COLUMNS declares the name and the type of each column. Kernels look up column indices with
+`COLUMNS` declares the name and the type of each column. Kernels look up column indices with
 `column_constants.column_constants`. The last two words of a row are the seed of the noise.
 """
 
@@ -44,7 +44,10 @@ EDITS = slice(column_index("is_penalized"), column_index("num_bad_words") + 1)
 
 
 def column(params, name: str):
-    """Return a column of `params` [S, WIDTH] int32 (array or tensor) as a view [S] with the column's type."""
+    """Return a column of `params` as a view [S] with the column's type.
+
+    `params` is an array or a tensor, [S, WIDTH] int32.
+    """
     i = column_index(name)
     if COLUMNS[name] is int:
         return params[:, i]
@@ -62,12 +65,15 @@ def temperatures_of(seqs: Any) -> list[float]:
 
 
 def seeds_of(seqs: Any) -> np.ndarray:
-    """Return the noise seeds of sequences [S, 2] int32 (low and high word)."""
+    """Return the noise seeds of sequences as [S, 2] int32 (low and high word)."""
     return np.array([seq.noise_seed for seq in seqs], np.uint64).view(np.int32).reshape(-1, 2)
 
 
 def params_rows(seqs: Any) -> np.ndarray:
-    """Return the parameter rows of sequences [S, WIDTH] int32. Columns of features that a sequence ignores are 0."""
+    """Return the parameter rows of sequences as [S, WIDTH] int32.
+
+    Columns of features that a sequence does not use are 0.
+    """
     params = np.zeros((len(seqs), WIDTH), np.int32)
     column(params, "temperature")[:] = temperatures_of(seqs)
     for name in ("top_p", "min_p", "top_k"):

@@ -1,10 +1,10 @@
 """The second GEMM of moe_gemm.py (after SwiGLU) on Hopper, for many rows in 16 bits.
 
-It is written in Gluon. Two warpgroups multiply, one warp loads, two warps store, and one warp looks up tiles.
+The kernel is written in Gluon. Two warpgroups multiply, one warp loads, two warps store, and one warp looks up tiles.
 
 A tile has 128 rows of one expert, 64 for each warpgroup, and 256 outputs. An expert has few inputs, so a tile takes
-only 10 microseconds. Therefore, other warps store its 64 KiB of output, and look up the next tile, while the
-warpgroups multiply.
+only 10 microseconds. Therefore, while the warpgroups multiply, other warps store the 64 KiB of output of the previous
+tile, and look up the next tile.
 """
 
 from typing import NamedTuple
@@ -38,7 +38,7 @@ PIECE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0]))  # the la
 
 
 class Plan(NamedTuple):
-    """Constants of the kernel."""
+    """The constants of the kernel."""
 
     k: int
     top_k: int
@@ -80,7 +80,7 @@ def _look_up(table_ptr, num_tiles, num_blocks, lookup):
 
 @gluon.jit
 def _next_tile(lookup, use):
-    """Return the next tile as (expert, block of outputs, first row, end row). Expert -1 means no more tiles."""
+    """Return the next tile as (expert, block of outputs, first row, end row). After the last tile, `expert` is -1."""
     fields, full, empty = lookup
     mbarrier.wait(full.index(0), use & 1)
     expert, block = _get(fields, 0), _get(fields, 1)
@@ -91,7 +91,7 @@ def _next_tile(lookup, use):
 
 @gluon.jit
 def _load(x_tiles, w_tiles, num_blocks, lookup, rings, PLAN: gl.constexpr):
-    """Run the loading warp, which uses one thread. It also loads rows after the end of a tile, which are not used."""
+    """Run the loading warp, which uses one thread. Rows after the end of a tile are loaded, but not used."""
     x_ring, w_ring, full, empty = rings
     i, use = 0, 0
     tile = _next_tile(lookup, use)
@@ -119,9 +119,9 @@ def _load_pairs(pairs_ptr, tile, rows):
 
 @gluon.jit
 def _multiply(weights_ptr, pairs_ptr, lookup, rings, out, W: gl.constexpr, PLAN: gl.constexpr):
-    """Run a warpgroup, which multiplies 64 rows of each tile and scales the results by routing weights.
+    """Run one warpgroup: multiply 64 rows of each tile, and scale the results by routing weights.
 
-    The warpgroup loads the addresses of the routing weights one tile ahead.
+    The warpgroup loads the pairs, which index the routing weights, one tile ahead.
     """
     x_ring, w_ring, full, empty = rings
     out_ring, ready, free = out
@@ -208,7 +208,7 @@ def _down_kernel(
 def experts_down(
     x: torch.Tensor, weight: torch.Tensor, rows: ExpertRows, routing: Routing, out: torch.Tensor
 ) -> torch.Tensor:
-    """Multiply each row of x [rows, K] by its expert's weight and by its routing weight. Store the result in `out`.
+    """Multiply each row of x [rows, K] by its expert's weight and by its routing weight. Fill `out`.
 
     `weight` is [experts, N, K], and `out` is [top_k, T, N]. N is a multiple of 256. The size of a row of x and of the
     weight is a multiple of 16 bytes. The tiles of `rows` have 128 rows.

@@ -1,7 +1,7 @@
 """Mixture of experts for many tokens: grouped GEMMs over rows that are sorted by expert (moe_routing.py).
 
-Weights may be 8-bit values times scales. Then GPUs with FP8 units quantize the inputs of both GEMMs, which multiply
-e4m3. Other GPUs convert the weights to the dtype of x.
+Weights may be 8-bit values with scales. For such weights, GPUs with FP8 units quantize the inputs of both GEMMs and
+multiply e4m3 numbers. Other GPUs convert the weights to the dtype of x.
 
 The `top_k` parts of each token's output are stored separately, and the next norm adds them. Rows are sorted by expert,
 so adding a token's parts here would need atomic additions, whose order changes from run to run.
@@ -36,7 +36,10 @@ MAX_SCALED_TILE_M = 64
 
 
 def choose_tile_m(num_pairs: int, num_experts: int) -> int:
-    """Return TILE_M: about 1.5 times the mean number of rows per expert. Each tile rereads its expert's weights."""
+    """Return the smallest TILE_M that is at least 1.5 times the mean number of rows per expert, or 128.
+
+    Each tile rereads its expert's weights.
+    """
     return next((size for size in (16, 32, 64) if 2 * size * num_experts >= 3 * num_pairs), 128)
 
 
@@ -56,10 +59,10 @@ def _grouped_kernel(
     IS_GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute tile_n outputs for a tile of at most TILE_M rows of one expert, per program.
+    """In each program, compute `tile_n` outputs of at most TILE_M rows of one expert.
 
-    With IS_GATED, this is the first GEMM and its SwiGLU. Then x_tiles is a pointer, because the rows of x are in the
-    order of tokens.
+    With IS_GATED, the kernel computes the first GEMM and SwiGLU. Then `x_tiles` is a pointer, because the rows of x are
+    in the order of tokens.
     """
     gdc_launch_and_wait(PDL)
     weights_ptr, pairs_ptr, table_ptr = routing_ptrs
@@ -116,7 +119,7 @@ def _grouped_kernel(
 def _grouped_product(
     x: torch.Tensor, weight: Weight, rows: ExpertRows, routing: Routing, out: torch.Tensor, quantize: bool
 ) -> torch.Tensor:
-    """Fill `out` with the result of the first GEMM [rows, size] or of the second GEMM [top_k, T, hidden]."""
+    """Fill `out` with the result of the first GEMM, [rows, size], or of the second, [top_k, T, hidden]."""
     is_gated, is_scaled, is_float32 = out.dim() == 2, isinstance(weight, tuple), x.dtype == torch.float32
     if rows.tile_m == 128 and not is_gated and not is_float32 and out.shape[2] % 256 == 0 and has_hopper_kernels():
         from nanovllm.moe.kernels import hopper_experts  # it needs Gluon of Triton 3.6
@@ -148,12 +151,12 @@ def _grouped_product(
 def moe_gemm(
     x: torch.Tensor, routing: Routing, gate_up: Weight, down: Weight, first_expert: int = 0, quantize: bool = False
 ) -> torch.Tensor:
-    """Compute the experts for x [T, hidden], T > 0. Return parts [top_k, T, hidden] whose sum is the output.
+    """Compute the experts for x [T, hidden] with T > 0. Return parts [top_k, T, hidden] whose sum is the output.
 
-    The weights belong to this rank's experts, starting at `first_expert`: gate_up is [experts, 2 * size, hidden], and
-    down is [experts, hidden, size]. Parts whose experts are on other ranks are not written. All tensors are contiguous,
-    and the size of a row is a multiple of 16 bytes. Scales of 8-bit values are [experts, N / block rows, K / block
-    columns], with blocks of at least 32 columns. With `quantize`, activations are quantized to e4m3.
+    The weights belong to this rank's experts, starting at `first_expert`. `gate_up` is [experts, 2 * size, hidden], and
+    `down` is [experts, hidden, size]. Parts whose experts are on other ranks are not written. All tensors are
+    contiguous, and the size of a row is a multiple of 16 bytes. Scales of 8-bit values are [experts, N / block rows, K
+    / block columns], and blocks have at least 32 columns. With `quantize`, activations are quantized to e4m3.
     """
     is_scaled = isinstance(down, tuple)
     num_local, hidden, size = (down[0] if is_scaled else down).shape
@@ -195,10 +198,10 @@ def _sum_parts_kernel(
 def sum_local_parts(
     parts: torch.Tensor, routing: Routing, first_expert: int, num_experts: int, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the sum [T, hidden] of the parts [top_k, T, hidden] of this rank's experts. `out` receives the sum.
+    """Add up the parts [top_k, T, hidden] of this rank's experts. Return the sum [T, hidden].
 
-    On a single rank, the next norm adds the parts instead. With several ranks, it would have to read all parts of all
-    ranks.
+    `out` receives the sum. On a single rank, the next norm adds the parts instead. With several ranks, the norm would
+    have to read all parts of all ranks.
     """
     top_k, num_tokens, n = parts.shape
     out = torch.empty_like(parts[0]) if out is None else out

@@ -1,7 +1,7 @@
 """Mixture of experts for a few tokens: matrix-vector multiplications with the weights of the chosen experts.
 
-All kernels spend most of their time reading weights. The weights may be 8-bit values times scales. A thread loads LANE
-of these values at once, which all lie in one block.
+All kernels spend most of their time reading weights. Weights may be 8-bit values with scales. A thread loads LANE of
+these values at once, and all of them lie in one block.
 """
 
 from typing import NamedTuple
@@ -71,7 +71,7 @@ def _gate_up_gemv_kernel(
 def _down_gemv_kernel(
     h_ptr, w_ptrs, choice_ptrs, out_ptr, first_expert, N, SHAPE: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr
 ):
-    """Compute tile_n outputs of a token per program, summed over all experts of the token."""
+    """In each program, compute `tile_n` outputs of a token, summed over all experts of the token."""
     weights_ptr, ids_ptr = choice_ptrs
     K: tl.constexpr = SHAPE.k
     TILE_K: tl.constexpr = SIZES.tile_k
@@ -96,9 +96,9 @@ def _down_gemv_kernel(
 
 @triton.jit
 def _scales_of_parts(scale_ptr, begin, k, SHAPE: tl.constexpr):
-    """Load the scales [parts] of columns begin + k, where `scale_ptr` points to the scales of a row of blocks.
+    """Load the scales [parts] of columns `begin + k`, or return ones if a row is a single block.
 
-    Return ones if a row is a single block. k [parts, LANE] comes from `columns_of_parts`.
+    `scale_ptr` points to the scales of a row of blocks. `k` [parts, LANE] comes from `columns_of_parts`.
     """
     part = tl.arange(0, k.shape[0])
     if SHAPE.block_k < SHAPE.k:
@@ -111,9 +111,9 @@ def _scales_of_parts(scale_ptr, begin, k, SHAPE: tl.constexpr):
 
 @triton.jit
 def _load_parts(ptr, k, is_row, SHAPE: tl.constexpr, TILE_K: tl.constexpr):
-    """Load weights from pointers [rows, parts, LANE] to columns k [parts, LANE]. Return 0 outside the matrix.
+    """Load weights from pointers [rows, parts, LANE] to columns `k` [parts, LANE] of a matrix.
 
-    is_row is [rows].
+    Return 0 outside the matrix. `is_row` [rows] is the mask of existing rows.
     """
     inside = is_row[:, None, None]
     if SHAPE.k % TILE_K > 0:
@@ -123,14 +123,14 @@ def _load_parts(ptr, k, is_row, SHAPE: tl.constexpr, TILE_K: tl.constexpr):
 
 @triton.jit
 def _load_parts_of_x(x_ptr, k, SHAPE: tl.constexpr, TILE_K: tl.constexpr):
-    """Load the elements k [parts, LANE] of a row as float32 [1, parts, LANE]. Return 0 outside the row."""
+    """Load the elements at `k` [parts, LANE] of a row as float32 [1, parts, LANE]. Return 0 outside the row."""
     x = tl.load(x_ptr + k) if SHAPE.k % TILE_K == 0 else tl.load(x_ptr + k, k < SHAPE.k, 0.0)
     return x.to(tl.float32)[None]
 
 
 @triton.jit
 def _multiply_parts(w, x, scales):
-    """Multiply weights [rows, parts, LANE] by x [1, parts, LANE] and scales [parts]. Sum over LANE to [rows, parts]."""
+    """Multiply w [rows, parts, LANE] by x [1, parts, LANE] and `scales` [parts]. Sum over LANE."""
     return tl.sum(decode_e4m3(w, tl.float32) * x, 2) * scales[None, :]
 
 
@@ -232,11 +232,11 @@ def _operands(weight: Weight, tile: tuple[int, int, int], top_k: int) -> tuple[t
 def moe_gemv(
     x: torch.Tensor, routing: Routing, gate_up: Weight, down: Weight, first_expert: int = 0, norm=NO_NORM, out=None
 ) -> torch.Tensor:
-    """Compute the experts for x [T, hidden], T > 0. Return the sum [T, hidden] over each token's experts on this rank.
+    """Compute the experts for x [T, hidden] with T > 0. Sum over the experts of each token on this rank.
 
-    `gate_up` [experts, 2 * size, hidden] and `down` [experts, hidden, size] are the weights of this rank's experts,
-    starting at `first_expert`. `norm` is the weight [hidden] and the eps of an RMS norm, which is applied to x first.
-    `out` receives the result. All tensors are contiguous.
+    The result is [T, hidden]. `gate_up` [experts, 2 * size, hidden] and `down` [experts, hidden, size] are the weights
+    of this rank's experts, starting at `first_expert`. `norm` is (weight [hidden], eps) of an RMS norm, which is
+    applied to x first. `out` receives the result. All tensors are contiguous.
     """
     (num_tokens, top_k), kernels = routing.expert_ids.shape, (_gate_up_gemv_kernel, _down_gemv_kernel)
     tile = GATE_UP_TILE

@@ -1,7 +1,7 @@
 """Routing for a mixture of experts: the experts of each token, and the order of the rows of the grouped GEMMs.
 
-A *pair* is a token and one of its `top_k` choices. Its index is token * top_k + choice. Each pair is one row of the
-grouped GEMMs, where pairs are sorted by expert. A *tile* is a range of at most TILE_M rows of one expert.
+A *pair* consists of a token and one of its `top_k` choices. Its index is `token * top_k + choice`. Each pair has one
+row in the grouped GEMMs, where rows are sorted by expert. A *tile* is a range of at most TILE_M rows of one expert.
 """
 
 from typing import NamedTuple
@@ -75,7 +75,10 @@ class RouteSizes(NamedTuple):
 @dependent_kernel(early=("slot_mapping_ptr",))
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_kernel(logits_ptr, slot_mapping_ptr, out_ptrs, num_tokens, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """Route `block_t` tokens per program. Columns without an expert and NaN count as -inf, so ids are always valid."""
+    """In each program, route `block_t` tokens.
+
+    NaN and columns without an expert count as -inf, so ids are always valid.
+    """
     weights_ptr, ids_ptr = out_ptrs
     E: tl.constexpr = SIZES.num_experts
     TOP_K: tl.constexpr = SIZES.top_k
@@ -127,12 +130,13 @@ def _route_kernel(logits_ptr, slot_mapping_ptr, out_ptrs, num_tokens, SIZES: tl.
 def route(
     logits: torch.Tensor, top_k: int, renormalize: bool, slot_mapping: torch.Tensor | None = None, num_shared: int = 0
 ) -> Routing:
-    """Return the `top_k` experts of each token, by a float32 softmax over all experts, and `num_shared` shared experts.
+    """Choose `top_k` experts for each token by a float32 softmax, and append the `num_shared` shared experts.
 
-    `logits` [split_k, T, experts], T > 0, are parts of a sum. With `renormalize`, the weights of the chosen experts add
-    up to 1. If logits are equal, the lower expert id comes first (torch.topk leaves this order open). Tokens with a
-    negative slot are padding. They get the experts of the first token, so that no further weights are read. Shared
-    experts have the last ids. They are not part of the softmax, and their weights are the sigmoids of their logits.
+    `logits` [split_k, T, experts] contains parts whose sum is the logits, and T is positive. The softmax covers all
+    experts except the shared experts. With `renormalize`, the weights of the chosen experts add up to 1. If logits are
+    equal, the lower expert id comes first (`torch.topk` leaves this order open). Tokens with a negative slot are
+    padding. They get the experts of the first token, so that no additional weights are read. Shared experts have the
+    last ids, and their weights are the sigmoids of their logits.
     """
     split_k, num_tokens, num_logits = logits.shape
     num_experts, shape = num_logits - num_shared, (num_tokens, top_k + num_shared)
@@ -156,7 +160,7 @@ class SortSizes(NamedTuple):
 
 @triton.jit
 def _load_keys(ids_ptr, pair, num_pairs, first_expert, SIZES: tl.constexpr):
-    """Return keys that sort a share's pairs by expert, then by pair. Experts of other ranks come last."""
+    """Return keys that sort the pairs of a share by expert, then by index. Experts of other ranks come last."""
     expert = tl.load(ids_ptr + pair, pair < num_pairs, -1) - first_expert
     is_local = (expert >= 0) & (expert < SIZES.num_experts) & (pair < num_pairs)
     return tl.where(is_local, expert, SIZES.num_experts) * SIZES.share + pair % SIZES.share
@@ -165,9 +169,9 @@ def _load_keys(ids_ptr, pair, num_pairs, first_expert, SIZES: tl.constexpr):
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_pairs", "first_expert"])
 def _count_kernel(ids_ptr, rows_ptr, num_pairs, first_expert, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """Count one share per program: store each expert's first row and number of rows within the share.
+    """In each program, count the rows of one share.
 
-    The output is [2, bins, shares].
+    Store the first row and the number of rows that each expert has within the share: [2, bins, shares].
     """
     gdc_launch_and_wait(PDL)
     share, num_shares = tl.program_id(0), tl.num_programs(0)
@@ -183,10 +187,10 @@ def _count_kernel(ids_ptr, rows_ptr, num_pairs, first_expert, SIZES: tl.constexp
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_shares"])
 def _scan_kernel(rows_ptr, num_shares, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """Sum the counts of one expert over all shares, per program.
+    """In each program, sum the counts of one expert over all shares.
 
-    Replace the expert's first row in each share with the number of preceding rows of other shares. Replace the expert's
-    first count with the sum of its counts.
+    In each share, replace the expert's first row with the number of rows in other shares that precede the expert's rows
+    of this share. Replace the expert's count in the first share with the sum of the counts.
     """
     gdc_launch_and_wait(PDL)
     share = tl.arange(0, MAX_SHARES)
@@ -200,10 +204,10 @@ def _scan_kernel(rows_ptr, num_shares, SIZES: tl.constexpr, PDL: tl.constexpr):
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_pairs", "first_expert", "num_tiles"])
 def _sort_kernel(in_ptrs, out_ptrs, num_pairs, first_expert, num_tiles, tile_m, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """Write the table of tiles in the first program, and the rows of a block of pairs in each other program.
+    """In the first program, write the table of tiles. In each other program, write the rows of a block of pairs.
 
-    The row of a pair is the number of pairs that sort before it. Only pairs of the same share are compared. Without
-    `rows_ptr`, there is only one share, and the two kernels above are not needed.
+    The row index of a pair is the number of pairs that sort before it. Pairs are compared only within a share. Without
+    `rows_ptr`, there is a single share, and the two kernels above are not needed.
     """
     gdc_launch_and_wait(PDL)
     ids_ptr, rows_ptr = in_ptrs
@@ -247,8 +251,8 @@ def max_tiles(num_pairs: int, num_experts: int, tile_m: int) -> int:
 def sort_by_expert(expert_ids: torch.Tensor, first_expert: int, num_experts: int, tile_m: int) -> ExpertRows:
     """Return the rows and tiles of this rank's `num_experts` experts, starting at `first_expert`.
 
-    expert_ids is [T, top_k] int32, with T > 0. The rows of an expert are in the order of pairs. The results' sizes
-    depend only on shapes, so the end of `pairs` can stay unwritten.
+    `expert_ids` is [T, top_k] int32, with T > 0. The rows of an expert are in the order of pairs. The sizes of the
+    results depend only on shapes, so the last entries of `pairs` might stay unwritten.
     """
     num_pairs, device = expert_ids.numel(), expert_ids.device
     num_tiles = max_tiles(num_pairs, num_experts, tile_m)
