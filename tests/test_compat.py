@@ -39,7 +39,8 @@ def example(accepted: tuple):
 
 @pytest.fixture(scope="module")
 def llm():
-    with vllm.LLM(TINY, block_size=16, max_num_seqs=None, enable_lora=False, max_lora_rank=16, max_logprobs=5) as llm:
+    settings = {"max_num_seqs": None, "enable_lora": False, "max_lora_rank": 16, "max_logprobs": 5}
+    with vllm.LLM(TINY, dtype="float32", block_size=16, **settings) as llm:
         yield llm
 
 
@@ -140,7 +141,7 @@ def test_engine(llm):
 
 def test_generate(llm):
     """The answers of our own engine, to every form of a prompt and with every argument."""
-    with LLM(TINY) as ours:
+    with LLM(TINY, dtype="float32") as ours:
         (expected,) = ours.generate(PROMPT, vllm.SamplingParams(**GREEDY), use_tqdm=False)
     tokens = vllm.TokensPrompt(prompt_token_ids=expected.prompt_token_ids, multi_modal_data=None, cache_salt=None)
     prompts = [PROMPT, vllm.TextPrompt(prompt=PROMPT), tokens]
