@@ -136,7 +136,7 @@ SETTINGS = [
         config,
         TypeError,
         ("scheduling_policy", [None], ": must be a name or an object with a method `priority_key`"),
-        ("scheduling_policy", [Priority, SchedulingPolicy], "must be a name or an object"),  # no instances
+        ("scheduling_policy", [Priority, SchedulingPolicy], "must be an instance, such as"),
     ),
     # also what a caller can't set: the model's own shape
     *(

@@ -21,14 +21,17 @@ MAX_COUNTED_PROMPTS = 64  # at most this many waiting prompts are counted to siz
 
 
 class Scheduler:
-    """Implements continuous batching. A mixed step decodes a token per sequence, and computes chunks of prompts.
+    """Implements continuous batching. A mixed step decodes one token for each running sequence, and computes chunks of
+    prompts.
 
-    Prompts are computed in `Sequence.order`, within the step's TokenBudget. A full engine admits new sequences in
-    groups (see AdmissionPause). `schedule` may be called once more before the tokens of the last step have arrived. It
-    then leaves out the sequences that wait for their tokens. The row of a sequence includes its drafts, if any.
+    Prompts are computed in the order of `Sequence.order`, as far as the step's TokenBudget allows. A full engine admits
+    new sequences in groups (see AdmissionPause). `schedule` may be called once more before the tokens of the previous
+    step have arrived. This call leaves out the sequences that must wait for their tokens. The row of a sequence
+    includes its drafts, if any.
 
-    The answers to one prompt (`Sequence.group`) are queued together. The first one is admitted when all of them fit, or
-    when nothing else runs. Answers that fit share the computed prompt. Other answers later find it in the prefix cache.
+    The answers to one prompt (`Sequence.group`) are queued together. The first answer is admitted when all of them fit,
+    or when nothing else runs. Answers that fit share the computed prompt. The other answers later find the prompt in
+    the prefix cache.
     """
 
     def __init__(self, config: "Config", block_manager: BlockManager | None = None):
@@ -76,7 +79,7 @@ class Scheduler:
     def schedule(self, prompts_first: bool = False) -> ScheduledStep | None:
         """Return the next step, or None if no step is possible before tokens in flight arrive.
 
-        prompts_first: do not decode while prompts can be computed. This order takes less time in total.
+        prompts_first: do not decode while prompts can be computed. In this order, the requests take less time in total.
         Raises RuntimeError if the number of cache blocks is not known yet.
         """
         if not self.block_manager.num_blocks:
@@ -90,10 +93,7 @@ class Scheduler:
                 self._schedule_decodes(step)
         else:
             self._schedule_decodes(step)
-            decodes_soon = bool(step.num_decodes) or any(
-                seq.waits_for_token and not seq.is_paused for seq in self.running.values()
-            )
-            self.schedule_chunks(step, is_mixed=decodes_soon)
+            self.schedule_chunks(step, is_mixed=self._decodes_soon(step))
         if not (step.num_decodes or step.chunks) and any(seq.is_paused for seq in self.running.values()):
             forks.preempt_paused(self, step)
         if not (step.num_decodes or step.chunks):
@@ -105,6 +105,10 @@ class Scheduler:
         step.copies = [(source, target) for target, source in copies.items()]
         self.totals[f"{step.kind}_steps"] += 1
         return step
+
+    def _decodes_soon(self, step: ScheduledStep) -> bool:
+        """Whether this step decodes, or the next step will, once a token in flight has arrived."""
+        return bool(step.num_decodes) or any(seq.waits_for_token and not seq.is_paused for seq in self.running.values())
 
     def _schedule_decodes(self, step: ScheduledStep) -> None:
         """Decode all ready sequences. If blocks run out, preempt sequences, beginning with the last in order."""
@@ -122,7 +126,8 @@ class Scheduler:
         step.decode(rows)
 
     def _ready(self) -> list[ScheduledSequence]:
-        """Return a row for each running sequence that can decode. The row contains the next token and the drafts.
+        """Return a row for each running sequence that can decode. The row contains the sequence's next token and its
+        drafts.
 
         The longest contexts come first, so that short contexts balance the load at the end of attention. Sequences of
         equal length stay in the order in which they began to decode.
@@ -142,7 +147,7 @@ class Scheduler:
         return [i for i, (seq, _, end) in enumerate(rows) if needs_block(seq, end)]
 
     def schedule_chunks(self, step: ScheduledStep, is_mixed: bool = False) -> None:
-        """Schedule chunks of prompts in order. The prompts are in progress or newly admitted."""
+        """Schedule chunks of prompts in order. The prompts are partly computed or newly admitted."""
         budget = self.budget
         if is_mixed:
             seqs = (*self.prefilling.values(), *islice(self.waiting, MAX_COUNTED_PROMPTS))
@@ -214,7 +219,7 @@ class Scheduler:
         seq.record_time("scheduled")
 
     def preempt(self, seq: Sequence) -> None:
-        """Free the blocks of a running sequence, and queue it again. Its tokens are recomputed later."""
+        """Free the blocks of a running sequence, and queue the sequence again. Its tokens are recomputed later."""
         self.release(seq)
         seq.status = SequenceStatus.WAITING
         seq.limit_tokens()
@@ -225,7 +230,8 @@ class Scheduler:
     def postprocess(self, step: ScheduledStep, result: StepResult) -> Collection[Sequence]:
         """Append the tokens of a step to their sequences, run features, and end sequences.
 
-        Returns the watched sequences that got a token, and all sequences that ended. Beam search appends its tokens.
+        Returns the watched sequences that got a token, and all sequences that ended. Beam search appends tokens to its
+        sequences itself.
         """
         arrived, ends = self.append_tokens(step.sampled_seqs, result.token_ids)
         return self.run_features(step, result, arrived, ends)
@@ -299,7 +305,7 @@ class Scheduler:
         return seqs
 
     def release(self, seq: Sequence) -> None:
-        """Take the blocks and the request index from a running sequence."""
+        """Free the blocks and the request index of a running sequence."""
         self.block_manager.deallocate(seq)
         self.free_req_indices.append(seq.req_index)
         seq.req_index = -1

@@ -1,4 +1,5 @@
-"""The scheduler's rules: which sequences come first, which are admitted, and how many prompt tokens a step computes.
+"""The scheduler's rules: which sequences come first, which ones are admitted, and how many prompt tokens a step
+computes.
 
 policies.py contains further scheduling policies.
 """
@@ -25,11 +26,11 @@ class SchedulingPolicy:
     def priority_key(self, seq: Sequence) -> Any:
         """Return the key of `seq`: a number, or anything that can be compared with the keys of other sequences.
 
-        The thread that adds a request calls this once, with the first answer. An error is raised in that thread.
-        Useful attributes of `seq` are `num_prompt_tokens`, `max_num_tokens` (prompt and output together), `priority`,
-        `params`, and `arrival`, a value of `time.perf_counter`.
+        The thread that adds a request calls this method once, with the request's first answer. An error is raised in
+        that thread. Useful attributes of `seq` are `num_prompt_tokens`, `max_num_tokens` (prompt and output together),
+        `priority`, `params`, and `arrival`, a value of `time.perf_counter`.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__}: must define a method `priority_key`")
 
 
 class FCFS(SchedulingPolicy):
@@ -90,19 +91,19 @@ class AdmissionPause:
         return self._num_steps > MAX_STEPS_WITHOUT_ADMISSION
 
     def pause(self, num_running: int) -> None:
-        """Pause admission, because a sequence did not fit."""
+        """Pause admission. Call this when a sequence did not fit."""
         self._max_running, self._num_steps = max(0, num_running - max(1, num_running // 16)), 0
 
     def resume(self) -> None:
-        """Resume admission, because a sequence was admitted or none waits."""
+        """Resume admission. Call this when a sequence was admitted or none waits."""
         self._max_running, self._num_steps = None, 0
 
 
 class TokenBudget(NamedTuple):
-    """Limits a step to `num_tokens` prompt tokens, or to fewer if they follow a long context.
+    """Limits a step to `num_tokens` prompt tokens, or to fewer tokens if they follow a long context.
 
-    A token that follows a context of `context_of_equal_cost` tokens counts twice, because attention then costs as much
-    as all other work.
+    A token that follows a context of `context_of_equal_cost` tokens counts twice, because its attention costs as much
+    as all its other work.
     """
 
     num_tokens: float
@@ -112,7 +113,7 @@ class TokenBudget(NamedTuple):
         """Return the budget for the prompts of a step with `num_decodes` decoded tokens. `num_left` prompt tokens wait.
 
         Short steps keep inter-token latency low, and long steps shorten the queue. So the size of
-        a step is a quarter of `num_left`, clamped between half of this budget and all of it. Prompts always get at
+        a step is a quarter of `num_left`, but at least half of this budget and at most all of it. Prompts always get at
         least a quarter of this budget.
         """
         num_tokens = min(self.num_tokens, max(self.num_tokens // 2, num_left // 4))
@@ -129,8 +130,9 @@ class TokenBudget(NamedTuple):
     def chunk_end(self, start: int, end: int, others_wait: bool) -> int:
         """Return where the next prefill chunk ends, given that the prompt tokens `start:end` remain.
 
-        If the budget is too small for them, the chunk uses the whole budget. If other prompts wait, it uses half, so
-        that short prompts are computed next to a long one. A chunk contains at least one token.
+        If the budget is too small for these tokens, the chunk uses the whole budget. If other prompts wait, the chunk
+        uses half of it, so that short prompts are computed in the same steps as a long one. A chunk contains at least
+        one token.
         """
         if self.cost(start, end) <= self.num_tokens:
             return end

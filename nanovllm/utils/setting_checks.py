@@ -7,11 +7,13 @@ POLICIES = {"fcfs": "nanovllm.engine.scheduling_policy:FCFS", "priority": "nanov
 
 
 def check_policy(name: str, policy: Any) -> Any:
-    """Return `policy`. Raises ValueError for an unknown name, and TypeError for an object without `priority_key`."""
+    """Return `policy`. Raises ValueError for an unknown name, and TypeError for anything else without `priority_key`."""
     if isinstance(policy, str):
         if policy not in POLICIES:
-            raise ValueError(f"{name}={policy!r}: must be one of {', '.join(POLICIES)}, or an object")
-    elif isinstance(policy, type) or not callable(getattr(policy, "priority_key", None)):
+            raise ValueError(f"{name}={policy!r}: must be one of {', '.join(POLICIES)}, or an object with a method `priority_key`")
+    elif isinstance(policy, type):
+        raise TypeError(f"{name}={policy.__name__}: must be an instance, such as {policy.__name__}(), not a class")
+    elif not callable(getattr(policy, "priority_key", None)):
         raise TypeError(f"{name}={policy!r}: must be a name or an object with a method `priority_key`")
     return policy
 
