@@ -7,10 +7,11 @@ POLICIES = {"fcfs": "nanovllm.engine.scheduling_policy:FCFS", "priority": "nanov
 
 
 def check_policy(name: str, policy: Any) -> Any:
-    """Return `policy`. Raises ValueError for an unknown name, and TypeError for anything else without `priority_key`."""
+    """Return `policy`. Raises ValueError for an unknown name, and TypeError for a class or a wrong object."""
     if isinstance(policy, str):
         if policy not in POLICIES:
-            raise ValueError(f"{name}={policy!r}: must be one of {', '.join(POLICIES)}, or an object with a method `priority_key`")
+            names = ", ".join(POLICIES)
+            raise ValueError(f"{name}={policy!r}: must be one of {names}, or an object with a method `priority_key`")
     elif isinstance(policy, type):
         raise TypeError(f"{name}={policy.__name__}: must be an instance, such as {policy.__name__}(), not a class")
     elif not callable(getattr(policy, "priority_key", None)):
