@@ -13,7 +13,7 @@ def check_policy(name: str, policy: Any) -> Any:
             names = ", ".join(POLICIES)
             raise ValueError(f"{name}={policy!r}: must be one of {names}, or an object with a method `priority_key`")
     elif isinstance(policy, type):
-        raise TypeError(f"{name}={policy.__name__}: must be an instance, such as {policy.__name__}(), not a class")
+        raise TypeError(f"{name}={policy!r}: must be an instance, such as {policy.__name__}(), not a class")
     elif not callable(getattr(policy, "priority_key", None)):
         raise TypeError(f"{name}={policy!r}: must be a name or an object with a method `priority_key`")
     return policy
