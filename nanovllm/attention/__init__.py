@@ -24,7 +24,10 @@ def backend_class(name: str) -> Any:
 
 
 def resolve_backend(config: "Config", device: str) -> tuple[str, int]:
-    """Return the backend's name, and a number that must divide `kvcache_block_size`. ValueError if it can't run."""
+    """Return the backend's name, and a number that must divide `kvcache_block_size`.
+
+    Raises ValueError if the backend can't run.
+    """
     name, kv_cache_dtype = config.attention_backend, config.kv_cache_dtype
     check_choice("attention_backend", name, ("auto", *BACKENDS, "sdpa"))
     if config.batch_invariant:
@@ -51,7 +54,7 @@ def resolve_backend(config: "Config", device: str) -> tuple[str, int]:
 
 
 def check_head_dim(head_dim: int, device: str, backend: str) -> None:
-    """Raise ValueError if kernels run but do not support `head_dim`, the number of columns of their tiles."""
+    """Raise ValueError if Triton kernels run but can't have tiles of `head_dim` columns."""
     runs_kernels = backend == "triton" or (device.startswith("cuda") and importlib.util.find_spec("triton") is not None)
     if runs_kernels and (head_dim < 16 or head_dim & (head_dim - 1)):
         raise ValueError(f"head_dim={head_dim} of the model: must be a power of two from 16 on, unless device='cpu'")

@@ -25,10 +25,10 @@ class AttentionBackend:
         return None
 
     def set_head_shape(self, group: int, head_dim: int, dtype: torch.dtype) -> None:
-        """Prepare for an attention layer whose `group` query heads share a key-value head. Called before any step."""
+        """Prepare for an attention layer with `group` query heads per key-value head. Called before any step."""
 
     def prepare_chunks(self, chunks: list[tuple[int, int]], first_row: int) -> dict[str, np.ndarray]:
-        """Return int32 arrays for `Context.backend_arrays`. The first of the chunks (start, end) is row `first_row`."""
+        """Return int32 arrays for `Context.backend_arrays`. Row `first_row` is the first of the chunks (start, end)."""
         return {}
 
     def array_shapes(self, num_tokens: int, num_chunks: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -36,10 +36,10 @@ class AttentionBackend:
         return ()
 
     def attend(self, q, cache: KVCache, context: Context) -> torch.Tensor:
-        """Compute attention for a step's queries q [T, heads, head_dim]. The output has the same shape.
+        """Compute attention for a step's queries q [T, heads, head_dim]. The output has the shape of q.
 
-        Decodes come first. Each query sees its sequence's keys up to its position, or the last `cache.window` of these
-        keys. Scores are multiplied by `cache.scale`, or by 1 / sqrt(head_dim) if it is None. Padding has no keys, and
-        its results are undefined.
+        Decodes come first. Each query sees its sequence's keys up to the query's position, or the last `cache.window`
+        of these keys. Scores are multiplied by `cache.scale`, or by 1 / sqrt(head_dim) if `cache.scale` is None.
+        Padding rows see no keys, and their results are undefined.
         """
         raise NotImplementedError

@@ -64,5 +64,5 @@ class FlashBackend(AttentionBackend):
 
 
 def _window_size(cache) -> tuple[int, int]:
-    """Return how many tokens a query sees before and after its token. -1 means no limit."""
+    """Return how many tokens a query sees before and after its own token. -1 means no limit."""
     return (-1, -1) if cache.window is None else (cache.window - 1, 0)

@@ -12,7 +12,7 @@ from nanovllm.utils.context import Context
 
 
 class _Group(NamedTuple):
-    """The rows of one call. They are several sequences with one query each, or one sequence with several queries.
+    """The rows of one call: several sequences with one query each, or one sequence with several queries.
 
     The number of keys (L) is padded to a multiple of SPAN_SIZE, so that CPU kernels are compiled for fewer shapes.
     """
@@ -103,7 +103,7 @@ def _padded(length: int) -> int:
 
 
 def _mask(bounds: torch.Tensor, num_keys: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """Return a mask [..., num_keys]: 0 for the last `window` keys below `bounds` [..., 1], -inf for all others."""
+    """Return a mask [..., num_keys]: 0 for the last `window` keys before position `bounds` [..., 1], else -inf."""
     positions = torch.arange(num_keys, device=bounds.device)
     visible = positions < bounds
     if window is not None:
@@ -112,7 +112,7 @@ def _mask(bounds: torch.Tensor, num_keys: int, window: int | None, dtype: torch.
 
 
 def spans_of(block_tables: torch.Tensor, length: int, block_size: int) -> torch.Tensor:
-    """Return the spans that hold the first `length` tokens of each row of `block_tables` [B, W].
+    """Return the spans that contain the first `length` tokens of each row of `block_tables` [B, W].
 
     The result is [B, L / SPAN_SIZE] int32."""
     per_block = block_size // SPAN_SIZE

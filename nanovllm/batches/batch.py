@@ -1,7 +1,7 @@
 """Defines the inputs of a step: a flat int32 buffer with named views.
 
-The host fills the buffer from the scheduler's decisions. A single copy sends it to the device, where it has the same
-views. Code for the device never uses a `Sequence`.
+The host fills the buffer from the scheduler's decisions. A single copy sends the buffer to the device, where the buffer
+has the same views. Code for the device never uses a `Sequence`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -52,7 +52,7 @@ class BatchShape(NamedTuple):
 
     @property
     def graph_shape(self) -> tuple[int, ...]:
-        """The first group of fields. It selects a CUDA graph."""
+        """The first group of fields, which selects a CUDA graph."""
         return self[: self._fields.index("num_sampled_seqs")]
 
     @property
@@ -67,7 +67,8 @@ def _view(dims: Callable[[BatchShape], Dims], chunks_only: bool = False) -> Any:
 
 @dataclass(slots=True, eq=False)
 class Batch(Generic[Array]):
-    """The int32 arrays of a step: NumPy arrays on the host, tensors on the device. The fields define their shapes.
+    """The int32 arrays of a step: NumPy arrays on the host, tensors on the device. Each field defines its array's
+    shape.
 
     Fields with `chunks_only` are None in steps that only decode. For decode rows, the host fills the first three fields
     after `buffer`, and the device fills the next five (see `place_decodes`). Views whose shapes follow from
@@ -102,7 +103,7 @@ class Batch(Generic[Array]):
 
     @property
     def new_req_indices(self) -> Array:
-        """The request indices of new requests, which are at the end of `req_indices`."""
+        """The last part of `req_indices`: the indices of new requests."""
         end = self.shape.num_sampled_seqs
         return self.req_indices[end - self.shape.num_new_requests : end]
 
@@ -131,7 +132,7 @@ BATCH, BACKEND = "the batch itself", "the attention backend"  # owners of arrays
 
 @lru_cache(maxsize=1024)
 def _layout(shape: BatchShape) -> tuple[list[tuple[str, list[tuple[str, int, int, Dims]]]], int]:
-    """Return (name, begin, end, dimensions) of each owner's views, and the size of the buffer. The unit is words."""
+    """Return (name, begin, end, dimensions) of each owner's views, and the buffer's size. All numbers count words."""
     views_used = [view for view in VIEWS if shape.has_chunks or not view.metadata["chunks_only"]]
     batch_shapes = [(view.name, view.metadata["dims"](shape)) for view in views_used]
     layout, begin = [], 0
@@ -144,7 +145,7 @@ def _layout(shape: BatchShape) -> tuple[list[tuple[str, list[tuple[str, int, int
 
 
 def shape_of(step: ScheduledStep, block_size: int, backend_arrays: Mapping[str, np.ndarray]) -> BatchShape:
-    """Return the shape of a step without padding. All fields outside `graph_shape` keep their defaults."""
+    """Return the unpadded shape of a step. All fields outside `graph_shape` keep their defaults."""
     k, chunk_lens = step.tokens_per_row, step.chunk_lens
     n, prompt_seqs = step.num_decodes * k, (*step.new_seqs, *(seq for seq, _, _ in step.chunks))
     longest_decode = max((end for _, _, end in step.decodes), default=0)
@@ -171,8 +172,8 @@ def prepare_batch(
 ) -> HostBatch:
     """Fill a step's batch, including the arrays of the backend and of features. `host_buffer` returns the memory.
 
-    If `shape` is larger than the step, the batch is padded with empty sequences. They store nothing, and their samples
-    are dropped. The backend's arrays are padded with -1.
+    If `shape` is larger than the step, the batch is padded with empty sequences. These sequences store nothing, and
+    their samples are dropped. The backend's arrays are padded with -1.
     """
     new = step.new_seqs
     shape = shape._replace(
@@ -211,7 +212,7 @@ def _fill(array: np.ndarray, values: Any, padding: int) -> None:
 
 
 def _fill_chunks(batch: HostBatch, step: ScheduledStep, block_size: int, pad_req_index: int) -> None:
-    """Fill the rows and tokens of chunks, and the arrays that locate them. Chunks follow the decode rows."""
+    """Fill the rows and tokens of chunks, and the arrays that locate the chunks. Chunks follow the decode rows."""
     k, n = step.tokens_per_row, step.num_decodes * step.tokens_per_row
     lengths = np.array([1] * n + step.chunk_lens)
     ends = lengths.cumsum(dtype=np.int32)  # [B], into the flat tokens of the step

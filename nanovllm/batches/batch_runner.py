@@ -17,11 +17,11 @@ from nanovllm.utils.context import Context, attention_context
 
 
 class BatchRunner(ModelRunner):
-    """Replaces the plain ModelRunner if steps overlap, or if there are several ranks or drafts.
+    """Replaces the plain ModelRunner if steps overlap, if there are several ranks, or if tokens are drafted.
 
     The inputs of a step share one int32 buffer, so a single copy sends them to the device or to another rank. Sampled
-    tokens stay on the device, in RequestTables. The next step reads them there, so it can be queued before the host
-    knows them.
+    tokens stay on the device, in RequestTables. The next step reads them from RequestTables, so the step can be queued
+    before the host knows the tokens.
 
     On a CPU, this class computes each step immediately. On CUDA, the subclass in cuda/runner.py queues steps and
     replays graphs.
@@ -62,7 +62,7 @@ class BatchRunner(ModelRunner):
         return np.empty(shape.size, np.int32)
 
     def launch(self, batch: HostBatch, step: ScheduledStep | None = None) -> PendingStep:
-        """Launch a prepared batch. On CUDA, only queue it."""
+        """Launch a prepared batch. On CUDA, only queue the batch."""
         self.tp.check()
         with self.on_device():
             if batch.shape.num_block_copies:

@@ -36,7 +36,7 @@ class RequestTables(NamedTuple):
 def place_decodes(tables: RequestTables, batch: DeviceBatch, block_size: int) -> None:
     """Fill in the decode rows of a batch: token ids, positions, slots, lengths and block tables.
 
-    A sequence has one row for its last token, or `tokens_per_row` rows with drafts. Padding has length 0 and slot -1.
+    A sequence has one row for its last token or, with drafts, `tokens_per_row` rows. Padding has length 0 and slot -1.
     """
     k = batch.shape.tokens_per_row
     n = int(batch.num_decode_rows) if batch.shape.is_padded else batch.shape.num_decode_rows
@@ -64,7 +64,7 @@ def place_decodes(tables: RequestTables, batch: DeviceBatch, block_size: int) ->
 def accept(
     req_indices: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, tables: RequestTables
 ) -> torch.Tensor | None:
-    """Make each sequence's sampled token its next input, and increase its length.
+    """Make each sampled token the next input of its sequence, and increase the sequence's length.
 
     `req_indices` is [S]. `positions` and `token_ids` are [S * k]. With drafts (k > 1), return how many tokens each
     sequence gets: [S] int32. This is one more than the number of its accepted drafts.
@@ -80,5 +80,5 @@ def accept(
 
 
 def arrays(*tensors: torch.Tensor) -> list[Any]:
-    """Replace CPU tensors with NumPy views. These have the operators of tensors, but are much faster on a CPU."""
+    """Replace CPU tensors with NumPy views. The views have the operators of tensors, but are much faster on a CPU."""
     return [x.numpy() if x.is_cpu else x for x in tensors]

@@ -2,7 +2,7 @@
 
     nanovllm bench --model MODEL                      the workloads headline, single and prefill
     nanovllm bench --model MODEL --compare vllm       these workloads on nano-vllm and vLLM (or transformers, or both)
-    nanovllm bench --shape llama-3.1-8b               a published model shape with random weights: no download
+    nanovllm bench --shape llama-3.1-8b               a published model shape with random weights, without a download
     nanovllm bench online --model MODEL --request-rate 8,16,24      latency while requests keep arriving
     nanovllm bench latency --model MODEL --max-model-len 32768      a single prompt; decode after long contexts
     nanovllm bench batches --model MODEL --batch-sizes 2,8,32       throughput by batch size
@@ -10,22 +10,22 @@
     nanovllm bench http --model MODEL --compare vllm  clients of an HTTP server
     nanovllm bench host                               host time of a step, on any machine
     nanovllm bench --model MODEL --profile FOLDER     GPU time of a step by kind of kernel, and traces
-    nanovllm bench --streaming                        the workload headline with generate() and with stream()
+    nanovllm bench --streaming                        the headline workload with generate() and with stream()
     nanovllm bench --beams 4                          beam search, compared with transformers
     nanovllm bench --figure FILE.svg                  a bar chart of the results in FILE.json (see --save)
 
-In a clone of the repository, `python bench.py` takes the same arguments.
+In a clone of the repository, `python bench.py` accepts the same arguments.
 
 Workloads. All requests have random token ids and temperature 0.6, and ignore the end-of-sequence token:
 
     headline    --num-seqs requests. Input and output lengths are distributed uniformly, from a tenth of the maximum to
                 the maximum
-    single      one request. Its input is an eighth of --max-input-len, its output half of --max-output-len
+    single      one request. Its input has an eighth of --max-input-len tokens, and its output half of --max-output-len
     prefill     an eighth of --num-seqs requests, with --prefill-len input tokens and one output token each
-    online      for each --request-rate, --num-seqs requests, or else 20 seconds of requests (6 on a CPU). The gaps
-                between arrivals are exponential. The lengths are log-normal (sigma 0.9 for inputs, 0.7 for
+    online      --num-seqs requests for each --request-rate; by default, 20 seconds of requests (6 on a CPU). The
+                gaps between arrivals are exponential. The lengths are log-normal (sigma 0.9 for inputs, 0.7 for
                 outputs), and cut to --max-model-len. On a CPU, a short run first measures the highest rate, and the
-                default rates are 30, 60 and 90% of it
+                default rates are 30, 60 and 90% of that rate
     latency     first, a single prompt of 16 to 32,000 tokens with one output token, --num-seqs times for each length.
                 Then 1 and 8 sequences decode after contexts of 500 to 30,000 tokens, three times each.
                 --max-model-len and --max-input-len bound the lengths
@@ -35,17 +35,17 @@ Workloads. All requests have random token ids and temperature 0.6, and ignore th
                 stream answers of 128 tokens to prompts of 256 tokens. 256x200/256-chat sends conversations, and
                 512x128/128-whole does not stream. --num-seqs is the number of requests per row
     host        no model runs: a fake device returns random tokens at once. One table shows the time of schedule,
-                prepare and process in a decode step of 1 to 1,024 sequences. Another shows the CPU time of a step of
-                512 sequences, until the caller of `generate` or `stream` has the text. The time of a Python loop shows
-                how fast the machine is
+                prepare and process in a decode step of 1 to 1,024 sequences. Another table shows the CPU time of a step
+                of 512 sequences, until the caller of `generate` or `stream` has the text. The time of a Python loop
+                shows how fast the machine is
 
 Runs. Each workload first runs once as a warm-up with different token ids. (Online warms up with a quarter of its
 requests, and all decode runs of latency have the same ids.) Then headline, single, prefill and batches run --rounds
 times, each time with different ids, and the fastest run is reported. One run is not enough: with FP8, vLLM compiles
 kernels whenever a step has a new number of tokens, even after the warm-up. With --compare, each engine runs in a
 separate process. vLLM runs with its defaults, except for the model, the dtypes, --max-model-len, the number of GPUs
-and --speculative-config. It gets --max-num-seqs and --max-num-batched-tokens only if you set them. The output lists all
-versions, and the environment variables VLLM_*. --plot FILE.svg draws online, latency or batches.
+and --speculative-config. vLLM gets --max-num-seqs and --max-num-batched-tokens only if you set them. The output lists
+all versions, and the environment variables VLLM_*. --plot FILE.svg draws online, latency or batches.
 
 Random weights. With --shape, the "model" in --speculative-config may be a shape too, and the method "eagle3" needs no
 model. Drafts from random weights are never accepted. To make both engines accept drafts at given rates, set for example
@@ -53,7 +53,7 @@ model. Drafts from random weights are never accepted. To make both engines accep
 "synthetic_acceptance_rates": [0.8, 0.64]}'.
 
 Latency. Online is an open loop: each request is submitted when it is due, even if the engine is busy, and its latency
-counts from that time. TTFT is the time to first token. "time per output token" is the time from the first token of a
+counts from its due time. TTFT is the time to first token. "time per output token" is the time from the first token of a
 request to its last token, divided by the number of tokens after the first. ITL (inter-token latency) covers all gaps
 between consecutive tokens of a request. The longest gap of a request is also reported. Decode speed counts the tokens
 that arrive while all sequences of a batch decode. Percentiles are interpolated between the two nearest values, so p50
@@ -62,9 +62,9 @@ each engine runs its server. Headline, single, prefill and batches call `LLM.gen
 
 Profiles. --profile traces a run of headline, single, prefill, batches or latency on a GPU, with at most 65 output
 tokens per request. A table shows the mean time per step of each kind of kernel, in microseconds. The first row
-covers the steps up to the last one that computes prompts, and the second row covers the decode steps after it. Kernels
-overlap, so a kernel's time counts from the end of the previous kernel. "products" are the GEMMs of the layers, with
-everything fused into them. "limit" is the least time that the hardware needs for such a step.
+covers the steps up to the last one that computes prompts, and the second row covers all later steps, which decode.
+Kernels overlap, so a kernel's time counts from the end of the previous kernel. "products" are the GEMMs of the layers,
+with everything fused into them. "limit" is the least time that the hardware needs for such a step.
 
 Limits. On CUDA, two columns compare the measured time with the least time that the hardware needs. A step spends time
 on reading (weights, keys and values) and on multiplying. "of limit" assumes that each step computes either prompts or
@@ -147,7 +147,7 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the arguments. Exit with an error if their combination makes no sense."""
+    """Parse the arguments. Exit with an error if some arguments do not fit together."""
     args = parser.parse_args(arguments)
     args.workload = args.name or args.workload
     names, first = ",".join(args.workload), args.workload[0]
@@ -243,7 +243,7 @@ def words(text: str) -> list[str]:
 
 
 def each(parse: Callable[[str], Any]) -> Callable[[str], list]:
-    """Make a parser for comma-separated values. It sorts them, and removes duplicates."""
+    """Make a parser for comma-separated values. The parser sorts the values, and removes duplicates."""
 
     def parse_all(text: str) -> list:
         if not (parts := list(filter(None, map(str.strip, text.split(","))))):
@@ -266,7 +266,7 @@ def writable_folder(text: str) -> Path:
 
 
 def results_file(text: str) -> Path:
-    """Check that a file is new, or contains `{"notes": text, "results": {setup: {workload: {engine: rate}}}}`."""
+    """Check that a file is absent, or contains `{"notes": text, "results": {setup: {workload: {engine: rate}}}}`."""
     file = Path(text)
     writable_folder(str(file.parent))
     if file.exists():
@@ -287,7 +287,7 @@ def svg_file(text: str) -> Path:
 
 
 def figure_file(text: str) -> Path:
-    """Check that an svg file can be written, and that a results file with the same name is next to it."""
+    """Check that an svg file can be written, and that its folder contains a results file with the same name."""
     file = svg_file(text)
     if not file.with_suffix(".json").is_file():
         raise ArgumentTypeError(f"{text!r}: must have a .json of the same name beside it")

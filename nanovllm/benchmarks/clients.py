@@ -83,7 +83,7 @@ class Client:
         return False
 
     def check(self, num_tokens: int) -> None:
-        """Raise AnswerError if the answer's status, its end, or the token count in its usage is wrong."""
+        """Raise AnswerError if the answer has a wrong status, a wrong end, or a wrong token count in `usage`."""
         body = b"".join(self._body)
         counts = NUM_TOKENS.findall(body)
         if self._status != 200:
@@ -133,7 +133,7 @@ def drive(
 
 
 def main() -> None:
-    """Run jobs from standard input until it closes. Write each result, or the text of its error, to standard output."""
+    """Run jobs from standard input until it closes. Write each job's result or error message to standard output."""
     while True:
         try:
             job = pickle.load(sys.stdin.buffer)

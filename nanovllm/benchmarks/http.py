@@ -60,8 +60,8 @@ NUM_ROUNDS = 4  # requests of each client, for other loads
 
 @dataclass
 class LoadResult(Result):
-    """`gpu` is the utilization of the busiest GPU. `client` is the CPU time of the busiest client process. Both are
-    percentages of the elapsed time.
+    """`gpu` is the utilization of the busiest GPU. `client` is the CPU time of the busiest client process. `gpu` and
+    `client` are percentages of the elapsed time.
     """
 
     num_requests: int = 0

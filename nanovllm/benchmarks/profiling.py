@@ -84,7 +84,7 @@ def shortened(requests: list[Request]) -> list[Request]:
 
 
 def row(times: Counter[str], num_steps: int, least: Steps) -> list[str]:
-    """Return the cells that follow the number of steps in a row. `least` comes from `least_steps`."""
+    """Return the cells of a row, from the one after the number of steps. `least` comes from `least_steps`."""
     reads, multiplies = map(sum, zip(*least))
     cells = [*(times[kind] for kind in COLUMNS), sum(times.values()), sum(map(max, least)) * 1e6]
     return [*(number(us / num_steps, 0) for us in cells), "reading" if reads > multiplies else "multiplying"]
@@ -108,10 +108,9 @@ def split(events: list[Event]) -> tuple[list[Event], list[Event]]:
 
 
 def times_by_kind(events: list[Event]) -> Counter[str]:
-    """Return the microseconds of each kind of kernel. A kernel's time counts from the end of the previous kernel.
-
-    This is because kernels overlap. The last GEMM before a sampler kernel counts as the output head. Time without a
-    running kernel counts as idle.
+    """Return the microseconds of each kind of kernel. Kernels overlap, so a kernel's time counts from the end of the
+    previous kernel. The last GEMM before a sampler kernel counts as the output head. Time without a running kernel
+    counts as idle.
     """
     times: Counter[str] = Counter()
     now, last_product = events[0].begin if events else 0.0, 0.0

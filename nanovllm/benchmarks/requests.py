@@ -1,4 +1,4 @@
-"""Makes random requests. Their token ids, lengths and arrival times are random."""
+"""Makes requests with random token ids, lengths and arrival times."""
 
 import random
 from dataclasses import dataclass, replace

@@ -47,9 +47,9 @@ def as_flags(settings: dict[str, Any]) -> list[str]:
 def running_server(module: str, arguments: Sequence[str]) -> Iterator[Server]:
     """Run the server `python -m module` on a free port during a `with` block, which starts when the server is ready.
 
-    The server always stops when the block ends, and so do its child processes. It runs in a new session, so Ctrl-C does
-    not reach it. If the block fails, the last lines of the server's log are printed. Raises RuntimeError if the
-    server does not start.
+    The server always stops when the block ends, and so do its child processes. The server runs in a new session, so
+    Ctrl-C does not reach it. If the block fails, the last lines of the server's log are printed. Raises RuntimeError if
+    the server does not start.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -84,7 +84,7 @@ def ended_by_exceptions() -> Iterator[None]:
 
 
 def wait_until_ready(process: subprocess.Popen, port: int) -> None:
-    """Wait until the server answers. Raises RuntimeError if its process ends, or if it takes too long."""
+    """Wait until the server answers. Raises RuntimeError if its process ends, or if the start takes too long."""
     until = monotonic() + START_SECONDS
     while process.poll() is None and monotonic() < until:
         with suppress(OSError, HTTPException), closing(HTTPConnection("127.0.0.1", port, timeout=10)) as connection:

@@ -1,4 +1,4 @@
-"""Lists published model shapes. `--shape NAME` runs such a model with random weights, which needs no download."""
+"""Lists published model shapes. `--shape NAME` runs a model of that shape with random weights, without a download."""
 
 import json
 from pathlib import Path
@@ -62,7 +62,8 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %
 
 
 def write_shape(name: str, folder: Path, with_text: bool = False) -> None:
-    """Make a model folder without weights. It contains a shape's config.json, and a tokenizer with a token per byte.
+    """Make a model folder without weights. The folder contains a shape's config.json, and a tokenizer with one token
+    per byte.
 
     with_text: if True, all other ids decode to words, because a server does not stream tokens without text. No text
         encodes to these ids.

@@ -18,7 +18,7 @@ DECODE_SEQS = {1: "1 sequence", 8: "8 sequences"}
 
 
 def online_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, list[Panel]]:
-    """Make the workload `online`. The warm-up is the first quarter of its requests, with different token ids."""
+    """Make the workload `online`. The warm-up is the workload's first quarter, with different token ids."""
     vocab_size, on_cpu = config.model_config.vocab_size, config.device == "cpu"
     medians = median_lengths(args, config)
     names = {rate: f"online {rate:g}/s" for rate in args.request_rate or (8, 16, 24)}
@@ -42,7 +42,7 @@ def median_lengths(args: argparse.Namespace, config: Config) -> tuple[int, int]:
 
 
 def rates_of_cpu(args: argparse.Namespace, settings: dict[str, Any], config: Config) -> list[float]:
-    """Measure this CPU's highest request rate briefly. Return 30, 60 and 90% of it. No fixed rates suit all CPUs."""
+    """Briefly measure this CPU's highest request rate. Return 30, 60 and 90% of that. No fixed rates suit all CPUs."""
     vocab_size, medians, highest = config.model_config.vocab_size, median_lengths(args, config), 0.0
     with progress("the highest rate of requests:"):
         for num_seqs in (12, 96):  # more only on a CPU that computes these quickly
@@ -60,7 +60,7 @@ def latency_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, 
     """Make the workload `latency`. Leave out lengths above the bounds.
 
     All decode runs with the same context length have the same token ids. After the first run, the prefix cache contains
-    them, so all sequences start to decode together.
+    these contexts, so all sequences start to decode together.
     """
     vocab_size, max_input_len = config.model_config.vocab_size, args.max_input_len or config.max_model_len
     num_runs = args.num_seqs or (5 if config.device == "cpu" else 20)

@@ -23,7 +23,7 @@ def nanovllm_params(request: Request) -> SamplingParams:
 
 
 def inputs(requests: list[Request]) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Return the prompts and parameters that `generate` and `stream` take."""
+    """Return the prompts and parameters to pass to `generate` or `stream`."""
     return [r.prompt for r in requests], [nanovllm_params(r) for r in requests]
 
 
@@ -56,7 +56,7 @@ def started_nanovllm(model: str, settings: dict) -> "Iterator[LLM]":
 
 
 def run_nanovllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
-    """Run workloads with `LLM.generate`. The metrics in its outputs contain the time of each first token."""
+    """Run workloads with `LLM.generate`. Each output's metrics contain the time of the request's first token."""
 
     def run(requests: list[Request]) -> Result:
         prompts, params = inputs(requests)

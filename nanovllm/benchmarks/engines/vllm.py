@@ -106,7 +106,7 @@ class VllmSteps:
 
 
 def step_vllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
-    """Run workloads with vLLM's `LLMEngine` and its server's defaults. The model runs in a separate process."""
+    """Run workloads with vLLM's `LLMEngine` and the defaults of vLLM's server. The model runs in a separate process."""
     from vllm import EngineArgs, LLMEngine
     from vllm.usage.usage_lib import UsageContext
 
