@@ -20,7 +20,7 @@ class OutputProcessor:
 
     @property
     def serves_one_batch(self) -> bool:
-        """Whether the only caller waits for complete answers. Then nothing but the last answer's time matters."""
+        """Whether the only caller waits for complete answers. If so, only the time of the last answer matters."""
         return [collector.kind for collector in self.collectors] == [OutputKind.FINAL_ONLY]
 
     def add(self, requests: Collection[Request]) -> None:
@@ -41,7 +41,7 @@ class OutputProcessor:
             self._hand_over(collector, num_prefilled, num_decoded)
 
     def release_held(self) -> None:
-        """Resume held sequences whose awaited work is done."""
+        """Resume the held sequences whose feature has finished the work that they wait for."""
         if not self.scheduler.held:
             return
         self._deliver(release(self.scheduler))

@@ -1,6 +1,6 @@
-"""The outputs that callers get, and the collectors, in which outputs wait for their caller.
+"""The outputs that callers get, and the collectors, which store outputs until the caller takes them.
 
-Output records are frozen. Their lists belong to the caller, because the engine no longer reads or changes them.
+Output records are frozen. The caller may change their lists, because the engine no longer uses these lists.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,12 +56,13 @@ class CompletionOutput(Record):
 
     index: the index of this answer among the `n` answers to its request.
     token_ids: the generated tokens, including the end-of-sequence or stop id that ended the answer.
-    cumulative_logprob: the sum of the log-probabilities of `token_ids`; None unless the request has `logprobs`.
-    logprobs: for each token, a dict that maps token ids to Logprobs. The token itself is first, and the most likely
-        tokens follow. None unless the request has `logprobs`.
+    cumulative_logprob: the sum of the log-probabilities of `token_ids`; None unless the request sets `logprobs`.
+    logprobs: for each token, a dict that maps token ids to Logprobs. The generated token comes first, then the most
+        likely tokens. None unless the request sets `logprobs`.
     finish_reason: "stop", "length" or "abort", or "error" if `structured_outputs` allows no next token.
-    stop_reason: the stop string or id that ended the answer, or the message of an "error". None for "length", "abort"
-        and the tokenizer's end-of-sequence id. The model's other end-of-sequence ids are reported.
+    stop_reason: the stop string or id that ended the answer, or the message of an "error". None for "length", for
+        "abort", and if the tokenizer's end-of-sequence id ended the answer. If another end-of-sequence id of the model
+        did, it is that id.
     """
 
     index: int
@@ -75,9 +76,10 @@ class CompletionOutput(Record):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestMetrics(Record):
-    """The times of a request's events, in seconds since the epoch. An event that an abort prevented has the time None.
+    """The times of a request's events, in seconds since the epoch. If an abort prevented an event, its time is None.
 
-    With several answers, `finished_time` is the latest time of all answers, and each other time is the earliest.
+    If the request has several answers, `finished_time` is the latest of the answers' times, and the other fields are
+    the earliest.
     """
 
     arrival_time: float
@@ -150,13 +152,14 @@ class RequestOutput(Record):
 class StepOutput:
     """The new outputs for one caller from one or more steps.
 
-    It unpacks into a pair, as in `outputs, num_tokens = llm.step()`. `outputs` contains (request id, token ids) of each
-    ended request. `num_tokens` is the number of prompt tokens. If there are none, it is minus the number of decoded
-    tokens.
+    A StepOutput unpacks into a pair, as in `outputs, num_tokens = llm.step()`. `outputs` contains a pair (request id,
+    token ids) for each ended request. `num_tokens` is the number of computed prompt tokens. If the steps computed no
+    prompt tokens, `num_tokens` is minus the number of decoded tokens.
 
     finished: the outputs of the requests that ended.
-    new_tokens: (request id, token id) of every new token, in the order of arrival. Empty unless the caller uses `step`.
-    events: a `stream_event.StreamEvent` for each new piece. Empty unless the caller uses `stream`.
+    new_tokens: (request id, token id) for every new token, in the order of arrival. Empty unless the caller uses
+        `step`.
+    events: a `stream_event.StreamEvent` for each new piece of an answer. Empty unless the caller uses `stream`.
     num_prefill_tokens, num_decode_tokens: how many tokens these steps computed, for all callers together.
     """
 
@@ -186,7 +189,7 @@ class StepOutput:
 
 
 class OutputCollector:
-    """Holds one caller's outputs. The engine's thread puts them in, and the caller's thread takes them out.
+    """Holds one caller's outputs. The engine's thread adds outputs, and the caller's thread removes them.
 
     Both threads use atomic operations, because a signal handler could deadlock on a lock.
     """
@@ -194,7 +197,7 @@ class OutputCollector:
     def __init__(self, kind: OutputKind, max_steps_ahead: float = inf, max_seconds: float = inf):
         """
         max_steps_ahead: while the outputs of this many steps are unread, the engine runs no step for this caller.
-        max_seconds: how often the caller gets the token counts while there are no outputs.
+        max_seconds: while there are no outputs, the caller gets the token counts at this interval.
         """
         self.kind = kind
         self.max_steps_ahead = max_steps_ahead
@@ -208,7 +211,7 @@ class OutputCollector:
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is something to take."""
+        """Whether outputs or an error are ready for the caller."""
         return self.error is not None or not self._outputs.empty()
 
     # -- for the engine's thread ---------------------------------------------------------------------------------------
@@ -218,11 +221,14 @@ class OutputCollector:
         return bool(self.live) and self._outputs.qsize() < self.max_steps_ahead
 
     def end(self, request_id: int) -> None:
-        """Mark a request as ended. The next `put` makes its last output available."""
+        """Mark a request as ended. The next call of `put` makes the request's last output available."""
         self._ended.add(request_id)
 
     def put(self, num_prefill_tokens: int = 0, num_decode_tokens: int = 0) -> None:
-        """Make the outputs of a step available to the caller. If there are none, just add up the token counts."""
+        """Make the outputs of a step available to the caller.
+
+        If the step has no outputs, only add up the token counts.
+        """
         new = self.new
         new.num_prefill_tokens += num_prefill_tokens
         new.num_decode_tokens += num_decode_tokens
@@ -233,7 +239,7 @@ class OutputCollector:
         self._ended.clear()
 
     def flush(self) -> None:
-        """Make the outputs so far available, even if there are none."""
+        """Make the outputs so far available to the caller, even if there are none."""
         output, self.new = self.new, StepOutput()
         self._last_flush = perf_counter()
         self._outputs.put(output)

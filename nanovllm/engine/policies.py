@@ -24,7 +24,7 @@ class CheckedPolicy(SchedulingPolicy):
         self._last_key: Any = None  # the last accepted key
 
     def priority_key(self, seq: Sequence) -> Any:
-        """Return the policy's key. Raises TypeError if it can't be compared with the previous key."""
+        """Return the policy's key. Raises TypeError if this key can't be compared with the previous key."""
         key = self._policy.priority_key(seq)
         known_key = key if self._last_key is None else self._last_key
         if not _are_ordered(key, known_key):
@@ -38,14 +38,14 @@ class CheckedPolicy(SchedulingPolicy):
 
 
 def _are_ordered(a: Any, b: Any) -> bool:
-    """Return whether `a` and `b` can be ordered. None and NaN can't, and neither can a number and a string."""
+    """Return whether `a` and `b` can be ordered. None and NaN can't be, and a number and a string can't be either."""
     with suppress(Exception):  # the operators of a user's class may raise anything
         return bool(a < b or b < a or a == b)
     return False
 
 
 def make_policy(policy: Any) -> SchedulingPolicy:
-    """Make the policy for the setting `scheduling_policy`, which is a name or a user's object."""
+    """Make the policy for `policy`, the value of `scheduling_policy`: the name of a policy or a user's object."""
     if isinstance(policy, str):
         return resolve_name(POLICIES[policy])()
     return policy if type(policy) in (FCFS, Priority) else CheckedPolicy(policy)

@@ -9,7 +9,7 @@ from nanovllm.engine.sequence import Sequence
 
 
 class ScheduledSequence(NamedTuple):
-    """A row of a step, which computes the tokens `start:end` of `seq`."""
+    """A row of a step. The row computes the tokens `start:end` of `seq`."""
 
     seq: Sequence
     start: int
@@ -25,19 +25,20 @@ class ScheduledSequence(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ScheduledStep:
-    """A step. Its decode rows, with one token each, are followed by its prefill chunks.
+    """A step: first its decode rows, with one token each, then its prefill chunks.
 
-    With `speculative_config`, a decode row contains `tokens_per_row` tokens. On a first reading, assume that this is 1.
+    With `speculative_config`, a decode row contains `tokens_per_row` tokens. On a first reading, assume that
+    `tokens_per_row` is 1.
 
-    decodes: the rows of the sequences that decode. With drafts, `end` is an upper bound.
+    decodes: the rows of the sequences that decode. If rows contain drafts, `end` is an upper bound.
     new_blocks: (index into `decodes`, column in the block table, block id) of each block allocated to a decode row.
     chunks: the rows that compute part or all of a prompt. After a preemption, the prompt includes generated tokens.
-    state_rows: for each chunk, the index of its initial state. Used by layers that keep a state: see cache/state.py.
-    sampled_seqs: the sequences that get a token from this step, decodes first.
-    sampled_rows: for each sequence in `sampled_seqs`, the row to sample from. Indices ascend. New answers to one
-        prompt share a row.
-    feature_names: the features with work on the host in this step.
-    copies: (source, target) of each cache block or state to copy before the step stores keys and values.
+    state_rows: for each chunk, the index of its initial state. Layers that keep a state use it (see cache/state.py).
+    sampled_seqs: the sequences that get a token from this step. The decoding sequences come first.
+    sampled_rows: for each sequence in `sampled_seqs`, the row to sample from. Indices ascend. The answers to a prompt
+        that are newly admitted together share a row.
+    feature_names: the features that have work to do on the host in this step.
+    copies: (source, target) for each cache block or state that is copied before the step stores keys and values.
     tokens_per_row: the width of all decode rows. It is the largest number in `num_reserved`, and at least 1.
     scheduled_at: the value of `time.perf_counter` when scheduling began.
     """
@@ -78,7 +79,7 @@ class ScheduledStep:
 
     @property
     def new_seqs(self) -> list[Sequence]:
-        """The sequences that get their first token since admission."""
+        """The sequences that get their first token after admission."""
         return self.sampled_seqs[self.num_decodes :]
 
     @property
@@ -87,7 +88,7 @@ class ScheduledStep:
         return [*self.decodes, *self.chunks]
 
     def __iter__(self) -> Iterator[Any]:
-        """Unpack as in `seqs, is_prefill = scheduler.schedule()`."""
+        """Unpack the step as in `seqs, is_prefill = scheduler.schedule()`."""
         yield [seq for seq, _, _ in self.rows]
         yield bool(self.chunks)
 
@@ -111,11 +112,11 @@ class ScheduledStep:
 
 
 class StepResult(NamedTuple):
-    """The result of a step on the host.
+    """The result of a step, after it was copied to the host.
 
     token_ids: `tokens_per_row` ids for each sequence in the step's `sampled_seqs`.
     feature_results: the results of features, by feature name.
-    counts: how many of these ids each sequence gets. None means that each sequence gets one.
+    counts: how many of its `token_ids` each sequence gets. None means that each sequence gets one.
     """
 
     token_ids: list[int]

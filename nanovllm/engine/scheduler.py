@@ -21,13 +21,12 @@ MAX_COUNTED_PROMPTS = 64  # at most this many waiting prompts are counted to siz
 
 
 class Scheduler:
-    """Implements continuous batching. A mixed step decodes one token for each running sequence, and computes chunks of
-    prompts.
+    """Implements continuous batching.
 
-    Prompts are computed in the order of `Sequence.order`, as far as the step's TokenBudget allows. A full engine admits
-    new sequences in groups (see AdmissionPause). `schedule` may be called once more before the tokens of the previous
-    step have arrived. This call leaves out the sequences that must wait for their tokens. The row of a sequence
-    includes its drafts, if any.
+    A mixed step decodes one token for each running sequence, and computes chunks of prompts. Prompts are computed in
+    the order of `Sequence.order`, as far as the step's TokenBudget allows. A full engine admits new sequences in groups
+    (see AdmissionPause). `schedule` may be called once more before the tokens of the previous step have arrived. This
+    call leaves out the sequences that must wait for their tokens. The row of a sequence includes its drafts, if any.
 
     The answers to one prompt (`Sequence.group`) are queued together. The first answer is admitted when all of them fit,
     or when nothing else runs. Answers that fit share the computed prompt. The other answers later find the prompt in
@@ -126,11 +125,11 @@ class Scheduler:
         step.decode(rows)
 
     def _ready(self) -> list[ScheduledSequence]:
-        """Return a row for each running sequence that can decode. The row contains the sequence's next token and its
-        drafts.
+        """Return a row for each running sequence that can decode.
 
-        The longest contexts come first, so that short contexts balance the load at the end of attention. Sequences of
-        equal length stay in the order in which they began to decode.
+        The row contains the sequence's next token and its drafts. The longest contexts come first, so that short
+        contexts balance the load at the end of attention. Sequences of equal length stay in the order in which they
+        began to decode.
         """
         ready = [
             seq for seq in self.running.values() if seq.num_tokens < seq.token_limit and not seq.pauses_after_token

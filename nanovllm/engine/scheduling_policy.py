@@ -1,5 +1,4 @@
-"""The scheduler's rules: which sequences come first, which ones are admitted, and how many prompt tokens a step
-computes.
+"""The scheduler's rules: the order of sequences, which ones are admitted, and how many prompt tokens a step computes.
 
 policies.py contains further scheduling policies.
 """

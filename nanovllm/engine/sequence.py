@@ -19,14 +19,17 @@ class SequenceStatus(Enum):
 
 
 def packed_ids(token_ids: list[int]) -> bytes:
-    """Return token ids as int32 bytes, in half of NumPy's time. Raises struct.error for an id that does not fit."""
+    """Return token ids as int32 bytes.
+
+    This takes half as long as with NumPy. Raises struct.error for an id that does not fit.
+    """
     return struct.pack(f"{len(token_ids)}i", *token_ids)
 
 
 class Sequence:
     """A prompt and the tokens generated for it.
 
-    Counts run ahead of contents. `num_tokens` and `len` count a token as soon as the step that samples it is
+    Counts are updated before contents. `num_tokens` and `len` count a token as soon as the step that samples it is
     scheduled, but `token_ids` gets the token when it reaches the host. Once a sequence is queued, nobody may change it
     except the Scheduler, its block manager and its features.
     """
@@ -157,7 +160,7 @@ class Sequence:
 
     @property
     def has_sampled(self) -> bool:
-        """Whether the step that samples the first token was scheduled."""
+        """Whether the step that samples the sequence's first token was scheduled."""
         return self.num_tokens > self.num_prompt_tokens
 
     @property
@@ -165,7 +168,10 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     def limit_tokens(self, num_drafts: int = 0) -> None:
-        """Set the number of drafts. A sequence that waits for its tokens may then decode these drafts and one token."""
+        """Set the number of drafts.
+
+        After this call, a sequence that waited for its tokens may decode these drafts and one token.
+        """
         self.num_drafts = num_drafts
         if self.awaited is not None:
             self.token_limit = self.num_tokens
@@ -187,5 +193,5 @@ class Sequence:
         return None
 
     def record_time(self, event: str) -> None:
-        """Record the time of an event, unless this event was recorded before."""
+        """Record the time of an event, unless the event already has a time."""
         self.timing.setdefault(event, perf_counter() - self.arrival)

@@ -1,4 +1,7 @@
-"""The block manager for models with layers that keep a state. A prefix hit then needs a snapshot of the state."""
+"""The block manager for models with layers that keep a state.
+
+For such a model, a prefix hit needs a snapshot of the state.
+"""
 
 from collections import OrderedDict
 
@@ -7,12 +10,12 @@ from nanovllm.engine.sequence import Sequence
 
 
 class StateRows:
-    """Tracks the rows of states that no running sequence uses. This is the Scheduler's `free_req_indices`.
+    """Tracks the rows of states that no running sequence uses. A StateRows is the Scheduler's `free_req_indices`.
 
     The state of a running sequence is in the row of its request index, below `num_indices`. These rows are followed by
-    a row for padding, a row of zeros (every sequence's initial state), and rows for snapshots. A row whose request
-    index is unused may hold a snapshot. When a sequence needs such a row, the least recently found of these snapshots
-    is dropped.
+    a row for padding, a row of zeros (every sequence's initial state), and rows for snapshots. If a request index is
+    unused, its row may store a snapshot. When a sequence needs a row and only such rows are left, the least recently
+    found of their snapshots is dropped.
     """
 
     def __init__(self, num_indices: int, num_states: int):
@@ -54,18 +57,18 @@ class StateRows:
 
 
 class StateBlockManager(BlockManager):
-    """Shares cached blocks up to a snapshot of the state, and tracks which rows of states are read and copied.
+    """Shares cached blocks up to a snapshot of the state. Tracks which rows of states are read and copied.
 
     In `copies`, row `r` of the states has id `num_blocks + r`.
 
-    A prompt leaves a snapshot at the end of its last full block. If its cached blocks do not end with a snapshot, it
-    leaves another one there, because their prefix is used for the second time. Chunks end at these boundaries, so a
-    snapshot costs a copy of the state and an additional step. The next step makes the copy, and later steps can find
-    the snapshot. If no row is free, the least recently found snapshot is dropped. When a block leaves the
-    prefix cache, its snapshot is dropped.
+    A snapshot is stored for the end of a prompt's last full block. If the prompt's cached blocks do not end with a
+    snapshot, another one is stored for their end, because that prefix is now used for the second time. Chunks end at
+    these boundaries, so a snapshot costs a copy of the state and an additional step. The next step makes the copy, and
+    later steps can find the snapshot. If no row is free, the least recently found snapshot is dropped. When a block
+    leaves the prefix cache, its snapshot is dropped.
 
     If the cached blocks end with an answer, the prompt continues a conversation. The conversation's next prompt will
-    begin with this whole prompt. So no snapshot is left at the end of the answer, and the snapshot that this prompt
+    begin with this whole prompt. So no snapshot is stored for the end of the answer, and the snapshot that this prompt
     found is the next to be dropped.
     """
 
@@ -157,7 +160,10 @@ class StateBlockManager(BlockManager):
         return block_ids
 
     def _take_snapshot(self, seq: Sequence, i: int) -> None:
-        """Request a snapshot of the state after block `i` of `seq`. The step being scheduled computes this state."""
+        """Request a snapshot of the state after block `i` of `seq`.
+
+        The step that is being scheduled computes this state.
+        """
         block_id = self.hash_to_block_id[seq.block_hashes[i]]  # of the duplicates, the block that lookups find
         is_collision = self.blocks[block_id].token_ids != self._block_token_ids(seq, i)
         if is_collision or block_id in self.snapshots or block_id in self._untaken:

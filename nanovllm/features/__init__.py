@@ -1,15 +1,15 @@
-"""Features that only some requests use. They cost nothing in a step without such requests."""
+"""Features that only some requests use. Features cost nothing in a step without such requests."""
 
 from nanovllm.engine.features import FEATURES, Feature, StepFeature
 from nanovllm.sampling_params import SamplingParams
 
 
 def register_feature(feature: type[StepFeature]) -> None:
-    """Add a feature to every engine that this process creates from now on. These engines must have one rank each.
+    """Add a feature to every engine that this process creates from now on.
 
-    The feature's `fields` are attributes of a subclass of SamplingParams. Each field gets a column on the device.
-    `rows.column(name)` returns the field's value for each row. The value is 0 in rows of requests that do not use the
-    feature.
+    Each of these engines must have a single rank. The feature's `fields` are attributes of a subclass of
+    SamplingParams. Each field gets a column on the device. `rows.column(name)` returns the field's value for each row.
+    The value is 0 in rows of requests that do not use the feature.
 
     Raises ValueError if the feature's name or the name of a field is taken, or if no column is left.
     """
@@ -27,6 +27,6 @@ def register_feature(feature: type[StepFeature]) -> None:
 
 
 def check_ranks(num_ranks: int) -> None:
-    """Raise ValueError if any feature was registered, because the processes of other ranks do not have it."""
+    """Raise ValueError if any feature was registered, because the processes of other ranks do not know this feature."""
     if any(isinstance(feature.home, type) for feature in FEATURES.values()):
         raise ValueError(f"tensor_parallel_size={num_ranks}: must be 1 with features of register_feature")

@@ -65,10 +65,10 @@ class Candidate(NamedTuple):
 class BeamRequest(Request):
     """Searches for the most likely answers to a prompt, exactly like `generate(num_beams=...)` in transformers.
 
-    A candidate is a beam extended by one token. Some candidates end with this token. Among the candidates that do not
-    end, the best `beam_width` become the beams of the next step. A candidate that ends becomes a finished beam if it is
-    among the best `beam_width` of all candidates in its step. Only the best `beam_width` finished beams are kept. The
-    search is over when there are `beam_width` finished beams and no live beam has a better score than the worst
+    A candidate is a beam extended by one token. Some candidates end with their new token. Among the candidates that do
+    not end, the best `beam_width` become the beams of the next step. A candidate that ends becomes a finished beam if
+    it is among the best `beam_width` of all candidates in its step. Only the best `beam_width` finished beams are kept.
+    The search is over when there are `beam_width` finished beams and no live beam has a better score than the worst
     finished beam.
     """
 
@@ -81,7 +81,10 @@ class BeamRequest(Request):
         token_bytes: TokenBytes,
         eos_token_ids: frozenset[int],
     ):
-        """Begin with one beam, the sequence `root`. It contains the prompt and pauses after each token."""
+        """Begin the search with one beam, the sequence `root`.
+
+        `root` contains the prompt and pauses after each token.
+        """
         super().__init__([root], prompt, kind)
         self._root, self._params, self._token_bytes = root, params, token_bytes
         self._max_tokens = root.max_num_tokens - root.num_prompt_tokens
@@ -95,7 +98,7 @@ class BeamRequest(Request):
         return not self._cumulative_logprobs
 
     def advance(self, scheduler: Scheduler) -> None:
-        """Choose the next beams from all candidates. Do nothing until every beam has its candidates."""
+        """Choose the next beams from all candidates. Do nothing until the candidates of every beam have arrived."""
         beams = [*scheduler.live[self.request_id].values()]
         if not all(seq.is_paused for seq in beams):
             return

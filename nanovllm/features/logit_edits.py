@@ -1,8 +1,8 @@
 """Edits logits as vLLM does, for `logit_bias`, penalties, bad words, allowed token ids and `min_tokens`.
 
 A request's numeric parameters are stored on the device in columns of its row (kernels/sampling/sampling_columns.py).
-Its lists are stored in tables that are indexed by request. `penalize` applies all edits. On CUDA it is a single kernel,
-and elsewhere it uses plain PyTorch.
+The request's lists are stored in tables, which are indexed by request. `penalize` applies all edits. On CUDA,
+`penalize` is a single kernel. Elsewhere it uses plain PyTorch.
 """
 
 from collections.abc import Iterable
@@ -131,7 +131,7 @@ class EditTables(NamedTuple):
     def zeros(cls, num_requests: int, vocab_size: int, num_masks: int, device: torch.device) -> "EditTables":
         """Allocate the tables.
 
-        Each request has `num_masks` masks, because each of its drafts in a step may need a separate mask.
+        Each request has `num_masks` masks, because each draft of a step may need a separate mask.
         """
         make = lambda *shape, dtype=torch.int32: torch.zeros(shape, dtype=dtype, device=device)
         n = num_requests + 1
@@ -175,8 +175,8 @@ def mask_of(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
 def penalize(logits: torch.Tensor, rows: SamplingRows, tables: EditTables) -> None:
     """Add biases, apply penalties and ban tokens. Edits the logits [S, vocabulary] in place and preserves their dtype.
 
-    As in vLLM and transformers, the repetition penalty applies to every token id in the prompt or the output. It
-    divides the logit of such an id if the logit is positive, and multiplies it otherwise. As in vLLM, frequency and
+    As in vLLM and transformers, the repetition penalty applies to every token id in the prompt or the output. A
+    positive logit is divided by the penalty, and any other logit is multiplied by it. As in vLLM, frequency and
     presence penalties count only output tokens. The logits of ids that are not allowed become -inf. The logit of a bad
     word's last token becomes -inf if the output ends with the word's earlier tokens.
     """
@@ -223,10 +223,7 @@ def _penalize_row(logits: torch.Tensor, rows: SamplingRows, tables: EditTables, 
 
 
 def early_stops(params: SamplingParams, eos_token_ids: frozenset[int]) -> set[int]:
-    """Return the stop ids that are banned until `min_tokens` tokens have been generated.
-
-    If `min_tokens` is 0, the set is empty.
-    """
+    """Return the stop ids that are banned until `min_tokens` tokens have been generated (none if `min_tokens` is 0)."""
     if not params.min_tokens:
         return set()
     return {*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids)}
@@ -250,7 +247,7 @@ def bad_word_token_ids(tokenizer, words: Iterable[str], vocab_size: int) -> tupl
     """Tokenize each word with and without a leading space, and return the distinct token sequences.
 
     Raises ValueError if there are more than `MAX_BAD_WORDS` sequences, if a sequence does not have 1 to
-    `MAX_BAD_WORD_TOKENS` tokens, or if a token id is out of vocabulary.
+    `MAX_BAD_WORD_TOKENS` tokens, or if a token id is outside the vocabulary.
     """
     sequences: dict[tuple[int, ...], None] = {}  # an ordered set
     for word in words:

@@ -36,7 +36,7 @@ class OutputLogprobs:
     def of_event(self, seq: Sequence, start: int) -> list[dict[int, Logprob]] | None:
         """Return the entries of the tokens from index `start` on, or None if there are no entries.
 
-        A stream event with these tokens contains the entries.
+        A stream event with the same tokens contains these entries.
         """
         if self._params.logprobs is None or not (kept := seq.feature_state["logprobs"].of_tokens):
             return None
@@ -62,7 +62,10 @@ class OutputLogprobs:
 
 
 class DeferredList(abc.Sequence):
-    """A list that is built by the thread that first reads it. Building it in the engine's thread would delay a step."""
+    """A list that is built when it is first read, by the thread that reads it.
+
+    Building it in the engine's thread would delay a step.
+    """
 
     def __init__(self, make: Callable[[], list]):
         self._list = cache(make)
@@ -92,7 +95,7 @@ class DeferredList(abc.Sequence):
 class LogprobTexts:
     """Adds text to the log-probabilities of one answer, token by token.
 
-    If a character is spread over several tokens, it is part of the last token's text.
+    If several tokens encode one character, the text of the last of these tokens contains it.
     """
 
     def __init__(self, token_bytes: Mapping[int, bytes], detokenize: bool):
@@ -101,7 +104,10 @@ class LogprobTexts:
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
     def add(self, logprobs: Iterable[KeptLogprobs | None]) -> list[dict[int, Logprob]]:
-        """Return a dict for each of the next tokens. It starts with the token itself, and the alternatives follow."""
+        """Return a dict for each of the next tokens.
+
+        The dict starts with the token itself, and the alternatives follow.
+        """
         result = []
         for kept in logprobs:
             assert kept, "a token without log-probabilities"

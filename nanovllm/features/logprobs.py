@@ -2,9 +2,10 @@
 
 For generated tokens, the setting `logprobs_mode` selects which logits are used. For prompt tokens, the model's raw
 logits are always used. A request asks for log-probabilities with `SamplingParams.logprobs` or `prompt_logprobs`. A beam
-search needs them for its candidates. Each step has a `LogprobRequest` for each token in question. After the forward
-pass, every rank creates a `PendingLogprobs`, which computes the log-probabilities. They reach the host with the step's
-result, and logprob_outputs.py adds the text of the tokens.
+search needs log-probabilities for its candidates. A step contains a `LogprobRequest` for each token whose
+log-probabilities are needed. After the forward pass, every rank creates a `PendingLogprobs`, which computes the
+log-probabilities. The log-probabilities reach the host with the step's result, and logprob_outputs.py adds the text of
+the tokens.
 """
 
 from collections import defaultdict
@@ -57,8 +58,8 @@ class StepLogprobs(NamedTuple):
 
     of_tokens: one entry for each token of `StepResult.token_ids`.
     of_prompts: one list for each chunk of the step. The list covers the prompt tokens from `start + 1` to `end`,
-        inclusive. It is None if there are no such tokens. If a chunk is recomputed after a preemption, its list is
-        computed again.
+        inclusive. The list is None if there are no such tokens. If a chunk is recomputed after a preemption, its list
+        is computed again.
     """
 
     of_tokens: list[KeptLogprobs | None]
@@ -79,7 +80,7 @@ class TokenLogprobs(StepFeature):
 
     @staticmethod
     def watch(seq: Sequence) -> None:
-        """Start collecting the log-probabilities that the parameters of `seq` ask for."""
+        """Start to collect the log-probabilities that the parameters of `seq` ask for."""
         features = [FEATURES[name] for name in seq.feature_state if name != "logprobs"]
         features += [feature for feature in FEATURES.values() if isinstance(feature.home, type)]  # these see all rows
         is_edited = any(feature.load().edit_logits is not StepFeature.edit_logits for feature in features)
@@ -103,7 +104,7 @@ class TokenLogprobs(StepFeature):
         self._logits_of_graphs: dict[tuple[int, int], Callable[[], torch.Tensor]] = {}  # by address and size
 
     def edit_logits(self, logits: torch.Tensor, rows: SamplingRows) -> None:
-        """Record where a CUDA graph stores its logits, and edit nothing.
+        """Record where a CUDA graph stores its logits, without editing the logits.
 
         The logits stay valid until the next graph replay. The record is a view that does not own the memory, so other
         graphs can reuse the memory.
@@ -124,7 +125,10 @@ class TokenLogprobs(StepFeature):
     def after_step(
         cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: StepLogprobs | None
     ) -> None:
-        """Store each sequence's log-probabilities. For a sequence that pauses, they become its candidates."""
+        """Store each sequence's log-probabilities.
+
+        If a sequence pauses, the log-probabilities become its candidates.
+        """
         if result is None:
             return
         for (seq, start, _), prompt_logprobs in zip(step.chunks, result.of_prompts):
@@ -184,13 +188,13 @@ def logprob_requests(step: ScheduledStep) -> np.ndarray:
 
 
 class PendingLogprobs:
-    """The log-probabilities of a step while they are computed and copied to the host."""
+    """The log-probabilities of a step that are still being computed or copied to the host."""
 
     @torch.inference_mode()
     def __init__(self, requests: np.ndarray, runner: "ModelRunner", output: ForwardOutput, logits: torch.Tensor | None):
         """Each row of `requests` [n, 4] contains the fields of a `LogprobRequest`.
 
-        `logits` has the sampled rows' logits, or is None if they are gone.
+        `logits` contains the logits of the sampled rows, or is None if these logits no longer exist.
         """
         self._requests = requests.copy()  # a later step overwrites the original
         on_device = self._compute(runner, output, logits)
@@ -204,8 +208,8 @@ class PendingLogprobs:
         """Return the tensors of `log_probabilities` for all requests.
 
         Logits that no longer exist are recomputed. Logits of prompt tokens are recomputed in pieces. Logits of sampled
-        rows are recomputed in one GEMM, exactly as in the step. The reason is that the rounding of a GEMM depends on
-        its number of rows, and that a token chosen greedily must have rank 1.
+        rows are recomputed in one GEMM, exactly as in the step. This matters because a greedily chosen token must have
+        rank 1, and the rounding of a GEMM depends on its number of rows.
         """
         requests, hidden_states = self._requests, output.hidden_states
         columns = torch.from_numpy(requests.T.copy())
@@ -250,7 +254,7 @@ class PendingLogprobs:
 
 
 def sampled_logits(runner: "ModelRunner", x: SamplerInput, logits: torch.Tensor | None) -> list[torch.Tensor]:
-    """Return the logits that `logprobs_mode` selects, and the temperatures to divide them by: [S, vocabulary] and [S].
+    """Return the logits [S, vocabulary] that `logprobs_mode` selects, and the temperatures [S] to divide the logits by.
 
     In the mode "raw_logprobs", only the logits are returned. The argument `logits` contains the model's raw logits, or
     is None if they no longer exist.
@@ -318,5 +322,5 @@ def gather_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def divided(logits: torch.Tensor, temperatures: torch.Tensor | None) -> torch.Tensor:
-    """Convert the logits [S, vocabulary] to float32, and divide them by the temperatures [S] if there are any."""
+    """Convert the logits [S, vocabulary] to float32. If there are temperatures [S], divide the logits by them."""
     return logits.float() if temperatures is None else logits.float() / temperatures.unsqueeze(1)

@@ -1,10 +1,10 @@
 """Fused forms replace the `forward` of modules, so that one kernel computes several operations of plain layers.
 
-A plain layer defines the results, and its form computes the same results. `FORMS` maps `forward` functions to forms. A
-class that inherits a plain `forward` gets the form of that function, and a class that overrides `forward` stays plain.
-A module stays plain, too, if it has a part that the form does not support (`Fused.matches`).
+A plain layer defines the results, and the layer's form computes the same results. `FORMS` maps `forward` functions to
+forms. A class that inherits a plain `forward` gets the form of that function, and a class that overrides `forward`
+stays plain. A module also stays plain if the form does not support one of the module's parts (`Fused.matches`).
 
-Neighbouring forms pass each other deferred norms (`NormInput`), and sums whose parts are not added yet (`PartialSum`).
+Neighbouring forms exchange deferred norms (`NormInput`), and sums whose parts are not added yet (`PartialSum`).
 Plain neighbours get tensors.
 
 On CUDA, all matching modules of a model are replaced when the model is loaded. fused/README.md shows how much time the
@@ -62,7 +62,10 @@ def form_of(module: nn.Module) -> Any:
 
 
 def fuse(model: nn.Module) -> None:
-    """In a loaded model, replace the `forward` of every module that has a fused form. Parts of a module come first."""
+    """In a loaded model, replace the `forward` of every module that has a fused form.
+
+    The parts of a module are replaced before the module.
+    """
     from nanovllm.fused.forms import Fused
     from nanovllm.fused.fused_linear import set_format
     from nanovllm.layers.linear import LinearBase

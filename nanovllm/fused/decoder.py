@@ -40,7 +40,7 @@ class FusedMLP(Fused):
 
 
 class FusedDecoderLayer(Fused):
-    """Replaces `Qwen3DecoderLayer.forward`, and the `forward` of other layers with norms in the same order."""
+    """Replaces `Qwen3DecoderLayer.forward`, and the `forward` of other layers whose norms have the same order."""
 
     what = "norms with the products after them, sums with the norms after them"
 

@@ -1,4 +1,7 @@
-"""Defines the fused form of the gated delta rule. For few rows, one matmul computes both input projections."""
+"""Defines the fused form of the gated delta rule.
+
+If a step has few rows, one matmul computes both input projections.
+"""
 
 from typing import Any
 
@@ -17,7 +20,7 @@ class FusedGatedDeltaNet(Fused):
     """Replaces `GatedDeltaNet.forward`.
 
     `in_proj` is the joint weight of both input projections, for steps with few rows. The weights of the projections are
-    views of `in_proj`. It is None if a projection is quantized or has a bias.
+    views of `in_proj`. `in_proj` is None if a projection is quantized or has a bias.
     """
 
     what = "both input projections (up to 2,048 rows), with the norm before them (one row)"

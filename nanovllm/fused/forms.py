@@ -22,9 +22,9 @@ class Fused:
     """The base class of forms. A form overrides a module's methods, and uses the module's attributes.
 
     Plain neighbours call `forward`, which takes and returns the same values as the plain `forward`. Fused neighbours
-    call `fused`, which the forms of a layer's parts define. It takes a norm that might not be computed yet (from
-    FusedRMSNorm), and returns a sum whose parts might not be added yet. FusedRotaryEmbedding has `rows` instead.
-    utils/replace.py replaces the methods.
+    call `fused`, which the forms of a layer's parts define. The argument of `fused` is a norm from FusedRMSNorm, which
+    might not be computed yet. Its result is a sum whose parts might not be added yet. FusedRotaryEmbedding defines
+    `rows` instead of `fused`. utils/replace.py replaces the methods.
     """
 
     what = ""  # what is fused, for `nanovllm show-fused`
@@ -35,7 +35,10 @@ class Fused:
         return True
 
     def prepare(self) -> None:
-        """Prepare the module. This is called once, after the module has become this form and its weights are loaded."""
+        """Prepare the module.
+
+        This is called once, when the module has become this form and the module's weights are loaded.
+        """
 
 
 class FusedRotaryEmbedding(Fused):
@@ -77,7 +80,10 @@ class FusedRMSNorm(Fused):
 
 
 def rope_at(rotary_emb: Any, positions: torch.Tensor) -> Rope:
-    """Look up the `Rope` for a form between plain layers. Its `cos_sin` is None without a fused rotary embedding."""
+    """Look up the `Rope` for a form between plain layers.
+
+    The result's `cos_sin` is None without a fused rotary embedding.
+    """
     if not isinstance(rotary_emb, FusedRotaryEmbedding):
         return Rope(positions, None)
     rope = rotary_emb.rows(positions)
@@ -92,7 +98,7 @@ def shared_rope(module: nn.Module) -> Any:
 
 
 def takes_fused(module: nn.Module) -> bool:
-    """Return whether neighbours call `module.fused`. If the module has hooks, they call the module itself."""
+    """Return whether neighbours call `module.fused`. If the module has hooks, neighbours call the module itself."""
     return isinstance(module, Fused) and not (module._forward_hooks or module._forward_pre_hooks)
 
 

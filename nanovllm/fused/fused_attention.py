@@ -39,8 +39,8 @@ def apply_rotary(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
 def norm_rope(x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor) -> torch.Tensor:
     """Apply the RMS norm and then `apply_rotary` to each head of x [T, heads, head_dim].
 
-    The norm's `weight` is [heads, head_dim]. If it is None, there is no norm. The computation is in float32, and rounds
-    once.
+    The norm's `weight` is [heads, head_dim]. If the weight is None, there is no norm. The computation is in float32,
+    and the result is rounded once.
     """
     y = x.float()
     if weight is not None:
@@ -55,7 +55,8 @@ def norm_rope_and_store(
     """Normalize and rotate the queries and keys, store the keys and values, and return the queries.
 
     `qkv` is [T, heads + 2 kv_heads, head_dim], and the result is [T, heads, head_dim]. `slot_mapping` [T] contains the
-    cache slots. A slot of -1 marks padding, which kernels do not store. This definition does not support padding.
+    cache slots. A slot of -1 marks padding. Kernels do not store keys and values of padding. This definition does not
+    support padding.
     """
     q_weight, k_weight, eps, cos_sin = qk_norm_rope
     num_kv_heads = cache.k.shape[2]

@@ -1,4 +1,7 @@
-"""Fuses mixtures of experts with the norm before the router. They return a PartialSum, which the next norm adds up."""
+"""Fuses mixtures of experts with the norm before the router.
+
+These forms return a PartialSum, whose parts the next norm adds.
+"""
 
 from typing import Any
 

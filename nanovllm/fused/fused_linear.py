@@ -1,4 +1,4 @@
-"""Fuses linear layers with the norm before them, the activation after them, and the sum of their partial results."""
+"""Fuses a linear layer with the norm before it, the activation after it, and the sum of its partial results."""
 
 from functools import partial
 from typing import Any
@@ -21,10 +21,10 @@ def split_linear(
     split_k: int = 1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `linear`. Return [T, outputs] or, if `split_k` > 1, parts [split_k, T, outputs] to be added.
+    """Compute `linear`.
 
-    `split_k` must come from `best_split_k`, whose plain definition always returns 1. `out` [split_k, T, outputs]
-    receives the result.
+    Return [T, outputs]. If `split_k` > 1, return parts [split_k, T, outputs], which the caller adds. `split_k` must
+    come from `best_split_k`, whose plain definition always returns 1. `out` [split_k, T, outputs] receives the result.
     """
     if out is None:
         return linear(x, weight, bias)
@@ -42,12 +42,12 @@ def norm_linear(
 
 @operation
 def best_split_k(x: torch.Tensor, weight: torch.Tensor, max_split_k: int) -> int:
-    """Return the best `split_k` for `split_linear`, at most `max_split_k`."""
+    """Return the best `split_k` for `split_linear`. It is at most `max_split_k`."""
     return 1
 
 
 class WeightFormat:
-    """Defines how a fused form multiplies by a weight. The base class multiplies in the activations' dtype.
+    """Defines how a fused form multiplies by a weight. The base class multiplies in the dtype of the activations.
 
     quantization/ contains formats for 8-bit weights.
     """

@@ -11,7 +11,7 @@ from nanovllm.utils.partial_sum import PartialSum
 def add_rms_norm(
     x: PartialSum, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm of x + residual, and the sum itself, both [T, N]. The sum may overwrite the residual."""
+    """Return the norm of x + residual, and x + residual itself, both [T, N]. The sum may overwrite the residual."""
     total = x.reduce() if residual is None else residual.add_(x.reduce())
     return rms_norm(total, weight, eps), total
 
@@ -40,13 +40,16 @@ class NormInput:
 
     @property
     def residual(self) -> torch.Tensor:
-        """The next norm's residual [T, N], which is x + residual. It may have overwritten the old residual."""
+        """The residual [T, N] for the next norm: x + residual. This sum may have overwritten the old residual."""
         if self.total is None:
             self.tensor()
         return self.total
 
     def summands(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Return (x, residual), or None if x is still a sum of parts. The residual is None if there is none to add."""
+        """Return (x, residual), or None if x is still a sum of parts.
+
+        The returned residual is None if nothing must be added to x.
+        """
         if self.total is not None:
             return self.total, None
         return None if self.x.tensor is None else (self.x.tensor, self.residual_before)

@@ -1,10 +1,10 @@
 """The setting `batch_invariant`: no bit of a request's answer depends on what else the engine computes.
 
-For a matmul with more or fewer rows, a library may choose another method, which rounds each row differently. Here, each
-operation computes a row in the same way everywhere: in a batch or alone, in a chunk or in a decode step.
+If the number of rows of a matmul changes, a library may choose another method, which rounds each row differently. Here,
+each operation computes a row in the same way everywhere: in a batch or alone, in a chunk or in a decode step.
 
-`cpu.py` and `cuda.py` contain the runners. `engine/runners.py` chooses one by device type. A runner sets the variant of
-the operations (`cpu_ops.py`, `cuda_ops.py`) and the attention backend. `kernels/invariant_gemm.py`,
+`cpu.py` and `cuda.py` contain the runners. `engine/runners.py` chooses the runner by device type. A runner selects the
+variant of the operations (`cpu_ops.py` or `cuda_ops.py`) and the attention backend. `kernels/invariant_gemm.py`,
 `kernels/invariant_attention.py` and `delta_net/kernels/delta_net_tokens.py` explain why the results of the CUDA kernels
 do not depend on the batch.
 """
@@ -32,10 +32,10 @@ def invariant_operations() -> Iterator[None]:
 
 
 def refuse_states(runner: "ModelRunner", *known: type) -> None:
-    """Raise ValueError if a layer that has a state is not of a `known` type.
+    """Raise ValueError if a layer with a state has a type that is not in `known`.
 
-    The state of another layer might depend on how prompts are divided into chunks. `runner` is a ModelRunner whose
-    model is loaded.
+    The state of a layer of another type might depend on how prompts are divided into chunks. `runner` is a ModelRunner
+    whose model is loaded.
     """
     layers = (layer for spec, layers in runner.cache_groups.items() if spec.of_states for layer in layers)
     for layer in layers:

@@ -1,4 +1,4 @@
-"""The runner of a rank on a CPU, for the setting `batch_invariant`."""
+"""The model runner of a CPU rank, for the setting `batch_invariant`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ register_ops("cpu" + VARIANT, vars(cpu_ops))
 
 
 class Runner(BatchRunner):
-    """A runner that computes each row of a step as if the row were alone."""
+    """A runner that computes each row of a step as if the step contained no other row."""
 
     def _load_model(self) -> nn.Module:
         self.backend = InvariantBackend()

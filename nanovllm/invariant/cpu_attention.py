@@ -24,8 +24,9 @@ class _Sequence(NamedTuple):
 class InvariantBackend(AttentionBackend):
     """A backend that multiplies blocks of a sequence's queries by blocks of its keys, in float32.
 
-    All matmuls have the same shape. Exponentials are relative to the largest score of all blocks. The results of the
-    blocks are added in the order of their positions. A block of keys that a query does not see adds zeros.
+    All matmuls have the same shape. The largest score of all blocks is subtracted from the scores before exponentials
+    are computed. The results of the blocks are added in the order of their positions. If a query does not see a block
+    of keys, the block adds zeros.
     """
 
     uses_cuda_graphs = False

@@ -1,14 +1,16 @@
 """CPU replacements for operations whose definitions depend on the number of rows.
 
 A runner computes a step in one thread. Otherwise, the batch would determine where loops over elements are divided among
-threads. In one thread, elementwise operations and reductions over the last dimension depend only on their own row. The
-following operations depend on other rows too, and are replaced:
+threads. In one thread, each row of an elementwise operation or of a reduction over the last dimension depends only on
+the same row of the input. In the following operations, a row also depends on other rows, so these operations are
+replaced:
 
-- Matmuls, because the library chooses a method by shape. They are computed in blocks of a fixed shape, in all threads.
+- Matmuls, because the library chooses a method by shape. Here, matmuls are computed in blocks of a fixed shape, in all
+  threads.
 - Functions of few elements, because PyTorch computes some elements in vectors and the remaining elements one by one.
-  They are computed row by row.
-- The chunked form of the gated delta rule, because its sums depend on where a chunk begins. Each token is computed
-  alone, as in a decode step.
+  Here, these functions are computed row by row.
+- The chunked form of the gated delta rule, because its sums depend on where a chunk begins. Here, each token is
+  computed alone, as in a decode step.
 """
 
 from collections.abc import Iterator
@@ -67,7 +69,7 @@ def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 
 
 def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -> None:
-    """Compute token by token, in order. Several tokens of a sequence may use the same state."""
+    """Compute the tokens one by one, in order. Several tokens of a sequence may use the same state."""
     if len(rows) == 1:
         return NotImplemented
     for x, gates_of_x, row, y in zip(qkvz.split(1), ba.split(1), rows.split(1), out.split(1)):
@@ -76,7 +78,7 @@ def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -
 
 
 def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, num_seqs: int, out, count=None) -> None:
-    """Compute chunks as decode steps, so that results do not depend on where a chunk begins.
+    """Compute chunks in the same way as decode steps, so that results do not depend on where a chunk begins.
 
     Steps on a CPU have no padding.
     """
@@ -90,7 +92,7 @@ def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, nu
 
 
 def delta_net_drafts(qkvz, ba, layer: Any, states: State, rows, context_lens, out, count=None) -> None:
-    """Compute token by token: accepted drafts of the previous step, one certain token, then new drafts.
+    """Compute the tokens one by one: accepted drafts of the previous step, one certain token, then new drafts.
 
     The new drafts do not change the stored state.
     """
@@ -143,7 +145,7 @@ def logit_cutoffs(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, temperatures: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute log-probabilities as steps do in which other requests ask for the most likely tokens."""
+    """Compute log-probabilities in the same way as in a step in which a request asks for the most likely tokens."""
     _, ranks = logprobs.token_logprobs.__wrapped__(logits, token_ids, temperatures)  # the definition
     values = logprobs.divided(logits, temperatures).log_softmax(-1)
     return values.gather(1, token_ids.unsqueeze(1).long()).squeeze(1), ranks

@@ -1,4 +1,4 @@
-"""The runner of a rank on CUDA, for the setting `batch_invariant`."""
+"""The model runner of a CUDA rank, for the setting `batch_invariant`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,7 +42,7 @@ class Runner(CUDAModelRunner):
     def size_kv_cache(self, available: int) -> None:
         """Reserve memory for the partial sums of decode attention.
 
-        The measured memory of the largest prefill does not include these sums.
+        The memory that was measured for the largest prefill does not include these sums.
         """
         num_rows, max_len = self.config.max_num_seqs * self.config.tokens_per_row, self.config.max_model_len
         layers = (layer for layer in self.model.modules() if isinstance(layer, Attention))

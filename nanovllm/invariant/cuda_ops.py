@@ -1,6 +1,6 @@
 """Replacements for CUDA operations whose kernels depend on the number of rows.
 
-All other operations already compute a row in the same way in every batch.
+All other CUDA operations already compute a row in the same way in every batch.
 """
 
 from functools import partial

@@ -1,8 +1,8 @@
-"""FP8 (e4m3) in kernels: conversions, and rows that share a scale.
+"""FP8 (e4m3) in kernels: conversions, and rows of numbers that share one scale.
 
-GPUs of compute capability 8.9 or higher convert e4m3 in hardware, and tensors are `torch.float8_e4m3fn`. Elsewhere,
-kernels take the bits as uint8 and convert them with the functions below. The reason is that Triton has no e4m3 for
-older GPUs, and that its interpreter rounds e4m3 wrongly.
+GPUs of compute capability 8.9 or higher convert e4m3 in hardware. On them, tensors are `torch.float8_e4m3fn`.
+On other devices, kernels get the bits as uint8 and convert these with the functions below. The reason is that Triton
+has no e4m3 for older GPUs, and that Triton's interpreter rounds e4m3 wrongly.
 
 The largest e4m3 number is 448. So the scale of a row is the row's largest magnitude divided by 448, rounded to
 bfloat16. The largest number of a row is then almost exact. The other numbers have a relative error of up to 1/16, or
@@ -54,7 +54,10 @@ def decode_e4m3_pairs(pairs, stored_dtype: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def encode_e4m3(x, dtype: tl.constexpr):
-    """Convert float32 to e4m3: as float8e4nv, or as bits in uint8. Round to nearest even, and saturate at 448."""
+    """Convert float32 to e4m3.
+
+    The result is float8e4nv, or the bits in uint8. Round to nearest even, and saturate at 448.
+    """
     if dtype == tl.uint8:
         sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
         magnitude = tl.minimum(tl.abs(x), 448.0)
@@ -71,7 +74,7 @@ def encode_e4m3(x, dtype: tl.constexpr):
 
 @triton.jit
 def encode_rows(x, dtype: tl.constexpr):
-    """Quantize rows x [R, D] to e4m3 in `dtype`. Return them with their scales [R].
+    """Quantize rows x [R, D] to e4m3 in `dtype`. Return the quantized rows and their scales [R].
 
     The scales are float32 numbers that bfloat16 can represent exactly. A row that contains NaN or infinity gets an
     infinite scale, so that it never decodes to finite numbers.
@@ -92,7 +95,7 @@ def bfloat16_bits(x):
 
 @triton.jit
 def store_row(x, row_ptr, scale_ptr, slot):
-    """Quantize a row x [1, D]. Store it and its scale (bfloat16 bits in int16) unless `slot` is -1.
+    """Quantize a row x [1, D]. Unless `slot` is -1, store the quantized row and its scale (bfloat16 bits in int16).
 
     Return the quantized numbers [1, D] as float32, not yet multiplied by the scale, and the scale [1].
     """
@@ -105,10 +108,10 @@ def store_row(x, row_ptr, scale_ptr, slot):
 
 @triton.jit
 def unpack_scales(pairs, stored_dtype: tl.constexpr):
-    """Unpack int32 words [N], each with the bfloat16 scales of a key and of its value.
+    """Unpack int32 words [N]. Each word contains the bfloat16 scales of a key and of its value.
 
     Return the key scales and log2 of the value scales, both float32 [N]. Attention does not multiply values by their
-    scales. Instead, it adds log2(scale) to the scores before it takes their maximum m. Then p = 2 ** (score +
+    scales. Instead, it adds log2(scale) to the scores before it computes their maximum m. Then p = 2 ** (score +
     log2(scale) - m) already includes the scale. p lies between 0 and 1 for values of any size, so it is accurate in
     float16. The denominator of the softmax is the sum of p / scale.
     """
@@ -127,7 +130,7 @@ def as_fp8_partner(x):
     """Convert bfloat16 queries to float16, so that they can be multiplied by e4m3 keys.
 
     The hardware converts e4m3 to float16 directly, but to bfloat16 only through float16 and float32. float16 is more
-    precise than bfloat16. Its range is smaller, but it still far exceeds the outputs of norms and projections.
+    precise than bfloat16. The range of float16 is smaller, but far larger than the outputs of norms and projections.
     """
     if x.dtype == tl.bfloat16:
         x = tl.clamp(x.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)

@@ -23,7 +23,7 @@ class Attention(nn.Module):
     """Causal grouped-query attention. Query head `h` reads key-value head `h // (num_heads / num_kv_heads)`."""
 
     def __init__(self, num_heads: int, head_dim: int, scale: float, num_kv_heads: int, window: int | None = None):
-        """Head counts are per rank. `window` is how many tokens a token attends to, including itself."""
+        """Head counts are per rank. `window` is the number of tokens that a token attends to, including itself."""
         super().__init__()
         self.num_heads, self.head_dim, self.num_kv_heads = num_heads, head_dim, num_kv_heads
         self.scale, self.window = scale, window

@@ -14,7 +14,7 @@ from nanovllm.utils.loader import Shard, parameter
 def embed_shard(
     token_ids: torch.Tensor, weight: torch.Tensor, first_id: int, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Look up embeddings [T, N] in a shard of the weight: [n, N]. Its first row belongs to token `first_id`.
+    """Look up embeddings [T, N] in a shard [n, N] of the weight. The shard's first row belongs to token `first_id`.
 
     Ids outside the shard get zeros. Kernels write the result to `out`, if given: [1, T, N].
     """
@@ -25,7 +25,7 @@ def embed_shard(
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Embeds token ids. Each rank holds an equal share of the vocabulary, and the ranks' results are summed."""
+    """Embeds token ids. Each rank stores an equal share of the vocabulary, and the results of the ranks are summed."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int):
         super().__init__()

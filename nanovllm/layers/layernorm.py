@@ -1,4 +1,4 @@
-"""RMSNorm. If there is a residual, it is added first."""
+"""RMSNorm. If there is a residual, it is added before the norm."""
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,10 @@ class RMSNorm(nn.Module):
         return rms_norm(total, self.weight, self.eps), total
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None):
-        """Return the norm of x [..., hidden_size]. With a residual, return the norm of `x + residual`, and the sum."""
+        """Return the norm of x [..., hidden_size].
+
+        With a residual, return the norm of `x + residual`, and `x + residual` itself.
+        """
         return self.rms_forward(x) if residual is None else self.add_rms_forward(x, residual)
 
 

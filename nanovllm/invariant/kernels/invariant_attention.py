@@ -2,12 +2,12 @@
 
 Prefill (invariant_prefill.py) and decode (invariant_decode.py) use the arithmetic of this file for each query. A
 segment is a range of tiles of keys. Tiles and segments begin at fixed positions. Each segment has separate sums, to
-which its tiles are added in order. At the end, the sums of all segments are added in order. So either one program or
-several programs may compute the segments of a query (flash-decoding).
+which its tiles are added in order. At the end, the sums of all segments are added in order. So the result is the same
+whether one program or several programs (flash-decoding) compute the segments of a query.
 
 This requires that a matmul computes the same result in tiles with any number of rows, transposed or not. Hopper's
 instructions for 64 rows (wgmma) have this property, and tests/test_invariant_kernels.py checks it. The instruction
-`mma.sync` does not: it was seen to round differently.
+`mma.sync` does not have this property: it was observed to round differently.
 """
 
 import torch
@@ -25,7 +25,7 @@ SEGMENT = tl.constexpr(512)
 def fma(x, factor, y):
     """Return x * factor + y, always rounded once.
 
-    With plain operators, the compiler would decide whether to fuse them.
+    With plain operators, the compiler would decide whether to fuse the multiplication and the addition.
     """
     return tl.fma(x, tl.broadcast_to(factor, x.shape), tl.broadcast_to(y, x.shape))
 
@@ -34,10 +34,10 @@ def fma(x, factor, y):
 def add_tile(sums, scores, v, scale, pairs, visible, stored_dtype: tl.constexpr, KEYS: tl.constexpr):
     """Add a tile of keys to `sums`, which is (weighted values, weights, largest score so far).
 
-    KEYS is the dimension of the keys in `scores`: 1, or 0 if everything is transposed. `visible` is `None` if all keys
-    are visible. The values of hidden keys must be zero. In FP8, `pairs` contains the scales of keys and values. Weights
-    are added by a matmul with ones, so that the order of the additions does not depend on which threads hold the
-    weights.
+    KEYS is the index of the dimension of keys in `scores`: 1, or 0 if everything is transposed. `visible` is `None` if
+    all keys are visible. The values of hidden keys must be zero. In FP8, `pairs` contains the scales of keys and
+    values. Weights are added by a matmul with ones, so that the order of the additions does not depend on which threads
+    hold the weights.
     """
     acc, total, largest = sums
     # weights are divided by the scales of values, and may exceed the range of float16 if the scales are small

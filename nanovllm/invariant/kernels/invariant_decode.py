@@ -166,7 +166,7 @@ def _decode_kernel(
 @dependent_kernel(early=("seq_ptrs",))
 @triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(seq_ptrs, out_ptrs, splits, HEADS: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr):
-    """In each program, add the segments of one query head, unless a single program has computed them all."""
+    """In each program, add the segments of one query head, unless a single program has computed all segments."""
     gdc_launch_dependents(PDL)
     num_seqs_ptr, context_lens_ptr = seq_ptrs
     out_ptr, part_ptrs = out_ptrs
@@ -210,7 +210,7 @@ def decode_attention(
 ) -> torch.Tensor:
     """Compute `decode_attention` of decode_attention.py, with the same arguments except `norm_rope_inputs`.
 
-    Here, the keys are read again for each row.
+    This function reads the keys again for each row.
     """
     batch_size, heads, head_dim = q.shape
     out = torch.empty_like(q) if out is None else out

@@ -1,9 +1,9 @@
 """Computes y = x W^T + b such that no bit of a row depends on the number of rows.
 
-Each output is a single sum over the inputs in order. The tensor core instructions for 64 rows add 16-bit products in
-the same way in tiles of every size. Here, these 64 rows are rows of the weight, and the number of rows of x determines
-the tile size. With 8-bit numbers, sums are multiplied by scales at the end of each step over the inputs. So the steps
-have the same length in all tile sizes.
+Each output is a single sum, to which the inputs are added in order. The tensor core instructions for 64 rows add 16-bit
+products in the same way for every tile size. In this kernel, these 64 rows are rows of the weight, and the number of
+rows of x determines the tile size. With 8-bit numbers, each step of the loop over the inputs ends by multiplying sums
+by scales. So a step covers the same number of inputs for all tile sizes.
 """
 
 import torch

@@ -70,7 +70,7 @@ def _prefill_kernel(
 ):
     """Compute the i-th query tile in program (kv_head, i).
 
-    The computation is as in prefill_attention.py, but segment by segment.
+    The computation is the same as in prefill_attention.py, but segment by segment.
     """
     gdc_launch_dependents(PDL)
     query_tiles_ptr, cu_seqlens_q_ptr, context_lens_ptr = query_ptrs

@@ -1,7 +1,7 @@
 """Decode attention over paged keys and values.
 
-The queries are each sequence's newest token and a few draft tokens. Several programs share the keys of a sequence
-(flash-decoding).
+The queries of a sequence belong to its newest token and a few draft tokens. Several programs share the keys of a
+sequence (flash-decoding).
 """
 
 import torch
@@ -35,7 +35,7 @@ NO_NORM_ROPE = None, None, 0.0, None, None  # weights, eps, cos_sin, slots
 
 @triton.jit
 def _load_rotation(norm_rope_ptrs, seq, d, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr):
-    """Return the cosines and sines that `norm_rope` takes for queries and keys, and the rotation partners."""
+    """Return the arguments of `norm_rope` for queries and keys: cosines, sines and rotation partners."""
     q_weight_ptr, k_weight_ptr = norm_rope_ptrs[0], norm_rope_ptrs[1]
     cos, sin, swapped = load_cos_sin(norm_rope_ptrs[3], seq, d, HEAD_DIM, ROTARY)
     q_cos, q_sin, k_cos, k_sin = cos, sin, cos, sin
@@ -63,8 +63,8 @@ def _prefetch_tile(cache_ptrs, table_ptr, kv_head, tokens, CACHE: tl.constexpr):
 def _store_new_token(k, v, cache_ptrs, slot, kv_head, d, CACHE: tl.constexpr):
     """Store a key `k` and a value `v`, both [1, head_dim], unless `slot` is -1.
 
-    Return the stored key, its scale, the stored value and its scale. FP8 rounds keys and values, and this step must
-    attend to the rounded numbers that later steps will read.
+    Return the stored key, its scale, the stored value and its scale. FP8 rounds keys and values. This step must attend
+    to the same rounded numbers that later steps will read.
     """
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
     at = (slot * CACHE.kv_heads + kv_head) * CACHE.head_dim + d[None, :]
@@ -96,7 +96,7 @@ def _scores_of_tile(q, k_ptrs, pair_ptrs, inside, scale, STORED: tl.constexpr):
 
 @triton.jit
 def _store_result(acc, m_i, l_i, row, is_row, d, split, splits, out_ptrs, HEAD_DIM: tl.constexpr):
-    """Normalize and store `acc` [GROUP_PAD, head_dim]. With several splits, it is a partial result."""
+    """Normalize and store `acc` [GROUP_PAD, head_dim]. With several splits, the stored result is a partial result."""
     out_ptr, partial_ptr, lse_ptr = out_ptrs
     acc = acc / tl.maximum(l_i, 1e-30)[:, None]
     if partial_ptr is not None:
@@ -130,9 +130,9 @@ def _decode_kernel(
 ):
     """Compute the attention of ROWS rows of a sequence over one split of its keys.
 
-    The program (kv_head, sequence, split) handles all query heads that share its key-value head. Before it waits, it
-    reads no memory that the previous kernel writes. If q is qkv, the program of the first split also stores the new
-    token.
+    The program (kv_head, sequence, split) handles all query heads that share this key-value head. Before the program
+    waits, it reads no memory that the previous kernel writes. If q is qkv, the program of the first split also stores
+    the new token.
     """
     gdc_launch_dependents(PDL)
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
@@ -254,7 +254,7 @@ def _decode_kernel(
 
 
 def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> bool:
-    """Return whether `decode_attention` should take qkv, and normalize, rotate and store it.
+    """Return whether `decode_attention` should get qkv, and should normalize, rotate and store the new token itself.
 
     This saves a kernel launch. However, if not all programs can run at once, multiprocessors spend time on norm and
     rope that they could spend reading keys.
@@ -265,10 +265,11 @@ def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> 
 def _choose_programs(batch_size, tokens_per_row, cache, row_bytes, is_qkv) -> tuple[int, int, int]:
     """Return (programs per multiprocessor, warps per program, tiles loaded ahead).
 
-    Two programs of four warps read fastest, but no program of the next kernel fits next to them. They are used for a
-    single sequence and for several rows per sequence. They are also used for qkv if a key has more than 256 bytes, or
-    if it has 256 bytes and there are at most two splits. In all other cases, programs have two warps, or four if they
-    convert FP8 and do not take qkv. `row_bytes` is the size of a key.
+    With two programs of four warps, a multiprocessor reads fastest, but has no space for a program of the next kernel.
+    Two such programs are used for a single sequence, and for several rows per sequence. They are also used for qkv if a
+    key has more than 256 bytes, or if a key has 256 bytes and there are at most two splits. In all other cases,
+    programs have two warps, or four warps if they convert FP8 and the input is not qkv. `row_bytes` is the size of a
+    key.
     """
     has_few_splits = batch_size * cache.k.shape[2] * 3 > 2 * num_sms(cache.k.device)  # at most two
     are_fastest = is_qkv and (row_bytes > 256 or (row_bytes == 256 and has_few_splits))
@@ -301,11 +302,11 @@ def decode_attention(
         sequences should come first.
     num_seqs [1] int32: the number of rows to compute, at least 1. Later rows of the result are left unchanged.
     out: receives the result
-    tokens_per_row: the number of consecutive rows that belong to one sequence. They share a block table, and each row
-        sees at least as many keys as the previous row. The keys are read once for all these rows.
-    norm_rope_inputs: the arguments `qk_norm_rope` and `slot_mapping` of `norm_rope_and_store`. With them, the kernel
-        also does the work of that function. Then q is qkv [B, heads + 2 kv_heads, head_dim] with any stride between
-        tokens, and the result of an empty sequence is finite but undefined.
+    tokens_per_row: the number of consecutive rows that belong to one sequence. These rows share a block table, and each
+        row sees at least as many keys as the previous row. The keys are read once for all rows of a sequence.
+    norm_rope_inputs: the arguments `qk_norm_rope` and `slot_mapping` of `norm_rope_and_store`. With these arguments,
+        the kernel also does the work of that function. In this case, q is qkv [B, heads + 2 kv_heads, head_dim] with
+        any stride between tokens, and the result of an empty sequence is finite but undefined.
     """
     is_qkv, kv_heads = norm_rope_inputs is not NO_NORM_ROPE, cache.k.shape[2]
     out = torch.empty_like(q[:, 2 * kv_heads :] if is_qkv else q) if out is None else out

@@ -22,7 +22,7 @@ class Rows(NamedTuple):
 
 @triton.jit
 def norm_rope(x, x_swapped, cos, sin, eps, HAS_NORM: tl.constexpr):
-    """Normalize each row of x [R, D] if HAS_NORM, and rotate it. Compute in float32, and round once.
+    """Normalize each row of x [R, D] if HAS_NORM, and rotate it. Compute in float32, and round the result once.
 
     `x_swapped` is x with its halves swapped. `cos` and `sin` [1 or R, D] come from FusedRotaryEmbedding, which negates
     the first half of `sin`. With a norm, the caller has already multiplied `cos` by the norm's weight, and `sin` by the
@@ -41,7 +41,7 @@ def norm_rope(x, x_swapped, cos, sin, eps, HAS_NORM: tl.constexpr):
 def load_cos_sin(cos_sin_ptr, token, d, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr):
     """Load a token's cosines and sines for elements `d` of a head. Also return the rotation partners of `d`.
 
-    Of each head, the first ROTARY elements are rotated.
+    The first ROTARY elements of each head are rotated.
     """
     cos_ptr = cos_sin_ptr + token * (2 * ROTARY)
     if ROTARY == HEAD_DIM:
@@ -106,7 +106,8 @@ def norm_rope_and_store(qkv: torch.Tensor, qk_norm_rope, slot_mapping: torch.Ten
     `head_dim` is a power of two.
 
     qk_norm_rope: (q weight, k weight, eps, cos_sin). The weights are [head_dim], or `None` if there is no norm.
-        `cos_sin` [T, 2, N] float32 comes from FusedRotaryEmbedding, and rotates the first N elements of each head.
+        `cos_sin` [T, 2, N] float32 comes from FusedRotaryEmbedding, and defines the rotation of the first N elements of
+        each head.
     slot_mapping [T]: each token's index into the cache with its first two dimensions flattened, or -1 to store nothing
         for this token
     """

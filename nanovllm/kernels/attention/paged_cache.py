@@ -4,7 +4,7 @@ Functions that launch kernels take a layer's `cache`, a `KVCache` (cache/kv_cach
 
 - keys `k` and values `v` [blocks, block_size, kv_heads, head_dim]
 - `scales` [blocks, kv_heads, block_size] int32, if keys and values are in FP8 (see e4m3.py). Each word packs two
-  bfloat16 scales: of a key and of its value.
+  bfloat16 scales: one of a key and one of the key's value.
 - `window`: the number of tokens that a token attends to, or `None` for all tokens
 - `scale`: the factor of the scores, or `None` for `head_dim ** -0.5`
 """
@@ -21,7 +21,7 @@ LOG2_E = 1.4426950408889634  # attention computes exp2 instead of exp
 
 
 class CacheLayout(NamedTuple):
-    """The sizes of a cache and of the tiles that kernels read (a kernel constant)."""
+    """The sizes of a cache and of the tiles that kernels read. The layout is a kernel constant."""
 
     block_size: int
     kv_heads: int
@@ -31,7 +31,10 @@ class CacheLayout(NamedTuple):
 
 
 def layout_of(cache, max_tile: int) -> CacheLayout:
-    """Return the layout of a cache. Its tile is the largest power of two up to `max_tile` that divides a block."""
+    """Return the layout of a cache.
+
+    The layout's tile is the largest power of two up to `max_tile` that divides the block size.
+    """
     block_size = cache.k.shape[1]
     return CacheLayout(*cache.k.shape[1:], min(max_tile, block_size & -block_size), cache.window or 0)
 
@@ -42,7 +45,7 @@ def log2_scale(cache) -> float:
 
 
 def cache_tiles(cache, layout: CacheLayout) -> tuple:
-    """Return the keys and the values as prefill kernels take them: TMA descriptors or, without TMA, tensors."""
+    """Return the keys and the values for prefill kernels: as TMA descriptors or, without TMA, as tensors."""
     if not has_tma(cache.k.device):
         return cache.k, cache.v
     shape = [layout.tile, layout.head_dim]

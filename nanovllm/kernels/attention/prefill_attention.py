@@ -137,7 +137,10 @@ def _prefill_kernel(
 
 
 def _tile_sizes(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Return (query rows, keys) per tile. A token has a row for each query head that shares the key-value head."""
+    """Return (query rows, keys) per tile.
+
+    Each token has one row for each of the query heads that share a key-value head.
+    """
     return (64, 32) if dtype == torch.float32 or head_dim > 128 else (128, 64)
 
 
@@ -149,7 +152,7 @@ def query_tile_size(group: int, head_dim: int, dtype: torch.dtype) -> int:
     """Return how many tokens a query tile covers if `group` query heads share a key-value head.
 
     On Hopper, either the kernel above or the kernel of hopper_prefill.py computes a tile. The Hopper kernel's tiles
-    have 128 rows. The returned size is the largest multiple of this file's tile size that fits into them.
+    have 128 rows. The returned size is the largest multiple of this file's tile size that fits into 128 rows.
     """
     tokens = _tile_sizes(head_dim, dtype)[0] // group
     if _is_for_hopper(head_dim, dtype):
@@ -168,15 +171,15 @@ def prefill_attention(
 ) -> torch.Tensor:
     """Return the causal attention of new tokens over the cached keys of their sequences, in the shape of q.
 
-    A query sees the tokens of its sequence up to its own position. If the cache has a window, it sees only the last
-    `window` of these tokens. The cache already contains all `context_lens[b]` tokens of sequence b, including the
+    A query sees the tokens of its sequence up to its own position. If the cache has a window, a query sees only the
+    last `window` of these tokens. The cache already contains all `context_lens[b]` tokens of sequence b, including the
     tokens of this step.
 
     q [T, heads, head_dim]: the queries of the last tokens of B sequences, contiguous. At most 64 query heads share a
         key-value head.
     cu_seqlens_q [B + 1]: where the queries of each sequence begin
     cache, context_lens [B], block_tables: as in `decode_attention`
-    query_tiles [N, 2] int32: the tiles to compute, in the order in which their programs start. Each is a pair
+    query_tiles [N, 2] int32: the tiles to compute, in the order in which their programs start. Each tile is a pair
         (sequence, first query), and covers at most `query_tile_size` queries. Pairs with sequence -1 are skipped.
     out: receives the result. Rows of queries that no tile covers are left unchanged.
     """

@@ -1,11 +1,12 @@
 """Prefill attention for Hopper (FlashAttention-3, arXiv:2407.08608).
 
-The kernel is written in Gluon. One warp loads, and two warpgroups compute. A query tile has 128 rows, 64 for each
-warpgroup. Each row is one query head of one token. A tile covers a *pack* of query heads that share a key-value head.
-The size of a pack is the largest power of two that divides the number of query heads per key-value head.
+The kernel is written in Gluon. One warp loads tiles, and two warpgroups compute attention. A query tile has 128 rows,
+64 for each warpgroup. Each row is one query head of one token. A tile covers a *pack* of query heads that share a
+key-value head. The size of a pack is the largest power of two that divides the number of query heads per key-value
+head.
 
 The warpgroups alternate. While one warpgroup computes softmax, the tensor cores run the matmuls of the other warpgroup,
-or multiply the first warpgroup's previous softmax weights by values.
+or multiply the previous softmax weights of the first warpgroup by values.
 """
 
 from typing import NamedTuple
@@ -50,7 +51,7 @@ def _lanes():
 
 @gluon.jit
 def _load(ring, buffer, use, tiles, at):
-    """Wait until `buffer` is free, and start to load a tile into it. `use` counts the earlier loads.
+    """Wait until `buffer` is free, and start to load a tile into it. `use` counts the earlier loads into it.
 
     Each buffer of a ring has two barriers. `full` completes when a tile is loaded. `empty` completes when the tile is
     no longer needed.
@@ -63,10 +64,10 @@ def _load(ring, buffer, use, tiles, at):
 
 @gluon.jit
 def _work(n, plan, SHAPE: gl.constexpr):
-    """Return the n-th query tile of this program. Its first field is the number of key tiles, 0 at the end.
+    """Return the n-th query tile of this program.
 
-    Query tiles are sorted by descending number of keys. They are dealt to the programs in alternating order: first
-    program to last, then last to first.
+    The first field is the number of key tiles, or 0 after the last query tile. Query tiles are sorted by descending
+    number of keys. The tiles are dealt to the programs in alternating order: first program to last, then last to first.
     """
     plan_ptrs, num_tiles, _ = plan
     tiles_ptr, starts_ptr, lengths_ptr, _ = plan_ptrs
@@ -115,10 +116,10 @@ def _load_tiles(tiles, rings, plan, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _softmax(scores, state, position, key, MASKED: gl.constexpr, SHAPE: gl.constexpr):
-    """Return the softmax weights, the factor that rescales the old sums, and the new state.
+    """Return the softmax weights, the factor by which the old sums must be multiplied, and the new state.
 
     The state contains the maximum scaled score of each row, and a sum of weights for each thread. So threads need not
-    exchange their sums.
+    exchange these sums.
     """
     scale: gl.constexpr = SHAPE.scale
     m_i, l_i = state
@@ -146,7 +147,7 @@ def _scores(q, keys, i, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _add_values(acc, p, values, i, SHAPE: gl.constexpr):
-    """Start adding weights p times the i-th tile of values. Pass both results to `warpgroup_mma_wait`."""
+    """Start to add weights p times the i-th tile of values. Pass both results to `warpgroup_mma_wait`."""
     weights = gl.convert_layout(p.to(values[0].dtype), gl.DotOperandLayout(0, sums_of(SHAPE.head_dim), 2))
     mbarrier.wait(values[1].index(i % 2), i // 2 & 1)
     return hopper.warpgroup_mma(weights, values[0].index(i % 2), acc, is_async=True), weights
@@ -270,11 +271,11 @@ def _prefill_kernel(
 
 
 def attend(tokens: int, tile: int, q: torch.Tensor, caches, scale: float, plan_ptrs, out: torch.Tensor) -> None:
-    """Fill `out` with the attention of q, both [T, heads, head_dim]. See `prefill_attention`.
+    """Fill `out` with the attention of q. Both are [T, heads, head_dim]. See `prefill_attention`.
 
     `plan_ptrs` is (query_tiles, cu_seqlens_q, context_lens, block_tables). A query tile has at most `tokens` tokens.
-    `caches` is (keys, values), and `scale` includes the factor log2(e). `tile` is the number of keys per tile. It is 64
-    or 128, and divides the block size. `head_dim` is 64 or 128, or 256 if `tile` is 64. The dtype has 16 bits.
+    `caches` is (keys, values), and `scale` includes the factor log2(e). `tile` is the number of keys per tile. `tile`
+    is 64 or 128, and divides the block size. `head_dim` is 64 or 128, or 256 if `tile` is 64. The dtype has 16 bits.
     """
     heads, head_dim = q.shape[1:]
     block_size, kv_heads = caches[0].shape[1:3]

@@ -1,7 +1,7 @@
 """A Hopper epilogue for hopper_product.py: q and k norms, rotary embedding, and cache store.
 
-Each block of 128 outputs is one head. The epilogue computes in float32 and rounds once. A thread holds both elements of
-each rotated pair.
+Each block of 128 outputs is one head. The epilogue computes in float32, and rounds each result once. Both elements of
+each rotated pair are in the same thread.
 """
 
 import torch
@@ -73,9 +73,10 @@ def _store_heads(sums, out_ptrs, row, n, num_rows, W: gl.constexpr):
 
 
 def store_product(factors, qk_norm_rope, slot_mapping: torch.Tensor, cache) -> torch.Tensor:
-    """Compute `norm_rope_and_store` of x W^T. `factors` is (x, weight, scales), with scales `None` for 16 bits.
+    """Compute x W^T, and apply `norm_rope_and_store` to the result.
 
-    `head_dim` is 128. The number of query heads and the number of key-value heads are even.
+    `factors` is (x, weight, scales). In 16 bits, `scales` is `None`. `head_dim` is 128. The number of query heads and
+    the number of key-value heads are even.
     """
     x, weight, scales = factors
     kv_heads = cache.k.shape[2]

@@ -1,8 +1,8 @@
 """Shared code of the Gluon kernels: a warp loads tiles into a ring of buffers for the warpgroups.
 
 A buffer has two barriers. `full` completes when all data has arrived. `empty` completes when all readers of the buffer
-have finished. In the i-th use of a buffer, readers wait for parity `i & 1` of `full`. Before that, the loading warp
-waits for parity `(i & 1) ^ 1` of `empty`.
+have finished. In the i-th use of a buffer, readers wait for parity `i & 1` of `full`. Before the loading warp fills the
+buffer, it waits for parity `(i & 1) ^ 1` of `empty`.
 """
 
 import torch
@@ -41,7 +41,7 @@ def buffers(tiles, COUNT: gl.constexpr):
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Allocate COUNT barriers. Each completes after ARRIVALS arrivals."""
+    """Allocate COUNT barriers. Each barrier completes after ARRIVALS arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(bars.index(i), count=ARRIVALS)

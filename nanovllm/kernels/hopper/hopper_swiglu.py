@@ -1,7 +1,7 @@
 """A Hopper epilogue for hopper_product.py: SwiGLU in 16 bits, or in FP8 with quantized results.
 
-In 16 bits, gate, up and silu(gate) are each rounded, at no extra cost. So the results are the same as with separate
-kernels, except that numbers near 1e-36 become 0. In FP8, all results that share a scale are in the same tile.
+In 16 bits, gate, up and silu(gate) are each rounded, at no extra cost. So the results equal those of separate kernels,
+except that numbers near 1e-36 become 0. In FP8, all results that share a scale are in the same tile.
 """
 
 import torch
@@ -15,7 +15,7 @@ from nanovllm.kernels.linear.tiles import QuantizedRows
 
 @gluon.constexpr_function
 def _silu_of(x, y):
-    """Return PTX code for y = silu(x). Its two approximate instructions have an error of at most 2^-22 each.
+    """Return PTX code for y = silu(x). The code uses two approximate instructions, each with an error of at most 2^-22.
 
     Division and `gl.exp` would need several times as many instructions.
     """
@@ -32,7 +32,7 @@ def _silu_of(x, y):
 def _swiglu_of(dtype):
     """Return PTX code that computes two SwiGLU results, and rounds both in one instruction.
 
-    The compiler would round each result separately.
+    Without this code, the compiler would round each result separately.
     """
     half = "bf16" if dtype == gl.bfloat16 else "f16"
     return f"""

@@ -40,7 +40,7 @@ TILES = (
 def choose_tile(num_rows: int, n: int, k: int, max_split_k: int, sms: int) -> HopperTile | None:
     """Return the tile for x [num_rows, k] times a weight [n, k], or `None` if other kernels are as fast.
 
-    If programs must compute several tiles each, only tiles of the largest size are faster than the library.
+    If each program must compute several tiles, only tiles of the largest size are faster than the library.
     """
     if not 16 < num_rows <= TILES[-1][0]:
         return None
@@ -88,7 +88,7 @@ def qkv_norm_rope_store(x, layer, qk_norm_rope, slot_mapping: torch.Tensor, cach
 
     Return `NotImplemented` if there is no such kernel, if separate kernels are as fast, or if CUDA graphs may contain
     steps of this size. Graphs pad steps, but a step must use the same kernels with and without graphs. Different
-    kernels add in a different order, and might produce different tokens.
+    kernels add numbers in different orders, which might lead to different tokens.
     """
     if isinstance(x, torch.Tensor) or len(x) <= MAX_CAPTURED_ROWS or not has_hopper_kernels():
         return NotImplemented

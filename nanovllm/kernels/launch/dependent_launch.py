@@ -2,19 +2,19 @@
 
 This hides a kernel's launch latency and the latency of its first reads. Every dependent kernel obeys this contract:
 
-- It lets the next kernel start at once (`gdc_launch_dependents`). It waits (`gdc_wait`) until the previous kernel is
-  complete and its writes are visible. A program without work may return without waiting, but at least one program must
-  wait. So when a kernel is complete, all earlier kernels are complete too.
-- Before it waits, it writes nothing. It may prefetch any address. It may read only memory that no running kernel can
-  still write: weights, and the results of kernels that were launched before the last ordinary launch.
+- The kernel lets the next kernel start at once (`gdc_launch_dependents`). The kernel waits (`gdc_wait`) until the
+  previous kernel is complete and that kernel's writes are visible. A program without work may return without waiting,
+  but at least one program must wait. So when a kernel is complete, all earlier kernels are complete too.
+- Before the kernel waits, it writes nothing. It may prefetch any address. It may read only memory that no running
+  kernel can still write: weights, and the results of kernels that were launched before the last ordinary launch.
 
 An ordinary launch starts when all earlier kernels are complete. A dependent kernel can start while kernels launched
-after the last ordinary launch are still running. Until it waits, even the writes of the last ordinary launch might not
-be visible.
+after the last ordinary launch are still running. Until a dependent kernel waits, even the writes of the last ordinary
+launch might not be visible to it.
 
-In a forward pass, the last ordinary launch before attention is the embedding or a later library kernel. So before
-attention waits, it may read all results of launches that precede the embedding: the rope lookup (`cos_sin`), slot
-mapping, block tables and lengths. `@dependent_kernel(early=...)` declares what a kernel reads before it waits, and
+In a forward pass, the last ordinary launch before attention is the embedding or a later library kernel. So before the
+attention kernel waits, it may read all results of launches that precede the embedding: the rope lookup (`cos_sin`),
+slot mapping, block tables and lengths. `@dependent_kernel(early=...)` declares what a kernel reads before it waits, and
 rejects a kernel that breaks the contract (see launch_contract.py).
 
 The constexpr `PDL` is `False` on GPUs older than Hopper. It is also `False` with Triton 3.4, which can't compile its
@@ -88,7 +88,7 @@ class _Loaders(ThreadPoolExecutor):
     """A pool of threads that compile kernels and load them onto the device.
 
     To load a kernel, Triton 3.6 also runs a C compiler, and imports the result as a Python module. All these modules
-    have the same name, so a lock lets one kernel load at a time.
+    have the same name, so a lock ensures that only one kernel is loaded at a time.
     """
 
     lock = Lock()
@@ -146,7 +146,7 @@ def _forget_unfinished(launched: list) -> None:
 
 
 def launch(kernel: DependentKernel, grid: tuple[int, ...], device: torch.device, shared: int | None = 100):
-    """Return `kernel[grid]`, which is a dependent launch if the device supports it.
+    """Return `kernel[grid]`. Its launch is dependent if the device supports dependent launch.
 
     Usage: `launch(kernel, grid, device)(*arguments, **constants)`.
 
@@ -176,6 +176,9 @@ def launch_ordinary(jit, grid: tuple[int, ...]):
 
 @cache
 def _prefer_shared_memory(function: int, percentage: int) -> None:
-    """Set a compiled kernel's preferred percentage of shared memory. It is a hint, so failures are ignored."""
+    """Set a compiled kernel's preferred percentage of shared memory.
+
+    The percentage is a hint, so failures are ignored.
+    """
     attribute = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
     ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), attribute, percentage)

@@ -1,7 +1,8 @@
-"""Kernels that copy from and to pinned host memory. CUDA graphs can contain them, and they need no copy engine.
+"""Kernels that copy from and to pinned host memory.
 
-Host memory is [2, capacity] int32: two buffers, of which the host prepares one while the device uses the other.
-`buffer_index` [1] int32 is stored on the device. It is the index of the buffer that the device uses.
+CUDA graphs can contain these kernels, and the kernels need no copy engine. Host memory is [2, capacity] int32: two
+buffers. The host prepares one buffer while the device uses the other. `buffer_index` [1] int32 is stored on the device.
+It is the index of the buffer that the device uses.
 """
 
 import torch
@@ -41,6 +42,6 @@ def copy_from_host(out: torch.Tensor, host: torch.Tensor, buffer_index: torch.Te
 def copy_to_host(x: torch.Tensor, host: torch.Tensor, buffer_index: torch.Tensor) -> None:
     """Write `x` [n] int32 to the buffer in `host` that the device uses, then switch `buffer_index`.
 
-    A single program does both.
+    A single program does the write and the switch.
     """
     launch_ordinary(_copy_to_host_kernel, (1,))(x, host, buffer_index, len(x), host.shape[1], BLOCK=512)

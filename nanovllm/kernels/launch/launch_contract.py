@@ -1,7 +1,7 @@
-"""Checks, in the source of a dependent kernel, what the kernel does before it waits (see dependent_launch.py).
+"""Checks what a dependent kernel does before it waits, based on the kernel's source (see dependent_launch.py).
 
 The check runs when the kernel is defined. Pointer parameters are named `*_ptr`, tuples of pointers `*_ptrs`, and tensor
-descriptors `*_tiles`. The check follows addresses from these parameters through assignments, and into the functions
+descriptors `*_tiles`. From these parameters, the check follows addresses through assignments, and into the functions
 that the kernel calls. It assumes that the constexpr `PDL` is `True`, as in dependent launches.
 """
 
@@ -19,7 +19,7 @@ PREFETCH = "prefetch_rows"  # only fills the L2 cache: the kernel reads the valu
 
 
 def check_early_reads(function: Callable, early: tuple[str, ...]) -> None:
-    """Raise AssertionError unless a kernel waits, and until then writes nothing and reads exactly `early`."""
+    """Raise AssertionError unless a kernel waits and, before it waits, writes nothing and reads exactly `early`."""
     body = _Body(function)
     waits = body.run(body.node.body)
     name = function.__name__
@@ -30,7 +30,10 @@ def check_early_reads(function: Callable, early: tuple[str, ...]) -> None:
 
 
 class _Body:
-    """The body of a function. `run` adds the pointer parameters that it reads before the wait to `reads`."""
+    """The body of a function.
+
+    `run` finds the pointer parameters that the body reads before the wait, and adds them to `reads`.
+    """
 
     def __init__(self, function: Callable, roots_of_arguments: list[set[str]] | None = None):
         self.function = function
@@ -130,7 +133,7 @@ class _Body:
 
 @cache
 def _functions_of(file: str) -> dict[int, ast.FunctionDef]:
-    """Map first lines to top-level functions of a source file. A function starts at its first decorator."""
+    """Map line numbers to the top-level functions that start there. A function starts at its first decorator."""
     nodes = [node for node in ast.parse(Path(file).read_text()).body if isinstance(node, ast.FunctionDef)]
     return {min(line.lineno for line in (node, *node.decorator_list)): node for node in nodes}
 

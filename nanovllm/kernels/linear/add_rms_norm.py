@@ -1,4 +1,4 @@
-"""RMS norm kernels. They can add split-K parts and a residual before the norm, and quantize its result."""
+"""RMS norm kernels. They can add split-K parts and a residual before the norm, and can quantize the norm's result."""
 
 import torch
 import triton

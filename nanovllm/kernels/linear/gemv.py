@@ -1,4 +1,4 @@
-"""Computes y = x W^T + b for a single row x, in one kernel with the norm before it and the activation after it.
+"""Computes a norm, y = x W^T + b and an activation in one kernel, for a single row x.
 
 Reading W takes most of the time.
 """
@@ -29,9 +29,9 @@ def _load_if(ptr, at, inside, OTHERWISE: tl.constexpr):
 
 @triton.jit
 def _load_input(x_ptrs, norm_weight, k, inside):
-    """Load a tile of the input row and multiply it by the norm's weight. Also return the row's squares.
+    """Load a tile of the input row and multiply it by the norm's weight.
 
-    The caller divides by the row's root mean square.
+    Also return the squares of the row's elements. The caller divides by the row's root mean square.
     """
     x = tl.load(x_ptrs.x + k, inside, 0.0).to(tl.float32)
     if x_ptrs.residual is not None:
@@ -90,9 +90,9 @@ def gemv(
     """Return y = x W^T + bias, and x + residual, for a single row x.
 
     x is [1, K], W is [N, K], `bias` is [N], and y is [1, N]. Without a residual, the second result is x itself. `norm`
-    is the weight [K] and the eps of an RMS norm. With it, the norm of x + residual replaces x in the matmul. A residual
-    requires a norm. If `gated`, the weight is [2N, K], the bias is [2N], and y is silu(first half of the outputs) *
-    second half. All tensors are contiguous. `out` receives y.
+    is the weight [K] and the eps of an RMS norm. With `norm`, the norm of x + residual replaces x in the matmul. A
+    residual requires a norm. If `gated`, the weight is [2N, K], the bias is [2N], and y is silu(first half of the
+    outputs) * second half. All tensors are contiguous. `out` receives y.
     """
     norm_weight, eps = norm
     assert norm_weight is not None or residual is None

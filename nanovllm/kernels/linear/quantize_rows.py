@@ -1,7 +1,7 @@
 """Quantizes the inputs of GEMMs to e4m3, in a separate kernel or in the kernel of the preceding norm or activation.
 
-Each group of inputs in a row shares a scale. A group has 128 inputs if the weights have block scales, otherwise it is
-the whole row. Without a tensor for scales, the same functions store norms and activations unquantized.
+Each group of inputs in a row shares a scale. If the weights have block scales, a group has 128 inputs. Otherwise, a
+group is the whole row. Without a tensor for scales, the same functions store norms and activations unquantized.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ SLOW_ROWS = range(129, 256)  # padded to 256: the library takes at least as long
 
 
 class Groups(NamedTuple):
-    """The division of a row's `n` elements into groups of `size` elements that share a scale."""
+    """How the `n` elements of a row are divided into groups of `size` elements that share a scale."""
 
     n: int
     size: int
@@ -37,7 +37,7 @@ def positions_of(first_group, GROUPS: tl.constexpr):
 
 @triton.jit
 def store_groups(x, out_ptrs, row, first_group, stride, GROUPS: tl.constexpr):
-    """Store x [count, width], the groups of a row from `first_group` on. Quantize x if there are scales.
+    """Store the groups x [count, width] of a row, from `first_group` on. If there are scales, quantize x first.
 
     x must be 0 where no element exists.
     """
@@ -80,7 +80,7 @@ def empty_rows(num_rows: int, n: int, group: int, like: torch.Tensor) -> Quantiz
 
 
 def outputs_of(rows: QuantizedRows) -> tuple[tuple[torch.Tensor, torch.Tensor], int]:
-    """Return the tensors of `rows` that kernels write, and the stride between the scales of adjacent groups."""
+    """Return the tensors of `rows` that kernels write to, and the stride between the scales of adjacent groups."""
     return (as_loadable(rows.values), rows.scales), rows.scales.stride(1)
 
 

@@ -20,10 +20,10 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return `silu_and_mul` of x W^T in one kernel: [T, N / 2] for x [T, K] and weight [N, K].
+    """Compute `silu_and_mul` of x W^T in one kernel. Return [T, N / 2] for x [T, K] and weight [N, K].
 
-    Results are rounded as in separate kernels. Return `NotImplemented` if no kernel supports the operands, if there are
-    too few rows, or if the tiles would leave too much of the GPU idle.
+    Results are rounded in the same way as with separate kernels. Return `NotImplemented` if no kernel supports the
+    operands, if there are too few rows, or if the tiles would leave too much of the GPU idle.
     """
     n, k = weight.shape
     if len(x) < MIN_ROWS or x.dtype == torch.float32 or n % 256 or k % 8 or not has_hopper_kernels():

@@ -1,4 +1,4 @@
-"""Computes y = x W^T for small batches and 16-bit or 8-bit W. If the output tiles do not fill the GPU, K is split."""
+"""Computes y = x W^T for small batches, with 16-bit or 8-bit W. If the output tiles do not fill the GPU, K is split."""
 
 import torch
 import triton
@@ -63,14 +63,14 @@ def _tile_m(m: int, weight: torch.Tensor) -> int:
 def _is_for_hopper(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether hopper_gemm.py should compute this GEMM when K is split.
 
-    With at most twice as many inputs as outputs, adding the parts takes as much time as the kernel saves.
+    If there are at most twice as many inputs as outputs, adding the parts takes as much time as that kernel saves.
     """
     is_large = MAX_ROWS // 2 < len(x) <= MAX_ROWS and weight.numel() > FEW_WEIGHTS
     return is_large and weight.shape[1] > 2 * len(weight) and x.dtype != torch.float32 and has_hopper_kernels()
 
 
 def choose_split_k(x: torch.Tensor, weight: torch.Tensor, max_split_k: int) -> int:
-    """Return the best `split_k` up to `max_split_k` for `split_k_gemm`, or 0 if the library is faster."""
+    """Return the best `split_k` for `split_k_gemm`, at most `max_split_k`, or 0 if the library is faster."""
     (m, k), n = x.shape, weight.shape[0]
     if not has_tma(x.device) or x.dtype == torch.float32 or not 0 < m <= MAX_ROWS or k % 8:
         return 0
@@ -93,8 +93,8 @@ def scaled_tiles(num_rows: int, columns: int, sms: int) -> Tiles:
     """Return the tiles for 8-bit weights. `columns` is the number of outputs times the number of splits.
 
     A multiprocessor can run at least two programs at a time. If each multiprocessor gets at most one program, that
-    program keeps more loads in flight. If every multiprocessor still gets a tile then, tiles are twice as wide, which
-    halves the reads of x.
+    program keeps more loads in flight. For 17 to 64 rows, tiles are twice as wide if more than 90% of the
+    multiprocessors then get one tile each. This halves the reads of x.
     """
     tile_m = tile_m_of(num_rows)
     tile_n = 2 * TILE_N if 16 < num_rows <= 64 and 0.9 * sms < columns / (2 * TILE_N) <= sms else TILE_N

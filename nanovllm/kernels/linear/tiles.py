@@ -29,8 +29,7 @@ class Tiles(NamedTuple):
 class Shape(NamedTuple):
     """The number of inputs of a matmul, and how many of them share a scale (a kernel constant).
 
-    Without scales, the fields have the same values as with one scale per row, so that kernels are not compiled for each
-    N.
+    Without scales, the fields have the same values as with one scale per row. So kernels are not compiled for each N.
     """
 
     k: int
@@ -42,7 +41,7 @@ class Shape(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """The scales of x and of the weight. A tensor without scales has `None`."""
+    """The scales of x and of the weight. The field of a tensor without scales is `None`."""
 
     x: torch.Tensor | None
     x_stride: int  # between the scales of adjacent groups of inputs
@@ -67,7 +66,7 @@ def values_and_scales(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None
 
 
 def operands_of(x: torch.Tensor | QuantizedRows, weight: Weight) -> tuple[torch.Tensor, torch.Tensor, Scales, Shape]:
-    """Return the arguments that a kernel takes for activations x and a weight [.., N, K].
+    """Return the arguments with which activations x and a weight [.., N, K] are passed to a kernel.
 
     The arguments are the elements of x, the elements of the weight, all scales, and the shape.
     """
@@ -93,7 +92,7 @@ def as_loadable(values: torch.Tensor) -> torch.Tensor:
 
 
 def block_shape(values: torch.Tensor, scales: torch.Tensor | None) -> tuple[int, int]:
-    """Return the rows and columns of a block that shares a scale in a weight [.., N, K].
+    """Return the numbers of rows and columns of the blocks that share a scale in a weight [.., N, K].
 
     Without scales, return (1, K).
     """
@@ -170,10 +169,10 @@ def scales_of_x(x_scale_ptr, begin, row, is_row, stride, GROUP: tl.constexpr):
 
 @triton.jit
 def times_scales(y, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES: tl.constexpr, WHOLE: tl.constexpr):
-    """If the weight has scales, multiply y [tile_n, M] by the scales of its weight rows and of its rows of x.
+    """If the weight has scales, multiply y [tile_n, M] by the scales of the weight rows and of the rows of x.
 
-    With WHOLE, apply the scales that belong to whole rows. Otherwise, apply the scales that belong to groups of inputs,
-    for the group at `begin`.
+    With WHOLE, apply the scales that belong to whole rows. Otherwise, apply the scales that belong to the group of
+    inputs at `begin`.
 
     `x_scales` is (pointer, rows, mask of existing rows, stride between groups). `w_scales` is (pointer, first row, end
     row).
@@ -206,8 +205,8 @@ def add_product(acc, w, x, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES
 def columns_of_parts(TILE_K: tl.constexpr, BLOCK_K: tl.constexpr, MAX_LANE: tl.constexpr):
     """Divide the columns of a tile into parts for a matrix-vector multiplication: [parts, LANE].
 
-    A part lies within one block. LANE is the smaller of MAX_LANE and the width of a block. A thread holds the same
-    parts of the weights and of x, so that few values move between threads.
+    A part lies within one block. LANE is the smaller of MAX_LANE and the width of a block. The same parts of the
+    weights and of x are in the same thread, so few values move between threads.
     """
     LANE: tl.constexpr = BLOCK_K if BLOCK_K < MAX_LANE else MAX_LANE
     return tl.arange(0, TILE_K // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]

@@ -36,7 +36,7 @@ class Row(NamedTuple):
 
 @triton.jit
 def _list_tiles(row, bound):
-    """List the tiles that contain an entry >= `bound`, in ascending order. Return the length of the list."""
+    """List, in ascending order, the tiles that contain an entry >= `bound`. Return the length of the list."""
     is_listed = (row.tile_maxima >= bound).to(tl.int32)
     tl.debug_barrier()  # all threads have read the previous list
     at = row.tiles_ptr + tl.cumsum(is_listed, 0) - 1
@@ -65,7 +65,7 @@ def _weight(x, row):
 def _sum_above(row, bound_1, bound_2, bound_3, BY_MASS: tl.constexpr):
     """For each of three ascending bounds, return the number of entries >= the bound.
 
-    With BY_MASS, return the sum of these entries' weights exp((entry - max) / temperature) instead.
+    With BY_MASS, return the sums of the weights exp((entry - max) / temperature) of these entries instead.
     """
     num_listed = _list_tiles(row, bound_1)
     sum_1 = tl.zeros([GROUP, TILE], tl.float32)
@@ -95,8 +95,8 @@ def _value(key, LOW: tl.constexpr):
 def _probe(quarters, iteration, low, high, row, LOW: tl.constexpr):
     """Return the key that is `quarters` quarters of the way from `low` to `high`.
 
-    In the first four iterations, the way is measured in logits. In later iterations, it is measured in keys, because
-    floating-point numbers are densest around 0.
+    In the first four iterations, the distance is measured in logits. In later iterations, it is measured in keys,
+    because floating-point numbers are densest around 0.
     """
     begin = tl.maximum(_value(low, LOW), row.max - 32 * row.temperature)
     key = _key(begin + (_value(high, LOW) - begin) * (quarters / 4), LOW)
@@ -106,7 +106,7 @@ def _probe(quarters, iteration, low, high, row, LOW: tl.constexpr):
 
 @triton.jit
 def _search(row, lower_bound, target, BY_MASS: tl.constexpr, LOW: tl.constexpr):
-    """Return the smallest number >= `lower_bound` with less than `target` above it, and the amount above it.
+    """Return the smallest number >= `lower_bound` with an amount above it of less than `target`, and this amount.
 
     An amount is a number of entries or, with BY_MASS, the sum of their weights (see `_sum_above`).
     """

@@ -1,9 +1,10 @@
 """Logit biases, penalties, allowed ids and bad words. The definitions are in features/logit_edits.py.
 
-A program counts the tokens of its row in scratch memory that initially contains only zeros. Then its threads exchange
-the count of each token for a zero. The first thread for a token gets the count, and edits the logit of the token. Later
-threads for the same token get zero. Afterwards, the memory contains only zeros again. The kernel skips rows that use
-none of these parameters.
+Each program processes one row at a time. The program's scratch memory contains one counter per token id, and all
+counters start at zero. First, the program counts the row's tokens. Then each thread replaces the counter of a token by
+zero, and gets the previous count. The first thread for a token gets the token's count, and edits the token's logit.
+Later threads for the same token get zero. At the end, all counters are zero again. The kernel skips rows that use none
+of these parameters.
 """
 
 from typing import NamedTuple

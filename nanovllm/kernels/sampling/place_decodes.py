@@ -1,10 +1,10 @@
-"""Kernels that place the tokens of a decode step (positions, cache slots), and update the state for the next step.
+"""Kernels that compute positions and cache slots for the tokens of a decode step, and store the sampled tokens.
 
-The definitions of `place_decodes` and `accept` are in batches/request_tables.py. `place_chains` places the rows of a
-draft model. Its definition is in spec_decode/rows.py.
+The definitions of `place_decodes` and `accept` are in batches/request_tables.py. `place_chains` does the same for the
+rows of a draft model. The definition of `place_chains` is in spec_decode/rows.py.
 
-All kernels are ordinary launches. `place_decodes` writes slots, lengths and block tables. Attention may read them
-before it waits, because another ordinary launch, the embedding, comes in between (see dependent_launch.py).
+All kernels are ordinary launches. `place_decodes` writes slots, lengths and block tables. Attention may read these
+results before it waits, because the embedding, also an ordinary launch, comes in between (see dependent_launch.py).
 """
 
 import torch
@@ -73,7 +73,7 @@ def _accept_kernel(batch_ptrs, table_ptrs, counts_ptr, NUM_IDS: tl.constexpr, K:
 def place_decodes(tables, batch, block_size: int) -> None:
     """Fill in `batch`, a `Batch` on the device, from `tables` (`RequestTables`).
 
-    A program fills in the rows of one sequence.
+    Each program fills in the rows of one sequence.
     """
     k, widths = batch.shape.tokens_per_row, (tables.last_token_ids.shape[1], tables.block_tables.shape[1])
     num_decode_rows = batch.num_decode_rows if batch.shape.is_padded else None
@@ -90,7 +90,7 @@ def place_decodes(tables, batch, block_size: int) -> None:
 def accept(req_indices: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, tables) -> torch.Tensor | None:
     """Store sampled tokens in the tables. Return the number of accepted tokens per sequence, [S] int32.
 
-    `req_indices` [S], `positions` [S * k] and `token_ids` [S * k] are int32. Return `None` if k is 1 or S is 0. A
+    `req_indices` [S], `positions` [S * k] and `token_ids` [S * k] are int32. Return `None` if k is 1 or S is 0. Each
     program updates one sequence.
     """
     num_seqs, own = len(req_indices), tables[:2]
@@ -147,9 +147,10 @@ def _place_chains_kernel(batch_ptrs, table_ptrs, out_ptrs, num_rows, SHAPE: tl.c
 def place_chains(
     req_indices: torch.Tensor, num_drafts: torch.Tensor, tables, num_computed: torch.Tensor, shape
 ) -> tuple[torch.Tensor, ...]:
-    """Place the rows of a draft model, one sequence per program. The definition is in spec_decode/rows.py.
+    """Compute positions and cache slots for a draft model's rows. Each program handles one sequence.
 
-    `tables` is a `RequestTables`, and `shape` is a `ChainShape` (spec_decode/rows.py).
+    The definition is in spec_decode/rows.py. `tables` is a `RequestTables`, and `shape` is a `ChainShape`
+    (spec_decode/rows.py).
     """
     num_seqs, device = len(req_indices), req_indices.device
     num_rows = num_seqs * (shape.width + shape.num_steps - 1)

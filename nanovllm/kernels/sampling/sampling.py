@@ -15,10 +15,10 @@ SPLIT_SIZE = 2048
 
 
 class Splits(NamedTuple):
-    """The division of a row into splits, one per program (a kernel constant).
+    """How a row is divided into splits. Each program computes one split. (This is a kernel constant.)
 
-    Noise is generated for four tokens at once. So the first split begins at the first id, rounded down to a multiple of
-    four.
+    Noise is generated for four tokens at a time. So the first split begins at the first id, rounded down to a multiple
+    of four.
     """
 
     number: int
@@ -30,7 +30,7 @@ class Splits(NamedTuple):
 def _log(x, HARDWARE: tl.constexpr):
     """Return the natural logarithm.
 
-    With HARDWARE, use a log2 instruction (error 2^-22), which saves a dozen other instructions.
+    With HARDWARE, use the log2 instruction, whose error is 2^-22. It saves a dozen other instructions.
     """
     if HARDWARE:
         asm: tl.constexpr = "lg2.approx.ftz.f32 $0, $1;"

@@ -1,7 +1,7 @@
 """The order of a row's tokens: by descending logit, then by ascending id. The definition is in layers/sampler.py.
 
-Tokens are ordered by descending key. The upper 32 bits of a key are the logit, mapped to an integer so that the order
-stays the same. The lower 32 bits are the inverted id.
+Tokens are ordered by descending key. The upper 32 bits of a key are the logit, mapped to an integer such that the order
+of logits is preserved. The lower 32 bits of a key are the inverted id.
 """
 
 import triton
