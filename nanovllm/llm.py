@@ -22,7 +22,7 @@ class LLM(LLMEngine):
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters in the model's `generation_config.json`, and SamplingParams' defaults for others."""
+        """Return the parameters in the model's `generation_config.json`, and SamplingParams' defaults for the rest."""
         return self.input_processor.default_sampling_params()
 
     def chat(
@@ -60,5 +60,8 @@ class LLM(LLMEngine):
         use_tqdm: bool = False,
         priority: list[int] | None = None,
     ) -> list[BeamSearchOutput]:
-        """Return the most likely answers to each prompt by beam search, best first. Raises as `generate` does."""
+        """Find the most likely answers to each prompt by beam search, and return them best first.
+
+        Raises as `generate` does.
+        """
         return self._run(beam_requests(self.input_processor, prompts, params, priority), use_tqdm)

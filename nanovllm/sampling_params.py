@@ -1,4 +1,4 @@
-"""The sampling parameters of a request. They are validated on construction."""
+"""The sampling parameters of a request. The parameters are validated on construction."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -41,8 +41,8 @@ class SamplingParams:
     detokenize: decode the answer to text. Otherwise, outputs have no text, and `stop` is refused.
     presence_penalty: a number from -2 to 2, subtracted from the logits of tokens that the answer already contains.
     frequency_penalty: a number from -2 to 2, subtracted from a token's logit once per occurrence in the answer so far.
-    repetition_penalty: a number from 0.01 to 100. For tokens in the prompt or the answer, it divides positive logits
-        and multiplies negative logits.
+    repetition_penalty: a number from 0.01 to 100. For tokens in the prompt or the answer, the penalty divides positive
+        logits and multiplies negative logits.
     logit_bias: a dict that maps up to 300 token ids to numbers from -100 to 100, which are added to the logits of these
         tokens.
     structured_outputs: the required form of the answer: a dict with one key, "json" (a JSON schema, as a dict or text),
@@ -51,7 +51,7 @@ class SamplingParams:
         name in docs/reasoning.md. `structured_outputs` and `stop` then apply only to the answer after the reasoning.
     thinking_token_budget: maximum number of reasoning tokens, after which the engine forces the end marker. None or
         -1 means no limit. It needs `reasoning_parser`.
-    logprobs: return log-probabilities for each generated token, and for this many of the most likely tokens at its
+    logprobs: return log-probabilities for each generated token, and for this many of the most likely tokens at each
         position; -1 means all. The setting `logprobs_mode` selects the distribution.
     prompt_logprobs: like `logprobs`, but for each prompt token, and always from the model's own logits. Such a
         request does not read the prefix cache.

@@ -21,8 +21,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def _padded_rows(num_rows: int) -> int:
-    """Round up to the next size. Every number up to 64 is a size. Larger sizes come eight per power of two, at most 256
-    apart."""
+    """Round up to the next size. Every number up to 64 is a size.
+
+    Above 64, there are eight sizes per power of two. Adjacent sizes are at most 256 apart.
+    """
     step = 1 if num_rows <= 64 else min(256, 1 << ((num_rows - 1).bit_length() - 4))
     return -(-num_rows // step) * step
 
@@ -38,7 +40,7 @@ class LinearBase(nn.Module):
         self.bias = parameter((output_size,), self.weight_loader, is_linear=True) if bias else None
 
     def shard_ids(self) -> list[tuple]:
-        """Return the shard ids of the checkpoint weights that this layer merges. A single weight has an empty id."""
+        """Return the shard ids of the checkpoint weights that this layer merges. An unmerged weight has an empty id."""
         return [()]
 
     def shard(self, *shard_id: int | str) -> Shard:
@@ -75,7 +77,7 @@ class MergedColumnParallelLinear(LinearBase):
         bias: bool = False,
         divisions: list[TensorParallel] | None = None,
     ):
-        """divisions: how each layer is split over ranks. By default, each is split over all ranks."""
+        """divisions: how each layer is split over ranks. By default, each layer is split over all ranks."""
         self.input_size, self.output_sizes = input_size, output_sizes
         self.divisions = divisions or [get_construction().tp] * len(output_sizes)
         pairs = zip(self.divisions, output_sizes)

@@ -10,8 +10,8 @@ As in vLLM, logits are edited in this order:
 
 Edits 1 to 3 are in features/logit_edits.py. By default, log-probabilities are computed from the unedited logits.
 
-With several ranks, each rank computes and edits the logits of its range of the vocabulary, and draws a token from them.
-The best draw of all ranks wins. No step needs complete rows of logits except min-p, top-k and top-p.
+With several ranks, each rank computes and edits the logits of its range of the vocabulary, and draws a token from this
+range. The best draw of all ranks wins. Only min-p, top-k and top-p need complete rows of logits.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 class Sampler(nn.Module):
     """Samples with Gumbel noise: `argmax(logits / temperature + noise)` is a draw from `softmax(logits / temperature)`.
 
-    A draw needs no sum over the vocabulary and no generator. Its noise does not depend on the batch. Temperature 0
+    A draw needs no sum over the vocabulary and no generator. The noise does not depend on the batch. Temperature 0
     means greedy sampling.
     """
 
@@ -70,7 +70,7 @@ def sample(
     first_id: int = 0,
     cutoffs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a token for each row from this rank's shard. Return the scores [S] and ids [S] of these tokens."""
+    """Draw a token for each row from this rank's shard. Return the scores [S] and ids [S] of the drawn tokens."""
     scores = logits.float()
     filtered_rows = () if cutoffs is None else (cutoffs > KEEPS_ALL).nonzero().squeeze(-1)
     if len(filtered_rows):
@@ -96,8 +96,8 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 def philox(counter: tuple, key: tuple, rounds: int = PHILOX_ROUNDS) -> tuple[torch.Tensor, ...]:
     """Compute Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
-    `counter` contains four int64 tensors, and `key` contains two. Their values are below 2^32, and their shapes
-    broadcast. Returns four tensors like those in `counter`.
+    `counter` contains four int64 tensors, and `key` contains two. All values are below 2^32, and all shapes broadcast.
+    Returns four tensors like those in `counter`.
     """
     words = *counter, *key
     # with hundreds of counters, NumPy takes a third of PyTorch's time; with more counters, it is not slower
@@ -113,8 +113,8 @@ def philox(counter: tuple, key: tuple, rounds: int = PHILOX_ROUNDS) -> tuple[tor
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, quads: torch.Tensor) -> torch.Tensor:
     """Return standard Gumbel noise [N, 4] float32. Each quad in `quads` [N] denotes the ids 4 * quad to 4 * quad + 3.
 
-    Noise depends on nothing but seed, position and token id. Philox gets the seed as its key, and
-    (token id // 4, position, 0, 0) as its counter. The output's word token id % 4 is used.
+    Noise depends only on the seed, the position and the token id. Philox gets the seed as its key, and (token id // 4,
+    position, 0, 0) as its counter. The noise is computed from word (token id % 4) of the output.
     """
     zero = torch.zeros_like(quads)
     words = philox((quads, positions.long(), zero, zero), (seeds.long() & _WORD).unbind(-1))
@@ -182,8 +182,9 @@ def logit_cutoffs(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     """Return each row's cutoff [S] int64: the smallest of the `token_keys` that min-p, top-k and top-p keep.
 
     Tokens are filtered in descending order of their keys. First min-p keeps the tokens that are likely enough,
-    and top-k keeps the first k of these. Then their probabilities are renormalized, and top-p keeps the first tokens
-    until their sum reaches `top_p`. Greedy rows and rows without filters get KEEPS_ALL.
+    and top-k keeps the first k of these. Then the probabilities of the kept tokens are renormalized, and top-p keeps
+    the first tokens until the sum of their probabilities reaches `top_p`. Greedy rows and rows without filters get
+    KEEPS_ALL.
     """
     out = torch.full((len(logits),), KEEPS_ALL, dtype=torch.int64, device=logits.device)
     if not (rows.params[:, FILTERS] != _NO_FILTERS.to(logits.device)).any():

@@ -10,7 +10,10 @@ from nanovllm.utils.loader import default_weight_loader, parameter
 
 @operation
 def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Multiply x [T, N] by the sigmoid of the gate, [T, N] or [T, 1]. This is done in float32, and rounded once."""
+    """Multiply x [T, N] by the sigmoid of the gate, [T, N] or [T, 1].
+
+    The product is computed in float32, and rounded once.
+    """
     return (x.float() * gate.float().sigmoid()).to(x.dtype)
 
 

@@ -1,14 +1,14 @@
 """Finds the model family of a checkpoint, and reads the checkpoint's shape.
 
-A family is a module of this package. Its name is the `model_type` in config.json. It is imported on first use. Its
-class has the architecture's name in transformers: `qwen3_moe` contains `Qwen3MoeForCausalLM`. The class is constructed
-as `cls(config)`, where `config` is a ModelConfig whose `max_position_embeddings` is the length of the engine's longest
-sequence. CONTRIBUTING.md shows how to add a family. The class has:
+A family is a module of this package. The module's name is the `model_type` in config.json. The module is imported on
+first use. Its class has the architecture's name in transformers: the module `qwen3_moe` contains `Qwen3MoeForCausalLM`.
+The class is constructed as `cls(config)`, where `config` is a ModelConfig whose `max_position_embeddings` is the length
+of the engine's longest sequence. CONTRIBUTING.md shows how to add a family. The class has:
 
 - `read_config(raw, file)`: returns the family's fields of ModelConfig as a dict. `raw` is the content of config.json.
   Raises a ValueError that names `file` if the class does not support the model
 - `hidden_acts`: supported values of `hidden_act` in config.json
-- `packed_modules_mapping`: maps a checkpoint's module to (the merged module that holds it, its shard id there)
+- `packed_modules_mapping`: maps a checkpoint's module to (the merged module, the shard id in the merged module)
 - `config`: the ModelConfig
 - `lm_head`: a ParallelLMHead
 - `model`, or `model.language_model`, with an `nn.ModuleList` named `layers`. Startup on CUDA runs a few of the layers
@@ -58,7 +58,7 @@ MODELS |= {
 
 
 def find_model_type(raw: dict, file: Path) -> str:
-    """Return the key in MODELS for a config.json. It is found by `model_type` or, failing that, by `architectures`.
+    """Return the key in MODELS for a config.json. The key depends on `model_type` or, failing that, on `architectures`.
 
     Raises ValueError if neither is supported.
     """
@@ -74,7 +74,7 @@ def model_class(model_type: str) -> type:
 
 
 def make_model(config: "ModelConfig", max_len: int, tp: TensorParallel = TensorParallel()) -> nn.Module:
-    """Make a rank's model for sequences of up to `max_len` tokens on the default device. No weights are loaded."""
+    """Make a rank's model on the default device, for sequences of up to `max_len` tokens. No weights are loaded."""
     config = replace(config, max_position_embeddings=max_len)
     if config.rope_long is not None and max_len > config.rope_long[1]:
         config = replace(config, rope_inv_freq=config.rope_long[0])
@@ -115,9 +115,9 @@ class ModelConfig:
 
     @classmethod
     def read(cls, folder: Path, quantization: str | None = None, raw: dict | None = None) -> "ModelConfig":
-        """Read the config.json in `folder`, or its content `raw`. `quantization` is the setting of this name.
+        """Read the config.json in `folder`, or use its content `raw`. `quantization` is the setting `quantization`.
 
-        Raises a ValueError or TypeError that names the file if it is invalid or the model is not supported.
+        If the file is invalid or the model is not supported, raises a ValueError or TypeError that names the file.
         """
         file = folder / "config.json"
         raw = raw or read_json(file)
@@ -175,7 +175,7 @@ class ModelConfig:
 
     @property
     def layer_operations(self) -> int:
-        """The number of operations in a layer's matmuls for one token. If layers differ, it is their mean."""
+        """The number of operations in a layer's matmuls for one token. If layers differ, the mean is returned."""
         queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         feed_forward = 3 * self.intermediate_size
         if self.moe:
@@ -188,7 +188,7 @@ class ModelConfig:
     def context_of_equal_cost(self) -> float:
         """The context length at which attention takes as much time as a layer's matmuls.
 
-        Attention computes about two thirds as many operations per second as matmuls.
+        Per second, attention computes about two thirds as many operations as matmuls do.
         """
         if not self.attention_fraction:  # no layer attends to all tokens
             return inf
@@ -246,10 +246,10 @@ def dtype_in_use(wanted: str | torch.dtype, stored: torch.dtype, device: str, fo
 
 
 def cpu_multiplies(dtype: torch.dtype) -> bool:
-    """Return whether the CPU has instructions for matmuls in a 16-bit dtype, and PyTorch uses them.
+    """Return whether the CPU has instructions for matmuls in a 16-bit dtype, and whether PyTorch uses them.
 
-    Emulated matmuls take up to seven times as long as float32 matmuls. For a single row, they take as
-    long as float32 matmuls, or less time if memory is slow.
+    Emulated matmuls take up to seven times as long as float32 matmuls. For a single row, emulated matmuls take as long
+    as float32 matmuls, or less time if memory is slow.
     """
     if not torch.backends.mkldnn.is_available():
         return False
@@ -261,6 +261,6 @@ def cpu_multiplies(dtype: torch.dtype) -> bool:
 
 
 def cpu_memory() -> int:
-    """Return how many bytes this process may use: the machine's memory, or a lower limit of the container."""
+    """Return how many bytes this process may use: the machine's memory, or the container's limit if it is lower."""
     limits = [file.read_text().strip() for file in MEMORY_LIMITS if file.is_file()]  # a number, or "max"
     return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *(int(x) for x in limits if x.isdigit())])

@@ -1,4 +1,4 @@
-"""Gemma 3: norms before and after attention and MLP, scaled embeddings, and windows in five of six layers."""
+"""Gemma 3: norms before and after attention and MLP, scaled embeddings, and sliding windows in five of six layers."""
 
 from pathlib import Path
 from typing import ClassVar

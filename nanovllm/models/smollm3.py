@@ -12,7 +12,7 @@ from nanovllm.utils.checks import check_int
 
 
 class NoRope(nn.Module):
-    """Takes the place of a RotaryEmbedding, and does nothing."""
+    """Replaces a RotaryEmbedding, and does nothing."""
 
     def forward(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return q, k

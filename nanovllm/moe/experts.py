@@ -22,9 +22,9 @@ def route(
     """Choose the experts of each token from logits [T, experts].
 
     Return weights (float32) and expert ids, both [T, top_k + num_shared]. The last `num_shared` experts are shared:
-    every token uses them. The `top_k` chosen experts come first, by descending logit and then by ascending id. Their
-    weights are values of a softmax over all experts that are not shared. With `renormalize`, these weights add up to 1.
-    The shared experts come last. Their weights are the sigmoids of their logits.
+    every token uses them. The `top_k` chosen experts come first, by descending logit and then by ascending id. The
+    weights of the chosen experts are values of a softmax over all experts that are not shared. With `renormalize`,
+    these weights add up to 1. The shared experts come last. The weight of a shared expert is the sigmoid of its logit.
     """
     logits, gates = logits.float().tensor_split((logits.shape[1] - num_shared,), 1)
     expert_ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
@@ -38,7 +38,10 @@ def route(
 
 
 class ExpertsFormat:
-    """The weight format of `Experts`. Here, weights have the dtype of activations; quantization/ has 8-bit formats."""
+    """The weight format of `Experts`.
+
+    Here, weights have the dtype of activations; quantization/ defines 8-bit formats.
+    """
 
     # suffix of a checkpoint's tensor of one expert -> suffix of the stacked parameter that contains it
     suffixes: ClassVar = {"weight": ""}
@@ -82,9 +85,9 @@ class Experts(nn.Module):
     def tensors_of_experts(self) -> dict[str, tuple[nn.Parameter, tuple[int, int]]]:
         """Map the name of each single expert's tensor to (parameter, (expert, shard id)).
 
-        Names are relative to this module. They are for checkpoints that store experts one by one; other checkpoints
-        contain the two stacked parameters. The parameter's `weight_loader` takes the tensor, the expert and the shard
-        id.
+        Names are relative to this module. The names are for checkpoints that store experts one by one; other
+        checkpoints contain the two stacked parameters. The parameter's `weight_loader` takes the tensor, the expert and
+        the shard id.
         """
         projections = ("gate_proj", "gate_up_proj"), ("up_proj", "gate_up_proj"), ("down_proj", "down_proj")
         return {
@@ -102,7 +105,7 @@ class Experts(nn.Module):
         return Shard((self.size, self.hidden_size), self.size_tp.local_slice(self.size), first_row=first_row)
 
     def _load_gate_up(self, target: torch.Tensor, weight, *expert_and_shard_id: int) -> torch.Tensor | None:
-        """Load the gate and up weights of all experts, or a single weight with `_load_one`.
+        """Load the gate and up weights of all experts, or call `_load_one` for a single weight.
 
         The weights of all experts are [experts, 2 * size, hidden].
         """
@@ -117,7 +120,7 @@ class Experts(nn.Module):
         return target
 
     def _load_down(self, target: torch.Tensor, weight, *expert_and_shard_id: int) -> torch.Tensor | None:
-        """Load the down weights of all experts, or a single weight with `_load_one`.
+        """Load the down weights of all experts, or call `_load_one` for a single weight.
 
         The weights of all experts are [experts, hidden, size].
         """
@@ -153,7 +156,7 @@ class Experts(nn.Module):
 
 
 class Router(ReplicatedLinear):
-    """A layer that computes each token's logits of all experts, including shared experts.
+    """A layer that computes each token's logits for all experts, including shared experts.
 
     Checkpoints store the rows of shared experts separately.
     """

@@ -3,10 +3,11 @@
 Each format is a module in `formats/`. The format has the module's name, with dashes instead of underscores. The module
 defines one or both of these functions:
 
-- `read_config(raw, file)` turns the `quantization_config` of a config.json into a QuantConfig. It is called if
-  `quant_method` is the format's name. If the configuration is not supported, it raises a ValueError that names `file`.
-- `config_on_load()` returns the QuantConfig for weights that are quantized while they are loaded. It is called if the
-  setting `quantization` is the format's name.
+- `read_config(raw, file)` turns the `quantization_config` of a config.json into a QuantConfig. This function is called
+  if `quant_method` is the format's name. If the configuration is not supported, it raises a ValueError that names
+  `file`.
+- `config_on_load()` returns the QuantConfig for weights that are quantized while they are loaded. This function is
+  called if the setting `quantization` is the format's name.
 """
 
 from collections.abc import Callable
@@ -34,7 +35,7 @@ def find_quantization(raw: dict | None, file: Path, setting: str | None) -> Any:
 def _format(name: str, value: Any, maker: str) -> Callable:
     """Return the function named `maker` in the module of the format `value`.
 
-    If there is none, raise a ValueError whose message begins with `name`.
+    If there is no such function, raise a ValueError whose message begins with `name`.
     """
     names = [module.name for module in iter_modules([f"{path}/formats" for path in __path__])]
     modules = {name.replace("_", "-"): import_module(f"{__name__}.formats.{name}") for name in names}

@@ -1,7 +1,7 @@
 """Implements linear layers with FP8 weights on GPUs with FP8 units. Activations are quantized too (W8A8).
 
 A single row is not quantized, because reading the weights limits the speed of its matmul. Several rows are quantized
-in the kernel of the preceding norm or activation. If there is no such kernel, a separate kernel quantizes them.
+in the kernel of the preceding norm or activation. If there is no such kernel, a separate kernel quantizes the rows.
 """
 
 from functools import cache
@@ -119,7 +119,7 @@ SWIGLU.add(FP8SiluAndMul.forward)
 
 @cache
 def _has_scaled_mm(device: torch.device, is_row: bool) -> bool:
-    """Return whether the library multiplies e4m3 matrices that have a scale per row (`is_row`) or per block."""
+    """Return whether PyTorch's library multiplies e4m3 matrices that have a scale per row (`is_row`) or per block."""
     if device.type != "cuda":
         return False
     size = 512

@@ -49,7 +49,10 @@ class QuantConfig:
         return self.groups[0][1].dtype
 
     def own_name(self, name: str) -> str:
-        """Return the model's name for a tensor. Some checkpoints name a weight's only scale as if it had blocks."""
+        """Return the model's name for a tensor.
+
+        Some checkpoints name the only scale of a weight as if the weight had blocks.
+        """
         has_one_scale = self.groups[0][1].scale_name == "weight_scale"
         return name.removesuffix("_inv") if has_one_scale and name.endswith(".weight_scale_inv") else name
 
@@ -62,7 +65,10 @@ class QuantConfig:
         return next(found, None)
 
     def prepare(self, model: nn.Module, device: torch.device) -> None:
-        """Set the format of each linear layer and mixture of experts in `model`. Allocate their weights on `device`."""
+        """Set the format of each linear layer and mixture of experts in `model`.
+
+        Allocate the weights of these layers on `device`.
+        """
         make_linear: Callable = ScaledLinear
         make_experts: Callable = ScaledExperts
         has_units = "quantize_rows" in ops_for(device) and has_fp8_units(device)

@@ -44,7 +44,7 @@ class QuantScheme:
         """Return the largest block size for this rank's shards such that no block crosses the border of a shard.
 
         Both sides of a block are powers of two, unless the block spans whole rows. If a border between
-        ranks cuts a block of the checkpoint, several smaller blocks get copies of its scale.
+        ranks cuts a block of the checkpoint, several smaller blocks get copies of that block's scale.
         """
         if self.block_columns is not None:
             columns = _power_of_two(self.block_columns, columns)
@@ -124,7 +124,7 @@ class ScaledWeight:
             self.scales = parameter(shape, self._load_scales, torch.float32)
 
     def _load_values(self, values: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
-        """Load a shard of a checkpoint's values, or quantize a weight. If it contains NaN, so does the result."""
+        """Load a shard of a checkpoint's values, or quantize a weight. NaN in the weight leads to NaN in the result."""
         if (selected := self.select(*arguments)) is None:
             return None
         shard, index = selected
@@ -136,7 +136,10 @@ class ScaledWeight:
         return _nan_of(shard.copy(values[index], weight))
 
     def must_quantize(self, weight) -> bool:
-        """Return whether a weight has no scales. It may be random, or come from a trainer or an unquantized file."""
+        """Return whether a weight has no scales.
+
+        Such a weight may be random, or come from a trainer or an unquantized file.
+        """
         return callable(weight) or isinstance(weight, torch.Tensor) or self.scheme.scale_name is None
 
     def quantize_shard(self, weight: torch.Tensor, shard: Shard, index: tuple[int, ...]) -> torch.Tensor:
@@ -152,7 +155,7 @@ class ScaledWeight:
         return self._copy_scales(weight[...], *selected)
 
     def _copy_scales(self, scales: torch.Tensor, shard: Shard, index: tuple[int, ...]) -> torch.Tensor:
-        """Copy a shard's part of `scales`, which are the scales of the whole weight. Return the copied part."""
+        """Copy a shard's part of `scales` (the scales of the whole weight). Return the copied part."""
         (n, k), block = shard.shape, self.scheme.block_of(shard.shape)
         needed = -(-n // block.rows), -(-k // block.columns)
         if scales.numel() != needed[0] * needed[1]:

@@ -40,7 +40,7 @@ class ScaledExperts(ExpertsFormat):
 
 
 class FP8Experts(ScaledExperts):
-    """The format for GPUs with FP8 units. There, steps with many tokens quantize the activations too (W8A8)."""
+    """The format for GPUs with FP8 units. On these GPUs, steps with many tokens quantize the activations too (W8A8)."""
 
     quantizes_activations = True
 

@@ -33,8 +33,8 @@ def best_scaled_split_k(
 ) -> int:
     """Return the best `split_k` for `scaled_linear`, at most `max_split_k`.
 
-    `max_rows` is None unless rows are quantized. With more than `max_rows` rows, no kernel but the one for quantized
-    rows can split K.
+    `max_rows` is None unless rows are quantized. With more than `max_rows` rows, only the kernel for quantized rows can
+    split K.
     """
     return 1
 
@@ -47,7 +47,7 @@ class Quantized:
 
 
 class ScaledLinear(WeightFormat):
-    """The format of 8-bit weights that kernels convert as they read them."""
+    """The format of 8-bit weights that kernels convert while reading them."""
 
     max_split_k_rows: int | None = None
 

@@ -1,7 +1,7 @@
 """Determines which forms of messages a chat template reads, and converts conversations to these forms.
 
-Clients send content as text, as a list of parts, or not at all. They send the arguments of tool calls as text. Which
-forms a template supports can be seen nowhere but in its source code.
+Clients send content as text, as a list of parts, or not at all. Clients send the arguments of tool calls as text. Only
+the source code of a template shows which forms it supports.
 """
 
 import json
@@ -28,7 +28,8 @@ class TemplateForms(NamedTuple):
 
     content_parts: the template iterates over the parts of the content. Otherwise, parts are joined into one text.
     content_text: the template accepts text as content. Otherwise, text becomes a list with one part.
-    arguments_text: the template concatenates a tool call's arguments with text. Otherwise, they become an object.
+    arguments_text: the template concatenates a tool call's arguments with text. Otherwise, the arguments become an
+        object.
     roles: the names with which the template compares a message's role.
     reasoning: the names under which the template reads the reasoning.
     """
@@ -42,8 +43,8 @@ class TemplateForms(NamedTuple):
     def message(self, message: Message) -> Message:
         """Convert a message to these forms. Raises ValueError for parts that are not text.
 
-        Entries that are null are dropped, as in transformers 5. So is an empty list of tool calls, because templates
-        would mistake it for calls.
+        Entries that are null are dropped, as in transformers 5. An empty list of tool calls is dropped too, because
+        templates would mistake the list for calls.
         """
         entries: dict[str, Any] = {name: value for name, value in message.items() if value is not None}
         if isinstance(role := entries.get("role"), str) and role not in self.roles:
@@ -60,7 +61,7 @@ class TemplateForms(NamedTuple):
         return entries
 
     def with_contents(self, messages: list[Message]) -> list[Message]:
-        """Add empty content to answers and tool results without content, because some templates need it."""
+        """Add empty content to answers and tool results that have no content, because some templates need the entry."""
         empty = {"content": "" if self.content_text else []}
         return [{**empty, **message} if message["role"] in ("assistant", "tool") else message for message in messages]
 
@@ -124,7 +125,7 @@ def _forms_in(tree: nodes.Template) -> TemplateForms:
 class _Entry:
     """Finds where a template reads the entry `name` of a message or tool call, directly or through a variable.
 
-    Scopes are ignored. Two variables with the same name are taken for one.
+    Scopes are ignored. Two variables with the same name are treated as one variable.
     """
 
     def __init__(self, name: str, tree: nodes.Template):
@@ -145,7 +146,7 @@ class _Entry:
             yield from ((keyword.key, keyword.value) for keyword in call.kwargs if keyword.key in names)
 
     def _is(self, node: nodes.Node) -> bool:
-        """Return whether an expression might be the entry."""
+        """Return whether an expression might refer to the entry."""
         if isinstance(node, nodes.Name):
             return node.name in self._variables
         if isinstance(node, nodes.Getattr):

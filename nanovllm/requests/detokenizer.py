@@ -19,7 +19,10 @@ class TokenBytes(dict[int, bytes]):
     """Maps a token id to its bytes in the middle of a text. Computed on first use. An id without text has no bytes."""
 
     def __init__(self, tokenizer, skip_special_tokens: bool):
-        """`tokenizer` is a fast tokenizer of transformers. Raises ValueError if its kind is not supported."""
+        """`tokenizer` is a fast tokenizer of transformers.
+
+        Raises ValueError if this kind of tokenizer is not supported.
+        """
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
         # test its behaviour, not its class, because the same decoder can be composed in several ways
         decode = getattr(decoder, "decode", "".join)
@@ -51,7 +54,7 @@ def _byte_level_bytes(token: str) -> bytes:
 class Detokenizer:
     """Decodes the text of an answer in time linear in its length.
 
-    The text is `decode(prompt + answer)` without its prefix `decode(prompt)`, where `decode` is the tokenizer's method
+    The text is `decode(prompt + answer)` without its prefix `decode(prompt)`. Here, `decode` is the tokenizer's method
     without `clean_up_tokenization_spaces`. The tokens' bytes form a UTF-8 stream, so a character becomes text when its
     last byte arrives. Invalid bytes become U+FFFD. (SentencePiece's `decode` also replaces valid bytes that are next to
     invalid bytes.)
@@ -73,7 +76,7 @@ class Detokenizer:
         return "".join(self._pieces)
 
     def decode(self, num_hidden: int = 0, is_last: bool = False) -> str:
-        """Return the text of the tokens since the last call, except the last `num_hidden` tokens.
+        """Return the text of the tokens since the previous call, except the last `num_hidden` tokens.
 
         With `is_last`, an incomplete character at the end becomes U+FFFD, because no tokens follow.
         """
@@ -95,7 +98,7 @@ class Detokenizer:
         return piece
 
     def take_text(self, num_hidden: int = 0, is_last: bool = False) -> str:
-        """Return the text since the last call of `take_text`. The arguments are as in `decode`."""
+        """Return the text since the previous call of `take_text`. The arguments are as in `decode`."""
         if is_last or self._num_decoded < len(self._token_ids):
             self.decode(num_hidden, is_last)
         text, self._pending = self._pending, ""

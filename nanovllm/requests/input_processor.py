@@ -50,7 +50,7 @@ class InputProcessor:
 
     @property
     def num_requests(self) -> int:
-        """How many requests have been made so far. All their ids are below this number."""
+        """How many requests have been made so far. All request ids are below this number."""
         return MAX_REQUESTS - operator.length_hint(self._unused_ids)
 
     def next_request_id(self) -> int:
@@ -128,7 +128,10 @@ class InputProcessor:
         return priority
 
     def set_order(self, *group: Sequence) -> None:
-        """Order a request's sequences by the scheduling policy. Its errors propagate before anything is queued."""
+        """Order a request's sequences by the scheduling policy.
+
+        Errors of the policy propagate before anything is queued.
+        """
         priority_key = self.policy.priority_key(group[0])
         for seq in group:
             seq.set_order(priority_key)

@@ -1,4 +1,4 @@
-"""Requests, which turn token ids into text, and the results of features into outputs."""
+"""Requests turn token ids into text, and the results of features into outputs."""
 
 from collections.abc import Mapping
 from time import perf_counter, time
@@ -55,7 +55,7 @@ class Request:
         return RequestMetrics(arrival, *moments)
 
     def output(self) -> Any:
-        """Return this request's output, a Record with a `request_id` and the answers so far."""
+        """Return this request's output: a Record with a `request_id` and the answers so far."""
         raise NotImplementedError
 
 

@@ -7,7 +7,7 @@ from nanovllm.engine.outputs import OutputCollector, OutputKind, StepOutput
 
 
 class StepCallers:
-    """Manages a collector per thread that adds requests, so that `step` returns to each thread its own outputs."""
+    """Manages one collector for each thread that adds requests. `step` then returns only the thread's own outputs."""
 
     def __init__(self, engine_thread: EngineThread):
         self._engine_thread = engine_thread

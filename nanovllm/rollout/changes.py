@@ -18,7 +18,7 @@ LOADING = "the weights are being replaced: load_weights() has not returned yet"
 class Dropped(str):
     """The reason why the engine can't run after `sleep(level=2)`.
 
-    `weights` tracks which weights were loaded since then.
+    `weights` tracks which weights were loaded since that call.
     """
 
     weights: Any = None  # a ModelWeights

@@ -1,4 +1,7 @@
-"""Implements sleep mode on a CPU, where tensors may move to other addresses. cuda/arena.py implements it on CUDA."""
+"""Implements sleep mode on a CPU, where tensors may move to other addresses.
+
+cuda/arena.py implements sleep mode on CUDA.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,7 @@
-"""Replaces the weights of a running engine in place. Their addresses stay the same, so CUDA graphs stay valid."""
+"""Replaces the weights of a running engine in place.
+
+The addresses of the weights stay the same, so CUDA graphs stay valid.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -38,17 +41,17 @@ def load_weights(llm: "LLMEngine", weights: Iterable[tuple[str, torch.Tensor]]) 
     """Replace some or all weights of a running engine with tensors from any device, and empty the prefix cache.
 
     `weights` yields (name, tensor) pairs as in a checkpoint or in the state dict of the transformers model. So layers
-    are not merged, and tensors are not split over ranks. An engine with 8-bit weights accepts unquantized tensors,
-    which it quantizes, and 8-bit values with scales, as in its checkpoint. The caller's thread iterates over `weights`,
-    so a generator that creates one tensor at a time needs memory for only one tensor.
+    are not merged, and tensors are not split over ranks. An engine with 8-bit weights accepts 8-bit values with scales,
+    as in its checkpoint. It also accepts unquantized tensors, and quantizes them. The caller's thread iterates over
+    `weights`, so a generator that creates one tensor at a time needs memory for only one tensor.
 
     Raises UnavailableError if there are requests and the engine is not paused, or if the weights are asleep. New
     requests raise UnavailableError until this function returns.
 
-    Each tensor is checked before it is written. Raises TypeError if a value is not a tensor. Raises ValueError, naming
-    the tensor, if the model has no such tensor, if its shape or dtype is wrong, or if it contains NaN or infinite
-    values. If an error occurs after a tensor was written, the engine refuses requests until a single call has loaded
-    all weights.
+    Each tensor is checked before it is written. Raises TypeError if a value is not a tensor. Raises ValueError if the
+    model has no such tensor, or if the tensor has a wrong shape, a wrong dtype, NaN or infinite values. The message
+    names the tensor. If an error occurs after a tensor was written, the engine refuses requests until a single call has
+    loaded all weights.
     """
     update = WeightUpdate(llm)
     in_engine(llm.engine_thread, update.begin)
@@ -66,7 +69,7 @@ def load_weights(llm: "LLMEngine", weights: Iterable[tuple[str, torch.Tensor]]) 
 def weights_of(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the (name, tensor) pairs of the checkpoint in `folder`. Each tensor is read when the caller asks for it.
 
-    Raises FileNotFoundError or ValueError, naming the file, if a file is missing or broken.
+    If a file is missing or broken, raises a FileNotFoundError or ValueError that names the file.
     """
     files = find_tensors(Path(folder), (*FLOAT_DTYPES, *QUANTIZED_DTYPES.values()))
     for file in sorted(set(files.values())):
@@ -95,7 +98,7 @@ class WeightUpdate:
         self.core.scheduler.block_manager.clear_prefix_cache()  # no sequence holds blocks
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Load a tensor on rank 0, which checks it, and then on the other ranks."""
+        """Check and load a tensor on rank 0, and then load it on the other ranks."""
         if self.is_over:
             return
         if self.weights.is_unused(name):

@@ -12,12 +12,12 @@ PAUSED = "the engine is paused: resume() lets it generate again"
 
 
 def pause(llm: "LLMEngine", mode: str = "abort") -> None:
-    """Stop generating until `resume`. New requests raise UnavailableError.
+    """Stop generating until `resume` is called. New requests raise UnavailableError.
 
-    With mode "abort", running requests end with the tokens that they have, as after `LLM.abort`. With mode "keep",
-    running requests release their cache blocks and wait for `resume`, and their callers wait as well. After `resume`,
-    the engine recomputes the tokens of these requests with its new weights, if any, and continues to generate. Raises
-    ValueError for any other mode.
+    With mode "abort", running requests end with the tokens generated so far, as after `LLM.abort`. With mode "keep",
+    running requests release their cache blocks and wait until `resume` is called; their callers wait as well. The
+    engine then recomputes the tokens of these requests, with the new weights if there are any, and continues to
+    generate. Raises ValueError for any other mode.
     """
     check_choice("mode", mode, ("abort", "keep"))
     core = llm.core

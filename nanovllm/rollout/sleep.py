@@ -23,14 +23,14 @@ logger = logging.getLogger("nanovllm")
 
 
 def sleep(llm: "LLMEngine", level: int = 1) -> int:
-    """Free the memory of the weights and the KV cache, and do not generate until `wake_up`.
+    """Free the memory of the weights and the KV cache, and do not generate until `wake_up` is called.
 
-    Level 1 keeps the weights in host memory. Level 2 drops them; after `wake_up`, one or more calls of `load_weights`
-    must load all weights. If the engine already sleeps, level 2 drops the weights that level 1 kept.
+    Level 1 keeps the weights in host memory. Level 2 drops the weights; after `wake_up`, one or more calls of
+    `load_weights` must load all weights. If the engine already sleeps, level 2 drops the weights that level 1 kept.
 
     Returns the number of bytes freed on each device (or on the CPU). Raises ValueError for any other level, or if the
-    engine was started without `enable_sleep_mode=True`. Raises UnavailableError, without changing anything, if there
-    are requests and the engine is not paused, if weights are being replaced, or if host memory is too small.
+    engine was started without `enable_sleep_mode=True`. Raises UnavailableError and changes nothing if there are
+    requests and the engine is not paused, if weights are being replaced, or if host memory is too small.
     """
     check_choice("level", level, (1, 2))
     _check_enabled(llm)
@@ -56,7 +56,7 @@ def wake_up(llm: "LLMEngine", tags: Collection[str] | None = None) -> None:
     `tags` selects "weights", "kv_cache" or both. `None` selects both.
 
     A part that is already awake stays unchanged. The engine generates once both parts are awake. After level 2, all
-    weights must be loaded as well. Raises UnavailableError, without changing any rank, if a device lacks memory. Raises
+    weights must be loaded as well. Raises UnavailableError and changes no rank if a device lacks memory. Raises
     ValueError for any other tag.
     """
     for tag in TAGS if tags is None else tags:
@@ -134,7 +134,7 @@ def release(runner: "ModelRunner", level: int) -> int | None:
 
 
 def take(runner: "ModelRunner", tags: Collection[str]) -> bool:
-    """Allocate this rank's memory again. Returns False, without changing anything, if a rank lacks memory."""
+    """Allocate this rank's memory again. If any rank lacks memory, changes nothing and returns False."""
     woken = [sleeper for tag, sleeper in sleepers_of(runner).items() if tag in tags and not sleeper.is_mapped]
 
     def map_all() -> None:

@@ -1,4 +1,7 @@
-"""Reserves the address at which the server listens. This module imports in 20 ms, because it needs no HTTP library."""
+"""Reserves the address at which the server listens.
+
+Importing this module takes 20 ms, because it needs no HTTP library.
+"""
 
 import errno
 import socket
@@ -15,8 +18,8 @@ def listening_socket(settings: ServerSettings, is_of_front: bool = False) -> soc
 
     Raises OSError if the address is in use or does not belong to this machine.
 
-    is_of_front: if True, other fronts of this server may already use the address. The system assigns each connection
-        to one of their sockets.
+    is_of_front: if True, other fronts of this server may already use the address. The system assigns each connection to
+        the socket of one front.
     """
     family, address, is_unix = socket.AF_UNIX, cast(Any, settings.uds), settings.uds is not None
     try:
@@ -47,7 +50,7 @@ def _bound_socket(family: int, address: Any, is_shared: bool) -> socket.socket:
 
 @contextmanager
 def reserved_address(settings: ServerSettings) -> Iterator[socket.socket]:
-    """Hold a `listening_socket` during a `with` block. Afterwards, remove the file of a Unix domain socket."""
+    """Keep a `listening_socket` open during a `with` block. Afterwards, remove the file of a Unix domain socket."""
     with listening_socket(settings) as listener:
         try:
             yield listener

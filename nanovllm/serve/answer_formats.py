@@ -56,7 +56,7 @@ class Formats(NamedTuple):
 
 
 def find_formats(processor: InputProcessor, settings: ServerSettings) -> Formats:
-    """Return and log the formats. They come from the settings or, by default, from the chat template."""
+    """Return and log the formats. The formats come from the settings or, by default, from the chat template."""
     tokenizer = processor.tokenizer
     template = template_text(getattr(tokenizer, "chat_template", None))
     tools: str | None = settings.tool_call_parser

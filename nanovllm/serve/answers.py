@@ -25,7 +25,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def dump_json(content: Any) -> bytes:
-    """Encode content as JSON. A lone surrogate, which only a client can have sent, becomes a question mark."""
+    """Encode content as JSON. A lone surrogate becomes a question mark. Only a client can have sent one."""
     try:
         return _encode(content)
     except UnicodeEncodeError:
@@ -47,8 +47,8 @@ def server_sent_event(content: dict[str, Any]) -> bytes:
 class Answer:
     """The answer to a client's request. The request has one or several prompts; the answer is complete or streamed.
 
-    Log-probabilities of many tokens take long to encode. A complete answer encodes them in a thread, so that other
-    clients do not wait.
+    Log-probabilities of many tokens take long to encode. A complete answer encodes log-probabilities in a thread, so
+    that other clients do not wait.
     """
 
     id_prefix: str
@@ -100,7 +100,7 @@ class Answer:
         return await asyncio.to_thread(self._end) if self._has_logprobs else self._end()
 
     def _end(self) -> bytes:
-        """Return the usage, if the client asked for it, and the final `[DONE]`."""
+        """Return the final `[DONE]`, after the usage if the client asked for it."""
         if not self._has_usage:
             return DONE
         return server_sent_event(self._chunk([], self._usage(sum(self._num_streamed.values())))) + DONE
@@ -144,7 +144,10 @@ class Answer:
         raise NotImplementedError
 
     def chunk_choices(self, prompt_index: int, event: StreamEvent) -> list[dict[str, Any]]:
-        """Return an entry of `choices` for each chunk of an event. There may be none. The last entry has the tokens."""
+        """Return an entry of `choices` for each chunk of an event. There may be none.
+
+        The last entry contains the tokens of the event.
+        """
         raise NotImplementedError
 
     def extras(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Serves Anthropic's API, `/v1/messages`. Translates its requests to chat requests, and chat answers to its format.
+"""Serves Anthropic's API, `/v1/messages`. Translates requests to chat requests, and chat answers to Anthropic's format.
 
 Content types that have no class here, such as images, are refused. The error names the type.
 """
@@ -143,7 +143,7 @@ def chat_body(body: CountTokensBody) -> ChatBody:
 
 
 def _function(tool: dict[str, Any]) -> dict[str, Any]:
-    """Translate a tool. Its fields keep the client's order; fields without a counterpart are left out."""
+    """Translate a tool. The fields keep the client's order; fields without a counterpart are left out."""
     function = {OF_FUNCTIONS[name]: value for name, value in tool.items() if name in OF_FUNCTIONS and value is not None}
     if "type" not in function["parameters"]:
         function["parameters"] = {"type": "object", **function["parameters"]}
@@ -229,7 +229,10 @@ class MessagesAnswer(chat.ChatAnswer):
             yield {"type": "tool_use", "id": call["id"], "name": name, "input": arguments}
 
     def _add(self, block: dict[str, Any]) -> Iterator[bytes]:
-        """Yield the events of a block. Text and thinking extend an open block of their type; a call begins a block."""
+        """Yield the events of a block.
+
+        Text and thinking extend an open block of their type; a call begins a new block.
+        """
         kind = block["type"]
         if kind == "tool_use":
             yield from self._next_block(block | {"input": {}})

@@ -105,7 +105,10 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> list[str]:
-    """Return the HTTP methods that a path allows. Included routers do not list their methods, so each one is tried."""
+    """Return the HTTP methods that a path allows.
+
+    Included routers do not list their methods, so each method is tried.
+    """
 
     def has(method: str) -> bool:
         scope = {**request.scope, "method": method}

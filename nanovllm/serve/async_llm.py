@@ -25,7 +25,7 @@ class AsyncLLM(EngineClient):
     Three kinds of threads share the work. The event loop's thread submits requests and receives events. A small pool
     renders chat templates and tokenizes. The engine's thread runs the steps, and notifies the event loop of new events
     after each step. The engine's thread detokenizes, too, which takes a few microseconds per token. With
-    `async_scheduling`, it detokenizes while the device computes the next step.
+    `async_scheduling`, the thread detokenizes while the device computes the next step.
 
     When a task is cancelled or leaves its `async for` loop, its request ends. The request's cache blocks are freed
     before the next step. An error in a request is raised in the task of that request. An error in a step ends the

@@ -61,13 +61,13 @@ class AsyncRequest:
     # -- what the caller calls -----------------------------------------------------------------------------------------
 
     async def next_events(self) -> list[StreamEvent]:
-        """Wait for new events, and merge them into one event per answer. An empty list means the end."""
+        """Wait for new events, and merge them into one event per answer. An empty list means that no events follow."""
         while not (self._events or self.final):
             await self._wait()
         return self.take_events()
 
     def take_events(self, max_events: float = inf) -> list[StreamEvent]:
-        """Return merged events without waiting. At most `max_events` events are merged; the others are kept.
+        """Return merged events without waiting. At most `max_events` events are merged; others are kept for later.
 
         Raises the error of a failed request.
         """
@@ -97,7 +97,7 @@ class AsyncRequest:
         return RequestOutput(self.request_id, prompt, ids, outputs, False, self.num_cached_tokens, None, metrics)
 
     async def _wait(self) -> None:
-        """Wait until the next `tell`."""
+        """Wait until `tell` is called."""
         self._check()
         self._has_news.clear()
         await self._has_news.wait()
@@ -126,7 +126,7 @@ def _merge(events: list[StreamEvent]) -> StreamEvent:
 
 
 class PartialAnswer:
-    """The part of an answer that has arrived so far. Its lists grow in place."""
+    """The part of an answer that has arrived so far. The lists of a PartialAnswer grow in place."""
 
     def __init__(self, index: int):
         self.index = index
@@ -148,7 +148,10 @@ class PartialAnswer:
         self.finish_reason, self.stop_reason = event.finish_reason, event.stop_reason
 
     def output(self) -> CompletionOutput:
-        """Return the answer so far. Its lists are copies, so it does not change when more arrives."""
+        """Return the answer so far.
+
+        The returned lists are copies, so the returned answer does not change when more tokens arrive.
+        """
         text, token_ids = "".join(self.texts), [*self.token_ids]
         self.texts = [text]
         logprobs = None if self.logprobs is None else [*self.logprobs]

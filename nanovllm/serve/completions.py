@@ -14,7 +14,7 @@ TokenLogprobs = Sequence[Mapping[int, Logprob] | None]
 
 
 class Echo(NamedTuple):
-    """The text of an echoed prompt, and the text of its first token, which has no log-probability."""
+    """The text of an echoed prompt, and the text of the prompt's first token, which has no log-probability."""
 
     text: str = ""
     first_token: str = ""
@@ -98,7 +98,7 @@ class CompletionAnswer(Answer):
 
 
 def _without_tokens(answer: Any) -> Any:
-    """Remove the generated token for `max_tokens=0`. The engine always generates at least one token."""
+    """If `max_tokens=0`, remove the generated token. The engine always generates at least one token."""
     logprobs: list | None = None if answer.logprobs is None else []
     reason = answer.finish_reason and "length"
     return replace(answer, text="", token_ids=[], logprobs=logprobs, finish_reason=reason, stop_reason=None)

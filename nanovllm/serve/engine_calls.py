@@ -1,4 +1,7 @@
-"""Defines the calls, other than requests, that the server makes to the engine. They run in the engine's process."""
+"""Defines the calls, other than requests, that the server makes to the engine.
+
+These calls run in the engine's process.
+"""
 
 from bisect import bisect_left
 from typing import Any
@@ -12,7 +15,10 @@ STEP_TOKENS = (1, 8, *(2**i for i in range(4, 15)))  # upper bounds of the bucke
 
 
 class StepSizes:
-    """Counts an engine's steps by size. The size is the number of computed prompt tokens and sampled tokens."""
+    """Counts an engine's steps by size.
+
+    The size of a step is the number of computed prompt tokens plus the number of sampled tokens.
+    """
 
     def __init__(self, engine: LLM):
         self.counts, self.total = [0] * (len(STEP_TOKENS) + 1), 0

@@ -1,4 +1,4 @@
-"""The interface between the server and an engine. It checks, tokenizes and tracks requests."""
+"""The interface between the server and an engine. The client checks, tokenizes and tracks requests."""
 
 import asyncio
 import itertools
@@ -33,7 +33,7 @@ class QueueFullError(RuntimeError):
 
 
 class EngineDeadError(RuntimeError):
-    """The engine was closed, or a step has failed. It accepts no further requests."""
+    """The engine was closed, or a step has failed. The engine accepts no further requests."""
 
 
 class EngineClient(ABC):
@@ -87,14 +87,14 @@ class EngineClient(ABC):
 
     @abstractmethod
     def _abort(self, request: AsyncRequest) -> None:
-        """End a request early. Its answer consists of the tokens generated so far."""
+        """End a request early. The answer consists of the tokens generated so far."""
 
     async def call(self, name: str, *arguments: Any) -> Any:
         """Call a method of the engine's EngineCalls. Raises NotImplementedError for several replicas."""
         raise NotImplementedError
 
     async def stats(self) -> list[dict[str, Any] | None]:
-        """Return `LLM.stats()` for each engine, or None for an engine that is not running."""
+        """For each engine, return `LLM.stats()`, or None if the engine is not running."""
         return [await self.call("stats")]
 
     def exit(self) -> None:
@@ -119,10 +119,10 @@ class EngineClient(ABC):
     ) -> AsyncIterator[RequestOutput]:
         """Yield the answers to a prompt each time they grow. The last output has `finished=True`.
 
-        `prompt`, `sampling_params` and the option `priority` have the same meaning and errors as in `LLM.add_request`.
-        Other options are `chat_template_kwargs` (see `LLM.chat`), `cache_salt` (see `submit`), and a `request_id` for
-        `abort`. Raises QueueFullError if too many requests wait, and EngineDeadError if the engine has failed or was
-        closed. Until the last output, `metrics` contains only the `arrival_time`.
+        `prompt`, `sampling_params` and the option `priority` have the same meaning, and raise the same errors, as in
+        `LLM.add_request`. Other options are `chat_template_kwargs` (see `LLM.chat`), `cache_salt` (see `submit`), and a
+        `request_id` for `abort`. Raises QueueFullError if too many requests wait, and EngineDeadError if the engine has
+        failed or was closed. Before the last output, `metrics` contains only the `arrival_time`.
         """
         request = await self.submit(prompt, sampling_params, **options)
         try:
@@ -156,7 +156,7 @@ class EngineClient(ABC):
         in_pieces: bool = True,
         cache_salt: str | None = None,
     ) -> AsyncRequest:
-        """Queue a request, and return an object for its caller to read from. The caller must `discard` it later.
+        """Queue a request. Return an object for its caller to read from, and later pass to `discard`.
 
         Most arguments, and the errors, are the same as for `generate`. A `prompt` may be a function, which a tokenizer
         thread calls. With `in_pieces=False`, the request has a `result` but no events, which saves host time. Requests
@@ -208,7 +208,7 @@ class EngineClient(ABC):
         return request
 
     def discard(self, request: AsyncRequest) -> None:
-        """Drop a request. Does nothing if it has ended."""
+        """Drop a request. Does nothing if the request has ended."""
         if request.request_id in self._live:
             self._forget(request)
             self._drop(request)
@@ -227,7 +227,10 @@ class EngineClient(ABC):
         return (await self._in_lane(lambda lane: lane.tokens_of(prompt, chat_template_kwargs)))["prompt_token_ids"]
 
     async def render(self, messages: list[Message], template_arguments: Mapping[str, Any]) -> RenderedChat:
-        """Render a conversation in the sandbox, so that it delays no one. Raises ValueError if it takes too long."""
+        """Render a conversation in the sandbox, so that a slow template does not delay other requests.
+
+        Raises ValueError if rendering takes too long.
+        """
         self.check_open()
         render = partial(self._template_sandbox.render, messages, template_arguments)
         return RenderedChat(await self._template_turns.run(lambda: self._in_thread(self._template_pool, render)))
@@ -253,7 +256,10 @@ class EngineClient(ABC):
 
     @cached_property
     def _long_lane(self) -> PromptLane:
-        """The lane for long texts. Its thread creates it on first use, because copying a large tokenizer takes 1 s."""
+        """The lane for long texts.
+
+        The lane's thread creates it on first use, because copying a large tokenizer takes 1 s.
+        """
         return PromptLane(self.input_processor, takes_long_texts=True)
 
     async def _in_thread(self, pool: ThreadPoolExecutor, call: Callable[[], T]) -> T:

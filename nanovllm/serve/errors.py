@@ -119,7 +119,7 @@ def body_error(error: Exception) -> ApiError:
 
 
 def too_deep(error: Exception, body: bytes) -> Exception:
-    """Return an ApiError that names a field nested too deeply. If there is none, return `error`."""
+    """Return an ApiError that names a field nested too deeply. If there is no such field, return `error`."""
     for name, value in json.loads(body).items():
         level = [value]
         for _ in range(MAX_LEVELS):

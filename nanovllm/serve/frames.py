@@ -4,8 +4,8 @@ A frame is a JSON-serializable dict of differences from the previous frame. Empt
 
 - `step`: the number of recorded steps.
 - `time`: seconds since the recording began.
-- `ms`: milliseconds that the step took. A frame without `ms` belongs to no step. It shows the requests that were added
-  or aborted since the last step.
+- `ms`: milliseconds that the step took. A frame without `ms` belongs to no step. Such a frame shows the requests that
+  were added or aborted since the previous step.
 - `decodes`: names of the sequences that decode one token; left out if unchanged.
 - `chunks`: [name, start, end] for each sequence that computes the prompt tokens `start:end`.
 - `sampled`: names of the sequences that got a token, except for the sequences in `decodes`.
@@ -37,7 +37,10 @@ Frame = dict[str, Any]
 
 @dataclass(slots=True)
 class SequenceView:
-    """A sequence in a `View`. `tokens` counts prompt tokens and generated tokens; `max_tokens` is its upper bound."""
+    """A sequence in a `View`.
+
+    `tokens` counts prompt tokens and generated tokens; `max_tokens` is the upper bound of `tokens`.
+    """
 
     prompt: int
     max_tokens: int

@@ -1,4 +1,4 @@
-"""Finds the family of a checkpoint whose `model_type` is unknown. Other checkpoints do not import this module."""
+"""Finds the family of a checkpoint whose `model_type` is unknown. It is not imported for other checkpoints."""
 
 from pathlib import Path
 
@@ -6,7 +6,10 @@ from nanovllm.models import MODELS, model_class
 
 
 def find_by_architecture(raw: dict, file: Path) -> str:
-    """Return the key in MODELS for a config.json's text model or `architectures`, or raise ValueError."""
+    """Return the key in MODELS for the text model or the `architectures` of a config.json.
+
+    If there is none, raise ValueError.
+    """
     model_type, architectures = raw.get("model_type"), raw.get("architectures") or ()
     text = raw.get("text_config")
     text_type = text.get("model_type") if isinstance(text, dict) else None

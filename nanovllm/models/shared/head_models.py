@@ -1,7 +1,8 @@
 """Draft heads: a decoder layer that continues a model's hidden states.
 
-Row `p` of a head reads the hidden state at position `p` and the embedding of the token at position `p + 1`. It predicts
-the token at position `p + 2`, and computes a hidden state that stands in for the model's own at position `p + 1`.
+Row `p` of a head reads the hidden state at position `p` and the embedding of the token at position `p + 1`. The head
+predicts the token at position `p + 2`, and computes a hidden state that replaces the model's hidden state at position
+`p + 1`.
 """
 
 from pathlib import Path
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class PagedHidden(NamedTuple):
-    """The cache spec of hidden states. A token's row is in the same block as its keys and values."""
+    """The cache spec of hidden states. A token's row is in the same block as the token's keys and values."""
 
     size: int
     of_states = False
@@ -72,8 +73,8 @@ class Eagle3Layer(Qwen3DecoderLayer):
 
 class Eagle3Head(nn.Module):
     """The head of Li et al., "EAGLE-3: scaling up inference acceleration of large language models via training-time
-    test" (2025). For each token, it reads hidden states from three of the model's layers. Its logits cover part of the
-    vocabulary.
+    test" (2025). For each token, the head reads hidden states from three of the model's layers. Its logits cover part
+    of the vocabulary.
     """
 
     packed_modules_mapping: ClassVar = Qwen3ForCausalLM.packed_modules_mapping
@@ -98,7 +99,7 @@ class Eagle3Head(nn.Module):
         return residual + x
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Map hidden states [S, hidden_size] to the model's logits. Tokens that the head lacks get -inf."""
+        """Map hidden states [S, hidden_size] to the model's logits. Tokens outside the head's vocabulary get -inf."""
         logits = self.lm_head(self.norm(hidden_states))
         all_logits = logits.new_full((len(logits), self.config.layer.vocab_size), -torch.inf)
         return all_logits.index_copy_(1, self.token_ids, logits)
@@ -119,8 +120,8 @@ class Eagle3Head(nn.Module):
 class MtpHead(nn.Module):
     """The draft head in checkpoints of Qwen3.5 and Qwen3-Next ("multi-token prediction").
 
-    It is a full-attention layer that reads the model's last hidden states. It shares the model's embedding and output
-    head.
+    The head is a full-attention layer that reads the model's final hidden states. It shares the model's embedding and
+    output head.
     """
 
     packed_modules_mapping: ClassVar = Qwen3ForCausalLM.packed_modules_mapping
@@ -138,7 +139,7 @@ class MtpHead(nn.Module):
         self.norm = ZeroCenteredRMSNorm(size, config.rms_norm_eps)
 
     def forward(self, embeddings: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Compute hidden states [T, hidden_size], which replace the model's last ones at the next positions."""
+        """Compute hidden states [T, hidden_size], which replace the model's final ones at the next positions."""
         normed = self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden_states)
         x, residual = self.layers[0](positions, self.fc(torch.cat(normed, -1)), None)
         return self.norm(x, residual)[0]

@@ -44,9 +44,9 @@ class GatedAttention(Qwen3Attention):
 class SharedExpertMoE(MoE):
     """A mixture of experts, and a shared expert that every token uses.
 
-    If the shared expert has the shape of the other experts, it is stacked with them, and its gate with the router. Its
-    parameters are then views of the stacked weights, and loading fills the views. Nothing is stacked with expert
-    parallelism or quantization.
+    If the shared expert has the shape of the other experts, it is stacked with them, and its gate is stacked with the
+    router. The shared expert's parameters are then views of the stacked weights, and loading fills the views. With
+    expert parallelism or quantization, nothing is stacked.
     """
 
     def __init__(self, config: ModelConfig):
@@ -66,7 +66,10 @@ class SharedExpertMoE(MoE):
 
 
 class HybridLayer(nn.Module):
-    """A decoder layer like Qwen3DecoderLayer, but with either attention or a GatedDeltaNet, named as in checkpoints."""
+    """A decoder layer like Qwen3DecoderLayer, but with either attention or a GatedDeltaNet.
+
+    Attributes have the names in checkpoints.
+    """
 
     def __init__(self, config: ModelConfig, mixer: nn.Module, mlp: nn.Module):
         super().__init__()
@@ -91,7 +94,7 @@ class HybridLayer(nn.Module):
 
 
 class NestedModel(nn.Module):
-    """Holds a decoder as `language_model`, which is its name in multimodal checkpoints."""
+    """Contains a decoder as `language_model`, the name of the decoder in multimodal checkpoints."""
 
     def __init__(self, language_model: nn.Module):
         super().__init__()

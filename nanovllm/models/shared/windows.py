@@ -33,9 +33,9 @@ class WindowsForCausalLM(Qwen3ForCausalLM):
 def read_windows(raw: dict, file: Path, interval: int, local_theta: float | None = None) -> dict:
     """Return the fields of ModelConfig for layers with a window of `sliding_window` tokens.
 
-    Without `layer_types`, as in older checkpoints, every `interval`-th layer attends to all tokens. Layers with a
-    window ignore `rope_scaling`. Their theta is the first that exists of `rope_parameters`, `local_theta` and
-    `rope_theta`.
+    Older checkpoints have no `layer_types`. In these checkpoints, every `interval`-th layer attends to all tokens.
+    Layers with a window ignore `rope_scaling`. The theta of these layers is the first that exists of `rope_parameters`,
+    `local_theta` and `rope_theta`.
     """
     num_layers = raw["num_hidden_layers"]
     interval = check_int(f"{file}: sliding_window_pattern", raw.get("sliding_window_pattern", interval), low=1)

@@ -2,9 +2,9 @@
 
 The kernel is written in Gluon. Two warpgroups multiply, one warp loads, two warps store, and one warp looks up tiles.
 
-A tile has 128 rows of one expert, 64 for each warpgroup, and 256 outputs. An expert has few inputs, so a tile takes
-only 10 microseconds. Therefore, while the warpgroups multiply, other warps store the 64 KiB of output of the previous
-tile, and look up the next tile.
+A tile has 128 rows of one expert, 64 for each warpgroup, and 256 outputs. The GEMM has few inputs per output, so a tile
+is computed in only 10 microseconds. Therefore, while the warpgroups multiply, other warps store the 64 KiB of output of
+the previous tile, and look up the next tile.
 """
 
 from typing import NamedTuple
@@ -121,7 +121,7 @@ def _load_pairs(pairs_ptr, tile, rows):
 def _multiply(weights_ptr, pairs_ptr, lookup, rings, out, W: gl.constexpr, PLAN: gl.constexpr):
     """Run one warpgroup: multiply 64 rows of each tile, and scale the results by routing weights.
 
-    The warpgroup loads the pairs, which index the routing weights, one tile ahead.
+    The warpgroup loads the pairs one tile ahead. Pairs index the routing weights.
     """
     x_ring, w_ring, full, empty = rings
     out_ring, ready, free = out

@@ -36,7 +36,7 @@ MAX_SCALED_TILE_M = 64
 
 
 def choose_tile_m(num_pairs: int, num_experts: int) -> int:
-    """Return the smallest TILE_M that is at least 1.5 times the mean number of rows per expert, or 128.
+    """Return the smallest TILE_M that is at least 1.5 times the mean number of rows per expert, but at most 128.
 
     Each tile rereads its expert's weights.
     """

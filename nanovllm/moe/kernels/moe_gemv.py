@@ -1,7 +1,7 @@
 """Mixture of experts for a few tokens: matrix-vector multiplications with the weights of the chosen experts.
 
-All kernels spend most of their time reading weights. Weights may be 8-bit values with scales. A thread loads LANE of
-these values at once, and all of them lie in one block.
+All kernels spend most of their time reading weights. Weights may be 8-bit values with scales. A thread loads LANE 8-bit
+values at once, and these LANE values lie in one block.
 """
 
 from typing import NamedTuple
@@ -232,7 +232,7 @@ def _operands(weight: Weight, tile: tuple[int, int, int], top_k: int) -> tuple[t
 def moe_gemv(
     x: torch.Tensor, routing: Routing, gate_up: Weight, down: Weight, first_expert: int = 0, norm=NO_NORM, out=None
 ) -> torch.Tensor:
-    """Compute the experts for x [T, hidden] with T > 0. Sum over the experts of each token on this rank.
+    """Compute the experts for x [T, hidden] with T > 0. For each token, sum over the token's experts on this rank.
 
     The result is [T, hidden]. `gate_up` [experts, 2 * size, hidden] and `down` [experts, hidden, size] are the weights
     of this rank's experts, starting at `first_expert`. `norm` is (weight [hidden], eps) of an RMS norm, which is

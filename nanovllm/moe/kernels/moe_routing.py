@@ -1,7 +1,8 @@
 """Routing for a mixture of experts: the experts of each token, and the order of the rows of the grouped GEMMs.
 
-A *pair* consists of a token and one of its `top_k` choices. Its index is `token * top_k + choice`. Each pair has one
-row in the grouped GEMMs, where rows are sorted by expert. A *tile* is a range of at most TILE_M rows of one expert.
+A *pair* consists of a token and one of its `top_k` choices. The index of a pair is `token * top_k + choice`. Each pair
+has one row in the grouped GEMMs, where rows are sorted by expert. A *tile* is a range of at most TILE_M rows of one
+expert.
 """
 
 from typing import NamedTuple
@@ -41,7 +42,8 @@ class ExpertRows(NamedTuple):
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return parts [split_k, T, experts] whose sum is x W^T, for x [T, K] and the router's weight W [experts, K].
 
-    The parts are float32 on Hopper, so that experts rarely have equal logits. Elsewhere, they have the dtype of x.
+    The parts are float32 on Hopper, so that experts rarely have equal logits. On other GPUs, the parts have the dtype
+    of x.
     """
     num_experts, k = weight.shape
     if not has_tma(x.device) or x.dtype == torch.float32 or k % 8:
@@ -135,8 +137,8 @@ def route(
     `logits` [split_k, T, experts] contains parts whose sum is the logits, and T is positive. The softmax covers all
     experts except the shared experts. With `renormalize`, the weights of the chosen experts add up to 1. If logits are
     equal, the lower expert id comes first (`torch.topk` leaves this order open). Tokens with a negative slot are
-    padding. They get the experts of the first token, so that no additional weights are read. Shared experts have the
-    last ids, and their weights are the sigmoids of their logits.
+    padding. Padding tokens get the experts of the first token, so that no additional weights are read. Shared experts
+    have the last ids, and their weights are the sigmoids of their logits.
     """
     split_k, num_tokens, num_logits = logits.shape
     num_experts, shape = num_logits - num_shared, (num_tokens, top_k + num_shared)

@@ -3,7 +3,7 @@
 In a row, each group of 128 inputs has a scale. In the weights, each 128 x 128 block has a scale. One warpgroup loads,
 and one or two warpgroups multiply. The sum over a group is scaled, and then added to the accumulators in float32, as in
 hopper_product.py. The loading warpgroup multiplies the scales of rows by the scales of weights, and passes the results
-through shared memory. It does so because the 256 x 192 accumulators of the largest tiles take nearly all registers of
+through shared memory. The reason is that the 256 x 192 accumulators of the largest tiles take nearly all registers of
 the multiplying warpgroups.
 """
 
@@ -179,7 +179,7 @@ def _store(out_ptr, sums, row, n, sizes):
 
 @gluon.jit
 def _multiply(out_ptr, rings, sizes, G: gl.constexpr, PLAN: gl.constexpr):
-    """Run a multiplying warpgroup. It multiplies its rows of each tile by all weights of the tile."""
+    """Run a multiplying warpgroup. The warpgroup multiplies its rows of each tile by all weights of the tile."""
     zeros = gl.full([WIDTH, WIDTH], 0.0, gl.float32, SUMS)
     COUNT: gl.constexpr = PLAN.parts * PLAN.chunks
     stage, phase = 0, 0

@@ -1,8 +1,8 @@
 """Computes y = x W^T + b for a single row x. W is 8-bit values times block scales.
 
 The kernel in gemv.py is for 16-bit weights. 8-bit weights arrive twice as fast and must be converted, so instructions
-limit the speed too. For this reason, the preceding norm is not fused, unlike in gemv.py: every program would compute it
-again.
+limit the speed too. For this reason, the preceding norm is not fused, unlike in gemv.py: every program would compute
+the norm again.
 """
 
 import torch

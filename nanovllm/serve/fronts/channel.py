@@ -1,4 +1,4 @@
-"""MessagePack messages between a front and the engine's process. Each contains all news since the previous message.
+"""MessagePack messages between a front and the engine's process. Each one reports all news since the previous one.
 
 Nothing here needs PyTorch, so the engine's process can start the fronts before it imports PyTorch.
 """
@@ -15,7 +15,7 @@ from nanovllm.serve.replicas.messages import Final, NewRequest
 
 
 class FromFront(Struct, array_like=True):
-    """A message from a front. The first one means that the front accepts connections, unless there is a `problem`.
+    """A message from a front. Unless there is a `problem`, the first message means that the front accepts connections.
 
     requests: pairs (id, encoded request). Each request is encoded separately, so a request that can't be encoded or
         decoded does not affect the others.
@@ -56,7 +56,7 @@ def encode_request(new: NewRequest) -> tuple[int, bytes]:
 
 
 class Channel:
-    """One end of a socket pair. One thread may receive while other threads send. `close` stops all of them."""
+    """One end of a socket pair. One thread may receive while other threads send. `close` stops all these threads."""
 
     def __init__(self, end: socket.socket):
         self._socket, self._lock = end, threading.Lock()
@@ -67,13 +67,19 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, message: Struct) -> None:
-        """Send a message. Raises OSError if the other end is closed. After any other error, nothing has been sent."""
+        """Send a message. Raises OSError if the other end is closed.
+
+        If another error is raised, nothing has been sent.
+        """
         data = _encode(message)
         with self._lock:
             self._socket.sendall(len(data).to_bytes(LENGTH_BYTES, "big") + data)
 
     def receive(self, seconds: float | None = None) -> bytes:
-        """Return the next message. Raises OSError if none arrives within `seconds`, or if either end is closed."""
+        """Return the next message.
+
+        Raises OSError if no message arrives within `seconds`, or if either end is closed.
+        """
         self._socket.settimeout(seconds)
         data = self._stream.read(int.from_bytes(self._stream.read(LENGTH_BYTES), "big"))
         if not data:

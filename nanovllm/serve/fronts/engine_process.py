@@ -1,6 +1,6 @@
 """Runs the engine's process, which starts the fronts and computes their requests.
 
-It starts the fronts before it imports PyTorch, so that all processes import their libraries at the same time.
+The process starts the fronts before it imports PyTorch, so that all processes import their libraries at the same time.
 """
 
 import gc
@@ -42,8 +42,8 @@ BLOCKED = signal.SIGINT, signal.SIGTERM  # signals that are blocked while a fron
 class FrontPlan(NamedTuple):
     """The data that every front of an engine needs.
 
-    num_live: the number of live answers of each front, in shared memory. The limit applies to the sum. Fronts that
-        accept requests at the same instant can exceed the limit slightly.
+    num_live: the number of live answers of each front, in shared memory. The limit on live answers applies to the sum
+        over all fronts. Fronts that accept requests at the same instant can exceed the limit slightly.
     listener: the listening socket. If `None`, each front opens a socket at the address in `settings`.
     """
 
@@ -88,7 +88,10 @@ def _signals_blocked() -> Iterator[None]:
 
 
 class Fronts:
-    """The fronts of an engine. If a front ends, its requests are dropped, and it restarts. The others keep running."""
+    """The fronts of an engine. If a front ends, its requests are dropped, and the front restarts.
+
+    The others keep running.
+    """
 
     def __init__(self, plan: FrontPlan):
         self._plan = plan

@@ -140,7 +140,7 @@ class FrontClient(EngineClient):
     # -- received messages ---------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Receive messages. This runs in a separate thread."""
+        """Receive messages. This function runs in a separate thread."""
         try:
             while True:
                 self._arrived.append(self._channel.receive())
@@ -152,7 +152,10 @@ class FrontClient(EngineClient):
                 self._engine_loop.call_soon_threadsafe(self._lose, "its process has ended")
 
     def _receive(self) -> None:
-        """Process all messages that have arrived. Even if they cover several steps, each stream gets one piece."""
+        """Process all messages that have arrived.
+
+        Even if the messages cover several steps, each stream gets one piece.
+        """
         self._is_told = False
         self._has_started.set()
         try:
@@ -196,7 +199,7 @@ class FrontClient(EngineClient):
 
 
 def serve_front(plan: FrontPlan, index: int, end: socket.socket) -> None:
-    """Run a front until it ends. If it can't start, tell the engine's process why."""
+    """Run a front until it ends. If the front can't start, tell the engine's process why."""
     set_up_process()
     channel = Channel(end)
     with ExitStack() as ending:
