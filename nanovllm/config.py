@@ -23,14 +23,14 @@ LOGPROBS_MODES = ("raw_logprobs", "temperature_logprobs", "processed_logprobs")
 class Config:
     """The settings of an engine. On construction, most `None` and `"auto"` values are replaced by resolved values.
 
-    Constructing a Config imports PyTorch. Importing this module does not, because `nanovllm --help` needs no PyTorch.
+    Constructing a Config imports PyTorch. Importing this module does not, so that `nanovllm --help` needs no PyTorch.
 
     model: a folder in the Hugging Face layout, a hub id, or `"tiny-qwen3"`, the model in this package.
     max_num_batched_tokens: maximum number of tokens in a step. Longer prompts are computed in chunks over several
         steps.
     max_mixed_step_ms: target duration in milliseconds of a mixed step, which computes prompt chunks while other
         sequences decode; by default 50 on CUDA and 250 on a CPU.
-    max_num_mixed_tokens: maximum number of tokens in a mixed step; by default the number that takes
+    max_num_mixed_tokens: maximum number of tokens in a mixed step; by default the number that is computed in
         `max_mixed_step_ms`. This number is measured on CUDA and estimated on a CPU. While few prompt tokens wait, a
         mixed step uses only half of the maximum.
     scheduling_policy: "fcfs" (first come, first served) or "priority" (the request with the lowest `priority` value
@@ -71,16 +71,16 @@ class Config:
         model's own logits. "temperature_logprobs": the logits are first divided by the request's temperature (by 1 if
         it is 0), as trainers do. "processed_logprobs": the distribution that is sampled from, after penalties,
         temperature and filters.
-    enable_sleep_mode: allow `sleep`, which frees memory until `wake_up`; see docs/training.md.
+    enable_sleep_mode: allow `sleep`, which frees memory until `wake_up` is called; see docs/training.md.
     batch_invariant: make the tokens and log-probabilities of a request bitwise identical in any batch; see
         docs/batch-invariance.md.
     max_logprobs: upper limit for `logprobs` and `prompt_logprobs` of a request, also over HTTP. -1 means the vocabulary
         size.
-    speculative_config: how tokens are drafted, as JSON with the keys of docs/speculation.md; by default no tokens are
-        drafted. In Python, it can also be a dict.
+    speculative_config: how tokens are drafted, as JSON with the keys that docs/speculation.md lists; by default no
+        tokens are drafted. In Python, it can also be a dict.
 
-    Raises ValueError or TypeError, which states the value and the bound. Raises FileNotFoundError if the model does not
-    exist.
+    Raises ValueError or TypeError. The message states the value and the bound. Raises FileNotFoundError if the model
+    does not exist.
     """
 
     model: str

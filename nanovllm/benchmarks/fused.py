@@ -66,7 +66,7 @@ def make_fused(model: str, settings: dict[str, Any]) -> Any:
 
 
 def plain_name(module: Any) -> str:
-    """Return the name of the class that a module had before it was fused."""
+    """Return the name of a module's class before the module was fused."""
     return type(module).__bases__[1].__name__
 
 

@@ -22,14 +22,14 @@ class KVCache:
     scale: float | None = None
 
     def __init__(self, data: torch.Tensor):
-        """`data` is this layer's part of the group's tensor: [2, blocks, block_size, kv_heads, head_dim]."""
+        """`data` is the layer's part of the tensor of its group: [2, blocks, block_size, kv_heads, head_dim]."""
         self.k, self.v = data
 
     @staticmethod
     def tensors(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Return the tensors of a group of layers, on the meta device: see cache/state.py.
 
-        `shape` is the first tensor's: (2, layers, blocks, block_size, kv_heads, head_dim).
+        `shape` is the shape of the first tensor: (2, layers, blocks, block_size, kv_heads, head_dim).
         """
         return (torch.empty(shape, dtype=dtype, device="meta"),)
 
@@ -41,7 +41,7 @@ class KVCache:
     def gather(self, spans: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values, each [B, L, kv_heads, head_dim], in the model's `dtype`.
 
-        They are read from `spans` [B, L / SPAN_SIZE] int32."""
+        Both are read from `spans` [B, L / SPAN_SIZE] int32."""
         return gather_spans(self.k, spans), gather_spans(self.v, spans)
 
 

@@ -82,8 +82,8 @@ def fit_states(runner: "ModelRunner") -> None:
     """Set `Config.num_states`, and lower `Config.max_num_seqs` if needed. The runner's model must be loaded.
 
     Each of `max_num_seqs` sequences needs a state and, with the prefix cache, another one for a snapshot. If
-    `num_kvcache_blocks` is set, states take as much memory as they need. Otherwise they take at most half of the
-    cache's memory. If not all fit, sequences get at most three quarters of the states that fit, and `max_num_seqs` is
+    `num_kvcache_blocks` is set, states take as much memory as they need. Otherwise states take at most half of the
+    cache's memory. If not all states fit, sequences get at most three quarters of those that fit, and `max_num_seqs` is
     lowered.
     """
     config, has_snapshots = runner.config, runner.config.enable_prefix_caching

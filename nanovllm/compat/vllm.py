@@ -1,8 +1,8 @@
 """Implements vLLM's interface for offline generation.
 
 Use it with `from nanovllm.compat.vllm import LLM, SamplingParams`. If a program imports vLLM itself, call `install()`
-first. Then `import vllm`, and imports of the submodules in MODULES, return this module. Names that this module lacks
-raise ImportError or AttributeError.
+first. Then `import vllm`, and imports of the submodules in MODULES, return this module. The use of a name that this
+module lacks raises ImportError or AttributeError.
 """
 
 import gc

@@ -84,7 +84,7 @@ class LLM(nanovllm.LLM):
 
     @property
     def model_executor(self) -> SimpleNamespace:
-        """The attributes through which trainers reach vLLM's model. Here, the model has only `load_weights`."""
+        """The attributes through which trainers reach vLLM's model. Here, the model's only method is `load_weights`."""
         model = SimpleNamespace(load_weights=self.load_weights)
         return SimpleNamespace(driver_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)))
 
@@ -124,7 +124,7 @@ class LLM(nanovllm.LLM):
     ) -> list[RequestOutput]:
         """Return the complete answers. Raises the same errors as our `generate`.
 
-        use_tqdm: whether to show our progress bar. A function that would make a different bar counts as True.
+        use_tqdm: whether to show our progress bar. A function (vLLM would call it to make the bar) counts as True.
         tokenization_kwargs: may contain `add_special_tokens` and `truncate_prompt_tokens` (how many of a prompt's last
             tokens to keep).
         """
@@ -189,7 +189,7 @@ class LLM(nanovllm.LLM):
             yield BeamSearchSequence(tokens, beam.cumulative_logprob, self.tokenizer.decode(tokens))
 
     def _prompt(self, prompt: Any, add_special_tokens: bool = True, truncate_prompt_tokens: int | None = None) -> Any:
-        """Drop unused keys from a prompt. Tokenize it here if an option differs from its default."""
+        """Drop unused keys from a prompt. Tokenize the prompt here if an option differs from its default."""
         if isinstance(prompt, dict):
             prompt = select("key of a prompt", prompt, PROMPT_KEYS, UNUSED)
         given_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
@@ -212,7 +212,7 @@ class LLM(nanovllm.LLM):
 
 
 def _with_logprobs(answers: list[RequestOutput], params: Any) -> list[RequestOutput]:
-    """Return the answers. Their log-probabilities are lists, or FlatLogprobs if a request sets `flat_logprobs`."""
+    """Return the answers, with log-probabilities as lists, or as FlatLogprobs if a request sets `flat_logprobs`."""
     each = params if isinstance(params, (list, tuple)) else [params] * len(answers)
     kinds = (FlatLogprobs if getattr(request_params, "flat_logprobs", False) else list for request_params in each)
     return [_with_type(answer, kind) for answer, kind in zip(answers, kinds)]

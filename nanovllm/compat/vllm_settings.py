@@ -123,7 +123,7 @@ STRUCTURED_OUTPUTS_CONFIG = {
 
 
 def translate(settings: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Translate settings, possibly under vLLM's names, into settings whose names are in `known`.
+    """Translate settings to the names in `known`. The given names may be vLLM's.
 
     Raises ValueError for an unsupported value of a vLLM setting. Raises TypeError for an unknown name, and for a
     setting that is given under both of its names.
@@ -146,7 +146,8 @@ def select(
 ) -> dict[str, Any]:
     """Return the values whose names are in `known`. Check all other values against `accepted`, and drop them.
 
-    Raises TypeError for a name that neither of them contains. Raises ValueError for a value that is not accepted.
+    Raises TypeError for a name that is in neither `known` nor `accepted`. Raises ValueError for a value that is not
+    accepted.
     """
     for name, value in values.items():
         if name in known:

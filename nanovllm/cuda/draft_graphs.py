@@ -41,7 +41,7 @@ class DraftGraphs:
             self.chunks[size] = capture(partial(drafter.forward_chunks, *rows), pool)[0], *rows
 
     def run(self, req_indices: torch.Tensor, num_drafts: torch.Tensor, num_steps: int) -> None:
-        """Replay a graph of `DraftModel.draft_chains`. If no graph is large enough, call the method itself."""
+        """Replay a graph of `DraftModel.draft_chains`. If no graph is large enough, call the method directly."""
         n = len(req_indices)
         size = next((size for size in self.sizes if size >= n), None)
         if size is None:
@@ -52,7 +52,7 @@ class DraftGraphs:
         self.graphs[size].replay()
 
     def run_chunks(self, context: Context, token_slots: torch.Tensor, positions: torch.Tensor) -> None:
-        """Replay a graph of `DraftModel.forward_chunks`. If no graph is large enough, call the method itself."""
+        """Replay a graph of `DraftModel.forward_chunks`. If no graph is large enough, call the method directly."""
         n, num_seqs = len(positions), len(context.context_lens)
         size = min((size for size in self.chunks if size >= n), default=None)
         if size is None or num_seqs > MAX_CHUNKS:

@@ -58,7 +58,7 @@ def decode_shapes(config: Config) -> list[BatchShape]:
 
 
 class DecodeGraphs:
-    """CUDA graphs of decode steps, one per shape in `decode_shapes`. Each computes the model and the sampler.
+    """CUDA graphs of decode steps, one per shape in `decode_shapes`. Each graph computes the model and the sampler.
 
     A graph copies its batch from pinned host memory, and its results back to host memory. Between two steps, the host
     does nothing but launch the next graph. Host memory is double-buffered, so the host prepares a step while the
@@ -121,7 +121,7 @@ class DecodeGraphs:
     def replay(self, shape: BatchShape) -> tuple[torch.Tensor, ForwardOutput]:
         """Run the batch in the current host buffer. Return its results in host memory, and its output on the device.
 
-        The results are valid from the end of this replay until the beginning of the second replay after it.
+        The results are valid from the end of this replay until the second replay after it begins.
         """
         self.graphs[shape.graph_shape].replay()
         output = self.outputs[shape.graph_shape]
@@ -172,9 +172,9 @@ def graph_shapes(config: Config, backend: AttentionBackend) -> list[BatchShape]:
 class MixedGraphs:
     """CUDA graphs of steps with prefill chunks.
 
-    There is a model graph per `graph_shape`, and a sampler graph per number of rows. Separate graphs avoid computing
-    logits for all tokens of a chunk. Before the model graph runs, `replay` writes the sampling parameters of new
-    requests and the arrays of features. No graph can contain these writes, because their sizes differ from step to
+    There is one model graph per `graph_shape`, and one sampler graph per number of rows. Separate graphs avoid
+    computing logits for all tokens of a chunk. Before the model graph runs, `replay` writes the sampling parameters of
+    new requests and the arrays of features. No graph can contain these writes, because their sizes differ from step to
     step.
     """
 

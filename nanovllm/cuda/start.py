@@ -142,7 +142,7 @@ def milliseconds_per_token(runner: "CUDAModelRunner") -> float:
 def compile_kernels(runner: "CUDAModelRunner") -> None:
     """Compile the kernels of the captured steps and of the longest step in parallel. No kernel runs.
 
-    Otherwise, each kernel would be compiled at its first launch, one after the other. A step may need other kernels
+    Otherwise, each kernel would be compiled at its first launch, one after the other. A step may need different kernels
     when its number of tokens, or this number minus 128, passes a power of two. All remaining kernels are compiled at
     their first launch.
     """
@@ -220,7 +220,7 @@ def captures_chunks(runner: "CUDAModelRunner") -> bool:
 
 
 def few_layers(runner: "CUDAModelRunner") -> Callable[[], AbstractContextManager]:
-    """Return a function that opens a context. In it, the model has just enough layers to compile all kernels."""
+    """Return a function that opens a context. Within it, the model has just enough layers to compile all kernels."""
     model = getattr(runner.model.model, "language_model", runner.model.model)
     layers, few = model.layers, first_layers_of_each_kind(model.layers)
 

@@ -30,8 +30,8 @@ def delta_net_drafts(qkvz, ba, layer: GatedDeltaNet, states: State, rows, contex
     The states are in `rows` [B].
 
     qkvz [B * k, channels + heads * value_dim]; ba [B * k, 2 heads]; out [B * k, heads * value_dim]
-    context_lens [B * k]: the number of tokens up to and including each token. If it does not grow, the token is a copy
-        of the previous token.
+    context_lens [B * k]: the number of tokens up to and including each token. If the number does not grow, the token is
+        a copy of the previous token.
     count [1] int32: if given, how many of the B * k rows are not padding
     """
     assert states.kept_drafts is not None

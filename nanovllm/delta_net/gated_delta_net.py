@@ -125,7 +125,7 @@ class GatedDeltaNet(nn.Module):
 
     @property
     def captures_chunks(self) -> bool:
-        """Whether CUDA graphs can contain chunks. Kernels allow it, but the definition reads lengths on the host."""
+        """Whether CUDA graphs can contain chunks. Kernels allow this, but the definition reads lengths on the host."""
         return "delta_net_chunks" in ops_for(self.A_log.device)
 
     def cache_spec(self) -> StateSpec:
@@ -172,7 +172,7 @@ def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -
     """Compute convolution, gates, delta rule and gated norm for one token of each of B sequences. Fill `out`.
 
     qkvz [B, channels + heads * value_dim]; ba [B, 2 heads]; out [B, heads * value_dim]; layer: a GatedDeltaNet
-    rows [B]: the states to read and overwrite. They are all different, except for padding.
+    rows [B]: the states to read and overwrite. All rows are different, except for padding.
     count [1] int32: if given, how many of the B sequences are not padding
     """
     n = len(rows) if count is None else int(count)

@@ -26,7 +26,7 @@ class HybridConfig:
         return f" without its {' and '.join(self.unused_parts)} part" if self.unused_parts else ""
 
     def more_weights(self, queries: int, keys: int) -> float:
-        """Return how many more weights an average layer has than attention and experts, per element of its input."""
+        """Return how many weights an average layer adds to those of attention and experts, per element of its input."""
         state_inputs, fraction = sum(self.heads.sizes), len(self.attention_layers) / self.num_layers
         values = self.heads.sizes[2]
         state = state_inputs + 2 * values + 2 * self.heads.num_values - 2 * (queries + keys)
@@ -44,7 +44,7 @@ class HybridConfig:
 
 
 def read_hybrid(raw: dict, file: Path) -> HybridConfig:
-    """Read the content of config.json. Raise ValueError or TypeError for unsupported entries, and name `file`."""
+    """Read the content of config.json. Raise ValueError or TypeError for unsupported entries; errors name `file`."""
     names = "num_key_heads num_value_heads key_head_dim value_head_dim conv_kernel_dim"
     heads = DeltaHeads(*(check_int(f"{file}: linear_{n}", raw[f"linear_{n}"], low=1) for n in names.split()))
     if heads.num_values % heads.num_keys:

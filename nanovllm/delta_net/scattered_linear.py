@@ -10,7 +10,7 @@ from nanovllm.utils.loader import Shard, check_shape
 
 
 class RowRanges(NamedTuple):
-    """A Shard with several row ranges of a checkpoint's weight. They become contiguous in the rank's weight."""
+    """A Shard with several row ranges of a checkpoint's weight. The ranges become contiguous in the rank's weight."""
 
     shape: tuple[int, ...]  # of the whole weight of the checkpoint
     ranges: tuple[range, ...]

@@ -99,7 +99,7 @@ class PeerMemory:
         self.aborted.fill_(1)
 
     def close(self) -> None:
-        """Free the memory. Queued work must not read it."""
+        """Free the memory. Queued work must not read the memory."""
         with torch.cuda.device(self.device):
             for rank, pointer in enumerate(self._pointers):
                 name = "cuMemFree_v2" if rank == self.rank else "cuIpcCloseMemHandle"
@@ -107,7 +107,7 @@ class PeerMemory:
 
 
 class PeerTensorParallel(Ranks):
-    """Ranks on GPUs that read each other's memory. The kernel that reads a sum adds up its parts, too."""
+    """Ranks on GPUs that read each other's memory. The kernel that reads a sum also adds up the sum's parts."""
 
     def __init__(self, peers: PeerMemory):
         super().__init__(peers.rank, peers.size)

@@ -22,14 +22,14 @@ class StepChannel:
     """Rank 0's end of the channel.
 
     A buffer is a flat int32 array that contains a batch's pickled shape and the batch's contents. Each reader has two
-    semaphores: `free` counts the buffers that it has read, and `filled` counts the buffers that it has yet to read. So
-    no buffer is overwritten before all readers have read it, and readers sleep while there is nothing to read. Rank 0
-    can always raise a semaphore, even if a reader was killed. Readers inherit the file descriptors of the memory (an
+    semaphores: `free` counts the buffers that the reader has read, and `filled` counts those that it has yet to read.
+    So no buffer is overwritten before all readers have read it, and readers sleep while there is nothing to read. Rank
+    0 can always raise a semaphore, even if a reader was killed. Readers inherit the file descriptors of the memory (an
     unnamed file) and of the semaphores (eventfds), so no named object can outlive the processes.
     """
 
     def __init__(self, capacity: int, num_readers: int):
-        """`capacity` is the size of the largest batch in words. Raises OSError if /dev/shm is too small."""
+        """`capacity` is the largest batch's size in words. Raises OSError if /dev/shm is too small."""
         self._free: list[int] = []
         self._filled: list[int] = []
         self._file = tempfile.TemporaryFile(dir="/dev/shm", buffering=0)

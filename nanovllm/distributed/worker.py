@@ -196,7 +196,7 @@ class Workers:
                 self._fail(f"the ranks did not start within {START_TIMEOUT:.0f} s")
 
     def _fail(self, reason: str) -> None:
-        """Kill all ranks. The supervisor notices that they have ended, and cleans up."""
+        """Kill all ranks. The supervisor notices that the ranks have ended, and cleans up."""
         if os.getpid() != self._caller_pid:
             return
         self.failure = self.failure or reason
@@ -248,7 +248,7 @@ class Workers:
 
 
 def _without_policy(config: Config) -> Config:
-    """Return a copy of the config without its policy. Other ranks do not schedule, and may be unable to import it."""
+    """Return a copy of the config without its policy, which other ranks never use and may be unable to import."""
     config = copy(config)
     object.__setattr__(config, "scheduling_policy", "fcfs")  # `replace` would resolve the settings again
     return config

@@ -1,6 +1,6 @@
 """Holds sequences while another thread does a feature's work, such as computing a mask for structured outputs.
 
-These functions belong to the Scheduler. A held sequence is paused, as a beam is, and might be preempted.
+These functions belong to the Scheduler. A held sequence is paused like a beam, and might be preempted.
 """
 
 from concurrent.futures import FIRST_COMPLETED, wait
@@ -15,7 +15,7 @@ MAX_WAIT_SECONDS = 0.02  # short, because callers' commands have to wait
 
 
 def hold(scheduler: "Scheduler", seq: Sequence) -> None:
-    """Hold a running or waiting sequence whose tokens have arrived. No step computes it until `release`."""
+    """Hold a running or waiting sequence whose tokens have arrived. No step computes it until `release` is called."""
     seq.is_paused, scheduler.held[seq] = True, None
     scheduler.waiting.discard(seq)  # if it was preempted while the step was in flight
 
@@ -38,7 +38,7 @@ def release(scheduler: "Scheduler") -> list[Sequence]:
 
 
 def outcome(future: Any) -> tuple[str, int | str | None] | None:
-    """Return why the sequence that awaits `future` must end, or None. An error of the Future ends no other sequence."""
+    """Return why the sequence that awaits `future` must end, or None. The Future's error ends only this sequence."""
     if future.cancelled():
         return "abort", None
     if (error := future.exception()) is not None:

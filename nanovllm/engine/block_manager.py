@@ -9,7 +9,7 @@ from nanovllm.engine.sequence import Sequence, packed_ids
 
 
 class Block:
-    """A block of the paged KV cache. If it has a hash, it is in the prefix cache. Lookups compare token ids, too."""
+    """A block of the paged KV cache. If it has a hash, it is in the prefix cache. Lookups also compare token ids."""
 
     __slots__ = ("block_id", "hash", "ref_count", "token_ids")
 
@@ -86,7 +86,8 @@ class BlockManager:
             seq.block_table.append(self._allocate_block())
 
     def fork(self, seq: Sequence, other: Sequence) -> None:
-        """Share the full blocks of `seq` with `other`, and add a block to `other`. Both have the same computed tokens.
+        """Share the full blocks of `seq` with `other`, and add a block to `other`. Both sequences have the same
+        computed tokens.
 
         If the last block of `seq` is not full, it is copied into the added block before the next step: see `copies`.
         """
@@ -134,7 +135,7 @@ class BlockManager:
                 self.duplicates.setdefault(block.hash, set()).add(block.block_id)
 
     def take_copies(self) -> dict[int, int]:
-        """Return and clear `copies`. The copies of a step that is scheduled after this call wait for the next call."""
+        """Return and clear `copies`. The next call returns the copies of steps scheduled after this call."""
         copies, self.copies = self.copies, {}
         return copies
 
@@ -147,7 +148,7 @@ class BlockManager:
         return seq.req_index
 
     def deallocate(self, seq: Sequence) -> None:
-        """Free the blocks of `seq`, the last one first, because the first blocks of a prefix are reused most."""
+        """Free the blocks of `seq` in reverse order, because the first blocks of a prefix are reused most."""
         for block_id in reversed(seq.block_table):
             block = self.blocks[block_id]
             block.ref_count -= 1

@@ -1,4 +1,4 @@
-"""The engine loop. It schedules a step, launches it, and processes its result or the result of the previous step."""
+"""The engine loop. It schedules a step, launches it, and processes the result of this step or of the previous one."""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +36,7 @@ class Engine:
         self.unavailable: dict[str, str] = {}  # reasons not to run steps or accept requests: see rollout/
 
     def step(self) -> None:
-        """Launch the next step, and process the result of this one or, with `async_scheduling`, of the one before."""
+        """Launch the next step, and process its result or, with `async_scheduling`, the previous step's result."""
         self.output_processor.release_held()
         # prompts come first if one `generate` has the engine to itself: it returns all answers together
         scheduled = self.scheduler.schedule(prompts_first=self.output_processor.serves_one_batch)

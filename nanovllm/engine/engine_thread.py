@@ -22,8 +22,8 @@ class EngineThread:
     """Runs the steps of an engine. No other thread changes the engine's state.
 
     Callers submit requests and wait for outputs in other threads, so Ctrl-C interrupts a wait but never a step. Their
-    calls are queued as commands, which this thread executes between steps. It runs steps while a collector wants them,
-    and sleeps otherwise.
+    calls are queued as commands, which this thread executes between steps. The thread runs steps while a collector
+    wants them, and sleeps otherwise.
 
     Signal handlers and finalizers may call `submit`, `abort`, `discard` and `exit` at any moment. They can't deadlock,
     because the queues have no lock that the interrupted code might hold.
@@ -50,7 +50,7 @@ class EngineThread:
     # -- for all threads -----------------------------------------------------------------------------------------------
 
     def submit(self, requests: Collection[Request], collector: OutputCollector) -> None:
-        """Queue requests whose outputs go to `collector`. Raises UnavailableError if the engine accepts none now."""
+        """Queue requests whose outputs go to `collector`. Raises UnavailableError if no requests are accepted now."""
         self.check_open()
         self.engine.check_available()
         for request in requests:
@@ -74,7 +74,7 @@ class EngineThread:
         return self._is_closing or not (collector in self.queued() or collector.live or collector.is_ready)
 
     def queued(self) -> list[Any]:
-        """Return the waiter of each queued command. For submitted requests, it is their collector."""
+        """Return the waiter of each queued command. The waiter of submitted requests is their collector."""
         return [waiter for _, waiter in [*self._commands]]
 
     def take(self, collector: OutputCollector) -> StepOutput:
@@ -87,7 +87,7 @@ class EngineThread:
     def call(self, work: Callable[[], T]) -> T:
         """Call `work` between two steps, and return its result. An error in `work` is treated like an error in a step.
 
-        If this thread is the caller, as in a hook, `work` is called at once.
+        If the engine thread itself is the caller, as in a hook, `work` is called at once.
         """
         if threading.current_thread() is self._thread:
             return work()
@@ -100,12 +100,12 @@ class EngineThread:
         return value
 
     def watch(self, collector: OutputCollector) -> None:
-        """Make `collector` fail when a rank is lost, even if it has no requests. This keeps a weak reference to it."""
+        """Make `collector` fail when a rank is lost, even if it has no requests. Keeps only a weak reference to it."""
         self._watchers = [watcher for watcher in self._watchers if watcher() is not None] + [ref(collector)]
         self._post(self.engine.check_open, collector)  # a rank may be lost already
 
     def check_may_wait(self) -> None:
-        """Raise RuntimeError if the caller is this thread, or if `check_open` raises it."""
+        """Raise RuntimeError if the caller is the engine thread, or if `check_open` raises it."""
         if threading.current_thread() is self._thread:
             raise RuntimeError("this is the engine's own thread, in a hook or a finalizer: it can't wait for a step")
         self.check_open()
@@ -127,8 +127,8 @@ class EngineThread:
     def exit(self) -> None:
         """Drop all requests, free the device's memory, and end the thread. Waiting callers get a RuntimeError.
 
-        A finalizer might call this method in this thread or in the thread that supervises the ranks. The call then
-        returns at once, and takes effect after the step. In a forked child, the method does nothing.
+        A finalizer might call this method in the engine thread or in the thread that supervises the ranks. The call
+        then returns at once, and takes effect after the step. In a forked child, the method does nothing.
         """
         if os.getpid() != self._pid:
             return
@@ -151,7 +151,7 @@ class EngineThread:
     # -- for this thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Until closed, repeat: execute the queued commands, then run a step. If no step is wanted, sleep."""
+        """Until the engine closes, repeat: execute queued commands, then run a step. If no step is wanted, sleep."""
         try:
             while not self._is_closing:
                 try:
@@ -215,7 +215,7 @@ class EngineThread:
 class Submission:
     """Submits requests at the start of a `with` block, and discards the unfinished requests at its end.
 
-    If an interrupt skips the end, they are discarded when this object is garbage-collected.
+    If an interrupt skips the end, the requests are discarded when this object is garbage-collected.
     """
 
     _requests: Collection[Request] = ()

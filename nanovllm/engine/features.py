@@ -24,7 +24,7 @@ Ends = dict[Sequence, tuple[str, int | str | None]]  # finish reason and stop re
 
 
 class StepFeature:
-    """The hooks of a feature. In this base class, most of them do nothing.
+    """The hooks of a feature. In this base class, most hooks do nothing.
 
     The class methods run on rank 0 and handle sequences. The other methods run on every rank, in the rank's own
     instance. They handle batches on the device, and know no sequences.
@@ -36,8 +36,8 @@ class StepFeature:
     def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
         """Check a request in its caller's thread, and set up its sequences. Raise ValueError or TypeError to reject it.
 
-        The feature stores its state for a sequence in `seq.feature_state[name]`, which is initially None. It may set
-        these attributes of a sequence:
+        The feature stores its state for a sequence in `seq.feature_state[name]`, which is initially None. The feature
+        may set these attributes of a sequence:
 
         columns: numbers for the device, by column name. This base method sets the columns named in `fields`.
         is_watched: `after_step` sees each token.
@@ -65,7 +65,7 @@ class StepFeature:
         """Allocate the feature's memory on the runner's device. On CUDA, this runs before graphs are captured."""
 
     def upload(self, arrays: Arrays) -> None:
-        """Receive the arrays from `prepare` on the device before the model runs. CUDA graphs do not contain this."""
+        """Receive the arrays from `prepare` on the device before the model runs. No CUDA graph contains this call."""
 
     def edit_logits(self, logits: Any, rows: Any) -> None:
         """Edit logits [S, vocabulary] in place. `rows` is a `layers.sampler.SamplingRows`.
@@ -74,7 +74,7 @@ class StepFeature:
         """
 
     def after_forward(self, arrays: Arrays, output: Any) -> Any:
-        """Compute further results from a ForwardOutput and the arrays from `prepare`. CUDA graphs do not contain this.
+        """Compute further results from a ForwardOutput and the arrays from `prepare`. No CUDA graph contains this call.
 
         Every rank calls this method if `prepare` returned arrays. Return None or an object with a method
         `result(step)`, which rank 0 calls when the device has finished.
@@ -84,9 +84,9 @@ class StepFeature:
     def after_step(cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: Any) -> None:
         """Inspect the new tokens, and add the sequences that must end to `ends`.
 
-        `arrived` maps the index of a new token in `StepResult.token_ids` to its sequence. It contains the watched
-        sequences that had not ended before. A new token is the last one in `seq.token_ids`. `result` is the return
-        value of `result(step)`, or None: see `after_forward`.
+        `arrived` maps the index of a new token in `StepResult.token_ids` to its sequence. The mapping contains the
+        watched sequences that had not ended before. A new token is the last one in `seq.token_ids`. `result` is the
+        return value of `result(step)`, or None: see `after_forward`.
 
         Do long work in another thread, and store its Future in `seq.awaited`. The sequence must have set
         `waits_for_token`, and is held until the Future is done. The Future's result is a value of `Ends`, or None.

@@ -28,15 +28,16 @@ def start_others(scheduler: "Scheduler", seq: Sequence, step: ScheduledStep) -> 
 
 
 def pause(scheduler: "Scheduler", seq: Sequence) -> None:
-    """Pause a sequence whose token has arrived. It may be forked until `resume`."""
+    """Pause a sequence whose token has arrived. The sequence may be forked until `resume` is called."""
     seq.is_paused, seq.num_tokens = True, len(seq.token_ids)
     scheduler.waiting.discard(seq)  # if it was preempted while the step was in flight
 
 
 def fork(scheduler: "Scheduler", seq: Sequence, index: int, token_id: int) -> Sequence:
-    """Return a new answer with the tokens of `seq`, which is paused, followed by `token_id`.
+    """Return a new answer: the tokens of the paused sequence `seq`, followed by `token_id`.
 
-    The answer shares the blocks of `seq` if a request index and a block are free. Otherwise its tokens are recomputed.
+    The answer shares the blocks of `seq` if a request index and a block are free. Otherwise the answer's tokens are
+    recomputed.
     """
     new_seq = _copy(seq, index, token_id)
     scheduler.live[seq.request_id][index] = new_seq
@@ -65,7 +66,7 @@ def resume(scheduler: "Scheduler", seq: Sequence, token_id: int) -> None:
 
 
 def preempt_paused(scheduler: "Scheduler", step: ScheduledStep) -> None:
-    """Preempt paused beams until a waiting sequence fits, if the step is empty. Other beams might need their blocks."""
+    """If the step is empty, preempt paused beams until a waiting sequence (perhaps another beam) fits."""
     paused = [seq for seq in scheduler.running.values() if seq.is_paused and seq not in scheduler.held]
     while paused and scheduler.waiting and not step.chunks:
         scheduler.preempt(paused.pop())

@@ -86,7 +86,7 @@ class LLMEngine:
 
         A prompt is a string, a list of token ids, a dict with `prompt` or `prompt_token_ids`, or a conversation.
         `sampling_params` is one object for all prompts or a list with one object per prompt. None selects the
-        parameters that the model recommends. `priority` contains an integer per prompt: see `add_request`.
+        parameters that the model recommends. `priority` contains one integer per prompt: see `add_request`.
 
         If a prompt is invalid, this raises ValueError or TypeError, as `add_request` does, and queues no prompt.
         Ctrl-C drops the requests of this call.
@@ -119,9 +119,9 @@ class LLMEngine:
         """Yield the answers of `generate` piece by piece. Events of different prompts are interleaved.
 
         Text that might be part of a stop string is held back, and no character is split. `chat_template_kwargs` apply
-        to conversations. An invalid prompt raises an error in the call of `stream`. The first `next` queues the
-        requests, and leaving the loop drops those that are unfinished. The engine runs at most 32 steps ahead of the
-        reader, unless other callers need more steps.
+        to conversations. If a prompt is invalid, the call of `stream` itself raises the error. The first `next` queues
+        the requests, and leaving the loop drops the unfinished requests. The engine runs at most 32 steps ahead of
+        the reader, unless other callers need more steps.
         """
         self.engine_thread.check_open()
         kind = OutputKind.DELTA
@@ -129,7 +129,7 @@ class LLMEngine:
         return events_of(requests, self.engine_thread)
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None, priority: int = 0) -> int:
-        """Queue a request and return its id. `step`, called by the same thread, returns its output.
+        """Queue a request and return its id. `step` returns the output to the thread that added the request.
 
         With `scheduling_policy="priority"`, the request with the lowest `priority` is served first. With "fcfs",
         `priority` must be 0.
@@ -153,7 +153,7 @@ class LLMEngine:
         self.engine_thread.abort(check_int("request_id", request_id, low=0, high=num_requests - 1))
 
     def step(self) -> StepOutput:
-        """Return the new outputs of this thread's requests. If there are no new outputs, run a step first.
+        """Return the new outputs of the calling thread's requests. If there are no new outputs, run a step first.
 
         A thread that has added no request, such as the loop of a server, gets the outputs of all threads that do not
         call `step` themselves. Ctrl-C drops no request.
@@ -161,7 +161,7 @@ class LLMEngine:
         return self._step_callers.step()
 
     def is_finished(self) -> bool:
-        """Return whether `step` has nothing more to return to this thread."""
+        """Return whether `step` has nothing more to return to the calling thread."""
         return self._step_callers.is_finished()
 
     @property

@@ -93,7 +93,7 @@ class ModelRunner:
         self.capture_cudagraph()
 
     def warmup_model(self) -> int:
-        """Return how many bytes the cache may use. On CUDA, run the largest step to measure what it leaves."""
+        """Return how many bytes the cache may use. On CUDA, run the largest step to measure how much it leaves."""
         return self.cache_budget()
 
     def cache_budget(self) -> int:
@@ -223,7 +223,7 @@ class ModelRunner:
         return torch.tensor(temperatures_of(seqs), dtype=torch.float32, device=self.device)
 
     def run_model(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Run the model, which stores keys and values in the cache. Store the step's token ids there, too.
+        """Run the model, which stores keys and values in the cache. Also store the step's token ids in the cache.
 
         Returns hidden states [T, hidden_size]."""
         # padding has slot -1, which is the extra slot at the end
@@ -279,7 +279,7 @@ class ModelRunner:
     # -- features ------------------------------------------------------------------------------------------------------
 
     def add_features(self, names: Collection[str]) -> None:
-        """Load features. They edit logits in the order of FEATURES."""
+        """Load features. Features edit logits in the order of FEATURES."""
         loaded = self.features | {name: FEATURES[name].load()(self) for name in names if name not in self.features}
         self.features = {name: loaded[name] for name in [*FEATURES] if name in loaded}
 

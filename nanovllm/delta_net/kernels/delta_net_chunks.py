@@ -102,7 +102,7 @@ def _of_head(gates, n):
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_seqs"])
 def _chunks_kernel(rule_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.constexpr):
-    """In each program, compute `tile` value heads of a chunk.
+    """Each program computes `tile` value heads of a chunk.
 
     Let T be the inverse of the triangular system. v becomes T (beta v), and w becomes T (beta decay k). w times the
     state is the part of v that the state already returns. The next kernel subtracts it from v.
@@ -139,7 +139,7 @@ def _chunks_kernel(rule_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.co
 @dependent_kernel()
 @triton.jit(do_not_specialize=["stride"])
 def _states_kernel(x_rows, rule_ptrs, seq_ptrs, state_ptrs, stride, PLAN: tl.constexpr, PDL: tl.constexpr):
-    """In each program, compute `tile` values of one head of one sequence, from the first chunk to the last.
+    """Each program computes `tile` values of one head of one sequence, from the first chunk to the last.
 
     The errors of the state replace v. This kernel writes the windows, because no later kernel reads the old windows.
     """
@@ -178,7 +178,7 @@ def _states_kernel(x_rows, rule_ptrs, seq_ptrs, state_ptrs, stride, PLAN: tl.con
 def _outputs_kernel(
     x_rows, rule_ptrs, seq_ptrs, norm_ptrs, out_ptr, num_seqs, num_rows, PLAN: tl.constexpr, PDL: tl.constexpr
 ):
-    """In each program, compute the outputs of one value head of one chunk from the state and the errors.
+    """Each program computes the outputs of one value head of one chunk from the state and the errors.
 
     The outputs are then normalized. Rows after the last token become 0. Each program clears at most CHUNK rows.
     """

@@ -16,7 +16,7 @@ from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launc
 class RuleInputs(NamedTuple):
     """The inputs of the delta rule for each token.
 
-    For chunks, it also contains intermediate results of the kernels.
+    For chunks, this tuple also contains intermediate results of the kernels.
     """
 
     q: torch.Tensor  # [T, key heads * key_dim]
@@ -56,7 +56,7 @@ def _load_inputs(source, first, t, channel, inside, PLAN: tl.constexpr):
 def _inputs_kernel(
     x_rows, weight_ptrs, seq_ptrs, state_ptrs, out_ptrs, num_seqs, stride, PLAN: tl.constexpr, PDL: tl.constexpr
 ):
-    """In each program, compute one head for a tile of a sequence's tokens.
+    """Each program computes one head for a tile of a sequence's tokens.
 
     Query heads come first, then key heads, then value heads. Programs of value heads also compute the gates.
     """

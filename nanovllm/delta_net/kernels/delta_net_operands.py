@@ -1,8 +1,8 @@
 """The arguments of the gated delta rule's kernels: a layer, and the sequences of a step.
 
 A token's number is the index of its row in this step. The tokens that a sequence has in this step start at `own`. They
-are preceded by the accepted drafts of the previous step, whose inputs were kept. These drafts start at `begin`. The
-window ends there.
+are preceded by the previous step's accepted drafts, whose inputs were kept. These drafts start at `begin`. The window
+ends there.
 """
 
 from functools import cache
@@ -44,7 +44,7 @@ class Plan(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The inputs of a layer. Their rows may have any stride."""
+    """The inputs of a layer, whose rows may have any stride."""
 
     qkvz: torch.Tensor
     stride: int
@@ -53,7 +53,7 @@ class Inputs(NamedTuple):
 
 
 class States(NamedTuple):
-    """The tensors of a State of cache/state.py."""
+    """The tensors of a `State` (cache/state.py)."""
 
     windows: torch.Tensor
     matrices: torch.Tensor
@@ -79,7 +79,7 @@ def heads_of(heads: Any) -> Heads:
 
 
 def operands_of(qkvz: torch.Tensor, ba: torch.Tensor, layer: Any, states: Any) -> tuple[Heads, Inputs, States]:
-    """Return the arguments that kernels take for a layer: heads, inputs and states."""
+    """Return the kernel arguments for a layer: heads, inputs and states."""
     kept_drafts = states.kept_drafts or (None, None)
     return heads_of(layer.heads), Inputs(qkvz, qkvz.stride(0), ba, ba.stride(0)), States(*states.tensors, *kept_drafts)
 

@@ -1,8 +1,8 @@
 """The gated delta rule, computed token by token: for decode steps, for drafts, and for batch-invariant chunks.
 
 The first kernel computes convolution and gates of all tokens. The second kernel updates each state in registers, token
-by token. Memory bandwidth limits a decode step, which reads and writes each state once. In the published models, a
-head's state has 64 KiB.
+by token. Memory bandwidth limits a decode step, which reads and writes each state once. In the published models, the
+size of a head's state is 64 KiB.
 
 A token is computed with the same instructions in a chunk, in a decode step and as a draft. The bits of a result can
 depend on the number of warps.
@@ -51,7 +51,7 @@ def _through_tokens(state, rule_ptrs, head, key_at, begin, end, shift, HEADS: tl
 def _tokens_kernel(
     x_rows, rule_ptrs, seq_ptrs, state_ptrs, norm_ptrs, out_ptr, num_rows, stride, PLAN: tl.constexpr, PDL: tl.constexpr
 ):
-    """In each program, compute one value head of a sequence: first its tokens in order, then their gated norms.
+    """Each program computes one value head of a sequence: first its tokens in order, then their gated norms.
 
     For a decoding sequence, the accepted drafts of the previous step come first, followed by one token. Then the state
     is stored. The drafts of this step follow, and do not change the stored state. The last tokens may be copies of the
