@@ -45,7 +45,8 @@ def as_flags(settings: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def running_server(module: str, arguments: Sequence[str]) -> Iterator[Server]:
-    """Run the server `python -m module` on a free port during a `with` block, which starts when the server is ready.
+    """Run the server `python -m module` on a free port during a `with` block. The block starts when the server is
+    ready.
 
     The server always stops when the block ends, and so do its child processes. The server runs in a new session, so
     Ctrl-C does not reach it. If the block fails, the last lines of the server's log are printed. Raises RuntimeError if

@@ -65,8 +65,8 @@ def write_shape(name: str, folder: Path, with_text: bool = False) -> None:
     """Make a model folder without weights. The folder contains a shape's config.json, and a tokenizer with one token
     per byte.
 
-    with_text: if True, all other ids decode to words, because a server does not stream tokens without text. No text
-        encodes to these ids.
+    with_text: if True, ids that are not bytes decode to words, because a server does not stream tokens without text. No
+        text encodes to these ids.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

@@ -1,8 +1,7 @@
 """The gated delta rule: a layer with a fixed-size state instead of attention (Yang et al. 2024, arXiv:2412.06464).
 
-Each head stores a matrix S [value_dim, key_dim], which is an associative memory. A token decays S. Then it moves the
-value that S returns for the token's key towards the token's value, by the fraction beta. Finally, it reads S with the
-token's query:
+Each head stores a matrix S [value_dim, key_dim], which is an associative memory. A token decays S. Then it moves S's
+value for the token's key towards the token's value, by the fraction beta. Finally, it reads S with the token's query:
 
     S = exp(log_decay) S;  S = S + beta (v - S k) k^T;  out = S q
 

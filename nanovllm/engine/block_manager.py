@@ -66,7 +66,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def can_allocate(self, seq: Sequence, num_spare: int = 0) -> bool:
-        """Return whether `seq` and its next token fit into the free blocks and leave `num_spare` of them free."""
+        """Return whether `seq` and its next token fit into the free blocks and leave `num_spare` blocks free."""
         num_shared = sum(self.blocks[block_id].ref_count > 0 for block_id in self._cached_prefix(seq))
         return self.num_blocks_for(seq.num_tokens + 1) - num_shared + num_spare <= len(self.free_block_ids)
 

@@ -58,7 +58,7 @@ class StepFeature:
 
     @classmethod
     def max_words(cls, config: "Config") -> int:
-        """Return the maximum number of int32 words in a step's arrays, counting 4 more for each array."""
+        """Return the maximum number of int32 words in a step's arrays, plus 4 for each array."""
         return 0
 
     def __init__(self, runner: "ModelRunner"):
