@@ -61,8 +61,8 @@ class CompletionOutput(Record):
         likely tokens. None unless the request sets `logprobs`.
     finish_reason: "stop", "length" or "abort", or "error" if `structured_outputs` allows no next token.
     stop_reason: the stop string or id that ended the answer, or the message of an "error". None for "length", for
-        "abort", and if the tokenizer's end-of-sequence id ended the answer. If another end-of-sequence id of the model
-        did, it is that id.
+        "abort", and if the tokenizer's end-of-sequence id ended the answer. Other end-of-sequence ids of the model are
+        reported.
     """
 
     index: int
@@ -100,7 +100,7 @@ class RequestOutput(Record):
     prompt: the prompt's text, with the chat template applied. None if the prompt was passed as token ids alone.
     outputs: the `n` answers.
     num_cached_tokens: how many prompt tokens were found in the prefix cache.
-    prompt_logprobs: for each prompt token, a dict as in `CompletionOutput.logprobs`, or None for the first token.
+    prompt_logprobs: a dict for each prompt token, as in `CompletionOutput.logprobs`. For the first token, it is None.
     """
 
     request_id: int
@@ -191,7 +191,7 @@ class StepOutput:
 class OutputCollector:
     """Holds one caller's outputs. The engine's thread adds outputs, and the caller's thread removes them.
 
-    Both threads use atomic operations, because a signal handler could deadlock on a lock.
+    Both threads use atomic operations instead of a lock, because a signal handler could deadlock on a lock.
     """
 
     def __init__(self, kind: OutputKind, max_steps_ahead: float = inf, max_seconds: float = inf):

@@ -184,7 +184,10 @@ class Scheduler:
                 forks.start_others(self, seq, step)
 
     def start_decoding(self, seq: Sequence, step: ScheduledStep) -> None:
-        """Sample a token of `seq` from the step's last row, which completes its prompt. Later steps decode `seq`."""
+        """Sample a token of `seq` from the step's last row, which completes the prompt of `seq`.
+
+        Later steps decode `seq`.
+        """
         self.prefilling.pop(seq.key, None)
         self.running[seq.key] = seq
         step.add_sampled(seq)
@@ -218,7 +221,10 @@ class Scheduler:
         seq.record_time("scheduled")
 
     def preempt(self, seq: Sequence) -> None:
-        """Free the blocks of a running sequence, and queue the sequence again. Its tokens are recomputed later."""
+        """Free the blocks of a running sequence, and queue the sequence again.
+
+        The sequence's tokens are recomputed later.
+        """
         self.release(seq)
         seq.status = SequenceStatus.WAITING
         seq.limit_tokens()
@@ -236,9 +242,9 @@ class Scheduler:
         return self.run_features(step, result, arrived, ends)
 
     def append_tokens(self, seqs: list[Sequence], token_ids: list[int]) -> tuple[dict[int, Sequence], Ends]:
-        """Append each token to its sequence, unless the sequence has ended or `pauses_after_token`.
+        """Append each token to its sequence, unless the sequence has ended or its `pauses_after_token` is set.
 
-        Returns the watched sequences by the index of their token, and the sequences that end with this token.
+        Returns the watched sequences by the index of their token, and the sequences that end with their token.
         """
         arrived, ends, num_late = dict[int, Sequence](), Ends(), 0
         block_size = self.block_manager.block_size
@@ -277,7 +283,7 @@ class Scheduler:
         return dict.fromkeys([*arrived.values(), *ends]) if ends else arrived.values()
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
-        """End a sequence in any state. Only this method ends sequences.
+        """End a sequence, whatever its state. Only this method ends sequences.
 
         A step in flight might still write to the sequence's blocks. That is safe: the device runs steps in order, so
         the next owner of these blocks writes later.

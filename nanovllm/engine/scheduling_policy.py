@@ -74,8 +74,8 @@ class AdmissionPause:
     """Admits sequences in groups once the engine is full.
 
     If each ended sequence were replaced at once, most steps would be mixed. Mixed steps delay the running
-    sequences. So the first sequence that does not fit pauses admission until a sixteenth of the running sequences have
-    ended or MAX_STEPS_WITHOUT_ADMISSION steps have passed.
+    sequences. So when a sequence does not fit, admission pauses until a sixteenth of the running sequences have ended
+    or MAX_STEPS_WITHOUT_ADMISSION steps have passed.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A sequence in the engine, with its token ids, counts and block ids. It contains no tensors and no text."""
+"""A sequence in the engine, with its token ids, counts and block ids. A sequence contains no tensors and no text."""
 
 import struct
 from collections.abc import Collection

@@ -22,8 +22,8 @@ from nanovllm.utils.partial_sum import Compute, PartialSum, sum_over_ranks
 def mix_experts(x: NormInput, layer: Any, slot_mapping: torch.Tensor) -> PartialSum:
     """Compute a MoE layer for the norm x [T, hidden]. Return a sum over the ranks: [T, hidden].
 
-    The result of a row is the weighted sum of its experts and of shared experts. Tokens with a negative slot are
-    padding, and their results are undefined.
+    The result of a row is the weighted sum of the results of the row's experts and of shared experts. Tokens with a
+    negative slot are padding, and their results are undefined.
     """
     rows = x.tensor()
     routing = route(layer.gate(rows), layer.top_k, layer.renormalize, layer.num_shared)

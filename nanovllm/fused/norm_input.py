@@ -1,4 +1,7 @@
-"""Defines deferred norms. The layer that reads a deferred norm may compute it in the kernel of its matmul."""
+"""Defines deferred norms.
+
+A layer that reads a deferred norm may compute the norm in the kernel of the layer's matmul.
+"""
 
 import torch
 

@@ -1,7 +1,8 @@
 """The setting `batch_invariant`: no bit of a request's answer depends on what else the engine computes.
 
-If the number of rows of a matmul changes, a library may choose another method, which rounds each row differently. Here,
-each operation computes a row in the same way everywhere: in a batch or alone, in a chunk or in a decode step.
+If the number of rows of a matmul changes, a library may choose another method, which rounds each row differently. With
+`batch_invariant`, each operation computes a row in the same way everywhere: in a batch or alone, in a chunk or in a
+decode step.
 
 `cpu.py` and `cuda.py` contain the runners. `engine/runners.py` chooses the runner by device type. A runner selects the
 variant of the operations (`cpu_ops.py` or `cuda_ops.py`) and the attention backend. `kernels/invariant_gemm.py`,

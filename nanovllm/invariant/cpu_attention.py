@@ -1,4 +1,4 @@
-"""Attention that adds up the keys of each query in the order of their positions."""
+"""Attention in which each query processes its keys in the order of the keys' positions."""
 
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -122,7 +122,7 @@ def sample(
     first_id: int = 0,
     cutoffs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample row by row, because each row computes noise for different tokens."""
+    """Sample row by row, because each row needs noise for a different set of tokens."""
     if len(logits) <= 1:
         return NotImplemented
     found = []

@@ -80,5 +80,5 @@ def token_logprobs(logits, token_ids, temperatures=None):
 
 
 def gather_logprobs(logits, ids):
-    """Compute log-probabilities of several tokens per row, each exactly as `token_logprobs` does."""
+    """Compute log-probabilities of several tokens per row, with the same results as `token_logprobs` for each token."""
     return logits.gather(1, ids) - log_sums_and_ranks(logits, ids[:, 0])[0].unsqueeze(1)

@@ -4,9 +4,9 @@ GPUs of compute capability 8.9 or higher convert e4m3 in hardware. On them, tens
 On other devices, kernels get the bits as uint8 and convert these with the functions below. The reason is that Triton
 has no e4m3 for older GPUs, and that Triton's interpreter rounds e4m3 wrongly.
 
-The largest e4m3 number is 448. So the scale of a row is the row's largest magnitude divided by 448, rounded to
-bfloat16. The largest number of a row is then almost exact. The other numbers have a relative error of up to 1/16, or
-more if they are close to 0.
+The largest e4m3 number is 448. So the scale of a row is the row's largest magnitude divided by 448. The scale is
+rounded to bfloat16. The largest number of a row is then almost exact. The other numbers have a relative error of up to
+1/16, or more if they are close to 0.
 """
 
 import triton

@@ -1,13 +1,13 @@
-"""Attention in which no bit depends on the batch, on chunks, or on how keys are split over programs.
+"""Attention in which no bit of a result depends on the batch, on chunks, or on how keys are split over programs.
 
 Prefill (invariant_prefill.py) and decode (invariant_decode.py) use the arithmetic of this file for each query. A
 segment is a range of tiles of keys. Tiles and segments begin at fixed positions. Each segment has separate sums, to
 which its tiles are added in order. At the end, the sums of all segments are added in order. So the result is the same
 whether one program or several programs (flash-decoding) compute the segments of a query.
 
-This requires that a matmul computes the same result in tiles with any number of rows, transposed or not. Hopper's
-instructions for 64 rows (wgmma) have this property, and tests/test_invariant_kernels.py checks it. The instruction
-`mma.sync` does not have this property: it was observed to round differently.
+This kind of attention requires that a matmul computes the same result in tiles with any number of rows, transposed or
+not. Hopper's instructions for 64 rows (wgmma) have this property, and tests/test_invariant_kernels.py checks it. The
+instruction `mma.sync` does not have this property: it was observed to round differently.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Prefill attention in which no bit depends on other sequences, or on how a prompt is divided into chunks."""
+"""Prefill attention in which no bit of a result depends on other sequences, or on how prompts are split into chunks."""
 
 import torch
 import triton
@@ -22,7 +22,7 @@ from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launc
 def _add_tiles(
     sums, q, begin, end, position, keys, scale, length, CACHE: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Add the keys from `begin` to `end` to the sums of a segment."""
+    """Add the contributions of the keys from `begin` to `end` to the sums of a segment."""
     k_tiles, v_tiles, scales_ptr, table_ptr, kv_head = keys
     BLOCK_SIZE: tl.constexpr = CACHE.block_size
     HEAD_DIM: tl.constexpr = CACHE.head_dim

@@ -256,8 +256,8 @@ def _decode_kernel(
 def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> bool:
     """Return whether `decode_attention` should get qkv, and should normalize, rotate and store the new token itself.
 
-    This saves a kernel launch. However, if not all programs can run at once, multiprocessors spend time on norm and
-    rope that they could spend reading keys.
+    If so, a kernel launch is saved. However, if not all programs can run at once, multiprocessors spend time on norm
+    and rope that they could spend reading keys.
     """
     return batch_size * kv_heads <= 2 * num_sms(device)
 
@@ -290,7 +290,7 @@ def decode_attention(
     tokens_per_row: int = 1,
     norm_rope_inputs: tuple = NO_NORM_ROPE,
 ) -> torch.Tensor:
-    """Return the attention of each row b of q over its first `context_lens[b]` cached tokens.
+    """Return the attention of each row b of q over the first `context_lens[b]` cached tokens of the row's sequence.
 
     q and the result are [B, heads, head_dim]. `block_tables[b]` lists the blocks that contain the tokens. The result of
     a row without tokens is zero.

@@ -181,7 +181,7 @@ def prefill_attention(
     cache, context_lens [B], block_tables: as in `decode_attention`
     query_tiles [N, 2] int32: the tiles to compute, in the order in which their programs start. Each tile is a pair
         (sequence, first query), and covers at most `query_tile_size` queries. Pairs with sequence -1 are skipped.
-    out: receives the result. Rows of queries that no tile covers are left unchanged.
+    out: receives the result. If no tile covers a query, the query's rows of `out` are left unchanged.
     """
     heads, head_dim = q.shape[1:]
     tile_m, tile_n = _tile_sizes(head_dim, q.dtype)

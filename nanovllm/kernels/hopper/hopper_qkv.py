@@ -40,7 +40,7 @@ def _store_head(y0, y1, at, is_stored):
 
 @gluon.jit
 def _store_heads(sums, out_ptrs, row, n, num_rows, W: gl.constexpr):
-    """Run the epilogue on a pair of heads. Both are query heads, both are key heads, or both are value heads."""
+    """Run the epilogue on a pair of heads. Both heads are query heads, both are key heads, or both are value heads."""
     quarters = quarters_of(sums)
     norm_rope_ptrs, q_ptr, k_ptr, v_ptr, heads, kv_heads = out_ptrs
     q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, slots_ptr = norm_rope_ptrs

@@ -1,12 +1,14 @@
 """Programmatic dependent launch (PDL): the programs of a kernel start while the previous kernel still runs.
 
-This hides a kernel's launch latency and the latency of its first reads. Every dependent kernel obeys this contract:
+PDL hides a kernel's launch latency and the latency of the kernel's first reads. Every dependent kernel obeys this
+contract:
 
 - The kernel lets the next kernel start at once (`gdc_launch_dependents`). The kernel waits (`gdc_wait`) until the
   previous kernel is complete and that kernel's writes are visible. A program without work may return without waiting,
   but at least one program must wait. So when a kernel is complete, all earlier kernels are complete too.
-- Before the kernel waits, it writes nothing. It may prefetch any address. It may read only memory that no running
-  kernel can still write: weights, and the results of kernels that were launched before the last ordinary launch.
+- Before the kernel waits, it writes nothing. The kernel may prefetch any address, but may read only memory that no
+  running kernel can still write: weights, and the results of kernels that were launched before the last ordinary
+  launch.
 
 An ordinary launch starts when all earlier kernels are complete. A dependent kernel can start while kernels launched
 after the last ordinary launch are still running. Until a dependent kernel waits, even the writes of the last ordinary
@@ -17,7 +19,7 @@ attention kernel waits, it may read all results of launches that precede the emb
 slot mapping, block tables and lengths. `@dependent_kernel(early=...)` declares what a kernel reads before it waits, and
 rejects a kernel that breaks the contract (see launch_contract.py).
 
-The constexpr `PDL` is `False` on GPUs older than Hopper. It is also `False` with Triton 3.4, which can't compile its
+The constexpr `PDL` is `False` on GPUs older than Hopper. `PDL` is also `False` with Triton 3.4, which can't compile its
 own `gdc` functions.
 """
 

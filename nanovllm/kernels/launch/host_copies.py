@@ -2,7 +2,7 @@
 
 CUDA graphs can contain these kernels, and the kernels need no copy engine. Host memory is [2, capacity] int32: two
 buffers. The host prepares one buffer while the device uses the other. `buffer_index` [1] int32 is stored on the device.
-It is the index of the buffer that the device uses.
+Its value is the index of the buffer that the device uses.
 """
 
 import torch

@@ -2,7 +2,7 @@
 
 The check runs when the kernel is defined. Pointer parameters are named `*_ptr`, tuples of pointers `*_ptrs`, and tensor
 descriptors `*_tiles`. From these parameters, the check follows addresses through assignments, and into the functions
-that the kernel calls. It assumes that the constexpr `PDL` is `True`, as in dependent launches.
+that the kernel calls. The check assumes that the constexpr `PDL` is `True`, as in dependent launches.
 """
 
 import ast

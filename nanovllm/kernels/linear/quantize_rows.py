@@ -29,7 +29,7 @@ class Groups(NamedTuple):
 
 @triton.jit
 def positions_of(first_group, GROUPS: tl.constexpr):
-    """Return the position in the row of each element of groups [count, width], and a mask of existing elements."""
+    """For each element of groups [count, width], return its position in the row and whether it exists."""
     col = tl.arange(0, GROUPS.width)[None, :]
     at = (first_group + tl.arange(0, GROUPS.count))[:, None] * GROUPS.size + col
     return at, (at < GROUPS.n) & (col < GROUPS.size)

@@ -159,7 +159,7 @@ def scales_of_rows(scale_ptr, first_n, N, STRIDE: tl.constexpr, BLOCK_N: tl.cons
 
 @triton.jit
 def scales_of_x(x_scale_ptr, begin, row, is_row, stride, GROUP: tl.constexpr):
-    """Load the scales [1, TILE_M] of rows of x for the GROUP inputs from `begin` on, or ones without scales."""
+    """Load the scales [1, TILE_M] of rows of x for the GROUP inputs from `begin` on. Without scales, return ones."""
     if x_scale_ptr is None:
         scales = tl.full([row.shape[0]], 1.0, tl.float32)
     else:
@@ -192,7 +192,7 @@ def times_scales(y, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES: tl.co
 def add_product(acc, w, x, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES: tl.constexpr):
     """Return acc [tile_n, M] + w [tile_n, C] x [C, M]. `times_scales` applies the scales, if there are any.
 
-    `begin` is the first of the C inputs.
+    `begin` is the index of the first of the C inputs.
     """
     if w_scales[0] is None:
         acc = tl.dot(w, x, acc, input_precision="ieee")

@@ -1,9 +1,9 @@
 """Computes the cutoffs of top-k, top-p and min-p without sorting. The definition is in layers/sampler.py.
 
-The vocabulary is divided into tiles. The tile maxima show which few tiles have entries above a bound. A search finds
-the smallest logit that is kept. Each iteration of the search divides the remaining interval into four. If only some of
-the tokens with the smallest logit are kept, one more pass over the tiles finds the last kept token. Rows without
-filters need no search.
+The vocabulary is divided into tiles. The maxima of the tiles show which few tiles contain entries above a bound. A
+search finds the smallest logit that is kept. Each iteration of the search divides the remaining interval into four. If
+only some of the tokens with the smallest logit are kept, one more pass over the tiles finds the last kept token. Rows
+without filters need no search.
 """
 
 from typing import NamedTuple
@@ -106,9 +106,10 @@ def _probe(quarters, iteration, low, high, row, LOW: tl.constexpr):
 
 @triton.jit
 def _search(row, lower_bound, target, BY_MASS: tl.constexpr, LOW: tl.constexpr):
-    """Return the smallest number >= `lower_bound` with an amount above it of less than `target`, and this amount.
+    """Find the smallest number >= `lower_bound` for which the amount above the number is less than `target`.
 
-    An amount is a number of entries or, with BY_MASS, the sum of their weights (see `_sum_above`).
+    Return the number and the amount. An amount is a count of entries or, with BY_MASS, the sum of their weights (see
+    `_sum_above`).
     """
     low, high = _key(lower_bound, LOW), _key(row.max, LOW)
     above = 0.0  # the amount above `high`

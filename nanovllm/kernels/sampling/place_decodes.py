@@ -71,9 +71,10 @@ def _accept_kernel(batch_ptrs, table_ptrs, counts_ptr, NUM_IDS: tl.constexpr, K:
 
 
 def place_decodes(tables, batch, block_size: int) -> None:
-    """Fill in `batch`, a `Batch` on the device, from `tables` (`RequestTables`).
+    """Fill in `batch` from `tables`.
 
-    Each program fills in the rows of one sequence.
+    `batch` is a `Batch` on the device, and `tables` is a `RequestTables`. Each program fills in the rows of one
+    sequence.
     """
     k, widths = batch.shape.tokens_per_row, (tables.last_token_ids.shape[1], tables.block_tables.shape[1])
     num_decode_rows = batch.num_decode_rows if batch.shape.is_padded else None
