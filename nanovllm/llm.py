@@ -62,6 +62,6 @@ class LLM(LLMEngine):
     ) -> list[BeamSearchOutput]:
         """Find the most likely answers to each prompt by beam search, and return them best first.
 
-        Raises as `generate` does.
+        Raises the same errors as `generate`.
         """
         return self._run(beam_requests(self.input_processor, prompts, params, priority), use_tqdm)

@@ -159,7 +159,7 @@ KEEPS_ALL = token_keys(*_LEAST_LIKELY).item()  # no token's key is below this cu
 
 
 class SamplingRows(NamedTuple):
-    """The rows of the S sequences that get a token.
+    """The rows of the S sequences that get a token in this step.
 
     Token ids are cached in the same blocks as keys and values. So penalties find the ids of a cached prefix, too. A
     preempted sequence writes its ids again when it is recomputed.

@@ -15,7 +15,7 @@ from nanovllm.utils.checks import check_real
 
 
 class Factors(NamedTuple):
-    """The `ModelConfig.details` of Granite. Fields have the names of their entries in config.json."""
+    """The `ModelConfig.details` of Granite. Each field has the name of its entry in config.json."""
 
     embedding_multiplier: float
     residual_multiplier: float

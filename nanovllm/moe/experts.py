@@ -53,7 +53,7 @@ class ExpertsFormat:
         return getattr(experts, name)[index]
 
     def stacks(self, experts: "Experts") -> tuple[Any, Any]:
-        """Return the stacked weights of gate_up and down in the form that kernels take."""
+        """Return the stacked weights of gate_up and down in the form that kernels expect."""
         return experts.gate_up_proj, experts.down_proj
 
 

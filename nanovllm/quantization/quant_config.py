@@ -31,9 +31,9 @@ class QuantConfig:
     groups: pairs of (name patterns, scheme). A layer gets the scheme of the first group that has a matching pattern.
     ignore: name patterns of layers that are not quantized.
 
-    A pattern can be a module's name in the checkpoint, the end of this name, or the name of a parent module. "Linear"
-    matches all layers. After "re:", a pattern is a regular expression that must match the beginning of the name.
-    Embeddings, the output head and routers are never quantized.
+    A pattern can be the name of a module in the checkpoint, the end of this name, or the name of a parent module.
+    "Linear" matches all layers. After "re:", a pattern is a regular expression that must match the beginning of the
+    name. Embeddings, the output head and routers are never quantized.
     """
 
     name: str  # its name in the setting `quantization`
@@ -45,7 +45,7 @@ class QuantConfig:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the quantized values, which all groups share."""
+        """The dtype of the quantized values. All groups have the same dtype."""
         return self.groups[0][1].dtype
 
     def own_name(self, name: str) -> str:

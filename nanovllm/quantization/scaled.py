@@ -37,7 +37,7 @@ class QuantScheme:
     scale_name: str | None = None  # the suffix of the scales' names in the checkpoint; None: it is not quantized
 
     def block_of(self, shape: tuple[int, int]) -> Block:
-        """Return the block size of a whole weight in the checkpoint."""
+        """Return the checkpoint's block size for a whole weight."""
         return Block(self.block_rows or shape[0], self.block_columns or shape[1])
 
     def local_block(self, shards: list[Shard], columns: int) -> Block:

@@ -29,7 +29,7 @@ MAX_PRIORITY = 2**63 - 1  # the minimum is -MAX_PRIORITY
 
 
 class InputProcessor:
-    """Makes requests. Any thread may call it at any time."""
+    """Makes requests. Any thread may call the methods at any time."""
 
     def __init__(self, config: Config, tokenizer, first_request_id: int = 0):
         assert config.max_model_len is not None, "it is resolved on construction"
@@ -137,7 +137,7 @@ class InputProcessor:
             seq.set_order(priority_key)
 
     def tokenize(self, prompt: Prompt, template_arguments: Mapping | None = None) -> tuple[str | None, list[int]]:
-        """Return the prompt's text and token ids. The text is None if the prompt consists of token ids."""
+        """Return the prompt's text and token ids. If the prompt consists of token ids, the text is None."""
         if not isinstance(template_arguments, Mapping | None):
             raise TypeError(f"chat_template_kwargs={template_arguments!r:.80}: must be a dict")
         text: str | None = None

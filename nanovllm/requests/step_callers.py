@@ -7,7 +7,10 @@ from nanovllm.engine.outputs import OutputCollector, OutputKind, StepOutput
 
 
 class StepCallers:
-    """Manages one collector for each thread that adds requests. `step` then returns only the thread's own outputs."""
+    """Manages one collector for each thread that adds requests.
+
+    If a thread has added requests, `step` returns the outputs of these requests to the thread.
+    """
 
     def __init__(self, engine_thread: EngineThread):
         self._engine_thread = engine_thread

@@ -148,7 +148,7 @@ class ModelWeights:
     def check_tied_head(self, name: str, tensor: torch.Tensor) -> None:
         """Raise ValueError if `tensor` is an output head that should be tied to the embedding, but differs from it.
 
-        A head that arrives before the embedding is not compared, because storing it until then would cost memory.
+        A head that arrives before the embedding is not compared, because storing the head until then would cost memory.
         """
         if name != HEAD or head_name(self.model) not in self._loaded:
             return

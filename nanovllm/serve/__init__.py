@@ -1,4 +1,4 @@
-"""The HTTP server, the command line, and an asyncio interface to the engine. No other subpackage imports this one."""
+"""The HTTP server, the command line, and an asyncio interface to the engine. No other subpackage imports `serve`."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

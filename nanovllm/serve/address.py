@@ -1,6 +1,6 @@
 """Reserves the address at which the server listens.
 
-Importing this module takes 20 ms, because it needs no HTTP library.
+Importing this module takes only 20 ms, because it needs no HTTP library.
 """
 
 import errno

@@ -39,7 +39,7 @@ def encoded(content: Any) -> msgspec.Raw:
 
 
 def server_sent_event(content: dict[str, Any]) -> bytes:
-    """Encode a server-sent event. The content's "type", if any, becomes the name of the event."""
+    """Encode a server-sent event. If the content has a "type", it becomes the name of the event."""
     head = f"event: {content['type']}\n".encode() if "type" in content else b""
     return head + b"data: " + dump_json(content) + b"\n\n"
 
@@ -100,7 +100,7 @@ class Answer:
         return await asyncio.to_thread(self._end) if self._has_logprobs else self._end()
 
     def _end(self) -> bytes:
-        """Return the final `[DONE]`, after the usage if the client asked for it."""
+        """Return the usage if the client asked for it, and then the final `[DONE]`."""
         if not self._has_usage:
             return DONE
         return server_sent_event(self._chunk([], self._usage(sum(self._num_streamed.values())))) + DONE

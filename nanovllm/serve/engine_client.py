@@ -258,7 +258,7 @@ class EngineClient(ABC):
     def _long_lane(self) -> PromptLane:
         """The lane for long texts.
 
-        The lane's thread creates it on first use, because copying a large tokenizer takes 1 s.
+        The lane's thread creates the lane on first use, because copying a large tokenizer takes 1 s.
         """
         return PromptLane(self.input_processor, takes_long_texts=True)
 

@@ -103,7 +103,7 @@ class View:
                 seq.tokens += 1
 
     def copy(self) -> "View":
-        """Return a copy that does not change when this view does."""
+        """Return a copy that does not change when this view changes."""
         view = copy(self)
         view.seqs = {name: copy(seq) for name, seq in self.seqs.items()}
         for seq in view.seqs.values():

@@ -1,4 +1,4 @@
-"""Finds the family of a checkpoint whose `model_type` is unknown. It is not imported for other checkpoints."""
+"""Finds the family of a checkpoint whose `model_type` is unknown. Other checkpoints do not load this module."""
 
 from pathlib import Path
 

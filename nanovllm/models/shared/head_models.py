@@ -39,7 +39,7 @@ class PagedHidden(NamedTuple):
 
 
 class HiddenStates(nn.Module):
-    """Stores the model's hidden states by cache slot. A draft head reads them."""
+    """Stores the model's hidden states by cache slot. A draft head reads these states."""
 
     cache: torch.Tensor | None = None  # [slots, size]
 

@@ -56,7 +56,7 @@ def _get(fields, i: gl.constexpr):
 
 @gluon.jit
 def _look_up(table_ptr, num_tiles, num_blocks, lookup):
-    """Run the warp that looks up the next tile for the other warps while they work on the current tile."""
+    """Run the warp that looks up the next tile while the other warps work on the current tile."""
     fields, full, empty = lookup
     per_group = GROUP * num_blocks
     use = 0
@@ -210,8 +210,8 @@ def experts_down(
 ) -> torch.Tensor:
     """Multiply each row of x [rows, K] by its expert's weight and by its routing weight. Fill `out`.
 
-    `weight` is [experts, N, K], and `out` is [top_k, T, N]. N is a multiple of 256. The size of a row of x and of the
-    weight is a multiple of 16 bytes. The tiles of `rows` have 128 rows.
+    `weight` is [experts, N, K], and `out` is [top_k, T, N]. N is a multiple of 256. In x and in the weight, the size of
+    a row is a multiple of 16 bytes. The tiles of `rows` have 128 rows.
     """
     (num_tokens, top_k), (n, k) = routing.weights.shape, weight.shape[1:]
     num_tiles, num_blocks = len(rows.table), n // COLUMNS.value

@@ -20,7 +20,7 @@ def mix_experts(x, layer, slot_mapping):
 def _by_gemv(x, layer, slot_mapping):
     """Compute the experts with matrix-vector kernels. For a single row, these kernels also compute the norm.
 
-    With 8-bit weights, the kernels do not compute the norm (scaled_gemv.py explains why).
+    Kernels with 8-bit weights do not compute the norm (scaled_gemv.py explains why).
     """
     gate, experts = layer.gate.weight, layer.experts
     summands = x.summands() if len(x) == 1 else None

@@ -136,7 +136,7 @@ def route(
 
     `logits` [split_k, T, experts] contains parts whose sum is the logits, and T is positive. The softmax covers all
     experts except the shared experts. With `renormalize`, the weights of the chosen experts add up to 1. If logits are
-    equal, the lower expert id comes first (`torch.topk` leaves this order open). Tokens with a negative slot are
+    equal, the lower expert id comes first (`torch.topk` does not define this order). Tokens with a negative slot are
     padding. Padding tokens get the experts of the first token, so that no additional weights are read. Shared experts
     have the last ids, and their weights are the sigmoids of their logits.
     """
@@ -173,7 +173,7 @@ def _load_keys(ids_ptr, pair, num_pairs, first_expert, SIZES: tl.constexpr):
 def _count_kernel(ids_ptr, rows_ptr, num_pairs, first_expert, SIZES: tl.constexpr, PDL: tl.constexpr):
     """In each program, count the rows of one share.
 
-    Store the first row and the number of rows that each expert has within the share: [2, bins, shares].
+    For each expert, store the first row and the number of rows within the share: [2, bins, shares].
     """
     gdc_launch_and_wait(PDL)
     share, num_shares = tl.program_id(0), tl.num_programs(0)
@@ -191,7 +191,7 @@ def _count_kernel(ids_ptr, rows_ptr, num_pairs, first_expert, SIZES: tl.constexp
 def _scan_kernel(rows_ptr, num_shares, SIZES: tl.constexpr, PDL: tl.constexpr):
     """In each program, sum the counts of one expert over all shares.
 
-    In each share, replace the expert's first row with the number of rows in other shares that precede the expert's rows
+    In each share, replace the expert's first row with a count: the rows of other shares that precede the expert's rows
     of this share. Replace the expert's count in the first share with the sum of the counts.
     """
     gdc_launch_and_wait(PDL)

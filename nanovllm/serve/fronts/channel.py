@@ -1,6 +1,7 @@
-"""MessagePack messages between a front and the engine's process. Each one reports all news since the previous one.
+"""MessagePack messages between a front and the engine's process.
 
-Nothing here needs PyTorch, so the engine's process can start the fronts before it imports PyTorch.
+Each message contains all news since the previous message. Nothing here needs PyTorch, so the engine's process can start
+the fronts before it imports PyTorch.
 """
 
 import socket
@@ -33,7 +34,7 @@ class FromEngine(Struct, array_like=True):
     """A message from the engine. The first message is empty, and means that the engine has started.
 
     errors: triples (request id, class name of the error, error message).
-    results: triples (call number, result, error message). The message is "" if there was no error.
+    results: triples (call number, result, error message). The error message is "" if there was no error.
     failure: the error that has ended the engine.
     """
 

@@ -90,7 +90,7 @@ def _signals_blocked() -> Iterator[None]:
 class Fronts:
     """The fronts of an engine. If a front ends, its requests are dropped, and the front restarts.
 
-    The others keep running.
+    The other fronts keep running.
     """
 
     def __init__(self, plan: FrontPlan):
