@@ -38,8 +38,8 @@ def error_response(error: ApiError, path: str, **headers: str) -> Response:
 def endpoint(route: APIRoute, seconds: float) -> Endpoint:
     """Return a function that answers the requests of a route. The requests must have a body.
 
-    The function bypasses FastAPI's layers, which would double the time per request. Work stops when the client
-    disconnects, or after `seconds`.
+    The function bypasses FastAPI's layers, which would double the time per request. Work on a request stops when the
+    client disconnects, or after `seconds`.
     """
     kind: TypeAdapter[Any] = TypeAdapter(route.endpoint.__annotations__["body"])
 
@@ -61,7 +61,7 @@ class EventStream(Response):
     """A response of server-sent events. An error that occurs after the first event is itself sent as an event.
 
     The code that delivers the outputs of a step writes them to the connection in one piece, so no task has to wake
-    up. Until the client has taken this piece, nothing more is written, and the events of later steps are merged.
+    up. Until the client has taken a written piece, nothing more is written, and the events of later steps are merged.
     """
 
     def __init__(self, answer: Answer, end: Callable[[], None], until: float):
@@ -101,7 +101,7 @@ class EventStream(Response):
             request.on_news = write
 
     def _write(self) -> None:
-        """Write new events. This is called when events arrive, and when the client has taken the last piece."""
+        """Write new events. This is called when events arrive, and when the client has taken the previous piece."""
         if not self._connection.is_writable or self._is_over.done():
             return
         try:

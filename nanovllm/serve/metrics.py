@@ -108,7 +108,10 @@ class Metrics:
                 self._histograms[name].observe(value or 0.0)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the engine's metrics for the registry. With several replicas, yield sums, then the metrics of each."""
+        """Yield the engine's metrics for the registry.
+
+        With several replicas, yield the sums over all replicas, then the metrics of each replica.
+        """
         self._count()
         total = {name: sum(engine[name] for engine in self._engines.values()) for name in ZEROS}
         waiting = self._llm.num_unfinished - total["num_requests_running"]  # includes answers that are being tokenized

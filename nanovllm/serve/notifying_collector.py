@@ -6,7 +6,10 @@ from nanovllm.engine.outputs import OutputCollector, OutputKind
 
 
 class NotifyingCollector(OutputCollector):
-    """Calls `on_output` for new output, and `on_failure` when the engine fails. Both run in the engine's thread."""
+    """Calls `on_output` for new output, and `on_failure` when the engine fails.
+
+    Both functions are called in the engine's thread.
+    """
 
     def __init__(self, kind: OutputKind, on_output: Callable[[], None], on_failure: Callable[[RuntimeError], None]):
         super().__init__(kind)

@@ -21,7 +21,10 @@ def source() -> str:
 
 
 def content_security_policy(is_live: bool) -> str:
-    """Return a policy that allows the page's script and style (by hash) and, if `is_live`, requests to its server."""
+    """Return a policy that allows the page's script and style by their hashes.
+
+    If `is_live`, the policy also allows requests to the page's server.
+    """
     hashes = {}
     for tag in ("script", "style"):
         _, text = source().split(f"<{tag}>")
@@ -31,7 +34,7 @@ def content_security_policy(is_live: bool) -> str:
 
 
 def render_page(frames: list[dict[str, Any]] | None = None) -> str:
-    """Return the page. It shows the recorded `frames` or, without them, the live engine of its server."""
+    """Return the page. The page shows the recorded `frames`. If there are none, it shows the server's live engine."""
     policy = f'<meta http-equiv="Content-Security-Policy" content="{content_security_policy(frames is None)}">'
     page = source().replace(META, f"{META}\n{policy}")
     if frames is not None:  # inside a script element, only "<" could end it

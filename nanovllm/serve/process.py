@@ -1,4 +1,4 @@
-"""Sets up a serving process. This runs before anything else in the process."""
+"""Sets up a serving process. This module runs before anything else in the process."""
 
 import logging
 import sys

@@ -1,4 +1,7 @@
-"""Tokenizes prompts. Long texts do not delay short texts. A text that exceeds the context is refused untokenized."""
+"""Tokenizes prompts. Long texts do not delay short texts.
+
+A text that exceeds the context length is refused before it is tokenized.
+"""
 
 import json
 import threading
@@ -49,7 +52,10 @@ class PromptLane(InputProcessor):
         return super().encode(text, add_special_tokens)
 
     def tokens_of(self, prompt: PromptSource, chat_template_kwargs: Mapping | None) -> TokensPrompt:
-        """Return the token ids of a prompt, and its text if it has any. If `prompt` is a function, call it first."""
+        """Return the token ids of a prompt, and the prompt's text if there is one.
+
+        If `prompt` is a function, call it first.
+        """
         text, token_ids = self.tokenize(prompt(self) if callable(prompt) else prompt, chat_template_kwargs)
         return _tokens_prompt(token_ids, text)
 
@@ -97,7 +103,7 @@ def _tokens_prompt(token_ids: list[int], text: str | None) -> TokensPrompt:
 
 
 def longest_token(tokenizer: Any) -> int | None:
-    """Return how many bytes of normalized UTF-8 a token can represent at most; `None` if there is no bound.
+    """Return the maximum number of bytes of normalized UTF-8 that a token can represent; `None` if there is no bound.
 
     A bound exists under three conditions. The vocabulary contains every byte, so no token represents unknown text.
     Normalizers and pre-tokenizers remove nothing, and treat the parts of a text between special tokens as they treat a

@@ -1,8 +1,8 @@
 """Request bodies of the HTTP API, with OpenAI's fields and vLLM's additional fields. Other fields are ignored.
 
 Bodies are checked in the event loop, so the time of the checks must be bounded. The check of a list stops at the first
-wrong item, and the contents of large dicts are not checked here. Otherwise, two megabytes of wrong items would produce
-a million errors, which would take seconds.
+wrong item, and the contents of large dicts are not checked here. If every item were checked, two megabytes of wrong
+items would produce a million errors, which would take seconds.
 """
 
 import logging
@@ -64,7 +64,7 @@ IGNORED = IgnoredFields()
 
 
 def only(*allowed: Any) -> AfterValidator:
-    """Make a validator for a field that has no effect here. Its value must be `null` or one of `allowed`."""
+    """Make a validator for a field that has no effect here. The field's value must be `null` or one of `allowed`."""
 
     def check(value: Any) -> Any:
         if value not in allowed:
@@ -270,7 +270,7 @@ class ChatBody(ChatFields, GenerationBody):
 
 
 def translated(form: type[ChatBody], fields: dict[str, Any]) -> ChatBody:
-    """Make a chat body from the fields of another endpoint. An ApiError names the fields of that endpoint."""
+    """Make a chat body from the fields of another endpoint. An ApiError names the fields of the other endpoint."""
     try:
         return form.model_validate(fields)
     except ValidationError as validation_error:
@@ -302,10 +302,10 @@ class DetokenizeBody(Body):
 def sampling_params(
     body: GenerationBody, defaults: dict[str, Any], structured_outputs: dict[str, Any] | None, **special: Any
 ) -> SamplingParams:
-    """Return the parameters of a request. Each comes from `special`, else from the body, else from `defaults`.
+    """Return the parameters of a request.
 
-    `special` contains parameters such as `logprobs`, which endpoints define differently. Raises the errors of
-    SamplingParams.
+    Each parameter comes from `special`, else from the body, else from `defaults`. `special` contains parameters such as
+    `logprobs`, which endpoints define differently. Raises the errors of SamplingParams.
     """
     names = SamplingParams.__dataclass_fields__
     sent = {name: value for name in names if (value := getattr(body, name, None)) is not None}

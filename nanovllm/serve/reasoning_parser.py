@@ -8,7 +8,7 @@ class ReasoningParser:
     """Splits the text of one answer. The token ids determine where the reasoning ends."""
 
     def __init__(self, reasoning: Reasoning):
-        """reasoning: the state at the beginning of the answer. No other object may use it."""
+        """reasoning: the state at the beginning of the answer. No other object may use this state."""
         self.reasoning = reasoning
         self._begin, self._end = (marker.decode() for marker in (reasoning.markers.begin, reasoning.markers.end))
         self._held = ""  # text that may be part of a marker, or space between the reasoning and the answer

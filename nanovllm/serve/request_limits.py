@@ -148,7 +148,7 @@ class RequestLimits:
 
 
 async def _answer_head(answer: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send the headers of the answer to a GET. Cancel the body, which may be an endless stream."""
+    """Send the headers of the answer to a GET. Cancel the body of the answer, which may be an endless stream."""
     with CancelScope() as body:
 
         async def send_headers(message: Message) -> None:
@@ -163,9 +163,9 @@ async def _answer_head(answer: ASGIApp, scope: Scope, receive: Receive, send: Se
 class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 protocol, with limits on the size and the duration of headers. It refuses pipelining.
 
-    uvicorn closes idle connections, but its timer stops at the first byte of a request. From then on, this class allows
-    `HEADER_SECONDS` until the end of the headers. It ignores requests to upgrade the protocol, as HTTP permits. Invalid
-    requests and requests refused before routing get errors in the usual format.
+    uvicorn closes idle connections, but its timer stops at the first byte of a request. From the first byte on, this
+    class gives the client `HEADER_SECONDS` to send all headers. This class ignores requests to upgrade the protocol, as
+    HTTP permits. Invalid requests and requests refused before routing get errors in the usual format.
     """
 
     is_lost = False  # True when the client has closed the connection
@@ -212,8 +212,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def _parse(self, data: bytes) -> None:
         """Feed data to the parser. If a request asks for an upgrade, parse it again without the header `upgrade`.
 
-        The parser stops before the body of such a request. A new parser then reads the request again, because the old
-        parser accepts no further request after `connection: close` or an HTTP/1.0 request.
+        The parser stops before the body of a request with this header. A new parser then reads the request again,
+        because the old parser accepts no further request after `connection: close` or an HTTP/1.0 request.
         """
         while data:
             try:
@@ -245,7 +245,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _close_idle_connection(self) -> None:
-        """Close the connection that has been idle the longest. Raises ApiError (503) if none is idle."""
+        """Close the connection that has been idle the longest. Raises ApiError (503) if no connection is idle."""
         all_protocols: set[Any] = self.connections  # type: ignore[assignment]
         idle = [protocol for protocol in all_protocols if protocol.timeout_keep_alive_task is not None]
         if not idle:

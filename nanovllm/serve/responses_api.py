@@ -201,7 +201,7 @@ def _texts(content: Any, index: int) -> list[str]:
 
 
 def _tools(body: ResponsesBody) -> dict[str, Any]:
-    """Translate the tools and the tool choice. If the choice lists tools, keep only these tools."""
+    """Translate the tools and the tool choice. If the tool choice lists tools, keep only the listed tools."""
     tools, choice = body.tools, cast(Any, body.tool_choice)
     if isinstance(choice, dict) and isinstance(allowed := choice.get("tools"), list):  # "allowed_tools"
         names = [tool.get("name") for tool in allowed if isinstance(tool, dict)]

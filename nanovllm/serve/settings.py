@@ -37,12 +37,13 @@ class ServerSettings:
         page may do so.
     allowed_hosts: a name to accept in a request's Host header. By default, a server whose `host` is a loopback address
         accepts only the loopback names, and other servers accept any name. This protects local servers against DNS
-        rebinding, where a web page reaches them through a domain name that it controls.
+        rebinding, where an attacker's web page reaches the server through a domain name that the attacker controls.
     served_model_name: the names of the model in the API; by default MODEL, or the folder's name if MODEL is a path.
     chat_template: the chat template, or a file that contains it; by default the model's template.
     tool_call_parser: the format of tool calls: "hermes" ("qwen", "qwen25", "qwen3"), "qwen3_coder" ("qwen3_xml"),
         "llama3_json" ("llama4_json"), "mistral" or "deepseek_v3" ("deepseek_v31"). "none" leaves the calls in the
-        content. "auto" detects the format from the chat template, and refuses requests with tools if it finds none.
+        content. "auto" detects the format from the chat template, and refuses requests with tools if it finds no
+        format.
     reasoning_parser: the format of reasoning, which is returned as `reasoning` and `reasoning_content`: "think"
         ("qwen3", "deepseek_v3", "glm45"), "deepseek_r1" (answers may contain only the end marker) or "mistral". "none"
         leaves the reasoning in the content. "auto" detects the format from the chat template.
@@ -50,14 +51,14 @@ class ServerSettings:
         jinja2's sandbox, in a process that is limited to 2 seconds and 512 MiB per template.
     max_body_bytes: maximum size of a request body.
     max_answers: maximum number of answers per request, which is the number of prompts times `n`.
-    request_timeout: seconds after which a request is ended, including its time in the queue.
+    request_timeout: seconds after which a request is ended; its time in the queue counts.
     body_timeout: seconds within which the body of a request must arrive.
     timeout_keep_alive: seconds after which an idle connection is closed; by default the environment variable
         VLLM_HTTP_TIMEOUT_KEEP_ALIVE, or 120. Many clients reuse connections that were idle for up to 90 seconds, and a
         request fails if the server closes the connection at that moment.
-    max_connections: maximum number of open connections. For a further connection, the server closes the connection that
-        has been idle longest. If no connection is idle, the further connection gets a 503.
-    drain_seconds: the seconds that running requests have to finish after SIGTERM or Ctrl-C.
+    max_connections: maximum number of open connections. To accept a further connection, the server closes the
+        connection that has been idle longest. If no connection is idle, the further connection gets a 503.
+    drain_seconds: the number of seconds that running requests get to finish after SIGTERM or Ctrl-C.
     access_log: print a line for each request.
     enable_openapi: describe the API at `/openapi.json`.
     enable_dev_endpoints: allow clients to pause the engine and to replace its weights.
@@ -68,9 +69,9 @@ class ServerSettings:
     max_queued_requests: maximum number of answers that wait, in addition to the `max_num_seqs` answers that run.
         Further requests get a 429.
     data_parallel_size: the number of engines, each on separate GPUs; several engines run as Ray actors.
-    api_server_count: the number of HTTP processes next to the engine's process; with 0, the engine's process also
-        handles HTTP. The default is 1 on machines with at least 4 cores. It is 0 on machines with fewer cores, with
-        several engines, and with `enable_dev_endpoints`.
+    api_server_count: the number of HTTP processes in addition to the engine's process; with 0, the engine's process
+        also handles HTTP. The default is 1 on machines with at least 4 cores. It is 0 on machines with fewer cores,
+        with several engines, and with `enable_dev_endpoints`.
 
     Raises ValueError or TypeError, which states the value and the bound.
     """
@@ -123,7 +124,7 @@ class ServerSettings:
 
     @property
     def num_fronts(self) -> int:
-        """The number of HTTP processes next to the engine's process. Replicas need none."""
+        """The number of HTTP processes in addition to the engine's process. Replicas need none."""
         if self.data_parallel_size > 1 or self.enable_dev_endpoints:
             return 0
         if self.api_server_count is None:

@@ -7,7 +7,10 @@ from nanovllm.serve.protocol import ChatBody, GenerationBody, NamedToolChoice, T
 
 
 def structured_outputs(body: GenerationBody) -> dict[str, Any] | None:
-    """Return the answer's structure, or None for free text. Raises ApiError for two structures or an incomplete one."""
+    """Return the answer's structure, or None for free text.
+
+    Raises ApiError if there are two structures, or if the structure is incomplete.
+    """
     structures = _structures(body)
     if len(structures) > 1:
         first, second, *_ = structures

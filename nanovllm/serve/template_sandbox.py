@@ -1,7 +1,7 @@
 """Renders chat templates in separate processes if a template or its arguments may make rendering slow.
 
-A template is a program. jinja2's sandbox limits neither its time nor its memory: `'a' * 10**10`, a format width, or a
-few nested loops can exhaust them. A rendering process can be killed; a thread can't.
+A template is a program. jinja2's sandbox limits neither the time nor the memory of a template: `'a' * 10**10`, a format
+width, or a few nested loops can exhaust them. A rendering process can be killed; a thread can't.
 """
 
 import json
@@ -84,14 +84,17 @@ class TemplateSandbox:
         self._is_closed = False
 
     def close(self) -> None:
-        """End the processes. Threads that wait for them get an error."""
+        """End the processes. Threads that wait for a process get an error."""
         self._is_closed = True  # before `_processes` is read; `_start` uses the two in the opposite order
         for process in [*self._processes]:
             process.kill()
             process.wait()
 
     def render(self, messages: list[Message], template_arguments: Mapping[str, Any]) -> str:
-        """Call `render_chat` in a process. Raises ValueError if it exceeds a limit, and RuntimeError after `close`."""
+        """Call `render_chat` in a process.
+
+        Raises ValueError if the call exceeds a limit, and RuntimeError after `close` is called.
+        """
         process = self._take()
         try:
             return render_chat(_Renderer(process, self._tokenizer), messages, template_arguments)

@@ -138,7 +138,7 @@ class MarkedParser(ToolParser):
         return len(held) - len(tail) + min(length_before(marker, tail, is_last) for marker in self.markers)
 
     def _passes_closers(self, is_last: bool) -> bool:
-        """Skip the closers of a call. Returns False if more text is needed."""
+        """Skip the texts in `closers` that follow a call. Returns False if more text is needed."""
         while True:
             self._content(_end_of(self.BLANK, self._held, self._start))
             following = self._held[self._start : self._start + max(map(len, self.closers), default=0)]
@@ -287,7 +287,7 @@ class DeepSeekParser(JsonParser):
 
 
 class Llama3Parser(JsonParser):
-    """Parses `{"name": ..., "parameters": {...}}`, or several separated by `;` (Llama 3.1 and later).
+    """Parses `{"name": ..., "parameters": {...}}`, or several such objects separated by `;` (Llama 3.1 and later).
 
     The calls make up the whole answer, or follow the special token `<|python_tag|>`.
     """
@@ -391,9 +391,9 @@ class JsonScanner:
         self._last = "open"  # or "value" or "word": decides what may come next
 
     def end(self, text: str) -> int | None:
-        """Return the end, or None if `text` does not contain it. `text` must begin with the text of the previous call.
+        """Return the end of the JSON, or None if `text` does not contain the end.
 
-        Raises ValueError if the text is not JSON.
+        `text` must begin with the text of the previous call. Raises ValueError if the text is not JSON.
         """
         while not self._is_in_string or self._passes_string(text):
             match: Any = self._NEXT.match(text, self._place)

@@ -33,7 +33,7 @@ logger = logging.getLogger("nanovllm")
 def trace(llm: LLM, path: str | Path, max_steps: int = 20_000) -> Iterator["StepRecorder"]:
     """Record the engine's steps during a `with` block, and write them to an HTML file that works without a network.
 
-    The file contains the last `max_steps` steps. It is written even if the block raises an error. Raises
+    The file contains the last `max_steps` steps. The file is written even if the block raises an error. Raises
     FileNotFoundError if the folder of `path` does not exist.
     """
     if not (path := Path(path)).absolute().parent.is_dir():
@@ -106,7 +106,10 @@ class StepRecorder:
         self._engine_thread.call(self._stop)
 
     def refresh(self) -> None:
-        """Add a frame if the state has changed without a step. Aborting the last running request does this."""
+        """Add a frame if the state has changed without a step.
+
+        This happens when the last running request is aborted.
+        """
         self._engine_thread.call(self._refresh)
 
     @property
@@ -131,7 +134,10 @@ class StepRecorder:
         return [base.key_frame(), *frames], last
 
     def json_since(self, last: int) -> tuple[str, int]:
-        """Return `frames_since` as JSON, or "" if no frame is new. Readers of the same frames share the encoding."""
+        """Return the result of `frames_since` as JSON, or "" if there is no new frame.
+
+        Readers of the same frames share the encoding.
+        """
         begin, end, text = self._encoded
         if last != begin or end != self._first + len(self._frames) - 1:
             frames, end = self.frames_since(last)
@@ -143,7 +149,10 @@ class StepRecorder:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Guard a `with` block. An error in it is a bug in this class. It ends the recording, but no request."""
+        """Guard a `with` block.
+
+        An error in the block is a bug in this class. The error ends the recording, but no request.
+        """
         try:
             yield
         except Exception:
@@ -182,7 +191,7 @@ class StepRecorder:
                 self._first += 1
 
     def _frame(self, step: ScheduledStep | None) -> Frame:
-        """Make the next frame. Without a step, it contains only changes to requests and blocks."""
+        """Make the next frame. Without a step, the frame contains only changes to requests and blocks."""
         end = perf_counter()
         self._num_steps += step is not None
         frame: Frame = {"step": self._num_steps, "time": round(end - self._began, 4)}
@@ -231,7 +240,7 @@ class StepRecorder:
         return unused
 
     def _release(self, seq: Sequence, frame: Frame) -> list[int]:
-        """Add a released sequence to the frame, and return the ids of the blocks that it held.
+        """Add a released sequence to the frame, and return the ids of the blocks that the sequence used.
 
         The old table still contains these ids, because the sequence has received a new table.
         """
@@ -276,7 +285,10 @@ class StepRecorder:
         return name
 
     def _has_missed(self, step: ScheduledStep) -> bool:
-        """Return whether a sequence came and went between two frames. The blocks that it evicted are then unknown."""
+        """Return whether a sequence came and went between two frames.
+
+        The blocks that such a sequence evicted are unknown.
+        """
         seqs = chain((seq for seq, _, _ in step.chunks), step.sampled_seqs[step.num_decodes :])
         return any(seq not in self._tables and seq not in self._just_released for seq in seqs)
 

@@ -20,7 +20,7 @@ class ClientTurns:
         self._turns: WeakValueDictionary[Hashable, asyncio.Semaphore] = WeakValueDictionary()  # only those in use
 
     async def run(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Run `call`. It keeps its turn until it ends. If the client disconnects, the call's thread still goes on."""
+        """Run `call`. The call keeps its turn until it ends. If the client disconnects, the call's thread continues."""
         turn = self._turns.setdefault(CLIENT.get(), asyncio.Semaphore(self._num_turns))
         await turn.acquire()
         task = asyncio.ensure_future(call())
@@ -32,7 +32,7 @@ class LoopTurns:
     """Admits a few tasks in each iteration of the event loop, in order of arrival.
 
     An iteration admits at least `least` and at most `most` tasks. Within these bounds, it admits as many tasks as fit
-    into half the duration of the previous iteration, at `seconds` per task. With a fixed number per
+    into half the duration of the previous iteration, if each task takes `seconds`. With a fixed number of tasks per
     iteration, tasks would wait too long when other work makes iterations long.
     """
 

@@ -1,4 +1,7 @@
-"""Implements draft heads. They read the model's hidden states, which are cached next to the model's keys and values."""
+"""Implements draft heads.
+
+Draft heads read the model's hidden states, which are cached with the model's keys and values.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -20,11 +23,11 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 class Head(DraftModel):
     """A draft head with one layer and a cache of the model's hidden states.
 
-    Each step of the model writes its hidden states to this cache, even if nothing is drafted. The cache is indexed by
+    Each step of the model writes hidden states to this cache, even if nothing is drafted. The cache is indexed by
     the model's cache slots, so it stays correct after a prefix hit, a fork or a preemption. Like a draft model, the
-    head computes its rows when it drafts. Each row needs the token at the next position. If sequences share a block,
-    the block's last row belongs to the sequence that computed it last, so the drafts of the other sequences may be
-    slightly worse.
+    draft head computes its rows when it drafts. Each row needs the token at the next position. If sequences share a
+    block, the block's last row belongs to the sequence that computed it last, so the drafts of the other sequences may
+    be slightly worse.
 
     In a chain of drafts, the head itself computes hidden states and writes them to the cache. Later in the same step,
     the model computes the same positions and overwrites these hidden states.
@@ -68,7 +71,7 @@ class Head(DraftModel):
 
 
 class Eagle3(Head):
-    """An EAGLE-3 head. It reads the hidden states at the inputs of some layers of the model."""
+    """An EAGLE-3 head. The head reads the hidden states that are the inputs of some of the model's layers."""
 
     def make_head(self, config: Any, max_len: int) -> Eagle3Head:
         head = Eagle3Head(config, max_len)
@@ -98,7 +101,10 @@ class Eagle3(Head):
 
 
 class Mtp(Head):
-    """A head for multi-token prediction (MTP). It uses the model's output head, which is split over the ranks."""
+    """A head for multi-token prediction (MTP).
+
+    The MTP head uses the model's output head, which is split over the ranks.
+    """
 
     def make_head(self, config: Any, max_len: int) -> MtpHead:
         self.decoder.register_forward_hook(lambda model, args, output: self.keep(output))

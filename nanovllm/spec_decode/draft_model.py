@@ -1,4 +1,7 @@
-"""Drafts with a smaller model. It shares the vocabulary, block ids and sampling noise of the target model."""
+"""Drafts with a smaller model.
+
+The draft model shares the vocabulary, block ids and sampling noise of the target model.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,17 +25,17 @@ if TYPE_CHECKING:
 
 
 class DraftModel:
-    """A draft model with a separate KV cache, whose block ids are the target model's block ids.
+    """A draft model with a separate KV cache. The cache uses the target model's block ids.
 
     The draft model needs no block manager, because a block of the target model is allocated in both caches at once.
-    Before it drafts for a sequence, it computes all positions that its cache lacks. These may be the prompt, positions
-    that a preemption has freed, or tokens that were generated without drafts. If several sequences share a block, each
-    of them recomputes the same values.
+    Before it drafts for a sequence, it computes all positions that its cache lacks. These may be the positions of the
+    prompt, of blocks that a preemption has freed, or of tokens that were generated without drafts. If several sequences
+    share a block, each of them recomputes the same values.
 
     Each rank has the whole draft model. The ranks' results may differ in their last bits, so an all-reduce makes the
     ranks agree on each draft.
 
-    A row computes one position. Its input is the token at `position + shift`.
+    A row computes one position. The row's input is the token at `position + shift`.
     """
 
     shift = 0
@@ -163,7 +166,7 @@ class DraftModel:
     def chain(self, token_slots: torch.Tensor, hidden_states: torch.Tensor) -> None:
         """Do nothing.
 
-        Draft heads override this to store the hidden states of each sequence's last row at `token_slots`.
+        Draft heads override this method to store the hidden states of each sequence's last row at `token_slots`.
         """
 
     def compute_logits(self, hidden_states: torch.Tensor, sampling_params: torch.Tensor) -> torch.Tensor:

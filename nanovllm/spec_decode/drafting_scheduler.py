@@ -1,4 +1,7 @@
-"""The scheduler for speculation. It can append several tokens per step to a sequence, and it plans the next drafts."""
+"""The scheduler for speculation.
+
+The scheduler can append several tokens to a sequence in one step, and plans the next drafts.
+"""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -29,11 +32,12 @@ MANY = 8
 
 @dataclass
 class Pace:
-    """Decides when a sequence drafts. Drafting pauses if few drafts were accepted, or if several steps had none.
+    """Decides when a sequence drafts.
 
-    `mean` is the moving average of accepted drafts per step, and starts at 2. If it falls below the break-even point,
-    drafting on the host pauses. Each pause is twice as long as the previous pause, up to a maximum. After a pause,
-    `mean` starts at 1.5 times the break-even point.
+    Drafting pauses if few drafts were accepted, or if several steps in a row had no drafts. `mean` is the moving
+    average of accepted drafts per step, and starts at 2. If `mean` falls below the break-even point, drafting on the
+    host pauses. Each pause is twice as long as the previous pause, up to a maximum. After a pause, `mean` starts at 1.5
+    times the break-even point.
     """
 
     mean: float = 2.0
@@ -63,8 +67,8 @@ class Pace:
 def width_that_pays(drafts: list[tuple[int, float]], num_seqs: int, cost: StepCost) -> int:
     """Return the number of drafts per sequence that maximizes throughput.
 
-    In the step, every sequence has rows for this number of drafts. `drafts` has one pair for each sequence with drafts:
-    its number of drafts, and how many of them are expected to be accepted.
+    In the step, every sequence has rows for this number of drafts. `drafts` contains one pair for each sequence with
+    drafts: the number of drafts, and the expected number of accepted drafts.
     """
 
     def rate(width: int) -> float:
@@ -78,8 +82,8 @@ class DraftingScheduler(Scheduler):
     """A scheduler that plans drafts after each step.
 
     The plan is stored in `Sequence.num_drafts`, which the base class reads, and in `feature_state["spec_decode"]`.
-    Beams have no drafts. Sequences with token masks, which the host makes, have drafts only if the host makes the
-    drafts, too.
+    Beams have no drafts. The host makes token masks, so sequences with token masks have drafts only if the host makes
+    the drafts, too.
     """
 
     def __init__(self, config: "Config", block_manager: BlockManager | None = None):

@@ -33,7 +33,8 @@ class Eagle3Config:
 def read_eagle3_config(folder: Path, target: ModelConfig, dtype: torch.dtype, with_weights: bool) -> Eagle3Config:
     """Read the config of the EAGLE-3 head in `folder`, for the target model `target` and the engine's `dtype`.
 
-    Raises ValueError or TypeError, naming the file and the value, if the head is unsupported or made for another model.
+    Raises ValueError or TypeError if the head is unsupported or made for another model. The error names the file and
+    the value.
     """
     file = folder / "config.json"
     raw = read_json(file)
@@ -104,7 +105,7 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def check_mtp(folder: Path, target: ModelConfig, with_weights: bool) -> None:
-    """Raise ValueError unless `folder`, which contains the model `target`, contains a supported MTP head."""
+    """Raise ValueError unless `folder` contains a supported MTP head in addition to the model `target`."""
     if not target.hybrid:
         raise ValueError(f"method='mtp': models of the family {target.model_type!r} have no head")
     if target.quantization:

@@ -9,7 +9,7 @@ from nanovllm.engine.sequence import Sequence
 
 @dataclass
 class Drafts:
-    """What the host knows about a sequence's drafts. It is stored in `seq.feature_state["spec_decode"]`."""
+    """What the host knows about a sequence's drafts. The object is stored in `seq.feature_state["spec_decode"]`."""
 
     token_ids: list[int] = field(default_factory=list)  # -1: a token that the device drafts
     is_new: bool = True  # no step has drafted for the sequence since it was admitted
@@ -17,7 +17,7 @@ class Drafts:
 
 
 class Proposer:
-    """Drafts on the host. Sequences must wait until their tokens have arrived there.
+    """Drafts on the host. Sequences must wait until their tokens have arrived on the host.
 
     A proposer may draft wrong tokens or no tokens, because drafts never change the text. `settings` is a
     `SpeculativeConfig`.

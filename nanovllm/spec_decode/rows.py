@@ -29,7 +29,7 @@ def rows_of_drafts(k: int, req_indices: Any, num_reserved: Any, lengths: Any, la
 def accept_drafts(
     req_indices: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, tables: RequestTables
 ) -> torch.Tensor:
-    """Return how many of its k sampled tokens each sequence gets: [S] int32.
+    """Return the number of tokens that each sequence gets from its k sampled tokens: [S] int32.
 
     A draft is accepted if it equals the token sampled at its position, and if all earlier drafts are accepted. A row at
     the same position as the previous row contains no draft. The tables receive each sequence's new length and last
@@ -47,7 +47,7 @@ def accept_drafts(
 
 
 class ChainShape(NamedTuple):
-    """The shape of the draft chains in a step. It is a compile-time constant of the kernel."""
+    """The shape of the draft chains in a step. The shape is a compile-time constant of the kernel."""
 
     num_steps: int  # maximum drafts per sequence
     width: int  # rows of a sequence in the first step; each further step has one row
@@ -77,10 +77,10 @@ def place_chains(
     - the position of its token, int32
     - the slot to which its token is written, int64; -1 for padding, or if the token has already been written
 
-    The first step has `width` rows per sequence. They begin with the rows that the sequence lacks, and copies of its
-    last row fill the remaining rows. Each further step has one row per sequence, for the next draft. If there is no
-    next draft, this row is a copy of the sequence's previous row. `num_computed`, which is indexed by request, is set
-    to the number of computed rows, not counting drafts.
+    The first step has `width` rows per sequence. These rows begin with the rows that the sequence lacks. Copies of the
+    sequence's last row fill the remaining rows. Each further step has one row per sequence, for the next draft. If
+    there is no next draft, this row is a copy of the sequence's previous row. `num_computed` is indexed by request. It
+    is set to the number of computed rows, not counting drafts.
     """
     num_steps, width, shift, block_size = shape
     indices, steps = req_indices.long(), torch.arange(max(width, num_steps), device=req_indices.device)

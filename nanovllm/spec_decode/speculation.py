@@ -1,4 +1,4 @@
-"""Implements speculation as a step feature. It writes drafts to the tables that the step reads."""
+"""Implements speculation as a step feature. The feature writes drafts to the tables that the step reads."""
 
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
@@ -35,8 +35,8 @@ class Speculation(StepFeature):
 
         `drafts` is [D, tokens_per_row - 1], with -1 where there is no draft.
 
-        A drafter on the device needs `behind` [B, 2], too. Each row contains the request index of a sequence that must
-        catch up, and whether the sequence is new.
+        A drafter on the device needs `behind` [B, 2], too. Each row of `behind` contains the request index of a
+        sequence that must catch up, and whether the sequence is new.
         """
         req_indices, all_reserved = (np.array(x, np.int64) for x in (step.req_indices, step.num_reserved))
         rows = (all_reserved > 1).nonzero()[0]

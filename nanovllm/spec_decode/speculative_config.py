@@ -48,13 +48,13 @@ class SpeculativeConfig:
     """The settings for drafting tokens. They have the same names as in vLLM.
 
     method: "ngram", "suffix", "eagle3", "mtp" or "draft_model". The default is "draft_model" if there is a `model`.
-    num_speculative_tokens: the maximum number of drafts per sequence and step. It must be given, except for "suffix".
-        The default for "suffix" is `suffix_decoding_max_tree_depth`, or less with small blocks.
+    num_speculative_tokens: the maximum number of drafts per sequence and step. It must be given unless the method is
+        "suffix". The default for "suffix" is `suffix_decoding_max_tree_depth`, or less with small blocks.
     prompt_lookup_min, prompt_lookup_max: for "ngram", the lengths in tokens of the shortest and the longest n-gram to
         look up. Longer n-grams are tried first.
     suffix_decoding_max_tree_depth: for "suffix", the length in tokens of the longest context to look up.
     suffix_decoding_max_cached_requests: for "suffix", how many requests are remembered. If 0, the drafts of a request
-        come from no other request.
+        come only from the request itself.
     suffix_decoding_max_spec_factor: for "suffix", the maximum number of drafts per token of the matched context.
     suffix_decoding_min_token_prob: for "suffix", drafting stops before the joint probability of the drafts falls below
         this value. The probability is estimated from counts of occurrences.

@@ -21,8 +21,8 @@ class SuffixAutomaton:
     Its time and memory are linear in the length of the texts.
 
     A state stands for all contexts that occur at the same places. For a state s, `lengths[s]` is the length of the
-    longest of these contexts. `links[s]` is the state of this context's longest suffix that occurs in other places,
-    too. `next[s]` maps a token to the state of the contexts followed by this token. `counts[s]` is the approximate
+    longest of these contexts. `links[s]` is the state of the longest suffix of this context that also occurs in other
+    places. `next[s]` maps a token to the state of the contexts followed by this token. `counts[s]` is the approximate
     number of occurrences.
     """
 
@@ -66,7 +66,7 @@ class SuffixAutomaton:
         return len(self.links) - 1
 
     def _split(self, state: int, before: int, token_id: int) -> int:
-        """Move the contexts of `state` with at most `lengths[before] + 1` tokens to a new state, which is returned."""
+        """Move the contexts of `state` with at most `lengths[before] + 1` tokens to a new state. Return that state."""
         copied = {**self.next[state]}, self.links[state], self.lengths[before] + 1, self.counts[state]
         self.links[state] = new = self._add(*copied)
         while before >= 0 and self.next[before].get(token_id) == state:

@@ -70,7 +70,10 @@ class Constraint:
         self.error: str | None = None  # why there is no next token
 
     def start_update(self) -> Future:
-        """Run `update` in another thread, after earlier updates. Do not read this object until it has finished."""
+        """Run `update` in another thread, after earlier updates.
+
+        Do not read this object until `update` has finished.
+        """
         update = partial(self.update, self._seq.completion_token_ids, copy(self.reasoning))
         return cast(MaskQueue, self._queue).submit(update)
 
@@ -94,7 +97,10 @@ class Constraint:
         return True
 
     def _restart(self) -> bool:
-        """Start again with larger automata, because small ones may cause errors. Returns False if none are larger."""
+        """Start again with larger automata, because small ones may cause errors.
+
+        Returns False if there are no larger automata.
+        """
         self._automata.has_failed = True
         if self._automata.is_largest:
             return False
@@ -185,7 +191,10 @@ class Constraint:
     # -- masks ---------------------------------------------------------------------------------------------------------
 
     def _grammar_mask(self) -> np.ndarray:
-        """Return the mask for the grammar's current state. The caller checks whether this is an error state."""
+        """Return the mask for the grammar's current state.
+
+        The caller checks whether the current state is an error state.
+        """
         mask = np.empty_like(self.next_mask)
         begin = thread_time()
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -193,7 +202,7 @@ class Constraint:
         return self._with_text(mask)
 
     def _with_text(self, mask: np.ndarray) -> np.ndarray:
-        """Correct an llguidance mask if the single token that it allows is refused by the grammar.
+        """Correct an llguidance mask that allows a single token if the grammar refuses this token.
 
         If only one text can follow, llguidance tokenizes this text and allows its first token. This token may be an
         added token, which the grammar does not accept as text. If the tokenizer normalizes texts, the token may even
@@ -221,9 +230,10 @@ class Constraint:
 def update_fast(constraints: Iterable[Constraint], seconds: float) -> list[Constraint]:
     """Update the constraints whose masks are fast, for about `seconds` seconds. Returns the updated constraints.
 
-    Constraints inside reasoning, or without a grammar, take almost no time. Masks of different grammars are computed in
-    parallel, but llguidance computes masks of the same grammar one after another. Any mask may turn out to be slow. A
-    parallel call therefore computes at most one mask per grammar, and at most one mask per core.
+    An update takes almost no time if the sequence is inside its reasoning, or if there is no grammar. Masks of
+    different grammars are computed in parallel, but llguidance computes masks of the same grammar one after another.
+    Any mask may turn out to be slow. A parallel call therefore computes at most one mask per grammar, and at most one
+    mask per core.
     """
     end, updated = perf_counter() + seconds, []
     waiting: dict[Grammar, deque[Constraint]] = {}

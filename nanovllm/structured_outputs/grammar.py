@@ -59,7 +59,7 @@ class Grammar:
     def token_ids_of_byte(self, byte: int) -> list[int]:
         """Return a list with the id of the token that consists of this single byte.
 
-        It is empty if there is no such token.
+        The list is empty if there is no such token.
         """
         tokenizer = self._tokenizer
         ids = tokenizer.greedy_tokenize(chr(byte)) if byte < 128 else tokenizer.tokenize_bytes(bytes([byte]))

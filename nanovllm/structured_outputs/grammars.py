@@ -1,4 +1,4 @@
-"""When a request is created, compiles the grammar of `SamplingParams.structured_outputs` with llguidance."""
+"""Compiles the grammar of `SamplingParams.structured_outputs` with llguidance when a request is created."""
 
 import json
 import threading
@@ -52,7 +52,10 @@ class Grammars:
         self.threads.close()
 
     def grammar(self, spec: dict[str, Any]) -> Grammar:
-        """Return the compiled grammar for a `structured_outputs` value. Raises ValueError if llguidance refuses it."""
+        """Return the compiled grammar for a `structured_outputs` value.
+
+        Raises ValueError if llguidance refuses the value.
+        """
         ((kind, content),) = spec.items()
         try:
             text = _grammar_of(kind, content)

@@ -1,10 +1,10 @@
 """Rewrites JSON schemas that llguidance would refuse needlessly.
 
-llguidance ignores keywords that JSON Schema does not define. However, it refuses an unknown `format`, an unknown
-dialect, and some keywords whose values allow everything. This module removes all three. llguidance does not support
-`propertyNames`, and it supports `oneOf` only if it can tell that no value is valid for two of the schemas. Where
-possible, this module expresses these two keywords with other keywords. Any other unsupported keyword is left in place,
-and llguidance's error names it.
+llguidance ignores keywords that JSON Schema does not define. However, llguidance refuses an unknown `format`, an
+unknown dialect, and some keywords whose values allow everything. This module removes all three. llguidance does not
+support `propertyNames`, and it supports `oneOf` only if it can tell that no value is valid for two of the schemas.
+Where possible, this module expresses these two keywords with other keywords. Any other unsupported keyword is left in
+place, and llguidance's error names it.
 """
 
 import json
@@ -148,7 +148,8 @@ def _looks_around(schema: Any) -> bool:
 def _are_disjoint(schemas: Any, discriminator: Any, resource: dict[str, Any]) -> bool:
     """Return whether types and constants show that no value can be valid for two of these schemas.
 
-    If the schemas of objects differ only in the property that OpenAPI's `discriminator` names, make it required.
+    If the schemas of objects differ only in the property that OpenAPI's `discriminator` names, make this property
+    required.
     """
     by_type: dict[str, list[dict[str, Any]]] = {}
     for schema in schemas if isinstance(schemas, list) else [None]:
@@ -165,11 +166,9 @@ def _are_disjoint(schemas: Any, discriminator: Any, resource: dict[str, Any]) ->
 
 
 def _are_told_apart(objects: list[dict[str, Any]], tag: Any, resource: dict[str, Any]) -> bool:
-    """Find a property with a different value in each of these schemas, and make it required.
+    """Find a property with a different value in each of these schemas, and make this property required.
 
-    Returns False if there is none.
-
-    The property must be required already, or its name must be `tag`.
+    Returns False if there is no such property. The property must be required already, or its name must be `tag`.
     """
     properties = [schema["properties"] if isinstance(schema.get("properties"), dict) else {} for schema in objects]
     required = [schema["required"] if isinstance(schema.get("required"), list) else [] for schema in objects]
@@ -215,7 +214,7 @@ def _types(schema: Any) -> set[str] | None:
 
 
 def _resolved(schema: Any, resource: dict[str, Any]) -> Any:
-    """Follow a schema's references and return the last target, or None if it is unknown.
+    """Follow a schema's references and return the last target, or None if the target is unknown.
 
     The target allows every value that the schema allows.
     """

@@ -47,7 +47,7 @@ class MaskQueue:
         self._has_turn, self._lock = False, Lock()
 
     def submit(self, make: Callable[[], Any]) -> Future:
-        """Queue a mask, which is computed by `make` after the request's earlier masks.
+        """Queue a mask. `make` computes the mask after the request's earlier masks.
 
         The returned `Future` can be cancelled until the computation starts.
         """

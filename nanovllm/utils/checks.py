@@ -1,4 +1,4 @@
-"""Checks of arguments and files. Each error states the name, the value and the bound.
+"""Checks arguments and files. Each error states the name, the value and the bound.
 
 Numbers are converted to Python types, because arithmetic on fixed-width NumPy integers could overflow later.
 """
@@ -32,14 +32,20 @@ def check_fields(params: Any) -> None:
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """Return `value` as an int. Raises TypeError for bools and other types, ValueError outside `low` to `high`."""
+    """Return `value` as an int.
+
+    Raises TypeError for bools and other types, and ValueError for values outside `low` to `high`.
+    """
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r:.80}: must be an integer")
     return _check_range(name, int(value), low, high)
 
 
 def check_real(name: str, value: Any, low: float, high: float = 1e9) -> float:
-    """Return `value` as a float. Raises TypeError for bools and other types, ValueError for NaN or out of bounds."""
+    """Return `value` as a float.
+
+    Raises TypeError for bools and other types, and ValueError for NaN and values out of bounds.
+    """
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r:.80}: must be a number")
     try:
@@ -81,7 +87,7 @@ def _check_range(name, value, low, high):
 
 
 def read_json(file: Path) -> dict:
-    """Read the JSON object in `file`. For anything else, raise a ValueError that names the file."""
+    """Read the JSON object in `file`. If the file contains anything else, raise a ValueError that names the file."""
     try:
         content = json.loads(file.read_bytes())
     except ValueError as error:  # the syntax or the encoding is wrong

@@ -1,4 +1,7 @@
-"""Checks of sampling parameters that contain several values. Imported when a request has such a parameter."""
+"""Checks sampling parameters that contain several values.
+
+This module is imported when a request has such a parameter.
+"""
 
 from collections.abc import Callable, Container
 from functools import partial
@@ -34,7 +37,7 @@ def check_strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def check_ids(name: str, value: Any, min_length: int = 0, max_length: int | None = None) -> tuple[int, ...]:
-    """Return token ids as a tuple. They are not compared with the vocabulary, which is unknown here."""
+    """Return token ids as a tuple. The ids are not compared with the vocabulary, which is unknown here."""
     ids = _tuple_of(Integral, name, value)
     check_int(f"{name}: the number of ids", len(ids), min_length, max_length)
     return tuple([check_int(f"{name}: token id", token_id, 0) for token_id in ids])

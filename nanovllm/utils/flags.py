@@ -44,7 +44,8 @@ def add_flags(
 ) -> None:
     """Add a group with a flag `--like-this` for each field. Unused flags are absent from the namespace.
 
-    several: fields whose flag takes all values that follow it. For any other field, repeat the flag for each value.
+    several: fields whose flag takes all values that follow it. For any other field with several values, users repeat
+        the flag for each value.
     defaults: descriptions of defaults that differ from the field's default.
     """
     group = parser.add_argument_group(title)
@@ -95,13 +96,16 @@ def _default(field: Field) -> str:
 
 
 def _in_words_of_a_shell(text: str, flags: Mapping[str, str]) -> str:
-    """Replace field names in a help text with flags, and cut it off at " In Python"."""
+    """Replace field names in a help text with flags, and cut the text off at " In Python"."""
     text = text.partition(" In Python")[0].removesuffix(".")
     return re.sub(r"`([^`]*)`", lambda name: flags.get(name[1], name[1]), text)
 
 
 def _options(field: Field) -> dict[str, Any]:
-    """Return argparse's options for a field. For a union, the type tested first below counts. Other types are text."""
+    """Return argparse's options for a field.
+
+    For a union, the options are those of the type that is tested first below. Other types are text.
+    """
     hint = field.type
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if bool in kinds:

@@ -40,7 +40,8 @@ def import_libraries(settings: Mapping[str, Any]) -> None:
 def _load_native_libraries(device: str) -> None:
     """Load PyTorch's native libraries by C functions, which ctypes calls without the GIL. An import would hold the GIL.
 
-    PyTorch's libraries do not acquire the GIL while they are loaded. If they did, this could deadlock with an import.
+    PyTorch's libraries do not acquire the GIL while they are loaded. If they did, loading them could deadlock with an
+    import.
     """
     folder = Path(find_spec("torch").origin).parent  # type: ignore[union-attr, arg-type]
     ctypes.CDLL(None).dlopen(str(folder / "lib" / "libtorch_python.so").encode(), os.RTLD_NOW)
@@ -63,7 +64,8 @@ def _import_modules(native: Future) -> None:
 class _DistributionsOfPackages(Mapping[str, list[str]]):
     """A lazy `importlib.metadata.packages_distributions()`.
 
-    The metadata of all installed packages is read when a package's distribution has a different name, not before.
+    The metadata of all installed packages is read only when a package's distribution has a different name from the
+    package.
     """
 
     @cached_property

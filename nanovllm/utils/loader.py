@@ -46,7 +46,10 @@ def find_model(model: str, revision: str | None = None, with_weights: bool = Tru
 
 
 def find_tokenizer(tokenizer: str | None, model_folder: Path) -> Path:
-    """Return the absolute path of `tokenizer`'s folder, by default the model's. FileNotFoundError if it has none."""
+    """Return the absolute path of `tokenizer`'s folder, by default the model's folder.
+
+    Raises FileNotFoundError if the folder contains no tokenizer.
+    """
     folder = model_folder if tokenizer is None else _find("tokenizer", tokenizer, None, with_weights=False)
     if not any(all((folder / name).is_file() for name in names) for names in TOKENIZER_FILES):
         wanted = ", or ".join(" and ".join(names) for names in TOKENIZER_FILES)
@@ -57,7 +60,7 @@ def find_tokenizer(tokenizer: str | None, model_folder: Path) -> Path:
 def load_tokenizer(folder: str):
     """Load the tokenizer in `folder`, as transformers' AutoTokenizer does.
 
-    Raises a ValueError that names the broken file or, if that is unknown, the folder.
+    Raises a ValueError that names the broken file, or the folder if the broken file is unknown.
     """
     # read here because transformers' errors do not name the broken file
     contents = {name: read_json(file) for name in JSON_FILES if (file := Path(folder, f"{name}.json")).exists()}
@@ -125,7 +128,7 @@ def check_shape(weight, shape: tuple[int, ...]):
 
 
 class Shard(NamedTuple):
-    """A rank's part of a checkpoint weight, and its place in the rank's weight."""
+    """A rank's part of a checkpoint weight, and the position of this part in the rank's weight."""
 
     shape: tuple[int, ...]  # of the whole weight
     rows: slice = slice(None)  # of the whole weight
@@ -135,7 +138,7 @@ class Shard(NamedTuple):
     def copy(self, target: torch.Tensor, weight) -> torch.Tensor:
         """Copy this part of a weight or bias to `target`. Return the part of `target` that was filled.
 
-        `weight` is as in `check_shape`. Only this part of a safetensors slice is read.
+        `weight` has the same type as in `check_shape`. Only this part of a safetensors slice is read.
         """
         weight = check_shape(weight, self.shape[: target.dim()])
         weight = weight[self.rows, self.columns] if target.dim() == 2 else weight[self.rows]
@@ -148,9 +151,10 @@ def load_model(
 ) -> None:
     """Fill `model` from the safetensors files in `folder`, or with random numbers if `load_format` is "dummy".
 
-    `model.packed_modules_mapping` maps a checkpoint's module to (the merged module that holds it, its shard id there).
-    Parameters load tensors with `weight_loader(parameter, weight)`. If several tensors share a parameter, the loader
-    also gets a shard id. `show_progress` shows a bar if there are several files and loading takes more than BAR_DELAY.
+    `model.packed_modules_mapping` maps a module of the checkpoint to a pair: the merged module that contains it, and
+    its shard id in the merged module. Parameters load tensors with `weight_loader(parameter, weight)`. If several
+    tensors share a parameter, the loader also gets a shard id. `show_progress` shows a bar if there are several files
+    and loading takes more than BAR_DELAY.
 
     Raises a ValueError that names a tensor if it is missing, surplus, in two files, of the wrong shape or not floating
     point, or contains NaN or infinity. Raises a ValueError or FileNotFoundError that names a broken or missing file.
@@ -205,9 +209,10 @@ def is_unused(model: nn.Module, name: str) -> bool:
 
 
 def find_tensors(folder: Path, dtypes: tuple[str, ...] = FLOAT_DTYPES) -> dict[str, Path]:
-    """Return the file of every checkpoint tensor in `folder`. Raises ValueError for broken files or other dtypes.
+    """Return the file of every checkpoint tensor in `folder`.
 
-    As in transformers, a `model.safetensors` takes precedence over all other files.
+    Raises ValueError for broken files and for dtypes that are not in `dtypes`. As in transformers, a
+    `model.safetensors` takes precedence over all other files.
     """
     if (single := folder / "model.safetensors").is_file():
         tensors = {name: (single, dtype) for name, dtype in stored_dtypes(single).items()}
@@ -234,7 +239,10 @@ def open_safetensors(file: Path, device: torch.device | str = "cpu"):
 
 
 def weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[Any]]]:
-    """Return (loader, shard id) of every tensor by its checkpoint name. The id is empty for an unshared parameter."""
+    """Return (loader, shard id) of every tensor by the tensor's name in the checkpoint.
+
+    The shard id is empty if the parameter is not shared.
+    """
     shards_of: dict[str, list[tuple]] = {}
     for module, (merged, shard_id) in model.packed_modules_mapping.items():
         shards_of.setdefault(merged, []).append((module, shard_id))

@@ -1,4 +1,4 @@
-"""Checkpoints that store the parts of a merged layer, such as q, k and v, in one tensor."""
+"""Checkpoints in which one tensor stores all parts of a merged layer, such as q, k and v."""
 
 from collections.abc import Callable
 from typing import Any
@@ -39,7 +39,7 @@ def load_whole(load: Callable, layer: Any, weight) -> torch.Tensor | None:
 
 
 def _rows(weight: Any, first: int, size: int, total: int) -> tuple[Any, int]:
-    """Return the rows, from `first` on, of `size` outputs out of `total`, and the index where these rows end."""
+    """Return the rows of `size` out of `total` outputs, starting at row `first`, and the index where these rows end."""
     if callable(weight):  # random numbers of any shape
         return weight, first
     shape = list(weight.shape if isinstance(weight, torch.Tensor) else weight.get_shape())

@@ -1,4 +1,4 @@
-"""Long error messages of startup."""
+"""Long error messages that can occur at startup."""
 
 from collections.abc import Iterable, Set
 from pathlib import Path

@@ -63,9 +63,10 @@ def scaled_rope(kind: str, theta: float, rope: dict, raw: Mapping, head_dim: int
 
 
 def _llama3_frequencies(inv_freq: torch.Tensor, rope: dict) -> torch.Tensor:
-    """Return the frequencies of Llama 3.1. A factor divides the frequencies of slow pairs. Fast pairs keep theirs.
+    """Return the frequencies of Llama 3.1. The frequencies of slow pairs are divided by a factor.
 
-    A pair is fast if it makes many turns in the training length. Pairs in between are interpolated.
+    The frequencies of fast pairs do not change. A pair is fast if it makes many turns in the training length. The
+    frequencies of the pairs in between are interpolated.
     """
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     num_turns = rope["original_max_position_embeddings"] / (2 * math.pi / inv_freq)
@@ -98,7 +99,7 @@ def _yarn_scale(rope: dict) -> float:
 
 
 def _factors(name: str, rope: dict, num_pairs: int, file: Path) -> torch.Tensor:
-    """Return LongRoPE's divisors of the frequencies: "short" for up to the original length, or "long" beyond it."""
+    """Return LongRoPE's divisors of the frequencies: "short" up to the original length, and "long" beyond it."""
     factors = rope[f"{name}_factor"]
     if not isinstance(factors, list) or len(factors) != num_pairs:
         raise ValueError(f"{file}: {name}_factor={factors!r:.80}: must be a list of {num_pairs} numbers")

@@ -1,4 +1,4 @@
-"""Checks of rarely used settings. Imported when such a setting differs from its default."""
+"""Checks rarely used settings. This module is imported when such a setting differs from its default."""
 
 from typing import Any
 

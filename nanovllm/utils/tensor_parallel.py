@@ -8,8 +8,8 @@ STEP_TIMEOUT = 300.0  # seconds that a rank waits for other ranks within a step
 class TensorParallel:
     """Splits a model over `size` ranks and defines their collective operations. This process is rank `rank`.
 
-    This class implements a single rank, which does not communicate. With `size` > 1, it computes shards and nothing
-    else. The subclasses in `distributed/` communicate.
+    This class implements a single rank, which does not communicate. With `size` > 1, this class computes shards and
+    nothing else. The subclasses in `distributed/` communicate.
     """
 
     lost = False  # whether another rank is gone, so that this rank's results are invalid
@@ -57,4 +57,4 @@ class TensorParallel:
         """Raise RuntimeError if a rank was lost."""
 
     def close(self) -> None:
-        """Disconnect from the other ranks. Queued work must not use them."""
+        """Disconnect from the other ranks. Work that is still queued must not use the other ranks."""

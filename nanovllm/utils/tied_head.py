@@ -18,8 +18,8 @@ NUM_ROWS = 4096  # compared at a time
 def untie_other_head(model: nn.Module, files: dict[str, Path], stored_names: dict[str, str]) -> None:
     """Add a separate output head to `model` if the checkpoint's head differs from its embedding.
 
-    `files` maps a tensor to its file, and `stored_names` maps it to its name in that file. As in transformers 5, the
-    stored head overrides config.json. (Transformers 4 ignores the stored head.)
+    `files` maps a tensor to its file, and `stored_names` maps a tensor to its name in that file. As in transformers 5,
+    the stored head overrides config.json. (Transformers 4 ignores the stored head.)
     """
     tied, embedding = model.lm_head.weight, head_name(model)
     if embedding not in files or _are_equal(files, stored_names, (HEAD, embedding), tied.dtype):
@@ -33,7 +33,7 @@ def untie_other_head(model: nn.Module, files: dict[str, Path], stored_names: dic
 
 
 def head_name(model: nn.Module) -> str:
-    """Return the name of the output head's parameter. If it is tied, this is the embedding's name."""
+    """Return the name of the output head's parameter. If the head is tied, this is the embedding's name."""
     return next(name for name, weight in model.named_parameters() if weight is model.lm_head.weight)
 
 

@@ -94,7 +94,10 @@ class Session(Replica):
                 self._on_failure()
 
     def _send_singly(self, message: FromEngine) -> None:
-        """Send the parts of a message that can't be encoded as a whole. A request fails if its part can't be sent."""
+        """Send the parts of a message that can't be encoded as a whole.
+
+        If the part for one request can't be sent, that request fails.
+        """
         parts = [(delta.request_id, FromEngine(deltas=[delta])) for delta in message.deltas]
         parts += [(final.request_id, FromEngine(finals=[final])) for final in message.finals]
         for request_id, part in parts:

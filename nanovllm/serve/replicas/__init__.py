@@ -1,4 +1,7 @@
-"""Runs several engines as Ray actors, behind one call or one address. README.md in this folder explains the design."""
+"""Runs several engines as Ray actors, which are used through one Python object or one HTTP address.
+
+README.md in this folder explains the design.
+"""
 
 from importlib import import_module
 from typing import Any
@@ -7,7 +10,7 @@ MODULES = {"RayLLM": "ray_llm", "NanoVLLM": "ray_data", "PrefixRouter": "routing
 
 
 def __getattr__(name: str) -> Any:
-    """Import each class on first use. RayLLM is the only one that needs the extra `ray`."""
+    """Import each class on first use. RayLLM is the only class that needs the package extra `ray`."""
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{MODULES[name]}"), name)

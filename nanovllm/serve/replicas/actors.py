@@ -52,11 +52,11 @@ def check_node() -> None:
 
 
 def needs_of(settings: dict[str, Any], actor_options: dict[str, Any], num_replicas: int) -> dict[str, Any]:
-    """Return the Ray options of a replica's actor. They reserve a GPU per rank, or a CPU per rank for a CPU engine.
+    """Return the Ray options of a replica's actor.
 
-    The actor itself starts the processes of its ranks. Ray reserves an actor's resources on a single node, so no
-    placement group is needed, and none can be left behind. Raises ValueError if the cluster is too small; Ray would
-    wait forever for more nodes.
+    The options reserve one GPU for each rank, or one CPU for each rank of a CPU engine. The actor itself starts the
+    processes of its ranks. Ray reserves an actor's resources on a single node, so no placement group is needed, and
+    none can be left behind. Raises ValueError if the cluster is too small; Ray would wait forever for more nodes.
     """
     device, num_ranks = settings.get("device", "auto"), settings.get("tensor_parallel_size", 1)
     if device not in ("auto", "cpu", "cuda"):
@@ -99,7 +99,10 @@ class ReplicaProcess(Replica):
 
 
 class ActorHandle:
-    """A `Handle` for a Ray actor. Its methods run one at a time, in call order; `reports` runs alongside them."""
+    """A `Handle` for a Ray actor. The actor's methods run one at a time, in call order.
+
+    Only `reports` runs at the same time as other methods.
+    """
 
     def __init__(self, replica_class: type, options: dict[str, Any], model: str, settings: dict[str, Any]):
         self._options, self._model, self._settings = options, model, settings
@@ -147,7 +150,10 @@ def make_group(
     replica_class: type = ReplicaProcess,
     restart_timeout: float = RESTART_TIMEOUT,
 ) -> ReplicaGroup:
-    """Create a group without starting it. `settings` apply to each replica's LLM; `config` is the driver's."""
+    """Create a group without starting it.
+
+    `settings` apply to each replica's LLM; `config` is the config of the driver.
+    """
     actor_settings = dict(settings)
     if settings.get("tokenizer") is not None:
         actor_settings["tokenizer"] = absolute_path(settings["tokenizer"])

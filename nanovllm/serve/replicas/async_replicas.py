@@ -31,7 +31,7 @@ class AsyncReplicas(EngineClient):
         restart_timeout: float = RESTART_TIMEOUT,
         **settings: Any,
     ) -> None:
-        """Take the arguments of RayLLM and AsyncLLM, and raise their errors. `start` loads the model."""
+        """Accept the arguments of RayLLM and AsyncLLM, and raise the same errors. `start` loads the model."""
         num_replicas = check_int("num_replicas", num_replicas, low=1)
         max_queued = check_int("max_queued_requests", max_queued_requests, low=0)
         processor = make_processor(model, settings)
@@ -79,7 +79,10 @@ class AsyncReplicas(EngineClient):
             self._fail(error)
 
     def exit(self) -> None:
-        """Kill the replicas, and stop Ray if this object started it. Raises RuntimeError in the loop's own thread."""
+        """Kill the replicas, and stop Ray if this object started it.
+
+        Raises RuntimeError if it is called in the event loop's thread.
+        """
         if self._is_closing and self._group_loop is None:
             return
         loop = self._group_loop

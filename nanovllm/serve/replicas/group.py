@@ -27,13 +27,13 @@ class ReplicaGroup:
     the loop are sent in one message.
 
     A replica is lost if its process, GPU or host fails, or if a step raises an error. The group then restarts the
-    replica, while other replicas compute its requests. A single request fails if it can't be queued, or if MAX_FAILURES
-    replicas were lost while computing it. After MAX_FAILURES - 1 losses, the request itself may be the cause (a poison
-    request). Poison requests run one at a time, each alone on a replica.
+    replica. Meanwhile, other replicas compute the requests of the lost replica. A single request fails if it can't be
+    queued, or if MAX_FAILURES replicas were lost while computing it. After MAX_FAILURES - 1 losses, the request itself
+    may be the cause (a poison request). Poison requests run one at a time, each alone on a replica.
 
     A replica is given up after MAX_FAILURES consecutive losses. A finished request, or a few minutes of uptime, resets
-    the count. Losses during a poison request do not count. If no replica is left, every request fails with an
-    EngineDeadError that states the last cause.
+    the count of losses. Losses during a poison request do not count. If no replica is left, every request fails with an
+    EngineDeadError that states the cause of the last loss.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ReplicaGroup:
         """Create a group without starting it.
 
         launch: starts the process of a replica.
-        max_answers: the most answers that a replica computes at a time.
+        max_answers: the maximum number of answers that a replica computes at a time.
         block_size: the number of tokens in a block of the replicas' caches.
         router: chooses a replica for each request; `None` selects a PrefixRouter.
         restart_timeout: seconds until a restart counts as failed. A restart may have to wait for a GPU or a host.
@@ -66,7 +66,7 @@ class ReplicaGroup:
     # -- start and end -------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start all replicas in parallel. If one fails, kill all of them and raise its error."""
+        """Start all replicas in parallel. If one replica fails, kill all replicas and raise the error."""
         try:
             await asyncio.gather(*[self._start(replica) for replica in self.replicas])
         except BaseException:
@@ -88,7 +88,7 @@ class ReplicaGroup:
         self._fail_group(EngineDeadError("the engine was closed"))
 
     def kill(self) -> None:
-        """Kill all replicas immediately. This needs no event loop."""
+        """Kill all replicas immediately. This method needs no event loop."""
         for replica in self.replicas:
             replica.is_ready = False
             if replica.handle is not None:
@@ -227,7 +227,7 @@ class ReplicaGroup:
             start.cancel()
 
     async def _supervise(self, replica: ReplicaState) -> None:
-        """Read the reports of a replica, and restart it whenever it is lost."""
+        """Read the reports of a replica, and restart the replica whenever it is lost."""
         while True:
             try:
                 if replica.handle is None:

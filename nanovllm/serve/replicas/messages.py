@@ -18,10 +18,11 @@ from nanovllm.sampling_params import SamplingParams
 class NewRequest(NamedTuple):
     """A request for a replica, with the driver's request id.
 
-    prompt_index: the index of the prompt in its call.
+    prompt_index: the index of the prompt in the call that submitted it.
     kind: DELTA if answers are sent as they grow.
     noise_seeds: the noise seed of each answer.
-    generated: for each answer, the tokens that the caller already has from a lost replica. They are not sampled again.
+    generated: for each answer, the tokens that the caller already has from a lost replica. These tokens are not sampled
+        again.
     beams: the parameters of a beam search; `None` for other requests.
     """
 
@@ -40,8 +41,9 @@ class NewRequest(NamedTuple):
 class Final(NamedTuple):
     """The result of a finished request. `answers` is empty if they were sent as deltas.
 
-    seconds: the times from the request's arrival at the replica until it was first scheduled, until its first token,
-        and until it finished. The clocks of two machines differ, so these are not points in time.
+    seconds: three durations, which all begin when the request arrives at the replica. They end when the request is
+        first scheduled, when it gets its first token, and when it finishes. The clocks of two machines differ, so these
+        are not points in time.
     """
 
     request_id: int
@@ -52,7 +54,7 @@ class Final(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Everything that has happened to a replica's requests since the last report."""
+    """Everything that has happened to a replica's requests since the previous report."""
 
     deltas: list[StreamEvent]
     finals: list[Final]
@@ -95,7 +97,10 @@ def make_final(request_id: int, answers: list, num_cached: int, prompt_logprobs:
 
 
 def _portable(error: Exception) -> Exception:
-    """Return the error if it can be pickled, else a RuntimeError with its text. A user's class may prevent pickling."""
+    """Return the error if it can be pickled, else a RuntimeError with its text.
+
+    An error of a user-defined class may not be picklable.
+    """
     try:
         return pickle.loads(pickle.dumps(error))
     except Exception:

@@ -30,11 +30,11 @@ class RayLLM:
     """Works like LLM, but on N engines: `RayLLM(model, num_replicas=N, **settings).generate(prompts, sampling_params)`.
 
     The calling process checks and tokenizes the prompts, raises the same errors as LLM, and chooses the seeds of the
-    sampling noise. With the same `seed` setting, the same calls therefore return the same tokens as LLM, up to
-    rounding. A request that can't be computed ends with `finish_reason="error"` and the error message as its
-    `stop_reason`. ReplicaGroup explains what happens when a replica is lost.
+    sampling noise. With the same `seed` setting, the same calls therefore return the same tokens as LLM, unless
+    rounding errors differ. A request that can't be computed ends with `finish_reason="error"` and the error message as
+    its `stop_reason`. ReplicaGroup explains what happens when a replica is lost.
 
-    The methods are thread-safe. A RayLLM is a context manager; the end of its block calls `exit`.
+    The methods are thread-safe. A RayLLM is a context manager; leaving the `with` block calls `exit`.
     """
 
     def __init__(
@@ -119,12 +119,18 @@ class RayLLM:
     def as_completed(
         self, prompts: Iterable[Prompt], sampling_params: SamplingParams | Iterable[SamplingParams] | None = None
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Yield pairs (prompt index, output) as outputs complete. Otherwise, this is like `generate_iter`."""
+        """Yield pairs (prompt index, output) as outputs complete.
+
+        In all other respects, this works like `generate_iter`.
+        """
         for new_outputs in self._outputs(self._requests(prompts, sampling_params)):
             yield from new_outputs.items()
 
     def stats(self) -> list[dict[str, Any] | None]:
-        """Return `LLM.stats()` for each replica, or `None` if it is not running. Raises RuntimeError after `exit`."""
+        """Return `LLM.stats()` for each replica, or `None` for a replica that is not running.
+
+        Raises RuntimeError after `exit`.
+        """
         self._check_open()
         return self._run_in_loop(self.group.stats())
 

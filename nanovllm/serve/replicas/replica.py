@@ -23,7 +23,7 @@ logger = logging.getLogger("nanovllm")
 class Replica:
     """An engine controlled by messages. Ray calls `start`, then `reports`, then other methods in the driver's order.
 
-    The engine's thread runs the steps. The thread that runs `reports` sends everything that is new since the last
+    The engine's thread runs the steps. The thread that runs `reports` sends everything that is new since the previous
     report. If sending takes longer than a step, the next report covers several steps. The engine never waits for
     reports. This file does not import Ray, so tests can run replicas without it.
     """
@@ -38,7 +38,7 @@ class Replica:
         return {"num_blocks": num_blocks, "startup_seconds": self.engine.startup_seconds}
 
     def attach(self, engine: LLM) -> None:
-        """Use an engine that is already loaded. Several replicas can share it if all request ids are unique."""
+        """Use an engine that is already loaded. Several replicas can share the engine if all request ids are unique."""
         self.engine, self._engine_thread = engine, engine.engine_thread
         self._collectors = {kind: NotifyingCollector(kind, self._notify, self._fail) for kind in OutputKind}
         self._requests: dict[int, CompletionRequest] = {}  # by the driver's id
@@ -52,7 +52,7 @@ class Replica:
         self._engine_thread.watch(self._collectors[OutputKind.DELTA])
 
     def submit(self, data: bytes) -> None:
-        """Queue requests that the driver has checked. An error in a request is reported, and affects no others."""
+        """Queue requests that the driver has checked. An error in one request is reported, and affects no other."""
         try:
             self._submit(decode_requests(data))
         except Exception as error:  # the driver ignores the result of this call, but `reports` tells it
@@ -184,7 +184,7 @@ class Replica:
         return deltas, finals
 
     def _end_answers(self, request_id: int, count: int) -> bool:
-        """Count answers of a request that have ended. After the last one, forget the request and return True."""
+        """Count the ended answers of a request. After the last answer, forget the request and return True."""
         with self._changed:
             if request_id not in self._num_unfinished:  # it was discarded
                 return False
@@ -192,7 +192,7 @@ class Replica:
             return not self._num_unfinished[request_id] and self._forget(request_id)
 
     def _forget(self, request_id: int) -> bool:
-        """Forget a request. Returns False if it has already ended or was discarded."""
+        """Forget a request. Returns False if the request has already ended or was discarded."""
         with self._changed:
             self._num_unfinished.pop(request_id, None)
             return self._requests.pop(request_id, None) is not None

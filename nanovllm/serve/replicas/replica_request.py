@@ -13,12 +13,18 @@ from nanovllm.serve.replicas.messages import Final, NewRequest
 
 
 class ResumableAnswer(PartialAnswer):
-    """The part of an answer that the caller has received. If another replica sends this part again, it is skipped."""
+    """The part of an answer that the caller has received.
+
+    If another replica sends this part again, the part is skipped.
+    """
 
     num_tokens_again = num_characters_again = 0  # tokens and characters that are still to be skipped
 
     def skip(self, delta: StreamEvent) -> StreamEvent:
-        """Return the new part of a delta. Raises RuntimeError if the new replica has sampled different tokens."""
+        """Return the part of a delta that the caller has not received.
+
+        Raises RuntimeError if the new replica has sampled different tokens.
+        """
         num_tokens = min(self.num_tokens_again, len(delta.token_ids))
         num_characters = min(self.num_characters_again, len(delta.text))
         if not (num_tokens or num_characters):
@@ -39,8 +45,8 @@ class ReplicaRequest(AsyncRequest):
     The caller gets each delta once. The new replica continues after the tokens that the caller has, but it recomputes a
     request with log-probabilities from the start. In both cases, the replica sends the whole answer, and this class
     skips the part that the caller has. The sampling noise depends only on the request, so the new replica samples the
-    same tokens, up to rounding. If rounding changes the tokens of a request with log-probabilities, the request ends
-    with an error.
+    same tokens, unless its rounding errors differ. If rounding changes the tokens of a request with log-probabilities,
+    the request ends with an error.
     """
 
     num_cached_tokens = 0  # prompt tokens found in the replica's prefix cache; 0 until the request has ended
@@ -90,7 +96,7 @@ class ReplicaRequest(AsyncRequest):
         )
 
     def add_event(self, delta: StreamEvent) -> None:
-        """Add the new part of a delta. Raises RuntimeError like `ResumableAnswer.skip`."""
+        """Add the part of a delta that the caller has not received. Raises RuntimeError like `ResumableAnswer.skip`."""
         answer = self._answers[delta.output_index]
         if answer.finish_reason is not None:
             return  # this answer had ended before another replica took over the request
@@ -105,7 +111,7 @@ class ReplicaRequest(AsyncRequest):
         self._events.append(delta)
 
     def finish(self, final: Final) -> None:
-        """Set the output. The replica has computed the whole request."""
+        """Set the output of a request that the replica has computed completely."""
         # a replica that took over the request may also have found generated tokens in its cache
         self.num_cached_tokens = min(final.num_cached_tokens, len(self.prompt_token_ids))
         scheduled, first_token, finished = (
@@ -127,7 +133,7 @@ class ReplicaRequest(AsyncRequest):
         )
 
     def end_aborted(self) -> None:
-        """End a request that no replica computes, with the tokens that the caller has."""
+        """End a request that no replica computes. The output contains the tokens that the caller has."""
         for answer in self._answers:
             if answer.finish_reason is None:
                 ids = self.request.index, answer.index, self.request_id

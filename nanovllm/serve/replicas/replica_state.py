@@ -19,7 +19,10 @@ class ClusterDeadError(EngineDeadError):
 
 
 class Handle(Protocol):
-    """Controls a replica in another process. Methods may raise once it is lost; `start` may raise ClusterDeadError."""
+    """Controls a replica in another process.
+
+    Methods may raise an error once the replica is lost; `start` may raise ClusterDeadError.
+    """
 
     async def start(self) -> dict[str, Any]: ...
     def reports(self) -> AsyncIterator[bytes]: ...
@@ -28,7 +31,7 @@ class Handle(Protocol):
 
 
 class ReplicaState:
-    """The driver's record of a replica. It outlives the replica's process."""
+    """The driver's record of a replica. The record outlives the replica's process."""
 
     def __init__(self, index: int):
         self.index = index
@@ -44,7 +47,7 @@ class ReplicaState:
         self.num_restarts = 0
 
     def load(self, max_answers: int) -> int | None:
-        """Return how many answers the replica computes, or None if it takes no requests now."""
+        """Return how many answers the replica computes, or None if the replica accepts no requests now."""
         takes_more = self.is_ready and self.poison_request is None and self.num_answers < max_answers
         return self.num_answers if takes_more else None
 
@@ -101,7 +104,7 @@ class ReplicaState:
         return result | {"restarts": restarts}
 
     def count_failure(self, now: float) -> None:
-        """Count a loss of the replica. A loss while a poison request ran alone on it does not count."""
+        """Count a loss of the replica. A loss does not count if a poison request ran alone on the replica."""
         if self.is_ready and now - self.ready_time > STABLE_SECONDS:
             self.num_failures = 0
         if self.poison_request is None or self.poison_request.replica_index is None:

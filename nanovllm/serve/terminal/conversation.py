@@ -124,7 +124,10 @@ class Conversation:
         return messages if self.system is None else [{"role": "system", "content": self.system}, *messages]
 
     def _answer(self, question: str) -> None:
-        """Print the answer. If any token arrived, add question and answer to the messages, even after Ctrl-C."""
+        """Print the answer.
+
+        If any token arrived, add the question and the answer to the messages, even after Ctrl-C.
+        """
         asked, answer = {"role": "user", "content": question}, Answer()
         messages = [*self.messages, asked]
         try:

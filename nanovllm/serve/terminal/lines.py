@@ -16,7 +16,7 @@ CONTROLS = dict.fromkeys([*range(9), *range(11, 32), 127, *range(128, 160)])  # 
 
 
 class LineReader:
-    """Reads lines from standard input. On a terminal, readline can edit, search and complete them."""
+    """Reads lines from standard input. On a terminal, readline can edit, search and complete the lines."""
 
     def __init__(self, commands: Collection[str]):
         """commands: the words that Tab completes at the start of a line."""

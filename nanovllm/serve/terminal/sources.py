@@ -45,7 +45,7 @@ class Source(Protocol):
         """Return these sampling parameters, and the values of all other parameters if they are known."""
 
     def stream(self, messages: list[Message], params: dict[str, Any]) -> Generator[Piece, None, None]:
-        """Yield the answer to a conversation as it arrives. Raises ValueError, OSError or RuntimeError if it fails."""
+        """Yield the answer to a conversation as it arrives. Raises ValueError, OSError or RuntimeError on failure."""
 
 
 class LocalModel:
@@ -161,7 +161,7 @@ class Server:
 
 
 def _message(content: bytes) -> str:
-    """Return the error message from the server's JSON. If there is none, return the content itself."""
+    """Return the error message from the server's JSON. If there is no message, return the content itself."""
     try:
         error = json.loads(content)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
