@@ -1,4 +1,7 @@
-"""Renders the page, an HTML file that loads nothing from other addresses. It shows a live engine or a recording."""
+"""Renders the page, an HTML file that loads nothing from other addresses.
+
+The page shows a live engine or a recording.
+"""
 
 import json
 from base64 import b64encode

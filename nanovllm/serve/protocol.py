@@ -82,7 +82,7 @@ class Item(BaseModel):
 
 
 class Body(Item):
-    """A request body. A field that is `null` has its default value."""
+    """A request body. A field that is `null` gets its default value."""
 
     # the client's names for engine parameters and translated fields, where these differ
     own_names: ClassVar[Mapping[str, str]] = {}
@@ -305,7 +305,7 @@ def sampling_params(
     """Return the parameters of a request.
 
     Each parameter comes from `special`, else from the body, else from `defaults`. `special` contains parameters such as
-    `logprobs`, which endpoints define differently. Raises the errors of SamplingParams.
+    `logprobs`, which endpoints define differently. Raises the same errors as SamplingParams.
     """
     names = SamplingParams.__dataclass_fields__
     sent = {name: value for name in names if (value := getattr(body, name, None)) is not None}

@@ -40,7 +40,8 @@ class RequestLimits:
     def __init__(self, app: Any, settings: ServerSettings, endpoints: Mapping[str, Endpoint]):
         """endpoints: for some paths, the function that answers POST requests instead of `app`.
 
-        Each iteration of the event loop admits only a few of these requests, so that a burst does not delay other work.
+        Each iteration of the event loop admits only a few such POST requests, so that a burst does not delay other
+        work.
         """
         self._endpoints, self._turns = endpoints, LoopTurns(*ADMITTED_PER_TURN, REQUEST_SECONDS)
         self.app, self.settings, self._root_path = app, settings, settings.root_path.rstrip("/")

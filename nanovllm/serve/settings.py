@@ -36,8 +36,9 @@ class ServerSettings:
     allowed_origins: an origin whose web pages may call the server from a browser; by default, only the server's own
         page may do so.
     allowed_hosts: a name to accept in a request's Host header. By default, a server whose `host` is a loopback address
-        accepts only the loopback names, and other servers accept any name. This protects local servers against DNS
-        rebinding, where an attacker's web page reaches the server through a domain name that the attacker controls.
+        accepts only the loopback names, and other servers accept any name. This restriction protects local servers
+        against DNS rebinding, where an attacker's web page reaches the server through a domain name that the attacker
+        controls.
     served_model_name: the names of the model in the API; by default MODEL, or the folder's name if MODEL is a path.
     chat_template: the chat template, or a file that contains it; by default the model's template.
     tool_call_parser: the format of tool calls: "hermes" ("qwen", "qwen25", "qwen3"), "qwen3_coder" ("qwen3_xml"),
@@ -50,12 +51,12 @@ class ServerSettings:
     trust_request_chat_template: allow a request to bring its own chat template. A template is a program: it runs in
         jinja2's sandbox, in a process that is limited to 2 seconds and 512 MiB per template.
     max_body_bytes: maximum size of a request body.
-    max_answers: maximum number of answers per request, which is the number of prompts times `n`.
+    max_answers: maximum number of answers per request. The number of answers is the number of prompts times `n`.
     request_timeout: seconds after which a request is ended; its time in the queue counts.
     body_timeout: seconds within which the body of a request must arrive.
-    timeout_keep_alive: seconds after which an idle connection is closed; by default the environment variable
-        VLLM_HTTP_TIMEOUT_KEEP_ALIVE, or 120. Many clients reuse connections that were idle for up to 90 seconds, and a
-        request fails if the server closes the connection at that moment.
+    timeout_keep_alive: seconds after which an idle connection is closed; by default the value of the environment
+        variable VLLM_HTTP_TIMEOUT_KEEP_ALIVE, or 120 if it is not set. Many clients reuse connections that were idle
+        for up to 90 seconds, and a request fails if the server closes the connection at that moment.
     max_connections: maximum number of open connections. To accept a further connection, the server closes the
         connection that has been idle longest. If no connection is idle, the further connection gets a 503.
     drain_seconds: the number of seconds that running requests get to finish after SIGTERM or Ctrl-C.

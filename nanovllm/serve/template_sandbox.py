@@ -61,7 +61,7 @@ Process = subprocess.Popen[bytes]
 def may_take_long(body: Any, own_template: Any) -> bool:
     """Return whether a conversation (a protocol.ChatFields) may take long to render.
 
-    It may take long if the client sends a template, or if the server's template could loop over many messages,
+    Rendering may take long if the client sends a template, or if the server's template could loop over many messages,
     or over arguments that are neither bools nor short texts.
     """
     values = (body.chat_template_kwargs or {}).values()

@@ -1,8 +1,8 @@
 """Finds tool calls in generated text, while the text arrives.
 
-A parser takes the pieces of one answer, and returns content and complete calls in order. It holds back text that may
-belong to a call. Text that turns out not to be a valid call becomes content. The result does not depend on how the
-answer is cut into pieces.
+A parser takes the pieces of one answer, and returns content and complete calls in order. The parser holds back text
+that may belong to a call. Text that turns out not to be a valid call becomes content. The result does not depend on how
+the answer is cut into pieces.
 """
 
 import json
@@ -376,9 +376,10 @@ def parsed(text: str) -> Any:
 
 
 class JsonScanner:
-    """Finds the end of a JSON object or list whose text is still arriving. It reads each character once.
+    """Finds the end of a JSON object or list whose text is still arriving.
 
-    It detects some invalid JSON early, such as a word after a string. `parsed` detects all other errors.
+    The search reads each character once. It detects some invalid JSON early, such as a word after a string. `parsed`
+    detects all other errors.
     """
 
     _NEXT = re.compile(r"[ \t\r\n]*([\w.+-]+|[^ \t\r\n]?)")  # a word is a number, true, false or null

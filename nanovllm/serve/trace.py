@@ -118,7 +118,7 @@ class StepRecorder:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the last frame has no waiting or running sequence."""
+        """Whether the last frame contains no waiting or running sequence."""
         return not self._tables and not self._waiting[0]
 
     def frames_since(self, last: int) -> tuple[list[Frame], int]:
@@ -242,7 +242,7 @@ class StepRecorder:
     def _release(self, seq: Sequence, frame: Frame) -> list[int]:
         """Add a released sequence to the frame, and return the ids of the blocks that the sequence used.
 
-        The old table still contains these ids, because the sequence has received a new table.
+        The old table still contains the ids, because the sequence has received a new table.
         """
         frame["released"].append([self._names[seq], seq.finish_reason or "preempted"])
         if seq.is_finished:

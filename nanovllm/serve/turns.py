@@ -13,7 +13,7 @@ CLIENT: ContextVar[Hashable] = ContextVar("client", default=None)  # the client 
 
 
 class ClientTurns:
-    """Runs at most `num_turns` calls at a time for each client. Only the event loop's thread may use it."""
+    """Runs at most `num_turns` calls at a time for each client. Only the event loop's thread may use the object."""
 
     def __init__(self, num_turns: int):
         self._num_turns = num_turns

@@ -30,7 +30,7 @@ class Head(DraftModel):
     be slightly worse.
 
     In a chain of drafts, the head itself computes hidden states and writes them to the cache. Later in the same step,
-    the model computes the same positions and overwrites these hidden states.
+    the model computes the same positions and overwrites the head's hidden states.
     """
 
     shift = 1

@@ -28,9 +28,9 @@ class DraftModel:
     """A draft model with a separate KV cache. The cache uses the target model's block ids.
 
     The draft model needs no block manager, because a block of the target model is allocated in both caches at once.
-    Before it drafts for a sequence, it computes all positions that its cache lacks. These may be the positions of the
-    prompt, of blocks that a preemption has freed, or of tokens that were generated without drafts. If several sequences
-    share a block, each of them recomputes the same values.
+    Before the draft model drafts for a sequence, it computes all positions that are missing in its cache. These may be
+    the positions of the prompt, of blocks that a preemption has freed, or of tokens that were generated without drafts.
+    If several sequences share a block, each of them recomputes the same values.
 
     Each rank has the whole draft model. The ranks' results may differ in their last bits, so an all-reduce makes the
     ranks agree on each draft.

@@ -45,11 +45,12 @@ ON_CPU = StepCost((1, 2, 2**20), (24, 34, 2**20))
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """The settings for drafting tokens. They have the same names as in vLLM.
+    """The settings for drafting tokens. The settings have the same names as in vLLM.
 
     method: "ngram", "suffix", "eagle3", "mtp" or "draft_model". The default is "draft_model" if there is a `model`.
     num_speculative_tokens: the maximum number of drafts per sequence and step. It must be given unless the method is
-        "suffix". The default for "suffix" is `suffix_decoding_max_tree_depth`, or less with small blocks.
+        "suffix". The default for "suffix" is `suffix_decoding_max_tree_depth`, or a smaller number if the blocks are
+        small.
     prompt_lookup_min, prompt_lookup_max: for "ngram", the lengths in tokens of the shortest and the longest n-gram to
         look up. Longer n-grams are tried first.
     suffix_decoding_max_tree_depth: for "suffix", the length in tokens of the longest context to look up.

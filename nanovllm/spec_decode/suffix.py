@@ -18,12 +18,12 @@ ROOT = 0  # the state of the empty context
 class SuffixAutomaton:
     """An index of all contexts (token sequences) in a set of texts.
 
-    Its time and memory are linear in the length of the texts.
+    The time and the memory for the index are linear in the length of the texts.
 
-    A state stands for all contexts that occur at the same places. For a state s, `lengths[s]` is the length of the
-    longest of these contexts. `links[s]` is the state of the longest suffix of this context that also occurs in other
-    places. `next[s]` maps a token to the state of the contexts followed by this token. `counts[s]` is the approximate
-    number of occurrences.
+    A state stands for all contexts that occur at the same positions. For a state s, `lengths[s]` is the length of the
+    longest of these contexts. `links[s]` is the state of the longest suffix of this context that also occurs at other
+    positions. `next[s]` maps a token to the state of the contexts followed by this token. `counts[s]` is the
+    approximate number of occurrences.
     """
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ class Constraint:
     The grammar applies to the answer. If the sequence reasons first, the grammar begins after the reasoning, and
     end-of-sequence ids are banned inside the reasoning. The mask includes the bans of other parameters, too, because
     only the combined mask shows whether any token is left. The ids in `stop_token_ids` are treated like end-of-sequence
-    ids. They are allowed only where the grammar may end.
+    ids. These ids are allowed only where the grammar may end.
 
     The state depends only on the sequence's token ids, so a preemption loses nothing.
     """

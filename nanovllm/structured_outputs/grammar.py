@@ -13,14 +13,17 @@ Matcher = Any  # llguidance.LLMatcher, which is imported only where it is used
 
 
 class Automata:
-    """A matcher in its start state. Its copies share the automata for masks. `has_failed` is set if a copy fails."""
+    """A matcher in its start state. The copies of the matcher share the automata for masks.
+
+    `has_failed` is set if a copy fails.
+    """
 
     def __init__(self, start: Matcher, is_largest: bool):
         self.start, self.is_largest, self.has_failed = start, is_largest, False
 
 
 class Grammar:
-    """A compiled grammar. Its small automata have at most `MAX_KEPT_STATES` states, enough for most grammars.
+    """A compiled grammar. The small automata have at most `MAX_KEPT_STATES` states, enough for most grammars.
 
     Sequences that need more states share larger automata, up to llguidance's limit. The larger automata are freed when
     the last sequence that uses them ends.

@@ -1,10 +1,10 @@
 """Rewrites JSON schemas that llguidance would refuse needlessly.
 
 llguidance ignores keywords that JSON Schema does not define. However, llguidance refuses an unknown `format`, an
-unknown dialect, and some keywords whose values allow everything. This module removes all three. llguidance does not
-support `propertyNames`, and it supports `oneOf` only if it can tell that no value is valid for two of the schemas.
-Where possible, this module expresses these two keywords with other keywords. Any other unsupported keyword is left in
-place, and llguidance's error names it.
+unknown dialect, and some keywords whose values allow everything. This module removes such formats, dialects and
+keywords. llguidance does not support `propertyNames`, and it supports `oneOf` only if it can tell that no value is
+valid for two of the schemas. Where possible, this module expresses `propertyNames` and `oneOf` with other keywords. Any
+other unsupported keyword is left in place, and llguidance's error names it.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The context of a step, for layers to read. It is set before the model runs, and reset afterwards."""
+"""The context of a step, for layers to read. The context is set before the model runs, and reset afterwards."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

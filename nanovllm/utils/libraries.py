@@ -38,10 +38,10 @@ def import_libraries(settings: Mapping[str, Any]) -> None:
 
 
 def _load_native_libraries(device: str) -> None:
-    """Load PyTorch's native libraries by C functions, which ctypes calls without the GIL. An import would hold the GIL.
+    """Load PyTorch's native libraries through C functions, which ctypes calls without the GIL.
 
-    PyTorch's libraries do not acquire the GIL while they are loaded. If they did, loading them could deadlock with an
-    import.
+    An import would hold the GIL. PyTorch's libraries do not acquire the GIL while they are loaded. If they did, loading
+    them could deadlock with an import.
     """
     folder = Path(find_spec("torch").origin).parent  # type: ignore[union-attr, arg-type]
     ctypes.CDLL(None).dlopen(str(folder / "lib" / "libtorch_python.so").encode(), os.RTLD_NOW)

@@ -156,8 +156,9 @@ def load_model(
     tensors share a parameter, the loader also gets a shard id. `show_progress` shows a bar if there are several files
     and loading takes more than BAR_DELAY.
 
-    Raises a ValueError that names a tensor if it is missing, surplus, in two files, of the wrong shape or not floating
-    point, or contains NaN or infinity. Raises a ValueError or FileNotFoundError that names a broken or missing file.
+    Raises a ValueError that names a tensor if the tensor is missing, surplus, in two files, of the wrong shape or not
+    floating point, or contains NaN or infinity. Raises a ValueError or FileNotFoundError that names a broken or missing
+    file.
     """
     if quantization := model.config.quantization:
         quantization.prepare(model, device)

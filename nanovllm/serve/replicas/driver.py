@@ -13,7 +13,10 @@ ANSWERS_PER_SEQ = 2  # a replica gets at most this many times `max_num_seqs` ans
 
 
 def make_processor(model: str, settings: dict[str, Any], first_request_id: int = 0) -> InputProcessor:
-    """Create the InputProcessor of `LLM(model, **settings)` without a GPU or weights. Raises the errors of `LLM`."""
+    """Create the InputProcessor of `LLM(model, **settings)` without a GPU or weights.
+
+    Raises the same errors as `LLM`.
+    """
     config = Config.create(model, settings | DRIVER_OVERRIDES)
     return InputProcessor(config, load_tokenizer(str(config.tokenizer)), first_request_id)
 

@@ -23,8 +23,8 @@ RESTART_TIMEOUT = 1800.0
 class ReplicaGroup:
     """Sends each request to a replica that the router chooses. Requests wait while no replica can take more.
 
-    Only the thread of one event loop may call its methods. Requests that arrive for a replica within one iteration of
-    the loop are sent in one message.
+    Only the thread of one event loop may call the group's methods. Requests that arrive for a replica within one
+    iteration of the loop are sent in one message.
 
     A replica is lost if its process, GPU or host fails, or if a step raises an error. The group then restarts the
     replica. Meanwhile, other replicas compute the requests of the lost replica. A single request fails if it can't be

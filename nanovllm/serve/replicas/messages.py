@@ -21,8 +21,8 @@ class NewRequest(NamedTuple):
     prompt_index: the index of the prompt in the call that submitted it.
     kind: DELTA if answers are sent as they grow.
     noise_seeds: the noise seed of each answer.
-    generated: for each answer, the tokens that the caller already has from a lost replica. These tokens are not sampled
-        again.
+    generated: for each answer, the tokens that the caller has already received from a lost replica. These tokens are
+        not sampled again.
     beams: the parameters of a beam search; `None` for other requests.
     """
 
@@ -39,7 +39,7 @@ class NewRequest(NamedTuple):
 
 
 class Final(NamedTuple):
-    """The result of a finished request. `answers` is empty if they were sent as deltas.
+    """The result of a finished request. `answers` is empty if the answers were sent as deltas.
 
     seconds: three durations, which all begin when the request arrives at the replica. They end when the request is
         first scheduled, when it gets its first token, and when it finishes. The clocks of two machines differ, so these

@@ -31,7 +31,7 @@ class Replica:
     orders_by_id = True  # one driver assigns the ids, so a request that another replica has begun keeps its place
 
     def start(self, model: str, settings: dict[str, Any]) -> dict[str, Any]:
-        """Load the model, and return what the driver must know about the engine. Raises the errors of `LLM`."""
+        """Load the model, and return what the driver must know about the engine. Raises the same errors as `LLM`."""
         self.attach(LLM(model, **settings))
         config = self.engine.config
         num_blocks = config.num_kvcache_blocks if config.enable_prefix_caching else 0  # blocks of the prefix cache

@@ -1,4 +1,7 @@
-"""Defines the driver's record of a request. It tracks what the caller has received, and which replica computes it."""
+"""Defines the driver's record of a request.
+
+The record tracks what the caller has received, and which replica computes the request.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,11 +45,11 @@ class ResumableAnswer(PartialAnswer):
 class ReplicaRequest(AsyncRequest):
     """A request that another process computes. If that process is lost, another replica takes over the request.
 
-    The caller gets each delta once. The new replica continues after the tokens that the caller has, but it recomputes a
-    request with log-probabilities from the start. In both cases, the replica sends the whole answer, and this class
-    skips the part that the caller has. The sampling noise depends only on the request, so the new replica samples the
-    same tokens, unless its rounding errors differ. If rounding changes the tokens of a request with log-probabilities,
-    the request ends with an error.
+    The caller gets each delta once. The new replica continues after the tokens that the caller has received. However,
+    it recomputes a request with log-probabilities from the start. In both cases, the replica sends the whole answer,
+    and this class skips the part that the caller has received. The sampling noise depends only on the request, so the
+    new replica samples the same tokens, unless its rounding errors differ. If rounding changes the tokens of a request
+    with log-probabilities, the request ends with an error.
     """
 
     num_cached_tokens = 0  # prompt tokens found in the replica's prefix cache; 0 until the request has ended
@@ -133,7 +136,7 @@ class ReplicaRequest(AsyncRequest):
         )
 
     def end_aborted(self) -> None:
-        """End a request that no replica computes. The output contains the tokens that the caller has."""
+        """End a request that no replica computes. The output contains the tokens that the caller has received."""
         for answer in self._answers:
             if answer.finish_reason is None:
                 ids = self.request.index, answer.index, self.request_id

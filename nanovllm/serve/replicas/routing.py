@@ -82,10 +82,10 @@ class PrefixRouter:
     is too high, or if no replica has cached a prefix, the router chooses the least loaded replica. Among replicas with
     equal loads, it chooses the one that has received the fewest requests so far.
 
-    The router does not ask replicas what they have cached. It computes the same hashes as the block manager: a chain
-    over full blocks of `block_size` tokens. For each replica, it remembers the hashes of prompts and answers in an LRU
-    list. The list is limited to `max_blocks` hashes, one for each cache block of the replica. A hash occupies about 150
-    bytes.
+    The router does not ask replicas what they have cached. Instead, the router computes the same hashes as the block
+    manager: a chain over full blocks of `block_size` tokens. For each replica, the router remembers the hashes of
+    prompts and answers in an LRU list. The list is limited to `max_blocks` hashes, one for each cache block of the
+    replica. A hash occupies about 150 bytes.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ class Source(Protocol):
         """Raise ValueError or TypeError if a sampling parameter is wrong."""
 
     def all_params(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Return these sampling parameters, and the values of all other parameters if they are known."""
+        """Return the given sampling parameters, and the values of all other parameters if they are known."""
 
     def stream(self, messages: list[Message], params: dict[str, Any]) -> Generator[Piece, None, None]:
         """Yield the answer to a conversation as it arrives. Raises ValueError, OSError or RuntimeError on failure."""
