@@ -12,7 +12,7 @@ Steps = list[tuple[float, float]]  # seconds of reading and seconds of multiplyi
 
 
 class Rates(NamedTuple):
-    """The rates that a GPU sustains. `times` returns the total rates of several ranks."""
+    """The rates that a GPU sustains. `times(n)` returns the combined rates of n ranks."""
 
     bytes_per_s: float
     operations_per_s: float  # of GEMMs in bf16; FP8 units are twice as fast

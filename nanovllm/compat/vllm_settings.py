@@ -1,4 +1,4 @@
-"""Lists the settings that vLLM's engine has and this engine lacks, from vLLM 0.26 and older versions."""
+"""Lists the settings of vLLM's engine, in version 0.26 or older, that this engine lacks."""
 
 from collections.abc import Collection
 from difflib import get_close_matches

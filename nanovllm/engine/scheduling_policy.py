@@ -129,9 +129,9 @@ class TokenBudget(NamedTuple):
     def chunk_end(self, start: int, end: int, others_wait: bool) -> int:
         """Return where the next prefill chunk ends, given that the prompt tokens `start:end` remain.
 
-        If the budget is too small for these tokens, the chunk uses the whole budget. If other prompts wait, the chunk
-        uses half of it, so that short prompts are computed in the same steps as a long one. A chunk contains at least
-        one token.
+        If the budget is too small for these tokens, the chunk uses the whole budget. If other prompts are waiting, the
+        chunk uses half of the budget, so that short prompts are computed in the same steps as a long one. A chunk
+        contains at least one token.
         """
         if self.cost(start, end) <= self.num_tokens:
             return end

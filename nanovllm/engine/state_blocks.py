@@ -61,11 +61,11 @@ class StateBlockManager(BlockManager):
 
     In `copies`, row `r` of the states has id `num_blocks + r`.
 
-    A snapshot is stored for the end of a prompt's last full block. If the prompt's cached blocks do not end with a
-    snapshot, another one is stored for their end, because that prefix is now used for the second time. Chunks end at
-    these boundaries, so a snapshot costs a copy of the state and an additional step. The next step makes the copy, and
-    later steps can find the snapshot. If no row is free, the least recently found snapshot is dropped. When a block
-    leaves the prefix cache, its snapshot is dropped.
+    A snapshot is stored for the end of a prompt's last full block. If there is no snapshot at the end of the prompt's
+    cached blocks, a second snapshot is stored there, because this prompt is the second one to use these blocks. Chunks
+    end at these boundaries, so a snapshot costs a copy of the state and an additional step. The next step makes the
+    copy, and later steps can find the snapshot. If no row is free, the least recently found snapshot is dropped. When a
+    block leaves the prefix cache, its snapshot is dropped.
 
     If the cached blocks end with an answer, the prompt continues a conversation. The conversation's next prompt will
     begin with this whole prompt. So no snapshot is stored for the end of the answer, and the snapshot that this prompt

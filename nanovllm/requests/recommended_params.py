@@ -1,4 +1,4 @@
-"""The sampling parameters that a model recommends. This module is not imported unless a request has no parameters."""
+"""The sampling parameters that a model recommends. Imported for a request without parameters."""
 
 from pathlib import Path
 

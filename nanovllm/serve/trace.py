@@ -124,7 +124,7 @@ class StepRecorder:
     def frames_since(self, last: int) -> tuple[list[Frame], int]:
         """Return the frames after frame number `last`, and the number of the last returned frame.
 
-        If the next frame was dropped, or if `last` is 0, return a key frame and all stored frames.
+        If the frame after `last` was dropped, or if `last` is 0, return a key frame and all stored frames.
         """
         with self._lock:
             if last >= self._first - 1 and last > 0:

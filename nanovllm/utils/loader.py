@@ -232,7 +232,7 @@ def stored_dtypes(file: Path) -> dict[str, str]:
 
 
 def open_safetensors(file: Path, device: torch.device | str = "cpu"):
-    """Open a file as a context manager. If it is not a complete safetensors file, raise a ValueError that names it."""
+    """Return a context manager with the tensors of a file. Raises a ValueError that names a file it can't read."""
     try:
         return safe_open(file, framework="pt", device=str(device))
     except SafetensorError as error:

@@ -140,7 +140,7 @@ def delta_net_step(qkvz, ba, layer: Any, states: Any, rows, out, count=None, num
 def delta_net_drafts(
     qkvz, ba, layer: Any, states: Any, rows, context_lens, out, count=None, num_warps: int | None = None
 ) -> None:
-    """Compute `delta_net_drafts` as defined in delta_net/delta_net_drafts.py."""
+    """Compute in Triton what `delta_net_drafts` in delta_net/delta_net_drafts.py defines."""
     seqs = Sequences(rows, count, context_lens=context_lens)
     sizes = len(rows), len(qkvz) // len(rows), states.kept_drafts.inputs.shape[1]
     _launch_tokens(qkvz, ba, layer, states, seqs, sizes, out, num_warps)

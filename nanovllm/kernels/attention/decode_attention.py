@@ -35,7 +35,10 @@ NO_NORM_ROPE = None, None, 0.0, None, None  # weights, eps, cos_sin, slots
 
 @triton.jit
 def _load_rotation(norm_rope_ptrs, seq, d, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr):
-    """Return the arguments of `norm_rope` for queries and keys: cosines, sines and rotation partners."""
+    """Return cos and sin for queries, cos and sin for keys, and the index that each element of a head is rotated with.
+
+    If there are norm weights, cos and sin are multiplied by them.
+    """
     q_weight_ptr, k_weight_ptr = norm_rope_ptrs[0], norm_rope_ptrs[1]
     cos, sin, swapped = load_cos_sin(norm_rope_ptrs[3], seq, d, HEAD_DIM, ROTARY)
     q_cos, q_sin, k_cos, k_sin = cos, sin, cos, sin

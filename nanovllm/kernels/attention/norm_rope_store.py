@@ -39,7 +39,7 @@ def norm_rope(x, x_swapped, cos, sin, eps, HAS_NORM: tl.constexpr):
 
 @triton.jit
 def load_cos_sin(cos_sin_ptr, token, d, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr):
-    """Load a token's cosines and sines for elements `d` of a head. Also return the rotation partners of `d`.
+    """Load a token's cosines and sines for elements `d` of a head. Also return the indices that they are rotated with.
 
     The first ROTARY elements of each head are rotated.
     """

@@ -90,9 +90,9 @@ def gemv(
     """Return y = x W^T + bias, and x + residual, for a single row x.
 
     x is [1, K], W is [N, K], `bias` is [N], and y is [1, N]. Without a residual, the second result is x itself. `norm`
-    is the weight [K] and the eps of an RMS norm. With `norm`, the norm of x + residual replaces x in the matmul. A
-    residual requires a norm. If `gated`, the weight is [2N, K], the bias is [2N], and y is silu(first half of the
-    outputs) * second half. All tensors are contiguous. `out` receives y.
+    is a pair: the weight [K] and the eps of an RMS norm. With `norm`, the norm of x + residual replaces x in the
+    matmul. A residual requires a norm. If `gated`, the weight is [2N, K], the bias is [2N], and y is silu(first half of
+    the outputs) * second half. All tensors are contiguous. `out` receives y.
     """
     norm_weight, eps = norm
     assert norm_weight is not None or residual is None
