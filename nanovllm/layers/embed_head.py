@@ -46,11 +46,12 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ScaledEmbedding(VocabParallelEmbedding):
-    """Multiplies embeddings by a factor."""
+    """Multiplies the embeddings of an existing layer by a factor. The two layers share the weight."""
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, factor: float):
-        super().__init__(num_embeddings, embedding_dim)
-        self.factor = factor
+    def __init__(self, embedding: VocabParallelEmbedding, factor: float):
+        nn.Module.__init__(self)  # the base class would allocate another weight
+        self.tp, self.num_embeddings, self.first_id = embedding.tp, embedding.num_embeddings, embedding.first_id
+        self.weight, self.factor = embedding.weight, factor
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         return super().forward(token_ids) * self.factor

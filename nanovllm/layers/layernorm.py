@@ -38,6 +38,11 @@ class RMSNorm(nn.Module):
         return self.rms_forward(x) if residual is None else self.add_rms_forward(x, residual)
 
 
+def add_and_norm(norm: nn.Module, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the norm of `x + residual`, and `x + residual` itself. In a model's first layer, `residual` is None."""
+    return (norm(x), x) if residual is None else norm(x, residual)
+
+
 class ZeroCenteredRMSNorm(RMSNorm):
     """RMSNorm for checkpoints that store `weight - 1`. The weight is float32, because 16 bits are too coarse near 1."""
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.layers.embed_head import ScaledEmbedding
-from nanovllm.layers.layernorm import ZeroCenteredRMSNorm
+from nanovllm.layers.layernorm import ZeroCenteredRMSNorm, add_and_norm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models import ModelConfig
 from nanovllm.models.qwen3 import Qwen3Attention, Qwen3MLP
@@ -47,10 +47,7 @@ class Gemma3DecoderLayer(nn.Module):
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (x, residual), as Qwen3DecoderLayer does. The layer's output is x + residual."""
-        if residual is None:
-            x, residual = self.input_layernorm(hidden_states), hidden_states
-        else:
-            x, residual = self.input_layernorm(hidden_states, residual)
+        x, residual = add_and_norm(self.input_layernorm, hidden_states, residual)
         x = self.post_attention_layernorm(self.self_attn(positions, x))
         x, residual = self.pre_feedforward_layernorm(x, residual)
         return self.post_feedforward_layernorm(self.mlp(x)), residual
@@ -80,9 +77,7 @@ class Gemma3ForCausalLM(WindowsForCausalLM):
         factor = torch.tensor(
             config.hidden_size**0.5, dtype=config.dtype, device="cpu"
         ).item()  # rounded as in transformers
-        self.model.embed_tokens = ScaledEmbedding(config.vocab_size, config.hidden_size, factor)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        self.model.embed_tokens = ScaledEmbedding(self.model.embed_tokens, factor)
         self.model.norm = ZeroCenteredRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     @classmethod

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.layernorm import RMSNorm, add_and_norm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models import ModelConfig
 from nanovllm.models.llama import LlamaForCausalLM
@@ -33,10 +33,7 @@ class Glm4DecoderLayer(Qwen3DecoderLayer):
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if residual is None:
-            x, residual = self.input_layernorm(hidden_states), hidden_states
-        else:
-            x, residual = self.input_layernorm(hidden_states, residual)
+        x, residual = add_and_norm(self.input_layernorm, hidden_states, residual)
         x = self.post_self_attn_layernorm(self.self_attn(positions, x))
         x, residual = self.post_attention_layernorm(x, residual)
         return self.post_mlp_layernorm(self.mlp(x)), residual

@@ -40,9 +40,7 @@ class GraniteForCausalLM(LlamaForCausalLM):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         factor = config.details.embedding_multiplier
-        self.model.embed_tokens = ScaledEmbedding(config.vocab_size, config.hidden_size, factor)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        self.model.embed_tokens = ScaledEmbedding(self.model.embed_tokens, factor)
 
     @classmethod
     def make_layer(cls, config: ModelConfig, layer_index: int, rotary_emb: RotaryEmbedding) -> nn.Module:

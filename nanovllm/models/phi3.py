@@ -1,10 +1,9 @@
 """Phi-3, Phi-4 and Phi-4-mini: a Llama whose checkpoints contain merged weights for q, k and v, and for gate and up."""
 
-from pathlib import Path
 from typing import ClassVar
 
 from nanovllm.models.llama import LlamaForCausalLM
-from nanovllm.utils.checks import check_int
+from nanovllm.models.mistral import MistralForCausalLM
 from nanovllm.utils.merged_tensors import WHOLE
 
 
@@ -14,8 +13,4 @@ class Phi3ForCausalLM(LlamaForCausalLM):
         "qkv_proj": ("qkv_proj", WHOLE),
         "gate_up_proj": ("gate_up_proj", WHOLE),
     }
-
-    @staticmethod
-    def read_config(raw: dict, file: Path) -> dict:
-        window = raw.get("sliding_window")
-        return {"sliding_window": None if window is None else check_int(f"{file}: sliding_window", window, low=1)}
+    read_config = staticmethod(MistralForCausalLM.read_config)

@@ -13,7 +13,7 @@ from torch import nn
 from nanovllm.delta_net.gated_delta_net import DeltaHeads, GatedDeltaNet
 from nanovllm.delta_net.hybrid_config import LAYER_TYPES, read_hybrid
 from nanovllm.delta_net.scattered_linear import GatedQKVParallelLinear
-from nanovllm.layers.layernorm import ZeroCenteredRMSNorm
+from nanovllm.layers.layernorm import ZeroCenteredRMSNorm, add_and_norm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.sigmoid_gate import SigmoidGate, sigmoid_gate
 from nanovllm.models import ModelConfig
@@ -84,10 +84,7 @@ class HybridLayer(nn.Module):
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if residual is None:
-            x, residual = self.input_layernorm(hidden_states), hidden_states
-        else:
-            x, residual = self.input_layernorm(hidden_states, residual)
+        x, residual = add_and_norm(self.input_layernorm, hidden_states, residual)
         x = self.linear_attn(x) if self.self_attn is None else self.self_attn(positions, x)
         x, residual = self.post_attention_layernorm(x, residual)
         return self.mlp(x), residual
