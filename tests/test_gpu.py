@@ -17,7 +17,7 @@ import pytest
 import torch
 from common import generate_by_steps
 from test_callers import Caller, check_whole, requests, threads  # noqa: F401  (`requests` is a fixture)
-from test_models import SMALL, assert_same_as_transformers, make_checkpoint
+from test_models import CASES, SMALL, assert_same_as_transformers, make_checkpoint
 from test_models import requests as requests_of_models
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
@@ -176,7 +176,9 @@ def test_seeded_sampling_is_the_same_in_any_batch(make_llm):
     assert [a["token_ids"] for a in alone] == [a["token_ids"] for a in together[:8]]
 
 
-NUM_LAYERS = {"qwen3-0.6b": 28, "qwen3-30b-a3b": 3, "qwen3.5-9b": 4}  # of the benchmarks' shapes; of larger ones a few
+# of the benchmarks' shapes; of larger ones a few, one of each kind among them
+NUM_LAYERS = {"qwen3-0.6b": 28, "qwen3-30b-a3b": 3, "qwen3.5-9b": 4, "gemma3-12b": 6, "olmo3-7b": 4}
+MAX_ID = 100_000  # an id of each shape's vocabulary
 
 
 @pytest.fixture(scope="module", params=NUM_LAYERS)
@@ -199,6 +201,10 @@ def random_model(request, tmp_path_factory) -> str:
     shutil.rmtree(folder)
 
 
+# of transformers 5
+LATER_FAMILIES = "gemma3", "olmo3", "olmo3-yarn", "smollm3", "granite", "glm4", "phi3", "phi3-partial", "ministral3"
+
+
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("backend", ["sdpa", "triton"])
 @pytest.mark.parametrize(
@@ -213,10 +219,11 @@ def random_model(request, tmp_path_factory) -> str:
         "qwen3",
         "qwen3-moe",
         "qwen3-moe-step",
+        *(name for name in LATER_FAMILIES if name in CASES),
     ],
 )
 def test_families(make_llm, tmp_path, name, backend, enforce_eager):
-    """With and without q and k norms, biases, windows and experts: chunks, decodes of a few sequences, then of one."""
+    """Layers of each kind: chunks, decodes of a few sequences, then of one."""
     folder = make_checkpoint(tmp_path, name)
     settings = SMALL | {"attention_backend": backend, "enforce_eager": enforce_eager, "gpu_memory_utilization": 0.1}
     llm = make_llm(folder, device="cuda", **settings)
@@ -277,7 +284,7 @@ def test_logits_of_a_real_size(make_llm, random_model, capsys, backend, size):
     errors_of_tokens = lambda x, exact: ((x - exact).norm(dim=-1) / exact.norm(dim=-1)).flatten()
     # the longest first, as in decode steps
     for lengths in ([300], [1000, 256, 255, 17, 1], sorted(rng.choices(range(1, 400), k=40), reverse=True)):
-        prompts = [[rng.randrange(151643) for _ in range(length)] for length in lengths]
+        prompts = [[rng.randrange(MAX_ID) for _ in range(length)] for length in lengths]
         token_ids, ours = logits_of_run(llm, prompts, num_tokens)
         reference = [
             torch.stack(
@@ -289,7 +296,8 @@ def test_logits_of_a_real_size(make_llm, random_model, capsys, backend, size):
             for model in (exact, theirs)
         ]
         for name, part in (("prefill", slice(0, 1)), ("decode", slice(1, None))):
-            expected, other, own = (logits[:, part, : 151936 // size] for logits in (*reference, ours))
+            width = reference[0].shape[-1] // size
+            expected, other, own = (logits[:, part, :width] for logits in (*reference, ours))
             errors = error(own, expected), error(other, expected)
             with capsys.disabled():
                 print(f"\n  {backend} x{size} {name} of {len(prompts)}: ", end="")
@@ -342,7 +350,7 @@ def test_chosen_experts_of_a_real_size(make_llm, random_model, capsys):
 def test_graphs_and_overlap_change_nothing(make_llm, random_model):
     """The same kernels in the same order give the same ids, with graphs or without, synchronous or asynchronous."""
     rng = random.Random(0)
-    prompts = [[rng.randrange(151643) for _ in range(rng.randint(1, 300))] for _ in range(16)]
+    prompts = [[rng.randrange(MAX_ID) for _ in range(rng.randint(1, 300))] for _ in range(16)]
     params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
     runs = []
     for enforce_eager, async_scheduling in ((False, True), (False, False), (True, True), (True, False)):
@@ -469,7 +477,7 @@ def test_a_rank_is_killed_during_a_step(make_llm, chat, size, enforce_eager):
 def test_graphs_change_nothing_with_any_sampling_params(make_llm, random_model):
     """Rows with different filters, penalties, biases and log-probabilities, with graphs and without."""
     rng = random.Random(0)
-    prompts = [[rng.randrange(151643) for _ in range(rng.randint(1, 300))] for _ in range(24)]
+    prompts = [[rng.randrange(MAX_ID) for _ in range(rng.randint(1, 300))] for _ in range(24)]
     kinds = [
         {},
         {"top_k": 20, "top_p": 0.95},
