@@ -68,7 +68,7 @@ class ModelRunner:
         if any(spec.of_states for spec in self.cache_groups):
             fit_states(self)
         self.caches: dict[Any, list[torch.Tensor]] = {}  # tensors by spec
-        self.sampler = Sampler(self.tp, self.model.lm_head.first_id)
+        self.sampler = self.make_sampler()
         model = config.model_config
         self.milliseconds_per_token = model.num_hidden_layers * model.layer_operations / CPU_OPERATIONS_PER_MS
         self.features: dict[str, StepFeature] = {}
@@ -77,6 +77,9 @@ class ModelRunner:
         self.add_features(from_outside)
         self.edits_all_rows = bool(from_outside)  # these features also edit logits of requests without features
         self.warm_up(part_done)
+
+    def make_sampler(self) -> nn.Module:
+        return Sampler(self.tp, self.model.lm_head.first_id)
 
     def make_tables(self) -> None:
         """Allocate per-request tables on the device. Subclasses may override this."""
@@ -311,14 +314,17 @@ class ModelRunner:
         return self.slot_token_ids[:-1].view(-1, self.config.kvcache_block_size)
 
     def _load_model(self) -> nn.Module:
-        config = self.config.model_config
         with torch.device(self.device):
-            model = make_model(config, self.config.max_model_len, self.tp)
+            model = self.make_model()
         # safetensors reads into tensors on the default device, which the caller may have changed
         with nullcontext() if torch.empty(0).device.type == "cpu" else torch.device("cpu"):
             load_model(model, Path(self.config.model), self.device, self.config.load_format, self.tp.rank == 0)
         self.fuse_layers(model)
         return model.eval()
+
+    def make_model(self) -> nn.Module:
+        """Make this rank's model, without weights. Subclasses may override this."""
+        return make_model(self.config.model_config, self.config.max_model_len, self.tp)
 
     def fuse_layers(self, model: nn.Module) -> None:
         """Replace layers by fused ones. Subclasses may override this."""
