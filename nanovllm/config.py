@@ -195,7 +195,7 @@ class Config:
             raise ValueError(f"speculative_config={self.speculative_config!r}: must be None with task={self.task!r}")
         from nanovllm.pooling.pooling_config import read_pooling_config  # few engines pool
 
-        pooling = read_pooling_config(folder, self.task, self.model_config)
+        pooling = read_pooling_config(folder, Path(str(self.tokenizer)), self.task, self.model_config)
         hits = self.enable_prefix_caching and pooling.mode == "last"  # otherwise, all hidden states are needed
         self.resolve(pooling=pooling, enable_prefix_caching=hits, enforce_eager=True)
 

@@ -19,6 +19,7 @@ from nanovllm import LLM, BeamSearchParams
 from nanovllm.config import Config
 from nanovllm.pooling.pooling_prompts import RERANKER_INSTRUCTION, RERANKER_TEMPLATE
 from nanovllm.serve import AsyncLLM
+from nanovllm.serve.frames import View
 from nanovllm.serve.trace import trace
 
 VOCAB_SIZE, MAX_LEN = 2049, 400
@@ -330,7 +331,7 @@ def test_quantized(make_llm, tmp_path):
     outputs = llm.classify(TEXTS, use_tqdm=False)
     expected = [model(torch.tensor([x.prompt_token_ids])).logits[0].softmax(-1).numpy() for x in outputs]
     assert_vectors(outputs, expected, tolerance=0.1)
-    assert llm.model_runner.model.score.weight.dtype == torch.float32
+    assert llm.model_runner.model.lm_head.weight.dtype == torch.float32
 
 
 def test_dummy_weights(make_llm, tmp_path):
@@ -429,14 +430,22 @@ def test_abort(embedder):
     assert output[0].finished and embedder.stats()["blocks"]["used"] == 0
 
 
-def test_trace(embedder, tmp_path):
+@pytest.mark.parametrize("is_async", [False, True])
+def test_trace(make_llm, tmp_path, is_async):
     """The recorded sequences never get a token."""
-    with trace(embedder, tmp_path / "run.html") as recorder:
-        embedder.embed([[5 + i] * 40 for i in range(4)], use_tqdm=False)
+    llm = make_llm("tiny-qwen3", task="embed", max_num_batched_tokens=30, async_scheduling=is_async, **SMALL)
+    with trace(llm, tmp_path / "run.html") as recorder:
+        llm.embed([[5 + i] * 40 for i in range(4)], use_tqdm=False)
     frames, _ = recorder.frames_since(0)
+    names = [name for frame in frames for name, *_ in frame.get("seqs", ())]
     released = [entry for frame in frames for entry in frame.get("released", ())]
-    assert [reason for _, reason in released] == ["stop"] * 4
-    assert not any(frame.get("sampled") for frame in frames) and sum(len(f.get("chunks", ())) for f in frames) == 4
+    assert sorted(map(tuple, released)) == [(name, "stop") for name in sorted(names)] and len(names) >= 3
+    assert not any(frame.get("sampled") for frame in frames)
+    view = View.from_key_frame(frames[0])
+    for frame in frames[1:]:
+        view.apply(frame)
+        assert all(seq.computed <= seq.tokens == seq.max_tokens == 40 for seq in view.seqs.values())
+    assert not view.seqs and sum(end - start for f in frames for _, start, end in f.get("chunks", ())) == 160
 
 
 # -- asyncio and HTTP --------------------------------------------------------------------------------------------------

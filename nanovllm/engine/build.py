@@ -47,6 +47,4 @@ def make_scheduler(config: Config) -> Scheduler:
         block_manager = StateBlockManager(*sizes, config.max_num_seqs, config.num_states)
     if config.speculative_config is not None:
         return DraftingScheduler(config, block_manager)
-    if config.pooling is not None:
-        return PoolingScheduler(config, block_manager)
-    return Scheduler(config, block_manager)
+    return (PoolingScheduler if config.pooling else Scheduler)(config, block_manager)

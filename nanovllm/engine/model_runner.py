@@ -68,7 +68,7 @@ class ModelRunner:
         if any(spec.of_states for spec in self.cache_groups):
             fit_states(self)
         self.caches: dict[Any, list[torch.Tensor]] = {}  # tensors by spec
-        self.sampler = self.make_sampler()
+        self.sampler = Sampler(self.tp, self.model.lm_head.first_id)
         model = config.model_config
         self.milliseconds_per_token = model.num_hidden_layers * model.layer_operations / CPU_OPERATIONS_PER_MS
         self.features: dict[str, StepFeature] = {}
@@ -77,9 +77,6 @@ class ModelRunner:
         self.add_features(from_outside)
         self.edits_all_rows = bool(from_outside)  # these features also edit logits of requests without features
         self.warm_up(part_done)
-
-    def make_sampler(self) -> nn.Module:
-        return Sampler(self.tp, self.model.lm_head.first_id)
 
     def make_tables(self) -> None:
         """Allocate per-request tables on the device. Subclasses may override this."""

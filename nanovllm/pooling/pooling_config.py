@@ -1,15 +1,16 @@
 """Reads from a checkpoint what to compute from a text: an embedding, a score or classes, and from which tokens."""
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.pooling.task import CLASSIFIER, labels_of, modules_of
 from nanovllm.utils.checks import check_choice, read_json
 
 if TYPE_CHECKING:
     from nanovllm.models import ModelConfig
 
+CLASSIFIER = "ForSequenceClassification"
 # names of sentence-transformers -> which hidden states become the vector
 POOLING_MODES = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 OLD_MODE_PREFIX = "pooling_mode_"  # `pooling_mode_lasttoken: true` is an older form of `pooling_mode: "lasttoken"`
@@ -45,13 +46,21 @@ class PoolingConfig:
     dimensions: tuple[int, ...] = ()
 
 
-def read_pooling_config(folder: Path, task: str, model: "ModelConfig") -> PoolingConfig:
+def find_pooling_task(folder: Path) -> str:
+    """Return the task of a checkpoint that does not generate text: "embed", "score" or "classify"."""
+    raw = read_json(folder / "config.json")
+    if _is_classifier(raw):
+        return "score" if len(_labels(raw)) == 1 else "classify"
+    return "score" if "LogitScore" in _modules(folder) else "embed"
+
+
+def read_pooling_config(folder: Path, tokenizer: Path, task: str, model: "ModelConfig") -> PoolingConfig:
     """Read the settings of a checkpoint for `task`. Raises a ValueError that names the file if they are unsupported."""
     file = folder / "config.json"
     raw = read_json(file)
     if raw.get("use_bidirectional_attention") or raw.get("is_causal") is False:
         raise ValueError(f"{file}: attention to later tokens is not supported")
-    modules = modules_of(folder) if (folder / "modules.json").is_file() else {}
+    modules = _modules(folder)
     prompts = _optional_json(folder / "config_sentence_transformers.json")
     common: dict[str, Any] = {
         "prompts": {name: text for name, text in (prompts.get("prompts") or {}).items() if text},
@@ -64,15 +73,15 @@ def read_pooling_config(folder: Path, task: str, model: "ModelConfig") -> Poolin
     name = activation.rpartition(".")[2]
     if name:
         check_choice(f"{file}: activation_fn", name, ACTIVATIONS)
-    if str((raw.get("architectures") or [""])[0]).endswith(CLASSIFIER):
-        labels = labels_of(raw)
+    if _is_classifier(raw):
+        labels = _labels(raw)
         if task == "score" and len(labels) != 1:
             raise ValueError(f"{file}: has {len(labels)} labels: the task 'score' needs one; set task='classify'")
         default = PROBLEM_ACTIVATIONS.get(str(raw.get("problem_type")), "sigmoid" if len(labels) == 1 else "softmax")
         return PoolingConfig(len(labels), activation=ACTIVATIONS.get(name, default), labels=labels, **common)
     if task == "classify":
         raise ValueError(f"{file}: architectures={raw.get('architectures')}: the task 'classify' needs a {CLASSIFIER}")
-    ids = _answer_ids(folder, modules, model.vocab_size)
+    ids = _answer_ids(tokenizer, modules, model.vocab_size)
     activation = ACTIVATIONS.get(name, "sigmoid")
     return PoolingConfig(len(ids), activation=activation, labels=("relevant",), token_ids=ids, **common)
 
@@ -101,14 +110,14 @@ def _read_embedding(folder: Path, modules: dict[str, Path], raw: dict) -> dict[s
     return fields | {"mode": POOLING_MODES[mode], "normalize": "Normalize" in modules}
 
 
-def _answer_ids(folder: Path, modules: dict[str, Path], vocab_size: int) -> tuple[int, ...]:
+def _answer_ids(tokenizer: Path, modules: dict[str, Path], vocab_size: int) -> tuple[int, ...]:
     """Return the ids of the tokens for irrelevant and relevant, or of the latter only."""
     if "LogitScore" in modules:
         entries = read_json(file := modules["LogitScore"] / "config.json")
         found = [entries.get("false_token_id"), entries.get("true_token_id")]
         ids = [token_id for token_id in found if token_id is not None]
     else:
-        file = folder / ("tokenizer.json" if (folder / "tokenizer.json").is_file() else "vocab.json")
+        file = tokenizer / ("tokenizer.json" if (tokenizer / "tokenizer.json").is_file() else "vocab.json")
         vocab = read_json(file)
         vocab = vocab["model"]["vocab"] if "model" in vocab else vocab
         if missing := [answer for answer in ANSWERS if answer not in vocab]:
@@ -117,6 +126,26 @@ def _answer_ids(folder: Path, modules: dict[str, Path], vocab_size: int) -> tupl
     if not ids or not all(isinstance(i, int) and 0 <= i < vocab_size for i in ids):
         raise ValueError(f"{file}: token ids {ids} of answers: must be in 0 to {vocab_size - 1}")
     return tuple(ids)
+
+
+def _is_classifier(raw: dict) -> bool:
+    return str((raw.get("architectures") or [""])[0]).endswith(CLASSIFIER)
+
+
+def _labels(raw: dict) -> tuple[str, ...]:
+    """Return the names of the classes. As in transformers, there are two unless config.json says otherwise."""
+    names = raw.get("id2label") or {i: f"LABEL_{i}" for i in range(raw.get("num_labels") or 2)}
+    return tuple(str(names[key]) for key in sorted(names, key=int))  # the file sorts its keys as texts
+
+
+def _modules(folder: Path) -> dict[str, Path]:
+    """Return the folder of each module in `modules.json`, if any, by the name of its class in sentence-transformers."""
+    file = folder / "modules.json"
+    try:
+        modules = json.loads(file.read_bytes()) if file.is_file() else []
+        return {module["type"].rpartition(".")[2]: folder / module.get("path", "") for module in modules}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{file}: must be a list of objects with a 'type' ({error!r})") from error
 
 
 def _optional_json(file: Path) -> dict:

@@ -1,4 +1,4 @@
-"""The model runner of an engine whose steps compute vectors. It has no sampler and, in general, no output head."""
+"""The model runner of an engine whose steps compute vectors instead of tokens."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from nanovllm.engine.forward_output import PendingStep, SamplerInput
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.pooling.pooling_scheduler import PooledResult
-from nanovllm.utils.loader import HEAD, check_shape, find_tensors, parameter
+from nanovllm.utils.loader import HEAD, check_shape, default_weight_loader, find_tensors, parameter
 
 
 class PendingVectors(PendingStep):
@@ -28,44 +28,53 @@ class PendingVectors(PendingStep):
         return PooledResult([*results.view(torch.float32).numpy()], {})
 
 
-class PoolingHead(nn.Module):
+class EmbeddingHead(nn.Module):
+    """Takes the place of a model's output head, and keeps the hidden states [S, hidden_size], in float32."""
+
+    first_id = 0  # for the Sampler, which never runs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.float()
+
+
+class ClassificationHead(EmbeddingHead):
     """Maps hidden states [S, hidden_size] to logits [S, outputs] in float32. Every rank has the whole weight."""
 
     def __init__(self, num_outputs: int, hidden_size: int):
         super().__init__()
         self.weight = parameter((num_outputs, hidden_size), self.weight_loader, torch.float32)
 
-    def weight_loader(self, param: torch.Tensor, loaded_weight: Any) -> torch.Tensor:
-        return param.copy_(check_shape(loaded_weight, tuple(param.shape))[:])
+    def weight_loader(self, param: torch.Tensor, loaded_weight: Any, *shard_id: int) -> torch.Tensor:
+        return default_weight_loader(param, loaded_weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x.float(), self.weight)
 
 
-class AnswerHead(PoolingHead):
+class AnswerHead(ClassificationHead):
     """The rows of a language model's output head that belong to a few tokens."""
 
     def __init__(self, token_ids: tuple[int, ...], vocab_size: int, hidden_size: int):
         super().__init__(len(token_ids), hidden_size)
         self.token_ids, self.vocab_size = token_ids, vocab_size
 
-    def weight_loader(self, param: torch.Tensor, loaded_weight: Any) -> torch.Tensor:
+    def weight_loader(self, param: torch.Tensor, loaded_weight: Any, *shard_id: int) -> torch.Tensor:
         weight = check_shape(loaded_weight, (self.vocab_size, param.shape[1]))
         for row, token_id in zip(param, self.token_ids):
             row.copy_(weight[token_id : token_id + 1][0])
         return param
 
-    def read_rows_of(self, embedding: nn.Parameter) -> None:
-        """Load the rows together with the embedding, to which the output head is tied."""
-        load_embedding, weight = embedding.weight_loader, self.weight
+    def tie(self, embedding: VocabParallelEmbedding) -> None:
+        """Load the rows from the embedding's weight, because the checkpoint has no tensor for the output head."""
+        load_embedding, weight = embedding.weight.weight_loader, self.weight.data
 
         def load(param: torch.Tensor, loaded_weight: Any) -> torch.Tensor:
             self.weight_loader(weight, loaded_weight)
             return load_embedding(param, loaded_weight)
 
-        embedding.weight_loader = load
-        del self.weight  # as a parameter, for which the checkpoint has no tensor
-        self.register_buffer("weight", weight.data)
+        embedding.weight.weight_loader = load
+        del self.weight
+        self.register_buffer("weight", weight)
 
 
 class PoolingRunner(BatchRunner):
@@ -76,25 +85,23 @@ class PoolingRunner(BatchRunner):
     """
 
     def make_model(self) -> nn.Module:
-        """Make the model with the output head of its task, or without one."""
+        """Make the model, without weights. The head of the task replaces its output head."""
         model: Any = super().make_model()
-        config, pooling, unused = model.config, self.config.pooling, getattr(model, "unused_prefixes", ())
-        is_tied = config.tie_word_embeddings
+        config, pooling = model.config, self.config.pooling
         model.config = replace(config, tie_word_embeddings=False)
         if pooling.token_ids:
             model.lm_head = AnswerHead(pooling.token_ids, config.vocab_size, config.hidden_size)
-            if is_tied and (self.config.load_format == "dummy" or HEAD not in find_tensors(Path(self.config.model))):
-                embeddings = (layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding))
-                model.lm_head.read_rows_of(next(embeddings).weight)
+            has_head = self.config.load_format != "dummy" and HEAD in find_tensors(Path(self.config.model))
+            if config.tie_word_embeddings and not has_head:
+                model.lm_head.tie(next(x for x in model.modules() if isinstance(x, VocabParallelEmbedding)))
             return model
-        del model.lm_head
-        model.unused_prefixes = (*unused, "lm_head.")
+        model.lm_head = EmbeddingHead()
         if pooling.labels:
-            model.score = PoolingHead(len(pooling.labels), config.hidden_size)  # transformers' name
+            model.lm_head = ClassificationHead(len(pooling.labels), config.hidden_size)
+        # transformers calls a head for classes `score`
+        model.packed_modules_mapping = {**model.packed_modules_mapping, "score": ("lm_head", 0)}
+        model.unused_prefixes = (*getattr(model, "unused_prefixes", ()), "lm_head.")
         return model
-
-    def make_sampler(self) -> nn.Module:
-        return nn.Identity()  # no token is sampled
 
     def make_tables(self) -> None:
         super().make_tables()
@@ -126,13 +133,10 @@ class PoolingRunner(BatchRunner):
         return vectors[sampled] if self.config.pooling.mode == "cls" else vectors[sampled] / lengths[sampled, None]
 
     def sample_and_accept(self, x: SamplerInput) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the vectors [S, N], or the logits of a head. Return their bits as int32, as a step's results."""
-        vectors = x.hidden_states.float()
-        if self.config.pooling.token_ids:
-            vectors = self.model.compute_logits(vectors)
-        elif self.config.pooling.labels:
-            vectors = self.model.score(vectors)
-        results = vectors.contiguous().view(torch.int32)
+        """Compute vectors [S, N]. Return their bits as int32, as a step's results."""
+        # only the logits of tokens may be scaled by the family
+        head = self.model.compute_logits if self.config.pooling.token_ids else self.model.lm_head
+        results = head(x.hidden_states).contiguous().view(torch.int32)
         return results, results
 
     def launch(self, batch: HostBatch, step: ScheduledStep | None = None) -> PendingStep:

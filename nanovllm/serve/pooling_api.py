@@ -156,7 +156,8 @@ def add_routes(app: FastAPI, api: Api) -> None:
 def ranked(body: RerankBody, texts: Sequence[str], outputs: Sequence[PoolingOutput]) -> list[dict[str, Any]]:
     """Return the `top_n` most relevant documents, in descending order of their score."""
     order = sorted(range(len(texts)), key=lambda i: outputs[i].score, reverse=True)[: body.top_n]
-    results = [{"index": i, "relevance_score": outputs[i].score} for i in order]
+    results: list[dict[str, Any]] = [{"index": i, "relevance_score": outputs[i].score} for i in order]
     if body.return_documents:
-        results = [result | {"document": {"text": texts[result["index"]]}} for result in results]
+        for i, result in zip(order, results):
+            result["document"] = {"text": texts[i]}
     return results

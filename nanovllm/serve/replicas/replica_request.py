@@ -6,6 +6,7 @@ The record tracks what the caller has received, and which replica computes the r
 from collections.abc import Callable
 from dataclasses import replace
 from time import time
+from typing import Any
 
 import numpy as np
 
@@ -83,9 +84,9 @@ class ReplicaRequest(AsyncRequest):
     def message(self, replica_index: int) -> NewRequest:
         """Assign the request to a replica, and return the message for the replica."""
         self.replica_index, self._sent_time = replica_index, time()
-        params, pooling = self.request.params, None
-        if isinstance(params, PoolingParams):
-            params, pooling = NO_TOKENS, params
+        params: Any = self.request.params
+        pooling = params if isinstance(params, PoolingParams) else None
+        params = NO_TOKENS if pooling else params
         if type(params) is not SamplingParams:  # a replica may be unable to import a class of the caller
             params = SamplingParams(**{name: getattr(params, name) for name in SamplingParams.__dataclass_fields__})
         generated = [[] if params.logprobs is not None else _generated(answer) for answer in self._answers]
