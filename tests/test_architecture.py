@@ -48,7 +48,8 @@ HOUSE = """
   utils/__init__.py moe/__init__.py moe/moe_config.py moe/expert_weights.py reasoning/__init__.py reasoning/formats.py
   reasoning/stage.py <- utils/loader.py utils/sharded_checkpoint.py utils/dummy_weights.py utils/tied_head.py
   utils/merged_tensors.py utils/nested_names.py
-  quantization/__init__.py pooling/__init__.py pooling/task.py <- models/__init__.py models/shared/architectures.py attention/__init__.py
+  quantization/__init__.py pooling/__init__.py pooling/task.py
+  <- models/__init__.py models/shared/architectures.py attention/__init__.py
   structured_outputs/__init__.py compat/__init__.py <- structured_outputs/spec.py compat/vllm_settings.py
   compat/vllm_flags.py
   distributed/division.py utils/device_checks.py <- utils/collection_checks.py pooling/pooling_config.py
@@ -88,9 +89,11 @@ HOUSE = """
   requests/sentencepiece.py requests/recommended_params.py features/stop_strings.py <- requests/request.py
   <- requests/chat_templates.py <- requests/prompts.py
   requests/streamed_request.py <- requests/input_processor.py engine/output_processor.py
-  <- engine/engine.py features/beam_search.py pooling/pooling_prompts.py pooling/pooling_request.py pooling/calls.py <- engine/build.py engine/engine_thread.py
+  <- engine/engine.py features/beam_search.py pooling/pooling_prompts.py pooling/pooling_request.py pooling/calls.py
+  <- engine/build.py engine/engine_thread.py
   <- requests/step_callers.py requests/streams.py
-  <- engine/llm_engine.py rollout/ <- llm.py <- __init__.py <- compat/vllm_llm.py <- compat/vllm.py <-
+  <- engine/llm_engine.py rollout/ <- llm.py <- __init__.py <- compat/vllm_pooling.py
+  <- compat/vllm_llm.py <- compat/vllm.py <-
   compat/__main__.py
 7 | benchmarks/__init__.py benchmarks/clients.py benchmarks/processes.py benchmarks/requests.py benchmarks/results.py
   benchmarks/shapes.py

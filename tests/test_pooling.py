@@ -448,6 +448,28 @@ def test_trace(make_llm, tmp_path, is_async):
     assert not view.seqs and sum(end - start for f in frames for _, start, end in f.get("chunks", ())) == 160
 
 
+def test_vllm(tmp_path):
+    """vLLM's calls, outputs and parameters."""
+    vllm = pytest.importorskip("nanovllm.compat.vllm")
+    model = reference("Qwen3", "Model")
+    settings = dict(dtype="float32", device="cpu", **SMALL)
+    with vllm.LLM(save(tmp_path, model, pooled(LAST, "Normalize")), runner="pooling", **settings) as llm:
+        (output,) = llm.embed([5, 6], pooling_params=vllm.PoolingParams(dimensions=8), use_tqdm=False)
+        assert np.allclose(output.outputs.embedding, expected_embedding(model, [5, 6], "last", 8), atol=1e-5)
+        (output,) = llm.encode([5, 6], vllm.PoolingParams(use_activation=False), use_tqdm=False)
+        expected = expected_embedding(model, [5, 6], "last", normalize=False)
+        assert np.allclose(output.outputs.data.numpy(), expected, atol=1e-5) and output.outputs.hidden_size == 64
+        with pytest.raises(TypeError, match="unknown parameter 'dimension'"):
+            vllm.PoolingParams(dimension=8)
+    model = reference("Qwen3", "ForSequenceClassification", 1)
+    with vllm.LLM(save(tmp_path, model), **settings) as llm:
+        (output,) = llm.score("cats", "Cats purr.", use_tqdm=False)
+        ids = llm.tokenizer.encode("cats") + llm.tokenizer.encode("Cats purr.")
+        assert output.prompt_token_ids == ids
+        assert output.outputs.score == pytest.approx(model(torch.tensor([ids])).logits.sigmoid().item(), abs=1e-5)
+        assert llm.classify([ids], use_tqdm=False)[0].outputs.probs == [output.outputs.score]
+
+
 # -- asyncio and HTTP --------------------------------------------------------------------------------------------------
 
 

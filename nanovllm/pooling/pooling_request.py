@@ -63,7 +63,8 @@ def pooling_request(
 ) -> PoolingRequest:
     """Make a request for one text. Raises the same errors as `InputProcessor.request`, and those of `params`."""
     params.check(processor.config)
-    priority = processor.check_priority(priority)
+    if priority:
+        priority = processor.check_priority(priority)
     text, token_ids = processor.tokenize(prompt)
     request_id, max_len = processor.next_request_id(), processor.max_model_len
     seq = PooledSequence(token_ids, request_id=request_id, max_len=max_len, priority=priority)
