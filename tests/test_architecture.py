@@ -48,12 +48,12 @@ HOUSE = """
   utils/__init__.py moe/__init__.py moe/moe_config.py moe/expert_weights.py reasoning/__init__.py reasoning/formats.py
   reasoning/stage.py <- utils/loader.py utils/sharded_checkpoint.py utils/dummy_weights.py utils/tied_head.py
   utils/merged_tensors.py utils/nested_names.py
-  quantization/__init__.py pooling/__init__.py pooling/task.py
+  quantization/__init__.py pooling/__init__.py
   <- models/__init__.py models/shared/architectures.py attention/__init__.py
   structured_outputs/__init__.py compat/__init__.py <- structured_outputs/spec.py compat/vllm_settings.py
   compat/vllm_flags.py
-  distributed/division.py utils/device_checks.py <- utils/collection_checks.py pooling/pooling_config.py
-  pooling/pooling_params.py spec_decode/__init__.py
+  distributed/division.py utils/device_checks.py <- utils/collection_checks.py pooling/task.py
+  pooling/pooling_config.py pooling/pooling_params.py spec_decode/__init__.py
   spec_decode/speculative_config.py
   spec_decode/head_checkpoint.py <- config.py sampling_params.py features/beam_params.py <- compat/params.py
 0 | engine/__init__.py
