@@ -17,7 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, BeamSearchParams
 from nanovllm.config import Config
+from nanovllm.engine.outputs import OutputKind
+from nanovllm.pooling.pooling_params import PoolingParams
 from nanovllm.pooling.pooling_prompts import RERANKER_INSTRUCTION, RERANKER_TEMPLATE
+from nanovllm.pooling.pooling_request import pooling_request
 from nanovllm.serve import AsyncLLM
 from nanovllm.serve.frames import View
 from nanovllm.serve.trace import trace
@@ -624,3 +627,67 @@ def test_fronts(tmp_path, monkeypatch):
             client.exit()
 
         asyncio.run(main())
+
+
+def test_replicas(tmp_path, monkeypatch):
+    """The same vectors from two replicas, of which one is lost."""
+    replica_tests = pytest.importorskip("test_replica_group")
+    model = reference("Qwen3", "Model")
+    folder = save(tmp_path, model, pooled(MEAN, "Normalize"))
+    monkeypatch.setattr(replica_tests, "MODEL", folder)
+
+    async def main():
+        async with replica_tests.started() as (driver, handles):
+            processor, ids = driver.input_processor, [[5 + i] * 40 for i in range(20)]
+            made = [pooling_request(processor, x, PoolingParams(dimensions=16), OutputKind.TOKENS) for x in ids]
+            requests = [replica_tests.ReplicaRequest(request, driver.ended.append) for request in made]
+            driver.group.submit(requests)
+            handles[0].lose()
+            outputs = [await request.result() for request in requests]
+            assert_vectors(outputs, [expected_embedding(model, x, "mean", 16) for x in ids])
+
+    asyncio.run(main())
+
+
+def test_new_weights(make_llm, tmp_path):
+    """A trainer hands over the weights of a base model, or of one with an output head."""
+    model = reference("Qwen3", "Model")
+    llm = make_llm(save(tmp_path, model), load_format="dummy", **SMALL)
+    llm.load_weights(model.named_parameters())
+    assert_vectors(llm.embed([[5, 6]], use_tqdm=False), [expected_embedding(model, [5, 6], "last")])
+    other = reference("Qwen3", "ForCausalLM")
+    llm.load_weights([*other.named_parameters(), ("lm_head.weight", other.lm_head.weight)])
+    assert_vectors(llm.embed([[5, 6]], use_tqdm=False), [expected_embedding(other, [5, 6], "last")])
+
+
+# -- CUDA --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_embeddings_on_cuda(tmp_path, mode, dtype):
+    """In overlapping steps, with chunks."""
+    model = reference("Qwen3", "Model")
+    folder = save(tmp_path, model, pooled(MODES[mode], "Normalize"))
+    texts = [[5 + i] * (1 + 37 * i % 300) for i in range(200)]
+    with LLM(folder, dtype=dtype, device="cuda", max_num_batched_tokens=256, max_model_len=MAX_LEN) as llm:
+        outputs = llm.embed(texts, use_tqdm=False)
+    for output, ids in zip(outputs, texts, strict=True):
+        expected = expected_embedding(model, ids, mode)
+        if dtype == "float32":
+            assert np.abs(output.embedding - expected).max() < 1e-4
+        else:
+            assert output.embedding @ expected > 0.999
+
+
+@pytest.mark.gpu
+def test_scores_on_cuda(tmp_path):
+    model = reference("Qwen3", "ForCausalLM")
+    folder = save(tmp_path, model, has_yes=True)
+    with LLM(folder, task="score", dtype="float32", device="cuda", max_model_len=MAX_LEN) as llm:
+        outputs = llm.score("cats", ["Cats purr.", "Dogs bark."] * 40, use_tqdm=False)
+        no = llm.tokenizer.convert_tokens_to_ids("no")
+    for output in outputs:
+        logits = model(torch.tensor([output.prompt_token_ids])).logits[0, -1]
+        assert output.score == pytest.approx((logits[YES] - logits[no]).sigmoid().item(), abs=1e-4)

@@ -7,7 +7,7 @@
     nanovllm bench latency --model MODEL --max-model-len 32768      a single prompt; decode after long contexts
     nanovllm bench batches --model MODEL --batch-sizes 2,8,32       throughput by batch size
     nanovllm bench all,batches --model MODEL --compare vllm         several workloads in one run
-    nanovllm bench embed --model MODEL --compare vllm embeddings of long and of short texts
+    nanovllm bench embed --model MODEL                embeddings of long and of short texts
     nanovllm bench http --model MODEL --compare vllm  clients of an HTTP server
     nanovllm bench host                               host time of a step, on any machine
     nanovllm bench --model MODEL --profile FOLDER     GPU time of a step by kind of kernel, and traces
@@ -61,8 +61,7 @@ request to its last token, divided by the number of tokens after the first. ITL 
 between consecutive tokens of a request. The longest gap of a request is also reported. Decode speed counts the tokens
 that arrive while all sequences of a batch decode. Percentiles are interpolated between the two nearest values, so p50
 is the median. For online and latency, the same loop steps both engines, and vLLM uses its server's defaults. For http,
-each engine runs its server. Headline, single, prefill and batches call `LLM.generate`, and embed
-calls `LLM.embed`.
+each engine runs its server. Headline, single, prefill and batches call `LLM.generate`, and embed calls `LLM.embed`.
 
 Profiles. --profile traces a run of headline, single, prefill, batches or latency on a GPU, with at most 65 output
 tokens per request. A table shows the mean time per step of each kind of kernel, in microseconds. The first row

@@ -121,7 +121,7 @@ class PoolingRunner(BatchRunner):
 
         The vector is the mean of all hidden states of a prompt, or the first one.
         """
-        starts, lengths, rows = batch.cu_seqlens_q, batch.context_lens, batch.state_rows[1]
+        starts, lengths, rows = batch.cu_seqlens_q, batch.context_lens, batch.state_rows[1].long()
         is_first_chunk = (lengths == starts.diff()).unsqueeze(1)
         before, sampled = self.partial_vectors[rows], batch.sampled_rows
         if self.config.pooling.mode == "cls":
