@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import test_models
 import torch
 import transformers
 from common import TINY
@@ -152,6 +153,31 @@ def test_embeddings(make_llm, tmp_path, family, mode, schedule):
     assert stats["blocks"]["used"] == stats["requests"]["running"] == stats["tokens"]["out"] == 0
     assert stats["steps"]["decode"] == stats["steps"]["mixed"] == 0
     assert (sum(output.num_cached_tokens for output in outputs) > 0) == (mode == "last")
+
+
+def assert_embeds_as_transformers(llm, model) -> None:
+    prefix = [*range(10, 90)]
+    texts = [prefix, prefix[:33], [7], [*prefix, 3, 4, 5], [*range(200, 350)], prefix + [9] * 30]
+    for _ in range(2):
+        outputs = llm.embed(texts, use_tqdm=False)
+        assert_vectors(outputs, [expected_embedding(model.model, x, "last") for x in texts])
+
+
+@pytest.mark.parametrize("name", [name for name in test_models.CASES if "gelu" not in name])
+def test_families(make_llm, tmp_path, name):
+    folder = test_models.make_checkpoint(tmp_path, name)
+    settings = SMALL | dict(max_model_len=test_models.MAX_LEN, max_num_batched_tokens=50, async_scheduling=True)
+    llm = make_llm(folder, task="embed", **settings)
+    assert_embeds_as_transformers(llm, test_models.shared_reference(folder))
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5-tied"])
+def test_layers_with_a_state(make_llm, tmp_path, name):
+    test_hybrid = pytest.importorskip("test_hybrid")
+    folder = test_hybrid.make_checkpoint(tmp_path, name)
+    for schedule in (dict(max_num_batched_tokens=50, async_scheduling=True), dict(max_num_seqs=2)):
+        llm = make_llm(folder, task="embed", **test_hybrid.SETTINGS | schedule)
+        assert_embeds_as_transformers(llm, test_hybrid.SAVED[folder])
 
 
 def test_a_full_step_follows_another(make_llm, tmp_path):
