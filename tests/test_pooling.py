@@ -424,12 +424,27 @@ def test_what_is_refused(tmp_path, settings, files, message):
         Config(save(tmp_path, reference("Qwen3", "ForCausalLM"), files), **settings)
 
 
-def test_bidirectional_attention_is_refused(tmp_path):
-    save(tmp_path, reference("Qwen3", "Model"))
+@pytest.mark.parametrize(
+    "entries, message",
+    [
+        ({"id2label": {"first": "a"}}, "config.json: id2label=.*: must be an object with a name for each number"),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.ReLU"}}, "config.json: activation_fn='ReLU': must be"),
+        ({"use_bidirectional_attention": True}, "config.json: attention to later tokens is not supported"),
+        ({"is_causal": False}, "config.json: attention to later tokens is not supported"),
+    ],
+)
+def test_refused_classifiers(tmp_path, entries, message):
+    save(tmp_path, reference("Qwen3", "ForSequenceClassification", 3))
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"use_bidirectional_attention": True}))
-    with pytest.raises(ValueError, match=r"config.json: attention to later tokens is not supported"):
+    (tmp_path / "config.json").write_text(json.dumps(config | entries))
+    with pytest.raises(ValueError, match=message):
         Config(str(tmp_path))
+
+
+def test_order_of_many_labels(tmp_path):
+    """The keys of config.json are sorted as texts: 10 comes before 2."""
+    folder = save(tmp_path, reference("Qwen3", "ForSequenceClassification", 12))
+    assert Config(folder).pooling.labels == tuple(f"LABEL_{i}" for i in range(12))
 
 
 def test_arguments(embedder):

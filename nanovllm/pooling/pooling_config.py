@@ -48,9 +48,9 @@ class PoolingConfig:
 
 def find_pooling_task(folder: Path) -> str:
     """Return the task of a checkpoint that does not generate text: "embed", "score" or "classify"."""
-    raw = read_json(folder / "config.json")
+    raw = read_json(file := folder / "config.json")
     if _is_classifier(raw):
-        return "score" if len(_labels(raw)) == 1 else "classify"
+        return "score" if len(_labels(raw, file)) == 1 else "classify"
     return "score" if "LogitScore" in _modules(folder) else "embed"
 
 
@@ -61,29 +61,39 @@ def read_pooling_config(folder: Path, tokenizer: Path, task: str, model: "ModelC
     if raw.get("use_bidirectional_attention") or raw.get("is_causal") is False:
         raise ValueError(f"{file}: attention to later tokens is not supported")
     modules = _modules(folder)
-    prompts = _optional_json(folder / "config_sentence_transformers.json")
-    common: dict[str, Any] = {
-        "prompts": {name: text for name, text in (prompts.get("prompts") or {}).items() if text},
-        "default_prompt_name": prompts.get("default_prompt_name"),
-    }
+    saved = _read_saved(folder / "config_sentence_transformers.json")
     if task == "embed":
-        return PoolingConfig(model.hidden_size, **common, **_read_embedding(folder, modules, raw))
-    activation = raw.get("sentence_transformers", {}).get("activation_fn") or prompts.get("activation_fn")
-    activation = activation or raw.get("sbert_ce_default_activation_function") or ""
-    name = activation.rpartition(".")[2]
-    if name:
+        return PoolingConfig(model.hidden_size, **_prompts(saved), **_read_embedding(folder, modules, raw))
+    paths = (raw.get("sentence_transformers") or {}).get("activation_fn"), saved.get("activation_fn")
+    path = next(filter(None, (*paths, raw.get("sbert_ce_default_activation_function"))), "")
+    if name := str(path).rpartition(".")[2]:
         check_choice(f"{file}: activation_fn", name, ACTIVATIONS)
     if _is_classifier(raw):
-        labels = _labels(raw)
+        labels = _labels(raw, file)
         if task == "score" and len(labels) != 1:
             raise ValueError(f"{file}: has {len(labels)} labels: the task 'score' needs one; set task='classify'")
         default = PROBLEM_ACTIVATIONS.get(str(raw.get("problem_type")), "sigmoid" if len(labels) == 1 else "softmax")
-        return PoolingConfig(len(labels), activation=ACTIVATIONS.get(name, default), labels=labels, **common)
+        return PoolingConfig(len(labels), activation=ACTIVATIONS.get(name, default), labels=labels)
     if task == "classify":
         raise ValueError(f"{file}: architectures={raw.get('architectures')}: the task 'classify' needs a {CLASSIFIER}")
     ids = _answer_ids(tokenizer, modules, model.vocab_size)
     activation = ACTIVATIONS.get(name, "sigmoid")
-    return PoolingConfig(len(ids), activation=activation, labels=("relevant",), token_ids=ids, **common)
+    return PoolingConfig(len(ids), activation=activation, labels=("relevant",), token_ids=ids)
+
+
+def _read_saved(file: Path) -> dict:
+    """Read the settings of sentence-transformers, if there are any."""
+    saved = read_json(file) if file.is_file() else {}
+    prompts = saved.get("prompts") or {}
+    if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
+        raise ValueError(f"{file}: prompts={prompts!r:.80}: must be an object with texts")
+    return saved
+
+
+def _prompts(saved: dict) -> dict[str, Any]:
+    """Return the fields of a PoolingConfig about prompts."""
+    prompts = {name: text for name, text in (saved.get("prompts") or {}).items() if text}
+    return {"prompts": prompts, "default_prompt_name": saved.get("default_prompt_name")}
 
 
 def _read_embedding(folder: Path, modules: dict[str, Path], raw: dict) -> dict[str, Any]:
@@ -132,10 +142,13 @@ def _is_classifier(raw: dict) -> bool:
     return str((raw.get("architectures") or [""])[0]).endswith(CLASSIFIER)
 
 
-def _labels(raw: dict) -> tuple[str, ...]:
+def _labels(raw: dict, file: Path) -> tuple[str, ...]:
     """Return the names of the classes. As in transformers, there are two unless config.json says otherwise."""
     names = raw.get("id2label") or {i: f"LABEL_{i}" for i in range(raw.get("num_labels") or 2)}
-    return tuple(str(names[key]) for key in sorted(names, key=int))  # the file sorts its keys as texts
+    try:
+        return tuple(str(names[key]) for key in sorted(names, key=int))  # the file sorts its keys as texts
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file}: id2label={names!r:.80}: must be an object with a name for each number") from error
 
 
 def _modules(folder: Path) -> dict[str, Path]:
@@ -146,7 +159,3 @@ def _modules(folder: Path) -> dict[str, Path]:
         return {module["type"].rpartition(".")[2]: folder / module.get("path", "") for module in modules}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{file}: must be a list of objects with a 'type' ({error!r})") from error
-
-
-def _optional_json(file: Path) -> dict:
-    return read_json(file) if file.is_file() else {}

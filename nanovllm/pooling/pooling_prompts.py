@@ -19,6 +19,7 @@ RERANKER_TEMPLATE = (
     "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
 RERANKER_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+LONG_TEXT = 2**14  # characters
 RERANKER_FAMILIES = ("qwen3",)  # their rerankers use this template, unless the checkpoint has another one
 
 
@@ -35,10 +36,8 @@ def prefix_of(config: Config, prompt_name: str | None, instruction: str | None) 
         return form.format(instruction=instruction)
     if prompt_name is None:
         return prompts.get(config.pooling.default_prompt_name or "", "")
-    if not prompts and prompt_name in ("query", "document"):  # the names that sentence-transformers always accepts
-        return ""
-    check_choice("prompt_name", prompt_name, {*prompts, "query", "document"} if "query" in prompts else prompts)
-    return prompts.get(prompt_name, "")
+    prompts = {"query": "", "document": ""} | prompts  # as in sentence-transformers
+    return prompts[check_choice("prompt_name", prompt_name, prompts)]
 
 
 def with_prefix(prompt: Any, prefix: str) -> Any:
@@ -79,6 +78,8 @@ def pair_prompt(
         if template is None and processor.config.model_config.model_type.startswith(RERANKER_FAMILIES):
             template = RERANKER_TEMPLATE
         if template is None:
+            if len(query) + len(document) > LONG_TEXT:
+                processor.encode(query + document, add_special_tokens=False)  # a server refuses what is too long
             with processor.tokenizer_lock:
                 return {"prompt_token_ids": tokenizer(query, document)["input_ids"]}
         instruction = RERANKER_INSTRUCTION if instruction is None else instruction

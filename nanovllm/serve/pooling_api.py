@@ -3,6 +3,7 @@
 A server has one task. Its engine refuses the requests of the other routes, and the error names the task.
 """
 
+import asyncio
 from base64 import b64encode
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -18,6 +19,7 @@ from nanovllm.pooling.pooling_params import PoolingParams
 from nanovllm.pooling.pooling_prompts import prefix_of, with_prefix
 from nanovllm.pooling.task import check_task
 from nanovllm.serve import protocol
+from nanovllm.serve.answers import encoded
 from nanovllm.serve.errors import api_error, require
 from nanovllm.serve.http_responses import json_response
 from nanovllm.serve.openai_api import Api
@@ -29,7 +31,7 @@ Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_
 Inputs = str | Texts | protocol.TokenIds | Annotated[list[protocol.TokenIds], Field(fail_fast=True)]
 
 
-class PoolingBody(protocol.TextBody):
+class PoolingBody(protocol.Body):
     priority: int = 0
     cache_salt: Annotated[str, Field(min_length=1, max_length=protocol.MAX_STOP_CHARACTERS)] | None = None
     user: str | None = None  # changes nothing here
@@ -39,7 +41,7 @@ class PoolingBody(protocol.TextBody):
         return {"priority": self.priority, "cache_salt": self.cache_salt}
 
 
-class InputBody(PoolingBody):
+class InputBody(PoolingBody, protocol.TextBody):
     own_names: ClassVar = {"prompt": "input"}
 
     input: Inputs
@@ -71,7 +73,7 @@ class RerankBody(PoolingBody):
     top_n: int | None = Field(None, ge=1)
     return_documents: bool = True
     instruction: str | None = None
-    # Cohere's, which change nothing here: a document is never split into several pieces
+    # Cohere's, which change nothing here: a document is neither split nor cut
     max_chunks_per_doc: int | None = None
     max_tokens_per_doc: int | None = None
 
@@ -106,9 +108,13 @@ def add_routes(app: FastAPI, api: Api) -> None:
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
         return {"id": f"pool-{uuid4().hex}", "created": int(time()), "model": model, "usage": usage, "data": outputs}
 
-    def listed(answer: dict[str, Any], entry: Callable[[PoolingOutput], dict[str, Any]]) -> Response:
-        data = [{"index": i} | entry(output) for i, output in enumerate(answer["data"])]
-        return json_response(answer | {"object": "list", "data": data})
+    async def listed(answer: dict[str, Any], entry: Callable[[PoolingOutput], dict[str, Any]]) -> Response:
+        """Encode the outputs in a thread, because a thousand vectors take long to encode."""
+
+        def data() -> list[Any]:
+            return [encoded({"index": i} | entry(output)) for i, output in enumerate(answer["data"])]
+
+        return json_response(answer | {"object": "list", "data": await asyncio.to_thread(data)})
 
     def prepared(body: InputBody, prefix: str = "") -> list[Any]:
         """Return the prompts of a body. If its fields change how texts are tokenized, return functions."""
@@ -128,16 +134,16 @@ def add_routes(app: FastAPI, api: Api) -> None:
         if body.encoding_format == "base64":
             encode = lambda x: b64encode(x.tobytes()).decode()
         answer = await respond(body, compute)
-        return listed(answer, lambda output: {"object": "embedding", "embedding": encode(output.embedding)})
+        return await listed(answer, lambda output: {"object": "embedding", "embedding": encode(output.embedding)})
 
     async def classify(body: ClassifyBody, request: Request) -> Response:
         answer = await respond(body, lambda: llm.classify(prepared(body), body.use_activation, **body.options))
-        return listed(answer, lambda x: {"label": x.label, "probs": x.probs, "num_classes": len(x.labels)})
+        return await listed(answer, lambda x: {"label": x.label, "probs": x.probs, "num_classes": len(x.labels)})
 
     async def score(body: ScoreBody, request: Request) -> Response:
         texts = body.text_1, body.text_2
         compute = lambda: llm.score(*texts, body.instruction, use_activation=body.use_activation, **body.options)
-        return listed(await respond(body, compute), lambda output: {"object": "score", "score": output.score})
+        return await listed(await respond(body, compute), lambda x: {"object": "score", "score": x.score})
 
     async def rerank(body: RerankBody, request: Request) -> Response:
         texts = body.texts()
