@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import torch
 
     from nanovllm.models import ModelConfig
-    from nanovllm.pooling.pooling_config import PoolingConfig
 
 
 logger = logging.getLogger("nanovllm")
@@ -128,7 +127,7 @@ class Config:
     eos: int = field(default=-1, init=False, repr=False)  # the tokenizer's id, once the engine has read the tokenizer
     num_states: int = field(default=0, init=False, repr=False)  # for layers that keep states: see cache/state.py
     model_config: "ModelConfig" = field(init=False, repr=False)  # with our `dtype`, not the checkpoint's
-    pooling: "PoolingConfig | None" = field(default=None, init=False, repr=False)  # unless the task is "generate"
+    pooling: Any = field(default=None, init=False, repr=False)  # a PoolingConfig, unless the task is "generate"
 
     def __post_init__(self) -> None:
         from nanovllm.models import ModelConfig, dtype_in_use

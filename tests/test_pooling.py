@@ -323,6 +323,11 @@ def test_pairs_of_other_families(make_llm, tmp_path):
     llm = make_llm(save(tmp_path, reference("Llama", "ForSequenceClassification", 1)), **SMALL)
     (output,) = llm.score("cats", "Cats purr.", use_tqdm=False)
     assert output.prompt_token_ids == llm.tokenizer("cats", "Cats purr.")["input_ids"] and output.prompt is None
+    for template in (None, "{query} {document}"):
+        with pytest.raises(
+            ValueError, match="instruction='Find cats': the text of a query and a document has no place"
+        ):
+            llm.score("cats", "Cats purr.", "Find cats", template)
 
 
 @pytest.mark.parametrize("task", ["embed", "score"])

@@ -28,7 +28,6 @@ class PoolingParams:
 
     def check(self, config: "Config") -> None:
         """Raise ValueError if the engine's model can't serve these parameters."""
-        assert config.pooling is not None
         if self.dimensions is not None:
             check_task(config, "embed")
             check_int("dimensions", self.dimensions, low=1, high=config.pooling.num_values)

@@ -25,7 +25,6 @@ RERANKER_FAMILIES = ("qwen3",)  # their rerankers use this template, unless the 
 
 def prefix_of(config: Config, prompt_name: str | None, instruction: str | None) -> str:
     """Return the text to put before a text that is embedded. Raises ValueError for an unknown `prompt_name`."""
-    assert config.pooling is not None
     prompts = config.pooling.prompts
     if instruction is not None:
         if prompt_name is not None:
@@ -77,6 +76,8 @@ def pair_prompt(
     else:
         if template is None and processor.config.model_config.model_type.startswith(RERANKER_FAMILIES):
             template = RERANKER_TEMPLATE
+        if instruction is not None and "{instruction}" not in (template or ""):
+            raise ValueError(f"instruction={instruction!r:.80}: the text of a query and a document has no place for it")
         if template is None:
             if len(query) + len(document) > LONG_TEXT:
                 processor.encode(query + document, add_special_tokens=False)  # a server refuses what is too long

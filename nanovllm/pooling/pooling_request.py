@@ -37,13 +37,11 @@ class PoolingRequest(Request):
 
     def output_of(self, data: Any, num_cached_tokens: int, metrics: RequestMetrics) -> PoolingOutput:
         pooling, ids = self._config.pooling, self.group[0].prompt_token_ids
-        assert pooling is not None
         return PoolingOutput(self.request_id, self.prompt, ids, data, pooling.labels, num_cached_tokens, metrics)
 
     def _data(self, vector: np.ndarray) -> np.ndarray:
         """Turn the vector of a step into the data of the output."""
         params, pooling = self.params, self._config.pooling
-        assert pooling is not None
         if not pooling.labels:
             vector = vector[: params.dimensions]
             is_normalized = pooling.normalize if params.normalize is None else params.normalize

@@ -64,7 +64,7 @@ class AnswerHead(ClassificationHead):
             row.copy_(weight[token_id : token_id + 1][0])
         return param
 
-    def tie(self, embedding: VocabParallelEmbedding) -> None:
+    def tie(self, embedding: Any) -> None:
         """Load the rows from the embedding's weight, because the checkpoint has no tensor for the output head."""
         load_embedding, weight = embedding.weight.weight_loader, self.weight.data
 
@@ -73,7 +73,7 @@ class AnswerHead(ClassificationHead):
             return load_embedding(param, loaded_weight)
 
         embedding.weight.weight_loader = load
-        del self.weight
+        del self.weight  # it becomes a buffer, because the loader looks for a tensor of each parameter
         self.register_buffer("weight", weight)
 
 
@@ -83,6 +83,8 @@ class PoolingRunner(BatchRunner):
     With the mode "last", the vector depends on the hidden state of the last token only. With the other modes, a table
     on the device holds a part of each vector, until the last chunk of the prompt is computed.
     """
+
+    partial_vectors: Any = None  # [requests + 1, hidden_size] float32, by request index
 
     def make_model(self) -> nn.Module:
         """Make the model, without weights. The head of the task replaces its output head."""
@@ -107,7 +109,7 @@ class PoolingRunner(BatchRunner):
         super().make_tables()
         if self.config.pooling.mode != "last":
             size = self.config.max_num_seqs + 1, self.config.model_config.hidden_size
-            self.partial_vectors = torch.zeros(size, dtype=torch.float32, device=self.device)  # by request index
+            self.partial_vectors = torch.zeros(size, dtype=torch.float32, device=self.device)
 
     def run_batch(self, batch: DeviceBatch) -> tuple[torch.Tensor, SamplerInput]:
         """Run the model. The hidden states that are returned with the sampled rows are pooled: [S, hidden_size]."""
