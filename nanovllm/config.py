@@ -4,9 +4,11 @@ import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from nanovllm.compat.vllm_settings import translate
+from nanovllm.pooling.task import TASKS, find_task
 from nanovllm.utils.checks import check_bool, check_choice, check_fields, check_int, check_real, checked
 
 if TYPE_CHECKING:
@@ -82,6 +84,8 @@ class Config:
         size.
     speculative_config: how tokens are drafted, as JSON with the keys that docs/speculation.md lists; by default no
         tokens are drafted. In Python, it can also be a dict.
+    task: "generate", "embed" (texts to vectors), "score" (the relevance of documents) or "classify"; by default the
+        task for which the checkpoint was made. See docs/embeddings.md.
 
     Raises ValueError or TypeError. The message states the value and the bound. Raises FileNotFoundError if the model
     does not exist.
@@ -118,10 +122,12 @@ class Config:
     enable_sleep_mode: bool = checked(False, check_bool)
     batch_invariant: bool = checked(False, check_bool)
     speculative_config: Any = None
+    task: str = checked("auto", check_choice, choices=("auto", *TASKS))
     dtype_reason: str = field(init=False, repr=False)  # why "auto" has become this dtype
     eos: int = field(default=-1, init=False, repr=False)  # the tokenizer's id, once the engine has read the tokenizer
     num_states: int = field(default=0, init=False, repr=False)  # for layers that keep states: see cache/state.py
     model_config: "ModelConfig" = field(init=False, repr=False)  # with our `dtype`, not the checkpoint's
+    pooling: Any = field(default=None, init=False, repr=False)  # a PoolingConfig, unless the task is "generate"
 
     def __post_init__(self) -> None:
         from nanovllm.models import ModelConfig, dtype_in_use
@@ -160,11 +166,14 @@ class Config:
             dtype_reason=dtype_reason,
             max_mixed_step_ms=self.max_mixed_step_ms or (250.0 if device == "cpu" else 50.0),
             max_model_len=self._resolve_max_model_len(model_config.max_position_embeddings),
+            task=find_task(folder) if self.task == "auto" else self.task,
             async_scheduling=device.startswith("cuda") if self.async_scheduling is None else self.async_scheduling,
         )
         if device == "cpu" and self.gpu_memory_utilization != 0.9:
             words = "gpu_memory_utilization=%s: has no effect on a CPU; num_kvcache_blocks sets the size of the cache"
             logger.warning(words, self.gpu_memory_utilization)
+        if self.task != "generate":
+            self._resolve_pooling(folder)
         if self.speculative_config is not None:
             from nanovllm.spec_decode.speculative_config import read_speculative_config  # few engines draft tokens
 
@@ -185,6 +194,16 @@ class Config:
         if None in settings.values() or not settings.keys() <= {*known}:
             settings = translate(settings, known)
         return cls(model, **settings)
+
+    def _resolve_pooling(self, folder: Path) -> None:
+        """Read how the checkpoint pools, and turn off what does not apply without generated tokens."""
+        if self.speculative_config is not None:
+            raise ValueError(f"speculative_config={self.speculative_config!r}: must be None with task={self.task!r}")
+        from nanovllm.pooling.pooling_config import read_pooling_config  # few engines pool
+
+        pooling = read_pooling_config(folder, Path(str(self.tokenizer)), self.task, self.model_config)
+        hits = self.enable_prefix_caching and pooling.mode == "last"  # otherwise, all hidden states are needed
+        self.resolve(pooling=pooling, enable_prefix_caching=hits, enforce_eager=True)
 
     @property
     def hf_config(self) -> Any:

@@ -6,6 +6,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.outputs import OutputKind, RequestOutput
 from nanovllm.features.beam_params import BeamSearchParams
 from nanovllm.features.beam_search import BeamSearchOutput, beam_requests
+from nanovllm.pooling.calls import classify, embed, score
 from nanovllm.requests.prompts import as_conversations, check_template_arguments
 from nanovllm.requests.request import Message, Prompt
 from nanovllm.sampling_params import SamplingParams
@@ -16,6 +17,8 @@ class LLM(LLMEngine):
 
     Adds chat and beam search to LLMEngine, which defines `generate`, `stream`, `step` and other methods.
     """
+
+    embed, score, classify = embed, score, classify  # of pooling/
 
     def get_tokenizer(self):
         """Return the model's tokenizer, as loaded by transformers."""

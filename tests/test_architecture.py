@@ -48,10 +48,12 @@ HOUSE = """
   utils/__init__.py moe/__init__.py moe/moe_config.py moe/expert_weights.py reasoning/__init__.py reasoning/formats.py
   reasoning/stage.py <- utils/loader.py utils/sharded_checkpoint.py utils/dummy_weights.py utils/tied_head.py
   utils/merged_tensors.py utils/nested_names.py
-  quantization/__init__.py <- models/__init__.py models/shared/architectures.py attention/__init__.py
+  quantization/__init__.py pooling/__init__.py
+  <- models/__init__.py models/shared/architectures.py attention/__init__.py
   structured_outputs/__init__.py compat/__init__.py <- structured_outputs/spec.py compat/vllm_settings.py
   compat/vllm_flags.py
-  distributed/division.py utils/device_checks.py <- utils/collection_checks.py spec_decode/__init__.py
+  distributed/division.py utils/device_checks.py <- utils/collection_checks.py pooling/task.py
+  pooling/pooling_config.py pooling/pooling_params.py spec_decode/__init__.py
   spec_decode/speculative_config.py
   spec_decode/head_checkpoint.py <- config.py sampling_params.py features/beam_params.py <- compat/params.py
 0 | engine/__init__.py
@@ -59,8 +61,9 @@ HOUSE = """
   spec_decode/proposer.py spec_decode/ngram.py spec_decode/suffix.py
   engine/block_manager.py engine/scheduling_policy.py engine/policies.py
   <- engine/state_blocks.py
-  <- engine/scheduler.py engine/awaiting.py engine/forks.py spec_decode/drafting_scheduler.py <- engine/stats.py
-1 | engine/outputs.py <- requests/stream_event.py
+  <- engine/scheduler.py engine/awaiting.py engine/forks.py spec_decode/drafting_scheduler.py
+  pooling/pooling_scheduler.py <- engine/stats.py
+1 | engine/outputs.py <- requests/stream_event.py pooling/pooling_outputs.py
 1 | kernels/ moe/kernels/ delta_net/kernels/ quantization/kernels/ invariant/kernels/ distributed/kernels/
 2 | cache/ quantization/fp8_cache.py <- attention/base.py attention/sdpa.py <- layers/ <- attention/ moe/experts.py
   delta_net/
@@ -71,7 +74,7 @@ HOUSE = """
   features/__init__.py cache/block_copies.py <- features/logit_edits.py features/logprob_outputs.py
   <- features/logprobs.py engine/model_runner.py
   <- batches/__init__.py batches/batch.py <- batches/request_tables.py spec_decode/rows.py <- batches/batch_runner.py
-  spec_decode/speculation.py spec_decode/draft_model.py spec_decode/draft_heads.py
+  spec_decode/speculation.py spec_decode/draft_model.py spec_decode/draft_heads.py pooling/pooling_runner.py
   <- cuda/__init__.py cuda/buffers.py <- cuda/graphs.py cuda/draft_graphs.py <- cuda/arena.py cuda/start.py
   <- cuda/runner.py
   invariant/__init__.py invariant/cpu_ops.py invariant/cuda_ops.py <- invariant/cpu_attention.py
@@ -86,9 +89,11 @@ HOUSE = """
   requests/sentencepiece.py requests/recommended_params.py features/stop_strings.py <- requests/request.py
   <- requests/chat_templates.py <- requests/prompts.py
   requests/streamed_request.py <- requests/input_processor.py engine/output_processor.py
-  <- engine/engine.py features/beam_search.py <- engine/build.py engine/engine_thread.py
+  <- engine/engine.py features/beam_search.py pooling/pooling_prompts.py pooling/pooling_request.py pooling/calls.py
+  <- engine/build.py engine/engine_thread.py
   <- requests/step_callers.py requests/streams.py
-  <- engine/llm_engine.py rollout/ <- llm.py <- __init__.py <- compat/vllm_llm.py <- compat/vllm.py <-
+  <- engine/llm_engine.py rollout/ <- llm.py <- __init__.py <- compat/vllm_pooling.py
+  <- compat/vllm_llm.py <- compat/vllm.py <-
   compat/__main__.py
 7 | benchmarks/__init__.py benchmarks/clients.py benchmarks/processes.py benchmarks/requests.py benchmarks/results.py
   benchmarks/shapes.py

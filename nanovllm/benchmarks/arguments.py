@@ -7,7 +7,12 @@
     nanovllm bench conversations --model MODEL --max-model-len 32768    turns with a shared history
     nanovllm bench latency --model MODEL --max-model-len 32768      a single prompt; decode after long contexts
     nanovllm bench batches --model MODEL --batch-sizes 2,8,32       throughput by batch size
+<<<<<<< HEAD
+    nanovllm bench all,batches --model MODEL --compare vllm         several workloads in one run
+    nanovllm bench embed --model MODEL                embeddings of long and of short texts
+=======
     nanovllm bench all,batches --model MODEL --compare vllm         several workloads in one run (or online,latency)
+>>>>>>> main
     nanovllm bench http --model MODEL --compare vllm  clients of an HTTP server
     nanovllm bench host                               host time of a step, on any machine
     nanovllm bench --model MODEL --profile FOLDER     GPU time of a step by kind of kernel, and traces
@@ -34,7 +39,13 @@ Workloads. All requests have random token ids and temperature 0.6, and ignore th
     latency     first, a single prompt of 16 to 32,000 tokens with one output token, --num-seqs times for each length.
                 Then 1 and 8 sequences decode after contexts of 100 to 30,000 tokens, three times each.
                 --max-model-len and --max-input-len bound the lengths
+<<<<<<< HEAD
+    batches     for each of --batch-sizes, requests with 512 input and 256 output tokens
+    embed       embeddings of 512 texts of 512 tokens, then of 10,000 texts of 30 tokens (fewer texts on a CPU). The
+                task of the engine is "embed", whatever the checkpoint, and vLLM runs with runner="pooling"
+=======
     batches     for each of --batch-sizes, requests with 512 input and 256 output tokens (128 and 64 on a CPU)
+>>>>>>> main
     http        clients of `nanovllm serve`, which is started on a free port. Each client sends its next request when
                 its previous answer is complete. Each value of --clients is a row: 64x256/128 means 64 clients that
                 stream answers of 128 tokens to prompts of 256 tokens. 256x200/256-chat sends conversations, and
@@ -45,10 +56,10 @@ Workloads. All requests have random token ids and temperature 0.6, and ignore th
                 shows how fast the machine is
 
 Runs. Each workload first runs once as a warm-up with different token ids. (Online warms up with a quarter of its
-requests, and all decode runs of latency have the same ids.) Then headline, single, prefill and batches run --rounds
-times, each time with different ids, and the fastest run is reported. One run is not enough: with FP8, vLLM compiles
-kernels whenever a step has a new number of tokens, even after the warm-up. With --compare, each engine runs in a
-separate process. vLLM runs with its defaults, except for the model, the dtypes, --max-model-len, the number of GPUs
+requests, and all decode runs of latency have the same ids.) Then headline, single, prefill, batches and embed run
+--rounds times, each time with different ids, and the fastest run is reported. One run is not enough: with FP8, vLLM
+compiles kernels whenever a step has a new number of tokens, even after the warm-up. With --compare, each engine runs in
+a separate process. vLLM runs with its defaults, except for the model, the dtypes, --max-model-len, the number of GPUs
 and --speculative-config. vLLM gets --max-num-seqs and --max-num-batched-tokens only if you set them. The output lists
 all versions, and the environment variables VLLM_*. --plot FILE.svg draws online, latency or batches.
 
@@ -63,7 +74,7 @@ request to its last token, divided by the number of tokens after the first. ITL 
 between consecutive tokens of a request. The longest gap of a request is also reported. Decode speed counts the tokens
 that arrive while all sequences of a batch decode. Percentiles are interpolated between the two nearest values, so p50
 is the median. For online and latency, the same loop steps both engines, and vLLM uses its server's defaults. For http,
-each engine runs its server. Headline, single, prefill and batches call `LLM.generate`.
+each engine runs its server. Headline, single, prefill and batches call `LLM.generate`, and embed calls `LLM.embed`.
 
 Profiles. --profile traces a run of headline, single, prefill, batches or latency on a GPU, with at most 65 output
 tokens per request. A table shows the mean time per step of each kind of kernel, in microseconds. The first row
@@ -99,6 +110,7 @@ from nanovllm.config import Config
 from nanovllm.utils.flags import Parser, add_flags, given
 
 OTHERS = "http", "host"  # workloads with separate modules, which do not use `engines/`
+ALONE = *OTHERS, "embed"  # workloads that must be the only one of a run
 OWN_FLAGS = "model", "seed"  # not the engine settings of the same names: `seed` is the seed of the requests
 
 
@@ -166,8 +178,8 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
         parser.error("--figure and --plot need matplotlib, which `pip install 'nano-vllm[plot]'` installs")
     if first in STEPPED and (missing := [engine for engine in args.compare if engine not in STEPPED_ENGINES]):
         parser.error(f"--compare {missing[0]}: --workload {first} compares with vllm only")
-    if first == "http" and "transformers" in args.compare:
-        parser.error("--compare transformers: --workload http compares with vllm only")
+    if first in ("http", "embed") and "transformers" in args.compare:
+        parser.error(f"--compare transformers: --workload {first} compares with vllm only")
     if first != "http" and (args.clients or args.server_flags):
         parser.error(f"--clients and --server-flags: --workload {names} must be http")
     if args.compare and first == "host":
@@ -178,7 +190,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
         parser.error(f"--plot: --workload {names} must be one of {', '.join(SWEEPS)}")
     if args.save and not WORKLOADS.keys() & args.workload:
         parser.error(f"--save: --workload {names} must be one of all, {', '.join(WORKLOADS)}")
-    if args.profile and first in ("online", *OTHERS):
+    if args.profile and first in ("online", "embed", *OTHERS):
         parser.error(
             f"--profile: --workload {names} must be one of all, {', '.join([*WORKLOADS, 'batches', 'latency'])}"
         )
@@ -190,7 +202,8 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings for `LLM` that were given as flags."""
-    return given(args, Config, skip=OWN_FLAGS) | ({"load_format": "dummy"} if args.shape else {})
+    settings = given(args, Config, skip=OWN_FLAGS) | ({"load_format": "dummy"} if args.shape else {})
+    return settings | ({"task": "embed"} if args.workload == ["embed"] else {})
 
 
 # -- types of arguments; each error states the value and its bound -----------------------------------------------------
@@ -200,10 +213,10 @@ def workload_names(text: str) -> list[str]:
     """Parse comma-separated names of workloads. "all" stands for headline, single and prefill."""
     names = dict.fromkeys(name for part in text.split(",") for name in (WORKLOADS if part == "all" else [part]))
     for name in names:
-        if name not in (*WORKLOADS, *SWEEPS, *OTHERS):
-            choices = ", ".join(["all", *WORKLOADS, *SWEEPS, *OTHERS])
+        if name not in (*WORKLOADS, *SWEEPS, *ALONE):
+            choices = ", ".join(["all", *WORKLOADS, *SWEEPS, *ALONE])
             raise ArgumentTypeError(f"{name!r}: must be one of {choices}, or several with commas")
-        if name in OTHERS and len(names) > 1:
+        if name in ALONE and len(names) > 1:
             raise ArgumentTypeError(f"{name!r}: must be the only workload of a run")
     if 0 < len(names.keys() & STEPPED) < len(names):
         raise ArgumentTypeError(f"{text!r}: {' and '.join(STEPPED)} can't be in one run with other workloads")

@@ -9,6 +9,8 @@ from nanovllm.benchmarks.results import Result, Results, latency_ms
 from nanovllm.benchmarks.tables import number, print_table
 from nanovllm.config import Config
 
+EMBED = {"embed long": (512, 512), "embed short": (10_000, 30)}  # numbers of texts, and tokens per text
+EMBED_ON_CPU = {"embed long": (16, 512), "embed short": (256, 30)}
 WORKLOADS = {"headline": "headline", "single": "single stream", "prefill": "prefill"}
 HEADER = ["engine", "s", "tok/s", "TTFT ms", "p99", "ratio"]
 OF_LIMITS = ["of limit", "of overlap"]  # columns on a GPU
@@ -31,6 +33,10 @@ def workloads(args: argparse.Namespace, config: Config) -> Workloads:
     single_lens = [max(1, lengths[0] // 8), max(1, lengths[1] // 2)]
     prefill_len = min(args.prefill_len or (1024 if config.device == "cpu" else 3900), config.max_model_len - 1)
     vocab_size = config.model_config.vocab_size
+    if args.workload == ["embed"]:
+        texts = EMBED_ON_CPU if config.device == "cpu" else EMBED
+        made = {name: same_lengths(*sizes, 1, f"{name} {args.seed}", vocab_size) for name, sizes in texts.items()}
+        return {name: in_rounds(requests, args.rounds, vocab_size) for name, requests in made.items()}
     requests = {
         "headline": headline_requests(args, config),
         "single": same_lengths(1, *single_lens, args.seed, vocab_size),
@@ -53,7 +59,7 @@ def print_results(config: Config, workloads: Workloads, results: Results) -> Non
         least = limits(requests, config, rates.times(config.tensor_parallel_size)) if rates else None
         rows = [row(engine, result, baseline, least) for engine, result in by_engine.items()]
         print_table(describe(name, requests), [*HEADER, *(OF_LIMITS if least else []), ""], rows)
-    print("\ntok/s: output tokens, in prefill input tokens; TTFT: median and 99th percentile", end="")
+    print("\ntok/s: output tokens, in prefill and embed input tokens; TTFT: median and 99th percentile", end="")
     print("; ratio: to the fastest other engine" if len(results) > 1 else "")
 
 

@@ -21,6 +21,7 @@ from nanovllm.compat.params import (
     StructuredOutputsParams,
 )
 from nanovllm.compat.vllm_llm import LLM, BeamSearchOutput, BeamSearchSequence
+from nanovllm.compat.vllm_pooling import PoolingParams, PoolingRequestOutput
 from nanovllm.compat.vllm_settings import select
 from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanovllm.requests.request import Prompt, TextPrompt, TokensPrompt
@@ -29,9 +30,10 @@ from nanovllm.utils.loader import find_tokenizer
 __version__ = "0.26.0"  # the version of vLLM whose names are used here
 MODULES = (
     "config distributed distributed.weight_transfer distributed.weight_transfer.nccl_engine entrypoints "
-    "entrypoints.llm exceptions inputs logprobs lora lora.request outputs renderers renderers.hf sampling_params "
-    "tokenizers utils utils.network_utils"
+    "entrypoints.llm exceptions inputs logprobs lora lora.request outputs pooling_params renderers renderers.hf "
+    "sampling_params tokenizers utils utils.network_utils"
 )
+EmbeddingRequestOutput = ClassificationRequestOutput = ScoringRequestOutput = PoolingRequestOutput
 GuidedDecodingParams = StructuredOutputsParams
 PromptType = Prompt
 StructuredOutputsConfig = dict

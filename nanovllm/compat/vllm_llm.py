@@ -6,8 +6,8 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
-import nanovllm
 from nanovllm.compat.params import RESTRICTIONS, BeamSearchParams, FlatLogprobs, SamplingParams, restricted_schema
+from nanovllm.compat.vllm_pooling import PoolingCalls
 from nanovllm.compat.vllm_settings import check_accepted, select
 from nanovllm.engine.outputs import RequestOutput
 from nanovllm.features import beam_search as beams
@@ -43,7 +43,7 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-class LLM(nanovllm.LLM):
+class LLM(PoolingCalls):
     """Our LLM with the methods of vLLM's LLM. The default of `seed` is 0, as in vLLM."""
 
     def __init__(

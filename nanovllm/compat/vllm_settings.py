@@ -94,7 +94,7 @@ GROUPS: tuple[tuple[tuple, str], ...] = (
         "moe_backend offload_backend tokenizer_mode worker_cls",
     ),
     (("auto", "vllm"), "model_impl"),
-    (("auto", "generate"), "runner task"),
+    (("auto", "generate", "pooling"), "runner"),  # the checkpoint or `task` decides
     (("auto", "none"), "convert"),
     ((None, "mp", "uni"), "distributed_executor_backend"),
     (("mp",), "data_parallel_backend"),

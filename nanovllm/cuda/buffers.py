@@ -29,7 +29,8 @@ class Buffers(NamedTuple):
 
 def make_buffers(config: Config, device: torch.device) -> Buffers:
     size = largest_batch(config)
-    batches, results = host_memory(size, config.max_num_seqs, config.tokens_per_row, device)
+    words_per_seq = config.pooling.num_values if config.pooling else config.tokens_per_row + 1
+    batches, results = host_memory(size, config.max_num_seqs * words_per_seq, device)
     on_device = torch.zeros(size, dtype=torch.int32, device=device)
     return Buffers(DoubleBuffer(*map(StepBuffers, batches, results)), on_device)
 
@@ -41,12 +42,10 @@ def to_device(batch: HostBatch, buffer: torch.Tensor) -> DeviceBatch:
     return on_device
 
 
-def host_memory(
-    size: int, max_num_seqs: int, tokens_per_row: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate int32 memory for two steps: batches [2, size], and results [2, max_num_seqs * (tokens_per_row + 1)].
+def host_memory(size: int, num_result_words: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate int32 memory for two steps: batches [2, size], and results [2, num_result_words].
 
-    The results of a sequence contain up to `tokens_per_row` token ids and their count.
+    The results of a sequence contain up to `tokens_per_row` token ids and their count, or the bits of a vector.
     """
     options = dict(dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-    return torch.zeros(2, size, **options), torch.zeros(2, max_num_seqs * (tokens_per_row + 1), **options)
+    return torch.zeros(2, size, **options), torch.zeros(2, num_result_words, **options)

@@ -88,7 +88,8 @@ class DecodeGraphs:
         self.graphs: dict[tuple[int, ...], torch.cuda.CUDAGraph] = {}
         self.outputs: dict[tuple[int, ...], ForwardOutput] = {}  # tensors that each replay overwrites
         # a batch of zeros is all padding
-        batches, results = host_memory(len(buffer), config.max_num_seqs, config.tokens_per_row, buffer.device)
+        num_result_words = config.max_num_seqs * (config.tokens_per_row + 1)
+        batches, results = host_memory(len(buffer), num_result_words, buffer.device)
         self.host_buffers = DoubleBuffer(*map(StepBuffers, batches, results))
         self._device_buffer_index = torch.zeros(1, dtype=torch.int32, device=buffer.device)
 

@@ -10,6 +10,7 @@ from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.runners import make_runner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.state_blocks import StateBlockManager
+from nanovllm.pooling.pooling_scheduler import PoolingScheduler
 from nanovllm.spec_decode.drafting_scheduler import DraftingScheduler
 
 
@@ -46,4 +47,4 @@ def make_scheduler(config: Config) -> Scheduler:
         block_manager = StateBlockManager(*sizes, config.max_num_seqs, config.num_states)
     if config.speculative_config is not None:
         return DraftingScheduler(config, block_manager)
-    return Scheduler(config, block_manager)
+    return (PoolingScheduler if config.pooling else Scheduler)(config, block_manager)

@@ -94,14 +94,14 @@ class LLMEngine:
         requests = self.input_processor.requests(prompts, sampling_params, OutputKind.FINAL_ONLY, None, priority)
         return self._run(requests, use_tqdm)
 
-    def _run(self, requests: list[Any], use_tqdm: bool) -> list[Any]:
+    def _run(self, requests: list[Any], use_tqdm: bool, desc: str = "Generating") -> list[Any]:
         """Submit requests, wait for them, and return their outputs in the same order."""
         outputs: dict[int, Any] = {}
         collector = OutputCollector(OutputKind.FINAL_ONLY, max_seconds=PROGRESS_SECONDS if use_tqdm else inf)
         submission = Submission(self.engine_thread, requests, collector)
         bar: Any = nullcontext(lambda num_finished, **num_tokens: None)
         if use_tqdm:
-            bar = progress_bar(len(requests), desc="Generating", dynamic_ncols=True)
+            bar = progress_bar(len(requests), desc=desc, dynamic_ncols=True)
         with submission, bar as advance:
             while len(outputs) < len(requests):
                 output = self.engine_thread.take(collector)

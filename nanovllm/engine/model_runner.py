@@ -311,14 +311,17 @@ class ModelRunner:
         return self.slot_token_ids[:-1].view(-1, self.config.kvcache_block_size)
 
     def _load_model(self) -> nn.Module:
-        config = self.config.model_config
         with torch.device(self.device):
-            model = make_model(config, self.config.max_model_len, self.tp)
+            model = self.make_model()
         # safetensors reads into tensors on the default device, which the caller may have changed
         with nullcontext() if torch.empty(0).device.type == "cpu" else torch.device("cpu"):
             load_model(model, Path(self.config.model), self.device, self.config.load_format, self.tp.rank == 0)
         self.fuse_layers(model)
         return model.eval()
+
+    def make_model(self) -> nn.Module:
+        """Make this rank's model, without weights. Subclasses may override this."""
+        return make_model(self.config.model_config, self.config.max_model_len, self.tp)
 
     def fuse_layers(self, model: nn.Module) -> None:
         """Replace layers by fused ones. Subclasses may override this."""

@@ -17,8 +17,11 @@ def make_runner(config: Config, part_done: Callable[[str], None], tp: TensorPara
         home = f"nanovllm.invariant.{kind}:Runner"
     elif kind in RUNNERS:
         home = RUNNERS[kind]
-    elif config.async_scheduling or tp.size > 1 or config.tokens_per_row > 1:
+    elif config.async_scheduling or tp.size > 1 or config.tokens_per_row > 1 or config.pooling:
         home = "nanovllm.batches.batch_runner:BatchRunner"
     else:
         return ModelRunner(config, part_done, tp)
-    return resolve_name(home)(config, part_done, tp)
+    runner = resolve_name(home)
+    if config.pooling:
+        runner = resolve_name("nanovllm.pooling.pooling_runner:pooling_runner")(runner)
+    return runner(config, part_done, tp)

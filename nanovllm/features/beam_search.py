@@ -14,6 +14,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.beam_params import BeamSearchParams
 from nanovllm.features.logprobs import TokenLogprobs
+from nanovllm.pooling.task import check_task
 from nanovllm.requests.detokenizer import Detokenizer, TokenBytes
 from nanovllm.requests.input_processor import InputProcessor
 from nanovllm.requests.prompts import as_priorities, as_prompts
@@ -165,6 +166,7 @@ def beam_requests(
     """Create a beam search for each prompt. Raises the same errors as `InputProcessor.requests`."""
     if not isinstance(params, BeamSearchParams):
         raise TypeError(f"params={params!r}: must be a BeamSearchParams")
+    check_task(processor.config, "generate")
     model = processor.config.model_config
     # each beam has up to 2 * beam_width candidates, which are different tokens
     check_int("beam_width", params.beam_width, 1, model.vocab_size // 2)

@@ -16,6 +16,7 @@ from nanovllm.engine.outputs import OutputKind
 from nanovllm.engine.policies import make_policy
 from nanovllm.engine.scheduling_policy import FCFS, SchedulingPolicy
 from nanovllm.engine.sequence import Sequence, packed_ids
+from nanovllm.pooling.task import check_task
 from nanovllm.requests.detokenizer import TokenBytes
 from nanovllm.requests.prompts import as_priorities, as_prompts, read_prompt
 from nanovllm.requests.recommended_params import recommended_params
@@ -94,6 +95,7 @@ class InputProcessor:
         priority: int = 0,
     ) -> CompletionRequest:
         """Make a request for one prompt. `index` is the prompt's position in the caller's list."""
+        check_task(self.config, "generate")
         priority = self.check_priority(priority)
         params = self.default_sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):

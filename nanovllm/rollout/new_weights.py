@@ -150,7 +150,8 @@ class ModelWeights:
 
         A head that arrives before the embedding is not compared, because storing the head until then would cost memory.
         """
-        if name != HEAD or head_name(self.model) not in self._loaded:
+        is_tied = self.model.config.tie_word_embeddings  # otherwise, an engine that pools ignores the head
+        if name != HEAD or not is_tied or head_name(self.model) not in self._loaded:
             return
         head = self.model.lm_head
         head_rows = tensor[head.first_id : head.first_id + len(head.weight)].to(head.weight)
@@ -161,11 +162,13 @@ class ModelWeights:
     def own_name(self, name: str) -> str:
         """Return the model's name for a tensor, with `language_model.` added or removed where necessary.
 
-        The names differ if the trainer or the engine has loaded only the language part of a multimodal checkpoint.
+        The names differ if the trainer or the engine has loaded only the language part of a multimodal checkpoint, or
+        if the trainer has loaded a model without its head.
         """
         parts = str(name).split(".language_model.", 1)
         other_name = ".".join(parts) if len(parts) > 1 else str(name).replace("model.", "model.language_model.", 1)
-        return next((own for own in (other_name, text_name(str(name))) if own in self.loaders), name)
+        own_names = other_name, text_name(str(name)), f"model.{name}"  # the last one is of a base model
+        return next((own for own in own_names if own in self.loaders), name)
 
     def check(self, name: str, tensor: torch.Tensor) -> None:
         """Raise the errors that `load_weights` documents, except shape errors that a loader detects before writing."""

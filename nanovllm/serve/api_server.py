@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match
 
 from nanovllm import __version__
-from nanovllm.serve import anthropic_api, responses_api
+from nanovllm.serve import anthropic_api, pooling_api, responses_api
 from nanovllm.serve.engine_client import EngineClient, EngineDeadError
 from nanovllm.serve.errors import ApiError, api_error
 from nanovllm.serve.http_responses import endpoint, error_response, json_response
@@ -44,7 +44,7 @@ def create_app(
     own_name = Path(model).absolute().name if Path(model).expanduser().is_dir() else model  # a hub id has a `/`
     api = Api(llm, settings, settings.served_model_name or (own_name,), own_name)
     api.add_routes(app)
-    for add_routes in (add_info_routes, anthropic_api.add_routes, responses_api.add_routes):
+    for add_routes in (add_info_routes, anthropic_api.add_routes, responses_api.add_routes, pooling_api.add_routes):
         add_routes(app, api)
     if settings.enable_dev_endpoints and llm.engine is not None:
         from nanovllm.serve import dev_api  # a lazy import, because the routes are optional

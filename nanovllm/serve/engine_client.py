@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 from nanovllm.engine.outputs import OutputKind, RequestOutput
 from nanovllm.features.beam_params import BeamSearchParams
 from nanovllm.llm import LLM
+from nanovllm.pooling.pooling_params import PoolingParams
+from nanovllm.pooling.pooling_request import pooling_request
 from nanovllm.requests.detokenizer import Detokenizer
 from nanovllm.requests.input_processor import InputProcessor
 from nanovllm.requests.request import CompletionRequest, Message, Prompt, TokensPrompt
@@ -19,6 +21,7 @@ from nanovllm.requests.stream_event import StreamEvent
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.async_request import AsyncRequest, PartialAnswer
 from nanovllm.serve.beams import beam_completion
+from nanovllm.serve.pooling_client import classify, embed, score
 from nanovllm.serve.prompt_lanes import LongTextError, PromptLane, PromptSource, RenderedChat
 from nanovllm.serve.template_sandbox import MAX_PROCESSES, TemplateSandbox
 from nanovllm.serve.turns import ClientTurns
@@ -70,6 +73,8 @@ class EngineClient(ABC):
         self._template_pool = ThreadPoolExecutor(MAX_PROCESSES, thread_name_prefix="nanovllm-templates")
         self._template_turns = ClientTurns(MAX_PROCESSES // 2)  # half of the rendering processes
         self._is_closing = False
+
+    embed, score, classify = embed, score, classify  # of pooling_client.py
 
     # -- what computes the requests ------------------------------------------------------------------------------------
 
@@ -149,7 +154,7 @@ class EngineClient(ABC):
     async def submit(
         self,
         prompt: PromptSource,
-        sampling_params: SamplingParams | BeamSearchParams | None = None,
+        sampling_params: SamplingParams | BeamSearchParams | PoolingParams | None = None,
         request_id: str | None = None,
         priority: int = 0,
         chat_template_kwargs: Mapping | None = None,
@@ -160,8 +165,8 @@ class EngineClient(ABC):
 
         Most arguments, and the errors, are the same as for `generate`. A `prompt` may be a function, which a tokenizer
         thread calls. With `in_pieces=False`, the request has a `result` but no events, which saves host time. Requests
-        share cached prefixes only with requests that have the same `cache_salt`. Beam searches have a `result` but no
-        events, and do not work with replicas.
+        share cached prefixes only with requests that have the same `cache_salt`. Beam searches and requests with
+        PoolingParams have a `result` but no events. Beam searches do not work with replicas.
         """
         self.check_open()
         self._use_running_loop()
@@ -183,7 +188,10 @@ class EngineClient(ABC):
                 processor = self.input_processor
                 if isinstance(sampling_params, BeamSearchParams):
                     return beam_completion(processor, tokens, sampling_params, priority, kind)
-                request = processor.request(tokens, sampling_params, kind, priority=priority)
+                if isinstance(sampling_params, PoolingParams):
+                    request: Any = pooling_request(processor, tokens, sampling_params, OutputKind.TOKENS, priority)
+                else:
+                    request = processor.request(tokens, sampling_params, kind, priority=priority)
                 if cache_salt is not None:
                     salt = blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=8).digest()
                     for seq in request.group:

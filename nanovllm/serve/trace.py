@@ -298,7 +298,7 @@ class StepRecorder:
         if decodes != self._decodes:
             frame["decodes"] = self._decodes = decodes
         frame["chunks"] = [[sequence_name(seq), start, end] for seq, start, end in step.chunks]
-        sampled = step.new_seqs
+        sampled = [seq for seq in step.new_seqs if seq.has_sampled]  # with pooling, no sequence gets a token
         frame["sampled"] = [sequence_name(seq) for seq in sampled]
         frame["ttft"] = [round(seq.timing["first_token"], 4) for seq in sampled if seq.num_completion_tokens == 1]
 

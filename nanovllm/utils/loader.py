@@ -167,6 +167,8 @@ def load_model(
         return
     files = find_tensors(folder, FLOAT_DTYPES + (quantization.dtypes if quantization else ()))
     own_names = {name: text_name(name) if getattr(model, "may_be_nested", False) else name for name in files}
+    if "embed_tokens.weight" in own_names:  # a base model, which was saved without its head
+        own_names = {name: f"model.{name}" for name in files}
     if quantization:
         own_names = {stored: quantization.own_name(name) for stored, name in own_names.items()}
     stored_names = {name: stored for stored, name in own_names.items()}

@@ -35,7 +35,8 @@ def run_engines(names: list[str], functions: Engines, model: str, settings: dict
         for name, result in results[engine].items():
             runs = workloads[name]
             counted = [request for requests in runs[-result.num_runs :] for request in requests]
-            result.num_tokens = sum(len(r.prompt) if name == "prefill" else r.max_tokens for r in counted)
+            counts_input = name.startswith(("prefill", "embed"))
+            result.num_tokens = sum(len(r.prompt) if counts_input else r.max_tokens for r in counted)
         if results[engine].keys() < workloads.keys():  # Ctrl-C
             break
     return results

@@ -49,7 +49,8 @@ def started_nanovllm(model: str, settings: dict) -> "Iterator[LLM]":
 
     with LLM(model, **settings) as llm:
         loaded = seconds_since_start()
-        llm.generate([1], SamplingParams(max_tokens=1), use_tqdm=False)
+        if llm.config.task == "generate":
+            llm.generate([1], SamplingParams(max_tokens=1), use_tqdm=False)
         if multiprocessing.parent_process() is None:
             now, inside = seconds_since_start(), llm.startup_seconds
             parts = {"imports": loaded - sum(inside.values()), **inside, "first token": now - loaded}
@@ -59,13 +60,16 @@ def started_nanovllm(model: str, settings: dict) -> "Iterator[LLM]":
 
 
 def run_nanovllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
-    """Run workloads with `LLM.generate`. Each output's metrics contain the time of the request's first token."""
+    """Run workloads with `LLM.generate` or `LLM.embed`. An output's metrics contain the time of its first token."""
 
     def run(requests: list[Request]) -> Result:
         prompts, params = inputs(requests)
         before = llm.stats().get("spec_decode")
         begin = perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
+        if llm.config.task == "embed":
+            outputs: list = llm.embed(prompts, use_tqdm=sys.stderr.isatty())
+        else:
+            outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
         seconds, metrics = perf_counter() - begin, [output.metrics for output in outputs]
         times = [[m.first_token_time - m.arrival_time] for m in metrics]
         return Result(seconds, token_times=times, note=drafts_since(before, llm.stats().get("spec_decode")))

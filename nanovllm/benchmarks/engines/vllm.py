@@ -29,6 +29,8 @@ def vllm_settings(model: str, settings: dict) -> dict:
     arguments = {"dtype": str(config.dtype).removeprefix("torch."), **{name: getattr(config, name) for name in names}}
     if config.model_config.hybrid and config.model_config.hybrid.is_nested:
         arguments["language_model_only"] = True  # we have no vision parts either
+    if config.task != "generate":
+        arguments["runner"] = "pooling"
     if (drafting := config.speculative_config) is not None:
         arguments["speculative_config"] = speculation(drafting)
         if drafting.method == "eagle3" and config.load_format == "dummy":
@@ -71,7 +73,11 @@ def run_vllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Resu
     def run(requests: list[Request]) -> Result:
         params = [SamplingParams(**r.sampling_settings(), detokenize=False) for r in requests]
         before, begin = counts() if drafts else None, perf_counter()
-        llm.generate([{"prompt_token_ids": r.prompt} for r in requests], params, use_tqdm=sys.stderr.isatty())
+        prompts, show = [{"prompt_token_ids": r.prompt} for r in requests], sys.stderr.isatty()
+        if "runner" in arguments:
+            llm.embed(prompts, use_tqdm=show)
+        else:
+            llm.generate(prompts, params, use_tqdm=show)
         seconds = perf_counter() - begin
         return Result(seconds, note=drafts_since(before, counts() if drafts else None))
 

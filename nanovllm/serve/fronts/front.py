@@ -43,7 +43,7 @@ class FrontRequest(ReplicaRequest):
 
     def __init__(self, request: Any, name: str):
         super().__init__(request, lambda ended: None, name)
-        self._makes_text = not isinstance(request, BeamCompletion) and _makes_text(request.params)
+        self._makes_text = isinstance(request, CompletionRequest) and _makes_text(request.params)
 
     def message(self, replica_index: int = 0) -> NewRequest:
         if isinstance(self.request, BeamCompletion):

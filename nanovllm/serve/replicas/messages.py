@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from nanovllm.engine.outputs import CompletionOutput, Logprob, OutputKind, RequestMetrics
 from nanovllm.features.beam_params import BeamSearchParams
+from nanovllm.pooling.pooling_params import PoolingParams
 from nanovllm.requests.stream_event import StreamEvent
 from nanovllm.sampling_params import SamplingParams
 
@@ -24,6 +25,7 @@ class NewRequest(NamedTuple):
     generated: for each answer, the tokens that the caller has already received from a lost replica. These tokens are
         not sampled again.
     beams: the parameters of a beam search; `None` for other requests.
+    pooling: the parameters of a request for a vector; `None` for other requests.
     """
 
     request_id: int
@@ -36,6 +38,7 @@ class NewRequest(NamedTuple):
     generated: list[list[int]]
     cache_salt: int = 0
     beams: BeamSearchParams | None = None
+    pooling: PoolingParams | None = None
 
 
 class Final(NamedTuple):
@@ -44,6 +47,7 @@ class Final(NamedTuple):
     seconds: three durations, which all begin when the request arrives at the replica. They end when the request is
         first scheduled, when it gets its first token, and when it finishes. The clocks of two machines differ, so these
         are not points in time.
+    data: the bytes of a vector's float32 numbers; `None` for generated answers, and for an aborted request.
     """
 
     request_id: int
@@ -51,6 +55,7 @@ class Final(NamedTuple):
     num_cached_tokens: int
     prompt_logprobs: list[dict[int, Logprob] | None] | None
     seconds: tuple[float | None, ...]
+    data: bytes | None = None
 
 
 class Report(NamedTuple):
@@ -90,10 +95,17 @@ def decode_report(data: bytes) -> Report:
     return Report([StreamEvent(*fields) for fields in deltas], ends, errors)
 
 
-def make_final(request_id: int, answers: list, num_cached: int, prompt_logprobs: Any, times: RequestMetrics) -> Final:
+def make_final(
+    request_id: int,
+    answers: list,
+    num_cached: int,
+    prompt_logprobs: Any,
+    times: RequestMetrics,
+    data: bytes | None = None,
+) -> Final:
     moments = times.first_scheduled_time, times.first_token_time, times.finished_time
     seconds = tuple(None if moment is None else moment - times.arrival_time for moment in moments)
-    return Final(request_id, answers, num_cached, prompt_logprobs, seconds)
+    return Final(request_id, answers, num_cached, prompt_logprobs, seconds, data)
 
 
 def _portable(error: Exception) -> Exception:

@@ -11,6 +11,8 @@ from nanovllm.engine.outputs import OutputKind, StepOutput
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.stats import stats_of
 from nanovllm.llm import LLM
+from nanovllm.pooling.pooling_outputs import PoolingOutput
+from nanovllm.pooling.pooling_request import pooling_request
 from nanovllm.requests.request import CompletionRequest, TokensPrompt
 from nanovllm.requests.stream_event import StreamEvent
 from nanovllm.serve.async_request import merged
@@ -146,7 +148,11 @@ class Replica:
     def _make_request(self, new: NewRequest) -> CompletionRequest:
         prompt = TokensPrompt(prompt_token_ids=new.token_ids)
         processor = self.engine.input_processor
-        request = processor.request(prompt, new.params, new.kind, new.prompt_index, priority=new.priority)
+        request: Any
+        if new.pooling is not None:
+            request = pooling_request(processor, prompt, new.pooling, new.kind, new.priority)
+        else:
+            request = processor.request(prompt, new.params, new.kind, new.prompt_index, priority=new.priority)
         request.request_id = new.request_id
         for seq, noise_seed, generated in zip(request.group, new.noise_seeds, new.generated):
             seq.request_id, seq.noise_seed, seq.cache_salt = new.request_id, noise_seed, new.cache_salt
@@ -179,8 +185,11 @@ class Replica:
                     finals.append(make_final(request_id, [], seq.num_cached_tokens, logprobs, request.metrics()))
         for output in outputs.finished:
             if self._forget(i := output.request_id):
-                cached, logprobs = output.num_cached_tokens, output.prompt_logprobs
-                finals.append(make_final(i, output.outputs, cached, logprobs, output.metrics))
+                if isinstance(output, PoolingOutput):
+                    logprobs, data = None, None if output.data is None else output.data.tobytes()
+                else:
+                    logprobs, data = output.prompt_logprobs, None
+                finals.append(make_final(i, output.outputs, output.num_cached_tokens, logprobs, output.metrics, data))
         return deltas, finals
 
     def _end_answers(self, request_id: int, count: int) -> bool:

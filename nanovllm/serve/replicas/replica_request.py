@@ -6,8 +6,14 @@ The record tracks what the caller has received, and which replica computes the r
 from collections.abc import Callable
 from dataclasses import replace
 from time import time
+from typing import Any
+
+import numpy as np
 
 from nanovllm.engine.outputs import RequestMetrics, RequestOutput
+from nanovllm.pooling.pooling_params import PoolingParams
+from nanovllm.pooling.pooling_request import PoolingRequest
+from nanovllm.pooling.pooling_scheduler import NO_TOKENS
 from nanovllm.requests.request import CompletionRequest
 from nanovllm.requests.stream_event import StreamEvent
 from nanovllm.sampling_params import SamplingParams
@@ -78,7 +84,9 @@ class ReplicaRequest(AsyncRequest):
     def message(self, replica_index: int) -> NewRequest:
         """Assign the request to a replica, and return the message for the replica."""
         self.replica_index, self._sent_time = replica_index, time()
-        params = self.request.params
+        params: Any = self.request.params
+        pooling = params if isinstance(params, PoolingParams) else None
+        params = NO_TOKENS if pooling else params
         if type(params) is not SamplingParams:  # a replica may be unable to import a class of the caller
             params = SamplingParams(**{name: getattr(params, name) for name in SamplingParams.__dataclass_fields__})
         generated = [[] if params.logprobs is not None else _generated(answer) for answer in self._answers]
@@ -96,6 +104,7 @@ class ReplicaRequest(AsyncRequest):
             seeds,
             generated,
             group[0].cache_salt,
+            pooling=pooling,
         )
 
     def add_event(self, delta: StreamEvent) -> None:
@@ -122,6 +131,11 @@ class ReplicaRequest(AsyncRequest):
         )
         if self.num_failures and self._first_delta_time is not None:  # another replica had sampled the first token
             first_token = self._first_delta_time
+        metrics = RequestMetrics(self.arrival_time, scheduled, first_token, finished)
+        if isinstance(self.request, PoolingRequest):
+            data = None if final.data is None else np.frombuffer(final.data, np.float32)
+            super().finish(self.request.output_of(data, self.num_cached_tokens, metrics))
+            return
         super().finish(
             RequestOutput(
                 self.request_id,
@@ -131,7 +145,7 @@ class ReplicaRequest(AsyncRequest):
                 True,
                 self.num_cached_tokens,
                 final.prompt_logprobs,
-                RequestMetrics(self.arrival_time, scheduled, first_token, finished),
+                metrics,
             )
         )
 

@@ -1,0 +1,88 @@
+"""The calls of `LLM` that compute vectors. `LLM` has methods with the same names."""
+
+from typing import TYPE_CHECKING
+
+from nanovllm.pooling.pooling_outputs import PoolingOutput
+from nanovllm.pooling.pooling_params import PoolingParams
+from nanovllm.pooling.pooling_prompts import pair_prompt, pairs_of, prefix_of, with_prefix
+from nanovllm.pooling.pooling_request import pooling_requests
+from nanovllm.pooling.task import check_task
+from nanovllm.requests.prompts import as_priorities, as_prompts
+from nanovllm.requests.request import Prompt
+
+if TYPE_CHECKING:
+    from nanovllm.engine.llm_engine import LLMEngine
+
+
+def embed(
+    self: "LLMEngine",
+    prompts: Prompt | list[Prompt],
+    dimensions: int | None = None,
+    normalize: bool | None = None,
+    prompt_name: str | None = None,
+    instruction: str | None = None,
+    use_tqdm: bool = True,
+    priority: list[int] | None = None,
+) -> list[PoolingOutput]:
+    """Return the embedding of each prompt, in the order of the prompts.
+
+    prompts: the same kinds of prompts as for `generate`.
+    dimensions, normalize: see PoolingParams.
+    prompt_name: the name of one of the checkpoint's prompts, such as "query", to put before each text.
+    instruction: what a query asks for. "Instruct: ...", as Qwen3-Embedding expects it, is put before each text.
+
+    Raises ValueError or TypeError, as `generate` does, and ValueError if the task is not "embed".
+    """
+    check_task(self.config, "embed")
+    prefix = prefix_of(self.config, prompt_name, instruction)
+    texts = [with_prefix(prompt, prefix) for prompt in as_prompts(prompts)]
+    return _run(self, texts, PoolingParams(dimensions=dimensions, normalize=normalize), use_tqdm, priority)
+
+
+def score(
+    self: "LLMEngine",
+    query: str | list[str],
+    documents: str | list[str],
+    instruction: str | None = None,
+    template: str | None = None,
+    use_activation: bool = True,
+    use_tqdm: bool = True,
+    priority: list[int] | None = None,
+) -> list[PoolingOutput]:
+    """Return the relevance of each document, in the order of the documents.
+
+    query: one query for all documents, or a list with one query for each document.
+    instruction, template: see `pooling_prompts.pair_prompt`.
+    use_activation: see PoolingParams.
+
+    Raises ValueError or TypeError, as `generate` does, and ValueError if the task is not "score".
+    """
+    check_task(self.config, "score")
+    pairs = pairs_of(query, documents)
+    prompts = [pair_prompt(self.input_processor, *pair, instruction, template) for pair in pairs]
+    return _run(self, prompts, PoolingParams(use_activation=use_activation), use_tqdm, priority)
+
+
+def classify(
+    self: "LLMEngine",
+    prompts: Prompt | list[Prompt],
+    use_activation: bool = True,
+    use_tqdm: bool = True,
+    priority: list[int] | None = None,
+) -> list[PoolingOutput]:
+    """Return the probabilities of the classes for each prompt. A reward model has a single class.
+
+    prompts: the same kinds of prompts as for `generate`.
+    use_activation: see PoolingParams.
+
+    Raises ValueError or TypeError, as `generate` does, and ValueError if the task is not "classify" or "score".
+    """
+    check_task(self.config, "classify", "score")
+    return _run(self, as_prompts(prompts), PoolingParams(use_activation=use_activation), use_tqdm, priority)
+
+
+def _run(
+    llm: "LLMEngine", prompts: list, params: PoolingParams, use_tqdm: bool, priority: list[int] | None
+) -> list[PoolingOutput]:
+    priorities = as_priorities(priority, len(prompts))
+    return llm._run(pooling_requests(llm.input_processor, prompts, params, priorities), use_tqdm, "Pooling")

@@ -1,0 +1,161 @@
+"""Reads from a checkpoint what to compute from a text: an embedding, a score or classes, and from which tokens."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.utils.checks import check_choice, read_json
+
+if TYPE_CHECKING:
+    from nanovllm.models import ModelConfig
+
+CLASSIFIER = "ForSequenceClassification"
+# names of sentence-transformers -> which hidden states become the vector
+POOLING_MODES = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
+OLD_MODE_PREFIX = "pooling_mode_"  # `pooling_mode_lasttoken: true` is an older form of `pooling_mode: "lasttoken"`
+ACTIVATIONS = {"Sigmoid": "sigmoid", "Softmax": "softmax", "Identity": "identity"}
+PROBLEM_ACTIVATIONS = {"regression": "identity", "multi_label_classification": "sigmoid"}
+ANSWERS = ("no", "yes")  # of Qwen3-Reranker
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingConfig:
+    """How an engine with one of the tasks "embed", "score" and "classify" computes a vector from a text.
+
+    num_values: the size of the vector that a step computes for a text: the hidden size, or the number of logits.
+    mode: "last", "mean" or "cls": the hidden state of the last token, the mean of all, or that of the first token.
+    normalize: whether embeddings are divided by their Euclidean norm by default.
+    activation: maps logits to scores or probabilities: "sigmoid", "softmax" or "identity".
+    labels: the names of the classes, or () for embeddings.
+    token_ids: the tokens whose logits score a text: (irrelevant, relevant), or only the second. If it is (), the
+        checkpoint has a classification head, or the task is "embed".
+    prompts: texts to put before a text, by name, from `config_sentence_transformers.json`.
+    default_prompt_name: the prompt of texts for which no name is given.
+    dimensions: the sizes to which embeddings may be shortened. If it is (), any size is allowed.
+    """
+
+    num_values: int
+    mode: str = "last"
+    normalize: bool = True
+    activation: str = "identity"
+    labels: tuple[str, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt_name: str | None = None
+    dimensions: tuple[int, ...] = ()
+
+
+def find_pooling_task(folder: Path) -> str:
+    """Return the task of a checkpoint that does not generate text: "embed", "score" or "classify"."""
+    raw = read_json(file := folder / "config.json")
+    if _is_classifier(raw):
+        return "score" if len(_labels(raw, file)) == 1 else "classify"
+    return "score" if "LogitScore" in _modules(folder) else "embed"
+
+
+def read_pooling_config(folder: Path, tokenizer: Path, task: str, model: "ModelConfig") -> PoolingConfig:
+    """Read the settings of a checkpoint for `task`. Raises a ValueError that names the file if they are unsupported."""
+    file = folder / "config.json"
+    raw = read_json(file)
+    if raw.get("use_bidirectional_attention") or raw.get("is_causal") is False:
+        raise ValueError(f"{file}: attention to later tokens is not supported")
+    modules = _modules(folder)
+    saved = _read_saved(folder / "config_sentence_transformers.json")
+    if task == "embed":
+        return PoolingConfig(model.hidden_size, **_prompts(saved), **_read_embedding(folder, modules, raw))
+    paths = (raw.get("sentence_transformers") or {}).get("activation_fn"), saved.get("activation_fn")
+    path = next(filter(None, (*paths, raw.get("sbert_ce_default_activation_function"))), "")
+    if name := str(path).rpartition(".")[2]:
+        check_choice(f"{file}: activation_fn", name, ACTIVATIONS)
+    if _is_classifier(raw):
+        labels = _labels(raw, file)
+        if task == "score" and len(labels) != 1:
+            raise ValueError(f"{file}: has {len(labels)} labels: the task 'score' needs one; set task='classify'")
+        default = PROBLEM_ACTIVATIONS.get(str(raw.get("problem_type")), "sigmoid" if len(labels) == 1 else "softmax")
+        return PoolingConfig(len(labels), activation=ACTIVATIONS.get(name, default), labels=labels)
+    if task == "classify":
+        raise ValueError(f"{file}: architectures={raw.get('architectures')}: the task 'classify' needs a {CLASSIFIER}")
+    ids = _answer_ids(tokenizer, modules, model.vocab_size)
+    activation = ACTIVATIONS.get(name, "sigmoid")
+    return PoolingConfig(len(ids), activation=activation, labels=("relevant",), token_ids=ids)
+
+
+def _read_saved(file: Path) -> dict:
+    """Read the settings of sentence-transformers, if there are any."""
+    saved = read_json(file) if file.is_file() else {}
+    prompts = saved.get("prompts") or {}
+    if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
+        raise ValueError(f"{file}: prompts={prompts!r:.80}: must be an object with texts")
+    return saved
+
+
+def _prompts(saved: dict) -> dict[str, Any]:
+    """Return the fields of a PoolingConfig about prompts."""
+    prompts = {name: text for name, text in (saved.get("prompts") or {}).items() if text}
+    return {"prompts": prompts, "default_prompt_name": saved.get("default_prompt_name")}
+
+
+def _read_embedding(folder: Path, modules: dict[str, Path], raw: dict) -> dict[str, Any]:
+    """Return the fields of a PoolingConfig that the modules of sentence-transformers define.
+
+    Without modules, the default is the normalized hidden state of the last token.
+    """
+    fields: dict[str, Any] = {"dimensions": tuple(raw.get("matryoshka_dimensions") or ())}
+    if not modules:
+        return fields
+    for name in modules:
+        check_choice(f"{folder / 'modules.json'}: module", name, ("Transformer", "Pooling", "Normalize"))
+    mode = "mean"
+    if "Pooling" in modules:
+        file = modules["Pooling"] / "config.json"
+        pooling = read_json(file)
+        old = [name for name, value in pooling.items() if name.startswith(OLD_MODE_PREFIX) and value is True]
+        modes = pooling.get("pooling_mode") or [name.removeprefix(OLD_MODE_PREFIX) for name in old] or "mean"
+        modes = [modes] if isinstance(modes, str) else modes
+        mode = "+".join(name.removesuffix("_tokens").removesuffix("_token") for name in modes)
+        check_choice(f"{file}: pooling_mode", mode, POOLING_MODES)
+        if mode != "lasttoken" and pooling.get("include_prompt") is False:
+            raise ValueError(f"{file}: include_prompt=false: must be true with pooling_mode {mode!r}")
+    return fields | {"mode": POOLING_MODES[mode], "normalize": "Normalize" in modules}
+
+
+def _answer_ids(tokenizer: Path, modules: dict[str, Path], vocab_size: int) -> tuple[int, ...]:
+    """Return the ids of the tokens for irrelevant and relevant, or of the latter only."""
+    if "LogitScore" in modules:
+        entries = read_json(file := modules["LogitScore"] / "config.json")
+        found = [entries.get("false_token_id"), entries.get("true_token_id")]
+        ids = [token_id for token_id in found if token_id is not None]
+    else:
+        file = tokenizer / ("tokenizer.json" if (tokenizer / "tokenizer.json").is_file() else "vocab.json")
+        vocab = read_json(file)
+        vocab = vocab["model"]["vocab"] if "model" in vocab else vocab
+        if missing := [answer for answer in ANSWERS if answer not in vocab]:
+            raise ValueError(f"{file}: has no token {missing[0]!r}, which the task 'score' needs in a language model")
+        ids = [vocab[answer] for answer in ANSWERS]
+    if not ids or not all(isinstance(i, int) and 0 <= i < vocab_size for i in ids):
+        raise ValueError(f"{file}: token ids {ids} of answers: must be in 0 to {vocab_size - 1}")
+    return tuple(ids)
+
+
+def _is_classifier(raw: dict) -> bool:
+    return str((raw.get("architectures") or [""])[0]).endswith(CLASSIFIER)
+
+
+def _labels(raw: dict, file: Path) -> tuple[str, ...]:
+    """Return the names of the classes. As in transformers, there are two unless config.json says otherwise."""
+    names = raw.get("id2label") or {i: f"LABEL_{i}" for i in range(raw.get("num_labels") or 2)}
+    try:
+        return tuple(str(names[key]) for key in sorted(names, key=int))  # the file sorts its keys as texts
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file}: id2label={names!r:.80}: must be an object with a name for each number") from error
+
+
+def _modules(folder: Path) -> dict[str, Path]:
+    """Return the folder of each module in `modules.json`, if any, by the name of its class in sentence-transformers."""
+    file = folder / "modules.json"
+    try:
+        modules = json.loads(file.read_bytes()) if file.is_file() else []
+        return {module["type"].rpartition(".")[2]: folder / module.get("path", "") for module in modules}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{file}: must be a list of objects with a 'type' ({error!r})") from error

@@ -1,0 +1,53 @@
+"""The outputs of requests for embeddings, scores and classes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.engine.outputs import CompletionOutput, Record, RequestMetrics
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolingOutput(Record):
+    """The vector that was computed for a text: an embedding, a score, or the probabilities of classes.
+
+    prompt: the text, with its instruction or template. None if the prompt was passed as token ids.
+    data: a NumPy array of float32. None if the request was aborted.
+    labels: the names of the classes, in the order of `data`.
+    """
+
+    request_id: int
+    prompt: str | None
+    prompt_token_ids: list[int]
+    data: Any
+    labels: tuple[str, ...]
+    num_cached_tokens: int
+    metrics: RequestMetrics
+
+    @property
+    def embedding(self) -> Any:
+        """The embedding, a NumPy array of float32."""
+        return self.data
+
+    @property
+    def score(self) -> float:
+        """The relevance of a document: between 0 and 1, unless the checkpoint has another activation."""
+        return float(self.data[0])
+
+    @property
+    def probs(self) -> list[float]:
+        """The probability of each class."""
+        return self.data.tolist()
+
+    @property
+    def label(self) -> str:
+        """The name of the most probable class."""
+        return self.labels[int(self.data.argmax())]
+
+    @property
+    def finished(self) -> bool:
+        return self.data is not None
+
+    @property
+    def outputs(self) -> list[CompletionOutput]:
+        """An answer without tokens, for code that counts answers and their tokens."""
+        return [CompletionOutput(0, "", [], None, None, "stop" if self.finished else "abort", None)]

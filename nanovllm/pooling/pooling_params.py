@@ -1,0 +1,35 @@
+"""The parameters of a request for an embedding, a score or classes."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nanovllm.pooling.task import check_task
+from nanovllm.utils.checks import check_bool, check_choice, check_fields, check_int, checked
+
+if TYPE_CHECKING:
+    from nanovllm.config import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolingParams:
+    """The parameters of a request for an embedding, a score or classes.
+
+    dimensions: the number of leading values of an embedding to keep (Matryoshka embeddings); by default all.
+    normalize: divide an embedding by its Euclidean norm, after it was shortened; by default as the checkpoint says.
+    use_activation: return scores or probabilities. If it is False, return logits.
+    """
+
+    dimensions: int | None = checked(None, check_int, low=1)
+    normalize: bool | None = checked(None, check_bool)
+    use_activation: bool = checked(True, check_bool)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def check(self, config: "Config") -> None:
+        """Raise ValueError if the engine's model can't serve these parameters."""
+        if self.dimensions is not None:
+            check_task(config, "embed")
+            check_int("dimensions", self.dimensions, low=1, high=config.pooling.num_values)
+            if config.pooling.dimensions:
+                check_choice("dimensions", self.dimensions, config.pooling.dimensions)

@@ -1,0 +1,97 @@
+"""Makes the prompts of embeddings and rerankers: instructions, named prompts, and pairs of a query and a document."""
+
+import re
+from typing import Any
+
+from nanovllm.config import Config
+from nanovllm.requests.input_processor import InputProcessor
+from nanovllm.requests.prompts import render_chat
+from nanovllm.requests.request import TokensPrompt
+from nanovllm.utils.checks import check_choice
+
+# https://huggingface.co/Qwen/Qwen3-Embedding-0.6B
+INSTRUCTED_QUERY = "Instruct: {instruction}\nQuery:"
+# https://huggingface.co/Qwen/Qwen3-Reranker-0.6B
+RERANKER_TEMPLATE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+    "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+RERANKER_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+LONG_TEXT = 2**14  # characters
+RERANKER_FAMILIES = ("qwen3",)  # their rerankers use this template, unless the checkpoint has another one
+
+
+def prefix_of(config: Config, prompt_name: str | None, instruction: str | None) -> str:
+    """Return the text to put before a text that is embedded. Raises ValueError for an unknown `prompt_name`."""
+    prompts = config.pooling.prompts
+    if instruction is not None:
+        if prompt_name is not None:
+            raise ValueError(f"prompt_name={prompt_name!r:.80}: must be None with an instruction")
+        form = INSTRUCTED_QUERY
+        if re.fullmatch(r"Instruct: .*\nQuery: ?", published := prompts.get("query", "")):
+            form = INSTRUCTED_QUERY + " " * published.endswith(" ")
+        return form.format(instruction=instruction)
+    if prompt_name is None:
+        return prompts.get(config.pooling.default_prompt_name or "", "")
+    prompts = {"query": "", "document": ""} | prompts  # as in sentence-transformers
+    return prompts[check_choice("prompt_name", prompt_name, prompts)]
+
+
+def with_prefix(prompt: Any, prefix: str) -> Any:
+    """Put `prefix` before a prompt that is a text. Token ids and conversations do not change."""
+    if isinstance(prompt, dict) and prompt.get("prompt_token_ids") is None and isinstance(prompt.get("prompt"), str):
+        return {"prompt": prefix + prompt["prompt"]}
+    return prefix + prompt if isinstance(prompt, str) else prompt
+
+
+def pairs_of(query: Any, documents: Any) -> list[tuple[str, str]]:
+    """Pair a query with each document, or each query with its document. Raises TypeError or ValueError."""
+    queries, texts = ([x] if isinstance(x, str) else x for x in (query, documents))
+    for name, value in (("query", queries), ("documents", texts)):
+        if not isinstance(value, (list, tuple)) or not all(isinstance(text, str) for text in value):
+            raise TypeError(f"{name}={value!r:.80}: must be a string or a list of strings")
+    queries = [*queries] * len(texts) if len(queries) == 1 else queries
+    if len(queries) != len(texts):
+        raise ValueError(f"query: there are {len(queries)} for {len(texts)} documents: pass one, or one for each")
+    return [*zip(queries, texts)]
+
+
+def pair_prompt(
+    processor: InputProcessor, query: str, document: str, instruction: str | None = None, template: str | None = None
+) -> TokensPrompt:
+    """Return the prompt that scores a document for a query.
+
+    The text comes from `template`, which contains `{query}`, `{document}` and, if needed, `{instruction}`. By default,
+    it comes from the checkpoint's chat template, if the template knows the roles "query" and "document", or from
+    RERANKER_TEMPLATE for RERANKER_FAMILIES. For other checkpoints, the tokenizer joins the two texts.
+    """
+    tokenizer = processor.tokenizer
+    if template is None and _has_roles(tokenizer):
+        parts = {"system": instruction, "query": query, "document": document}
+        messages: Any = [{"role": role, "content": text} for role, text in parts.items() if text is not None]
+        with processor.tokenizer_lock:
+            text = render_chat(tokenizer, messages, {})
+    else:
+        if template is None and processor.config.model_config.model_type.startswith(RERANKER_FAMILIES):
+            template = RERANKER_TEMPLATE
+        if instruction is not None and "{instruction}" not in (template or ""):
+            raise ValueError(f"instruction={instruction!r:.80}: the text of a query and a document has no place for it")
+        if template is None:
+            if len(query) + len(document) > LONG_TEXT:
+                processor.encode(query + document, add_special_tokens=False)  # a server refuses what is too long
+            with processor.tokenizer_lock:
+                return {"prompt_token_ids": tokenizer(query, document)["input_ids"]}
+        instruction = RERANKER_INSTRUCTION if instruction is None else instruction
+        try:
+            text = template.format(instruction=instruction, query=query, document=document)
+        except (KeyError, IndexError, ValueError) as error:
+            raise ValueError(f"template={template!r:.80}: has an unknown field ({error!r})") from error
+    return {"prompt": text, "prompt_token_ids": processor.encode(text, add_special_tokens=False)}
+
+
+def _has_roles(tokenizer: Any) -> bool:
+    templates = getattr(tokenizer, "chat_template", None) or ""
+    text = " ".join(templates.values()) if isinstance(templates, dict) else templates
+    return all(re.search(f"['\"]{role}['\"]", text) for role in ("query", "document"))

@@ -1,0 +1,62 @@
+"""Schedules prompts whose outcome is a vector instead of a token."""
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.sampling_params import SamplingParams
+
+NO_TOKENS = SamplingParams(temperature=0, max_tokens=1)  # the scheduler ends a sequence before its first token
+
+
+class PooledSequence(Sequence):
+    """A prompt, and the vector that a step computed for it."""
+
+    vector: Any = None  # [N] float32, a NumPy array
+
+    def __init__(self, token_ids: list[int], **options: Any):
+        super().__init__(token_ids, NO_TOKENS, **options)
+        self.max_num_tokens = self.token_limit = len(token_ids)
+
+
+class PooledResult(NamedTuple):
+    """The result of a step, after it was copied to the host. It takes the place of a `StepResult`.
+
+    vectors: a vector for each sequence in the step's `sampled_seqs`.
+    """
+
+    vectors: list[Any]
+    feature_results: dict[str, Any]
+    counts: None = None
+
+
+class PoolingScheduler(Scheduler):
+    """A scheduler that ends a sequence when its vector has arrived. No step decodes.
+
+    The next step may use the blocks of a prompt that this step completes, because the device runs steps in order. So
+    a full step of short prompts can follow another before the vectors of the first one have arrived.
+    """
+
+    def schedule(self, prompts_first: bool = False) -> ScheduledStep | None:
+        for seq in [*self.running.values()]:  # the previous step completes these
+            self.release(seq)
+            seq.status = SequenceStatus.WAITING
+        return super().schedule(prompts_first=True)
+
+    def start_decoding(self, seq: Sequence, step: ScheduledStep) -> None:
+        """Compute the vector of `seq` in this step, which completes its prompt."""
+        self.prefilling.pop(seq.key, None)
+        self.running[seq.key] = seq
+        step.add_sampled(seq)
+
+    def postprocess(self, step: ScheduledStep, result: PooledResult) -> Collection[Sequence]:  # type: ignore[override]
+        """Give each sequence its vector, and end it. Return the sequences that ended."""
+        arrived = [(seq, x) for seq, x in zip(step.sampled_seqs, result.vectors) if seq.finish_reason is None]
+        for seq, vector in arrived:
+            assert isinstance(seq, PooledSequence)
+            seq.vector = vector
+            seq.record_time("first_token")
+            self.finish(seq, "stop")
+        return [seq for seq, _ in arrived]

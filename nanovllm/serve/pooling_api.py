@@ -1,0 +1,169 @@
+"""Defines the HTTP routes that compute vectors: embeddings (OpenAI's API), reranking (Cohere's, Jina's) and classes.
+
+A server has one task. Its engine refuses the requests of the other routes, and the error names the task.
+"""
+
+import asyncio
+from base64 import b64encode
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from time import time
+from typing import Annotated, Any, ClassVar, Literal
+from uuid import uuid4
+
+from fastapi import FastAPI, Request, Response
+from pydantic import Field
+
+from nanovllm.pooling.pooling_outputs import PoolingOutput
+from nanovllm.pooling.pooling_params import PoolingParams
+from nanovllm.pooling.pooling_prompts import prefix_of, with_prefix
+from nanovllm.pooling.task import check_task
+from nanovllm.serve import protocol
+from nanovllm.serve.answers import encoded
+from nanovllm.serve.errors import api_error, require
+from nanovllm.serve.http_responses import json_response
+from nanovllm.serve.openai_api import Api
+from nanovllm.serve.pooling_client import pool
+from nanovllm.serve.prompt_lanes import tokenized
+
+MAX_INPUTS = 2048  # texts or documents of a request; OpenAI's bound
+Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
+Inputs = str | Texts | protocol.TokenIds | Annotated[list[protocol.TokenIds], Field(fail_fast=True)]
+
+
+class PoolingBody(protocol.Body):
+    priority: int = 0
+    cache_salt: Annotated[str, Field(min_length=1, max_length=protocol.MAX_STOP_CHARACTERS)] | None = None
+    user: str | None = None  # changes nothing here
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"priority": self.priority, "cache_salt": self.cache_salt}
+
+
+class InputBody(PoolingBody, protocol.TextBody):
+    own_names: ClassVar = {"prompt": "input"}
+
+    input: Inputs
+
+    def prompts(self) -> list[Any]:
+        is_single = isinstance(self.input, str) or (bool(self.input) and isinstance(self.input[0], int))
+        prompts: list[Any] = [self.input] if is_single else [*self.input]
+        require(0 < len(prompts) <= MAX_INPUTS, f"input: has {len(prompts)} texts; must have 1 to {MAX_INPUTS}")
+        return prompts
+
+
+class EmbeddingBody(InputBody):
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+    normalize: bool | None = None
+    prompt_name: str | None = None
+    instruction: str | None = None
+
+
+class ClassifyBody(InputBody):
+    use_activation: bool = True
+
+
+class RerankBody(PoolingBody):
+    own_names: ClassVar = {"prompt": "documents"}
+
+    query: str
+    documents: Annotated[list[str | dict[str, Any]], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
+    top_n: int | None = Field(None, ge=1)
+    return_documents: bool = True
+    instruction: str | None = None
+    # Cohere's, which change nothing here: a document is neither split nor cut
+    max_chunks_per_doc: int | None = None
+    max_tokens_per_doc: int | None = None
+
+    def texts(self) -> list[str]:
+        texts = [document.get("text") if isinstance(document, dict) else document for document in self.documents]
+        require(all(isinstance(text, str) for text in texts), "documents: each must be a string, or have a 'text'")
+        return texts  # type: ignore[return-value]
+
+
+class ScoreBody(PoolingBody):
+    own_names: ClassVar = {"prompt": "text_2", "query": "text_1", "documents": "text_2"}
+
+    text_1: str | Texts
+    text_2: str | Texts
+    instruction: str | None = None
+    use_activation: bool = True
+
+
+def add_routes(app: FastAPI, api: Api) -> None:
+    llm = api.llm
+
+    async def respond(body: PoolingBody, compute: Callable[[], Awaitable[list[PoolingOutput]]]) -> dict[str, Any]:
+        """Compute the outputs, and return the fields that all answers have. The caller adds `outputs` to them."""
+        model = api.model_name(body.model)
+        try:
+            outputs = await compute()
+        except Exception as problem:
+            error = api_error(problem, {*type(body).model_fields, *body.own_names})
+            error.rename(body.own_names)
+            raise error from None
+        num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        return {"id": f"pool-{uuid4().hex}", "created": int(time()), "model": model, "usage": usage, "data": outputs}
+
+    async def listed(answer: dict[str, Any], entry: Callable[[PoolingOutput], dict[str, Any]]) -> Response:
+        """Encode the outputs in a thread, because a thousand vectors take long to encode."""
+
+        def data() -> list[Any]:
+            return [encoded({"index": i} | entry(output)) for i, output in enumerate(answer["data"])]
+
+        return json_response(answer | {"object": "list", "data": await asyncio.to_thread(data)})
+
+    def prepared(body: InputBody, prefix: str = "") -> list[Any]:
+        """Return the prompts of a body. If its fields change how texts are tokenized, return functions."""
+        prompts = [with_prefix(prompt, prefix) for prompt in body.prompts()]
+        if body.add_special_tokens is None and body.truncate_prompt_tokens is None:
+            return prompts
+        return [partial(tokenized, body, prompt, None, None) for prompt in prompts]
+
+    async def embeddings(body: EmbeddingBody, request: Request) -> Response:
+        async def compute() -> list[PoolingOutput]:
+            check_task(llm.input_processor.config, "embed")
+            prompts = prepared(body, prefix_of(llm.input_processor.config, body.prompt_name, body.instruction))
+            params = PoolingParams(dimensions=body.dimensions, normalize=body.normalize)
+            return await pool(llm, prompts, params, **body.options)
+
+        encode: Callable[[Any], Any] = lambda x: x.tolist()
+        if body.encoding_format == "base64":
+            encode = lambda x: b64encode(x.tobytes()).decode()
+        answer = await respond(body, compute)
+        return await listed(answer, lambda output: {"object": "embedding", "embedding": encode(output.embedding)})
+
+    async def classify(body: ClassifyBody, request: Request) -> Response:
+        answer = await respond(body, lambda: llm.classify(prepared(body), body.use_activation, **body.options))
+        return await listed(answer, lambda x: {"label": x.label, "probs": x.probs, "num_classes": len(x.labels)})
+
+    async def score(body: ScoreBody, request: Request) -> Response:
+        texts = body.text_1, body.text_2
+        compute = lambda: llm.score(*texts, body.instruction, use_activation=body.use_activation, **body.options)
+        return await listed(await respond(body, compute), lambda x: {"object": "score", "score": x.score})
+
+    async def rerank(body: RerankBody, request: Request) -> Response:
+        texts = body.texts()
+        answer = await respond(body, lambda: llm.score(body.query, texts, body.instruction, **body.options))
+        return json_response(answer | {"data": None, "results": ranked(body, texts, answer["data"])})
+
+    app.post("/v1/embeddings")(embeddings)
+    for path in ("/classify", "/v1/classify"):
+        app.post(path)(classify)
+    for path in ("/score", "/v1/score"):
+        app.post(path)(score)
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        app.post(path)(rerank)
+
+
+def ranked(body: RerankBody, texts: Sequence[str], outputs: Sequence[PoolingOutput]) -> list[dict[str, Any]]:
+    """Return the `top_n` most relevant documents, in descending order of their score."""
+    order = sorted(range(len(texts)), key=lambda i: outputs[i].score, reverse=True)[: body.top_n]
+    results: list[dict[str, Any]] = [{"index": i, "relevance_score": outputs[i].score} for i in order]
+    if body.return_documents:
+        for i, result in zip(order, results):
+            result["document"] = {"text": texts[i]}
+    return results

@@ -1,0 +1,739 @@
+"""Embeddings, scores and classes, against transformers' own classes in float32, on small random checkpoints."""
+
+import asyncio
+import base64
+import json
+import shutil
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import test_models
+import torch
+import transformers
+from common import TINY
+from safetensors.torch import load_file, save_file
+
+from nanovllm import LLM, BeamSearchParams
+from nanovllm.config import Config
+from nanovllm.engine.outputs import OutputKind
+from nanovllm.pooling.pooling_params import PoolingParams
+from nanovllm.pooling.pooling_prompts import RERANKER_INSTRUCTION, RERANKER_TEMPLATE
+from nanovllm.pooling.pooling_request import pooling_request
+from nanovllm.serve import AsyncLLM
+from nanovllm.serve.frames import View
+from nanovllm.serve.trace import trace
+
+VOCAB_SIZE, MAX_LEN = 2049, 400
+YES = 2048  # a token of its own; "no" is in the bundled tokenizer
+SMALL = dict(kvcache_block_size=16, num_kvcache_blocks=64, max_model_len=MAX_LEN)
+# one chunk for all, chunks of many sizes, one sequence at a time, and steps that overlap
+SCHEDULES = {
+    "whole": {},
+    "chunks": dict(max_num_batched_tokens=32, max_num_seqs=4),
+    "tiny-chunks": dict(max_num_batched_tokens=5, max_num_seqs=3, kvcache_block_size=16),
+    "overlap": dict(max_num_batched_tokens=64, async_scheduling=True, num_kvcache_blocks=17),
+    "invariant": dict(max_num_batched_tokens=64, batch_invariant=True),
+}
+each_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
+TEXTS = [
+    "HAMLET.\nTo be, or not to be",
+    "What is 2 + 3?",
+    "the",
+    "A longer text, which fills several blocks of the cache, because it repeats. " * 5,
+    "A longer text, which fills several blocks of the cache, because it repeats. " * 5 + "And it ends elsewhere.",
+    "Count from 5 to 19.",
+]
+PROMPTS = "query: ", "passage: "
+FORMS = {
+    "Qwen3": dict(head_dim=16, tie_word_embeddings=True),
+    "Qwen3-untied": dict(head_dim=16, tie_word_embeddings=False),
+    "Llama": dict(tie_word_embeddings=False),
+}
+
+
+@cache
+def reference(family: str, kind: str, num_labels: int = 2):
+    """A model of transformers with random weights."""
+    config = getattr(transformers, f"{family.split('-')[0]}Config")(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+        num_labels=num_labels,
+        **FORMS[family],
+    )
+    model = getattr(transformers, f"{family.split('-')[0]}{kind}")(config).float().eval()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.copy_(noise / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else 1 + 0.3 * noise)
+    return model
+
+
+def save(folder: Path, model, files: dict | None = None, has_yes: bool = False) -> str:
+    """Save a model with the bundled tokenizer. `files` are further JSON files."""
+    model.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(TINY) / file, folder)
+    if has_yes:
+        tokenizer = json.loads((folder / "tokenizer.json").read_text())
+        tokenizer["model"]["vocab"]["yes"] = YES
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for name, content in (files or {}).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(content))
+    return str(folder)
+
+
+def modules(*names: str) -> list[dict]:
+    return [
+        {"idx": i, "name": str(i), "path": f"{i}_{name}" if i else "", "type": f"sentence_transformers.models.{name}"}
+        for i, name in enumerate(("Transformer", *names))
+    ]
+
+
+def pooled(mode: dict, *more: str, **prompts) -> dict:
+    """The files of sentence-transformers."""
+    files = {
+        "modules.json": modules("Pooling", *more),
+        "1_Pooling/config.json": {"word_embedding_dimension": 64} | mode,
+    }
+    return files | {"config_sentence_transformers.json": {"prompts": prompts, "default_prompt_name": None}}
+
+
+LAST = {"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True, "include_prompt": True}
+MEAN = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
+CLS = {"pooling_mode": "cls", "include_prompt": True}
+MODES = {"last": LAST, "mean": MEAN, "cls": CLS}
+
+
+def hidden_states(model, token_ids: list[int]) -> torch.Tensor:
+    return getattr(model, "model", model)(torch.tensor([token_ids])).last_hidden_state[0]
+
+
+def expected_embedding(model, token_ids: list[int], mode: str, dimensions: int | None = None, normalize=True):
+    states = hidden_states(model, token_ids)
+    vector = {"last": states[-1], "mean": states.mean(0), "cls": states[0]}[mode][:dimensions]
+    return (vector / vector.norm() if normalize else vector).numpy()
+
+
+def assert_vectors(outputs, expected, tolerance: float = 1e-5) -> None:
+    for output, vector in zip(outputs, expected, strict=True):
+        assert np.abs(output.data - vector).max() < tolerance and output.data.dtype == np.float32
+
+
+# -- the engine --------------------------------------------------------------------------------------------------------
+
+
+@each_schedule
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["Qwen3", "Llama"])
+def test_embeddings(make_llm, tmp_path, family, mode, schedule):
+    """A base model as sentence-transformers saves it, in all schedules, twice, so that the second call has hits."""
+    model = reference(family, "Model")
+    folder = save(tmp_path, model, pooled(MODES[mode], "Normalize"))
+    assert "embed_tokens.weight" in load_file(Path(folder) / "model.safetensors")
+    llm = make_llm(folder, **SMALL | SCHEDULES[schedule])
+    assert (llm.config.task, llm.config.pooling.mode) == ("embed", mode)
+    texts = TEXTS * 3
+    for _ in range(2):
+        outputs = llm.embed(texts, use_tqdm=False)
+        assert [output.prompt for output in outputs] == texts
+        assert_vectors(outputs, [expected_embedding(model, x.prompt_token_ids, mode) for x in outputs])
+    stats = llm.stats()
+    assert stats["blocks"]["used"] == stats["requests"]["running"] == stats["tokens"]["out"] == 0
+    assert stats["steps"]["decode"] == stats["steps"]["mixed"] == 0
+    assert (sum(output.num_cached_tokens for output in outputs) > 0) == (mode == "last")
+
+
+def assert_embeds_as_transformers(llm, model) -> None:
+    prefix = [*range(10, 90)]
+    texts = [prefix, prefix[:33], [7], [*prefix, 3, 4, 5], [*range(200, 350)], prefix + [9] * 30]
+    for _ in range(2):
+        outputs = llm.embed(texts, use_tqdm=False)
+        assert_vectors(outputs, [expected_embedding(model.model, x, "last") for x in texts])
+
+
+@pytest.mark.parametrize("name", [name for name in test_models.CASES if "gelu" not in name])
+def test_families(make_llm, tmp_path, name):
+    folder = test_models.make_checkpoint(tmp_path, name)
+    settings = SMALL | dict(max_model_len=test_models.MAX_LEN, max_num_batched_tokens=50, async_scheduling=True)
+    llm = make_llm(folder, task="embed", **settings)
+    assert_embeds_as_transformers(llm, test_models.shared_reference(folder))
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5-tied"])
+def test_layers_with_a_state(make_llm, tmp_path, name):
+    test_hybrid = pytest.importorskip("test_hybrid")
+    folder = test_hybrid.make_checkpoint(tmp_path, name)
+    for schedule in (dict(max_num_batched_tokens=50, async_scheduling=True), dict(max_num_seqs=2)):
+        llm = make_llm(folder, task="embed", **test_hybrid.SETTINGS | schedule)
+        assert_embeds_as_transformers(llm, test_hybrid.SAVED[folder])
+
+
+def test_a_full_step_follows_another(make_llm, tmp_path):
+    """With steps that overlap, the sequences of a step in flight do not keep the next ones out."""
+    llm = make_llm(save(tmp_path, reference("Qwen3", "Model")), **SMALL, max_num_seqs=4, async_scheduling=True)
+    sizes = []
+    llm.core.on_step.append(lambda step, result: sizes.append(len(step.sampled_seqs)))
+    llm.embed([[5 + i] * 9 for i in range(16)], use_tqdm=False)
+    assert sizes == [4] * 4
+
+
+def test_dimensions_and_norms(make_llm, tmp_path):
+    model = reference("Qwen3", "Model")
+    llm = make_llm(save(tmp_path, model, pooled(LAST)), **SMALL)
+    ids = [5, 6, 7]
+    whole = expected_embedding(model, ids, "last", normalize=False)
+    assert_vectors(llm.embed([ids], use_tqdm=False), [whole])  # no module Normalize
+    for dimensions, normalize in ((8, True), (8, False), (64, True)):
+        expected = expected_embedding(model, ids, "last", dimensions, normalize)
+        assert_vectors(llm.embed([ids], dimensions, normalize, use_tqdm=False), [expected])
+    for dimensions in (0, 65):
+        with pytest.raises(ValueError, match=f"dimensions={dimensions}: must be at (least 1|most 64)"):
+            llm.embed([ids], dimensions)
+
+
+def test_prompts_and_instructions(make_llm, tmp_path):
+    form = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
+    files = pooled(LAST, "Normalize", query=form, document="")
+    llm = make_llm(save(tmp_path, reference("Qwen3", "Model"), files), **SMALL)
+    prompt_of = lambda **options: llm.embed("cats", use_tqdm=False, **options)[0].prompt
+    assert prompt_of() == prompt_of(prompt_name="document") == "cats"
+    assert prompt_of(prompt_name="query") == form + "cats"
+    assert prompt_of(instruction="Find {animals}") == "Instruct: Find {animals}\nQuery:cats"
+    assert llm.embed({"prompt": "cats"}, prompt_name="query", use_tqdm=False)[0].prompt == form + "cats"
+    assert llm.embed([5, 6], prompt_name="query", use_tqdm=False)[0].prompt_token_ids == [5, 6]
+    with pytest.raises(ValueError, match="prompt_name='answer': must be one of"):
+        prompt_of(prompt_name="answer")
+    with pytest.raises(ValueError, match="prompt_name='query': must be None with an instruction"):
+        prompt_of(prompt_name="query", instruction="Find cats")
+
+
+def test_default_prompt(make_llm, tmp_path):
+    files = pooled(LAST, passage="passage: ")
+    files["config_sentence_transformers.json"]["default_prompt_name"] = "passage"
+    llm = make_llm(save(tmp_path, reference("Qwen3", "Model"), files), **SMALL)
+    assert llm.embed("cats", use_tqdm=False)[0].prompt == "passage: cats"
+
+
+@each_schedule
+@pytest.mark.parametrize("family", ["Qwen3", "Llama"])
+def test_classes(make_llm, tmp_path, family, schedule):
+    model = reference(family, "ForSequenceClassification", 3)
+    llm = make_llm(save(tmp_path, model), **SMALL | SCHEDULES[schedule])
+    assert llm.config.task == "classify"
+    outputs, logits = (llm.classify(TEXTS, use_activation=x, use_tqdm=False) for x in (True, False))
+    expected = [model(torch.tensor([x.prompt_token_ids])).logits[0] for x in outputs]
+    assert_vectors(outputs, [x.softmax(-1).numpy() for x in expected])
+    assert_vectors(logits, [x.numpy() for x in expected])
+    for output, x in zip(outputs, expected):
+        assert output.label == f"LABEL_{x.argmax()}" and sum(output.probs) == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "entries, activation",
+    [
+        ({}, torch.sigmoid),
+        ({"problem_type": "regression"}, lambda x: x),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, lambda x: x),
+    ],
+)
+def test_converted_reranker(make_llm, tmp_path, entries, activation):
+    model = reference("Qwen3", "ForSequenceClassification", 1)
+    folder = save(tmp_path, model)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | entries))
+    llm = make_llm(folder, **SMALL | SCHEDULES["chunks"])
+    assert llm.config.task == "score"
+    outputs = llm.score("cats", TEXTS[:3], use_tqdm=False)
+    text = RERANKER_TEMPLATE.format(instruction=RERANKER_INSTRUCTION, query="cats", document=TEXTS[0])
+    assert outputs[0].prompt == text
+    expected = [activation(model(torch.tensor([x.prompt_token_ids])).logits[0]) for x in outputs]
+    assert_vectors(outputs, [x.numpy() for x in expected])
+    assert outputs[1].score == pytest.approx(expected[1].item(), abs=1e-5)
+    # a reward model is asked with whole prompts
+    (output,) = llm.classify([[{"role": "user", "content": "cats"}]], use_tqdm=False)
+    logits = model(torch.tensor([output.prompt_token_ids])).logits[0]
+    assert_vectors([output], [activation(logits).numpy()])
+
+
+@each_schedule
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen3-untied"])
+def test_published_reranker(make_llm, tmp_path, family, schedule):
+    """A language model whose answer is "yes" or "no"."""
+    model = reference(family, "ForCausalLM")
+    folder = save(tmp_path, model, has_yes=True)
+    assert Config(folder).task == "generate"
+    llm = make_llm(folder, task="score", **SMALL | SCHEDULES[schedule])
+    outputs = llm.score(["cats", "dogs"], TEXTS[:2], "Find animals", use_tqdm=False)
+    no = llm.tokenizer.convert_tokens_to_ids("no")
+    for output, query, document in zip(outputs, ("cats", "dogs"), TEXTS, strict=False):
+        text = RERANKER_TEMPLATE.format(instruction="Find animals", query=query, document=document)
+        assert output.prompt == text
+        logits = model(torch.tensor([output.prompt_token_ids])).logits[0, -1]
+        probability = logits[[no, YES]].log_softmax(0)[1].exp()  # as on the model's card
+        assert output.score == pytest.approx(probability.item(), abs=1e-5)
+    runner = llm.model_runner
+    sizes = [tuple(x.shape) for x in (*runner.model.parameters(), *runner.model.buffers())]
+    assert sizes.count((VOCAB_SIZE, 64)) == 1  # the whole output head is not kept
+
+
+def test_stored_head_of_a_tied_model_is_used(make_llm, tmp_path):
+    """As in transformers 5, it overrides config.json."""
+    model = reference("Qwen3-untied", "ForCausalLM")
+    folder = save(tmp_path, model, has_yes=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    llm = make_llm(folder, task="score", **SMALL)
+    (output,) = llm.score("cats", "Cats purr.", use_tqdm=False, use_activation=False)
+    logits = model(torch.tensor([output.prompt_token_ids])).logits[0, -1]
+    no = llm.tokenizer.convert_tokens_to_ids("no")
+    assert output.score == pytest.approx((logits[YES] - logits[no]).item(), abs=1e-5)
+
+
+def test_logit_score(make_llm, tmp_path):
+    """A reranker as sentence-transformers saves it, whose chat template knows the two roles."""
+    files = {"modules.json": modules("LogitScore"), "1_LogitScore/config.json": {"true_token_id": 40}}
+    folder = save(tmp_path, model := reference("Qwen3", "ForCausalLM"), files)
+    template = "{% for m in messages if m.role in ('query', 'document') %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    llm = make_llm(folder, **SMALL)
+    assert (llm.config.task, llm.config.pooling.token_ids) == ("score", (40,))
+    (output,) = llm.score("cats", "Cats purr.", use_tqdm=False, use_activation=False)
+    assert output.prompt == "[query] cats\n[document] Cats purr.\n"
+    logits = model(torch.tensor([output.prompt_token_ids])).logits[0, -1]
+    assert output.score == pytest.approx(logits[40].item(), abs=1e-5)
+    (output,) = llm.score("cats", "Cats {purr}.", template="{query}? {document}", use_tqdm=False)
+    assert output.prompt == "cats? Cats {purr}."
+
+
+def test_pairs_of_other_families(make_llm, tmp_path):
+    """The tokenizer joins the texts."""
+    llm = make_llm(save(tmp_path, reference("Llama", "ForSequenceClassification", 1)), **SMALL)
+    (output,) = llm.score("cats", "Cats purr.", use_tqdm=False)
+    assert output.prompt_token_ids == llm.tokenizer("cats", "Cats purr.")["input_ids"] and output.prompt is None
+    for template in (None, "{query} {document}"):
+        with pytest.raises(
+            ValueError, match="instruction='Find cats': the text of a query and a document has no place"
+        ):
+            llm.score("cats", "Cats purr.", "Find cats", template)
+
+
+@pytest.mark.parametrize("task", ["embed", "score"])
+def test_ranks(make_llm, tmp_path, forked_ranks, task):
+    files = pooled(MEAN, "Normalize") if task == "embed" else None
+    kind = "Model" if task == "embed" else "ForCausalLM"
+    folder = save(tmp_path, reference("Qwen3", kind), files, has_yes=True)
+    # ranks share the vocabulary
+    outputs = []
+    for size in (1, 2):
+        if size == 2 and VOCAB_SIZE % 2:
+            grow_vocabulary(tmp_path)
+        llm = make_llm(folder, task=task, tensor_parallel_size=size, **SMALL | SCHEDULES["chunks"])
+        call = llm.embed if task == "embed" else lambda texts, use_tqdm, llm=llm: llm.score("cats", texts)
+        outputs.append(call(TEXTS, use_tqdm=False))
+    assert_vectors(outputs[1], [output.data for output in outputs[0]])
+
+
+def grow_vocabulary(folder: Path) -> None:
+    """Add a token to a checkpoint, because two ranks share the vocabulary equally."""
+    weights = load_file(folder / "model.safetensors")
+    weights = {
+        name: torch.cat((x, x[:1])) if x.shape[0] == VOCAB_SIZE else x.contiguous() for name, x in weights.items()
+    }
+    save_file(weights, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": VOCAB_SIZE + 1}))
+
+
+@pytest.mark.small_model
+def test_quantized(make_llm, tmp_path):
+    """Linear layers are quantized, and the head of the task is not."""
+    model = reference("Qwen3", "ForSequenceClassification", 3)
+    llm = make_llm(save(tmp_path, model), quantization="int8", **SMALL)
+    outputs = llm.classify(TEXTS, use_tqdm=False)
+    expected = [model(torch.tensor([x.prompt_token_ids])).logits[0].softmax(-1).numpy() for x in outputs]
+    assert_vectors(outputs, expected, tolerance=0.1)
+    assert llm.model_runner.model.lm_head.weight.dtype == torch.float32
+
+
+def test_dummy_weights(make_llm, tmp_path):
+    folder = save(tmp_path, reference("Qwen3", "ForCausalLM"), has_yes=True)
+    (tmp_path / "model.safetensors").unlink()
+    for task in ("embed", "score"):
+        llm = make_llm(folder, task=task, load_format="dummy", **SMALL)
+        outputs = llm.embed(TEXTS, use_tqdm=False) if task == "embed" else llm.score("cats", TEXTS, use_tqdm=False)
+        assert np.isfinite([output.data for output in outputs]).all()
+
+
+# -- tasks -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def embedder():
+    """The bundled model, of which any task but "classify" can be asked."""
+    with LLM("tiny-qwen3", task="embed", dtype="float32", device="cpu", **SMALL) as llm:
+        yield llm
+
+
+def test_each_engine_has_one_task(embedder, make_llm):
+    for call in (
+        lambda: embedder.generate("x"),
+        lambda: embedder.stream("x"),
+        lambda: embedder.add_request("x"),
+        lambda: embedder.chat([{"role": "user", "content": "x"}]),
+        lambda: embedder.beam_search("x", BeamSearchParams(2, 4)),
+    ):
+        with pytest.raises(ValueError, match="task='embed': this engine computes embeddings; .* task='generate'"):
+            call()
+    with pytest.raises(ValueError, match="task='embed': this engine computes embeddings; this call needs task='score'"):
+        embedder.score("x", "y")
+    generator = make_llm("tiny-qwen3", **SMALL)
+    with pytest.raises(ValueError, match="task='generate': this engine generates text; this call needs task='embed'"):
+        generator.embed("x")
+    assert embedder.stats()["requests"] == generator.stats()["requests"] == {"waiting": 0, "running": 0}
+
+
+REFUSED = [
+    (dict(task="rank"), {}, "task='rank': must be one of 'auto', 'generate'"),
+    (dict(task="classify"), {}, "config.json: .*: the task 'classify' needs a ForSequenceClassification"),
+    (dict(task="score"), {}, "tokenizer.json: has no token 'yes', which the task 'score' needs"),
+    (dict(task="embed", speculative_config={"method": "ngram"}), {}, "speculative_config=.*: must be None"),
+    ({}, {"modules.json": {"type": 3}}, "modules.json: must be a list of objects with a 'type'"),
+    ({}, {"modules.json": modules("Dense")}, "modules.json: module='Dense': must be one of"),
+    ({}, pooled({"pooling_mode": "max"}), "1_Pooling/config.json: pooling_mode='max': must be one of 'lasttoken'"),
+    ({}, pooled({"pooling_mode": ["mean", "cls"]}), r"pooling_mode='mean\+cls': must be one of"),
+    ({}, pooled(MEAN | {"include_prompt": False}), "include_prompt=false: must be true with pooling_mode 'mean'"),
+    (
+        {},
+        {"modules.json": modules("LogitScore"), "1_LogitScore/config.json": {"true_token_id": 9999}},
+        r"1_LogitScore/config.json: token ids \[9999\] of answers: must be in 0 to 2048",
+    ),
+]
+
+
+@pytest.mark.parametrize("settings, files, message", REFUSED)
+def test_what_is_refused(tmp_path, settings, files, message):
+    with pytest.raises(ValueError, match=message):
+        Config(save(tmp_path, reference("Qwen3", "ForCausalLM"), files), **settings)
+
+
+@pytest.mark.parametrize(
+    "entries, message",
+    [
+        ({"id2label": {"first": "a"}}, "config.json: id2label=.*: must be an object with a name for each number"),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.ReLU"}}, "config.json: activation_fn='ReLU': must be"),
+        ({"use_bidirectional_attention": True}, "config.json: attention to later tokens is not supported"),
+        ({"is_causal": False}, "config.json: attention to later tokens is not supported"),
+    ],
+)
+def test_refused_classifiers(tmp_path, entries, message):
+    save(tmp_path, reference("Qwen3", "ForSequenceClassification", 3))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | entries))
+    with pytest.raises(ValueError, match=message):
+        Config(str(tmp_path))
+
+
+def test_order_of_many_labels(tmp_path):
+    """The keys of config.json are sorted as texts: 10 comes before 2."""
+    folder = save(tmp_path, reference("Qwen3", "ForSequenceClassification", 12))
+    assert Config(folder).pooling.labels == tuple(f"LABEL_{i}" for i in range(12))
+
+
+def test_arguments(embedder):
+    with pytest.raises(ValueError, match="prompt: has 400 tokens; must be fewer than max_model_len=400"):
+        embedder.embed([[5], [5] * 400])
+    with pytest.raises(TypeError, match="prompts=3: must be"):
+        embedder.embed(3)
+    with pytest.raises(TypeError, match="normalize='yes': must be True or False"):
+        embedder.embed("x", normalize="yes")
+    assert embedder.embed([]) == [] and embedder.stats()["requests"]["waiting"] == 0
+
+
+def test_abort(embedder):
+    """A caller that leaves takes its requests along."""
+    interrupted = []
+
+    def interrupt(step, result):
+        if not interrupted:
+            interrupted.append(True)
+            embedder.core.output_processor.discard([*embedder.core.output_processor.requests][:-1])
+
+    embedder.core.on_step.append(interrupt)
+    try:
+        output = embedder.embed([[7] * 200], use_tqdm=False)
+    finally:
+        embedder.core.on_step.remove(interrupt)
+    assert output[0].finished and embedder.stats()["blocks"]["used"] == 0
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_trace(make_llm, tmp_path, is_async):
+    """The recorded sequences never get a token."""
+    llm = make_llm("tiny-qwen3", task="embed", max_num_batched_tokens=30, async_scheduling=is_async, **SMALL)
+    with trace(llm, tmp_path / "run.html") as recorder:
+        llm.embed([[5 + i] * 40 for i in range(4)], use_tqdm=False)
+    frames, _ = recorder.frames_since(0)
+    names = [name for frame in frames for name, *_ in frame.get("seqs", ())]
+    released = [entry for frame in frames for entry in frame.get("released", ())]
+    assert sorted(map(tuple, released)) == [(name, "stop") for name in sorted(names)] and len(names) >= 3
+    assert not any(frame.get("sampled") for frame in frames)
+    view = View.from_key_frame(frames[0])
+    for frame in frames[1:]:
+        view.apply(frame)
+        assert all(seq.computed <= seq.tokens == seq.max_tokens == 40 for seq in view.seqs.values())
+    assert not view.seqs and sum(end - start for f in frames for _, start, end in f.get("chunks", ())) == 160
+
+
+def test_vllm(tmp_path):
+    """vLLM's calls, outputs and parameters."""
+    vllm = pytest.importorskip("nanovllm.compat.vllm")
+    model = reference("Qwen3", "Model")
+    settings = dict(dtype="float32", device="cpu", **SMALL)
+    with vllm.LLM(save(tmp_path, model, pooled(LAST, "Normalize")), runner="pooling", **settings) as llm:
+        (output,) = llm.embed([5, 6], pooling_params=vllm.PoolingParams(dimensions=8), use_tqdm=False)
+        assert np.allclose(output.outputs.embedding, expected_embedding(model, [5, 6], "last", 8), atol=1e-5)
+        (output,) = llm.encode([5, 6], vllm.PoolingParams(use_activation=False), use_tqdm=False)
+        expected = expected_embedding(model, [5, 6], "last", normalize=False)
+        assert np.allclose(output.outputs.data.numpy(), expected, atol=1e-5) and output.outputs.hidden_size == 64
+        with pytest.raises(TypeError, match="unknown parameter 'dimension'"):
+            vllm.PoolingParams(dimension=8)
+    model = reference("Qwen3", "ForSequenceClassification", 1)
+    with vllm.LLM(save(tmp_path, model), **settings) as llm:
+        (output,) = llm.score("cats", "Cats purr.", use_tqdm=False)
+        ids = llm.tokenizer.encode("cats") + llm.tokenizer.encode("Cats purr.")
+        assert output.prompt_token_ids == ids
+        assert output.outputs.score == pytest.approx(model(torch.tensor([ids])).logits.sigmoid().item(), abs=1e-5)
+        assert llm.classify([ids], use_tqdm=False)[0].outputs.probs == [output.outputs.score]
+
+
+# -- asyncio and HTTP --------------------------------------------------------------------------------------------------
+
+
+def test_async(tmp_path):
+    model = reference("Qwen3", "Model")
+    folder = save(tmp_path, model, pooled(LAST, "Normalize", query="query: "))
+
+    async def main():
+        async with AsyncLLM(folder, dtype="float32", device="cpu", **SMALL) as llm:
+            calls = [llm.embed(TEXTS), llm.embed([[5, 6], [7]], dimensions=8), llm.embed("cats", prompt_name="query")]
+            texts, short, (query,) = await asyncio.gather(*calls)
+            assert_vectors(texts, [expected_embedding(model, x.prompt_token_ids, "last") for x in texts])
+            assert_vectors(short, [expected_embedding(model, x.prompt_token_ids, "last", 8) for x in short])
+            assert query.prompt == "query: cats"
+            many = await llm.embed([[5 + i % 1000] * 3 for i in range(700)])  # more than may wait at a time
+            assert_vectors(many[690:], [expected_embedding(model, x.prompt_token_ids, "last") for x in many[690:]])
+            with pytest.raises(ValueError, match="this engine computes embeddings"):
+                await llm.score("x", ["y"])
+            with pytest.raises(ValueError, match="this engine computes embeddings"):
+                await llm.submit("x")
+            assert llm.num_unfinished == 0
+
+    asyncio.run(main())
+
+
+@contextmanager
+def serving(folder: str, monkeypatch, **settings):
+    server_tests = pytest.importorskip("test_server")
+    monkeypatch.setattr(server_tests, "FOLDER", folder)
+    with server_tests.running({"max_model_len": MAX_LEN} | settings) as server:
+        yield server
+
+
+def test_embeddings_over_http(tmp_path, monkeypatch):
+    openai, httpx = pytest.importorskip("openai"), pytest.importorskip("httpx")
+    model = reference("Qwen3", "Model")
+    folder = save(tmp_path, model, pooled(LAST, "Normalize", query="query: "))
+    with serving(folder, monkeypatch) as server:
+        ids = [server.llm.input_processor.encode(text) for text in TEXTS]
+        expected = [expected_embedding(model, x, "last") for x in ids]
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            create = lambda **options: client.embeddings.create(model="tiny-qwen3", **options)
+            for options in ({}, {"encoding_format": "float"}, {"encoding_format": "base64"}):
+                answer = create(input=TEXTS, **options)
+                assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, ids))
+                for entry, vector in zip(answer.data, expected, strict=True):
+                    numbers = entry.embedding
+                    if isinstance(numbers, str):
+                        numbers = np.frombuffer(base64.b64decode(numbers), np.float32)
+                    assert np.abs(np.array(numbers) - vector).max() < 1e-5
+            assert [entry.index for entry in create(input=ids, dimensions=8).data] == [*range(6)]
+            short = create(input=ids[0], dimensions=8).data
+            assert np.allclose(short[0].embedding, expected_embedding(model, ids[0], "last", 8), atol=1e-5)
+            named = create(input="cats", extra_body={"prompt_name": "query"}).data[0].embedding
+            token_ids = server.llm.input_processor.encode("query: cats")
+            assert np.allclose(named, expected_embedding(model, token_ids, "last"), atol=1e-5)
+            cut = create(input=TEXTS[3], extra_body={"truncate_prompt_tokens": 5}).data[0].embedding
+            assert np.allclose(cut, expected_embedding(model, ids[3][-5:], "last"), atol=1e-5)
+            for options, param in (
+                ({"input": []}, "input"),
+                ({"input": [[5], [99999]]}, "input"),
+                ({"input": "x", "dimensions": 65}, "dimensions"),
+                ({"input": "x", "extra_body": {"prompt_name": "a"}}, "prompt_name"),
+                ({"input": [[5] * 400]}, "input"),
+            ):
+                with pytest.raises(openai.BadRequestError) as error:
+                    create(**options)
+                assert error.value.param == param, error.value
+            assert error.value.code == "context_length_exceeded"
+            for call in (
+                lambda: client.completions.create(model="tiny-qwen3", prompt="x"),
+                lambda: client.chat.completions.create(model="tiny-qwen3", messages=[{"role": "user", "content": "x"}]),
+            ):
+                with pytest.raises(openai.BadRequestError, match="this engine computes embeddings"):
+                    call()
+        for path, body in (
+            ("/rerank", {"query": "x", "documents": ["y"]}),
+            ("/score", {"text_1": "x", "text_2": "y"}),
+            ("/classify", {"input": "x"}),
+        ):
+            answer = httpx.post(server.url + path, json=body)
+            assert answer.status_code == 400 and "task='embed'" in answer.json()["error"]["message"]
+        metrics = httpx.get(f"{server.url}/metrics").text
+        (number,) = [line for line in metrics.splitlines() if line.startswith("vllm:request_success_total{")]
+        assert 'finished_reason="stop"' in number and float(number.split()[-1]) >= 24
+        assert 'vllm:generation_tokens_total{model_name="tiny-qwen3"} 0.0' in metrics
+        server.wait_until_free()
+
+
+def test_a_generating_server_refuses_embeddings(monkeypatch):
+    httpx = pytest.importorskip("httpx")
+    with serving("tiny-qwen3", monkeypatch) as server:
+        for path in ("/v1/embeddings", "/classify"):
+            answer = httpx.post(server.url + path, json={"input": "x"})
+            error = answer.json()["error"]
+            assert answer.status_code == 400 and "this engine generates text" in error["message"]
+
+
+def test_reranking_over_http(tmp_path, monkeypatch):
+    httpx = pytest.importorskip("httpx")
+    model = reference("Qwen3", "ForSequenceClassification", 1)
+    with serving(save(tmp_path, model), monkeypatch) as server:
+        post = lambda path, **body: httpx.post(server.url + path, json=body)
+        prompt = lambda text: RERANKER_TEMPLATE.format(instruction=RERANKER_INSTRUCTION, query="cats", document=text)
+        ids = [server.llm.input_processor.encode(prompt(text)) for text in TEXTS[:3]]
+        scores = [model(torch.tensor([x])).logits[0, 0].sigmoid().item() for x in ids]
+        order = sorted(range(3), key=lambda i: -scores[i])
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+            documents = [TEXTS[0], {"text": TEXTS[1]}, TEXTS[2]]
+            answer = post(path, model="tiny-qwen3", query="cats", documents=documents, top_n=2).json()
+            assert [x["index"] for x in answer["results"]] == order[:2]
+            assert answer["usage"]["total_tokens"] == sum(map(len, ids))
+            for x in answer["results"]:
+                assert x["relevance_score"] == pytest.approx(scores[x["index"]], abs=1e-5)
+                assert x["document"] == {"text": TEXTS[x["index"]]}
+        answer = post("/rerank", query="cats", documents=TEXTS[:3], return_documents=False).json()
+        assert len(answer["results"]) == 3 and "document" not in answer["results"][0]
+        answer = post("/score", text_1="cats", text_2=TEXTS[:3]).json()
+        assert [x["score"] for x in answer["data"]] == pytest.approx(scores, abs=1e-5)
+        answer = post("/v1/classify", input=[prompt(text) for text in TEXTS[:3]]).json()
+        assert [x["probs"][0] for x in answer["data"]] == pytest.approx(scores, abs=1e-5)
+        assert answer["data"][0]["label"] == "LABEL_0" and answer["data"][0]["num_classes"] == 1
+        for body, param in (
+            ({"query": "x", "documents": []}, "documents"),
+            ({"query": "x", "documents": [{"title": "y"}]}, "documents"),
+            ({"query": "x", "documents": ["y"], "top_n": 0}, "top_n"),
+            ({"documents": ["y"]}, "query"),
+        ):
+            answer = post("/rerank", **body)
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+        answer = post("/score", text_1=["x", "y"], text_2=["z"] * 3)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "text_1", answer.text
+
+
+def test_fronts(tmp_path, monkeypatch):
+    """The same vectors through an HTTP process of its own."""
+    front_tests = pytest.importorskip("test_fronts")
+    model = reference("Qwen3", "Model")
+    folder = save(tmp_path, model, pooled(LAST, "Normalize"))
+    with LLM(folder, **front_tests.ENGINE) as engine:
+        setup = front_tests.Setup(engine)
+
+        async def main():
+            client = setup.front()
+            await client.start()
+            outputs = await client.embed(TEXTS[:5], dimensions=16)
+            assert_vectors(outputs, [expected_embedding(model, x.prompt_token_ids, "last", 16) for x in outputs])
+            assert outputs[0].metrics.finished_time > outputs[0].metrics.arrival_time
+            with pytest.raises(ValueError, match="this engine computes embeddings"):
+                await client.submit("x")
+            await setup.wait_until_free()
+            client.exit()
+
+        asyncio.run(main())
+
+
+def test_replicas(tmp_path, monkeypatch):
+    """The same vectors from two replicas, of which one is lost."""
+    replica_tests = pytest.importorskip("test_replica_group")
+    model = reference("Qwen3", "Model")
+    folder = save(tmp_path, model, pooled(MEAN, "Normalize"))
+    monkeypatch.setattr(replica_tests, "MODEL", folder)
+
+    async def main():
+        async with replica_tests.started() as (driver, handles):
+            processor, ids = driver.input_processor, [[5 + i] * 40 for i in range(20)]
+            made = [pooling_request(processor, x, PoolingParams(dimensions=16), OutputKind.TOKENS) for x in ids]
+            requests = [replica_tests.ReplicaRequest(request, driver.ended.append) for request in made]
+            driver.group.submit(requests)
+            handles[0].lose()
+            outputs = [await request.result() for request in requests]
+            assert_vectors(outputs, [expected_embedding(model, x, "mean", 16) for x in ids])
+
+    asyncio.run(main())
+
+
+def test_new_weights(make_llm, tmp_path):
+    """A trainer hands over the weights of a base model, or of one with an output head."""
+    model = reference("Qwen3", "Model")
+    llm = make_llm(save(tmp_path, model), load_format="dummy", **SMALL)
+    llm.load_weights(model.named_parameters())
+    assert_vectors(llm.embed([[5, 6]], use_tqdm=False), [expected_embedding(model, [5, 6], "last")])
+    other = reference("Qwen3", "ForCausalLM")
+    llm.load_weights([*other.named_parameters(), ("lm_head.weight", other.lm_head.weight)])
+    assert_vectors(llm.embed([[5, 6]], use_tqdm=False), [expected_embedding(other, [5, 6], "last")])
+
+
+# -- CUDA --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_embeddings_on_cuda(tmp_path, mode, dtype):
+    """In overlapping steps, with chunks."""
+    model = reference("Qwen3", "Model")
+    folder = save(tmp_path, model, pooled(MODES[mode], "Normalize"))
+    texts = [[5 + i] * (1 + 37 * i % 300) for i in range(200)]
+    with LLM(folder, dtype=dtype, device="cuda", max_num_batched_tokens=256, max_model_len=MAX_LEN) as llm:
+        outputs = llm.embed(texts, use_tqdm=False)
+    for output, ids in zip(outputs, texts, strict=True):
+        expected = expected_embedding(model, ids, mode)
+        if dtype == "float32":
+            assert np.abs(output.embedding - expected).max() < 1e-4
+        else:
+            assert output.embedding @ expected > 0.999
+
+
+@pytest.mark.gpu
+def test_scores_on_cuda(tmp_path):
+    model = reference("Qwen3", "ForCausalLM")
+    folder = save(tmp_path, model, has_yes=True)
+    with LLM(folder, task="score", dtype="float32", device="cuda", max_model_len=MAX_LEN) as llm:
+        outputs = llm.score("cats", ["Cats purr.", "Dogs bark."] * 40, use_tqdm=False)
+        no = llm.tokenizer.convert_tokens_to_ids("no")
+    for output in outputs:
+        logits = model(torch.tensor([output.prompt_token_ids])).logits[0, -1]
+        assert output.score == pytest.approx((logits[YES] - logits[no]).sigmoid().item(), abs=1e-4)
