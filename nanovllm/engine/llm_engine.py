@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from math import inf
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm import rollout
 from nanovllm.config import Config, takes_settings_of
@@ -26,6 +26,9 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.loader import load_tokenizer
 from nanovllm.utils.progress import progress_bar
+
+if TYPE_CHECKING:
+    from nanovllm.lora.lora_request import LoRARequest
 
 logger = logging.getLogger("nanovllm")
 PROGRESS_SECONDS = 0.1  # between updates of a progress bar
@@ -60,6 +63,10 @@ class LLMEngine:
             try:
                 self.tokenizer = tokenizer.result()
                 self.input_processor = InputProcessor(self.config, self.tokenizer)
+                if self.config.enable_lora:
+                    from nanovllm.lora.adapter_files import AdapterRegistry  # few engines have adapters
+
+                    self.input_processor.adapters = AdapterRegistry(self.config, self.core.model_runner.model.adapters.shapes)
             except BaseException as error:
                 self.core.close_after(error)
                 raise
@@ -81,17 +88,20 @@ class LLMEngine:
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
         priority: list[int] | None = None,
+        lora_request: "LoRARequest | list[LoRARequest | None] | None" = None,
     ) -> list[RequestOutput]:
         """Return the answers to one or more prompts, in the order of the prompts.
 
         A prompt is a string, a list of token ids, a dict with `prompt` or `prompt_token_ids`, or a conversation.
         `sampling_params` is one object for all prompts or a list with one object per prompt. None selects the
         parameters that the model recommends. `priority` contains one integer per prompt: see `add_request`.
+        `lora_request` is one adapter for all prompts, or a list with an adapter or None per prompt.
 
         If a prompt is invalid, this raises ValueError or TypeError, as `add_request` does, and queues no prompt.
         Ctrl-C drops the requests of this call.
         """
-        requests = self.input_processor.requests(prompts, sampling_params, OutputKind.FINAL_ONLY, None, priority)
+        kind = OutputKind.FINAL_ONLY
+        requests = self.input_processor.requests(prompts, sampling_params, kind, None, priority, lora_request)
         return self._run(requests, use_tqdm)
 
     def _run(self, requests: list[Any], use_tqdm: bool) -> list[Any]:
@@ -115,6 +125,7 @@ class LLMEngine:
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         chat_template_kwargs: Mapping | None = None,
         priority: list[int] | None = None,
+        lora_request: "LoRARequest | list[LoRARequest | None] | None" = None,
     ) -> Iterator[StreamEvent]:
         """Yield the answers of `generate` piece by piece. Events of different prompts are interleaved.
 
@@ -124,22 +135,29 @@ class LLMEngine:
         the reader, unless other callers need more steps.
         """
         self.engine_thread.check_open()
-        kind = OutputKind.DELTA
-        requests = self.input_processor.requests(prompts, sampling_params, kind, chat_template_kwargs, priority)
+        arguments = chat_template_kwargs, priority, lora_request
+        requests = self.input_processor.requests(prompts, sampling_params, OutputKind.DELTA, *arguments)
         return events_of(requests, self.engine_thread)
 
-    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None, priority: int = 0) -> int:
+    def add_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        priority: int = 0,
+        lora_request: "LoRARequest | None" = None,
+    ) -> int:
         """Queue a request and return its id. `step` returns the output to the thread that added the request.
 
         With `scheduling_policy="priority"`, the request with the lowest `priority` is served first. With "fcfs",
         `priority` must be 0.
 
-        Raises ValueError if the prompt is empty, is not shorter than `max_model_len`, or contains a token id outside
+        Raises the errors of `read_adapter` (lora/adapter_files.py) if the adapter can't be used. Raises ValueError if the prompt is empty, is not shorter than `max_model_len`, or contains a token id outside
         the vocabulary. Raises TypeError for anything that is not a prompt. Errors of a custom scheduling policy
         propagate. After an error, nothing is queued.
         """
         self.engine_thread.check_open()
-        request = self.input_processor.request(prompt, sampling_params, OutputKind.TOKENS, priority=priority)
+        options: dict[str, Any] = {"priority": priority, "lora_request": lora_request}
+        request = self.input_processor.request(prompt, sampling_params, OutputKind.TOKENS, **options)
         self.engine_thread.submit([request], self._step_callers.own_collector())
         return request.request_id
 

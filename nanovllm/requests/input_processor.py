@@ -17,9 +17,9 @@ from nanovllm.engine.policies import make_policy
 from nanovllm.engine.scheduling_policy import FCFS, SchedulingPolicy
 from nanovllm.engine.sequence import Sequence, packed_ids
 from nanovllm.requests.detokenizer import TokenBytes
-from nanovllm.requests.prompts import as_priorities, as_prompts, read_prompt
+from nanovllm.requests.prompts import as_lora_requests, as_priorities, as_prompts, read_prompt
 from nanovllm.requests.recommended_params import recommended_params
-from nanovllm.requests.request import CompletionRequest, Prompt
+from nanovllm.requests.request import CompletionRequest, Prompt, Request
 from nanovllm.requests.streamed_request import StreamedRequest
 from nanovllm.sampling_params import SamplingParams, check_token_ids
 from nanovllm.utils.checks import check_int, check_unicode
@@ -43,6 +43,7 @@ class InputProcessor:
         self.all_token_bytes = TokenBytes(tokenizer, skip_special_tokens=False)  # also for log-probabilities
         self.tokenizer_lock = threading.RLock()  # because the tokenizer is not thread-safe
         self.grammars: Any = None  # made for the first request with `structured_outputs`
+        self.adapters: Any = None  # an AdapterRegistry, if this process has the model, and with `enable_lora`
         self.reasoning_markers: dict[Any, Any] = {}  # by format, for requests with a `reasoning_parser`
         self._seed = secrets.randbits(64) if config.seed is None else config.seed
         # an iterator, because `next` is atomic: a signal handler may interrupt a thread here and add a request
@@ -66,9 +67,18 @@ class InputProcessor:
         return recommended_params(self.config.model, kind)
 
     def requests(
-        self, prompts, sampling_params, kind: OutputKind, template_arguments: Mapping | None = None, priority=None
+        self,
+        prompts,
+        sampling_params,
+        kind: OutputKind,
+        template_arguments: Mapping | None = None,
+        priority=None,
+        lora_request=None,
     ) -> list[CompletionRequest]:
-        """Make a request for each prompt. `sampling_params` is an object or a list. `priority` is a list or None."""
+        """Make a request for each prompt.
+
+        `sampling_params` and `lora_request` are an object or a list. `priority` is a list or None.
+        """
         prompts = [prompts] if isinstance(prompts, str) else prompts
         is_plain = isinstance(prompts, list) and all(isinstance(prompt, (str, list)) for prompt in prompts)
         if not is_plain or priority is not None:
@@ -78,10 +88,12 @@ class InputProcessor:
         params = sampling_params if isinstance(sampling_params, (list, tuple)) else [sampling_params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts: pass one, or one for each")
-        per_prompt = zip(prompts, params, priority or [0] * len(prompts))
+        per_prompt = zip(
+            prompts, params, priority or [0] * len(prompts), as_lora_requests(lora_request, len(prompts))
+        )
         return [
-            self.request(prompt, prompt_params, kind, i, template_arguments, prompt_priority)
-            for i, (prompt, prompt_params, prompt_priority) in enumerate(per_prompt)
+            self.request(prompt, prompt_params, kind, i, template_arguments, prompt_priority, prompt_lora)
+            for i, (prompt, prompt_params, prompt_priority, prompt_lora) in enumerate(per_prompt)
         ]
 
     def request(
@@ -92,6 +104,7 @@ class InputProcessor:
         index: int = 0,
         template_arguments: Mapping | None = None,
         priority: int = 0,
+        lora_request: Any = None,
     ) -> CompletionRequest:
         """Make a request for one prompt. `index` is the prompt's position in the caller's list."""
         priority = self.check_priority(priority)
@@ -112,6 +125,7 @@ class InputProcessor:
         if kind is not OutputKind.FINAL_ONLY:
             request_class = StreamedRequest
         request = request_class(group, text, kind, token_bytes, index)
+        self.set_adapter(request, lora_request)
         for name, feature in self._features.items():
             if feature.is_asked_for(params):
                 for seq in group:
@@ -119,6 +133,13 @@ class InputProcessor:
                 feature.load().attach(request, self)
         self.set_order(*group)
         return request
+
+    def set_adapter(self, request: Request, lora_request: Any) -> None:
+        """Give a request its adapter. Raises the errors of the function in lora/adapters.py."""
+        if self.config.enable_lora or lora_request is not None:
+            from nanovllm.lora.adapters import set_adapter  # few engines have adapters
+
+            set_adapter(request, lora_request, self)
 
     def check_priority(self, priority: int) -> int:
         """Return the priority as a Python integer. Raises TypeError or ValueError if it is invalid."""

@@ -30,6 +30,7 @@ class Request:
     """A prompt, the sequences that answer it, and the collector of the caller."""
 
     collector: OutputCollector  # set when the request is submitted
+    lora_request: Any = None  # a LoRARequest, if the request uses an adapter
 
     def __init__(self, group: list[Sequence], prompt: str | None, kind: OutputKind):
         self.request_id = group[0].request_id
