@@ -66,7 +66,9 @@ class LLMEngine:
                 if self.config.enable_lora:
                     from nanovllm.lora.adapter_files import AdapterRegistry  # few engines have adapters
 
-                    self.input_processor.adapters = AdapterRegistry(self.config, self.core.model_runner.model.adapters.shapes)
+                    self.input_processor.adapters = AdapterRegistry(
+                        self.config, self.core.model_runner.model.adapters.shapes
+                    )
             except BaseException as error:
                 self.core.close_after(error)
                 raise
@@ -151,9 +153,9 @@ class LLMEngine:
         With `scheduling_policy="priority"`, the request with the lowest `priority` is served first. With "fcfs",
         `priority` must be 0.
 
-        Raises the errors of `read_adapter` (lora/adapter_files.py) if the adapter can't be used. Raises ValueError if the prompt is empty, is not shorter than `max_model_len`, or contains a token id outside
+        Raises ValueError if the prompt is empty, is not shorter than `max_model_len`, or contains a token id outside
         the vocabulary. Raises TypeError for anything that is not a prompt. Errors of a custom scheduling policy
-        propagate. After an error, nothing is queued.
+        propagate. An adapter raises the errors of `lora.adapter_files.read_adapter`. After an error, nothing is queued.
         """
         self.engine_thread.check_open()
         options: dict[str, Any] = {"priority": priority, "lora_request": lora_request}

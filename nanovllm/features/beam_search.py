@@ -176,9 +176,7 @@ def beam_requests(
     tokenized = [processor.tokenize(prompt) for prompt in as_prompts(prompts)]
     requests = []
     adapters = as_lora_requests(lora_request, len(tokenized))
-    for (text, token_ids), own_priority, own_lora in zip(
-        tokenized, as_priorities(priority, len(tokenized)), adapters
-    ):
+    for (text, token_ids), own_priority, own_lora in zip(tokenized, as_priorities(priority, len(tokenized)), adapters):
         request_id, max_len = processor.next_request_id(), processor.max_model_len
         root = Sequence([*token_ids], sampling_params, request_id=request_id, max_len=max_len)
         root.pauses_after_token, root.priority = True, processor.check_priority(own_priority)

@@ -24,8 +24,17 @@ REFUSED: dict[str, tuple] = {
     "alora_invocation_tokens": ([], None),
     "fan_in_fan_out": (False, None),
     "megatron_config": ({}, None),
+    "arrow_config": ({}, None),
+    "kasa_config": ({}, None),
+    "monteclora_config": ({}, None),
 }
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # these ways of initialization change the base model's weights
+CHANGES_BASE = (
+    "pissa",
+    "olora",
+    "corda",
+    "loftq",
+    "lora_ga",
+)  # these ways of initialization change the base model's weights
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,9 @@ def read_adapter(request: LoRARequest, config: "Config", shapes: Mapping[str, tu
             if stored is None:
                 continue
             if (rank := ranks[-1]) > config.max_lora_rank:
-                problem = f"the adapter of {stored} has rank {rank}: must be at most max_lora_rank={config.max_lora_rank}"
+                problem = (
+                    f"the adapter of {stored} has rank {rank}: must be at most max_lora_rank={config.max_lora_rank}"
+                )
                 raise ValueError(f"{adapter_config.file}: {problem}")
             inputs, outputs = shape
             a = _matrix(file, tensors, PREFIX + stored + MATRICES[0], (rank, inputs), dtype, 1.0)
@@ -93,7 +95,9 @@ def _modules(file: Path, names: list[str], shapes: Mapping[str, Any]) -> dict[st
     for name in names:
         path, kind = next(((name[: -len(kind)], kind) for kind in MATRICES if name.endswith(kind)), (name, ""))
         if not kind or not path.startswith(PREFIX):
-            raise ValueError(f"{file}: {name}: is not supported; a tensor must be a matrix lora_A or lora_B of a module")
+            raise ValueError(
+                f"{file}: {name}: is not supported; a tensor must be a matrix lora_A or lora_B of a module"
+            )
         stored = path.removeprefix(PREFIX)
         own = next((own for own in (stored, text_name(stored), *nested_names(stored)) if own in shapes), None)
         if own is None:
@@ -129,7 +133,9 @@ def _matrix(
         raise ValueError(f"{file}: {name}: has shape {list(matrix.shape)}: must be {list(shape)}")
     if matrix.dtype not in FLOATS:
         known = ", ".join(str(known).removeprefix("torch.") for known in FLOATS)
-        raise ValueError(f"{file}: {name}: has dtype {str(matrix.dtype).removeprefix('torch.')}: must be one of {known}")
+        raise ValueError(
+            f"{file}: {name}: has dtype {str(matrix.dtype).removeprefix('torch.')}: must be one of {known}"
+        )
     matrix = (matrix.float() * scale).to(dtype).flatten()
     if not matrix.isfinite().all():
         raise ValueError(f"{file}: {name}: is NaN or infinite in {str(dtype).removeprefix('torch.')}")

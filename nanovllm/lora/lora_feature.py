@@ -6,6 +6,7 @@ import numpy as np
 
 from nanovllm.engine.features import Arrays, StepFeature
 from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.engine.sequence import Sequence
 from nanovllm.lora.lora_request import adapter_of
 
 if TYPE_CHECKING:
@@ -33,6 +34,11 @@ class RequestAdapters(StepFeature):
     @classmethod
     def max_words(cls, config: "Config") -> int:
         return 2 * (config.max_num_seqs + 4) if config.enable_lora else 0
+
+    @classmethod
+    def forget(cls, seq: Sequence) -> None:
+        """Release the adapter now, because ended sequences stay in memory until garbage is collected."""
+        seq.feature_state["lora"] = None
 
     def __init__(self, runner: "ModelRunner"):
         self.stacks = getattr(runner.model, "adapters", None)

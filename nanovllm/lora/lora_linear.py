@@ -1,7 +1,7 @@
 """Adds the results of low-rank adapters to the results of linear layers.
 
-A layer's adapter computes B (A x), where A is [rank, inputs] and B is [outputs, rank]. The adapters of a step's rows may
-differ, and rows may have none. If a layer merges several layers, each of them is a part, which has its own A and B.
+A layer's adapter computes B (A x), where A is [rank, inputs] and B is [outputs, rank]. The rows of a step may have
+different adapters, or none. If a layer merges several layers, each of them is a part, which has its own A and B.
 """
 
 from typing import Any, NamedTuple

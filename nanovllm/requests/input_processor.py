@@ -88,9 +88,7 @@ class InputProcessor:
         params = sampling_params if isinstance(sampling_params, (list, tuple)) else [sampling_params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts: pass one, or one for each")
-        per_prompt = zip(
-            prompts, params, priority or [0] * len(prompts), as_lora_requests(lora_request, len(prompts))
-        )
+        per_prompt = zip(prompts, params, priority or [0] * len(prompts), as_lora_requests(lora_request, len(prompts)))
         return [
             self.request(prompt, prompt_params, kind, i, template_arguments, prompt_priority, prompt_lora)
             for i, (prompt, prompt_params, prompt_priority, prompt_lora) in enumerate(per_prompt)

@@ -146,9 +146,7 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, stack, groups: RowGroups) -> None
     splits = max(1, min(MAX_SPLITS, num_sms(x.device) // num_programs, k // (2 * tile_k)))
     k_per_split = triton.cdiv(k, splits * tile_k) * tile_k
     padded_slots = triton.next_power_of_2(slots)
-    tiles = LoRATiles(
-        tile_m, tile_r, tile_k, 64, splits, k_per_split, slots, padded_slots, parts, max_rank
-    )
+    tiles = LoRATiles(tile_m, tile_r, tile_k, 64, splits, k_per_split, slots, padded_slots, parts, max_rank)
     h = torch.empty((splits, parts, num_rows, max_rank), dtype=torch.float32, device=x.device)
     rank_stride = stack.ranks.stride(0)
     launch(_shrink_kernel, (row_tiles, splits, parts * r_tiles), x.device)(

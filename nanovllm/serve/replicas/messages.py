@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from nanovllm.engine.outputs import CompletionOutput, Logprob, OutputKind, RequestMetrics
 from nanovllm.features.beam_params import BeamSearchParams
+from nanovllm.lora.lora_request import LoRARequest
 from nanovllm.requests.stream_event import StreamEvent
 from nanovllm.sampling_params import SamplingParams
 
@@ -24,6 +25,7 @@ class NewRequest(NamedTuple):
     generated: for each answer, the tokens that the caller has already received from a lost replica. These tokens are
         not sampled again.
     beams: the parameters of a beam search; `None` for other requests.
+    lora_request: the adapter, if any.
     """
 
     request_id: int
@@ -36,6 +38,7 @@ class NewRequest(NamedTuple):
     generated: list[list[int]]
     cache_salt: int = 0
     beams: BeamSearchParams | None = None
+    lora_request: LoRARequest | None = None
 
 
 class Final(NamedTuple):

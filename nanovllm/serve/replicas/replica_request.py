@@ -96,6 +96,7 @@ class ReplicaRequest(AsyncRequest):
             seeds,
             generated,
             group[0].cache_salt,
+            lora_request=self.request.lora_request,
         )
 
     def add_event(self, delta: StreamEvent) -> None:
