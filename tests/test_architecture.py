@@ -69,7 +69,7 @@ HOUSE = """
 3 | models/
 3 | fused/ <- quantization/scaled.py <- quantization/scaled_linear.py quantization/scaled_experts.py <-
   quantization/fp8_linear.py <- quantization/quant_config.py <- quantization/formats/
-3 | lora/adapter_files.py lora/lora_linear.py <- lora/adapter_stacks.py
+  <- lora/adapter_files.py lora/lora_linear.py <- lora/adapter_stacks.py
 4 | engine/forward_output.py
   features/__init__.py cache/block_copies.py <- features/logit_edits.py features/logprob_outputs.py
   <- features/logprobs.py engine/model_runner.py
@@ -258,6 +258,7 @@ def test_optional_rooms_are_imported_when_used():
             "distributed/__init__.py",
             "fused/__init__.py",
             "cuda/__init__.py",
+            "lora/__init__.py",
             "structured_outputs/__init__.py",
         }
 

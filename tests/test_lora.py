@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import CUDA, DEVICE, TINY, assert_close, each_dtype, generate_by_steps, randn
+from common import CUDA, DEVICE, TINY, assert_close, each_dtype, generate_by_steps, randn, runs_as_on_cuda
 from safetensors.torch import load_file, save_file
 from test_models import (  # noqa: F401 (gelu_family is a fixture)
     CASES,
@@ -26,6 +26,8 @@ from test_models import (  # noqa: F401 (gelu_family is a fixture)
 from torch import nn
 
 from nanovllm import BeamSearchParams, LoRARequest, SamplingParams
+from nanovllm.cuda import graphs
+from nanovllm.cuda.buffers import make_buffers
 from nanovllm.engine.sequence import Sequence
 from nanovllm.fused.decoder import FusedMLP
 from nanovllm.fused.fused_attention import FusedAttention
@@ -412,6 +414,37 @@ def test_sleep_and_new_weights(make_llm, tmp_path, model, found):
         assert_same_as_transformers(model, [output], reference)
 
 
+@pytest.mark.skipif(CUDA, reason="runs graphs as Python code")
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # in a tile of no queries
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_padded_steps(make_llm, model, found, use_ops, monkeypatch, num_drafts):
+    """Steps of CUDA graphs have room for more rows and tokens than there are."""
+    cuda_graph = pytest.importorskip("test_cuda_graph")
+    monkeypatch.setattr(graphs, "TOKEN_SIZES", (4, 32))
+    monkeypatch.setattr(graphs, "capture", cuda_graph.capture)
+    use_ops("norm_rope_and_store", "place_decodes", "accept", "add_lora", "group_rows")
+    speculative = {"method": "ngram", "num_speculative_tokens": num_drafts, "prompt_lookup_min": 1}
+    settings = LORA | dict(async_scheduling=True, max_num_seqs=5, max_num_batched_tokens=12, max_num_mixed_tokens=12)
+    settings |= {"speculative_config": speculative} if num_drafts else {}
+    llm = make_llm(model, attention_backend="triton", **settings)
+    runner = llm.model_runner
+    runs_as_on_cuda(runner)
+    runner.buffers = make_buffers(llm.config, torch.device("cpu"))
+    shapes, buffer = graphs.graph_shapes(llm.config, runner.backend), runner.buffers.device
+    parts = runner.pad_req_index, runner.run_batch, runner.sample_and_accept
+    with torch.inference_mode():
+        runner.graphs = graphs.DecodeGraphs(llm.config, buffer, runner.forward, pool=None)
+        runner.mixed_graphs = graphs.MixedGraphs(shapes, llm.config.max_num_seqs, buffer, *parts, pool=None)
+    used = [found[0], None, found[1], found[0], found[2]]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0, detokenize=False)
+    rng = random.Random(1)
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(n)] for n in (20, 3, 1, 13, 7)]
+    outputs = generate_by_steps(llm, [(p, params, 0, x and x.request) for p, x in zip(prompts, used)])
+    assert_merged(model, outputs, used)
+    replays = [x.num_replays for x in (*runner.graphs.graphs.values(), *runner.mixed_graphs.models.values())]
+    assert sum(replays) > 8 and len([count for count in replays if count]) > 2
+
+
 # -- slots -------------------------------------------------------------------------------------------------------------
 
 
@@ -513,7 +546,7 @@ def test_random_load(make_llm, model, tmp_path):
     for request_id, adapter in zip(ids, used):
         if outputs[request_id].finish_reason == "length":
             assert_merged(model, [outputs[request_id]], [adapter])
-    slots = llm.core.adapter_slots
+    slots = llm.core.adapters.slots
     assert len(slots._stored) == 2 and not slots._free
 
 
@@ -573,7 +606,7 @@ def test_broken_tensors(make_llm, model, found, tensors, message):
     with pytest.raises(ValueError, match=message) as raised:
         llm.generate([[1, 2]], use_tqdm=False, lora_request=adapter.request)
     assert str(adapter.folder / "adapter_model.safetensors") in str(raised.value)
-    assert llm.is_finished() and not llm.core.adapter_slots._stored
+    assert llm.is_finished() and not llm.core.adapters.slots._stored
 
 
 @pytest.mark.parametrize(
@@ -706,3 +739,104 @@ def test_async_llm(make_llm, model, found):
                 await answer(llm, LoRARequest("x", 9, "/no/such/folder"))
 
     asyncio.run(main())
+
+
+@pytest.fixture
+def server(model, found):
+    """A server in a thread of this process, with two adapters."""
+    test_server = pytest.importorskip("test_server")
+    httpx = pytest.importorskip("httpx")
+    modules = tuple(f"{name}={adapter.folder}" for name, adapter in zip("ab", found))
+    settings = dict(lora_modules=modules, allow_runtime_lora_updating=True, served_model_name=("base",))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(test_server, "FOLDER", model)
+        patch.setattr(test_server, "ENGINE", {"device": "cpu", "dtype": "float32"} | LORA)
+        with test_server.running(**settings) as running, httpx.Client(base_url=running.url, timeout=20) as client:
+            yield client
+
+
+def test_server(server, make_llm, model, found):
+    body = {"prompt": [3, 4, 5], "max_tokens": 5, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+    def tokens(name: str, path: str = "/v1/completions", **entries) -> list[int]:
+        answer = server.post(path, json=body | {"model": name} | entries).json()
+        assert answer["model"] == name
+        return answer["choices"][0]["token_ids"]
+
+    params, llm = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True), make_llm(model, **LORA)
+    used = [None, *(adapter.request for adapter in found)]
+    expected = [x.token_ids for x in llm.generate([[3, 4, 5]] * 4, params, False, lora_request=used)]
+    assert [tokens(name) for name in ("base", "a", "b", "a")] == [*expected[:3], expected[1]]
+    assert tokens("a", use_beam_search=True, n=1) == expected[1]
+    entries = server.get("/v1/models").json()["data"]
+    assert [(entry["id"], entry["parent"]) for entry in entries] == [("base", None), ("a", "base"), ("b", "base")]
+    assert server.get("/v1/models/a").json()["root"] == str(found[0].folder)
+    # added and removed while the server runs
+    error = server.post("/v1/completions", json=body | {"model": "c"})
+    assert error.status_code == 404 and error.json()["error"]["code"] == "model_not_found"
+    added = server.post("/v1/load_lora_adapter", json={"lora_name": "c", "lora_path": str(found[2].folder)})
+    assert added.status_code == 200 and "added successfully" in added.text
+    assert tokens("c") == expected[3]
+    for name, path, message in (
+        ("c", str(found[2].folder), "lora_name='c': another model has this name"),
+        ("base", str(found[2].folder), "lora_name='base': another model has this name"),
+        ("d", "/no/such/folder", "/no/such/folder: the folder holds no adapter_config.json"),
+        ("", "x", "lora_name: must have"),
+    ):
+        refused = server.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path})
+        assert refused.status_code == 400 and message in refused.json()["error"]["message"]
+    removed = server.post("/v1/unload_lora_adapter", json={"lora_name": "c"})
+    assert removed.status_code == 200 and "removed successfully" in removed.text
+    assert server.post("/v1/unload_lora_adapter", json={"lora_name": "c"}).status_code == 404
+    assert server.post("/v1/completions", json=body | {"model": "c"}).status_code == 404
+
+
+def test_settings_of_the_server(model, found):
+    pytest.importorskip("fastapi")
+    from nanovllm.serve.adapters_api import ServedAdapters
+    from nanovllm.serve.settings import ServerSettings
+
+    for settings, message in (
+        ({"lora_modules": ("=x",)}, "lora_modules='=x': must be NAME=PATH"),
+        ({"allow_runtime_lora_updating": True, "api_server_count": 2}, "needs api_server_count of at most 1"),
+        ({"allow_runtime_lora_updating": True, "data_parallel_size": 2}, "data_parallel_size=1, not 0 and 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ServerSettings(**settings)
+
+    async def read(modules: tuple[str, ...], **settings):
+        async with AsyncLLM(model, device="cpu", dtype="float32", **settings) as llm:
+            await ServedAdapters(llm, modules, ("base",)).read()
+
+    for modules, settings, message in (
+        (("base=y",), LORA, "lora_modules='base=y': another model has this name"),
+        (("a=/no/such/folder",), LORA, "/no/such/folder: the folder holds no adapter_config.json"),
+        (("a=y",), SMALL, "lora_modules='a=y': needs enable_lora=True"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            asyncio.run(read(modules, **settings))
+
+
+def test_fronts(make_llm, model, found, monkeypatch):
+    """HTTP processes send the names of adapters to the engine, which reads them."""
+    test_fronts = pytest.importorskip("test_fronts")
+    monkeypatch.setattr(test_fronts, "ENGINE", {"device": "cpu", "dtype": "float32"} | LORA)
+    llm, params = make_llm(model, **LORA), SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    used = [found[0].request, None, found[1].request, found[2].request]
+    expected = [x.token_ids for x in llm.generate([[3, 4]] * 4, params, False, lora_request=used)]
+    (beams,) = llm.beam_search([[3, 4]], BeamSearchParams(2, 5), lora_request=found[0].request)
+
+    async def answer(client, lora_request, params=params):
+        request = await client.submit([3, 4], params, lora_request=lora_request, in_pieces=False, cache_salt="s")
+        return (await request.result()).outputs[0].token_ids
+
+    async def main():
+        async with test_fronts.Setup(llm).front() as client:
+            assert await asyncio.gather(*(answer(client, x) for x in used)) == expected
+            assert await answer(client, found[0].request, BeamSearchParams(2, 5)) == beams.outputs[0].token_ids
+            with pytest.raises(Exception, match="holds no adapter_config.json"):
+                await answer(client, LoRARequest("x", 9, "/no/such/folder"))
+            assert await client.call("add_lora", "x", 9, "/no/such/folder") != ""
+            assert await client.call("add_lora", "b", 2, str(found[1].folder)) == ""
+
+    asyncio.run(asyncio.wait_for(main(), 60))

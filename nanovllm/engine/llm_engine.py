@@ -63,12 +63,7 @@ class LLMEngine:
             try:
                 self.tokenizer = tokenizer.result()
                 self.input_processor = InputProcessor(self.config, self.tokenizer)
-                if self.config.enable_lora:
-                    from nanovllm.lora.adapter_files import AdapterRegistry  # few engines have adapters
-
-                    self.input_processor.adapters = AdapterRegistry(
-                        self.config, self.core.model_runner.model.adapters.shapes
-                    )
+                self.input_processor.adapters = self.core.adapters
             except BaseException as error:
                 self.core.close_after(error)
                 raise

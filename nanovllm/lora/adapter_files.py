@@ -16,6 +16,7 @@ from nanovllm.utils.nested_names import nested_names, text_name
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
+    from nanovllm.lora.adapter_queue import AdapterSlots
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT's name of the base model
@@ -29,9 +30,12 @@ class AdapterRegistry:
     An adapter stays in memory while a request or a slot of the devices uses it, or between `add` and `remove`.
     """
 
-    def __init__(self, config: "Config", shapes: Mapping[str, tuple[int, int]]):
-        """`shapes` contains (inputs, outputs) of each module that can have an adapter, by its name in checkpoints."""
-        self._config, self._shapes = config, shapes
+    def __init__(self, config: "Config", shapes: Mapping[str, tuple[int, int]], slots: "AdapterSlots"):
+        """shapes: (inputs, outputs) of each module that can have an adapter, by its name in checkpoints.
+
+        slots: the adapters on the devices.
+        """
+        self._config, self._shapes, self.slots = config, shapes, slots
         self._loaded: WeakValueDictionary[LoRARequest, Adapter] = WeakValueDictionary()
         self._added: dict[int, Adapter] = {}  # by number
         self._lock = threading.Lock()  # so that no adapter is read twice at once

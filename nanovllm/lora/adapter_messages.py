@@ -8,6 +8,7 @@ import torch
 
 from nanovllm.batches.batch import largest_batch
 from nanovllm.engine.engine import Engine
+from nanovllm.lora.adapter_files import AdapterRegistry
 from nanovllm.lora.adapter_queue import AdapterQueue, AdapterSlots
 from nanovllm.lora.lora_request import Adapter
 from nanovllm.utils.tensor_parts import TensorPart, parts_of
@@ -35,9 +36,10 @@ class AdapterPart(NamedTuple):
 
 
 def use_adapters(engine: Engine) -> None:
-    """Let the sequences of an engine wait for adapter slots. The model must be loaded."""
+    """Set `engine.adapters`, and let sequences wait for slots. The model must be loaded."""
+    assert engine.model_runner is not None
     scheduler, slots = engine.scheduler, AdapterSlots(engine.config.max_loras, partial(_write, engine))
-    engine.adapter_slots = slots
+    engine.adapters = AdapterRegistry(engine.config, engine.model_runner.model.adapters.shapes, slots)
     scheduler.make_queue = partial(AdapterQueue, scheduler, slots)  # type: ignore[method-assign]
     scheduler.reset()
 

@@ -186,8 +186,8 @@ class EngineClient(ABC):
                 processor = self.input_processor
                 if isinstance(sampling_params, BeamSearchParams):
                     return beam_completion(processor, tokens, sampling_params, priority, kind, lora_request)
-                adapter = {"lora_request": lora_request}
-                request = processor.request(tokens, sampling_params, kind, priority=priority, **adapter)
+                options: dict[str, Any] = {"priority": priority, "lora_request": lora_request}
+                request = processor.request(tokens, sampling_params, kind, **options)
                 if cache_salt is not None:
                     salt = blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=8).digest()
                     for seq in request.group:
