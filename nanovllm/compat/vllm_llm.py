@@ -12,7 +12,7 @@ from nanovllm.compat.vllm_settings import select
 from nanovllm.engine.outputs import RequestOutput
 from nanovllm.features import beam_search as beams
 from nanovllm.reasoning.formats import FORMATS
-from nanovllm.requests.prompts import as_list, as_lora_requests, as_prompts
+from nanovllm.requests.prompts import as_list, as_prompts
 from nanovllm.utils.checks import check_bool, check_choice, check_int
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
@@ -160,7 +160,9 @@ class LLM(nanovllm.LLM):
     ) -> list[BeamSearchOutput]:
         """Run beam search. At most `concurrency_limit` prompts are searched at once. `None` means no limit."""
         prompts = [self._prompt(prompt) for prompt in as_prompts(prompts)]
-        adapters, limit = as_lora_requests(lora_request or None, len(prompts)), len(prompts) or 1
+        lora_request = lora_request or None
+        adapters = lora_request if isinstance(lora_request, list) else [lora_request] * len(prompts)
+        limit = len(prompts) or 1
         limit = limit if concurrency_limit is None else check_int("concurrency_limit", concurrency_limit, low=1)
         outputs: list[beams.BeamSearchOutput] = []
         for first in range(0, len(prompts), limit):

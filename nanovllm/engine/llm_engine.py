@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from math import inf
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanovllm import rollout
 from nanovllm.config import Config, takes_settings_of
@@ -18,7 +18,7 @@ from nanovllm.engine.outputs import OutputCollector, OutputKind, RequestOutput, 
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.stats import described, stats_of_engine
 from nanovllm.requests.input_processor import InputProcessor
-from nanovllm.requests.request import Prompt
+from nanovllm.requests.request import Adapters, Prompt
 from nanovllm.requests.step_callers import StepCallers
 from nanovllm.requests.stream_event import StreamEvent
 from nanovllm.requests.streams import events_of
@@ -26,9 +26,6 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.loader import load_tokenizer
 from nanovllm.utils.progress import progress_bar
-
-if TYPE_CHECKING:
-    from nanovllm.lora.lora_request import LoRARequest
 
 logger = logging.getLogger("nanovllm")
 PROGRESS_SECONDS = 0.1  # between updates of a progress bar
@@ -85,7 +82,7 @@ class LLMEngine:
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
         priority: list[int] | None = None,
-        lora_request: "LoRARequest | list[LoRARequest | None] | None" = None,
+        lora_request: Adapters = None,
     ) -> list[RequestOutput]:
         """Return the answers to one or more prompts, in the order of the prompts.
 
@@ -97,9 +94,8 @@ class LLMEngine:
         If a prompt is invalid, this raises ValueError or TypeError, as `add_request` does, and queues no prompt.
         Ctrl-C drops the requests of this call.
         """
-        kind = OutputKind.FINAL_ONLY
-        requests = self.input_processor.requests(prompts, sampling_params, kind, None, priority, lora_request)
-        return self._run(requests, use_tqdm)
+        requests = self.input_processor.requests(prompts, sampling_params, OutputKind.FINAL_ONLY, None, priority)
+        return self._run(self.input_processor.with_adapters(requests, lora_request), use_tqdm)
 
     def _run(self, requests: list[Any], use_tqdm: bool) -> list[Any]:
         """Submit requests, wait for them, and return their outputs in the same order."""
@@ -122,7 +118,7 @@ class LLMEngine:
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         chat_template_kwargs: Mapping | None = None,
         priority: list[int] | None = None,
-        lora_request: "LoRARequest | list[LoRARequest | None] | None" = None,
+        lora_request: Adapters = None,
     ) -> Iterator[StreamEvent]:
         """Yield the answers of `generate` piece by piece. Events of different prompts are interleaved.
 
@@ -132,16 +128,16 @@ class LLMEngine:
         the reader, unless other callers need more steps.
         """
         self.engine_thread.check_open()
-        arguments = chat_template_kwargs, priority, lora_request
-        requests = self.input_processor.requests(prompts, sampling_params, OutputKind.DELTA, *arguments)
-        return events_of(requests, self.engine_thread)
+        kind = OutputKind.DELTA
+        requests = self.input_processor.requests(prompts, sampling_params, kind, chat_template_kwargs, priority)
+        return events_of(self.input_processor.with_adapters(requests, lora_request), self.engine_thread)
 
     def add_request(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         priority: int = 0,
-        lora_request: "LoRARequest | None" = None,
+        lora_request: Adapters = None,
     ) -> int:
         """Queue a request and return its id. `step` returns the output to the thread that added the request.
 
@@ -153,9 +149,9 @@ class LLMEngine:
         propagate. An adapter raises the errors of `lora.adapter_files.read_adapter`. After an error, nothing is queued.
         """
         self.engine_thread.check_open()
-        options: dict[str, Any] = {"priority": priority, "lora_request": lora_request}
-        request = self.input_processor.request(prompt, sampling_params, OutputKind.TOKENS, **options)
-        self.engine_thread.submit([request], self._step_callers.own_collector())
+        request = self.input_processor.request(prompt, sampling_params, OutputKind.TOKENS, priority=priority)
+        requests = self.input_processor.with_adapters([request], lora_request)
+        self.engine_thread.submit(requests, self._step_callers.own_collector())
         return request.request_id
 
     def abort(self, request_id: int) -> None:

@@ -6,7 +6,7 @@ Beams are sequences that pause after each token and share the cache blocks of th
 from dataclasses import dataclass
 from itertools import count
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nanovllm.engine.forks import fork, resume
 from nanovllm.engine.outputs import OutputKind, Record
@@ -16,7 +16,7 @@ from nanovllm.features.beam_params import BeamSearchParams
 from nanovllm.features.logprobs import TokenLogprobs
 from nanovllm.requests.detokenizer import Detokenizer, TokenBytes
 from nanovllm.requests.input_processor import InputProcessor
-from nanovllm.requests.prompts import as_lora_requests, as_priorities, as_prompts
+from nanovllm.requests.prompts import as_priorities, as_prompts
 from nanovllm.requests.request import Prompt, Request
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
@@ -161,7 +161,6 @@ def beam_requests(
     priority: list[int] | None = None,
     kind: OutputKind = OutputKind.FINAL_ONLY,
     request_class: type[BeamRequest] = BeamRequest,
-    lora_request: Any = None,
 ) -> list[BeamRequest]:
     """Create a beam search for each prompt. Raises the same errors as `InputProcessor.requests`."""
     if not isinstance(params, BeamSearchParams):
@@ -175,13 +174,11 @@ def beam_requests(
     sampling_params = SamplingParams(temperature=0, max_tokens=params.max_tokens, logprobs=num_candidates)
     tokenized = [processor.tokenize(prompt) for prompt in as_prompts(prompts)]
     requests = []
-    adapters = as_lora_requests(lora_request, len(tokenized))
-    for (text, token_ids), own_priority, own_lora in zip(tokenized, as_priorities(priority, len(tokenized)), adapters):
+    for (text, token_ids), own_priority in zip(tokenized, as_priorities(priority, len(tokenized))):
         request_id, max_len = processor.next_request_id(), processor.max_model_len
         root = Sequence([*token_ids], sampling_params, request_id=request_id, max_len=max_len)
         root.pauses_after_token, root.priority = True, processor.check_priority(own_priority)
         TokenLogprobs.watch(root)
         processor.set_order(root)
         requests.append(request_class(root, params, text, kind, processor.token_bytes, eos_token_ids))
-        processor.set_adapter(requests[-1], own_lora)
     return requests

@@ -9,9 +9,9 @@ from weakref import WeakValueDictionary
 import torch
 import xxhash
 
-from nanovllm.lora.adapter_config import AdapterConfig
+from nanovllm.lora.adapter_config import CONFIG_FILE, AdapterConfig
 from nanovllm.lora.lora_request import Adapter, LoRARequest
-from nanovllm.utils.loader import open_safetensors
+from nanovllm.utils.loader import BUNDLED, open_safetensors
 from nanovllm.utils.nested_names import nested_names, text_name
 
 if TYPE_CHECKING:
@@ -63,7 +63,9 @@ def read_adapter(request: LoRARequest, config: "Config", shapes: Mapping[str, tu
     or tensor, if a file is broken, if an entry is not supported, or if a tensor is missing, surplus, of the wrong shape
     or dtype, or contains NaN or infinity.
     """
-    folder = Path(request.lora_path).expanduser()
+    folder = BUNDLED / request.lora_path
+    if not (folder / CONFIG_FILE).is_file():
+        folder = Path(request.lora_path).expanduser()
     adapter_config = AdapterConfig.read(folder)
     if not (file := folder / WEIGHTS_FILE).is_file():
         raise FileNotFoundError(f"{folder}: the folder holds no {WEIGHTS_FILE}; other formats are not supported")

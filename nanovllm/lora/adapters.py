@@ -1,5 +1,6 @@
 """Gives requests their adapters."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.lora.lora_request import LoRARequest
@@ -9,19 +10,24 @@ if TYPE_CHECKING:
     from nanovllm.requests.request import Request
 
 
-def set_adapter(request: "Request", lora_request: Any, processor: "InputProcessor") -> None:
-    """Give the sequences of a request an adapter, or none if `lora_request` is None.
+def set_adapters(requests: Sequence["Request"], lora_request: Any, processor: "InputProcessor") -> None:
+    """Give the sequences of each request its adapter, or none.
 
-    Raises TypeError for other types, ValueError without `enable_lora`, and the errors of `read_adapter`.
+    `lora_request` is a LoRARequest or None for all requests, or a list with one of these for each. Raises TypeError for
+    other types. Raises ValueError for a list of another length, and for adapters without `enable_lora`. Raises the
+    errors of `read_adapter`.
     """
-    if lora_request is not None and not isinstance(lora_request, LoRARequest):
-        raise TypeError(f"lora_request={lora_request!r:.80}: must be a LoRARequest or None")
-    if not processor.config.enable_lora:
-        raise ValueError(f"lora_request={lora_request!r:.80}: needs enable_lora=True when the engine is started")
-    request.lora_request = lora_request
-    if processor.adapters is None:
-        return  # another process has the model, and computes the request
-    adapter = None if lora_request is None else processor.adapters.get(lora_request)
-    for seq in request.group:
-        seq.feature_state["lora"] = adapter
-        seq.cache_salt ^= 0 if adapter is None else adapter.salt
+    found = lora_request if isinstance(lora_request, (list, tuple)) else [lora_request] * len(requests)
+    if len(found) != len(requests):
+        raise ValueError(f"lora_request: has {len(found)} adapters for {len(requests)} prompts: pass one for each")
+    for request, own in zip(requests, found):
+        if own is not None and not isinstance(own, LoRARequest):
+            raise TypeError(f"lora_request={own!r:.80}: must be a LoRARequest or None")
+        if own is not None and not processor.config.enable_lora:
+            raise ValueError(f"lora_request={own!r:.80}: needs enable_lora=True when the engine is started")
+        request.lora_request = own
+        if processor.adapters is not None:  # otherwise another process has the model, and computes the request
+            adapter = None if own is None else processor.adapters.get(own)
+            for seq in request.group:
+                seq.feature_state["lora"] = adapter
+                seq.cache_salt ^= 0 if adapter is None else adapter.salt

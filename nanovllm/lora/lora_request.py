@@ -12,7 +12,7 @@ class LoRARequest:
 
     lora_name: a name for people.
     lora_int_id: a number that identifies the adapter. If the files of an adapter change, use a new number.
-    lora_path: the adapter's folder, as PEFT saves it.
+    lora_path: the adapter's folder, as PEFT saves it, or "tiny-qwen3-descending", the adapter in this package.
 
     Raises TypeError or ValueError for other types, an empty name or path, or a number below 1.
     """

@@ -17,9 +17,9 @@ from nanovllm.engine.policies import make_policy
 from nanovllm.engine.scheduling_policy import FCFS, SchedulingPolicy
 from nanovllm.engine.sequence import Sequence, packed_ids
 from nanovllm.requests.detokenizer import TokenBytes
-from nanovllm.requests.prompts import as_lora_requests, as_priorities, as_prompts, read_prompt
+from nanovllm.requests.prompts import as_priorities, as_prompts, read_prompt
 from nanovllm.requests.recommended_params import recommended_params
-from nanovllm.requests.request import CompletionRequest, Prompt, Request
+from nanovllm.requests.request import Adapters, CompletionRequest, Prompt
 from nanovllm.requests.streamed_request import StreamedRequest
 from nanovllm.sampling_params import SamplingParams, check_token_ids
 from nanovllm.utils.checks import check_int, check_unicode
@@ -67,18 +67,9 @@ class InputProcessor:
         return recommended_params(self.config.model, kind)
 
     def requests(
-        self,
-        prompts,
-        sampling_params,
-        kind: OutputKind,
-        template_arguments: Mapping | None = None,
-        priority=None,
-        lora_request=None,
+        self, prompts, sampling_params, kind: OutputKind, template_arguments: Mapping | None = None, priority=None
     ) -> list[CompletionRequest]:
-        """Make a request for each prompt.
-
-        `sampling_params` and `lora_request` are an object or a list. `priority` is a list or None.
-        """
+        """Make a request for each prompt. `sampling_params` is an object or a list. `priority` is a list or None."""
         prompts = [prompts] if isinstance(prompts, str) else prompts
         is_plain = isinstance(prompts, list) and all(isinstance(prompt, (str, list)) for prompt in prompts)
         if not is_plain or priority is not None:
@@ -88,10 +79,10 @@ class InputProcessor:
         params = sampling_params if isinstance(sampling_params, (list, tuple)) else [sampling_params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts: pass one, or one for each")
-        per_prompt = zip(prompts, params, priority or [0] * len(prompts), as_lora_requests(lora_request, len(prompts)))
+        per_prompt = zip(prompts, params, priority or [0] * len(prompts))
         return [
-            self.request(prompt, prompt_params, kind, i, template_arguments, prompt_priority, prompt_lora)
-            for i, (prompt, prompt_params, prompt_priority, prompt_lora) in enumerate(per_prompt)
+            self.request(prompt, prompt_params, kind, i, template_arguments, prompt_priority)
+            for i, (prompt, prompt_params, prompt_priority) in enumerate(per_prompt)
         ]
 
     def request(
@@ -102,7 +93,6 @@ class InputProcessor:
         index: int = 0,
         template_arguments: Mapping | None = None,
         priority: int = 0,
-        lora_request: Any = None,
     ) -> CompletionRequest:
         """Make a request for one prompt. `index` is the prompt's position in the caller's list."""
         priority = self.check_priority(priority)
@@ -123,7 +113,6 @@ class InputProcessor:
         if kind is not OutputKind.FINAL_ONLY:
             request_class = StreamedRequest
         request = request_class(group, text, kind, token_bytes, index)
-        self.set_adapter(request, lora_request)
         for name, feature in self._features.items():
             if feature.is_asked_for(params):
                 for seq in group:
@@ -132,12 +121,13 @@ class InputProcessor:
         self.set_order(*group)
         return request
 
-    def set_adapter(self, request: Request, lora_request: Any) -> None:
-        """Give a request its adapter. Raises the errors of the function in lora/adapters.py."""
+    def with_adapters(self, requests: list[Any], lora_request: Adapters) -> list[Any]:
+        """Return the requests with their adapters. Raises the errors of `lora.adapters.set_adapters`."""
         if self.config.enable_lora or lora_request is not None:
-            from nanovllm.lora.adapters import set_adapter  # few engines have adapters
+            from nanovllm.lora.adapters import set_adapters  # few engines have adapters
 
-            set_adapter(request, lora_request, self)
+            set_adapters(requests, lora_request, self)
+        return requests
 
     def check_priority(self, priority: int) -> int:
         """Return the priority as a Python integer. Raises TypeError or ValueError if it is invalid."""

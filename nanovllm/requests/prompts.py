@@ -21,15 +21,6 @@ def as_prompts(prompts) -> list:
     return [items] if items and all(issubclass(kind, Integral) for kind in set(map(type, items))) else items
 
 
-def as_lora_requests(lora_request: Any, num_prompts: int) -> list:
-    """Return the adapter of each prompt, unchecked. A value that is no list applies to all prompts."""
-    if not isinstance(lora_request, (list, tuple)):
-        return [lora_request] * num_prompts
-    if len(lora_request) != num_prompts:
-        raise ValueError(f"lora_request: has {len(lora_request)} adapters for {num_prompts} prompts: pass one for each")
-    return [*lora_request]
-
-
 def as_priorities(priority: Any, num_prompts: int) -> list:
     """Return the priority of each prompt, unchecked. If `priority` is None, each is 0."""
     if priority is None:

@@ -6,7 +6,6 @@ from time import time
 from nanovllm.engine.outputs import CompletionOutput, OutputKind, RequestOutput
 from nanovllm.features.beam_params import BeamSearchParams
 from nanovllm.features.beam_search import BeamRequest, beam_requests
-from nanovllm.lora.lora_request import LoRARequest
 from nanovllm.requests.input_processor import InputProcessor
 from nanovllm.requests.request import TokensPrompt
 
@@ -30,11 +29,6 @@ class BeamCompletion(BeamRequest):
 
 
 def beam_completion(
-    processor: InputProcessor,
-    prompt: TokensPrompt,
-    params: BeamSearchParams,
-    priority: int,
-    kind: OutputKind,
-    lora_request: LoRARequest | None = None,
+    processor: InputProcessor, prompt: TokensPrompt, params: BeamSearchParams, priority: int, kind: OutputKind
 ) -> BeamRequest:
-    return beam_requests(processor, prompt, params, [priority], kind, BeamCompletion, lora_request)[0]
+    return beam_requests(processor, prompt, params, [priority], kind, BeamCompletion)[0]

@@ -185,9 +185,10 @@ class EngineClient(ABC):
             def make(tokens: TokensPrompt) -> Any:
                 processor = self.input_processor
                 if isinstance(sampling_params, BeamSearchParams):
-                    return beam_completion(processor, tokens, sampling_params, priority, kind, lora_request)
-                options: dict[str, Any] = {"priority": priority, "lora_request": lora_request}
-                request = processor.request(tokens, sampling_params, kind, **options)
+                    search = beam_completion(processor, tokens, sampling_params, priority, kind)
+                    return processor.with_adapters([search], lora_request)[0]
+                request = processor.request(tokens, sampling_params, kind, priority=priority)
+                processor.with_adapters([request], lora_request)
                 if cache_salt is not None:
                     salt = blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=8).digest()
                     for seq in request.group:

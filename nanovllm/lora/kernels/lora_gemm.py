@@ -35,8 +35,6 @@ class LoRATiles(NamedTuple):
     tile_r: int  # of the adapters' rank
     tile_k: int  # inputs
     tile_n: int  # outputs
-    splits: int  # into which shrink divides the inputs
-    k_per_split: int
     slots: int
     padded_slots: int  # a power of two
     parts: int
@@ -72,7 +70,7 @@ def _rows_of_tile(starts_ptr, TILES: tl.constexpr):
 @dependent_kernel()
 @triton.jit(do_not_specialize=["T"])
 def _shrink_kernel(
-    x_ptr, a_ptr, rank_ptr, group_ptrs, h_ptr, T, K, rank_stride, TILES: tl.constexpr, PDL: tl.constexpr
+    x_ptr, a_ptr, rank_ptr, group_ptrs, h_ptr, T, K, k_per_split, rank_stride, TILES: tl.constexpr, PDL: tl.constexpr
 ):
     # A program computes [tile_m, tile_r] of A x for one part, over the inputs of one split.
     gdc_launch_and_wait(PDL)
@@ -88,8 +86,8 @@ def _shrink_kernel(
             row = tl.load(group_ptrs.order + m, m < end, 0).to(tl.int64)
             a = a_ptr + ((slot * TILES.parts + part).to(tl.int64) * TILES.max_rank + r[:, None]) * K
             acc = tl.zeros([m.shape[0], r.shape[0]], tl.float32)
-            begin = split * TILES.k_per_split
-            for start in range(begin, tl.minimum(begin + TILES.k_per_split, K), TILES.tile_k):
+            begin = split * k_per_split
+            for start in range(begin, tl.minimum(begin + k_per_split, K), TILES.tile_k):
                 k = start + tl.arange(0, TILES.tile_k)
                 x = tl.load(x_ptr + row[:, None] * K + k[None, :], (m < end)[:, None] & (k < K)[None, :], 0.0)
                 w = tl.load(a + k[None, :], (r < rank)[:, None] & (k < K)[None, :], 0.0)
@@ -99,9 +97,20 @@ def _shrink_kernel(
 
 
 @dependent_kernel()
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "num_splits"])
 def _expand_kernel(
-    h_ptr, b_ptr, rank_ptr, part_end_ptr, group_ptrs, y_ptr, T, N, rank_stride, TILES: tl.constexpr, PDL: tl.constexpr
+    h_ptr,
+    b_ptr,
+    rank_ptr,
+    part_end_ptr,
+    group_ptrs,
+    y_ptr,
+    T,
+    N,
+    num_splits,
+    rank_stride,
+    TILES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # A program adds B h to [tile_m, tile_n] of y, whose outputs belong to one part.
     gdc_launch_and_wait(PDL)
@@ -120,7 +129,7 @@ def _expand_kernel(
                 r = start + tl.arange(0, TILES.tile_r)
                 inside = (m < end)[:, None] & (r < rank)[None, :]
                 h = tl.zeros([m.shape[0], r.shape[0]], tl.float32)
-                for split in range(TILES.splits):
+                for split in range(num_splits):
                     at = ((split * TILES.parts + part).to(tl.int64) * T + m[:, None]) * TILES.max_rank + r[None, :]
                     h += tl.load(h_ptr + at, inside, 0.0)
                 b = b_ptr + (slot.to(tl.int64) * N + n[:, None]) * TILES.max_rank + r[None, :]
@@ -136,22 +145,20 @@ def _expand_kernel(
 def add_lora(y: torch.Tensor, x: torch.Tensor, stack, groups: RowGroups) -> None:
     (slots, parts, max_rank, k), n, x = stack.a.shape, stack.b.shape[1], x.contiguous()
     assert y.is_contiguous() and y.shape[1] == n
-    num_rows = len(x)
-    tile_m, tile_k = 16 if num_rows <= FEW_ROWS else 64, 128 if x.element_size() == 2 else 64
+    num_rows, sizes = len(x), (slots, triton.next_power_of_2(slots), parts, max_rank)
     tile_r = min(64, max(16, triton.next_power_of_2(max_rank)))
+    tile_m, tile_k = 16 if num_rows <= FEW_ROWS else 64, 128 if x.element_size() == 2 else 64
+    tiles = LoRATiles(tile_m, tile_r, tile_k, 64, *sizes)
     row_tiles = min(num_rows, slots + num_rows // tile_m)  # enough for any division of the rows into groups
-    r_tiles = triton.cdiv(max_rank, tile_r)
     # if there are few tiles, the inputs are split, so that more multiprocessors read A
-    num_programs = min(num_rows, triton.cdiv(num_rows, tile_m)) * parts
-    splits = max(1, min(MAX_SPLITS, num_sms(x.device) // num_programs, k // (2 * tile_k)))
+    num_tiles = triton.cdiv(num_rows, tile_m) * parts
+    splits = max(1, min(MAX_SPLITS, num_sms(x.device) // num_tiles, k // (2 * tile_k)))
     k_per_split = triton.cdiv(k, splits * tile_k) * tile_k
-    padded_slots = triton.next_power_of_2(slots)
-    tiles = LoRATiles(tile_m, tile_r, tile_k, 64, splits, k_per_split, slots, padded_slots, parts, max_rank)
     h = torch.empty((splits, parts, num_rows, max_rank), dtype=torch.float32, device=x.device)
     rank_stride = stack.ranks.stride(0)
-    launch(_shrink_kernel, (row_tiles, splits, parts * r_tiles), x.device)(
-        x, stack.a, stack.ranks, groups, h, num_rows, k, rank_stride, TILES=tiles, num_warps=4
+    launch(_shrink_kernel, (row_tiles, splits, parts * triton.cdiv(max_rank, tile_r)), x.device)(
+        x, stack.a, stack.ranks, groups, h, num_rows, k, k_per_split, rank_stride, TILES=tiles, num_warps=4
     )
     launch(_expand_kernel, (row_tiles, triton.cdiv(stack.max_outputs, tiles.tile_n), parts), x.device)(
-        h, stack.b, stack.ranks, stack.ends, groups, y, num_rows, n, rank_stride, TILES=tiles, num_warps=4
+        h, stack.b, stack.ranks, stack.ends, groups, y, num_rows, n, splits, rank_stride, TILES=tiles, num_warps=4
     )

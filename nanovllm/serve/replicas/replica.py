@@ -146,8 +146,8 @@ class Replica:
     def _make_request(self, new: NewRequest) -> CompletionRequest:
         prompt = TokensPrompt(prompt_token_ids=new.token_ids)
         processor = self.engine.input_processor
-        options: dict[str, Any] = {"priority": new.priority, "lora_request": new.lora_request}
-        request = processor.request(prompt, new.params, new.kind, new.prompt_index, **options)
+        request = processor.request(prompt, new.params, new.kind, new.prompt_index, priority=new.priority)
+        processor.with_adapters([request], new.lora_request)
         request.request_id = new.request_id
         for seq, noise_seed, generated in zip(request.group, new.noise_seeds, new.generated):
             seq.request_id, seq.noise_seed = new.request_id, noise_seed
