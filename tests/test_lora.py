@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import CUDA, DEVICE, TINY, assert_close, each_dtype, generate_by_steps, randn, runs_as_on_cuda
+from common import CUDA, DEVICE, TINY, TWO_GPUS, assert_close, each_dtype, generate_by_steps, randn, runs_as_on_cuda
 from safetensors.torch import load_file, save_file
 from test_models import (  # noqa: F401 (gelu_family is a fixture)
     CASES,
@@ -443,6 +443,69 @@ def test_padded_steps(make_llm, model, found, use_ops, monkeypatch, num_drafts):
     assert_merged(model, outputs, used)
     replays = [x.num_replays for x in (*runner.graphs.graphs.values(), *runner.mixed_graphs.models.values())]
     assert sum(replays) > 8 and len([count for count in replays if count]) > 2
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+ON_GPU = LORA | {"device": "cuda", "gpu_memory_utilization": 0.1}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("backend", ["sdpa", "triton"])
+@pytest.mark.parametrize("name", ["llama-biases", "qwen3", *(["gemma3", "phi3"] if V5 else [])])
+def test_on_gpu(make_llm, adapters, tmp_path, name, backend, enforce_eager):
+    """Chunks, decodes of a few sequences, then of one; adapters leave and come back."""
+    folder = make_checkpoint(tmp_path / "model", name)
+    found = adapters(folder)
+    llm = make_llm(folder, attention_backend=backend, enforce_eager=enforce_eager, **ON_GPU)
+    for used in (mixed(found), [None] * 8, [found[1]] * 8):
+        assert_merged(folder, generate_by_steps(llm, arguments_of(used)), used)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quantization": "fp8", "dtype": "bfloat16"},
+        {"dtype": "bfloat16"},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
+        pytest.param({"tensor_parallel_size": 2}, marks=TWO_GPUS),
+    ],
+    ids=str,
+)
+def test_settings_on_gpu(make_llm, model, found, settings):
+    """In float32, tokens and log-probabilities; in other formats, log-probabilities on average."""
+    llm, used = make_llm(model, **ON_GPU | settings), mixed(found)
+    outputs = generate_by_steps(llm, arguments_of(used))
+    if "dtype" not in settings:
+        assert_merged(model, outputs, used)
+        return
+    for output, adapter in zip(outputs, used):
+        token_ids = output.prompt_token_ids + output.token_ids
+        n, ours = (
+            len(output.prompt_token_ids),
+            [x[i].logprob for i, x in zip(output.token_ids, output.outputs[0].logprobs)],
+        )
+        errors = []
+        for reference in {adapter, None}:
+            logits = (reference.merged if reference else shared_reference(model))(torch.tensor([token_ids])).logits[0]
+            expected = logits.log_softmax(-1)[range(n - 1, len(token_ids) - 1), output.token_ids]
+            errors.append(((torch.tensor(ours) - expected).abs().mean().item(), reference is adapter))
+        assert min(errors)[1] and min(errors)[0] < 0.3, errors
+
+
+@pytest.mark.gpu
+def test_sleep_on_gpu(make_llm, model, found):
+    llm, used = make_llm(model, enable_sleep_mode=True, **ON_GPU), mixed(found)
+    for level in (1, 2):
+        assert_merged(model, generate_by_steps(llm, arguments_of(used)), used)
+        llm.sleep(level)
+        llm.wake_up(["weights"])
+        if level == 2:
+            llm.load_weights(load_file(Path(model) / "model.safetensors").items())
+        llm.wake_up()
+    assert_merged(model, generate_by_steps(llm, arguments_of(used)), used)
 
 
 # -- slots -------------------------------------------------------------------------------------------------------------

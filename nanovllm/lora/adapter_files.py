@@ -35,7 +35,7 @@ class AdapterRegistry:
 
         slots: the adapters on the devices.
         """
-        self._config, self._shapes, self.slots = config, shapes, slots
+        self._config, self.shapes, self.slots = config, shapes, slots
         self._loaded: WeakValueDictionary[LoRARequest, Adapter] = WeakValueDictionary()
         self._added: dict[int, Adapter] = {}  # by number
         self._lock = threading.Lock()  # so that no adapter is read twice at once
@@ -44,7 +44,7 @@ class AdapterRegistry:
         """Return an adapter, and read it if it is not in memory. Raises the errors of `read_adapter`."""
         with self._lock:
             if (adapter := self._loaded.get(request)) is None:
-                adapter = self._loaded[request] = read_adapter(request, self._config, self._shapes)
+                adapter = self._loaded[request] = read_adapter(request, self._config, self.shapes)
             return adapter
 
     def add(self, request: LoRARequest) -> None:

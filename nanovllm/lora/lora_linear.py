@@ -80,9 +80,7 @@ class LoRAFormat(WeightFormat):
         return y
 
     def norm_linear(self, layer: LinearBase, x: NormInput, act: SiluAndMul | None) -> Any:
-        rows = x.tensor()  # before the matmul, so that it does not compute the norm again
-        y = self.base.norm_linear(layer, x, None)
-        self._add(y, rows)
+        y = self.linear(layer, x.tensor(), layer.bias)  # the adapters need the norm, too
         return y if act is None else act(y)
 
     def best_split_k(self, layer: LinearBase, x: Any, max_split_k: int) -> int:
