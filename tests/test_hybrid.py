@@ -642,7 +642,7 @@ def test_methods_of_drafting(make_hybrid, margins, tmp_path):
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("schedule", ["chunks", "preemptions"])
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
-def test_drafts_on_a_gpu(make_hybrid, checkpoints, monkeypatch, drafts, name, schedule, enforce_eager):
+def test_drafts_on_a_gpu(make_hybrid, checkpoints, monkeypatch, free_drafts, drafts, name, schedule, enforce_eager):
     """Some are right and some wrong: the same text, beside chunks of prompts, after hits and after preemptions."""
     settings = dict(device="cuda", enforce_eager=enforce_eager, **SCHEDULES[schedule])
     prompts, params = map(list, zip(*make_requests()))
