@@ -42,6 +42,8 @@ class AdapterRegistry:
 
     def get(self, request: LoRARequest) -> Adapter:
         """Return an adapter, and read it if it is not in memory. Raises the errors of `read_adapter`."""
+        if (adapter := self._loaded.get(request)) is not None:  # without waiting while another one is read
+            return adapter
         with self._lock:
             if (adapter := self._loaded.get(request)) is None:
                 adapter = self._loaded[request] = read_adapter(request, self._config, self.shapes)
