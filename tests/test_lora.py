@@ -780,6 +780,16 @@ def test_target_expression_and_all_linear(make_llm, tmp_path, model):
     assert_merged(model, generate_by_steps(llm, arguments_of(mixed(found))), mixed(found))
 
 
+def test_bundled_adapter(make_llm):
+    """As the page on adapters shows, next to the base model."""
+    llm = make_llm(TINY, enable_lora=True, max_model_len=128, num_kvcache_blocks=32, kvcache_block_size=16)
+    adapter = LoRARequest("descending", 1, "tiny-qwen3-descending")
+    chats = [[{"role": "user", "content": f"Sort: {text}"}] for text in ("9, 3, 71, 20", "9, 3, 71, 20", "5, 17, 8")]
+    params = SamplingParams(temperature=0, max_tokens=20)
+    answers = [x.text for x in llm.chat(chats, params, use_tqdm=False, lora_request=[None, adapter, adapter])]
+    assert answers == ["3, 9, 20, 71", "71, 20, 9, 3", "17, 8, 5"]
+
+
 # -- asyncio and HTTP --------------------------------------------------------------------------------------------------
 
 

@@ -53,11 +53,12 @@ class AdapterStacks:
 
     def __init__(self, model: Any, config: Config, device: torch.device):
         """Allocate memory for adapters of all linear layers, and replace the layers' formats."""
-        slots, device_of = config.max_loras, dict(dtype=torch.int32, device=device)
-        self.slots_of_requests = torch.full((config.max_num_seqs + 1,), -1, **device_of)
+        slots, dtype = config.max_loras, config.model_config.dtype
+        int32: Any = dict(dtype=torch.int32, device=device)
+        self.slots_of_requests = torch.full((config.max_num_seqs + 1,), -1, **int32)
         layers = [*_adaptable(model)]
         # one table for all layers, so that a single copy writes all ranks of an adapter
-        self._ranks = torch.zeros(slots, sum(len(layer.shard_ids()) for _, layer in layers), **device_of)
+        self._ranks = torch.zeros(slots, sum(len(layer.shard_ids()) for _, layer in layers), **int32)
         self._columns: list[int] = []  # for each column of the table, the index of its target
         self.targets: dict[str, Target] = {}
         for path, layer in layers:
@@ -67,13 +68,13 @@ class AdapterStacks:
             outputs, begin = len(layer.weight), len(self._columns)
             ends = [*(shard.first_row for shard in shards[1:]), outputs]
             stack = LoRAStack(
-                torch.empty(slots, len(shards), rank, inputs, dtype=config.dtype, device=device),
-                torch.empty(slots, outputs, rank, dtype=config.dtype, device=device),
+                torch.empty(slots, len(shards), rank, inputs, dtype=dtype, device=device),
+                torch.empty(slots, outputs, rank, dtype=dtype, device=device),
                 self._ranks[:, begin : begin + len(shards)],
-                torch.tensor(ends, **device_of),
+                torch.tensor(ends, **int32),
                 max(end - start for start, end in zip([0, *ends], ends)),
             )
-            owners = {}
+            owners: dict[int, int] = {}
             for name, parts in _modules_of(path, model.packed_modules_mapping, shard_ids).items():
                 owners |= dict.fromkeys(parts, len(self.targets))
                 self.targets[name] = Target(stack, [(part, shards[part]) for part in parts])
