@@ -20,8 +20,11 @@ from train_grpo import compare_logprobs, program, rewards
 from nanovllm import LoRARequest
 
 
-def lora_program(steps: int, rank: int, folder: Path) -> dict[str, Any]:
-    """The names that the page's program has before its last line, with a LoRA policy."""
+def lora_program(steps: int, rank: int, folder: Path, more_changes: dict[str, str] | None = None) -> dict[str, Any]:
+    """The names that the page's program has before its last line, with a LoRA policy.
+
+    `more_changes` are changes of the code, as in `program`.
+    """
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
 
     def hand_over(trainer: Any) -> LoRARequest:
@@ -37,7 +40,7 @@ def lora_program(steps: int, rank: int, folder: Path) -> dict[str, Any]:
         "learning_rate=5e-5": "learning_rate=1e-3",
         "rollout_func=roll_out)": "rollout_func=roll_out, peft_config=peft_config)",
     }
-    return program(steps, str(folder), changes, program_names)
+    return program(steps, str(folder), changes | (more_changes or {}), program_names)
 
 
 def main() -> None:
