@@ -8,18 +8,23 @@ if TYPE_CHECKING:
     from nanovllm.engine.scheduling_policy import SchedulingPolicy
     from nanovllm.features.beam_params import BeamSearchParams
     from nanovllm.llm import LLM
+    from nanovllm.lora.lora_request import LoRARequest
     from nanovllm.requests.request import TextPrompt, TokensPrompt
     from nanovllm.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "BeamSearchParams", "SamplingParams", "SchedulingPolicy", "TextPrompt", "TokensPrompt"]
-__all__ += ["CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"]
+__all__ += ["CompletionOutput", "LoRARequest", "Logprob", "RequestMetrics", "RequestOutput"]
 
 
 def __getattr__(name: str) -> Any:
     """Import a name of `__all__` on first use, so that `--help` of commands does not import PyTorch."""
     homes = "sampling_params", "engine.outputs", "requests.request", "engine.scheduling_policy", "llm"
-    for home in (*homes, "features.beam_params"):  # modules that a plain `generate` imports come first
+    for home in (
+        *homes,
+        "features.beam_params",
+        "lora.lora_request",
+    ):  # modules that a plain `generate` imports come first
         if name in __all__ and hasattr(module := import_module(f"nanovllm.{home}"), name):
             return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -82,6 +82,9 @@ class Config:
         docs/batch-invariance.md.
     max_logprobs: upper limit for `logprobs` and `prompt_logprobs` of a request, also over HTTP. -1 means the vocabulary
         size.
+    enable_lora: allow requests to use low-rank adapters; see docs/lora.md.
+    max_loras: the number of adapters that are on the device at the same time.
+    max_lora_rank: upper limit for the rank of adapters. Memory is allocated for adapters of this rank.
     speculative_config: how tokens are drafted, as JSON with the keys that docs/speculation.md lists; by default no
         tokens are drafted. In Python, it can also be a dict.
     task: "generate", "embed" (texts to vectors), "score" (the relevance of documents) or "classify"; by default the
@@ -121,6 +124,9 @@ class Config:
     max_logprobs: int = checked(100, check_int, low=-1)
     enable_sleep_mode: bool = checked(False, check_bool)
     batch_invariant: bool = checked(False, check_bool)
+    enable_lora: bool = checked(False, check_bool)
+    max_loras: int = checked(8, check_int, low=1, high=256)
+    max_lora_rank: int = checked(64, check_int, low=1, high=512)
     speculative_config: Any = None
     task: str = checked("auto", check_choice, choices=("auto", *TASKS))
     dtype_reason: str = field(init=False, repr=False)  # why "auto" has become this dtype
@@ -199,6 +205,8 @@ class Config:
         """Read how the checkpoint pools, and turn off what does not apply without generated tokens."""
         if self.speculative_config is not None:
             raise ValueError(f"speculative_config={self.speculative_config!r}: must be None with task={self.task!r}")
+        if self.enable_lora:
+            raise ValueError(f"enable_lora=True: must be False with task={self.task!r}")
         from nanovllm.pooling.pooling_config import read_pooling_config  # few engines pool
 
         pooling = read_pooling_config(folder, Path(str(self.tokenizer)), self.task, self.model_config)
@@ -236,6 +244,8 @@ class Config:
                 self.resolve(**{setting.name: str.__str__(value)})  # an Enum's class may be unknown to other ranks
         check_fields(self)
         check_choice("tensor_parallel_size", self.tensor_parallel_size, (1, 2, 4, 8))
+        if self.enable_lora and self.batch_invariant:
+            raise ValueError("enable_lora=True: is not supported with batch_invariant=True")
 
     def _resolve_max_model_len(self, max_position_embeddings: int) -> int:
         length = min(4096, max_position_embeddings) if self.max_model_len is None else self.max_model_len

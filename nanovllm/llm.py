@@ -1,6 +1,7 @@
 """The class that users import."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.outputs import OutputKind, RequestOutput
@@ -8,8 +9,11 @@ from nanovllm.features.beam_params import BeamSearchParams
 from nanovllm.features.beam_search import BeamSearchOutput, beam_requests
 from nanovllm.pooling.calls import classify, embed, score
 from nanovllm.requests.prompts import as_conversations, check_template_arguments
-from nanovllm.requests.request import Message, Prompt
+from nanovllm.requests.request import Adapters, Message, Prompt
 from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.lora.lora_request import LoRARequest
 
 
 class LLM(LLMEngine):
@@ -39,6 +43,7 @@ class LLM(LLMEngine):
         tools: list[dict] | None = None,
         chat_template_kwargs: Mapping | None = None,
         priority: list[int] | None = None,
+        lora_request: Adapters = None,
     ) -> list[RequestOutput]:
         """Answer one or more conversations, as `generate` answers prompts.
 
@@ -54,7 +59,7 @@ class LLM(LLMEngine):
         } | check_template_arguments(chat_template_kwargs)
         prompts, kind = as_conversations(messages), OutputKind.FINAL_ONLY
         requests = self.input_processor.requests(prompts, sampling_params, kind, template_arguments, priority)
-        return self._run(requests, use_tqdm)
+        return self._run(self.input_processor.with_adapters(requests, lora_request), use_tqdm)
 
     def beam_search(
         self,
@@ -62,9 +67,27 @@ class LLM(LLMEngine):
         params: BeamSearchParams,
         use_tqdm: bool = False,
         priority: list[int] | None = None,
+        lora_request: Adapters = None,
     ) -> list[BeamSearchOutput]:
         """Find the most likely answers to each prompt by beam search, and return them best first.
 
         Raises the same errors as `generate`.
         """
-        return self._run(beam_requests(self.input_processor, prompts, params, priority), use_tqdm)
+        requests = beam_requests(self.input_processor, prompts, params, priority)
+        return self._run(self.input_processor.with_adapters(requests, lora_request), use_tqdm)
+
+    def add_lora(self, lora_request: "LoRARequest") -> None:
+        """Read an adapter, and keep it in host memory until `remove_lora` is called.
+
+        Raises the errors of `lora.adapter_files.read_adapter`, and ValueError without `enable_lora=True`.
+        """
+        self._adapters().add(lora_request)
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Stop keeping an adapter in host memory. Requests that use it can end. Return whether it was kept."""
+        return self._adapters().remove(lora_int_id)
+
+    def _adapters(self) -> Any:
+        if self.core.adapters is None:
+            raise ValueError("enable_lora=False: must be True when the engine is started, for it to use adapters")
+        return self.core.adapters

@@ -46,7 +46,8 @@ HOUSE = """
   utils/flags.py utils/interrupts.py utils/libraries.py utils/partial_sum.py utils/progress.py utils/refusals.py
   utils/replace.py utils/rope_scaling.py utils/setting_checks.py utils/tensor_parallel.py utils/transformers_4.py
   utils/__init__.py moe/__init__.py moe/moe_config.py moe/expert_weights.py reasoning/__init__.py reasoning/formats.py
-  reasoning/stage.py <- utils/loader.py utils/sharded_checkpoint.py utils/dummy_weights.py utils/tied_head.py
+  reasoning/stage.py lora/__init__.py lora/lora_request.py lora/adapter_config.py utils/tensor_parts.py
+  <- utils/loader.py utils/sharded_checkpoint.py utils/dummy_weights.py utils/tied_head.py
   utils/merged_tensors.py utils/nested_names.py
   quantization/__init__.py pooling/__init__.py
   <- models/__init__.py models/shared/architectures.py attention/__init__.py
@@ -59,17 +60,19 @@ HOUSE = """
 0 | engine/__init__.py
 1 | engine/sequence.py <- engine/scheduled_step.py <- engine/features.py
   spec_decode/proposer.py spec_decode/ngram.py spec_decode/suffix.py
-  engine/block_manager.py engine/scheduling_policy.py engine/policies.py
-  <- engine/state_blocks.py
+  engine/block_manager.py engine/scheduling_policy.py engine/policies.py lora/lora_feature.py
+  <- engine/state_blocks.py lora/adapter_queue.py
   <- engine/scheduler.py engine/awaiting.py engine/forks.py spec_decode/drafting_scheduler.py
   pooling/pooling_scheduler.py <- engine/stats.py
 1 | engine/outputs.py <- requests/stream_event.py pooling/pooling_outputs.py
 1 | kernels/ moe/kernels/ delta_net/kernels/ quantization/kernels/ invariant/kernels/ distributed/kernels/
+  lora/kernels/
 2 | cache/ quantization/fp8_cache.py <- attention/base.py attention/sdpa.py <- layers/ <- attention/ moe/experts.py
   delta_net/
 3 | models/
 3 | fused/ <- quantization/scaled.py <- quantization/scaled_linear.py quantization/scaled_experts.py <-
   quantization/fp8_linear.py <- quantization/quant_config.py <- quantization/formats/
+  <- lora/adapter_files.py lora/lora_linear.py <- lora/adapter_stacks.py
 4 | engine/forward_output.py
   features/__init__.py cache/block_copies.py <- features/logit_edits.py features/logprob_outputs.py
   <- features/logprobs.py engine/model_runner.py
@@ -89,7 +92,8 @@ HOUSE = """
   requests/sentencepiece.py requests/recommended_params.py features/stop_strings.py <- requests/request.py
   <- requests/chat_templates.py <- requests/prompts.py
   requests/streamed_request.py <- requests/input_processor.py engine/output_processor.py
-  <- engine/engine.py features/beam_search.py pooling/pooling_prompts.py pooling/pooling_request.py pooling/calls.py
+  lora/adapters.py <- engine/engine.py features/beam_search.py pooling/pooling_prompts.py pooling/pooling_request.py
+  pooling/calls.py <- lora/adapter_messages.py
   <- engine/build.py engine/engine_thread.py
   <- requests/step_callers.py requests/streams.py
   <- engine/llm_engine.py rollout/ <- llm.py <- __init__.py <- compat/vllm_pooling.py
@@ -241,7 +245,7 @@ def test_ranks_do_without_transformers():
     assert "transformers" in reach("engine/llm_engine.py")
 
 
-ROOMS_BY_USE = ("cuda", "distributed", "fused", "structured_outputs")
+ROOMS_BY_USE = ("cuda", "distributed", "fused", "lora", "structured_outputs")
 FEATURE_FILES = {feature.home.split(":")[0].replace(".", "/") + ".py" for feature in FEATURES.values()}
 HOMES = *RUNNERS.values(), *DRAFTERS.values(), *(home for home in PROPOSERS.values() if isinstance(home, str))
 OF_HOMES = {home.split(":")[0].removeprefix("nanovllm.").replace(".", "/") + ".py" for home in HOMES}
@@ -259,6 +263,7 @@ def test_optional_rooms_are_imported_when_used():
             "distributed/__init__.py",
             "fused/__init__.py",
             "cuda/__init__.py",
+            "lora/__init__.py",
             "structured_outputs/__init__.py",
         }
 
@@ -371,6 +376,7 @@ FOLDERS_OF_ROOMS = (
     "fused",
     "cuda",
     "invariant",
+    "lora",
     "serve",
     "structured_outputs",
 )

@@ -341,7 +341,7 @@ def test_settings_and_parameters(call, error, arguments, words):
         ("swap_space", True, "of type Real"),
         ("disable_log_stats", 1, "of type bool"),
         ("compilation_config", "O3", "of type int or of type dict or None"),
-        ("enable_lora", True, "False"),
+        ("enable_prompt_embeds", True, "False"),
         ("skip_tokenizer_init", True, "False"),
     ],
 )
@@ -795,7 +795,8 @@ def test_checks_end_with_the_first_wrong_item(model, fields):
         ("nothing", "invalid choice"),
         # what vLLM's command has, and would change something
         ("serve tiny-qwen3 --max-num 3", "unrecognized arguments"),  # no abbreviation: it may be another flag tomorrow
-        ("serve tiny-qwen3 --enable-lora", "enable_lora=True: is not supported"),
+        ("serve tiny-qwen3 --enable-prompt-embeds", "enable_prompt_embeds=True: is not supported"),
+        ("serve tiny-qwen3 --lora-modules a --device=cpu", "lora_modules='a': must be NAME=PATH"),
         ("serve tiny-qwen3 --pipeline-parallel-size 2", "pipeline_parallel_size=2: is not supported"),
         ("serve tiny-qwen3 --ssl-keyfile x", "unrecognized arguments: --ssl-keyfile"),
         ("serve tiny-qwen3 --middleware x", "unrecognized arguments: --middleware"),

@@ -150,7 +150,7 @@ def test_generate(llm):
     ):
         assert isinstance(output, vllm.RequestOutput) and output.outputs == expected.outputs
     assert len(llm.generate(prompts[0], use_tqdm=False, priority=[0])[0].token_ids) <= 16
-    with pytest.raises(ValueError, match="lora_request=LoRARequest.*is not supported"):
+    with pytest.raises(ValueError, match="lora_request=LoRARequest.*needs enable_lora=True"):
         llm.generate(PROMPT, lora_request=vllm.LoRARequest("a", 1, "b"))
     with pytest.raises(ValueError, match="cache_salt='x': is not supported"):
         llm.generate({"prompt": PROMPT, "cache_salt": "x"})

@@ -106,10 +106,40 @@ print("done")
 """
 
 
+ADAPTERS = """
+from nanovllm.lora.kernels import lora_gemm
+from nanovllm.lora.lora_linear import LoRAStack
+
+
+def adapters(num_rows, dtype, sizes, max_rank, inputs=256, slots=3):
+    ints = dict(dtype=torch.int32)
+    a = torch.randn(slots, len(sizes), max_rank, inputs, dtype=dtype)
+    b = torch.randn(slots, sum(sizes), max_rank, dtype=dtype)
+    ranks = torch.full((slots, 2 * len(sizes)), 3, **ints)[:, : len(sizes)]
+    stack = LoRAStack(a, b, ranks, torch.tensor(sizes, **ints).cumsum(0).int(), max(sizes))
+    x, y = torch.randn(num_rows, inputs, dtype=dtype), torch.randn(num_rows, sum(sizes), dtype=dtype)
+    lora_gemm.add_lora(y, x, stack, lora_gemm.group_rows(torch.zeros(num_rows, **ints), slots))
+
+
+def work():
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        adapters(1, dtype, [64], 16, slots=1)
+        adapters(300, dtype, [64, 32, 32], 70)
+
+
+compile_only(work)
+for kernel in (lora_gemm._shrink_kernel, lora_gemm._expand_kernel):
+    found = kernels(kernel.jit)
+    assert len(found) == 6 and all(kernel.asm["cubin"] for kernel in found), found
+print("done")
+"""
+
+
 @pytest.mark.skipif(not hasattr(triton, "AsyncCompileMode"), reason="needs Triton 3.5")
-def test_kernels_are_compiled_side_by_side(tmp_path):
+@pytest.mark.parametrize("code", [PROGRAM, PROGRAM[: PROGRAM.index("def work()")] + ADAPTERS], ids=["all", "adapters"])
+def test_kernels_are_compiled_side_by_side(tmp_path, code):
     program = tmp_path / "program.py"  # Triton reads the source of kernels
-    program.write_text(PROGRAM)
+    program.write_text(code)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     streams = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)

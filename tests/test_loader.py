@@ -491,7 +491,7 @@ def test_folder_without_config(tmp_path, make_llm):
 
 def test_no_such_folder(tmp_path, make_llm):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match="LoRA adapter; adapters are not supported: merge it"):
+    with pytest.raises(FileNotFoundError, match="LoRA adapter; load its base model with enable_lora=True"):
         find_model(str(tmp_path))
     with pytest.raises(FileNotFoundError, match="no such folder"):
         make_llm(str(tmp_path / "nowhere"))

@@ -221,8 +221,9 @@ def shared_reference(folder: str) -> nn.Module:
     return REFERENCES[key]
 
 
-def assert_same_as_transformers(folder: str, outputs: list) -> None:
-    model = shared_reference(folder)
+def assert_same_as_transformers(folder: str, outputs: list, model: nn.Module | None = None) -> None:
+    """By default, the reference is the checkpoint in `folder`."""
+    model = model or shared_reference(folder)
     for output in outputs:
         (answer,), prompt = output.outputs, output.prompt_token_ids
         logits = model(torch.tensor([prompt + answer.token_ids])).logits[0, :-1]

@@ -34,6 +34,22 @@ def test_the_reward_rises(tmp_path):
     names["llm"].exit()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the program would train on the GPU")
+def test_adapter_as_policy(tmp_path):
+    """The engine gets an adapter in each step, and computes the trainer's log-probabilities with it."""
+    pytest.importorskip("peft")
+    from train_grpo_lora import lora_program
+
+    with torch.enable_grad():
+        names = lora_program(3, 16, tmp_path, {"bf16=False": "bf16=False, use_cpu=True"})
+        differences = compare_logprobs(names["trainer"])
+        names["trainer"].train()
+    sampled, of_all_tokens = rewards(names["trainer"]), torch.cat(differences)
+    assert len(sampled) == 3 and sampled[-1] > sampled[0] + 0.2
+    assert of_all_tokens.max() < MAX_DIFFERENCE and of_all_tokens.mean() < MEAN_DIFFERENCE
+    names["llm"].exit()
+
+
 PROGRAM = """
 import json, sys
 from datasets import Dataset

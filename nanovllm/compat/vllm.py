@@ -8,7 +8,6 @@ module lacks raises ImportError or AttributeError.
 import gc
 import socket
 import sys
-from dataclasses import dataclass
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from nanovllm.compat.vllm_llm import LLM, BeamSearchOutput, BeamSearchSequence
 from nanovllm.compat.vllm_pooling import PoolingParams, PoolingRequestOutput
 from nanovllm.compat.vllm_settings import select
 from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from nanovllm.lora.lora_request import LoRARequest
 from nanovllm.requests.request import Prompt, TextPrompt, TokensPrompt
 from nanovllm.utils.loader import find_tokenizer
 
@@ -38,15 +38,6 @@ GuidedDecodingParams = StructuredOutputsParams
 PromptType = Prompt
 StructuredOutputsConfig = dict
 VLLMValidationError = ValueError
-
-
-@dataclass
-class LoRARequest:
-    """A request for an adapter. Programs can import and create it, but `LLM.generate` refuses it."""
-
-    lora_name: str = ""
-    lora_int_id: int = 0
-    lora_path: str = ""
 
 
 class NCCLWeightTransferEngine:

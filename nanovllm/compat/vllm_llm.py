@@ -8,7 +8,7 @@ from typing import Any
 
 from nanovllm.compat.params import RESTRICTIONS, BeamSearchParams, FlatLogprobs, SamplingParams, restricted_schema
 from nanovllm.compat.vllm_pooling import PoolingCalls
-from nanovllm.compat.vllm_settings import check_accepted, select
+from nanovllm.compat.vllm_settings import select
 from nanovllm.engine.outputs import RequestOutput
 from nanovllm.features import beam_search as beams
 from nanovllm.reasoning.formats import FORMATS
@@ -19,7 +19,6 @@ PROMPT_KEYS = ("prompt", "prompt_token_ids")
 UNUSED: dict[str, tuple] = {  # arguments and prompt keys that only vLLM has, with the values that change nothing here
     "cache_salt": (None,),
     "chat_template_content_format": ("auto",),
-    "lora_request": (None, [], [None]),
     "mm_processor_kwargs": (None, {}),
     "multi_modal_data": (None, {}),
     "multi_modal_uuids": (None, {}),
@@ -119,6 +118,7 @@ class LLM(PoolingCalls):
         *,
         use_tqdm: Any = True,
         priority: list[int] | None = None,
+        lora_request: Any = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         **unused: Any,
     ) -> list[RequestOutput]:
@@ -130,7 +130,8 @@ class LLM(PoolingCalls):
         """
         select("argument", unused, (), UNUSED)
         prompts = [self._prompt(prompt, **tokenization_kwargs or {}) for prompt in as_prompts(prompts)]
-        answers = super().generate(prompts, self._params(sampling_params), bool(use_tqdm), priority)
+        lora_request = lora_request or None
+        answers = super().generate(prompts, self._params(sampling_params), bool(use_tqdm), priority, lora_request)
         return _with_logprobs(answers, sampling_params)
 
     def chat(  # type: ignore[override]
@@ -138,13 +139,13 @@ class LLM(PoolingCalls):
         messages: Any,
         sampling_params: Any = None,
         use_tqdm: Any = True,
-        lora_request: None = None,
+        lora_request: Any = None,
         chat_template: str | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
         """Answer conversations. `options` are additional arguments of our `chat`."""
         names = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs", "priority")
-        options = select("argument", options | {"lora_request": lora_request}, names, UNUSED)
+        options = select("argument", options, names, UNUSED) | {"lora_request": lora_request or None}
         template = chat_template or self.chat_template
         answers = super().chat(messages, self._params(sampling_params), bool(use_tqdm), template, **options)
         return _with_logprobs(answers, sampling_params)
@@ -153,18 +154,21 @@ class LLM(PoolingCalls):
         self,
         prompts: Any,
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: Any = None,
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """Run beam search. At most `concurrency_limit` prompts are searched at once. `None` means no limit."""
-        check_accepted("lora_request", lora_request, UNUSED["lora_request"])
         prompts = [self._prompt(prompt) for prompt in as_prompts(prompts)]
+        lora_request = lora_request or None
+        adapters = lora_request if isinstance(lora_request, list) else [lora_request] * len(prompts)
         limit = len(prompts) or 1
         limit = limit if concurrency_limit is None else check_int("concurrency_limit", concurrency_limit, low=1)
         outputs: list[beams.BeamSearchOutput] = []
         for first in range(0, len(prompts), limit):
-            outputs += super().beam_search(prompts[first : first + limit], params, use_tqdm)
+            outputs += super().beam_search(
+                prompts[first : first + limit], params, use_tqdm, lora_request=adapters[first : first + limit]
+            )
         return [BeamSearchOutput([*self._beams(output)]) for output in outputs]
 
     def _params(self, params: Any) -> Any:

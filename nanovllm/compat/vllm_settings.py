@@ -32,7 +32,7 @@ GROUPS: tuple[tuple[tuple, str], ...] = (
     (
         (Real,),
         "dbo_decode_token_threshold dbo_prefill_token_threshold kv_cache_metrics_sample long_prefill_token_threshold "
-        "max_long_partial_prefills max_lora_rank max_loras max_num_partial_prefills max_seq_len_to_capture "
+        "max_long_partial_prefills max_num_partial_prefills max_seq_len_to_capture "
         "mm_processor_cache_gb mm_shm_cache_max_object_size_mb optimization_level prefill_schedule_interval "
         "renderer_num_workers safetensors_prefetch_block_size safetensors_prefetch_num_threads shutdown_timeout "
         "stream_interval swap_space watermark",
@@ -51,7 +51,7 @@ GROUPS: tuple[tuple[tuple, str], ...] = (
         (False,),
         "calculate_kv_scales data_parallel_external_lb data_parallel_hybrid_lb data_parallel_multi_port_external_lb "
         "disable_sliding_window enable_cumem_allocator enable_dbo enable_elastic_ep enable_ep_weight_filter "
-        "enable_eplb enable_layerwise_nvtx_tracing enable_lora enable_mamba_cache_stochastic_rounding "
+        "enable_eplb enable_layerwise_nvtx_tracing enable_mamba_cache_stochastic_rounding "
         "enable_mixed_moe_lora_format enable_mm_embeds enable_moe_shared_loras enable_prompt_embeds "
         "enable_return_routed_experts enable_tower_connector_lora fail_on_environ_validation "
         "fully_sharded_loras kv_sharing_fast_prefill mm_encoder_only numa_bind ray_workers_use_nsight "

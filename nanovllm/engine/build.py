@@ -35,6 +35,10 @@ def build_engine(config: Config, part_done: Callable[[str], None] = lambda part:
         raise
     # only now, because the runner determines the numbers of cache blocks and states
     engine.scheduler = make_scheduler(config)
+    if config.enable_lora:
+        from nanovllm.lora.adapter_messages import use_adapters  # few engines have adapters
+
+        use_adapters(engine)
     engine.output_processor = OutputProcessor(engine.scheduler)
     return engine
 

@@ -26,6 +26,7 @@ class Engine:
     model_runner: ModelRunner | None = None  # None before the model is loaded, and after `exit`
     scheduler: Scheduler
     output_processor: OutputProcessor
+    adapters: Any = None  # an AdapterRegistry of lora/, with `enable_lora`
 
     def __init__(self, config: Config, workers: Any):
         """Store `workers`, the other ranks. build.py sets the model runner, scheduler and output processor."""

@@ -18,7 +18,7 @@ from nanovllm.engine.outputs import OutputCollector, OutputKind, RequestOutput, 
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.stats import described, stats_of_engine
 from nanovllm.requests.input_processor import InputProcessor
-from nanovllm.requests.request import Prompt
+from nanovllm.requests.request import Adapters, Prompt
 from nanovllm.requests.step_callers import StepCallers
 from nanovllm.requests.stream_event import StreamEvent
 from nanovllm.requests.streams import events_of
@@ -60,6 +60,7 @@ class LLMEngine:
             try:
                 self.tokenizer = tokenizer.result()
                 self.input_processor = InputProcessor(self.config, self.tokenizer)
+                self.input_processor.adapters = self.core.adapters
             except BaseException as error:
                 self.core.close_after(error)
                 raise
@@ -81,18 +82,20 @@ class LLMEngine:
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
         priority: list[int] | None = None,
+        lora_request: Adapters = None,
     ) -> list[RequestOutput]:
         """Return the answers to one or more prompts, in the order of the prompts.
 
         A prompt is a string, a list of token ids, a dict with `prompt` or `prompt_token_ids`, or a conversation.
         `sampling_params` is one object for all prompts or a list with one object per prompt. None selects the
         parameters that the model recommends. `priority` contains one integer per prompt: see `add_request`.
+        `lora_request` is one adapter for all prompts, or a list with an adapter or None per prompt.
 
         If a prompt is invalid, this raises ValueError or TypeError, as `add_request` does, and queues no prompt.
         Ctrl-C drops the requests of this call.
         """
         requests = self.input_processor.requests(prompts, sampling_params, OutputKind.FINAL_ONLY, None, priority)
-        return self._run(requests, use_tqdm)
+        return self._run(self.input_processor.with_adapters(requests, lora_request), use_tqdm)
 
     def _run(self, requests: list[Any], use_tqdm: bool, desc: str = "Generating") -> list[Any]:
         """Submit requests, wait for them, and return their outputs in the same order."""
@@ -115,6 +118,7 @@ class LLMEngine:
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         chat_template_kwargs: Mapping | None = None,
         priority: list[int] | None = None,
+        lora_request: Adapters = None,
     ) -> Iterator[StreamEvent]:
         """Yield the answers of `generate` piece by piece. Events of different prompts are interleaved.
 
@@ -126,9 +130,15 @@ class LLMEngine:
         self.engine_thread.check_open()
         kind = OutputKind.DELTA
         requests = self.input_processor.requests(prompts, sampling_params, kind, chat_template_kwargs, priority)
-        return events_of(requests, self.engine_thread)
+        return events_of(self.input_processor.with_adapters(requests, lora_request), self.engine_thread)
 
-    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None, priority: int = 0) -> int:
+    def add_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        priority: int = 0,
+        lora_request: Adapters = None,
+    ) -> int:
         """Queue a request and return its id. `step` returns the output to the thread that added the request.
 
         With `scheduling_policy="priority"`, the request with the lowest `priority` is served first. With "fcfs",
@@ -136,11 +146,12 @@ class LLMEngine:
 
         Raises ValueError if the prompt is empty, is not shorter than `max_model_len`, or contains a token id outside
         the vocabulary. Raises TypeError for anything that is not a prompt. Errors of a custom scheduling policy
-        propagate. After an error, nothing is queued.
+        propagate. An adapter raises the errors of `lora.adapter_files.read_adapter`. After an error, nothing is queued.
         """
         self.engine_thread.check_open()
         request = self.input_processor.request(prompt, sampling_params, OutputKind.TOKENS, priority=priority)
-        self.engine_thread.submit([request], self._step_callers.own_collector())
+        requests = self.input_processor.with_adapters([request], lora_request)
+        self.engine_thread.submit(requests, self._step_callers.own_collector())
         return request.request_id
 
     def abort(self, request_id: int) -> None:

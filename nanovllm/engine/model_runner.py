@@ -147,7 +147,7 @@ class ModelRunner:
                     input_ids, positions = self.prepare_prefill(rows, step.num_decodes)
                 else:
                     input_ids, positions = self.prepare_decode(rows)
-                if self.config.num_states:
+                if self.config.num_states or self.config.enable_lora:
                     get_context().state_rows = self.prepare_state_rows(step)
                 hidden_states = self.run_model(input_ids, positions)
                 sampler_input = self.sampler_input(hidden_states, positions, step)
@@ -316,6 +316,10 @@ class ModelRunner:
         # safetensors reads into tensors on the default device, which the caller may have changed
         with nullcontext() if torch.empty(0).device.type == "cpu" else torch.device("cpu"):
             load_model(model, Path(self.config.model), self.device, self.config.load_format, self.tp.rank == 0)
+        if self.config.enable_lora:
+            from nanovllm.lora.adapter_stacks import add_adapters  # few engines have adapters
+
+            add_adapters(model, self.config, self.device)
         self.fuse_layers(model)
         return model.eval()
 

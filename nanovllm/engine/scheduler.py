@@ -1,7 +1,7 @@
 """The scheduler chooses the sequences of each step, appends their tokens, and ends sequences."""
 
 from collections import Counter, deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from itertools import islice
 from math import inf
 from operator import attrgetter
@@ -33,6 +33,8 @@ class Scheduler:
     the prefix cache.
     """
 
+    make_queue: Callable[[], WaitingQueue] = WaitingQueue  # lora/ replaces it
+
     def __init__(self, config: "Config", block_manager: BlockManager | None = None):
         """`config` must be resolved. `block_manager` replaces the plain BlockManager."""
         self.eos = config.eos  # the tokenizer's end-of-sequence id, which is not reported as a stop reason
@@ -55,7 +57,7 @@ class Scheduler:
         for seq in self.held:
             seq.awaited.cancel()
         self.live: dict[int, dict[int, Sequence]] = {}  # unfinished sequences by request id and index
-        self.waiting = WaitingQueue()  # sequences without blocks
+        self.waiting = self.make_queue()  # sequences without blocks
         self.prefilling: dict[tuple[int, int], Sequence] = {}  # they hold blocks, and their prompts are being computed
         self.running: dict[tuple[int, int], Sequence] = {}  # they hold blocks, and decode or pause after a token
         self.held.clear()

@@ -20,7 +20,7 @@ from nanovllm.pooling.task import check_task
 from nanovllm.requests.detokenizer import TokenBytes
 from nanovllm.requests.prompts import as_priorities, as_prompts, read_prompt
 from nanovllm.requests.recommended_params import recommended_params
-from nanovllm.requests.request import CompletionRequest, Prompt
+from nanovllm.requests.request import Adapters, CompletionRequest, Prompt
 from nanovllm.requests.streamed_request import StreamedRequest
 from nanovllm.sampling_params import SamplingParams, check_token_ids
 from nanovllm.utils.checks import check_int, check_unicode
@@ -44,6 +44,7 @@ class InputProcessor:
         self.all_token_bytes = TokenBytes(tokenizer, skip_special_tokens=False)  # also for log-probabilities
         self.tokenizer_lock = threading.RLock()  # because the tokenizer is not thread-safe
         self.grammars: Any = None  # made for the first request with `structured_outputs`
+        self.adapters: Any = None  # an AdapterRegistry, if this process has the model, and with `enable_lora`
         self.reasoning_markers: dict[Any, Any] = {}  # by format, for requests with a `reasoning_parser`
         self._seed = secrets.randbits(64) if config.seed is None else config.seed
         # an iterator, because `next` is atomic: a signal handler may interrupt a thread here and add a request
@@ -121,6 +122,14 @@ class InputProcessor:
                 feature.load().attach(request, self)
         self.set_order(*group)
         return request
+
+    def with_adapters(self, requests: list[Any], lora_request: Adapters) -> list[Any]:
+        """Return the requests with their adapters. Raises the errors of `lora.adapters.set_adapters`."""
+        if self.config.enable_lora or lora_request is not None:
+            from nanovllm.lora.adapters import set_adapters  # few engines have adapters
+
+            set_adapters(requests, lora_request, self)
+        return requests
 
     def check_priority(self, priority: int) -> int:
         """Return the priority as a Python integer. Raises TypeError or ValueError if it is invalid."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from time import perf_counter, time
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, Union
 
 from nanovllm.engine.outputs import CompletionOutput, OutputCollector, OutputKind, RequestMetrics, RequestOutput
 from nanovllm.engine.sequence import Sequence
@@ -10,6 +10,7 @@ from nanovllm.requests.detokenizer import Detokenizer, TokenBytes
 
 if TYPE_CHECKING:
     from nanovllm.engine.scheduler import Scheduler
+    from nanovllm.lora.lora_request import LoRARequest
 
 Message = Mapping[str, object]  # "role", "content", and other keys that the chat template reads
 
@@ -24,12 +25,14 @@ class TokensPrompt(TypedDict, total=False):
 
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt | list[Message]
+Adapters = Union["LoRARequest", list["LoRARequest | None"], None]  # one for all prompts, or one or None for each
 
 
 class Request:
     """A prompt, the sequences that answer it, and the collector of the caller."""
 
     collector: OutputCollector  # set when the request is submitted
+    lora_request: Any = None  # a LoRARequest, if the request uses an adapter
 
     def __init__(self, group: list[Sequence], prompt: str | None, kind: OutputKind):
         self.request_id = group[0].request_id

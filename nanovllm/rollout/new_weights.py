@@ -3,11 +3,10 @@
 The addresses of the weights stay the same, so CUDA graphs stay valid.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,6 +26,7 @@ from nanovllm.utils.loader import (
     weight_loaders,
 )
 from nanovllm.utils.nested_names import text_name
+from nanovllm.utils.tensor_parts import TensorPart, parts_of
 from nanovllm.utils.tied_head import head_name
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class WeightUpdate:
             raise
         if self.core.workers.processes:
             for part, words in parts_of(name, tensor, 4 * largest_batch(self.core.config)):
-                self.core.workers.send(part, words)
+                self.core.workers.send(WeightPart(*part), words)
 
     def end(self, is_broken: bool) -> None:
         self.is_over = True
@@ -228,39 +228,11 @@ class TensorSlice:
 # -- several ranks -----------------------------------------------------------------------------------------------------
 
 
-class TensorPart(NamedTuple):
-    """Describes a message to another rank.
-
-    The message contains `num_bytes` bytes of a tensor, starting at byte `begin`.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-    num_bytes: int
+class WeightPart(TensorPart):
+    """A message to another rank, which loads the weight when all parts have arrived."""
 
     def receive(self, words: np.ndarray, runner: "ModelRunner", incoming: dict[Any, Any]) -> None:
-        """Copy the part to `incoming`. After the last part, load the complete tensor."""
-        if self.begin == 0:
-            size = math.prod(self.shape) * self.dtype.itemsize
-            incoming[self.name] = np.empty(size, np.uint8)
-        data, end = incoming[self.name], self.begin + self.num_bytes
-        data[self.begin : end] = words.view(np.uint8)[: self.num_bytes]
-        if end == len(data):
+        if (tensor := self.join(words, incoming)) is not None:
             if ModelWeights not in incoming:
                 incoming[ModelWeights] = ModelWeights(runner.model)
-            tensor = torch.from_numpy(incoming.pop(self.name)).view(self.dtype).view(self.shape)
             incoming[ModelWeights].load(self.name, tensor)
-
-
-def parts_of(name: str, tensor: torch.Tensor, max_bytes: int) -> Iterator[tuple[TensorPart, np.ndarray]]:
-    """Split a tensor into messages of at most `max_bytes` bytes.
-
-    Yields each part together with its bytes, which are packed into int32 words.
-    """
-    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-    for begin in range(0, len(data), max_bytes):
-        part = data[begin : begin + max_bytes]
-        words = np.pad(part, (0, -len(part) % 4)).view(np.int32)
-        yield TensorPart(name, tensor.dtype, tuple(tensor.shape), begin, len(part)), words

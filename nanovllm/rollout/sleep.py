@@ -43,6 +43,8 @@ def sleep(llm: "LLMEngine", level: int = 1) -> int:
         core.scheduler.block_manager.clear_prefix_cache()  # no sequence holds blocks
         if level == 2:
             core.unavailable["weights"] = Dropped(DROPPED)
+            if core.adapters is not None:
+                core.adapters.slots.clear()  # the adapters were dropped with the weights
         return num_bytes
 
     num_bytes = in_engine(llm.engine_thread, work)

@@ -46,6 +46,9 @@ def create_app(
     api.add_routes(app)
     for add_routes in (add_info_routes, anthropic_api.add_routes, responses_api.add_routes, pooling_api.add_routes):
         add_routes(app, api)
+    app.state.adapters = api.adapters
+    if settings.allow_runtime_lora_updating:
+        api.adapters.add_routes(app)
     if settings.enable_dev_endpoints and llm.engine is not None:
         from nanovllm.serve import dev_api  # a lazy import, because the routes are optional
 
@@ -68,10 +71,14 @@ def add_info_routes(app: FastAPI, api: Api) -> None:
 
     def entry(name: str) -> dict[str, Any]:
         common = {"id": name, "object": "model", "created": started, "owned_by": "nano-vllm"}
-        return common | {"root": api.root, "parent": None, "max_model_len": llm.input_processor.config.max_model_len}
+        origin = {"root": api.root, "parent": None}
+        if (adapter := api.adapters.by_name.get(name)) is not None:
+            origin = {"root": adapter.lora_path, "parent": api.model_names[0]}
+        return common | origin | {"max_model_len": llm.input_processor.config.max_model_len}
 
     async def models() -> Response:
-        return json_response({"object": "list", "data": [entry(name) for name in api.model_names]})
+        names = [*api.model_names, *api.adapters.by_name]
+        return json_response({"object": "list", "data": [entry(name) for name in names]})
 
     async def model(name: str) -> Response:
         return json_response(entry(api.model_name(name)))

@@ -121,7 +121,7 @@ def complete_parsers() -> dict[str, argparse.ArgumentParser]:
 
 def add_serve_flags(command: Parser) -> None:
     command.set_defaults(run=serve)
-    add_flags(command, ServerSettings, "server", several=("served_model_name",))
+    add_flags(command, ServerSettings, "server", several=("served_model_name", "lora_modules"))
     add_flags(command, Config, "engine", skip=("model",))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from nanovllm.engine.scheduled_step import ScheduledStep, StepResult
 from nanovllm.engine.stats import stats_of
 from nanovllm.llm import LLM
+from nanovllm.lora.lora_request import LoRARequest
 from nanovllm.serve.trace import StepRecorder
 
 STEP_TOKENS = (1, 8, *(2**i for i in range(4, 15)))  # upper bounds of the buckets
@@ -43,6 +44,17 @@ class EngineCalls:
         """Return `LLM.stats()` plus the `step_sizes`."""
         sizes = self._sizes
         return stats_of(self._engine.scheduler) | {"step_sizes": {"counts": [*sizes.counts], "total": sizes.total}}
+
+    def add_lora(self, name: str, number: int, path: str) -> str:
+        """Call `LLM.add_lora`. Return an error message, or "" if the adapter can be used."""
+        try:
+            self._engine.add_lora(LoRARequest(name, number, path))
+        except (ValueError, TypeError, OSError) as error:
+            return str(error)
+        return ""
+
+    def remove_lora(self, number: int) -> None:
+        self._engine.remove_lora(number)
 
     def start_recording(self) -> None:
         if not self._recorder.is_recording:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from nanovllm.engine.outputs import OutputKind, RequestOutput
 from nanovllm.features.beam_params import BeamSearchParams
 from nanovllm.llm import LLM
+from nanovllm.lora.lora_request import LoRARequest
 from nanovllm.pooling.pooling_params import PoolingParams
 from nanovllm.pooling.pooling_request import pooling_request
 from nanovllm.requests.detokenizer import Detokenizer
@@ -124,10 +125,11 @@ class EngineClient(ABC):
     ) -> AsyncIterator[RequestOutput]:
         """Yield the answers to a prompt each time they grow. The last output has `finished=True`.
 
-        `prompt`, `sampling_params` and the option `priority` have the same meaning, and raise the same errors, as in
-        `LLM.add_request`. Other options are `chat_template_kwargs` (see `LLM.chat`), `cache_salt` (see `submit`), and a
-        `request_id` for `abort`. Raises QueueFullError if too many requests wait, and EngineDeadError if the engine has
-        failed or was closed. Before the last output, `metrics` contains only the `arrival_time`.
+        `prompt`, `sampling_params` and the options `priority` and `lora_request` have the same meaning, and raise the
+        same errors, as in `LLM.add_request`. Other options are `chat_template_kwargs` (see `LLM.chat`), `cache_salt`
+        (see `submit`), and a `request_id` for `abort`. Raises QueueFullError if too many requests wait, and
+        EngineDeadError if the engine has failed or was closed. Before the last output, `metrics` contains only the
+        `arrival_time`.
         """
         request = await self.submit(prompt, sampling_params, **options)
         try:
@@ -160,13 +162,14 @@ class EngineClient(ABC):
         chat_template_kwargs: Mapping | None = None,
         in_pieces: bool = True,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncRequest:
         """Queue a request. Return an object for its caller to read from, and later pass to `discard`.
 
         Most arguments, and the errors, are the same as for `generate`. A `prompt` may be a function, which a tokenizer
         thread calls. With `in_pieces=False`, the request has a `result` but no events, which saves host time. Requests
-        share cached prefixes only with requests that have the same `cache_salt`. Beam searches and requests with
-        PoolingParams have a `result` but no events. Beam searches do not work with replicas.
+        share cached prefixes only with requests that have the same `cache_salt` and the same adapter. Beam searches
+        and requests with PoolingParams have a `result` but no events. Beam searches do not work with replicas.
         """
         self.check_open()
         self._use_running_loop()
@@ -187,22 +190,23 @@ class EngineClient(ABC):
             def make(tokens: TokensPrompt) -> Any:
                 processor = self.input_processor
                 if isinstance(sampling_params, BeamSearchParams):
-                    return beam_completion(processor, tokens, sampling_params, priority, kind)
-                if isinstance(sampling_params, PoolingParams):
-                    request: Any = pooling_request(processor, tokens, sampling_params, OutputKind.TOKENS, priority)
+                    request: Any = beam_completion(processor, tokens, sampling_params, priority, kind)
+                elif isinstance(sampling_params, PoolingParams):
+                    request = pooling_request(processor, tokens, sampling_params, OutputKind.TOKENS, priority)
                 else:
                     request = processor.request(tokens, sampling_params, kind, priority=priority)
+                processor.with_adapters([request], lora_request)
                 if cache_salt is not None:
                     salt = blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=8).digest()
                     for seq in request.group:
-                        seq.cache_salt = int.from_bytes(salt, "little")
+                        seq.cache_salt ^= int.from_bytes(salt, "little")
                 return request
 
             tokenize = lambda lane: lane.tokens_of(prompt, chat_template_kwargs)
             if getattr(sampling_params, "structured_outputs", None) is not None:
                 compile_for = partial(make, await self._in_lane(tokenize))
                 prepared = await self._grammar_turns.run(lambda: self._in_thread(self._grammar_pool, compile_for))
-            elif isinstance(prompt, list) and len(prompt) <= MANY_IDS and {*map(type, prompt)} == {int}:
+            elif _has_few_ids(prompt) and (lora_request is None or self.engine is None):
                 prepared = make(tokenize(self._lane))  # without text to tokenize, a thread would cost more
             else:
                 prepared = await self._in_lane(lambda lane: make(tokenize(lane)))
@@ -353,3 +357,7 @@ class EngineClient(ABC):
 
     async def __aexit__(self, *exception) -> None:
         await asyncio.to_thread(self.exit)
+
+
+def _has_few_ids(prompt: PromptSource) -> bool:
+    return isinstance(prompt, list) and len(prompt) <= MANY_IDS and {*map(type, prompt)} == {int}

@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request, Response
 
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve import chat, protocol
+from nanovllm.serve.adapters_api import ServedAdapters
 from nanovllm.serve.answer_formats import find_formats
 from nanovllm.serve.answers import Answer
 from nanovllm.serve.async_request import AsyncRequest
@@ -39,6 +40,7 @@ class Api:
     def __init__(self, llm: EngineClient, settings: ServerSettings, model_names: Sequence[str], root: str):
         """root: the model that is served under `model_names`."""
         self.llm, self.settings, self.model_names, self.root = llm, settings, model_names, root
+        self.adapters = ServedAdapters(llm, settings.lora_modules or (), model_names)
         if settings.chat_template is not None:
             llm.input_processor.tokenizer.chat_template = settings.chat_template
         self.chat_template = getattr(llm.input_processor.tokenizer, "chat_template", None)
@@ -124,7 +126,7 @@ class Api:
 
     async def _submit(self, body: protocol.GenerationBody, prepared: Prepared, requests: list[AsyncRequest]) -> None:
         """Queue a request for each prompt, and add it to `requests`."""
-        self.model_name(body.model)
+        lora_request = self.adapters.by_name.get(self.model_name(body.model))
         require(body.stream or body.stream_options is None, "stream_options: needs stream=true")
         require(not (body.stream and body.prompt_logprobs), "prompt_logprobs: can't be streamed")
         (prompts, params, template_arguments), max_answers = prepared, self.settings.max_answers
@@ -141,7 +143,7 @@ class Api:
             if is_rendered or body.add_special_tokens is not None or body.truncate_prompt_tokens is not None:
                 prompt = partial(tokenized, body, prompt, template_arguments, params.max_tokens)
             arguments = prompt, own_params, None, body.priority, template_arguments, bool(body.stream), body.cache_salt
-            requests.append(await self.llm.submit(*arguments))
+            requests.append(await self.llm.submit(*arguments, lora_request))
 
     def _discard(self, requests: Sequence[AsyncRequest]) -> None:
         for request in requests:
@@ -163,7 +165,7 @@ class Api:
 
     def model_name(self, name: str | None) -> str:
         """Return the model name for an answer. Raises ApiError for a model that is not served here."""
-        if name is not None and name not in self.model_names:
+        if name is not None and name not in self.model_names and name not in self.adapters.by_name:
             raise ApiError(404, f"model {name!r:.80} is not served here", "model", "model_not_found")
         return self.model_names[0] if name is None else name
 

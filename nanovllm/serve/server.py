@@ -11,6 +11,7 @@ from math import inf
 from typing import Any, cast
 
 import uvicorn
+from fastapi import FastAPI
 
 from nanovllm.serve.api_server import create_app
 from nanovllm.serve.engine_client import EngineClient
@@ -42,7 +43,7 @@ class Server(uvicorn.Server):
         self.on_start: Callable[[], None] = lambda: None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        starting = asyncio.ensure_future(self.llm.start())
+        starting = asyncio.ensure_future(self._start_engine())
         while not starting.done():
             await asyncio.wait([starting], timeout=0.1)
             if self.should_exit:
@@ -51,6 +52,10 @@ class Server(uvicorn.Server):
         starting.result()
         self.on_start()
         await super().serve(sockets)
+
+    async def _start_engine(self) -> None:
+        await self.llm.start()
+        await cast(FastAPI, self.config.app).state.adapters.read()
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         super().handle_exit(sig, frame)

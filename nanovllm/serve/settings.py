@@ -40,6 +40,10 @@ class ServerSettings:
         against DNS rebinding, where an attacker's web page reaches the server through a domain name that the attacker
         controls.
     served_model_name: the names of the model in the API; by default MODEL, or the folder's name if MODEL is a path.
+    lora_modules: the adapters that clients can choose as `model`, each as NAME=PATH; they need the engine's setting
+        `enable_lora`.
+    allow_runtime_lora_updating: allow clients to add and remove adapters with `/v1/load_lora_adapter` and
+        `/v1/unload_lora_adapter`. Such clients can make the server read any folder.
     chat_template: the chat template, or a file that contains it; by default the model's template.
     tool_call_parser: the format of tool calls: "hermes" ("qwen", "qwen25", "qwen3"), "qwen3_coder" ("qwen3_xml"),
         "llama3_json" ("llama4_json"), "mistral" or "deepseek_v3" ("deepseek_v31"). "none" leaves the calls in the
@@ -83,6 +87,8 @@ class ServerSettings:
     allowed_origins: tuple[str, ...] | None = None
     allowed_hosts: tuple[str, ...] | None = None
     served_model_name: tuple[str, ...] | None = None
+    lora_modules: tuple[str, ...] | None = None
+    allow_runtime_lora_updating: bool = False
     chat_template: str | None = None
     tool_call_parser: str = checked("auto", check_choice, choices=("auto", *PARSERS))
     reasoning_parser: str = checked("auto", check_choice, choices=("auto", "none", *FORMATS))
@@ -119,6 +125,12 @@ class ServerSettings:
         count, replicas = self.api_server_count or 0, self.data_parallel_size
         if count > 1 and replicas > 1:
             raise ValueError(f"api_server_count={count}: must be at most 1 with data_parallel_size={replicas}")
+        for module in self.lora_modules or ():
+            if not all(module.partition("=")):
+                raise ValueError(f"lora_modules={module!r:.80}: must be NAME=PATH")
+        if self.allow_runtime_lora_updating and (count > 1 or replicas > 1):
+            problem = f"needs api_server_count of at most 1 and data_parallel_size=1, not {count} and {replicas}"
+            raise ValueError(f"allow_runtime_lora_updating=True: {problem}")
         if self.enable_dev_endpoints and (count or replicas > 1):
             problem = f"needs api_server_count=0 and data_parallel_size=1, not {count} and {replicas}"
             raise ValueError(f"enable_dev_endpoints=True: {problem}")

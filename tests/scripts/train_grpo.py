@@ -26,10 +26,13 @@ PAGE = ROOT / "nanovllm/docs/training.md"
 ENGINE, TRANSFORMERS = "this engine", "transformers"
 
 
-def program(steps: int, output_dir: str, changes: dict[str, str] | None = None) -> dict[str, Any]:
+def program(
+    steps: int, output_dir: str, changes: dict[str, str] | None = None, given: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """The names that the page's program has before its last line, which trains.
 
-    The code is changed to so many steps, and by `changes`: what stands there, and what takes its place.
+    The code is changed to so many steps, and by `changes`: what stands there, and what takes its place. The new code
+    may use the names in `given`.
     """
     code = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0]
     first, last = code.split("trainer.train()")
@@ -39,7 +42,7 @@ def program(steps: int, output_dir: str, changes: dict[str, str] | None = None) 
     for shown, used in (settings | (changes or {})).items():
         assert shown in first
         first = first.replace(shown, used)
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {**(given or {})}
     exec(first, names)
     return names
 

@@ -49,7 +49,8 @@ class FrontRequest(ReplicaRequest):
         if isinstance(self.request, BeamCompletion):
             root, ids = self.request.group[0], self.prompt_token_ids
             params, kind = self.request.params, self.request.kind
-            return NewRequest(self.request_id, 0, ids, root.params, root.priority, kind, [], [], beams=params)
+            adapter = self.request.lora_request
+            return NewRequest(self.request_id, 0, ids, root.params, root.priority, kind, [], [], 0, params, adapter)
         new = super().message(replica_index)
         return new._replace(params=replace(new.params, detokenize=False)) if self._makes_text else new
 

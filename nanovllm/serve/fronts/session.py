@@ -65,6 +65,7 @@ class Session(Replica):
             return super()._make_request(new)
         prompt, processor = TokensPrompt(prompt_token_ids=new.token_ids), self.engine.input_processor
         request = beam_completion(processor, prompt, new.beams, new.priority, new.kind)
+        processor.with_adapters([request], new.lora_request)
         request.request_id = request.group[0].request_id = new.request_id
         return request
 

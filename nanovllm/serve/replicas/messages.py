@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from nanovllm.engine.outputs import CompletionOutput, Logprob, OutputKind, RequestMetrics
 from nanovllm.features.beam_params import BeamSearchParams
+from nanovllm.lora.lora_request import LoRARequest
 from nanovllm.pooling.pooling_params import PoolingParams
 from nanovllm.requests.stream_event import StreamEvent
 from nanovllm.sampling_params import SamplingParams
@@ -26,6 +27,7 @@ class NewRequest(NamedTuple):
         not sampled again.
     beams: the parameters of a beam search; `None` for other requests.
     pooling: the parameters of a request for a vector; `None` for other requests.
+    lora_request: the adapter, if any.
     """
 
     request_id: int
@@ -39,6 +41,7 @@ class NewRequest(NamedTuple):
     cache_salt: int = 0
     beams: BeamSearchParams | None = None
     pooling: PoolingParams | None = None
+    lora_request: LoRARequest | None = None
 
 
 class Final(NamedTuple):

@@ -153,9 +153,11 @@ class Replica:
             request = pooling_request(processor, prompt, new.pooling, new.kind, new.priority)
         else:
             request = processor.request(prompt, new.params, new.kind, new.prompt_index, priority=new.priority)
+        processor.with_adapters([request], new.lora_request)
         request.request_id = new.request_id
         for seq, noise_seed, generated in zip(request.group, new.noise_seeds, new.generated):
-            seq.request_id, seq.noise_seed, seq.cache_salt = new.request_id, noise_seed, new.cache_salt
+            seq.request_id, seq.noise_seed = new.request_id, noise_seed
+            seq.cache_salt ^= new.cache_salt
             for token_id in generated:  # the sequence goes on as after a preemption
                 seq.token_ids.append(token_id)
                 for name in seq.feature_state:  # one token at a time: stop strings do not count before `min_tokens`

@@ -105,6 +105,7 @@ class ReplicaRequest(AsyncRequest):
             generated,
             group[0].cache_salt,
             pooling=pooling,
+            lora_request=self.request.lora_request,
         )
 
     def add_event(self, delta: StreamEvent) -> None:

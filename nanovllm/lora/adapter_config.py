@@ -1,0 +1,138 @@
+"""Reads the adapter_config.json of a PEFT folder: which modules have an adapter, of which rank and scale."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+from nanovllm.utils.checks import check_bool, check_int, check_real, read_json
+
+CONFIG_FILE = "adapter_config.json"
+# entries for what this engine does not compute, and the values that leave it off
+REFUSED: dict[str, tuple] = {
+    "use_dora": (False, None),
+    "use_qalora": (False, None),
+    "use_bdlora": (False, None),
+    "bias": ("none", None),
+    "lora_bias": (False, None),
+    "modules_to_save": ([], None),
+    "trainable_token_indices": ([], {}, None),
+    "target_parameters": ([], None),
+    "layer_replication": ([], None),
+    "alora_invocation_tokens": ([], None),
+    "fan_in_fan_out": (False, None),
+    "megatron_config": ({}, None),
+    "arrow_config": ({}, None),
+    "kasa_config": ({}, None),
+    "monteclora_config": ({}, None),
+}
+CHANGES_BASE = (
+    "pissa",
+    "olora",
+    "corda",
+    "loftq",
+    "lora_ga",
+)  # these ways of initialization change the base model's weights
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """The entries of an adapter_config.json that determine the adapter's modules, ranks and scales."""
+
+    file: Path
+    rank: int
+    alpha: float
+    use_rslora: bool
+    target_modules: str | tuple[str, ...]
+    exclude_modules: str | tuple[str, ...]
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    has_all_layers: bool  # whether every module that matches `target_modules` must have an adapter
+
+    @classmethod
+    def read(cls, folder: Path) -> "AdapterConfig":
+        """Read the file in `folder`.
+
+        Raises FileNotFoundError if there is none. Raises a ValueError or TypeError that names the file and the entry if
+        an entry is invalid or not supported.
+        """
+        file = folder / CONFIG_FILE
+        if not file.is_file():
+            raise FileNotFoundError(f"{folder}: the folder holds no {CONFIG_FILE}, which PEFT saves with an adapter")
+        raw = read_json(file)
+        if (kind := raw.get("peft_type", "LORA")) != "LORA":
+            raise ValueError(f"{file}: peft_type={kind!r:.80}: must be 'LORA'")
+        for name, accepted in REFUSED.items():
+            if (value := raw.get(name)) not in accepted:
+                raise ValueError(f"{file}: {name}={value!r:.80}: is not supported; it must be {accepted[0]!r}")
+        if str(start := raw.get("init_lora_weights")).startswith(CHANGES_BASE):
+            raise ValueError(
+                f"{file}: init_lora_weights={start!r:.80}: is not supported, because it changes the base model too; "
+                "PEFT can convert the adapter when it saves it (path_initial_model_for_weight_conversion)"
+            )
+        if raw.get("target_modules") is None:
+            raise ValueError(f"{file}: has no target_modules")
+        return cls(
+            file,
+            rank=check_int(f"{file}: r", raw.get("r", 8), low=1),
+            alpha=check_real(f"{file}: lora_alpha", raw.get("lora_alpha", 8), low=0),
+            use_rslora=check_bool(f"{file}: use_rslora", raw.get("use_rslora") or False),
+            target_modules=_patterns(file, "target_modules", raw["target_modules"]),
+            exclude_modules=_patterns(file, "exclude_modules", raw.get("exclude_modules") or []),
+            rank_pattern=_numbers(file, "rank_pattern", raw.get("rank_pattern"), check_int, 1),
+            alpha_pattern=_numbers(file, "alpha_pattern", raw.get("alpha_pattern"), check_real, 0),
+            has_all_layers=raw.get("layers_to_transform") is None,
+        )
+
+    def includes(self, module: str) -> bool:
+        """Return whether the module with this name has an adapter."""
+        if self.target_modules == "all-linear":
+            return not _matches(self.exclude_modules, module)
+        return _matches(self.target_modules, module) and not _matches(self.exclude_modules, module)
+
+    def rank_of(self, module: str) -> int:
+        return _find(self.rank_pattern, module, self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """Return the factor of B A: alpha / rank, or alpha / sqrt(rank) with `use_rslora` (arXiv:2312.03732)."""
+        rank = self.rank_of(module)
+        return _find(self.alpha_pattern, module, self.alpha) / (sqrt(rank) if self.use_rslora else rank)
+
+
+def _matches(patterns: str | tuple[str, ...], module: str) -> bool:
+    """Return whether PEFT would find `module`: by a regular expression, or by the ends of module names."""
+    if isinstance(patterns, str):
+        return re.fullmatch(patterns, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in patterns)
+
+
+def _find(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    """Return the value of the first pattern that matches the end of the module's name, as PEFT does."""
+    found = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module))
+    return next(found, default)
+
+
+def _patterns(file: Path, name: str, value: Any) -> str | tuple[str, ...]:
+    if isinstance(value, str):
+        _check_pattern(file, name, value)
+        return value
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise TypeError(f"{file}: {name}={value!r:.80}: must be a regular expression or a list of module names")
+    return tuple(value)
+
+
+def _numbers(file: Path, name: str, value: Any, check: Any, low: int) -> dict[str, Any]:
+    if not isinstance(value or {}, dict):
+        raise TypeError(f"{file}: {name}={value!r:.80}: must be an object")
+    for pattern in value or {}:
+        _check_pattern(file, name, pattern)
+    return {pattern: check(f"{file}: {name}: {pattern}", number, low=low) for pattern, number in (value or {}).items()}
+
+
+def _check_pattern(file: Path, name: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{file}: {name}: {pattern!r:.80}: is not a regular expression ({error})") from None

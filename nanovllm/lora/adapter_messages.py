@@ -1,0 +1,56 @@
+"""Stores adapters on the devices of all ranks, between two steps."""
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nanovllm.batches.batch import largest_batch
+from nanovllm.engine.engine import Engine
+from nanovllm.lora.adapter_files import AdapterRegistry
+from nanovllm.lora.adapter_queue import AdapterQueue, AdapterSlots
+from nanovllm.lora.lora_request import Adapter
+from nanovllm.utils.tensor_parts import TensorPart, parts_of
+
+if TYPE_CHECKING:
+    from nanovllm.engine.model_runner import ModelRunner
+
+RANKS, WEIGHTS = "ranks of an adapter", "weights of an adapter"
+
+
+class AdapterPart(NamedTuple):
+    """A message to another rank, which stores the adapter when all parts have arrived. The ranks come first."""
+
+    slot: int
+    part: TensorPart
+
+    def receive(self, words: np.ndarray, runner: "ModelRunner", incoming: dict[Any, Any]) -> None:
+        if (tensor := self.part.join(words, incoming)) is None:
+            return
+        if self.part.name == RANKS:
+            incoming[AdapterPart] = tensor.tolist()
+        else:
+            with runner.on_device():
+                runner.model.adapters.write(self.slot, incoming.pop(AdapterPart), tensor)
+
+
+def use_adapters(engine: Engine) -> None:
+    """Set `engine.adapters`, and let sequences wait for slots. The model must be loaded."""
+    assert engine.model_runner is not None
+    scheduler, slots = engine.scheduler, AdapterSlots(engine.config.max_loras, partial(_write, engine))
+    engine.adapters = AdapterRegistry(engine.config, engine.model_runner.model.adapters.shapes, slots)
+    scheduler.make_queue = partial(AdapterQueue, scheduler, slots)  # type: ignore[method-assign]
+    scheduler.reset()
+
+
+def _write(engine: Engine, slot: int, adapter: Adapter) -> None:
+    """Store an adapter on all ranks. On CUDA, the copies are queued after the steps that were launched before."""
+    runner = engine.model_runner
+    assert runner is not None, "the engine is open"
+    if engine.workers.processes:
+        for name, tensor in ((RANKS, torch.tensor(adapter.ranks)), (WEIGHTS, adapter.weights)):
+            for part, words in parts_of(name, tensor, 4 * largest_batch(engine.config)):
+                engine.workers.send(AdapterPart(slot, part), words)
+    with runner.on_device():
+        runner.model.adapters.write(slot, adapter.ranks, adapter.weights)

@@ -1,0 +1,98 @@
+"""Assigns the device's adapter slots, and lets sequences wait until their adapter has a slot."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from nanovllm.engine.scheduling_policy import WaitingQueue
+from nanovllm.engine.sequence import Sequence
+from nanovllm.lora.lora_request import Adapter, adapter_of
+
+if TYPE_CHECKING:
+    from nanovllm.engine.scheduler import Scheduler
+
+
+class AdapterSlots:
+    """The adapters that are stored on the devices. The least recently used one leaves when another needs its slot."""
+
+    def __init__(self, num_slots: int, write: Callable[[int, Adapter], None]):
+        """`write(slot, adapter)` stores an adapter on all ranks. Steps that are launched later can use it."""
+        self.num_slots, self._write = num_slots, write
+        self._stored: OrderedDict[Adapter, None] = OrderedDict()  # the least recently used one first
+        self._free = [*reversed(range(num_slots))]
+
+    def take(self, adapter: Adapter, in_use: Callable[[], Collection[Adapter | None]]) -> bool:
+        """Make sure that `adapter` has a slot. Return False if all slots have adapters in use."""
+        if adapter.slot is None:
+            if not self._free:
+                used = in_use()
+                if (leaving := next((other for other in self._stored if other not in used), None)) is None:
+                    return False
+                self._remove(leaving)
+            slot = self._free[-1]
+            self._write(slot, adapter)
+            adapter.slot = self._free.pop()
+        self._stored[adapter] = None
+        self._stored.move_to_end(adapter)
+        return True
+
+    def clear(self) -> None:
+        """Forget all adapters, because the devices have lost them."""
+        for adapter in [*self._stored]:
+            self._remove(adapter)
+
+    def _remove(self, adapter: Adapter) -> None:
+        del self._stored[adapter]
+        assert adapter.slot is not None
+        self._free.append(adapter.slot)
+        adapter.slot = None
+
+
+class AdapterQueue(WaitingQueue):
+    """A waiting queue whose `first` skips sequences that can't get a slot for their adapter.
+
+    A slot is in use while a sequence with its adapter runs. If a sequence waits for a slot, later sequences may
+    overtake it, but at most `max_num_seqs` of them may use adapters. So the slots become free after a while, and the
+    sequence can't wait forever.
+    """
+
+    def __init__(self, scheduler: "Scheduler", slots: AdapterSlots):
+        super().__init__()
+        self._scheduler, self._slots = scheduler, slots
+        self._by_adapter: dict[Adapter | None, WaitingQueue] = {}
+        self._blocked: Sequence | None = None  # the first sequence that was seen without a slot
+        self._num_overtaking = 0
+
+    def push(self, seq: Sequence) -> None:
+        super().push(seq)
+        self._by_adapter.setdefault(adapter_of(seq), WaitingQueue()).push(seq)
+
+    def discard(self, seq: Sequence) -> None:
+        super().discard(seq)
+        if queue := self._by_adapter.get(adapter := adapter_of(seq)):
+            queue.discard(seq)
+            if not queue:
+                del self._by_adapter[adapter]
+        if adapter is not None and self._blocked is not None and seq.order > self._blocked.order:
+            self._num_overtaking += 1
+
+    def first(self) -> Sequence | None:
+        """Return the first sequence that can run, and store its adapter on the devices."""
+        blocked: Sequence | None = None
+        firsts = [queue[0] for queue in self._by_adapter.values()]
+        for seq in sorted(firsts, key=attrgetter("order")):
+            adapter = adapter_of(seq)
+            if adapter is None:
+                return seq
+            may_overtake = blocked is None or self._num_overtaking < self._scheduler.max_num_seqs
+            if may_overtake and self._slots.take(adapter, self._in_use):
+                return seq
+            if blocked is None:
+                blocked = seq
+                if blocked is not self._blocked:
+                    self._blocked, self._num_overtaking = blocked, 0
+        return None
+
+    def _in_use(self) -> set[Adapter | None]:
+        return {adapter_of(seq) for seq in (*self._scheduler.running.values(), *self._scheduler.prefilling.values())}

@@ -1,0 +1,33 @@
+"""Gives requests their adapters."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.lora.lora_request import LoRARequest
+
+if TYPE_CHECKING:
+    from nanovllm.requests.input_processor import InputProcessor
+    from nanovllm.requests.request import Request
+
+
+def set_adapters(requests: Sequence["Request"], lora_request: Any, processor: "InputProcessor") -> None:
+    """Give the sequences of each request its adapter, or none.
+
+    `lora_request` is a LoRARequest or None for all requests, or a list with one of these for each. Raises TypeError for
+    other types. Raises ValueError for a list of another length, and for adapters without `enable_lora`. Raises the
+    errors of `read_adapter`.
+    """
+    found = lora_request if isinstance(lora_request, (list, tuple)) else [lora_request] * len(requests)
+    if len(found) != len(requests):
+        raise ValueError(f"lora_request: has {len(found)} adapters for {len(requests)} prompts: pass one for each")
+    for request, own in zip(requests, found):
+        if own is not None and not isinstance(own, LoRARequest):
+            raise TypeError(f"lora_request={own!r:.80}: must be a LoRARequest or None")
+        if own is not None and not processor.config.enable_lora:
+            raise ValueError(f"lora_request={own!r:.80}: needs enable_lora=True when the engine is started")
+        request.lora_request = own
+        if processor.adapters is not None:  # otherwise another process has the model, and computes the request
+            adapter = None if own is None else processor.adapters.get(own)
+            for seq in request.group:
+                seq.feature_state["lora"] = adapter
+                seq.cache_salt ^= 0 if adapter is None else adapter.salt

@@ -1,0 +1,48 @@
+"""Tells the device which adapter slot each request uses."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from nanovllm.engine.features import Arrays, StepFeature
+from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.engine.sequence import Sequence
+from nanovllm.lora.lora_request import adapter_of
+
+if TYPE_CHECKING:
+    from nanovllm.config import Config
+    from nanovllm.engine.model_runner import ModelRunner
+
+NO_SLOT = -1
+
+
+class RequestAdapters(StepFeature):
+    """Writes the slots of newly admitted sequences to `AdapterStacks.slots_of_requests`.
+
+    With `enable_lora`, all sequences have this feature, because a request index might have belonged to a sequence with
+    another adapter. The state of a sequence is its Adapter, or None.
+    """
+
+    @classmethod
+    def prepare(cls, step: ScheduledStep) -> Arrays | None:
+        seqs = [*dict.fromkeys([*(row.seq for row in step.chunks), *step.new_seqs])]
+        if not seqs:
+            return None
+        slots = [NO_SLOT if (adapter := adapter_of(seq)) is None else adapter.slot for seq in seqs]
+        return {"req_indices": np.array([seq.req_index for seq in seqs], np.int32), "slots": np.array(slots, np.int32)}
+
+    @classmethod
+    def max_words(cls, config: "Config") -> int:
+        return 2 * (config.max_num_seqs + 4) if config.enable_lora else 0
+
+    @classmethod
+    def forget(cls, seq: Sequence) -> None:
+        """Release the adapter now, because ended sequences stay in memory until garbage is collected."""
+        seq.feature_state["lora"] = None
+
+    def __init__(self, runner: "ModelRunner"):
+        self.stacks = getattr(runner.model, "adapters", None)
+
+    def upload(self, arrays: Arrays) -> None:
+        if self.stacks is not None:
+            self.stacks.slots_of_requests[arrays["req_indices"].long()] = arrays["slots"]

@@ -1,0 +1,53 @@
+"""How a request names its adapter, and an adapter in host memory."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanovllm.utils.checks import check_int
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """Names an adapter, as in vLLM.
+
+    lora_name: a name for people.
+    lora_int_id: a number that identifies the adapter. If the files of an adapter change, use a new number.
+    lora_path: the adapter's folder, as PEFT saves it, or "tiny-qwen3-descending", the adapter in this package.
+
+    Raises TypeError or ValueError for other types, an empty name or path, or a number below 1.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+    def __post_init__(self) -> None:
+        check_int("lora_int_id", self.lora_int_id, low=1, high=2**62)
+        for name in ("lora_name", "lora_path"):
+            if not isinstance(value := getattr(self, name), str) or not value:
+                raise TypeError(f"{name}={value!r:.80}: must be a string with at least 1 character")
+
+
+@dataclass(eq=False)
+class Adapter:
+    """The weights of an adapter in host memory. An engine has at most one Adapter for each LoRARequest.
+
+    ranks: the rank of each module in `AdapterStacks.targets`. 0 means that the adapter does not change the module.
+    weights: the matrices A [rank, inputs] and B [outputs, rank] of each changed module, one after another in a flat
+        tensor. B is already multiplied by the scale of the adapter.
+    salt: 64 bits that depend on the contents, so that adapters share no cached prefixes.
+    slot: where the adapter is stored on the devices. None if it is stored nowhere.
+    """
+
+    request: LoRARequest
+    ranks: list[int]
+    weights: Any
+    salt: int
+    slot: int | None = field(default=None)
+
+    def __deepcopy__(self, memo: dict) -> "Adapter":
+        return self  # forks of a sequence share the adapter
+
+
+def adapter_of(seq: Any) -> Adapter | None:
+    return seq.feature_state.get("lora")

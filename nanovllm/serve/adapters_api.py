@@ -1,0 +1,79 @@
+"""The adapters that the server offers as models, and the routes that add and remove adapters.
+
+The routes exist only with `--allow-runtime-lora-updating`.
+"""
+
+from collections.abc import Iterable
+from itertools import count
+
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel
+
+from nanovllm.lora.lora_request import LoRARequest
+from nanovllm.serve.engine_client import EngineClient
+from nanovllm.serve.errors import ApiError, require
+
+
+class LoadBody(BaseModel):
+    lora_name: str
+    lora_path: str
+
+
+class UnloadBody(BaseModel):
+    lora_name: str
+
+
+class ServedAdapters:
+    """The adapters by name. `reserved` contains the names of the model, which no adapter may have."""
+
+    def __init__(self, llm: EngineClient, modules: Iterable[str], reserved: Iterable[str]):
+        """`modules` lists NAME=PATH. Raises ValueError for names that occur twice, or without `enable_lora`."""
+        self._llm, self._reserved, self._numbers = llm, {*reserved}, count(1)
+        self.by_name: dict[str, LoRARequest] = {}
+        for module in modules:
+            name, _, path = module.partition("=")
+            if not llm.input_processor.config.enable_lora:
+                raise ValueError(f"lora_modules={module!r:.80}: needs enable_lora=True")
+            if name in self._reserved or name in self.by_name:
+                raise ValueError(f"lora_modules={module!r:.80}: another model has this name")
+            self.by_name[name] = LoRARequest(name, next(self._numbers), path)
+
+    async def read(self) -> None:
+        """Read all adapters, so that a broken one is reported at startup. Replicas read them with their first request.
+
+        Raises ValueError for an adapter that can't be used.
+        """
+        for adapter in self.by_name.values() if self._llm.has_one_engine else ():
+            await self._read(adapter)
+
+    async def _read(self, adapter: LoRARequest) -> None:
+        arguments = adapter.lora_name, adapter.lora_int_id, adapter.lora_path
+        if problem := await self._llm.call("add_lora", *arguments):
+            raise ValueError(problem)
+
+    def add_routes(self, app: FastAPI) -> None:
+        app.post("/v1/load_lora_adapter")(self.load)
+        app.post("/v1/unload_lora_adapter")(self.unload)
+
+    async def load(self, body: LoadBody, request: Request) -> Response:
+        name = require(body.lora_name, "lora_name: must have at least 1 character")
+        require(body.lora_path, "lora_path: must have at least 1 character")
+        require(
+            name not in self._reserved | self.by_name.keys(), f"lora_name={name!r:.80}: another model has this name"
+        )
+        adapter = LoRARequest(name, next(self._numbers), body.lora_path)
+        self._reserved.add(name)  # while the adapter is read
+        try:
+            await self._read(adapter)
+        except ValueError as error:
+            raise ApiError(400, str(error), "lora_path") from None
+        finally:
+            self._reserved.discard(name)
+        self.by_name[name] = adapter
+        return Response(f"Success: LoRA adapter {name!r} added successfully.")
+
+    async def unload(self, body: UnloadBody, request: Request) -> Response:
+        if (adapter := self.by_name.pop(body.lora_name, None)) is None:
+            raise ApiError(404, f"lora_name={body.lora_name!r:.80}: there is no such adapter", "lora_name")
+        await self._llm.call("remove_lora", adapter.lora_int_id)
+        return Response(f"Success: LoRA adapter {body.lora_name!r} removed successfully.")

@@ -1,0 +1,78 @@
+"""Measure what adapters cost: one stream, and many requests, without `enable_lora`, with it, and with adapters.
+
+usage: python tests/scripts/lora_costs.py MODEL [--load-format dummy] [--adapters 8] [--rank 16] [--requests 256]
+           [--input-len 512] [--output-len 256] [--dtype bfloat16]
+
+The adapters are random, and change all linear layers. Each request has an adapter, and neighbours have different ones.
+Prints output tokens per second, the best of three runs, and the ratio to the engine without `enable_lora`.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from nanovllm import LLM, LoRARequest, SamplingParams
+
+
+def make_adapters(folder: Path, shapes: dict[str, tuple[int, int]], count: int, rank: int) -> list[LoRARequest]:
+    """Random adapters of modules with these inputs and outputs."""
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": "all-linear"}
+    requests = []
+    for number in range(1, count + 1):
+        (own := folder / str(number)).mkdir()
+        tensors = {}
+        for name, (inputs, outputs) in shapes.items():
+            for kind, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+                tensors[f"base_model.model.{name}.lora_{kind}.weight"] = 0.01 * torch.randn(shape).bfloat16()
+        save_file(tensors, own / "adapter_model.safetensors")
+        (own / "adapter_config.json").write_text(json.dumps(config))
+        requests.append(LoRARequest(str(number), number, str(own)))
+    return requests
+
+
+def speed(llm: LLM, num_requests: int, options: argparse.Namespace, adapters: list[LoRARequest] | None = None) -> float:
+    """Output tokens per second of the best of three runs."""
+    vocab_size, best = llm.config.model_config.vocab_size, 0.0
+    params = SamplingParams(temperature=0, max_tokens=options.output_len, ignore_eos=True, detokenize=False)
+    used: Any = None if adapters is None else [adapters[i % len(adapters)] for i in range(num_requests)]
+    for run in range(4):  # the first loads the adapters
+        generator = torch.Generator().manual_seed(run)
+        prompts = torch.randint(vocab_size, (num_requests, options.input_len), generator=generator).tolist()
+        begin = perf_counter()
+        llm.generate(prompts, params, use_tqdm=False, lora_request=used)
+        best = max(best, num_requests * options.output_len / (perf_counter() - begin) if run else 0.0)
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    for name, default in (("adapters", 8), ("rank", 16), ("requests", 256), ("input-len", 512), ("output-len", 256)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+    settings = {"load_format": options.load_format, "dtype": options.dtype, "seed": 0}
+    sizes = 1, options.requests
+    with LLM(options.model, **settings) as llm:
+        plain = [speed(llm, size, options) for size in sizes]
+    lora = {"enable_lora": True, "max_loras": options.adapters, "max_lora_rank": options.rank}
+    with LLM(options.model, **settings, **lora) as llm, TemporaryDirectory() as folder:
+        idle = [speed(llm, size, options) for size in sizes]
+        adapters = make_adapters(Path(folder), llm.core.adapters.shapes, options.adapters, options.rank)
+        for adapter in adapters:
+            llm.add_lora(adapter)
+        busy = [speed(llm, size, options, adapters) for size in sizes]
+    for i, size in enumerate(sizes):
+        found = f"without enable_lora {plain[i]:,.0f}, without adapters {idle[i]:,.0f} ({idle[i] / plain[i]:.3f})"
+        print(f"{size} requests, tokens/s: {found}, with {busy[i]:,.0f} ({busy[i] / plain[i]:.3f})")
+
+
+if __name__ == "__main__":
+    main()

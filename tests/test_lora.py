@@ -1,0 +1,915 @@
+"""Adapters of requests: the same answers as transformers with the adapter merged into the weights."""
+
+import asyncio
+import json
+import random
+from copy import deepcopy
+from dataclasses import replace
+from math import sqrt
+from pathlib import Path
+
+import pytest
+import torch
+from common import CUDA, DEVICE, TINY, TWO_GPUS, assert_close, each_dtype, generate_by_steps, randn, runs_as_on_cuda
+from safetensors.torch import load_file, save_file
+from test_models import (  # noqa: F401 (gelu_family is a fixture)
+    CASES,
+    SMALL,
+    V5,
+    VOCAB_SIZE,
+    assert_same_as_transformers,
+    gelu_family,
+    make_checkpoint,
+    requests,
+    shared_reference,
+)
+from torch import nn
+
+from nanovllm import BeamSearchParams, LoRARequest, SamplingParams
+from nanovllm.cuda import graphs
+from nanovllm.cuda.buffers import make_buffers
+from nanovllm.engine.sequence import Sequence
+from nanovllm.fused.decoder import FusedMLP
+from nanovllm.fused.fused_attention import FusedAttention
+from nanovllm.lora.adapter_config import AdapterConfig
+from nanovllm.lora.adapter_queue import AdapterQueue, AdapterSlots
+from nanovllm.lora.lora_linear import LoRAStack, add_lora, group_rows
+from nanovllm.lora.lora_request import Adapter
+from nanovllm.serve.async_llm import AsyncLLM
+
+LORA = SMALL | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 20}
+ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """Names of the layers that can have an adapter."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return [
+        name for name in names if not name.endswith(("lm_head", ".gate", "expert_gate")) and ".experts." not in name
+    ]
+
+
+class PEFTAdapter:
+    """An adapter in PEFT's format, and a copy of the model into whose weights it is merged."""
+
+    def __init__(self, folder: Path, model: nn.Module, targets: list[str], number: int, r: int = 4, **entries):
+        """Make an adapter for all linear layers whose name ends with an entry of `targets`."""
+        folder.mkdir(parents=True)
+        self.folder, self.merged, generator = folder, deepcopy(model), torch.Generator().manual_seed(number)
+        self.request = LoRARequest(folder.name, number, str(folder))
+        config = {"peft_type": "LORA", "r": r, "lora_alpha": 6, "target_modules": targets, "bias": "none"} | entries
+        self.tensors: dict[str, torch.Tensor] = {}
+        for name in linear_names(model):
+            last = name.rpartition(".")[2]
+            if last not in targets and not isinstance(targets, str):
+                continue
+            if isinstance(targets, str) and "layers.1." not in name:  # the only expression of these tests
+                continue
+            rank = config.get("rank_pattern", {}).get(last, r)
+            alpha = config.get("alpha_pattern", {}).get(last, config["lora_alpha"])
+            weight = self.merged.get_submodule(name).weight
+            a = torch.randn(rank, weight.shape[1], generator=generator) / weight.shape[1] ** 0.5
+            b = torch.randn(len(weight), rank, generator=generator) / rank
+            weight += alpha / (sqrt(rank) if config.get("use_rslora") else rank) * b @ a
+            self.tensors |= {f"base_model.model.{name}.lora_A.weight": a, f"base_model.model.{name}.lora_B.weight": b}
+        self.save(config)
+
+    def save(self, config: dict) -> None:
+        save_file({name: x.contiguous() for name, x in self.tensors.items()}, self.folder / "adapter_model.safetensors")
+        (self.folder / "adapter_config.json").write_text(json.dumps(config))
+
+    def edit(self, **entries) -> None:
+        file = self.folder / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+
+
+def all_targets(model: nn.Module) -> list[str]:
+    return sorted({name.rpartition(".")[2] for name in linear_names(model)})
+
+
+@pytest.fixture
+def adapters(tmp_path):
+    """Return a function that makes three different adapters of a checkpoint."""
+
+    def make(folder: str) -> list[PEFTAdapter]:
+        model = shared_reference(folder)
+        targets = all_targets(model)
+        return [
+            PEFTAdapter(tmp_path / "all", model, targets, 1),
+            PEFTAdapter(tmp_path / "some", model, targets[::2], 2, r=20, use_rslora=True, lora_alpha=3),
+            PEFTAdapter(
+                tmp_path / "patterns",
+                model,
+                targets[1:],
+                3,
+                rank_pattern={targets[1]: 7},
+                alpha_pattern={targets[-1]: 11, targets[1]: 2},
+            ),
+        ]
+
+    return make
+
+
+def assert_merged(folder: str, outputs: list, used: list) -> None:
+    """Compare each output with the model into which its adapter is merged."""
+    for output, adapter in zip(outputs, used, strict=True):
+        assert_same_as_transformers(folder, [output], adapter and adapter.merged)
+
+
+def mixed(found: list[PEFTAdapter]) -> list:
+    """Return an adapter or None for each of the `requests`. The last two share a prefix."""
+    return [found[0], None, found[1], found[2], found[0], None, found[1], found[0]]
+
+
+def arguments_of(used: list) -> list[tuple]:
+    return [(*request, 0, adapter and adapter.request) for request, adapter in zip(requests(), used, strict=True)]
+
+
+# -- the same answers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parity(make_llm, adapters, tmp_path, name):
+    """Every family. Three adapters share two slots, and requests of all of them and of none share steps."""
+    folder = make_checkpoint(tmp_path / "model", name)
+    found = adapters(folder)
+    llm = make_llm(folder, **LORA)
+    outputs = generate_by_steps(llm, arguments_of(mixed(found)))
+    assert_merged(folder, outputs, mixed(found))
+    assert llm.stats()["steps"]["mixed"] > 0
+    # without adapters, most answers are others
+    plain = generate_by_steps(llm, arguments_of([None] * 8))
+    assert_merged(folder, plain, [None] * 8)
+    assert sum(a.token_ids != b.token_ids for a, b in zip(outputs, plain)) >= 4
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+def make_stack(slots: int, inputs: int, sizes: list[int], max_rank: int, dtype: torch.dtype) -> LoRAStack:
+    """Random adapters, of all ranks up to `max_rank`. What belongs to no adapter is NaN."""
+    rng = random.Random(inputs)
+    ranks = torch.tensor(
+        [[rng.choice((0, 1, max_rank, rng.randint(1, max_rank))) for _ in sizes] for _ in range(slots)]
+    )
+    a, b = randn(slots, len(sizes), max_rank, inputs, dtype=dtype), randn(slots, sum(sizes), max_rank, dtype=dtype)
+    ends = torch.tensor(sizes).cumsum(0)
+    for slot in range(slots):
+        for part, rank in enumerate(ranks[slot]):
+            a[slot, part, rank:] = torch.nan
+            b[slot, ends[part] - sizes[part] : ends[part], rank:] = torch.nan
+    a, ints = a / inputs**0.5, dict(dtype=torch.int32, device=DEVICE)
+    return LoRAStack(a, b / max_rank, ranks.to(**ints), ends.to(**ints), max(sizes))
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    "num_rows, slots, inputs, sizes, max_rank",
+    [
+        (1, 1, 24, [40], 5),
+        (3, 2, 200, [70, 1, 130], 16),
+        (17, 8, 300, [64, 64], 20),
+        (40, 3, 136, [129], 70),
+        (150, 5, 72, [30, 100], 8),
+    ],
+)
+@pytest.mark.usefixtures("fresh_memory_is_nan")
+def test_kernels(num_rows, slots, inputs, sizes, max_rank, dtype):
+    """Few rows and many, in float64 for comparison."""
+    ops = pytest.importorskip("nanovllm.kernels.ops")
+    stack = make_stack(slots, inputs, sizes, max_rank, dtype)
+    x, y = randn(num_rows, inputs, dtype=dtype), randn(num_rows, sum(sizes), dtype=dtype)
+    for slots_of_rows in (torch.randint(-1, slots, (num_rows,)), torch.full((num_rows,), slots - 1)):
+        slots_of_rows = slots_of_rows.to(DEVICE, torch.int32)
+        expected, result = y.double(), y.clone()
+        exact = stack._replace(a=stack.a.double(), b=stack.b.double())
+        groups = [(i, (slots_of_rows == i).nonzero().flatten()) for i in range(slots)]
+        add_lora.__wrapped__(expected, x.double(), exact, groups)
+        ops.add_lora(result, x, stack, ops.group_rows(slots_of_rows, slots))
+        assert_close(result, expected, 4)
+
+
+def test_rows_without_adapters():
+    """Nothing is read or written, even if all adapters are NaN."""
+    ops = pytest.importorskip("nanovllm.kernels.ops")
+    stack = make_stack(2, 24, [40], 5, torch.float32)
+    stack.a.fill_(torch.nan)
+    y = randn(20, 40)
+    for functions in (ops, None):
+        slots, result = torch.full((20,), -1, dtype=torch.int32, device=DEVICE), y.clone()
+        group, add = (ops.group_rows, ops.add_lora) if functions else (group_rows.__wrapped__, add_lora.__wrapped__)
+        add(result, randn(20, 24), stack, group(slots, 2))
+        assert torch.equal(result, y)
+
+
+@pytest.mark.skipif(CUDA, reason="runs kernels in Triton's interpreter; tests/test_gpu.py on CUDA")
+@pytest.mark.parametrize("name", ["llama-biases", "qwen3", "llama-gelu", *(["phi3"] if V5 else [])])
+def test_parity_on_kernels(use_ops, make_llm, adapters, tmp_path, name):
+    """Fused layers with adapters. A single row, several rows, and chunks."""
+    pytest.importorskip("triton")
+    use_ops()
+    folder = make_checkpoint(tmp_path / "model", name)
+    found = adapters(folder)
+    llm, sizes = make_llm(folder, attention_backend="triton", **LORA), []
+    llm.core.on_step.append(lambda step, result: sizes.append((sum(step.chunk_lens), step.num_decodes)))
+    (prompt, params), *_ = requests()
+    lengths, used = ((34, 2), (1, 2), (5, 3)), [found[0], None, found[1]]
+    limited = [
+        (prompt[:length], replace(params, max_tokens=n), 0, adapter and adapter.request)
+        for (length, n), adapter in zip(lengths, used)
+    ]
+    assert_merged(folder, generate_by_steps(llm, limited), used)
+    assert sizes[0] == (32, 0) and sizes[-2:] == [(0, 3), (0, 1)]
+    modules = [*llm.model_runner.model.modules()]
+    for form in (FusedAttention, FusedMLP):
+        assert len([module for module in modules if isinstance(module, form)]) == 2
+
+
+# -- together with everything else -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return make_checkpoint(tmp_path_factory.mktemp("lora") / "model", "qwen3")
+
+
+@pytest.fixture
+def found(adapters, model) -> list[PEFTAdapter]:
+    return adapters(model)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"async_scheduling": True},
+        {"num_kvcache_blocks": 16},  # with preemptions
+        {"max_num_seqs": 1},
+        {"enable_prefix_caching": False, "max_loras": 3},
+        {"kv_cache_dtype": "fp8"},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
+    ],
+    ids=str,
+)
+def test_schedules(make_llm, model, found, settings):
+    llm = make_llm(model, **LORA | settings)
+    used = mixed(found)
+    outputs = generate_by_steps(llm, arguments_of(used))
+    if "kv_cache_dtype" in settings:  # rounded
+        alone = [generate_by_steps(llm, [request])[0] for request in arguments_of(used)]
+        assert [x.token_ids for x in outputs] == [x.token_ids for x in alone]
+    else:
+        assert_merged(model, outputs, used)
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("name", ["llama-biases", "qwen3", *(["phi3", "glm4"] if V5 else [])])
+def test_two_ranks(make_llm, adapters, tmp_path, name):
+    """Each has its part of every adapter."""
+    folder = make_checkpoint(tmp_path / "model", name)
+    found = adapters(folder)
+    llm = make_llm(folder, tensor_parallel_size=2, **LORA)
+    assert_merged(folder, generate_by_steps(llm, arguments_of(mixed(found))), mixed(found))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.usefixtures("forked_ranks")
+def test_hybrids(make_llm, tmp_path, num_ranks):
+    """Layers with a state, projections whose rows are scattered, and a shared expert of another size."""
+    test_hybrid = pytest.importorskip("test_hybrid")
+    for name in ("qwen3_5", "qwen3_next"):
+        folder = test_hybrid.make_checkpoint(tmp_path / name, name)
+        model = shared_reference(folder)
+        found = [PEFTAdapter(tmp_path / f"{name}-{i}", model, all_targets(model), i) for i in (1, 2, 3)]
+        assert any("linear_attn" in name for name in found[0].tensors)
+        assert name == "qwen3_5" or any("shared_expert" in name for name in found[0].tensors)
+        llm = make_llm(folder, tensor_parallel_size=num_ranks, **LORA | {"num_kvcache_blocks": 80})
+        assert_merged(folder, generate_by_steps(llm, arguments_of(mixed(found))), mixed(found))
+
+
+def test_shared_experts_that_are_stacked(make_llm, tmp_path):
+    """They are computed with the other experts, so they can't have adapters."""
+    test_hybrid = pytest.importorskip("test_hybrid")
+    folder = test_hybrid.make_checkpoint(tmp_path / "model", "qwen3_5_moe")
+    model = shared_reference(folder)
+    llm = make_llm(folder, **LORA | {"num_kvcache_blocks": 80})
+    with pytest.raises(ValueError, match="has no adapters for 'model.layers.0.mlp.shared_expert.(gate|up|down)_proj'"):
+        llm.generate([[1, 2]], lora_request=PEFTAdapter(tmp_path / "a", model, all_targets(model), 1).request)
+    found = [PEFTAdapter(tmp_path / f"{i}", model, ["q_proj", "k_proj", "o_proj", "in_proj_z"], i) for i in (1, 2, 3)]
+    assert_merged(folder, generate_by_steps(llm, arguments_of(mixed(found))), mixed(found))
+
+
+def test_quantized_base(make_llm, tmp_path):
+    """The adapter is not quantized. The reference has dequantized weights."""
+    test_quantization = pytest.importorskip("test_quantization")
+    source = make_checkpoint(tmp_path / "model", "llama-biases")
+    folder, plain = test_quantization.write_quantized(source, tmp_path, "small-blocks")
+    reference = shared_reference(plain)
+    found = [PEFTAdapter(tmp_path / f"{i}", reference, ATTENTION + MLP, i) for i in (1, 2, 3)]
+    llm = make_llm(folder, **LORA)
+    assert_merged(plain, generate_by_steps(llm, arguments_of(mixed(found))), mixed(found))
+    llm = make_llm(source, quantization="int8", **LORA)
+    (prompt, params), *_ = requests()
+    answers = [llm.generate([prompt], params, False, None, x.request)[0].token_ids for x in found]
+    assert len({*map(tuple, answers)}) == 3
+
+
+@pytest.mark.skipif(CUDA, reason="runs kernels in Triton's interpreter; tests/test_gpu.py on CUDA")
+def test_base_of_fp8_units(monkeypatch, use_ops, make_llm, tmp_path):
+    """Layers whose activations are quantized by the norm or the activation before them."""
+    test_quantization = pytest.importorskip("test_quantization")
+    products = "linear", "split_linear", "norm_linear", "best_split_k", "add_rms_norm", "silu_and_mul"
+    use_ops(*products, "quantize_rows", "add_lora", "group_rows", *test_quantization.SCALED)
+    monkeypatch.setattr("nanovllm.quantization.quant_config.has_fp8_units", lambda device: True)
+    folder, plain = test_quantization.write_quantized(
+        make_checkpoint(tmp_path / "model", "llama-biases"), tmp_path, "block"
+    )
+    reference = shared_reference(plain)
+    adapter = PEFTAdapter(tmp_path / "a", reference, ATTENTION + MLP, 1)
+    llm = make_llm(folder, **LORA | dict(max_num_batched_tokens=7))
+    (prompt, params), *_ = requests()
+    plain_params = replace(params, max_tokens=2, prompt_logprobs=0)
+    (output,) = generate_by_steps(llm, [(prompt[:12], plain_params, 0, adapter.request)])
+    logprobs = adapter.merged(torch.tensor([output.prompt_token_ids])).logits[0].log_softmax(-1)
+    expected = logprobs[range(11), output.prompt_token_ids[1:]]
+    ours = torch.tensor([x[i].logprob for i, x in zip(prompt[1:12], output.prompt_logprobs[1:])])
+    without = reference(torch.tensor([output.prompt_token_ids])).logits[0].log_softmax(-1)
+    without = without[range(11), output.prompt_token_ids[1:]]
+    assert (ours - expected).abs().mean() < 0.3 * (without - expected).abs().mean()
+
+
+def test_answers_and_beams(make_llm, model, found):
+    llm, (prompt, params) = make_llm(model, **LORA), requests()[0]
+    for adapter in (found[0], found[1], None):
+        options = {"lora_request": adapter and adapter.request, "use_tqdm": False}
+        (output,) = llm.generate([prompt], replace(params, n=3, temperature=1.0, seed=1), **options)
+        reference = adapter.merged if adapter else shared_reference(model)
+        for answer in output.outputs:
+            token_ids = prompt + answer.token_ids
+            logprobs = reference(torch.tensor([token_ids])).logits[0].log_softmax(-1)
+            expected = logprobs[range(len(prompt) - 1, len(token_ids) - 1), answer.token_ids].sum().item()
+            assert answer.cumulative_logprob == pytest.approx(expected, abs=5e-3)
+        (output,) = llm.beam_search([prompt], BeamSearchParams(beam_width=3, max_tokens=5, ignore_eos=True), **options)
+        for beam in output.outputs:
+            token_ids = prompt + beam.token_ids
+            logprobs = reference(torch.tensor([token_ids])).logits[0].log_softmax(-1)
+            expected = logprobs[range(len(prompt) - 1, len(token_ids) - 1), beam.token_ids].sum().item()
+            assert beam.cumulative_logprob == pytest.approx(expected, abs=5e-3)
+
+
+def test_streams_chats_and_grammars(make_llm, tmp_path):
+    found = [PEFTAdapter(tmp_path / f"{i}", shared_reference(TINY), ATTENTION + MLP, i).request for i in (1, 2, 3)]
+    settings = dict(enable_lora=True, max_loras=2, max_model_len=256, num_kvcache_blocks=64, kvcache_block_size=16)
+    llm, params = make_llm(TINY, **settings), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    used = [found[0], None]
+    outputs = llm.generate([[5, 6, 7], [5, 6, 7]], params, use_tqdm=False, lora_request=used)
+    assert outputs[0].token_ids != outputs[1].token_ids
+    pieces: dict[int, list[int]] = {0: [], 1: []}
+    for event in llm.stream([[5, 6, 7], [5, 6, 7]], params, lora_request=used):
+        pieces[event.index] += event.token_ids
+    assert [*pieces.values()] == [output.token_ids for output in outputs]
+    (chat,) = llm.chat([{"role": "user", "content": "Hi"}], params, False, lora_request=found[0])
+    (again,) = llm.generate([chat.prompt_token_ids], params, False, lora_request=found[0])
+    assert chat.token_ids == again.token_ids
+    pytest.importorskip("llguidance")
+    constrained = SamplingParams(temperature=0, max_tokens=5, structured_outputs={"regex": "[0-9]{5}"})
+    answers = llm.generate(["5 + 3"] * 4, constrained, False, lora_request=[None, *found])
+    assert all(len(output.text) == 5 and output.text.isdigit() for output in answers)
+    assert len({output.text for output in answers}) > 1
+
+
+def test_prefix_caches_are_not_mixed(make_llm, model, found):
+    """Requests with the same prompt find only what their adapter has computed, also after it has left the device."""
+    llm = make_llm(model, **LORA | {"max_loras": 1})
+    prompt, params = requests()[5][0], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0)
+    used = [None, found[0], found[1], found[0], None, found[1]]
+    outputs = []
+    for adapter in used:
+        outputs += llm.generate([prompt], params, use_tqdm=False, lora_request=adapter and adapter.request)
+    assert [output.num_cached_tokens for output in outputs] == [0, 0, 0, 64, 64, 64]
+    assert_merged(model, outputs, used)
+
+
+def test_sleep_and_new_weights(make_llm, tmp_path, model, found):
+    """Adapters stay the same, also when the base model gets other weights."""
+    llm = make_llm(model, enable_sleep_mode=True, **LORA)
+    used = mixed(found)
+    for level in (1, 2):
+        llm.sleep(level)
+        if level == 2:
+            for stack in {id(x.stack): x.stack for x in llm.model_runner.model.adapters.targets.values()}.values():
+                stack.a.zero_()  # as on CUDA
+                stack.b.zero_()
+            llm.wake_up(["weights"])
+            llm.load_weights(load_file(Path(model) / "model.safetensors").items())
+        llm.wake_up()
+        assert_merged(model, generate_by_steps(llm, arguments_of(used)), used)
+    tensors = {name: 1.1 * x for name, x in load_file(Path(model) / "model.safetensors").items()}
+    llm.load_weights(tensors.items())
+    outputs = generate_by_steps(llm, arguments_of([found[0]] * 8))
+    reference = deepcopy(found[0].merged)
+    for name, parameter in reference.named_parameters():
+        if name in tensors:
+            parameter += 0.1 * shared_reference(model).get_parameter(name)
+    for output in outputs:
+        assert_same_as_transformers(model, [output], reference)
+
+
+@pytest.mark.skipif(CUDA, reason="runs graphs as Python code")
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # in a tile of no queries
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_padded_steps(make_llm, model, found, use_ops, monkeypatch, num_drafts):
+    """Steps of CUDA graphs have room for more rows and tokens than there are."""
+    cuda_graph = pytest.importorskip("test_cuda_graph")
+    monkeypatch.setattr(graphs, "TOKEN_SIZES", (4, 32))
+    monkeypatch.setattr(graphs, "capture", cuda_graph.capture)
+    use_ops("norm_rope_and_store", "place_decodes", "accept", "add_lora", "group_rows")
+    speculative = {"method": "ngram", "num_speculative_tokens": num_drafts, "prompt_lookup_min": 1}
+    settings = LORA | dict(async_scheduling=True, max_num_seqs=5, max_num_batched_tokens=12, max_num_mixed_tokens=12)
+    settings |= {"speculative_config": speculative} if num_drafts else {}
+    llm = make_llm(model, attention_backend="triton", **settings)
+    runner = llm.model_runner
+    runs_as_on_cuda(runner)
+    runner.buffers = make_buffers(llm.config, torch.device("cpu"))
+    shapes, buffer = graphs.graph_shapes(llm.config, runner.backend), runner.buffers.device
+    parts = runner.pad_req_index, runner.run_batch, runner.sample_and_accept
+    with torch.inference_mode():
+        runner.graphs = graphs.DecodeGraphs(llm.config, buffer, runner.forward, pool=None)
+        runner.mixed_graphs = graphs.MixedGraphs(shapes, llm.config.max_num_seqs, buffer, *parts, pool=None)
+    used = [found[0], None, found[1], found[0], found[2]]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0, detokenize=False)
+    rng = random.Random(1)
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(n)] for n in (20, 3, 1, 13, 7)]
+    outputs = generate_by_steps(llm, [(p, params, 0, x and x.request) for p, x in zip(prompts, used)])
+    assert_merged(model, outputs, used)
+    replays = [x.num_replays for x in (*runner.graphs.graphs.values(), *runner.mixed_graphs.models.values())]
+    assert sum(replays) > 8 and len([count for count in replays if count]) > 2
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+ON_GPU = LORA | {"device": "cuda", "gpu_memory_utilization": 0.1}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("backend", ["sdpa", "triton"])
+@pytest.mark.parametrize("name", ["llama-biases", "qwen3", *(["gemma3", "phi3"] if V5 else [])])
+def test_on_gpu(make_llm, adapters, tmp_path, name, backend, enforce_eager):
+    """Chunks, decodes of a few sequences, then of one; adapters leave and come back."""
+    folder = make_checkpoint(tmp_path / "model", name)
+    found = adapters(folder)
+    llm = make_llm(folder, attention_backend=backend, enforce_eager=enforce_eager, **ON_GPU)
+    for used in (mixed(found), [None] * 8, [found[1]] * 8):
+        assert_merged(folder, generate_by_steps(llm, arguments_of(used)), used)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quantization": "fp8", "dtype": "bfloat16"},
+        {"dtype": "bfloat16"},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
+        pytest.param({"tensor_parallel_size": 2}, marks=TWO_GPUS),
+    ],
+    ids=str,
+)
+def test_settings_on_gpu(make_llm, model, found, settings):
+    """In float32, tokens and log-probabilities; in other formats, log-probabilities on average."""
+    llm, used = make_llm(model, **ON_GPU | settings), mixed(found)
+    outputs = generate_by_steps(llm, arguments_of(used))
+    if "dtype" not in settings:
+        assert_merged(model, outputs, used)
+        return
+    for output, adapter in zip(outputs, used):
+        token_ids = output.prompt_token_ids + output.token_ids
+        n, ours = (
+            len(output.prompt_token_ids),
+            [x[i].logprob for i, x in zip(output.token_ids, output.outputs[0].logprobs)],
+        )
+        errors = []
+        for reference in {adapter, None}:
+            logits = (reference.merged if reference else shared_reference(model))(torch.tensor([token_ids])).logits[0]
+            expected = logits.log_softmax(-1)[range(n - 1, len(token_ids) - 1), output.token_ids]
+            errors.append(((torch.tensor(ours) - expected).abs().mean().item(), reference is adapter))
+        assert min(errors)[1] and min(errors)[0] < 0.3, errors
+
+
+@pytest.mark.gpu
+def test_sleep_on_gpu(make_llm, model, found):
+    llm, used = make_llm(model, enable_sleep_mode=True, **ON_GPU), mixed(found)
+    for level in (1, 2):
+        assert_merged(model, generate_by_steps(llm, arguments_of(used)), used)
+        llm.sleep(level)
+        llm.wake_up(["weights"])
+        if level == 2:
+            llm.load_weights(load_file(Path(model) / "model.safetensors").items())
+        llm.wake_up()
+    assert_merged(model, generate_by_steps(llm, arguments_of(used)), used)
+
+
+# -- slots -------------------------------------------------------------------------------------------------------------
+
+
+class FakeScheduler:
+    """Runs the first waiting sequence while there is room, as Scheduler does."""
+
+    def __init__(self, num_slots: int, max_num_seqs: int):
+        self.running, self.prefilling, self.max_num_seqs = {}, {}, max_num_seqs
+        self.slots = AdapterSlots(num_slots, self.write)
+        self.stored: dict[int, Adapter] = {}
+        self.waiting = AdapterQueue(self, self.slots)
+        self.admitted: list[int] = []
+
+    def write(self, slot: int, adapter: Adapter) -> None:
+        in_use = {seq.feature_state["lora"] for seq in self.running.values()}
+        assert self.stored.get(slot) not in in_use - {None}
+        self.stored[slot] = adapter
+
+    def add(self, number: int, adapter: Adapter | None) -> None:
+        seq = Sequence([1], request_id=number)
+        seq.feature_state["lora"] = adapter
+        self.waiting.push(seq)
+
+    def admit(self) -> None:
+        while len(self.running) < self.max_num_seqs and (seq := self.waiting.first()) is not None:
+            self.waiting.discard(seq)
+            self.running[seq.key] = seq
+            self.admitted.append(seq.request_id)
+            if (adapter := seq.feature_state["lora"]) is not None:
+                assert self.stored[adapter.slot] is adapter
+
+    def end(self, *numbers: int) -> None:
+        for number in numbers:
+            del self.running[number, 0]
+
+
+def make_adapters(count: int) -> list[Adapter]:
+    return [Adapter(LoRARequest(f"{i}", i, "x"), [], None, i) for i in range(1, count + 1)]
+
+
+def test_a_sequence_waits_for_a_slot():
+    a, b, c = make_adapters(3)
+    scheduler = FakeScheduler(num_slots=2, max_num_seqs=8)
+    for number, adapter in enumerate([a, b, c, None, a, c, b]):
+        scheduler.add(number, adapter)
+    scheduler.admit()
+    assert scheduler.admitted == [0, 1, 3, 4, 6] and [*scheduler.stored.values()] == [a, b]
+    scheduler.end(1)
+    scheduler.admit()
+    assert scheduler.admitted[5:] == []  # b is still in use
+    scheduler.end(6)
+    scheduler.admit()
+    assert scheduler.admitted[5:] == [2, 5] and b.slot is None and scheduler.stored[c.slot] is c
+
+
+def test_the_least_recently_used_adapter_leaves():
+    a, b, c, d = make_adapters(4)
+    scheduler = FakeScheduler(num_slots=3, max_num_seqs=1)
+    for number, adapter in enumerate([a, b, c, a, d]):
+        scheduler.add(number, adapter)
+        scheduler.admit()
+        scheduler.end(number)
+    assert b.slot is None and {a.slot, c.slot, d.slot} == {0, 1, 2}
+    scheduler.slots.clear()
+    assert {x.slot for x in (a, b, c, d)} == {None}
+
+
+def test_no_sequence_is_overtaken_forever():
+    """Although the slots never become free by themselves, because more requests arrive for them."""
+    a, b = make_adapters(2)
+    scheduler = FakeScheduler(num_slots=1, max_num_seqs=2)
+    for number in range(3):
+        scheduler.add(number, b if number == 1 else a)
+    for number in range(3, 40):
+        scheduler.admit()
+        scheduler.end(min(scheduler.running)[0])
+        scheduler.add(number, a)
+    assert scheduler.admitted.index(1) <= 4
+    assert len(scheduler.admitted) > 30
+
+
+def test_random_load(make_llm, model, tmp_path):
+    """Many adapters share few slots, and all requests end with the right answers. Some are aborted."""
+    reference, rng = shared_reference(model), random.Random(0)
+    found = [PEFTAdapter(tmp_path / f"{i}", reference, ATTENTION + MLP, i) for i in range(1, 7)]
+    llm, params = make_llm(model, **LORA), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0)
+    used = [rng.choice([None, *found]) for _ in range(40)]
+    ids = [
+        llm.add_request([rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 30))], params, 0, x and x.request)
+        for x in used
+    ]
+    aborted = rng.sample(ids, 5)
+    outputs = {}
+    while not llm.is_finished():
+        outputs |= {output.request_id: output for output in llm.step().finished}
+        if aborted:
+            llm.abort(aborted.pop())
+    assert sorted(outputs) == ids
+    for request_id, adapter in zip(ids, used):
+        if outputs[request_id].finish_reason == "length":
+            assert_merged(model, [outputs[request_id]], [adapter])
+    slots = llm.core.adapters.slots
+    assert len(slots._stored) == 2 and not slots._free
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def edit_tensors(adapter: PEFTAdapter, **changed) -> None:
+    """Replace or remove (None) tensors, whose names have __ for dots."""
+    tensors = adapter.tensors | {f"base_model.model.{name.replace('__', '.')}": x for name, x in changed.items()}
+    tensors = {name: x.contiguous() for name, x in tensors.items() if x is not None}
+    save_file(tensors, adapter.folder / "adapter_model.safetensors")
+
+
+Q = "model__layers__1__self_attn__q_proj"
+
+
+@pytest.mark.parametrize(
+    "tensors, message",
+    [
+        (
+            {f"{Q}__lora_A__weight": torch.ones(4, 63)},
+            r"layers.1.self_attn.q_proj.lora_A.weight: has shape \[4, 63\]: must be \[4, 64\]",
+        ),
+        (
+            {f"{Q}__lora_B__weight": torch.ones(128, 5)},
+            r"q_proj.lora_B.weight: has shape \[128, 5\]: must be \[128, 4\]",
+        ),
+        ({f"{Q}__lora_B__weight": None}, "q_proj.lora_B.weight is missing"),
+        (
+            {f"{Q}__lora_A__weight": None, f"{Q}__lora_B__weight": None},
+            "q_proj.lora_A.weight is missing, but matches target_modules",
+        ),
+        (
+            {f"{Q}__lora_A__weight": torch.full((4, 64), torch.nan)},
+            "q_proj.lora_A.weight: is NaN or infinite in float32",
+        ),
+        (
+            {f"{Q}__lora_A__weight": torch.ones(4, 64, dtype=torch.int8)},
+            "q_proj.lora_A.weight: has dtype int8: must be one of float64",
+        ),
+        ({f"{Q}__lora_magnitude_vector": torch.ones(4)}, "q_proj.lora_magnitude_vector: is not supported"),
+        ({"model__embed_tokens__lora_embedding_A": torch.ones(4)}, "embed_tokens.lora_embedding_A: is not supported"),
+        (
+            {"lm_head__lora_A__weight": torch.ones(4, 64)},
+            "has no adapters for 'lm_head'.*not embeddings, the output head",
+        ),
+        (
+            {"model__layers__9__self_attn__q_proj__lora_A__weight": torch.ones(4, 64)},
+            "has no adapters for 'model.layers.9.self_attn.q_proj'",
+        ),
+        ({"model__layers__0__mlp__experts__3__up_proj__lora_A__weight": torch.ones(4, 64)}, "experts or routers"),
+    ],
+)
+def test_broken_tensors(make_llm, model, found, tensors, message):
+    llm, adapter = make_llm(model, **LORA), found[0]
+    edit_tensors(adapter, **tensors)
+    with pytest.raises(ValueError, match=message) as raised:
+        llm.generate([[1, 2]], use_tqdm=False, lora_request=adapter.request)
+    assert str(adapter.folder / "adapter_model.safetensors") in str(raised.value)
+    assert llm.is_finished() and not llm.core.adapters.slots._stored
+
+
+@pytest.mark.parametrize(
+    "entries, message",
+    [
+        ({"use_dora": True}, "use_dora=True: is not supported"),
+        ({"bias": "all"}, "bias='all': is not supported; it must be 'none'"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\]: is not supported"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters=.*is not supported"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4': is not supported"),
+        ({"peft_type": "IA3"}, "peft_type='IA3': must be 'LORA'"),
+        ({"r": 0}, "r=0: must be at least 1"),
+        ({"r": 21}, "has rank 21: must be at most max_lora_rank=20"),
+        ({"lora_alpha": "x"}, "lora_alpha='x': must be a number"),
+        ({"rank_pattern": {"q_proj": 1.5}}, "rank_pattern: q_proj=1.5: must be an integer"),
+        ({"rank_pattern": {"(": 1}}, r"rank_pattern: '\(': is not a regular expression"),
+        ({"rank_pattern": {"q_proj": 3}}, r"q_proj.lora_A.weight: has shape \[4, 64\]: must be \[3, 64\]"),
+        ({"target_modules": ["k_proj"]}, "_proj: does not match target_modules"),
+        ({"target_modules": None}, "has no target_modules"),
+        ({"target_modules": "("}, "target_modules: '\\(': is not a regular expression"),
+        ({"target_modules": [1]}, "must be a regular expression or a list of module names"),
+        ({"exclude_modules": ["q_proj"]}, "q_proj: does not match target_modules"),
+    ],
+)
+def test_broken_config(make_llm, model, found, entries, message):
+    llm, adapter = make_llm(model, **LORA), found[0]
+    adapter.edit(**entries)
+    with pytest.raises((ValueError, TypeError), match=message) as raised:
+        llm.add_lora(adapter.request)
+    assert str(adapter.folder) in str(raised.value)
+
+
+def test_files_that_are_missing_or_cut(make_llm, model, found):
+    llm, folder = make_llm(model, **LORA), found[0].folder
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(ValueError, match="adapter_model.safetensors.*not a complete safetensors file"):
+        llm.add_lora(found[0].request)
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match="holds no adapter_model.safetensors"):
+        llm.add_lora(found[0].request)
+    with pytest.raises(FileNotFoundError, match="no/such/folder: the folder holds no adapter_config.json"):
+        llm.add_lora(LoRARequest("a", 9, "no/such/folder"))
+
+
+def test_arguments(make_llm, model, found):
+    llm = make_llm(model, **LORA)
+    with pytest.raises(ValueError, match="has 1 adapters for 2 prompts"):
+        llm.generate([[1], [2]], lora_request=[found[0].request])
+    with pytest.raises(TypeError, match="lora_request='x': must be a LoRARequest or None"):
+        llm.generate([[1]], lora_request="x")
+    for arguments, message in (
+        (("", 1, "p"), "lora_name=''"),
+        (("a", 0, "p"), "lora_int_id=0"),
+        (("a", 1, 2), "lora_path=2"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            LoRARequest(*arguments)
+    with pytest.raises(ValueError, match="enable_lora=True: is not supported with batch_invariant=True"):
+        make_llm(model, enable_lora=True, batch_invariant=True)
+    plain = make_llm(model, **SMALL)
+    with pytest.raises(ValueError, match="needs enable_lora=True"):
+        plain.generate([[1]], lora_request=found[0].request)
+    with pytest.raises(ValueError, match="enable_lora=False: must be True"):
+        plain.add_lora(found[0].request)
+    assert not hasattr(plain.model_runner.model, "adapters")
+
+
+def test_adapters_in_host_memory(make_llm, model, found):
+    """They leave when nobody uses them, and a file that has changed needs a new number."""
+    llm, (prompt, params) = make_llm(model, **LORA | {"max_loras": 1}), requests()[0]
+    answer = lambda request: llm.generate([prompt], params, False, lora_request=request)[0].token_ids
+    registry, adapter = llm.input_processor.adapters, found[0]
+    first = answer(adapter.request)
+    llm.add_lora(found[1].request)
+    answer(found[2].request)
+    assert {*registry._loaded} == {found[1].request, found[2].request}
+    assert llm.remove_lora(2) and not llm.remove_lora(2) and {*registry._loaded} == {found[2].request}
+    edit_tensors(adapter, **{f"{Q}__lora_B__weight": 5 * torch.ones(128, 4)})
+    assert answer(replace(adapter.request, lora_int_id=7)) != first
+
+
+def test_patterns(tmp_path):
+    """Names, ranks and scales as PEFT finds them."""
+    raw = {"r": 8, "lora_alpha": 16, "target_modules": r".*layers\.[01]\..*(q|down)_proj", "bias": "none"}
+    raw |= {"rank_pattern": {"layers.1.self_attn.q_proj": 2, "q_proj": 4}, "alpha_pattern": {r"layers\.\d+\.mlp.*": 6}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(raw))
+    config = AdapterConfig.read(tmp_path)
+    names = [
+        f"model.layers.{i}.{name}" for i in (0, 1, 2) for name in ("self_attn.q_proj", "mlp.down_proj", "mlp.up_proj")
+    ]
+    assert [config.includes(name) for name in names] == [True, True, False] * 2 + [False] * 3
+    assert [config.rank_of(name) for name in names[:5]] == [4, 8, 8, 2, 8]
+    assert [config.scale_of(name) for name in names[:5]] == [4.0, 0.75, 0.75, 8.0, 0.75]
+    (tmp_path / "adapter_config.json").write_text(json.dumps(raw | {"use_rslora": True}))
+    assert AdapterConfig.read(tmp_path).scale_of(names[0]) == 8.0
+
+
+def test_target_expression_and_all_linear(make_llm, tmp_path, model):
+    reference = shared_reference(model)
+    found = [
+        PEFTAdapter(tmp_path / "a", reference, r"model\.layers\.1\..*", 1),
+        PEFTAdapter(tmp_path / "b", reference, ATTENTION, 2, layers_to_transform=[0, 1]),
+        PEFTAdapter(tmp_path / "c", reference, ATTENTION + MLP, 3),
+    ]
+    found[2].edit(target_modules="all-linear")
+    llm = make_llm(model, **LORA)
+    assert_merged(model, generate_by_steps(llm, arguments_of(mixed(found))), mixed(found))
+
+
+def test_bundled_adapter(make_llm):
+    """As the page on adapters shows, next to the base model."""
+    llm = make_llm(TINY, enable_lora=True, max_model_len=128, num_kvcache_blocks=32, kvcache_block_size=16)
+    adapter = LoRARequest("descending", 1, "tiny-qwen3-descending")
+    chats = [[{"role": "user", "content": f"Sort: {text}"}] for text in ("9, 3, 71, 20", "9, 3, 71, 20", "5, 17, 8")]
+    params = SamplingParams(temperature=0, max_tokens=20)
+    answers = [x.text for x in llm.chat(chats, params, use_tqdm=False, lora_request=[None, adapter, adapter])]
+    assert answers == ["3, 9, 20, 71", "71, 20, 9, 3", "17, 8, 5"]
+
+
+# -- asyncio and HTTP --------------------------------------------------------------------------------------------------
+
+
+def test_async_llm(make_llm, model, found):
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    used = [found[0].request, None, found[1].request, found[2].request]
+    expected = [x.token_ids for x in make_llm(model, **LORA).generate([[3, 4]] * 4, params, False, lora_request=used)]
+    assert len({*map(tuple, expected)}) == 4
+
+    async def answer(llm, lora_request, **options):
+        async for output in llm.generate([3, 4], params, lora_request=lora_request, **options):
+            last = output
+        return last.token_ids
+
+    async def main():
+        async with AsyncLLM(model, device="cpu", dtype="float32", **LORA) as llm:
+            assert await asyncio.gather(*(answer(llm, x) for x in used)) == expected
+            assert await asyncio.gather(*(answer(llm, x, cache_salt="s") for x in used)) == expected
+            with pytest.raises(FileNotFoundError, match="holds no adapter_config.json"):
+                await answer(llm, LoRARequest("x", 9, "/no/such/folder"))
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def server(model, found):
+    """A server in a thread of this process, with two adapters."""
+    test_server = pytest.importorskip("test_server")
+    httpx = pytest.importorskip("httpx")
+    modules = tuple(f"{name}={adapter.folder}" for name, adapter in zip("ab", found))
+    settings = dict(lora_modules=modules, allow_runtime_lora_updating=True, served_model_name=("base",))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(test_server, "FOLDER", model)
+        patch.setattr(test_server, "ENGINE", {"device": "cpu", "dtype": "float32"} | LORA)
+        with test_server.running(**settings) as running, httpx.Client(base_url=running.url, timeout=20) as client:
+            yield client
+
+
+def test_server(server, make_llm, model, found):
+    body = {"prompt": [3, 4, 5], "max_tokens": 5, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+    def tokens(name: str, path: str = "/v1/completions", **entries) -> list[int]:
+        answer = server.post(path, json=body | {"model": name} | entries).json()
+        assert answer["model"] == name
+        return answer["choices"][0]["token_ids"]
+
+    params, llm = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True), make_llm(model, **LORA)
+    used = [None, *(adapter.request for adapter in found)]
+    expected = [x.token_ids for x in llm.generate([[3, 4, 5]] * 4, params, False, lora_request=used)]
+    assert [tokens(name) for name in ("base", "a", "b", "a")] == [*expected[:3], expected[1]]
+    assert tokens("a", use_beam_search=True, n=1) == expected[1]
+    entries = server.get("/v1/models").json()["data"]
+    assert [(entry["id"], entry["parent"]) for entry in entries] == [("base", None), ("a", "base"), ("b", "base")]
+    assert server.get("/v1/models/a").json()["root"] == str(found[0].folder)
+    # added and removed while the server runs
+    error = server.post("/v1/completions", json=body | {"model": "c"})
+    assert error.status_code == 404 and error.json()["error"]["code"] == "model_not_found"
+    added = server.post("/v1/load_lora_adapter", json={"lora_name": "c", "lora_path": str(found[2].folder)})
+    assert added.status_code == 200 and "added successfully" in added.text
+    assert tokens("c") == expected[3]
+    for name, path, message in (
+        ("c", str(found[2].folder), "lora_name='c': another model has this name"),
+        ("base", str(found[2].folder), "lora_name='base': another model has this name"),
+        ("d", "/no/such/folder", "/no/such/folder: the folder holds no adapter_config.json"),
+        ("", "x", "lora_name: must have"),
+    ):
+        refused = server.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path})
+        assert refused.status_code == 400 and message in refused.json()["error"]["message"]
+    removed = server.post("/v1/unload_lora_adapter", json={"lora_name": "c"})
+    assert removed.status_code == 200 and "removed successfully" in removed.text
+    assert server.post("/v1/unload_lora_adapter", json={"lora_name": "c"}).status_code == 404
+    assert server.post("/v1/completions", json=body | {"model": "c"}).status_code == 404
+
+
+def test_settings_of_the_server(model, found):
+    pytest.importorskip("fastapi")
+    from nanovllm.serve.adapters_api import ServedAdapters
+    from nanovllm.serve.settings import ServerSettings
+
+    for settings, message in (
+        ({"lora_modules": ("=x",)}, "lora_modules='=x': must be NAME=PATH"),
+        ({"allow_runtime_lora_updating": True, "api_server_count": 2}, "needs api_server_count of at most 1"),
+        ({"allow_runtime_lora_updating": True, "data_parallel_size": 2}, "data_parallel_size=1, not 0 and 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ServerSettings(**settings)
+
+    async def read(modules: tuple[str, ...], **settings):
+        async with AsyncLLM(model, device="cpu", dtype="float32", **settings) as llm:
+            await ServedAdapters(llm, modules, ("base",)).read()
+
+    for modules, settings, message in (
+        (("base=y",), LORA, "lora_modules='base=y': another model has this name"),
+        (("a=/no/such/folder",), LORA, "/no/such/folder: the folder holds no adapter_config.json"),
+        (("a=y",), SMALL, "lora_modules='a=y': needs enable_lora=True"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            asyncio.run(read(modules, **settings))
+
+
+def test_fronts(make_llm, model, found, monkeypatch):
+    """HTTP processes send the names of adapters to the engine, which reads them."""
+    test_fronts = pytest.importorskip("test_fronts")
+    monkeypatch.setattr(test_fronts, "ENGINE", {"device": "cpu", "dtype": "float32"} | LORA)
+    llm, params = make_llm(model, **LORA), SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    used = [found[0].request, None, found[1].request, found[2].request]
+    expected = [x.token_ids for x in llm.generate([[3, 4]] * 4, params, False, lora_request=used)]
+    (beams,) = llm.beam_search([[3, 4]], BeamSearchParams(2, 5), lora_request=found[0].request)
+
+    async def answer(client, lora_request, params=params):
+        request = await client.submit([3, 4], params, lora_request=lora_request, in_pieces=False, cache_salt="s")
+        return (await request.result()).outputs[0].token_ids
+
+    async def main():
+        async with test_fronts.Setup(llm).front() as client:
+            assert await asyncio.gather(*(answer(client, x) for x in used)) == expected
+            assert await answer(client, found[0].request, BeamSearchParams(2, 5)) == beams.outputs[0].token_ids
+            with pytest.raises(Exception, match="holds no adapter_config.json"):
+                await answer(client, LoRARequest("x", 9, "/no/such/folder"))
+            assert await client.call("add_lora", "x", 9, "/no/such/folder") != ""
+            assert await client.call("add_lora", "b", 2, str(found[1].folder)) == ""
+
+    asyncio.run(asyncio.wait_for(main(), 60))
