@@ -49,8 +49,8 @@ class FrontRequest(ReplicaRequest):
         if isinstance(self.request, BeamCompletion):
             root, ids = self.request.group[0], self.prompt_token_ids
             params, kind = self.request.params, self.request.kind
-            adapter = self.request.lora_request
-            return NewRequest(self.request_id, 0, ids, root.params, root.priority, kind, [], [], 0, params, adapter)
+            sent = self.request_id, 0, ids, root.params, root.priority, kind, [], []
+            return NewRequest(*sent, beams=params, lora_request=self.request.lora_request)
         new = super().message(replica_index)
         return new._replace(params=replace(new.params, detokenize=False)) if self._makes_text else new
 
