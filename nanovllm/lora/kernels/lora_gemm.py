@@ -155,10 +155,8 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, stack, groups: RowGroups) -> None
     splits = max(1, min(MAX_SPLITS, num_sms(x.device) // num_tiles, k // (2 * tile_k)))
     k_per_split = triton.cdiv(k, splits * tile_k) * tile_k
     h = torch.empty((splits, parts, num_rows, max_rank), dtype=torch.float32, device=x.device)
-    rank_stride, shared = (
-        stack.ranks.stride(0),
-        50 if tile_m == 16 else 100,
-    )  # as the neighbouring kernels: see `launch`
+    rank_stride = stack.ranks.stride(0)
+    shared = 50 if tile_m == 16 else 100  # the neighbouring kernels use the same percentage: see `launch`
     launch(_shrink_kernel, (row_tiles, splits, parts * triton.cdiv(max_rank, tile_r)), x.device, shared)(
         x, stack.a, stack.ranks, groups, h, num_rows, k, k_per_split, rank_stride, TILES=tiles, num_warps=4
     )
