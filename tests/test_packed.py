@@ -35,6 +35,9 @@ from nanovllm.utils.loader import load_model
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 ops = pytest.importorskip("nanovllm.kernels.ops")
+from nanovllm.moe.kernels.moe_gemm import sum_local_parts
+from nanovllm.moe.kernels.moe_routing import route
+from nanovllm.moe.kernels.packed_experts import packed_experts
 from nanovllm.quantization.kernels.packed_gemm import packed_gemm
 
 dequantize = packed_weights.dequantize_packed.__wrapped__  # as it is defined, on a GPU too
@@ -400,11 +403,32 @@ def test_dequantize_kernel(fresh_memory_is_nan, kind):
         assert torch.equal(ops.dequantize_packed(weight, dtype), dequantize(weight, dtype))
 
 
+@pytest.mark.parametrize("first_expert", [0, 2])
+@pytest.mark.parametrize("kind, num_tokens", pairs(KINDS, [1, 5, 40]))
+def test_packed_experts(fresh_memory_is_nan, kind, num_tokens, first_expert):
+    """With `first_expert`, experts 2 to 4 of five are here."""
+    size = 128 if KINDS[kind][2] == 128 else 96
+    x, routing = randn(num_tokens, 128, dtype=torch.float16), route(randn(1, num_tokens, 5), 2, True)
+    gate_up, down = (random_packed(kind, *shape, torch.float16, 5) for shape in ((2 * size, 128), (128, size)))
+    gate_up = gate_up._replace(scales=(gate_up.scales.float() / 8).to(gate_up.scales.dtype))
+    local = [Packed(*(x if x is None else x[first_expert:] for x in w[:5]), *w[5:]) for w in (gate_up, down)]
+    parts = packed_experts(x, routing, *local, first_expert)
+    y = sum_local_parts(parts, routing, first_expert, 5 - first_expert)
+    gate_up, down = ([dequantize(w.of(i), torch.float64) for i in range(5)] for w in (gate_up, down))
+    expected = torch.zeros(x.shape, dtype=torch.float64, device=DEVICE)
+    for token, (weights, ids) in enumerate(zip(routing.weights.double(), routing.expert_ids.tolist())):
+        for weight, expert in zip(weights, ids):
+            if expert >= first_expert:
+                gate, up = (x[token].double() @ gate_up[expert].T).chunk(2, -1)
+                expected[token] += weight * ((F.silu(gate) * up) @ down[expert].T)
+    assert (y.double() - expected).norm() < 0.003 * expected.norm()
+
+
 @pytest.mark.skipif(CUDA, reason="runs kernels in Triton's interpreter")
-@pytest.mark.parametrize("family, format_name", [("Llama", "ct-asymmetric"), ("Qwen3", "nvfp4"), ("Llama", "gptq-order")])
+@pytest.mark.parametrize("family, format_name", [("Llama", "awq"), ("Qwen3", "nvfp4"), ("Llama", "gptq-order"), ("Qwen3Moe", "gptq-order")])
 def test_parity_on_kernels(monkeypatch, use_ops, make_llm, tmp_path, family, format_name):
     """Chunks, several decodes and a single one, with splits that the next norm adds."""
-    use_ops("packed_linear", "best_packed_split_k", "dequantize_packed", "add_rms_norm", "best_split_k")
+    use_ops("packed_linear", "best_packed_split_k", "dequantize_packed", "add_rms_norm", "mix_experts")
     monkeypatch.setattr("nanovllm.quantization.kernels.packed_gemm.MAX_PACKED_ROWS", 8)
     folder, plain = write_checkpoint(make(monkeypatch, tmp_path, family), tmp_path, format_name)
     llm = make_llm(folder, **SMALL | dict(max_num_batched_tokens=10))

@@ -89,24 +89,24 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(words: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the codes [..., N, K] uint8 of the words of Packed."""
-    codes = nibbles(words).unflatten(-1, (-1, 8, 8))  # [..., chunks, word, code]
-    return codes.transpose(-1, -2).flatten(-3)[..., :k]
+    """Return the codes [N, K] uint8 of the words of Packed."""
+    codes = nibbles(words).unflatten(1, (-1, 8, 8))  # [N, chunks, word, code]
+    return codes.transpose(2, 3).flatten(1)[:, :k]
 
 
 @operation
 def dequantize_packed(weight: Packed, dtype: torch.dtype) -> torch.Tensor:
-    """Return a weight [..., N, K] in `dtype`."""
+    """Return a weight [N, K], not a stack, in `dtype`."""
     columns = weight.group_ids
     if columns is None:
         columns = torch.arange(weight.k, device=weight.device) // weight.group_size
     values = VALUES[weight.codes].to(weight.device)[unpack(weight.words, weight.k).long()]
     if weight.zeros is not None:
-        values -= weight.zeros.float()[..., columns]
+        values -= weight.zeros.float()[:, columns]
     elif weight.codes == "int4":
         values -= MIDDLE
-    values *= weight.scales.float()[..., columns]
-    return (values if weight.row_scales is None else values * weight.row_scales[..., None]).to(dtype)
+    values *= weight.scales.float()[:, columns]
+    return (values if weight.row_scales is None else values * weight.row_scales[:, None]).to(dtype)
 
 
 def quantize(weight: torch.Tensor, group_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

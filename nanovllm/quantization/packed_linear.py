@@ -59,7 +59,7 @@ class PackedLinear(WeightFormat):
 class PackedExperts(ExpertsFormat):
     """The format of experts with 4-bit weights."""
 
-    is_scaled = True
+    is_packed = True
 
     def __init__(self, experts: Experts, scheme: PackedScheme):
         stacks = []

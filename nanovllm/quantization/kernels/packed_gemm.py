@@ -218,8 +218,6 @@ def packed_linear(x, weight, bias=None, act=None, split_k=1, out=None):
 
 def dequantize_packed(weight, dtype: torch.dtype) -> torch.Tensor:
     """Return a Packed weight [N, K] in `dtype`."""
-    if weight.words.dim() > 2:
-        return NotImplemented
     n = len(weight.words)
     out = torch.empty((n, weight.k), dtype=dtype, device=weight.device)
     pointers, shape = packed_operands(weight, 16, 0, 64, 0)
