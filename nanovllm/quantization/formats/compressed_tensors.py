@@ -18,6 +18,9 @@ from nanovllm.quantization.scaled import QuantScheme
 from nanovllm.utils.checks import check_choice
 
 SCALE_NAME = "weight_scale"
+# Inputs in the order of their importance are in groups that are not contiguous, unless only the order of rounding
+# differs ("weight", "static").
+ORDERS = None, "weight", "static", "group", "dynamic"
 
 
 def read_config(raw: dict, file: Path) -> QuantConfig:
@@ -34,7 +37,7 @@ def read_config(raw: dict, file: Path) -> QuantConfig:
         place, weights = f"{where}: {name}", group.get("weights") or {}
         check_choice(f"{place}: weights: dynamic", weights.get("dynamic", False), (False,))
         if dtypes != FP8_DTYPES and (activations := group.get("input_activations")):
-            # activations of W4A4 need no quantization, but those of W4A8 were chosen for its weights' integers
+            # 4-bit activations are an option of the format, and stay in 16 bits here
             check_choice(f"{place}: input_activations: num_bits", activations.get("num_bits"), (4,))
         schemes.append((tuple(group.get("targets") or ()), read(weights, f"{place}: weights")))
     unused = UNUSED + (".weight_shape", ".activation_scale")
@@ -55,15 +58,9 @@ def _read_fp8(weights: dict, where: str) -> QuantScheme:
 def _read_int4(weights: dict, where: str) -> PackedScheme:
     check_choice(f"{where}: type", weights.get("type"), ("int",))
     check_choice(f"{where}: num_bits", weights.get("num_bits"), (4,))
-    strategy = check_choice(f"{where}: strategy", weights.get("strategy"), ("group", "channel"))
-    size = (
-        check_choice(f"{where}: group_size", weights.get("group_size") or -1, GROUP_SIZES)
-        if strategy == "group"
-        else -1
-    )
-    order = check_choice(
-        f"{where}: actorder", weights.get("actorder"), (None, False, "weight", "static", "group", "dynamic")
-    )
+    check_choice(f"{where}: strategy", weights.get("strategy"), ("group", "channel"))
+    size = check_choice(f"{where}: group_size", weights.get("group_size") or -1, GROUP_SIZES)
+    order = check_choice(f"{where}: actorder", weights.get("actorder") or None, ORDERS)
     tensors = [("weight_packed", "words", nibbles), (SCALE_NAME, "scales", torch.clone)]
     if not weights.get("symmetric", True):
         tensors.append(("weight_zero_point", "zeros", zeros))
