@@ -16,7 +16,7 @@ from nanovllm.invariant.kernels.invariant_prefill import prefill_attention, quer
 from nanovllm.kernels.sampling.gather_logprobs import log_sums_and_ranks
 from nanovllm.moe.kernels.mix_experts import mix_by_gemm
 from nanovllm.quantization.kernels.multiply_scaled import suits_scaled_gemm
-from nanovllm.quantization.kernels.packed_gemm import LARGE_TILE_M, packed_gemm
+from nanovllm.quantization.kernels.packed_gemm import LARGE_TILE_M, packed_gemm, packed_tiles
 
 __all__ = ["decode_attention", "delta_net_chunks", "prefill_attention", "query_tile_size"]
 
@@ -63,7 +63,8 @@ def scaled_linear(x, values, scales, bias=None, act=None, split_k=1, out=None):
 def packed_linear(x, weight, bias=None, act=None, split_k=1, out=None):
     if len(x) == 0:
         return NotImplemented
-    y = packed_gemm(x.contiguous(), weight, 1, out, LARGE_TILE_M)[0]  # with one tile size for any number of rows
+    tiles = packed_tiles(LARGE_TILE_M)  # the same for any number of rows
+    y = packed_gemm(x.contiguous(), weight, 1, out, tiles)[0]
     if bias is not None:
         y += bias
     return y if act is None else act(y)

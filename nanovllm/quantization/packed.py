@@ -19,7 +19,7 @@ from nanovllm.quantization.scaled import ROWS_AT_A_TIME, parts_of, power_of_two
 from nanovllm.utils.dummy_weights import BOUND
 from nanovllm.utils.loader import Shard, check_shape, parameter
 
-CHUNK = 64  # inputs in eight adjacent words: bits 4 j to 4 j + 3 of word i hold the code of input 8 j + i
+CHUNK = 128  # inputs in 16 adjacent words: bits 4 j to 4 j + 3 of word i hold the code of input 16 j + i
 MIDDLE = 8  # the zero point of integers without stored zero points
 VALUES = {
     "int4": torch.arange(16.0),
@@ -31,7 +31,7 @@ DUMMY = {"scales": 2.0**-8, "zeros": MIDDLE, "row_scales": 1.0}  # every scale f
 class Packed(NamedTuple):
     """The tensors of a weight [N, K], or of a stack of such weights, whose dimension then precedes N."""
 
-    words: torch.Tensor  # [N, 8 * ceil(K / CHUNK)] int32, each with eight codes; padded with arbitrary codes
+    words: torch.Tensor  # [N, 16 * ceil(K / CHUNK)] int32, each with eight codes; padded with arbitrary codes
     scales: torch.Tensor  # [N, groups]: a float dtype of the model, float8_e4m3fn or float8_e8m0fnu
     zeros: torch.Tensor | None  # [N, groups] uint8; None: MIDDLE for integers, 0 for e2m1
     row_scales: torch.Tensor | None  # [N] float32, factors of whole rows; None: 1
@@ -83,14 +83,14 @@ def nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
     """Pack codes [N, K] into the words of Packed."""
-    codes = F.pad(codes, (0, -codes.shape[1] % CHUNK)).view(len(codes), -1, 4, 2, 8)
-    pairs = codes[:, :, :, 0] | codes[:, :, :, 1] << 4  # [N, chunks, 4, 8]: the bytes of a word
+    codes = F.pad(codes, (0, -codes.shape[1] % CHUNK)).view(len(codes), -1, 4, 2, 16)
+    pairs = codes[:, :, :, 0] | codes[:, :, :, 1] << 4  # [N, chunks, 4, 16]: the bytes of a word
     return pairs.transpose(2, 3).contiguous().view(torch.int32).flatten(1)
 
 
 def unpack(words: torch.Tensor, k: int) -> torch.Tensor:
     """Return the codes [N, K] uint8 of the words of Packed."""
-    codes = nibbles(words).unflatten(1, (-1, 8, 8))  # [N, chunks, word, code]
+    codes = nibbles(words).unflatten(1, (-1, 16, 8))  # [N, chunks, word, code]
     return codes.transpose(2, 3).flatten(1)[:, :k]
 
 
@@ -146,12 +146,12 @@ class PackedWeight:
         self.num_groups, self.first_group = k // size, first // size if scheme.group_size else 0
         if "group_ids" in fields:  # an input may be in any group, so every rank needs the scales of all groups
             self.num_groups, self.first_group = whole_k // size, 0
-        elif first % size and scheme.group_size or k % size:
+        elif (first % size and scheme.group_size) or k % size:
             inputs = f"inputs {first} to {first + k - 1} of {whole_k}"
             raise ValueError(f"this rank has {inputs}, which can't be divided into groups of {size}: use fewer ranks")
-        if whole_k % size or (size % 8 and self.num_groups > 1):
+        if whole_k % size or (size % 16 and self.num_groups > 1):
             raise ValueError(
-                f"its {whole_k} inputs are divided into groups of {size}: must be a multiple of 8, and a divisor"
+                f"its {whole_k} inputs are divided into groups of {size}: must be a multiple of 16, and a divisor"
             )
 
         def make(field: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> torch.Tensor | None:
@@ -195,25 +195,21 @@ class PackedWeight:
         if (selected := self.select(*arguments)) is None:
             return None
         shard, index = selected
-        groups, target = self.scheme.group_size or shard.shape[1], getattr(self.packed, field, None)
-        shapes = {"words": shard.shape, "row_scales": (), "group_ids": shard.shape[1:], "contiguous": shard.shape[1:]}
-        shape = shapes.get(field, (shard.shape[0], shard.shape[1] // groups))
-        if callable(weight):
-            data = self._random(field, weight, shape)
-        else:
-            data = read(weight[...].to(self.packed.device))
-        data = check_shape(data.reshape(()) if field == "row_scales" and data.numel() == 1 else data, shape)
-        if field == "contiguous" or field == "group_ids":
+        (n, k), target = shard.shape, getattr(self.packed, field, None)
+        shapes = {"words": (n, k), "row_scales": (1,), "group_ids": (k,), "contiguous": (k,)}
+        shape = shapes.get(field, (n, k // (self.scheme.group_size or k)))
+        data = self._random(field, weight, shape) if callable(weight) else read(weight[...].to(self.packed.device))
+        data = check_shape(data.reshape(-1) if field == "row_scales" else data, shape)
+        if field in ("contiguous", "group_ids"):
             return self._load_groups(target, index, data[self.columns])
-        columns, filled = slice(self.first_group, self.first_group + self.num_groups), []
+        groups, filled = slice(self.first_group, self.first_group + self.num_groups), []
         for part in parts_of(shard):
             if field == "words":
-                filled.append(_copy(target, index, part, pack(data[part.rows, part.columns])))
-            elif field == "row_scales":
-                filled.append(_copy(target, index, part, data.expand(len(range(shard.shape[0])[part.rows]))))
+                own = pack(data[part.rows, part.columns])
             else:
-                filled.append(_copy(target, index, part, data[part.rows, columns]))
-        return torch.cat([x.float() for x in filled]) if field in ("scales", "row_scales") else None
+                own = data.expand(n)[part.rows] if field == "row_scales" else data[part.rows, groups]
+            filled.append(_copy(target, index, part, own).float())
+        return torch.cat(filled) if field in ("scales", "row_scales") else None
 
     def _load_groups(self, target: torch.Tensor | None, index: tuple[int, ...], ids: torch.Tensor) -> None:
         """Load the group of each input, or check that the groups are contiguous if there is no target."""
@@ -233,10 +229,15 @@ class PackedWeight:
         if field == "words":
             return ((weight(shape).float() / BOUND + 1) * 8).clamp(0, 15).to(torch.uint8)
         if field in DUMMY:
-            return torch.full(shape, DUMMY[field], device=self.packed.device)
+            dtype = getattr(self.packed, field).dtype
+            return torch.full(shape, DUMMY[field]).to(dtype).to(self.packed.device)
         return torch.arange(shape[0], device=self.packed.device) // self.packed.group_size
 
 
 def _copy(target: torch.Tensor | None, index: tuple[int, ...], part: Shard, data: torch.Tensor) -> torch.Tensor:
     assert target is not None
-    return target[index].narrow(0, part.first_row, len(data)).copy_(data)
+    filled = target[index].narrow(0, part.first_row, len(data))
+    if data.dtype == target.dtype and data.element_size() == 1:  # not every device copies 8-bit floats
+        filled.view(torch.uint8).copy_(data.view(torch.uint8))
+        return filled
+    return filled.copy_(data)

@@ -8,9 +8,11 @@ from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launc
 from nanovllm.moe.kernels.moe_gemm import choose_tile_m
 from nanovllm.moe.kernels.moe_routing import TILE_FIELDS, ExpertRows, Routing, sort_by_expert
 from nanovllm.quantization.kernels.packed_gemm import (
+    FEW_ROWS,
     LARGE_TILE_M,
     add_packed_product,
     packed_operands,
+    packed_tiles,
     times_row_scales,
 )
 
@@ -64,17 +66,19 @@ def _packed_grouped_kernel(
 def _grouped_product(x: torch.Tensor, weight, rows: ExpertRows, routing: Routing, out: torch.Tensor) -> torch.Tensor:
     """Fill `out` with the result of the first GEMM, [rows, size], or of the second, [top_k, T, hidden]."""
     (num_tokens, top_k), n, is_gated = routing.weights.shape, out.shape[-1], out.dim() == 2
-    pointers, shape = packed_operands(weight, 64, rows.tile_m, 16, 3 if rows.tile_m > 32 else 4)
+    tiles = packed_tiles(rows.tile_m if rows.tile_m > packed_tiles(1).tile_m else 1)
+    pointers, shape = packed_operands(weight, x.dtype, tiles)
     operands = x, pointers, (routing.weights, rows.pairs, rows.table), out, num_tokens, n
-    launch(_packed_grouped_kernel, (triton.cdiv(n, 64), len(rows.table)), x.device)(
-        *operands, SHAPE=shape, TOP_K=top_k, IS_GATED=is_gated, num_warps=4
+    launch(_packed_grouped_kernel, (triton.cdiv(n, tiles.tile_n), len(rows.table)), x.device)(
+        *operands, SHAPE=shape, TOP_K=top_k, IS_GATED=is_gated, num_warps=tiles.warps
     )
     return out
 
 
 def packed_experts(x: torch.Tensor, routing: Routing, gate_up, down, first_expert: int = 0) -> torch.Tensor:
     """Compute `moe_gemm` with stacks of Packed weights."""
-    tile_m = min(LARGE_TILE_M, choose_tile_m(routing.expert_ids.numel(), routing.num_experts))
+    tile_m = choose_tile_m(routing.expert_ids.numel(), routing.num_experts)
+    tile_m = packed_tiles(1).tile_m if len(x) <= FEW_ROWS else min(LARGE_TILE_M, tile_m)
     num_local, hidden, _ = down.words.shape
     rows = sort_by_expert(routing.expert_ids, first_expert, num_local, tile_m)
     h = _grouped_product(x, gate_up, rows, routing, x.new_empty(len(rows.pairs), down.k))

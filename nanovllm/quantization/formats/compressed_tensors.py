@@ -40,7 +40,7 @@ def read_config(raw: dict, file: Path) -> QuantConfig:
             # 4-bit activations are an option of the format, and stay in 16 bits here
             check_choice(f"{place}: input_activations: num_bits", activations.get("num_bits"), (4,))
         schemes.append((tuple(group.get("targets") or ()), read(weights, f"{place}: weights")))
-    unused = UNUSED + (".weight_shape", ".activation_scale")
+    unused = (*UNUSED, ".weight_shape", ".activation_scale")
     return QuantConfig("compressed-tensors", tuple(schemes), tuple(raw.get("ignore") or ()), dtypes, unused)
 
 
