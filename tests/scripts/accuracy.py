@@ -99,7 +99,7 @@ def write_blocks(model: str, folder: Path) -> str:
 
     from nanovllm.utils.loader import find_model
 
-    return write_quantized(str(find_model(model, None, with_weights=True)), folder, "block")[0]
+    return write_quantized(str(find_model(model, None, with_weights=True)), folder, "block", margin=1.0)[0]
 
 
 if __name__ == "__main__":
