@@ -36,7 +36,7 @@ from nanovllm.benchmarks.requests import Request, headline, in_rounds, online, o
 from nanovllm.benchmarks.results import Result, decode_rate, drafts_since, fastest, latencies, percentile, save_results
 from nanovllm.benchmarks.servers import as_flags, cpu_times, running_server
 from nanovllm.benchmarks.shapes import SHAPE_ENTRIES, SHAPES, write_shape
-from nanovllm.benchmarks.sweeps import latency_sweep
+from nanovllm.benchmarks.sweeps import batches_sweep, latency_sweep
 from nanovllm.benchmarks.throughput import WORKLOADS
 from nanovllm.config import Config
 from nanovllm.models import ModelConfig, make_model
@@ -201,7 +201,7 @@ def main(monkeypatch, *arguments: str) -> None:
         (("--figure", "no_such_file.svg"), ("--figure", "no_such_file.svg", ".json")),
         (("--figure", __file__), ("--figure", __file__, ".svg")),
         (("--workload", "offline"), ("--workload", "'offline'", "online")),
-        (("--workload", "all,online"), ("--workload", "'online'", "only workload")),
+        (("--workload", "all,online"), ("--workload", "online and latency", "other workloads")),
         (("--workload", "online,online", "--rounds", "3"), ("--rounds", "online", "runs of its own")),
         (("--request-rate", "8,0"), ("--request-rate", "0", "greater than 0")),
         (("--request-rate=-2.5",), ("--request-rate", "-2.5", "greater than 0")),
@@ -577,7 +577,7 @@ def test_several_workloads_in_one_run(monkeypatch, capsys):
     main(monkeypatch, "--workload", "all,batches", "--batch-sizes", "2,3", "--compare", "vllm", "--device", "cpu")
     out = capsys.readouterr().out
     assert len(calls) == 2 and all(f"\n{name}: " in out for name in ("headline", "single", "prefill", "batch of 3"))
-    sizes = [row[0] for row in table(out, "output tokens per second (512 in, 256 out)")[1:]]
+    sizes = [row[0] for row in table(out, "output tokens per second (128 in, 64 out)")[1:]]
     assert sizes == ["2", "3"]
 
 
@@ -826,7 +826,7 @@ def test_latency(monkeypatch, capsys):
     main(monkeypatch, "--workload", "latency", *bounds, *CPU)
     out = capsys.readouterr().out
     assert "prompt of 16: 2 requests, 32 tokens in, 2 out" in out
-    assert "8 sequences behind 20: 24 requests, 480 tokens in, 96 out" in out
+    assert "8 sequences after 20 tokens: 24 requests, 480 tokens in, 96 out" in out
     header, row = table(out, "time to first token of a single prompt, ms")
     assert " ".join(header) == "prompt tokens nanovllm median nanovllm min nanovllm p99"
     length, middle, least, p99 = map(float, row)
@@ -842,12 +842,34 @@ def test_latency_lengths_fit():
     args = make_parser().parse_args(["--num-seqs", "3"])
     workloads, _ = latency_sweep(args, config)
     prompts = [f"prompt of {length}" for length in ("16", "128", "512", "1,024", "4,000")]
-    behind = [f"{seqs} behind {length}" for seqs in ("1 sequence", "8 sequences") for length in ("500", "4,000")]
-    assert list(workloads) == prompts + behind
+    lengths = ("100", "500", "1,500", "4,000")
+    decodes = [f"{seqs} after {length} tokens" for seqs in ("1 sequence", "8 sequences") for length in lengths]
+    assert list(workloads) == prompts + decodes
     starts = [tuple(request.prompt[:16]) for name in prompts for (request,) in workloads[name]]
     assert len(set(starts)) == len(starts) == 4 * len(prompts)
     for requests in (requests for runs in workloads.values() for requests in runs):
         assert all(len(r.prompt) + r.max_tokens <= 4096 for r in requests)
+
+
+def test_sweeps_of_one_run(tmp_path, monkeypatch, capsys):
+    """Online and latency have tables and panels of their own in one run."""
+    bounds = ["--max-input-len", "20", "--max-output-len", "4", "--num-seqs", "2", "--request-rate", "50"]
+    figure = ["--plot", str(tmp_path / "a.svg")] if importlib.util.find_spec("matplotlib") else []
+    main(monkeypatch, "online,latency", *bounds, *figure, *CPU)
+    out = capsys.readouterr().out
+    for title in ("TTFT, ms", "time to first token of a single prompt, ms", "decode, tokens per second"):
+        assert len(table(out, title)) == 2
+        assert not figure or title in (tmp_path / "a.svg").read_text()
+
+
+def test_default_batches():
+    """A CPU gets shorter requests in smaller batches than a GPU."""
+    config = SimpleNamespace(max_model_len=4096, model_config=SimpleNamespace(vocab_size=1000))
+    num_tokens = []
+    for config.device in ("cpu", "cuda:0"):
+        workloads, _ = batches_sweep(make_parser().parse_args(["--rounds", "1"]), config)
+        num_tokens.append([sum(r.max_tokens for r in runs[-1]) for runs in workloads.values()])
+    assert num_tokens == [[64, 256, 1024, 4096], [512, 2048, 8192, 32768, 131072]]
 
 
 def test_batches(monkeypatch, capsys):
@@ -926,7 +948,7 @@ def test_plot(workload, monkeypatch, capsys, tmp_path):
         fills = {color} if workload == "batches" else {color, "#ffffff"}
         assert {*re.findall(rf'style="fill: (#\w+); stroke: {color}', pictures[0])} == fills
     out = capsys.readouterr().out
-    first = {"online": "20.00", "latency": "20.00", "batches": "768"}[workload]
+    first = {"online": "20.00", "latency": "20.00", "batches": "192"}[workload]
     assert "vllm" in out and first in out
 
 

@@ -108,7 +108,7 @@ CASES = {
 if V5:
     CASES |= {
         "gemma3": ("Gemma3", 4, 2, 32, {}, GEMMA3),
-        "olmo3": ("Olmo3", 4, 2, 16, {}, OLMO3),
+        "olmo3": ("Olmo3", 4, 2, 16, {}, OLMO3 | {"rope_parameters": by_layer_type({})}),
         "olmo3-yarn": ("Olmo3", 4, 4, 16, {}, OLMO3 | {"rope_parameters": by_layer_type(YARN)}),
         "smollm3": ("SmolLM3", 4, 2, 16, {}, {"no_rope_layers": [1, 0]}),
         "granite": ("Granite", 4, 2, 16, {}, GRANITE),

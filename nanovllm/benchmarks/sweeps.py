@@ -12,7 +12,7 @@ from nanovllm.benchmarks.tables import Panel
 from nanovllm.config import Config
 
 PROMPT_LENS = (16, 128, 512, 1024, 4000, 8000, 16000, 32000)
-CONTEXT_LENS = (500, 4000, 30000)
+CONTEXT_LENS = (100, 500, 1500, 4000, 30000)
 QUICK_SECONDS = 5.0
 DECODE_SEQS = {1: "1 sequence", 8: "8 sequences"}
 
@@ -77,7 +77,7 @@ def latency_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, 
         workloads[name] = [[request] for request in requests]
     decode = {}
     for num_seqs, statistic in DECODE_SEQS.items():
-        names = {length: f"{statistic} behind {length:,}" for length in fitting(CONTEXT_LENS, output_len)}
+        names = {length: f"{statistic} after {length:,} tokens" for length in fitting(CONTEXT_LENS, output_len)}
         for length, name in names.items():
             workloads[name] = 4 * [same_lengths(num_seqs, length, output_len, f"{name} {args.seed}", vocab_size)]
         decode[statistic] = (names, lambda result, num_seqs=num_seqs: decode_rate(result.token_times, num_seqs))
@@ -90,9 +90,11 @@ def latency_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, 
 
 
 def batches_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, list[Panel]]:
-    vocab_size = config.model_config.vocab_size
-    lengths = fit(args.max_input_len or 512, args.max_output_len or 256, config.max_model_len)
-    names = {size: f"batch of {size}" for size in args.batch_sizes}
+    vocab_size, on_cpu = config.model_config.vocab_size, config.device == "cpu"
+    input_len, output_len = (128, 64) if on_cpu else (512, 256)
+    lengths = fit(args.max_input_len or input_len, args.max_output_len or output_len, config.max_model_len)
+    sizes = args.batch_sizes or ((1, 4, 16, 64) if on_cpu else (2, 8, 32, 128, 512))
+    names = {size: f"batch of {size}" for size in sizes}
     workloads = {}
     for size, name in names.items():
         requests = same_lengths(size, *lengths, f"{name} {args.seed}", vocab_size)
