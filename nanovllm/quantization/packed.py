@@ -147,8 +147,10 @@ class PackedWeight:
         if "group_ids" in fields:  # an input may be in any group, so every rank needs the scales of all groups
             self.num_groups, self.first_group = whole_k // size, 0
         elif (first % size and scheme.group_size) or k % size:
-            inputs = f"inputs {first} to {first + k - 1} of {whole_k}"
-            raise ValueError(f"this rank has {inputs}, which can't be divided into groups of {size}: use fewer ranks")
+            raise ValueError(
+                f"this rank has inputs {first} to {first + k - 1} of {whole_k}, which can't be divided into groups of "
+                f"{size}: use fewer ranks"
+            )
         if whole_k % size or (size % 16 and self.num_groups > 1):
             raise ValueError(
                 f"its {whole_k} inputs are divided into groups of {size}: must be a multiple of 16, and a divisor"
