@@ -28,9 +28,13 @@ from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.models import ModelConfig, make_model
+from nanovllm.moe.experts import Experts
+from nanovllm.moe.moe_config import MoEConfig
 from nanovllm.quantization import packed as packed_weights
+from nanovllm.quantization.formats.mxfp4 import read_config as mxfp4_config
 from nanovllm.quantization.packed import VALUES, Packed, nibbles, pack, quantize, unpack
-from nanovllm.quantization.packed_linear import PackedLinear
+from nanovllm.quantization.packed_linear import PackedExperts, PackedLinear
+from nanovllm.utils.construction import constructing
 from nanovllm.utils.loader import load_model
 from nanovllm.utils.tensor_parallel import TensorParallel
 
@@ -249,6 +253,47 @@ def test_quantize(dtype):
     known = torch.arange(70) != 6
     slack = {torch.float32: 0.5001, torch.float16: 0.51, torch.bfloat16: 0.6}[dtype]  # the range, rounded
     assert (error <= largest * slack + 1e-7)[known].all() and not found[3].any()
+
+
+class Slice:
+    """A tensor with the interface of a safetensors slice."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return [*self.tensor.shape]
+
+    def __getitem__(self, index) -> torch.Tensor:
+        return self.tensor[index]
+
+
+@pytest.mark.parametrize("rank, size", [(0, 1), (1, 2)])
+def test_experts_of_gpt_oss(rank, size):
+    """What transformers reads from the same tensors."""
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    moe, config = (
+        MoEConfig(frozenset({0}), 4, 2, 64, True),
+        mxfp4_config({"quant_method": "mxfp4"}, Path("config.json")),
+    )
+    with constructing(TensorParallel(rank, size), torch.float32):
+        experts = Experts(96, moe)
+        experts.format = PackedExperts(experts, config.groups[0][1])
+    wholes = []
+    for name, n, k in ("gate_up_proj", 128, 96), ("down_proj", 96, 64):
+        blocks = torch.randint(0, 256, (4, n, k // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(118, 124, (4, n, k // 32), dtype=torch.uint8)
+        for kind, tensor in ("blocks", blocks), ("scales", scales):
+            parameter = getattr(experts, f"{name}_{kind}")
+            parameter.weight_loader(parameter, Slice(tensor))
+        wholes.append(mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2))
+    own = slice(32 * rank, 64 * (rank + 1) // size)
+    for i in range(4):
+        found = [experts.format.weight(experts, f"{name}_proj", i, torch.float32) for name in ("gate_up", "down")]
+        assert torch.equal(found[0], torch.cat((wholes[0][i, ::2][own], wholes[0][i, 1::2][own])))
+        assert torch.equal(found[1], wholes[1][i][:, own])
+    with pytest.raises(ValueError, match="the checkpoint has 3 experts, the model needs 4"):
+        parameter.weight_loader(parameter, Slice(scales[:3]))
 
 
 # -- models ------------------------------------------------------------------------------------------------------------

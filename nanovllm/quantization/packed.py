@@ -57,12 +57,15 @@ class PackedScheme:
     `weight`. `reader` converts the stored tensor: to codes [N, K] for `words`, otherwise to the shape of the field for
     the whole weight. The field "contiguous" is for a tensor that must say that the groups are contiguous. Without
     tensors, 16-bit weights are quantized while they are loaded.
+
+    alternates: whether rows of gate and up alternate, where one tensor contains the weights of all experts.
     """
 
     codes: str
     group_size: int | None  # inputs that share a scale; None: all
     tensors: tuple[tuple[str, str, Callable[[torch.Tensor], torch.Tensor]], ...] = ()
     scale_dtype: torch.dtype | None = None  # None: the model's dtype
+    alternates: bool = False
     dtype: ClassVar[torch.dtype] = torch.int32  # of the packed values
     scale_name: ClassVar[None] = None
     bits: ClassVar[int] = 4

@@ -66,8 +66,7 @@ class PackedExperts(ExpertsFormat):
         for name, shard_ids in (("gate_up_proj", (GATE, UP)), ("down_proj", (DOWN,))):
             weight = PackedStack(tuple(getattr(experts, name).shape), scheme, experts, shard_ids)
             delattr(experts, name)
-            # the first tensor, which has the codes, keeps the name of the stack
-            self.suffixes = {tensor: f"_{tensor}" if i else "" for i, tensor in enumerate(weight.parameters)}
+            self.suffixes = {tensor: "" if tensor == "weight" else f"_{tensor}" for tensor in weight.parameters}
             for tensor, parameter in weight.parameters.items():
                 setattr(experts, name + self.suffixes[tensor], parameter)
             stacks.append(weight.packed)
@@ -105,14 +104,23 @@ class PackedStack(PackedWeight):
         return self.packed.scales
 
     def _load(self, field: str, read: Callable, target: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
-        """Load a tensor of one expert. If `arguments` is empty, fill the tensors of all experts with random numbers."""
+        """Load a tensor of one expert. If `arguments` is empty, load the tensors of all experts, or random numbers."""
         if arguments:
             return super()._load(field, read, target, weight, *arguments)
-        if not callable(weight):
+        if callable(weight):
+            for part, *arguments in self._parts(weight):
+                super()._load(field, read, target, lambda shape, part=part: part, *arguments)
+            return None
+        if not self.scheme.alternates:
             raise ValueError("quantized experts in one tensor are not supported: each needs tensors of its own")
-        for part, *arguments in self._parts(weight):
-            super()._load(field, read, target, lambda shape, part=part: part, *arguments)
-        return None
+        if (count := weight.get_shape()[0]) != self.num_experts:
+            raise ValueError(f"the checkpoint has {count} experts, the model needs {self.num_experts}")
+        filled = []
+        for expert in range(self.first_expert, self.first_expert + self.num_local):
+            data = read(weight[expert])
+            for i, shard_id in enumerate(self.shards):
+                filled.append(super()._load(field, torch.clone, target, data[i :: len(self.shards)], expert, shard_id))
+        return torch.cat([part for part in filled if part is not None]) if field == "scales" else None
 
     def _parts(self, weight) -> Iterator[tuple[torch.Tensor, int, int]]:
         """Yield the weights of this rank's experts from a stack, each with its expert and shard id."""

@@ -5,11 +5,11 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
+from nanovllm.kernels.linear.tiles import Tiles
 from nanovllm.moe.kernels.moe_gemm import choose_tile_m
 from nanovllm.moe.kernels.moe_routing import TILE_FIELDS, ExpertRows, Routing, sort_by_expert
 from nanovllm.quantization.kernels.packed_gemm import (
     FEW_ROWS,
-    LARGE_TILE_M,
     add_packed_product,
     packed_operands,
     packed_tiles,
@@ -49,7 +49,7 @@ def _packed_grouped_kernel(
     n = tl.program_id(0) * SHAPE.tile_n + tl.arange(0, SHAPE.tile_n)
     w_row = expert * (2 * N if IS_GATED else N) + n
     x_row = pair // TOP_K if IS_GATED else row
-    zeros = tl.zeros([SHAPE.tile_n, SHAPE.tile_m], tl.float32)
+    zeros = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
     y = add_packed_product(zeros, x_ptr, x_row, is_used, w_ptrs, w_row, n < N, 0, SHAPE.words, SHAPE)
     y = times_row_scales(y, w_ptrs, w_row, n < N)
     if IS_GATED:
@@ -63,10 +63,11 @@ def _packed_grouped_kernel(
     tl.store(out, y.to(out_ptr.dtype.element_ty).T, is_used[:, None] & (n < N)[None, :])
 
 
-def _grouped_product(x: torch.Tensor, weight, rows: ExpertRows, routing: Routing, out: torch.Tensor) -> torch.Tensor:
+def _grouped_product(
+    x: torch.Tensor, weight, rows: ExpertRows, routing: Routing, tiles: Tiles, out: torch.Tensor
+) -> torch.Tensor:
     """Fill `out` with the result of the first GEMM, [rows, size], or of the second, [top_k, T, hidden]."""
     (num_tokens, top_k), n, is_gated = routing.weights.shape, out.shape[-1], out.dim() == 2
-    tiles = packed_tiles(rows.tile_m if rows.tile_m > packed_tiles(1).tile_m else 1)
     pointers, shape = packed_operands(weight, x.dtype, tiles)
     operands = x, pointers, (routing.weights, rows.pairs, rows.table), out, num_tokens, n
     launch(_packed_grouped_kernel, (triton.cdiv(n, tiles.tile_n), len(rows.table)), x.device)(
@@ -77,9 +78,9 @@ def _grouped_product(x: torch.Tensor, weight, rows: ExpertRows, routing: Routing
 
 def packed_experts(x: torch.Tensor, routing: Routing, gate_up, down, first_expert: int = 0) -> torch.Tensor:
     """Compute `moe_gemm` with stacks of Packed weights."""
-    tile_m = choose_tile_m(routing.expert_ids.numel(), routing.num_experts)
-    tile_m = packed_tiles(1).tile_m if len(x) <= FEW_ROWS else min(LARGE_TILE_M, tile_m)
-    num_local, hidden, _ = down.words.shape
-    rows = sort_by_expert(routing.expert_ids, first_expert, num_local, tile_m)
-    h = _grouped_product(x, gate_up, rows, routing, x.new_empty(len(rows.pairs), down.k))
-    return _grouped_product(h, down, rows, routing, x.new_empty(routing.weights.shape[1], len(x), hidden))
+    (num_local, hidden, _), num_pairs = down.words.shape, routing.expert_ids.numel()
+    tiles = packed_tiles(len(x) if len(x) <= FEW_ROWS else choose_tile_m(num_pairs, routing.num_experts))
+    rows = sort_by_expert(routing.expert_ids, first_expert, num_local, tiles.tile_m)
+    h = _grouped_product(x, gate_up, rows, routing, tiles, x.new_empty(len(rows.pairs), down.k))
+    out = x.new_empty(routing.weights.shape[1], len(x), hidden)
+    return _grouped_product(h, down, rows, routing, tiles, out)

@@ -12,6 +12,7 @@ import torch
 from nanovllm.quantization.formats.awq import GROUP_SIZES
 from nanovllm.quantization.formats.fp8 import e4m3_scheme
 from nanovllm.quantization.formats.modelopt import E4M3, UNUSED
+from nanovllm.quantization.formats.mxfp4 import E8M0, e8m0
 from nanovllm.quantization.packed import PackedScheme, nibbles
 from nanovllm.quantization.quant_config import QuantConfig
 from nanovllm.quantization.scaled import QuantScheme
@@ -85,10 +86,6 @@ def zeros(packed: torch.Tensor) -> torch.Tensor:
     return nibbles(packed.t()).t()
 
 
-def e8m0(exponents: torch.Tensor) -> torch.Tensor:
-    return exponents.view(torch.float8_e8m0fnu)
-
-
 FP8_DTYPES = ("F8_E4M3",)
 # how a format describes a weight, and the dtypes of its tensors
 FORMATS: dict[str, tuple[Callable, tuple[str, ...]]] = {
@@ -96,7 +93,7 @@ FORMATS: dict[str, tuple[Callable, tuple[str, ...]]] = {
     "naive-quantized": (_read_fp8, FP8_DTYPES),
     "pack-quantized": (_read_int4, ("I32", "I64")),
     "mxfp4-pack-quantized": (
-        _read_fp4(32, (SCALE_NAME, "scales", e8m0), scale_dtype=torch.float8_e8m0fnu),
+        _read_fp4(32, (SCALE_NAME, "scales", e8m0), scale_dtype=E8M0),
         ("U8",),
     ),
     "nvfp4-pack-quantized": (

@@ -175,7 +175,7 @@ def _packed_gemm_kernel(x_ptr, w_ptrs, out_ptr, M, N, SHAPE: tl.constexpr, PDL: 
     first = split * SHAPE.words_per_split
     end = tl.minimum(first + SHAPE.words_per_split, SHAPE.words)
     # transposed, as in split_k_gemm.py
-    acc = tl.zeros([SHAPE.tile_n, SHAPE.tile_m], tl.float32)
+    acc = tl.zeros([n.shape[0], m.shape[0]], tl.float32)
     acc = add_packed_product(acc, x_ptr, m, m < M, w_ptrs, n, n < N, first, end, SHAPE)
     acc = times_row_scales(acc, w_ptrs, n, n < N)
     out = out_ptr + (split * M + m[:, None]) * N + n[None, :]
@@ -219,7 +219,7 @@ def packed_tiles(num_rows: int) -> Tiles:
     With few rows, programs of one warp need no barriers. With more rows, wider tiles read x less often.
     """
     if num_rows <= FEW_ROWS:
-        return Tiles(16, INPUTS.value, 7, 1, 8)
+        return Tiles(16, INPUTS.value, 6, 1, 16)
     tile_m = min(LARGE_TILE_M, max(16, triton.next_power_of_2(num_rows)))
     return Tiles(64, INPUTS.value, 5 if tile_m <= 32 else 3, 4, tile_m)
 
