@@ -53,10 +53,10 @@ class Packed(NamedTuple):
 class PackedScheme:
     """Describes a 4-bit weight, and the tensors with which a checkpoint stores it.
 
-    tensors: (name, field of Packed, reader) of each tensor in the checkpoint. The name replaces "weight" in the layer's
-    `weight`. `reader` converts the stored tensor: to codes [N, K] for `words`, otherwise to the shape of the field for
-    the whole weight. The field "contiguous" is for a tensor that must say that the groups are contiguous. Without
-    tensors, 16-bit weights are quantized while they are loaded.
+    tensors: (name, field of Packed, reader) of each tensor in the checkpoint. `name` is the last part of its name.
+    `reader` converts the stored tensor: to codes [N, K] for the field `words`, otherwise to the shape of the field for
+    a whole weight. The field "contiguous" stands for a tensor of group ids that must be in order. Without tensors,
+    16-bit weights are quantized while they are loaded.
 
     alternates: whether rows of gate and up alternate, where one tensor contains the weights of all experts.
     """
