@@ -70,8 +70,8 @@ class Config:
     seed: makes requests without their own seed repeatable; by default, each run differs.
     tokenizer: the folder or hub id of the tokenizer; by default the model's tokenizer.
     revision: the branch, tag or commit of a model on the hub; by default the hub's default.
-    quantization: "fp8" or "int8" quantizes the weights of linear layers while they are loaded; by default the weights
-        stay in the checkpoint's format. See docs/8-bit.md.
+    quantization: "fp8", "int8" or "int4" quantizes the weights of linear layers while they are loaded; by default the
+        weights stay in the checkpoint's format. See docs/quantization.md.
     load_format: "auto" and "safetensors" read the weights. "dummy" makes random weights, and needs no weight files.
     logprobs_mode: the distribution that the `logprobs` of a request describe. "raw_logprobs": the distribution of the
         model's own logits. "temperature_logprobs": the logits are first divided by the request's temperature (by 1 if

@@ -70,8 +70,9 @@ HOUSE = """
 2 | cache/ quantization/fp8_cache.py <- attention/base.py attention/sdpa.py <- layers/ <- attention/ moe/experts.py
   delta_net/
 3 | models/
-3 | fused/ <- quantization/scaled.py <- quantization/scaled_linear.py quantization/scaled_experts.py <-
-  quantization/fp8_linear.py <- quantization/quant_config.py <- quantization/formats/
+3 | fused/ <- quantization/scaled.py <- quantization/packed.py quantization/scaled_linear.py
+  quantization/scaled_experts.py <- quantization/fp8_linear.py quantization/packed_linear.py <-
+  quantization/quant_config.py <- quantization/formats/
   <- lora/adapter_files.py lora/lora_linear.py <- lora/adapter_stacks.py
 4 | engine/forward_output.py
   features/__init__.py cache/block_copies.py <- features/logit_edits.py features/logprob_outputs.py

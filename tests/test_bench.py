@@ -285,20 +285,23 @@ def test_shapes(name, tmp_path):
     assert sum(storages.values()) == NUM_PARAMETERS[name]  # a shared expert is a part of the stacks
 
 
+# the format's arithmetic is that of FP8, or that of bfloat16; one stream is bound by bytes
+@pytest.mark.parametrize("suffix, low, high", [("fp8", 0.5, 0.6), ("w4a16", 0.25, 0.45)])
 @pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b"])
-def test_fp8_shapes(name, tmp_path):
+def test_quantized_shapes(name, suffix, low, high, tmp_path):
     """They differ from the others in the format of their weights alone, and are bound by fewer bytes and operations."""
     configs = []
-    for shape in (name, f"{name}-fp8"):
+    for shape in (name, f"{name}-{suffix}"):
         write_shape(shape, tmp_path / shape)
         configs.append(Config(str(tmp_path / shape), device="cpu", load_format="dummy"))
-    plain, fp8 = configs
-    assert replace(fp8.model_config, quantization=None) == plain.model_config
-    assert fp8.model_config.quantization.scheme_of("model.layers.3.self_attn.q_proj").block_rows == 128
+    plain, quantized = configs
+    assert replace(quantized.model_config, quantization=None) == plain.model_config
+    scheme = quantized.model_config.quantization.scheme_of("model.layers.3.self_attn.q_proj")
+    assert (scheme.block_rows if suffix == "fp8" else scheme.group_size) == 128
     requests = [Request([1] * 100, 100)]
     rates = Rates(4e12, 7e14)
-    for ours, theirs in zip(limits(requests, fp8, rates), limits(requests, plain, rates)):
-        assert 0.5 < ours / theirs < 0.6
+    for ours, theirs in zip(limits(requests, quantized, rates), limits(requests, plain, rates)):
+        assert low < ours / theirs < high
 
 
 def test_the_model_of_a_shape(monkeypatch, capsys):

@@ -152,7 +152,7 @@ def assert_same(plain: Runner, fused: Runner, works=None) -> None:
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * expected.abs().max())
 
 
-@pytest.mark.parametrize("quantization", [None, "fp8", "int8"])
+@pytest.mark.parametrize("quantization", [None, "fp8", "int8", "int4"])
 @pytest.mark.parametrize("name", MODULES)
 def test_fused_forms_by_their_definitions(tmp_path, name, quantization):
     """The whole model and each layer alone."""
@@ -188,7 +188,12 @@ def test_plain_modules_are_in_the_table_of_models(tmp_path):
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # in a tile of no queries
 @pytest.mark.parametrize(
     "name, quantization",
-    [*((name, None) for name in FAMILIES if name in MODULES), ("llama-biases", "fp8"), ("qwen3-moe", "int8")],
+    [
+        *((name, None) for name in FAMILIES if name in MODULES),
+        ("llama-biases", "fp8"),
+        ("qwen3-moe", "int8"),
+        ("llama-biases", "int4"),
+    ],
 )
 def test_fused_forms_by_their_kernels(tmp_path, use_ops, name, quantization):
     """On a GPU, or in Triton's interpreter; plain layers have kernels too, each for itself."""

@@ -35,6 +35,7 @@ from test_drafts import drafts as drafts  # fixtures
 from test_invariant import assert_drafts_change_no_bit, assert_invariant, invariant
 from test_models import edit
 from test_models import make_checkpoint as make_dense_checkpoint
+from test_packed import write_checkpoint
 from test_quantization import BLOCK, FORMATS, write_quantized
 from test_speculation import METHODS, accepted, drafting, few_likely, random_requests
 from test_speculation import margins as margins
@@ -754,6 +755,19 @@ def test_fp8(make_hybrid, make_llm, checkpoints, monkeypatch, tmp_path, name):
     quantized, plain = write_quantized(checkpoints.folder(name), tmp_path, "block", modules_to_not_convert=ignore)
     requests = [(prompt, replace(params, temperature=0.0)) for prompt, params in make_requests()[:6]]
     outputs = [generate_by_steps(make_llm(folder, **SETTINGS), requests) for folder in (quantized, plain)]
+    for ours, expected in zip(*outputs):
+        assert ours["token_ids"] == expected["token_ids"]
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
+def test_four_bits(make_llm, checkpoints, monkeypatch, tmp_path, name):
+    """Rows that are interleaved by heads have their scales and zero points so too."""
+    ends = ("_proj.weight", "_qkv.weight", "_qkvz.weight", "_proj_z.weight", "_expert.weight")
+    monkeypatch.setattr("test_packed.is_linear", lambda name: name.endswith(ends))
+    ignore = [f"re:.*{name}" for name in ("lm_head", "in_proj_a", "in_proj_b", "shared_expert_gate")]
+    packed, plain = write_checkpoint(checkpoints.folder(name), tmp_path, "ct-channel", ignore=ignore)
+    requests = [(prompt, replace(params, temperature=0.0)) for prompt, params in make_requests()[:6]]
+    outputs = [generate_by_steps(make_llm(folder, **SETTINGS), requests) for folder in (packed, plain)]
     for ours, expected in zip(*outputs):
         assert ours["token_ids"] == expected["token_ids"]
 

@@ -105,6 +105,7 @@ def assert_invariant(make_llm, folder: str, few_blocks: int | None = None, **set
     [
         ("llama-3.2", {"dtype": "float32"}),
         ("mistral-window", {"dtype": "bfloat16", "quantization": "int8"}),
+        ("qwen3", {"quantization": "int4"}),
         ("qwen3-moe", {"dtype": "float32", "kv_cache_dtype": "fp8", "logprobs_mode": "processed_logprobs"}),
     ],
 )
@@ -119,6 +120,7 @@ def test_no_bit_differs(make_llm, tmp_path, name, settings):
         ("llama-3.2", {}),
         ("qwen2", {"dtype": "float16"}),  # biases
         ("mistral-window", {"quantization": "int8"}),
+        ("mistral-window", {"quantization": "int4"}),
         ("qwen3", {"quantization": "fp8", "logprobs_mode": "processed_logprobs"}),
         ("qwen3", {"kv_cache_dtype": "fp8", "logprobs_mode": "temperature_logprobs"}),
         ("qwen3-moe", {}),

@@ -500,13 +500,13 @@ CT = compressed_tensors("channel")
 @pytest.mark.parametrize(
     "config, message",
     [
-        ({"quant_method": "gptq"}, "quant_method='gptq': must be one of .*'fp8'; .*quantization/formats/"),
+        ({"quant_method": "hqq"}, "quant_method='hqq': must be one of .*'fp8', .*quantization/formats/"),
         ({"bits": 4}, "quant_method=None: must be one of"),
         (BLOCK | {"fmt": "e5m2"}, "fmt='e5m2'"),
         (BLOCK | {"scale_fmt": "ue8m0"}, "scale_fmt='ue8m0'"),
         (BLOCK | {"weight_block_size": [128]}, r"weight_block_size=\[128\]: must be two positive"),
         (BLOCK | {"activation_scheme": "none"}, "activation_scheme='none'"),
-        (CT | {"format": "pack-quantized"}, "format='pack-quantized'"),
+        (CT | {"format": "int-quantized"}, "format='int-quantized'"),
         (CT | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         (CT | {"config_groups": {}}, "has no config_groups"),
         (compressed_tensors("group"), "strategy='group': must be one of 'tensor', 'channel', 'block'"),
@@ -522,7 +522,7 @@ def test_refused_formats(tmp_path, config, message):
 
 def test_settings(tmp_path):
     folder = make_checkpoint(tmp_path, "qwen3")
-    with pytest.raises(ValueError, match="quantization='awq': must be one of 'fp8', 'int8'; "):
+    with pytest.raises(ValueError, match="quantization='awq': must be one of 'fp8', 'int4', 'int8'; "):
         Config(folder, device="cpu", quantization="awq")
     assert Config(folder, device="cpu", quantization="int8").model_config.quantization.name == "int8"
     edit(folder, quantization_config=BLOCK)

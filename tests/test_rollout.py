@@ -69,6 +69,7 @@ def assert_loaded(llm, fresh) -> list[list[int]]:
         ("qwen3-moe", {}),
         ("llama-biases", {"quantization": "int8"}),
         ("qwen3-moe", {"quantization": "fp8"}),
+        ("qwen3-moe", {"quantization": "int4"}),
     ],
 )
 def test_as_if_started_from_them(make_llm, tmp_path, name, settings):
@@ -149,6 +150,7 @@ def test_ranks(make_llm, tmp_path):
     [
         ("llama-3.2", {}),
         ("mistral-window", {"quantization": "int8"}),
+        ("llama-3.2", {"quantization": "int4"}),
         ("qwen3-moe", {"quantization": "fp8"}),
         ("qwen3-moe", {"enforce_eager": True}),
         pytest.param("llama-3.2", {"tensor_parallel_size": 2}, marks=TWO_GPUS),

@@ -66,7 +66,10 @@ def assert_sleeps_and_wakes(llm, folder: str) -> None:
     assert pointers == [id(p) for p in llm.model_runner.model.parameters()]
 
 
-@pytest.mark.parametrize("name, settings", [("qwen3-moe", {}), ("llama-3.2", {"quantization": "int8"})])
+@pytest.mark.parametrize(
+    "name, settings",
+    [("qwen3-moe", {}), ("llama-3.2", {"quantization": "int8"}), ("llama-3.2", {"quantization": "int4"})],
+)
 def test_levels(make_llm, tmp_path, name, settings):
     folder = make_checkpoint(tmp_path, name)
     assert_sleeps_and_wakes(make_llm(folder, **SMALL | SETTINGS, **settings), folder)

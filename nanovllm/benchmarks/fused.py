@@ -24,7 +24,9 @@ STEPS = {"1 sequence": (1, 128, 129), "32 sequences": (32, 128, 129), "a prompt 
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("--quantization", choices=["fp8", "int8"], help="quantize the weights, as the engine does")
+    parser.add_argument(
+        "--quantization", choices=["fp8", "int8", "int4"], help="quantize the weights, as the engine does"
+    )
     parser.add_argument("--load-format", choices=["auto", "dummy"], default="auto", help="dummy makes random weights")
     text = "run the model on this GPU without one group of forms at a time, and print how much longer steps take"
     parser.add_argument("--measure", action="store_true", help=text)

@@ -90,7 +90,8 @@ class StepCosts:
         # the weights that a token is multiplied with
         self.weights = shape.layer_operations // 2 * shape.num_hidden_layers
         self.head_weights = shape.hidden_size * shape.vocab_size
-        self.weight_size, self.head_size = 1 if shape.quantization else config.dtype.itemsize, config.dtype.itemsize
+        self.head_size = config.dtype.itemsize
+        self.weight_size = shape.quantization.bits / 8 if shape.quantization else self.head_size
         # FP8 units multiply twice as fast
         self.speed_up = 2 if shape.quantization and shape.quantization.dtype.is_floating_point else 1
         head_bytes = shape.head_dim + 2 if config.kv_cache_dtype == "fp8" else shape.head_dim * self.head_size

@@ -52,12 +52,21 @@ EXTRA_ENTRIES: dict[str, dict] = {
     "qwen3.6-27b": DELTA_HEADS | {"linear_num_value_heads": 48},
     "qwen3.5-35b-a3b": DELTA_HEADS | SHARED_EXPERT | {"num_experts": 256, "num_experts_per_tok": 8},
 }
-# shapes that are also published with FP8 weights and a scale for each block of weights
+# shapes that are also published in FP8, with a scale for each block of weights, and in 4 bits (W4A16)
 FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 FP8_CONFIG = FP8_BLOCKS | {"modules_to_not_convert": ["lm_head"]}
+GROUPS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128, "dynamic": False}
+W4A16_CONFIG = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": GROUPS, "input_activations": None}},
+    "ignore": ["lm_head", "re:.*mlp.gate$"],
+}
 for _name in [name for name in SHAPES if name.startswith("qwen3-")]:
-    SHAPES[f"{_name}-fp8"] = SHAPES[_name]
-    EXTRA_ENTRIES[f"{_name}-fp8"] = EXTRA_ENTRIES.get(_name, {}) | {"quantization_config": FP8_CONFIG}
+    for _format, _config in ("fp8", FP8_CONFIG), ("w4a16", W4A16_CONFIG):
+        SHAPES[f"{_name}-{_format}"] = SHAPES[_name]
+        EXTRA_ENTRIES[f"{_name}-{_format}"] = EXTRA_ENTRIES.get(_name, {}) | {"quantization_config": _config}
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 
 

@@ -49,7 +49,7 @@ def best_split_k(x: torch.Tensor, weight: torch.Tensor, max_split_k: int) -> int
 class WeightFormat:
     """Defines how a fused form multiplies by a weight. The base class multiplies in the dtype of the activations.
 
-    quantization/ contains formats for 8-bit weights.
+    quantization/ contains formats for 8-bit and 4-bit weights.
     """
 
     def linear(self, layer: LinearBase, x: Any, bias=None, split_k: int = 1, out=None) -> torch.Tensor:

@@ -16,6 +16,7 @@ from nanovllm.invariant.kernels.invariant_prefill import prefill_attention, quer
 from nanovllm.kernels.sampling.gather_logprobs import log_sums_and_ranks
 from nanovllm.moe.kernels.mix_experts import mix_by_gemm
 from nanovllm.quantization.kernels.multiply_scaled import suits_scaled_gemm
+from nanovllm.quantization.kernels.packed_gemm import LARGE_TILE_M, packed_gemm, packed_tiles
 
 __all__ = ["decode_attention", "delta_net_chunks", "prefill_attention", "query_tile_size"]
 
@@ -57,6 +58,20 @@ def scaled_linear(x, values, scales, bias=None, act=None, split_k=1, out=None):
         return NotImplemented
     y = invariant_product(x, (values, scales), bias, None if out is None else out[0])
     return y if act is None else act(y)
+
+
+def packed_linear(x, weight, bias=None, act=None, split_k=1, out=None):
+    if len(x) == 0:
+        return NotImplemented
+    tiles = packed_tiles(LARGE_TILE_M)  # the same for any number of rows
+    y = packed_gemm(x.contiguous(), weight, 1, out, tiles)[0]
+    if bias is not None:
+        y += bias
+    return y if act is None else act(y)
+
+
+def best_packed_split_k(x, weight, max_split_k):
+    return 1
 
 
 def best_scaled_split_k(values, scales, num_rows, max_split_k, max_rows=None):

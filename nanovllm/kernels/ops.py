@@ -37,6 +37,7 @@ from nanovllm.quantization.kernels.multiply_scaled import (
     scaled_linear,
     swiglu_quantize,
 )
+from nanovllm.quantization.kernels.packed_gemm import best_packed_split_k, dequantize_packed, packed_linear
 
 TINY_WEIGHTS, TINY_SPLIT_K = 2**20, 16  # splitting a small GEMM pays, though parts must be added
 

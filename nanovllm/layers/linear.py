@@ -63,8 +63,12 @@ class LinearBase(nn.Module):
 class ReplicatedLinear(LinearBase):
     """A linear layer that is not split. Every rank holds the whole layer."""
 
+    def __init__(self, input_size: int, output_size: int, bias: bool = False):
+        self.shape = output_size, input_size
+        super().__init__(input_size, output_size, bias)
+
     def shard(self) -> Shard:
-        return Shard(tuple(self.weight.shape))
+        return Shard(self.shape)
 
 
 class MergedColumnParallelLinear(LinearBase):

@@ -40,12 +40,13 @@ def route(
 class ExpertsFormat:
     """The weight format of `Experts`.
 
-    Here, weights have the dtype of activations; quantization/ defines 8-bit formats.
+    Here, weights have the dtype of activations; quantization/ defines formats of 8 and 4 bits.
     """
 
     # suffix of a checkpoint's tensor of one expert -> suffix of the stacked parameter that contains it
     suffixes: ClassVar = {"weight": ""}
     is_scaled = False  # whether `stacks` have scales
+    is_packed = False  # whether `stacks` are 4-bit weights
     quantizes_activations = False  # whether steps with many tokens quantize activations
 
     def weight(self, experts: "Experts", name: str, index: int, dtype: torch.dtype) -> torch.Tensor:

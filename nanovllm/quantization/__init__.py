@@ -1,4 +1,6 @@
-"""Defines the formats of 8-bit weights. `fp8_cache.py` defines the format of an 8-bit cache. See docs/8-bit.md.
+"""Defines the formats of 8-bit and 4-bit weights. `fp8_cache.py` defines the format of an 8-bit cache.
+
+See docs/quantization.md.
 
 Each format is a module in `formats/`. The format has the module's name, with dashes instead of underscores. The module
 defines one or both of these functions:

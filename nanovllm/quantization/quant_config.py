@@ -14,6 +14,8 @@ from nanovllm.kernels.launch.gpu_features import has_fp8_units
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.linear import LinearBase
 from nanovllm.moe.experts import Experts, MoE
+from nanovllm.quantization.packed import PackedScheme
+from nanovllm.quantization.packed_linear import PackedExperts, PackedLinear
 from nanovllm.quantization.scaled import QuantScheme
 from nanovllm.quantization.scaled_experts import FP8Experts, ScaledExperts
 from nanovllm.quantization.scaled_linear import Quantized, ScaledLinear
@@ -22,6 +24,7 @@ from nanovllm.utils.nested_names import nested_names
 from nanovllm.utils.replace import replace_methods
 
 ALL = "Linear"  # a pattern for every linear layer
+Scheme = QuantScheme | PackedScheme  # all layers of a model have the same kind
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class QuantConfig:
     """
 
     name: str  # its name in the setting `quantization`
-    groups: tuple[tuple[tuple[str, ...], QuantScheme], ...]
+    groups: tuple[tuple[tuple[str, ...], Scheme], ...]
     ignore: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()  # of the checkpoint's tensors, as safetensors names them
     # fixed scales of activations: scaling each row by its largest value instead is at least as accurate
@@ -48,6 +51,16 @@ class QuantConfig:
         """The dtype of the quantized values. All groups have the same dtype."""
         return self.groups[0][1].dtype
 
+    @property
+    def bits(self) -> int:
+        """The number of bits of a quantized value."""
+        return self.groups[0][1].bits
+
+    @property
+    def quantizes(self) -> bool:
+        """Return whether unquantized weights can be loaded, and are quantized then."""
+        return all(scheme.quantizes for _, scheme in self.groups)
+
     def own_name(self, name: str) -> str:
         """Return the model's name for a tensor.
 
@@ -56,7 +69,7 @@ class QuantConfig:
         has_one_scale = self.groups[0][1].scale_name == "weight_scale"
         return name.removesuffix("_inv") if has_one_scale and name.endswith(".weight_scale_inv") else name
 
-    def scheme_of(self, module: str) -> QuantScheme | None:
+    def scheme_of(self, module: str) -> Scheme | None:
         """Return the scheme of the module with this name in the checkpoint, or None if it is not quantized."""
         names = nested_names(module)
         if any(_matches(pattern, name) for pattern in self.ignore for name in names):
@@ -69,8 +82,9 @@ class QuantConfig:
 
         Allocate the weights of these layers on `device`.
         """
-        make_linear: Callable = ScaledLinear
-        make_experts: Callable = ScaledExperts
+        is_packed = isinstance(self.groups[0][1], PackedScheme)
+        make_linear: Callable = PackedLinear if is_packed else ScaledLinear
+        make_experts: Callable = PackedExperts if is_packed else ScaledExperts
         has_units = "quantize_rows" in ops_for(device) and has_fp8_units(device)
         if quantizes_rows := has_units and self.dtype == torch.float8_e4m3fn:
             from nanovllm.quantization.fp8_linear import FP8Linear  # imported lazily, because it needs Triton
@@ -100,7 +114,10 @@ class QuantConfig:
             if (scheme := schemes.pop()) is not None:
                 if isinstance(module, LinearBase) and type(module).multiply is not LinearBase.multiply:
                     raise ValueError(f"{path}: can't be quantized: {type(module).__name__} has a `multiply` of its own")
-                module.format = make(module, scheme)
+                try:
+                    module.format = make(module, scheme)
+                except ValueError as error:
+                    raise ValueError(f"{path}: {error}") from error
                 if isinstance(module, LinearBase):
                     replace_methods(module, Quantized, "Quantized")
             for name, p in [*module.named_parameters(recurse=False)]:

@@ -7,7 +7,7 @@ A matrix [N, K] has values [N, K]. Each block of `rows` x `columns` values share
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -35,6 +35,8 @@ class QuantScheme:
     block_rows: int | None  # rows that share a scale in the checkpoint; None: all
     block_columns: int | None  # columns that share a scale; None: all
     scale_name: str | None = None  # the suffix of the scales' names in the checkpoint; None: it is not quantized
+    bits: ClassVar[int] = 8
+    quantizes: ClassVar[bool] = True  # weights without scales are quantized
 
     def block_of(self, shape: tuple[int, int]) -> Block:
         """Return the checkpoint's block size for a whole weight."""
@@ -47,11 +49,11 @@ class QuantScheme:
         ranks cuts a block of the checkpoint, several smaller blocks get copies of that block's scale.
         """
         if self.block_columns is not None:
-            columns = _power_of_two(self.block_columns, columns)
+            columns = power_of_two(self.block_columns, columns)
         if self.block_rows is None:  # the merged weights of a layer have different scales
             return Block(1, columns)
-        parts = [part for shard in shards for part in _parts_of(shard)]
-        return Block(_power_of_two(self.block_rows, *(len(range(p.shape[0])[p.rows]) for p in parts)), columns)
+        parts = [part for shard in shards for part in parts_of(shard)]
+        return Block(power_of_two(self.block_rows, *(len(range(p.shape[0])[p.rows]) for p in parts)), columns)
 
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantize a weight [N, K]. Return values [N, K], and scales [ceil(N / rows), ceil(K / columns)].
@@ -76,7 +78,7 @@ class QuantScheme:
         return values.clamp(*limits).to(self.dtype).flatten(2, 3).flatten(0, 1)[:n, :k], scales
 
 
-def _power_of_two(*sizes: int) -> int:
+def power_of_two(*sizes: int) -> int:
     """Return the largest power of two that divides all sizes."""
     divisor = math.gcd(*sizes)
     return divisor & -divisor
@@ -161,7 +163,7 @@ class ScaledWeight:
         if scales.numel() != needed[0] * needed[1]:
             raise ValueError(f"the checkpoint has scales of shape {list(scales.shape)}, the model needs {list(needed)}")
         scales, copied = scales.reshape(needed), []
-        for part in _parts_of(shard):
+        for part in parts_of(shard):
             own_rows, own_columns = range(n)[part.rows], range(k)[part.columns]
             rows = [row // block.rows for row in own_rows[:: self.block.rows]]
             columns = [column // block.columns for column in own_columns[:: self.block.columns]]
@@ -170,7 +172,7 @@ class ScaledWeight:
         return torch.cat(copied)
 
 
-def _parts_of(shard: Shard | RowRanges) -> list[Shard]:
+def parts_of(shard: Shard | RowRanges) -> list[Shard]:
     return shard.parts if isinstance(shard, RowRanges) else [shard]
 
 

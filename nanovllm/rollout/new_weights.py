@@ -42,8 +42,9 @@ def load_weights(llm: "LLMEngine", weights: Iterable[tuple[str, torch.Tensor]]) 
 
     `weights` yields (name, tensor) pairs as in a checkpoint or in the state dict of the transformers model. So layers
     are not merged, and tensors are not split over ranks. An engine with 8-bit weights accepts 8-bit values with scales,
-    as in its checkpoint. It also accepts unquantized tensors, and quantizes them. The caller's thread iterates over
-    `weights`, so a generator that creates one tensor at a time needs memory for only one tensor.
+    as in its checkpoint. It also accepts unquantized tensors, and quantizes them. An engine with a 4-bit checkpoint
+    accepts no weights; an engine with `quantization="int4"` accepts unquantized tensors. The caller's thread iterates
+    over `weights`, so a generator that creates one tensor at a time needs memory for only one tensor.
 
     Raises UnavailableError if there are requests and the engine is not paused, or if the weights are asleep. New
     requests raise UnavailableError until this function returns.
@@ -88,6 +89,11 @@ class WeightUpdate:
     def begin(self) -> None:
         runner, unavailable = self.core.model_runner, self.core.unavailable
         assert runner is not None, "the engine is open"
+        if (formats := runner.model.config.quantization) and not formats.quantizes:
+            raise ValueError(
+                f"load_weights: the weights of a checkpoint in the format {formats.name!r} can't be replaced; "
+                "with a 16-bit checkpoint and quantization='int4', they can"
+            )
         self.reason_before = reason = unavailable.get("weights")
         with refusing_requests(self.llm, "weights", LOADING):
             if "weights" in runner.sleepers and not runner.sleepers["weights"].is_mapped:

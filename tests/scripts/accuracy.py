@@ -1,4 +1,4 @@
-"""What 8-bit weights and caches cost in accuracy: `python tests/scripts/accuracy.py [--model MODEL]`. Not a test.
+"""What quantized weights and caches cost in accuracy: `python tests/scripts/accuracy.py [--model MODEL]`. Not a test.
 
 The texts are what the model itself writes at temperature 1, in float32, so that any model can be measured without data;
 `--text FILE` takes the beginning of a text file instead. Each row of the table is an engine that reads the texts:
@@ -27,6 +27,7 @@ ROWS: dict[str, dict] = {
     "int8 weights": {"quantization": "int8"},
     "FP8 weights, a scale for each output": {"quantization": "fp8"},
     "FP8 weights, blocks of 128 x 128": {"model": "block"},
+    "int4 weights, groups of 128": {"quantization": "int4"},
     "FP8 cache": {"kv_cache_dtype": "fp8"},
     "FP8 weights (a scale for each output) and cache": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
 }
@@ -98,7 +99,7 @@ def write_blocks(model: str, folder: Path) -> str:
 
     from nanovllm.utils.loader import find_model
 
-    return write_quantized(str(find_model(model, None, with_weights=True)), folder, "block")[0]
+    return write_quantized(str(find_model(model, None, with_weights=True)), folder, "block", margin=1.0)[0]
 
 
 if __name__ == "__main__":

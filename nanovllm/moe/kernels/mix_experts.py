@@ -9,12 +9,14 @@ from nanovllm.kernels.linear.tiles import NO_NORM
 from nanovllm.moe.kernels.moe_gemm import moe_gemm, sum_local_parts
 from nanovllm.moe.kernels.moe_gemv import MAX_GEMV_TOKENS, moe_gemv
 from nanovllm.moe.kernels.moe_routing import route, router_logits
+from nanovllm.moe.kernels.packed_experts import packed_experts
 
 
 def mix_experts(x, layer, slot_mapping):
     if len(x) == 0:
         return NotImplemented
-    return _by_gemv(x, layer, slot_mapping) if len(x) <= MAX_GEMV_TOKENS else mix_by_gemm(x, layer, slot_mapping)
+    has_gemv = len(x) <= MAX_GEMV_TOKENS and not layer.experts.format.is_packed
+    return _by_gemv(x, layer, slot_mapping) if has_gemv else mix_by_gemm(x, layer, slot_mapping)
 
 
 def _by_gemv(x, layer, slot_mapping):
@@ -50,7 +52,10 @@ def mix_by_gemm(x, layer, slot_mapping, router=router_logits):
     logits = router(rows, layer.gate.weight)
     routing = route(logits, layer.top_k, layer.renormalize, slot_mapping, layer.num_shared)
     weights, first = experts.format.stacks(experts), experts.first_expert
-    parts = moe_gemm(rows, routing, *weights, first, experts.format.quantizes_activations)
+    if experts.format.is_packed:
+        parts = packed_experts(rows, routing, *weights, first)
+    else:
+        parts = moe_gemm(rows, routing, *weights, first, experts.format.quantizes_activations)
     if tp.size == 1:
         return layer.sum_over_ranks(lambda out: parts.squeeze(0), *rows.shape, rows.dtype, len(parts))
     compute = partial(sum_local_parts, parts, routing, first, experts.num_stacked)

@@ -1,38 +1,106 @@
-"""Reads the format compressed-tensors: FP8 weights with a scale per output, per block or per weight matrix."""
+"""Reads the format compressed-tensors: FP8 weights with a scale per output, per block or per weight matrix; and weights
+of 4 bits: integers, MXFP4 and NVFP4.
 
+For example, llm-compressor writes such checkpoints.
+"""
+
+from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
+from nanovllm.quantization.formats.awq import GROUP_SIZES
 from nanovllm.quantization.formats.fp8 import e4m3_scheme
+from nanovllm.quantization.formats.modelopt import E4M3, UNUSED
+from nanovllm.quantization.formats.mxfp4 import E8M0, e8m0
+from nanovllm.quantization.packed import PackedScheme, nibbles
 from nanovllm.quantization.quant_config import QuantConfig
 from nanovllm.quantization.scaled import QuantScheme
 from nanovllm.utils.checks import check_choice
 
 SCALE_NAME = "weight_scale"
+# Inputs in the order of their importance are in groups that are not contiguous, unless only the order of rounding
+# differs ("weight", "static").
+ORDERS = None, "weight", "static", "group", "dynamic"
 
 
 def read_config(raw: dict, file: Path) -> QuantConfig:
     where = f"{file}: quantization_config"
-    check_choice(f"{where}: format", raw.get("format"), ("float-quantized", "naive-quantized"))
+    read, dtypes = FORMATS[check_choice(f"{where}: format", raw.get("format"), FORMATS)]
     check_choice(f"{where}: quantization_status", raw.get("quantization_status", "compressed"), ("compressed",))
     if raw.get("kv_cache_scheme") is not None:
         raise ValueError(f"{where}: kv_cache_scheme is not supported")
     groups = raw.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise ValueError(f"{where}: has no config_groups")
-    read = tuple(
-        (tuple(group.get("targets") or ()), _read_scheme(group.get("weights") or {}, f"{where}: {name}: weights"))
-        for name, group in groups.items()
-    )
-    return QuantConfig("compressed-tensors", read, tuple(raw.get("ignore") or ()), ("F8_E4M3",))
+    schemes = []
+    for name, group in groups.items():
+        place, weights = f"{where}: {name}", group.get("weights") or {}
+        check_choice(f"{place}: weights: dynamic", weights.get("dynamic", False), (False,))
+        if dtypes != FP8_DTYPES and (activations := group.get("input_activations")):
+            # 4-bit activations are an option of the format, and stay in 16 bits here
+            check_choice(f"{place}: input_activations: num_bits", activations.get("num_bits"), (4,))
+        schemes.append((tuple(group.get("targets") or ()), read(weights, f"{place}: weights")))
+    unused = (*UNUSED, ".weight_shape", ".activation_scale")
+    return QuantConfig("compressed-tensors", tuple(schemes), tuple(raw.get("ignore") or ()), dtypes, unused)
 
 
-def _read_scheme(weights: dict, where: str) -> QuantScheme:
+def _read_fp8(weights: dict, where: str) -> QuantScheme:
     check_choice(f"{where}: type", weights.get("type"), ("float",))
     check_choice(f"{where}: num_bits", weights.get("num_bits"), (8,))
     check_choice(f"{where}: symmetric", weights.get("symmetric", True), (True,))
-    check_choice(f"{where}: dynamic", weights.get("dynamic", False), (False,))
     strategy = weights.get("strategy")
     check_choice(f"{where}: strategy", strategy, ("tensor", "channel", "block"))
     if strategy == "block":
         return e4m3_scheme(*weights["block_structure"], SCALE_NAME)
     return e4m3_scheme(1 if strategy == "channel" else None, None, SCALE_NAME)
+
+
+def _read_int4(weights: dict, where: str) -> PackedScheme:
+    check_choice(f"{where}: type", weights.get("type"), ("int",))
+    check_choice(f"{where}: num_bits", weights.get("num_bits"), (4,))
+    check_choice(f"{where}: strategy", weights.get("strategy"), ("group", "channel"))
+    size = check_choice(f"{where}: group_size", weights.get("group_size") or -1, GROUP_SIZES)
+    order = check_choice(f"{where}: actorder", weights.get("actorder") or None, ORDERS)
+    tensors = [("weight_packed", "words", nibbles), (SCALE_NAME, "scales", torch.clone)]
+    if not weights.get("symmetric", True):
+        tensors.append(("weight_zero_point", "zeros", zeros))
+    if order in ("group", "dynamic"):
+        tensors.append(("weight_g_idx", "group_ids", torch.clone))
+    return PackedScheme("int4", None if size == -1 else size, tuple(tensors))
+
+
+def _read_fp4(group_size: int, *tensors: tuple[str, str, Callable], scale_dtype: torch.dtype) -> Callable:
+    def read(weights: dict, where: str) -> PackedScheme:
+        check_choice(f"{where}: type", weights.get("type"), ("float",))
+        check_choice(f"{where}: num_bits", weights.get("num_bits"), (4,))
+        check_choice(f"{where}: symmetric", weights.get("symmetric", True), (True,))
+        check_choice(f"{where}: group_size", weights.get("group_size"), (group_size,))
+        return PackedScheme("e2m1", group_size, (("weight_packed", "words", nibbles), *tensors), scale_dtype)
+
+    return read
+
+
+def zeros(packed: torch.Tensor) -> torch.Tensor:
+    """Unpack [N / 8, groups] to [N, groups]."""
+    return nibbles(packed.t()).t()
+
+
+FP8_DTYPES = ("F8_E4M3",)
+# how a format describes a weight, and the dtypes of its tensors
+FORMATS: dict[str, tuple[Callable, tuple[str, ...]]] = {
+    "float-quantized": (_read_fp8, FP8_DTYPES),
+    "naive-quantized": (_read_fp8, FP8_DTYPES),
+    "pack-quantized": (_read_int4, ("I32", "I64")),
+    "mxfp4-pack-quantized": (
+        _read_fp4(32, (SCALE_NAME, "scales", e8m0), scale_dtype=E8M0),
+        ("U8",),
+    ),
+    "nvfp4-pack-quantized": (
+        _read_fp4(
+            *(16, (SCALE_NAME, "scales", torch.clone), ("weight_global_scale", "row_scales", torch.reciprocal)),
+            scale_dtype=E4M3,
+        ),
+        ("U8", "F8_E4M3"),
+    ),
+}

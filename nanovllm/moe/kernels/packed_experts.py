@@ -1,0 +1,86 @@
+"""Mixture of experts with 4-bit weights: the grouped GEMMs of moe_gemm.py, for any number of tokens."""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
+from nanovllm.kernels.linear.tiles import Tiles
+from nanovllm.moe.kernels.moe_gemm import choose_tile_m
+from nanovllm.moe.kernels.moe_routing import TILE_FIELDS, ExpertRows, Routing, sort_by_expert
+from nanovllm.quantization.kernels.packed_gemm import (
+    FEW_ROWS,
+    add_packed_product,
+    packed_operands,
+    packed_tiles,
+    times_row_scales,
+)
+
+
+@dependent_kernel()
+@triton.jit(do_not_specialize=["num_tokens"])
+def _packed_grouped_kernel(
+    x_ptr,
+    w_ptrs,
+    routing_ptrs,
+    out_ptr,
+    num_tokens,
+    N,
+    SHAPE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """In each program, compute `tile_n` outputs of at most `tile_m` rows of one expert.
+
+    With IS_GATED, the kernel computes the first GEMM and SwiGLU, for tokens in their order.
+    """
+    gdc_launch_and_wait(PDL)
+    weights_ptr, pairs_ptr, table_ptr = routing_ptrs
+    field = table_ptr + tl.program_id(1) * TILE_FIELDS
+    expert, first_row, end_row = tl.load(field), tl.load(field + 1), tl.load(field + 2)
+    if expert < 0:
+        return
+    if w_ptrs[4] is not None:
+        w_ptrs = (w_ptrs[0], w_ptrs[1], w_ptrs[2], w_ptrs[3], w_ptrs[4] + expert * SHAPE.k)
+    row = first_row + tl.arange(0, SHAPE.tile_m)
+    is_used = row < end_row
+    pair = tl.load(pairs_ptr + row, is_used, 0)
+    n = tl.program_id(0) * SHAPE.tile_n + tl.arange(0, SHAPE.tile_n)
+    w_row = expert * (2 * N if IS_GATED else N) + n
+    x_row = pair // TOP_K if IS_GATED else row
+    zeros = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
+    y = add_packed_product(zeros, x_ptr, x_row, is_used, w_ptrs, w_row, n < N, 0, SHAPE.words, SHAPE)
+    y = times_row_scales(y, w_ptrs, w_row, n < N)
+    if IS_GATED:
+        up = add_packed_product(zeros, x_ptr, x_row, is_used, w_ptrs, w_row + N, n < N, 0, SHAPE.words, SHAPE)
+        y = y / (1.0 + tl.exp(-y)) * times_row_scales(up, w_ptrs, w_row + N, n < N)
+        out_row = row.to(tl.int64)
+    else:
+        y *= tl.load(weights_ptr + pair, is_used, 0.0)[None, :]
+        out_row = (pair % TOP_K).to(tl.int64) * num_tokens + pair // TOP_K
+    out = out_ptr + out_row[:, None] * N + n[None, :]
+    tl.store(out, y.to(out_ptr.dtype.element_ty).T, is_used[:, None] & (n < N)[None, :])
+
+
+def _grouped_product(
+    x: torch.Tensor, weight, rows: ExpertRows, routing: Routing, tiles: Tiles, out: torch.Tensor
+) -> torch.Tensor:
+    """Fill `out` with the result of the first GEMM, [rows, size], or of the second, [top_k, T, hidden]."""
+    (num_tokens, top_k), n, is_gated = routing.weights.shape, out.shape[-1], out.dim() == 2
+    pointers, shape = packed_operands(weight, x.dtype, tiles)
+    operands = x, pointers, (routing.weights, rows.pairs, rows.table), out, num_tokens, n
+    launch(_packed_grouped_kernel, (triton.cdiv(n, tiles.tile_n), len(rows.table)), x.device)(
+        *operands, SHAPE=shape, TOP_K=top_k, IS_GATED=is_gated, num_warps=tiles.warps
+    )
+    return out
+
+
+def packed_experts(x: torch.Tensor, routing: Routing, gate_up, down, first_expert: int = 0) -> torch.Tensor:
+    """Compute `moe_gemm` with stacks of Packed weights."""
+    (num_local, hidden, _), num_pairs = down.words.shape, routing.expert_ids.numel()
+    tiles = packed_tiles(len(x) if len(x) <= FEW_ROWS else choose_tile_m(num_pairs, routing.num_experts))
+    rows = sort_by_expert(routing.expert_ids, first_expert, num_local, tiles.tile_m)
+    h = _grouped_product(x, gate_up, rows, routing, tiles, x.new_empty(len(rows.pairs), down.k))
+    out = x.new_empty(routing.weights.shape[1], len(x), hidden)
+    return _grouped_product(h, down, rows, routing, tiles, out)

@@ -1,0 +1,37 @@
+"""Reads the format AWQ (arXiv:2306.00978): 4-bit integers with zero points, packed along the outputs of a layer.
+
+The eight codes of a word belong to outputs 0, 2, 4, 6, 1, 3, 5, 7, low bits first.
+"""
+
+import re
+from pathlib import Path
+
+import torch
+
+from nanovllm.quantization.packed import PackedScheme, nibbles
+from nanovllm.quantization.quant_config import ALL, QuantConfig
+from nanovllm.utils.checks import check_choice
+
+GROUP_SIZES = 32, 64, 128, -1
+
+
+def read_config(raw: dict, file: Path) -> QuantConfig:
+    where = f"{file}: quantization_config"
+    check_choice(f"{where}: version", str(raw.get("version", "gemm")).lower(), ("gemm",))
+    check_choice(f"{where}: bits", raw.get("bits", raw.get("w_bit")), (4,))
+    check_choice(f"{where}: zero_point", raw.get("zero_point", True), (True,))
+    group = check_choice(f"{where}: group_size", raw.get("group_size", raw.get("q_group_size")), GROUP_SIZES)
+    tensors = (
+        ("qweight", "words", codes_of_outputs),
+        ("qzeros", "zeros", codes_of_outputs),
+        ("scales", "scales", torch.t),
+    )
+    scheme = PackedScheme("int4", None if group == -1 else group, tensors)
+    # a name skips every module whose name contains it
+    ignore = tuple(f"re:.*{re.escape(name)}" for name in raw.get("modules_to_not_convert") or ())
+    return QuantConfig("awq", (((ALL,), scheme),), ignore, ("I32",))
+
+
+def codes_of_outputs(packed: torch.Tensor) -> torch.Tensor:
+    """Unpack [K, N / 8] to [N, K]."""
+    return nibbles(packed).unflatten(1, (-1, 2, 4)).transpose(2, 3).flatten(1).t()

@@ -1,0 +1,32 @@
+"""Reads NVIDIA Model Optimizer's NVFP4: e2m1 values, an e4m3 scale for each group of 16 inputs, and a global scale.
+
+Activations stay in the model's dtype.
+"""
+
+import fnmatch
+from pathlib import Path
+
+import torch
+
+from nanovllm.quantization.packed import PackedScheme, nibbles
+from nanovllm.quantization.quant_config import ALL, QuantConfig
+from nanovllm.utils.checks import check_choice
+
+# fixed scales of activations and of the KV cache, both of which stay unquantized
+UNUSED = ".input_scale", ".input_global_scale", ".k_scale", ".v_scale"
+E4M3 = torch.float8_e4m3fn
+
+
+def read_config(raw: dict, file: Path) -> QuantConfig:
+    where = f"{file}: quantization_config"
+    check_choice(f"{where}: quant_algo", raw.get("quant_algo"), ("NVFP4",))
+    check_choice(f"{where}: group_size", raw.get("group_size", 16), (16,))
+    tensors = (
+        ("weight", "words", nibbles),
+        ("weight_scale", "scales", torch.clone),
+        ("weight_scale_2", "row_scales", torch.clone),
+    )
+    names = raw.get("ignore") or raw.get("exclude_modules") or ()  # with wildcards as in file names
+    ignore = tuple(f"re:{fnmatch.translate(name)}" if "*" in name else name for name in names)
+    scheme = PackedScheme("e2m1", 16, tensors, E4M3)
+    return QuantConfig("modelopt", (((ALL,), scheme),), ignore, ("U8", "F8_E4M3"), UNUSED)

@@ -1,0 +1,29 @@
+"""Reads MXFP4 as gpt-oss stores its experts: e2m1 values, and a power of two for each group of 32 inputs.
+
+One tensor contains the experts of a layer. In the first matrix, rows of gate and up alternate.
+"""
+
+from pathlib import Path
+
+import torch
+
+from nanovllm.quantization.packed import PackedScheme, nibbles
+from nanovllm.quantization.quant_config import QuantConfig
+
+E8M0 = torch.float8_e8m0fnu
+EXPERTS = r"re:.*\.experts\."
+
+
+def read_config(raw: dict, file: Path) -> QuantConfig:
+    tensors = ("blocks", "words", codes_of_blocks), ("scales", "scales", e8m0)
+    scheme = PackedScheme("e2m1", 32, tensors, E8M0, alternates=True)
+    return QuantConfig("mxfp4", (((EXPERTS,), scheme),), tuple(raw.get("modules_to_not_convert") or ()), ("U8",))
+
+
+def codes_of_blocks(blocks: torch.Tensor) -> torch.Tensor:
+    """Unpack [N, K / 32, 16] to [N, K]."""
+    return nibbles(blocks).flatten(1)
+
+
+def e8m0(exponents: torch.Tensor) -> torch.Tensor:
+    return exponents.view(E8M0)

@@ -1,0 +1,269 @@
+"""Computes y = x W^T with 4-bit W, for one row and for many, and converts W to the dtype of the activations.
+
+packed.py defines the layout of W. A tile of 16 words of each row of W contains eight slices of 16 adjacent inputs.
+`tl.dot` multiplies the slices one after another, so codes never move between threads.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.e4m3 import decode_e4m3
+from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
+from nanovllm.kernels.launch.gpu_features import num_sms
+from nanovllm.kernels.linear.tiles import Tiles, as_loadable
+
+MAX_PACKED_ROWS = 128  # with more rows, converting the weights for a GEMM of the library is faster
+NUM_WARPS = 16  # that a multiprocessor should get
+FEW_ROWS = 4
+LARGE_TILE_M = 64
+ONE_GROUP = 2**30  # the group size if a row is one group
+WORDS = tl.constexpr(16)  # of a row of a tile; also the inputs of a slice
+INPUTS = tl.constexpr(128)  # of a tile
+
+
+class PackedShape(NamedTuple):
+    """The sizes and the format of a weight, and the tile sizes (a kernel constant)."""
+
+    k: int
+    words: int  # of a row
+    groups: int  # of a row
+    group_size: int  # divides INPUTS, or is a multiple of INPUTS
+    is_e2m1: bool
+    is_e8m0: bool  # scales are powers of two; other 8-bit scales are e4m3
+    assembly: tuple[str, ...]  # of `_slice`, for each slice; empty in Triton's interpreter and for float32
+    words_per_split: int
+    tile_n: int
+    tile_m: int
+    stages: int
+    fills_tiles: bool  # whether tiles contain no inputs beyond the last
+
+
+@cache
+def _assembly(is_e2m1: bool, dtype: torch.dtype) -> tuple[str, ...]:
+    """Return the instructions that convert a slice, for each slice of a tile. They save half of the compiler's.
+
+    $1 and $2 are adjacent words, and $0 receives their codes as a pair of 16-bit numbers, plus the pair $3. `prmt`
+    combines halves of both words, so that the next instructions extract both codes at once. The bits of an integer
+    replace the last bits of 128 (bfloat16) or 1024 (float16), which $3 subtracts again. The bits of an e2m1 number
+    become the bits of a number with a smaller exponent, which is then multiplied by a power of two.
+    """
+    is_half = dtype == torch.float16
+    kind = "f16x2" if is_half else "bf16x2"
+    if is_e2m1:
+        factor, magnitude, end = (0x74007400, 0x0E000E00, 9) if is_half else (0x7E807E80, 0x01C001C0, 6)
+    else:
+        factor, base = (0x3C003C00, 0x64006400) if is_half else (0x3F803F80, 0x43004300)
+    slices = []
+    for j in range(8):
+        bit, half = j % 4 * 4, "0x5410" if j < 4 else "0x7632"
+        lines = [".reg .b32 codes, number, factor;", f"prmt.b32 codes, $1, $2, {half};"]
+        if is_e2m1:
+            shift = f"shl.b32 number, codes, {end - bit};" if bit < end else f"shr.u32 number, codes, {bit - end};"
+            lines += [shift, f"and.b32 number, number, {magnitude:#x};", f"shl.b32 codes, codes, {12 - bit};"]
+            lines += ["lop3.b32 number, codes, 0x80008000, number, 0xEA;"]  # codes & sign | number
+        else:
+            lines += [f"shr.u32 codes, codes, {bit};", f"lop3.b32 number, codes, 0x000F000F, {base:#x}, 0xEA;"]
+        lines += [f"mov.b32 factor, {factor:#x};", f"fma.rn.{kind} $0, number, factor, $3;"]
+        slices.append("{" + " ".join(lines) + "}")
+    return tuple(slices)
+
+
+@triton.jit
+def _slice(words, zeros, j: tl.constexpr, dtype: tl.constexpr, SHAPE: tl.constexpr):
+    """Return slice j of a tile of words [rows, WORDS]: values less zero points, in `dtype`."""
+    if len(SHAPE.assembly) > 0:
+        if SHAPE.is_e2m1:
+            summand = tl.full([1, 1], 0.0, dtype)
+        else:
+            summand = (-zeros - (1024.0 if dtype == tl.float16 else 128.0)).to(dtype)
+        bits = tl.inline_asm_elementwise(
+            SHAPE.assembly[j], "=r,r,r,r", [words, summand], dtype=tl.int16, is_pure=True, pack=2
+        )
+        values = bits.to(dtype, bitcast=True)
+    else:
+        codes = (words >> 4 * j) & 15
+        if SHAPE.is_e2m1:  # a float16 with these bits has an exponent that is 14 too small
+            bits = ((codes & 8) << 12 | (codes & 7) << 9).to(tl.int16)
+            values = (bits.to(tl.float16, bitcast=True) * 16384.0).to(dtype)
+        else:
+            values = (codes.to(tl.float32) - zeros).to(dtype)
+    return values
+
+
+@triton.jit
+def _scales_and_zeros(w_ptrs, row, is_row, first_k, SHAPE: tl.constexpr):
+    """Load the scales and zero points of the slice that begins with input `first_k`, as float32.
+
+    The results are [rows, 1], or [rows, WORDS] if groups are not contiguous.
+    """
+    _, scale_ptr, zero_ptr, _, ids_ptr = w_ptrs
+    if ids_ptr is not None:
+        k = first_k + tl.arange(0, WORDS)
+        group = tl.load(ids_ptr + k, k < SHAPE.k, 0)[None, :]
+    else:
+        group = tl.full([1, 1], 0, tl.int32) + first_k // SHAPE.group_size
+    at, inside = row[:, None] * SHAPE.groups + group, is_row[:, None]
+    if not SHAPE.fills_tiles:
+        inside = inside & (group < SHAPE.groups)
+    scales = tl.load(scale_ptr + at, inside, 0.0)
+    if SHAPE.is_e8m0:  # the exponent of a float32; 2**-127 is subnormal
+        exponents = scales.to(tl.int32)
+        scales = tl.where(exponents == 0, 0x400000, exponents << 23).to(tl.float32, bitcast=True)
+    else:
+        scales = decode_e4m3(scales, tl.float32)  # 16-bit scales too
+    if zero_ptr is not None:
+        zeros = tl.load(zero_ptr + at, inside, 0).to(tl.float32)
+    else:
+        zeros = tl.full([1, 1], 8.0, tl.float32)
+    return scales, zeros
+
+
+@triton.jit
+def add_packed_product(acc, x_ptr, x_row, is_x_row, w_ptrs, row, is_row, first, end, SHAPE: tl.constexpr):
+    """Return acc [tile_n, tile_m] + W x^T for rows `row` of W and `x_row` of x, over the words from `first` to `end`.
+
+    `w_ptrs` has the words, scales, zero points, factors of rows (which the caller applies), and groups of inputs.
+    """
+    IS_CONTIGUOUS: tl.constexpr = w_ptrs[4] is None
+    GROUPS: tl.constexpr = INPUTS // SHAPE.group_size if IS_CONTIGUOUS and SHAPE.group_size < INPUTS else 1  # of a tile
+    SLICES: tl.constexpr = 8 // GROUPS  # of a group
+    i = tl.arange(0, WORDS)
+    words_at = w_ptrs[0] + row.to(tl.int64)[:, None] * SHAPE.words + i[None, :]
+    x_at = x_ptr + x_row.to(tl.int64)[:, None] * SHAPE.k + i[None, :]
+    for begin in tl.range(first, end, WORDS, num_stages=SHAPE.stages):
+        words = tl.load(words_at + begin, is_row[:, None], 0)
+        for g in tl.static_range(GROUPS):
+            part = tl.zeros([row.shape[0], x_row.shape[0]], tl.float32)
+            if IS_CONTIGUOUS:
+                scales, zeros = _scales_and_zeros(w_ptrs, row, is_row, begin * 8 + g * SLICES * WORDS, SHAPE)
+            for j in tl.static_range(g * SLICES, (g + 1) * SLICES):
+                first_k = begin * 8 + j * WORDS
+                is_x = is_x_row[:, None]
+                if not SHAPE.fills_tiles:
+                    is_x = is_x & (first_k + i < SHAPE.k)[None, :]
+                x = tl.load(x_at + first_k, is_x, 0.0)
+                if not IS_CONTIGUOUS:
+                    scales, zeros = _scales_and_zeros(w_ptrs, row, is_row, first_k, SHAPE)
+                w = _slice(words, zeros, j, x.dtype, SHAPE)
+                if not IS_CONTIGUOUS:
+                    w = (w.to(tl.float32) * scales).to(x.dtype)
+                part = tl.dot(w, x.T, part, input_precision="ieee")
+            acc += part * scales if IS_CONTIGUOUS else part
+    return acc
+
+
+@triton.jit
+def times_row_scales(y, w_ptrs, row, is_row):
+    """Multiply y [tile_n, tile_m] by the factors of the weight's rows, if there are any."""
+    if w_ptrs[3] is not None:
+        y *= tl.load(w_ptrs[3] + row, is_row, 0.0)[:, None]
+    return y
+
+
+@dependent_kernel()
+@triton.jit(do_not_specialize=["M"])
+def _packed_gemm_kernel(x_ptr, w_ptrs, out_ptr, M, N, SHAPE: tl.constexpr, PDL: tl.constexpr):
+    # A program computes an output tile [tile_m, tile_n] over the inputs of one split.
+    gdc_launch_and_wait(PDL)
+    n = tl.program_id(0) * SHAPE.tile_n + tl.arange(0, SHAPE.tile_n)
+    m = tl.program_id(1) * SHAPE.tile_m + tl.arange(0, SHAPE.tile_m)
+    split = tl.program_id(2)
+    first = split * SHAPE.words_per_split
+    end = tl.minimum(first + SHAPE.words_per_split, SHAPE.words)
+    # transposed, as in split_k_gemm.py
+    acc = tl.zeros([n.shape[0], m.shape[0]], tl.float32)
+    acc = add_packed_product(acc, x_ptr, m, m < M, w_ptrs, n, n < N, first, end, SHAPE)
+    acc = times_row_scales(acc, w_ptrs, n, n < N)
+    out = out_ptr + (split * M + m[:, None]) * N + n[None, :]
+    tl.store(out, acc.T.to(out_ptr.dtype.element_ty), (m < M)[:, None] & (n < N)[None, :])
+
+
+@dependent_kernel()
+@triton.jit
+def _dequantize_packed_kernel(w_ptrs, out_ptr, N, SHAPE: tl.constexpr, PDL: tl.constexpr):
+    # A program converts tile_n rows of a tile.
+    gdc_launch_and_wait(PDL)
+    row = tl.program_id(0) * SHAPE.tile_n + tl.arange(0, SHAPE.tile_n)
+    is_row, i, begin = row < N, tl.arange(0, WORDS), tl.program_id(1) * WORDS
+    words = tl.load(w_ptrs[0] + row.to(tl.int64)[:, None] * SHAPE.words + begin + i[None, :], is_row[:, None], 0)
+    for j in tl.static_range(8):
+        first_k = begin * 8 + j * WORDS
+        scales, zeros = _scales_and_zeros(w_ptrs, row, is_row, first_k, SHAPE)
+        w = times_row_scales(_slice(words, zeros, j, tl.float32, SHAPE) * scales, w_ptrs, row, is_row)
+        out = out_ptr + row.to(tl.int64)[:, None] * SHAPE.k + first_k + i[None, :]
+        tl.store(out, w.to(out_ptr.dtype.element_ty), is_row[:, None] & (first_k + i < SHAPE.k)[None, :])
+
+
+def packed_operands(weight, dtype: torch.dtype, tiles: Tiles, split_k: int = 1) -> tuple[tuple, PackedShape]:
+    """Return the pointers and the PackedShape with which a weight is passed to a kernel that converts it to `dtype`."""
+    words, scales, zeros, row_scales, group_ids = weight[:5]
+    (*_, num_words), groups, is_e2m1 = words.shape, scales.shape[-1], weight.codes == "e2m1"
+    has_assembly = words.is_cuda and dtype != torch.float32
+    shape = PackedShape(
+        *(weight.k, num_words, groups, ONE_GROUP if groups == 1 else weight.group_size),
+        *(is_e2m1, scales.dtype == torch.float8_e8m0fnu, _assembly(is_e2m1, dtype) if has_assembly else ()),
+        triton.cdiv(num_words, split_k * WORDS.value) * WORDS.value,
+        *(tiles.tile_n, tiles.tile_m, tiles.stages, weight.k % INPUTS.value == 0),
+    )
+    scales = scales.view(torch.uint8) if shape.is_e8m0 else as_loadable(scales)
+    return (words, scales, zeros, row_scales, group_ids), shape
+
+
+def packed_tiles(num_rows: int) -> Tiles:
+    """Return the tiles for this number of rows.
+
+    With few rows, programs of one warp need no barriers. With more rows, wider tiles read x less often.
+    """
+    if num_rows <= FEW_ROWS:
+        return Tiles(16, INPUTS.value, 6, 1, 16)
+    tile_m = min(LARGE_TILE_M, max(16, triton.next_power_of_2(num_rows)))
+    return Tiles(64, INPUTS.value, 5 if tile_m <= 32 else 3, 4, tile_m)
+
+
+def packed_gemm(
+    x: torch.Tensor, weight, split_k: int = 1, out: torch.Tensor | None = None, tiles: Tiles | None = None
+) -> torch.Tensor:
+    """Return parts [split_k, M, N] whose sum is x W^T, for x [M, K] and a Packed weight [N, K].
+
+    All tensors are contiguous. `out` receives the result.
+    """
+    m, n = len(x), len(weight.words)
+    out = torch.empty((split_k, m, n), dtype=x.dtype, device=x.device) if out is None else out
+    tiles = tiles or packed_tiles(m)
+    pointers, shape = packed_operands(weight, x.dtype, tiles, split_k)
+    grid = triton.cdiv(n, tiles.tile_n), triton.cdiv(m, tiles.tile_m), split_k
+    launch(_packed_gemm_kernel, grid, x.device)(x, pointers, out, m, n, SHAPE=shape, num_warps=tiles.warps)
+    return out
+
+
+def best_packed_split_k(x, weight, max_split_k):
+    num_rows = len(x)
+    if not 0 < num_rows <= MAX_PACKED_ROWS:
+        return 1
+    tiles = packed_tiles(num_rows)
+    num_warps = triton.cdiv(len(weight.words), tiles.tile_n) * triton.cdiv(num_rows, tiles.tile_m) * tiles.warps
+    return max(1, min(max_split_k, NUM_WARPS * num_sms(x.device) // num_warps))
+
+
+def packed_linear(x, weight, bias=None, act=None, split_k=1, out=None):
+    if not 0 < len(x) <= MAX_PACKED_ROWS:
+        return NotImplemented
+    y = packed_gemm(x.contiguous(), weight, split_k, out)
+    if bias is not None:
+        y += bias
+    y = y if split_k > 1 else y[0]
+    return y if act is None else act(y)
+
+
+def dequantize_packed(weight, dtype: torch.dtype) -> torch.Tensor:
+    """Return a Packed weight [N, K] in `dtype`."""
+    n = len(weight.words)
+    out = torch.empty((n, weight.k), dtype=dtype, device=weight.device)
+    pointers, shape = packed_operands(weight, torch.float32, Tiles(64, INPUTS.value, 1, 4))
+    grid = triton.cdiv(n, 64), shape.words // WORDS.value
+    launch(_dequantize_packed_kernel, grid, weight.device)(pointers, out, n, SHAPE=shape, num_warps=4)
+    return out

@@ -1,0 +1,248 @@
+"""Stores, loads and dequantizes weights of 4 bits, whatever the format of the checkpoint.
+
+A weight [N, K] consists of 4-bit codes. A code stands for a value: an integer ("int4"), or a floating-point number with
+two bits of exponent and one bit of mantissa ("e2m1", OCP Microscaling Formats 1.0). A group of adjacent inputs of an
+output shares a scale and, if the format has zero points, a zero point. So a weight is (value - zero) * scale.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.kernels import operation
+from nanovllm.quantization.scaled import ROWS_AT_A_TIME, parts_of, power_of_two
+from nanovllm.utils.dummy_weights import BOUND
+from nanovllm.utils.loader import Shard, check_shape, parameter
+
+CHUNK = 128  # inputs in 16 adjacent words: bits 4 j to 4 j + 3 of word i hold the code of input 16 j + i
+MIDDLE = 8  # the zero point of integers without stored zero points
+VALUES = {
+    "int4": torch.arange(16.0),
+    "e2m1": torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]),
+}
+DUMMY = {"scales": 2.0**-8, "zeros": MIDDLE, "row_scales": 1.0}  # every scale format contains 2^-8
+
+
+class Packed(NamedTuple):
+    """The tensors of a weight [N, K], or of a stack of such weights, whose dimension then precedes N."""
+
+    words: torch.Tensor  # [N, 16 * ceil(K / CHUNK)] int32, each with eight codes; padded with arbitrary codes
+    scales: torch.Tensor  # [N, groups]: a float dtype of the model, float8_e4m3fn or float8_e8m0fnu
+    zeros: torch.Tensor | None  # [N, groups] uint8; None: MIDDLE for integers, 0 for e2m1
+    row_scales: torch.Tensor | None  # [N] float32, factors of whole rows; None: 1
+    group_ids: torch.Tensor | None  # [K] int32, the group of each input; None: groups are contiguous
+    codes: str  # a key of VALUES
+    k: int
+    group_size: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.words.device
+
+    def of(self, index: int) -> "Packed":
+        """Return the weight at `index` of a stack."""
+        return self._replace(**{name: x[index] for name, x in zip(self._fields, self[:5]) if x is not None})
+
+
+@dataclass(frozen=True)
+class PackedScheme:
+    """Describes a 4-bit weight, and the tensors with which a checkpoint stores it.
+
+    tensors: (name, field of Packed, reader) of each tensor in the checkpoint. `name` is the last part of its name.
+    `reader` converts the stored tensor: to codes [N, K] for the field `words`, otherwise to the shape of the field for
+    a whole weight. The field "contiguous" stands for a tensor of group ids that must be in order. Without tensors,
+    16-bit weights are quantized while they are loaded.
+
+    alternates: whether rows of gate and up alternate, where one tensor contains the weights of all experts.
+    """
+
+    codes: str
+    group_size: int | None  # inputs that share a scale; None: all
+    tensors: tuple[tuple[str, str, Callable[[torch.Tensor], torch.Tensor]], ...] = ()
+    scale_dtype: torch.dtype | None = None  # None: the model's dtype
+    alternates: bool = False
+    dtype: ClassVar[torch.dtype] = torch.int32  # of the packed values
+    scale_name: ClassVar[None] = None
+    bits: ClassVar[int] = 4
+
+    @property
+    def quantizes(self) -> bool:
+        """Return whether the scheme quantizes 16-bit weights."""
+        return not self.tensors
+
+
+def nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """Unpack the codes in the last dimension of integers, low bits first. Return uint8."""
+    if packed.is_floating_point():
+        raise ValueError(f"the checkpoint has dtype {str(packed.dtype)[6:]}, packed 4-bit values must be integers")
+    values = packed.reshape(-1).view(torch.uint8)
+    return torch.stack((values & 15, values >> 4), -1).view(*packed.shape[:-1], -1)
+
+
+def pack(codes: torch.Tensor) -> torch.Tensor:
+    """Pack codes [N, K] into the words of Packed."""
+    codes = F.pad(codes, (0, -codes.shape[1] % CHUNK)).view(len(codes), -1, 4, 2, 16)
+    pairs = codes[:, :, :, 0] | codes[:, :, :, 1] << 4  # [N, chunks, 4, 16]: the bytes of a word
+    return pairs.transpose(2, 3).contiguous().view(torch.int32).flatten(1)
+
+
+def unpack(words: torch.Tensor, k: int) -> torch.Tensor:
+    """Return the codes [N, K] uint8 of the words of Packed."""
+    codes = nibbles(words).unflatten(1, (-1, 16, 8))  # [N, chunks, word, code]
+    return codes.transpose(2, 3).flatten(1)[:, :k]
+
+
+@operation
+def dequantize_packed(weight: Packed, dtype: torch.dtype) -> torch.Tensor:
+    """Return a weight [N, K], not a stack, in `dtype`."""
+    columns = weight.group_ids
+    if columns is None:
+        columns = torch.arange(weight.k, device=weight.device) // weight.group_size
+    values = VALUES[weight.codes].to(weight.device)[unpack(weight.words, weight.k).long()]
+    if weight.zeros is not None:
+        values -= weight.zeros.float()[:, columns]
+    elif weight.codes == "int4":
+        values -= MIDDLE
+    values *= weight.scales.float()[:, columns]
+    return (values if weight.row_scales is None else values * weight.row_scales[:, None]).to(dtype)
+
+
+def quantize(weight: torch.Tensor, group_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Round a weight [N, K] to integers with zero points. Return words, scales in `dtype`, and zero points.
+
+    The integers of a group range from its smallest weight to its largest weight. A scale is not finite if a weight of
+    its group is not finite.
+    """
+    parts = [_quantize(part, group_size, dtype) for part in weight.split(ROWS_AT_A_TIME)]
+    return tuple(torch.cat(found) for found in zip(*parts))
+
+
+def _quantize(weight: torch.Tensor, group_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    groups = weight.float().unflatten(1, (-1, group_size))
+    low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
+    scales = ((high - low) / 15).to(dtype)
+    steps = scales.float().clamp(min=torch.finfo(dtype).tiny)  # a group of zeros has a scale of 0
+    zeros = (-low / steps).round().clamp(0, 15).nan_to_num()
+    codes = ((groups / steps[..., None]).round() + zeros[..., None]).clamp(0, 15).nan_to_num()
+    return pack(codes.to(torch.uint8).flatten(1)), scales, zeros.to(torch.uint8)
+
+
+class PackedWeight:
+    """The parameters of a layer's 4-bit weight, with loaders.
+
+    `parameters` maps the checkpoint's name of each tensor to a parameter. `select` is the same as for ScaledWeight.
+    Raises ValueError if this rank's inputs begin or end within a group.
+    """
+
+    def __init__(self, shape: tuple[int, ...], scheme: PackedScheme, shards: list[Shard], select: Callable):
+        *stack, n, k = shape
+        whole_k, self.columns = shards[0].shape[1], parts_of(shards[0])[0].columns  # all shards have the same inputs
+        self.scheme, self.select = scheme, select
+        fields = {field for _, field, _ in scheme.tensors} or {"words", "zeros"}
+        first = range(whole_k)[self.columns].start
+        size = power_of_two(scheme.group_size, k) if scheme.quantizes else scheme.group_size or k
+        self.num_groups, self.first_group = k // size, first // size if scheme.group_size else 0
+        if "group_ids" in fields:  # an input may be in any group, so every rank needs the scales of all groups
+            self.num_groups, self.first_group = whole_k // size, 0
+        elif (first % size and scheme.group_size) or k % size:
+            raise ValueError(
+                f"this rank has inputs {first} to {first + k - 1} of {whole_k}, which can't be divided into groups of "
+                f"{size}: use fewer ranks"
+            )
+        if whole_k % size or (size % 16 and self.num_groups > 1):
+            raise ValueError(
+                f"its {whole_k} inputs are divided into groups of {size}: must be a multiple of 16, and a divisor"
+            )
+
+        def make(field: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> torch.Tensor | None:
+            if field in fields or field == "scales":
+                return parameter((*stack, *shape), lambda *_: None, dtype).data
+            return None
+
+        self.packed = Packed(
+            make("words", (n, -(-k // CHUNK) * (CHUNK // 8)), torch.int32),  # type: ignore[arg-type]
+            make("scales", (n, self.num_groups), scheme.scale_dtype),  # type: ignore[arg-type]
+            make("zeros", (n, self.num_groups), torch.uint8),
+            make("row_scales", (n,), torch.float32),
+            make("group_ids", (k,), torch.int32),
+            *(scheme.codes, k, size),
+        )
+        if self.packed.group_ids is not None:
+            self.packed.group_ids.fill_(-1)
+        self.parameters = {"weight": self._parameter("words", self._quantize)} if scheme.quantizes else {}
+        for name, field, reader in scheme.tensors:
+            self.parameters[name] = self._parameter(field, partial(self._load, field, reader))
+
+    def _parameter(self, field: str, load: Callable) -> nn.Parameter:
+        data = getattr(self.packed, field, None)
+        made = nn.Parameter(torch.empty(0) if data is None else data, requires_grad=False)
+        made.weight_loader = load  # type: ignore[attr-defined]
+        return made
+
+    def _quantize(self, _: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
+        """Quantize a shard of a 16-bit weight. Return its scales."""
+        if (selected := self.select(*arguments)) is None:
+            return None
+        shard, index = selected
+        weight, filled = check_shape(weight, shard.shape)[...].to(self.packed.device), []
+        for part in parts_of(shard):
+            quantized = quantize(weight[part.rows, part.columns], self.packed.group_size, self.packed.scales.dtype)
+            filled += [_copy(x, index, part, data) for x, data in zip(self.packed, quantized)]
+        return torch.cat(filled[1::3])
+
+    def _load(self, field: str, read: Callable, _: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
+        """Load a shard of a stored tensor. Return its part if it contains floating-point numbers."""
+        if (selected := self.select(*arguments)) is None:
+            return None
+        shard, index = selected
+        (n, k), target = shard.shape, getattr(self.packed, field, None)
+        shapes = {"words": (n, k), "row_scales": (1,), "group_ids": (k,), "contiguous": (k,)}
+        shape = shapes.get(field, (n, k // (self.scheme.group_size or k)))
+        data = self._random(field, weight, shape) if callable(weight) else read(weight[...].to(self.packed.device))
+        data = check_shape(data.reshape(-1) if field == "row_scales" else data, shape)
+        if field in ("contiguous", "group_ids"):
+            return self._load_groups(target, index, data[self.columns])
+        groups, filled = slice(self.first_group, self.first_group + self.num_groups), []
+        for part in parts_of(shard):
+            if field == "words":
+                own = pack(data[part.rows, part.columns])
+            else:
+                own = data.expand(n)[part.rows] if field == "row_scales" else data[part.rows, groups]
+            filled.append(_copy(target, index, part, own).float())
+        return torch.cat(filled) if field in ("scales", "row_scales") else None
+
+    def _load_groups(self, target: torch.Tensor | None, index: tuple[int, ...], ids: torch.Tensor) -> None:
+        """Load the group of each input, or check that the groups are contiguous if there is no target."""
+        if target is None:
+            first = torch.arange(len(ids), device=ids.device) // self.packed.group_size
+            if not torch.equal(first + self.first_group, ids.long()):
+                raise ValueError("its groups are not contiguous, although quantization_config says so")
+            return
+        if ids.min() < 0 or ids.max() >= self.num_groups:
+            raise ValueError(f"has groups {ids.min()} to {ids.max()}: must be in 0 to {self.num_groups - 1}")
+        if target[index].min() >= 0 and not torch.equal(target[index], ids.to(target.dtype)):
+            raise ValueError("differs from the groups of a part that is merged with it: this is not supported")
+        target[index].copy_(ids)
+
+    def _random(self, field: str, weight: Callable, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return random codes, equal scales and contiguous groups."""
+        if field == "words":
+            return ((weight(shape).float() / BOUND + 1) * 8).clamp(0, 15).to(torch.uint8)
+        if field in DUMMY:
+            dtype = getattr(self.packed, field).dtype
+            return torch.full(shape, DUMMY[field]).to(dtype).to(self.packed.device)
+        return torch.arange(shape[0], device=self.packed.device) // self.packed.group_size
+
+
+def _copy(target: torch.Tensor | None, index: tuple[int, ...], part: Shard, data: torch.Tensor) -> torch.Tensor:
+    assert target is not None
+    filled = target[index].narrow(0, part.first_row, len(data))
+    if data.dtype == target.dtype and data.element_size() == 1:  # not every device copies 8-bit floats
+        filled.view(torch.uint8).copy_(data.view(torch.uint8))
+        return filled
+    return filled.copy_(data)

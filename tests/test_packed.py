@@ -1,0 +1,597 @@
+"""Weights of 4 bits: each published format against a reference, models against transformers, kernels, and refusals."""
+
+import json
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from common import CUDA, DEVICE, assert_close, each_dtype_or_half, generate_by_steps, pairs, randn
+from safetensors.torch import load_file, save_file
+from test_models import (
+    CASES,
+    SMALL,
+    assert_same_as_transformers,
+    edit,
+    logits_of_rank,
+    make_checkpoint,
+    reference_model,
+)
+from test_models import requests as model_requests
+from test_quantization import is_linear, short_requests, split_experts
+
+from nanovllm import SamplingParams
+from nanovllm.config import Config
+from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.models import ModelConfig, make_model
+from nanovllm.moe.experts import Experts
+from nanovllm.moe.moe_config import MoEConfig
+from nanovllm.quantization import packed as packed_weights
+from nanovllm.quantization.formats.mxfp4 import read_config as mxfp4_config
+from nanovllm.quantization.packed import VALUES, Packed, nibbles, pack, quantize, unpack
+from nanovllm.quantization.packed_linear import PackedExperts, PackedLinear
+from nanovllm.utils.construction import constructing
+from nanovllm.utils.loader import load_model
+from nanovllm.utils.tensor_parallel import TensorParallel
+
+ops = pytest.importorskip("nanovllm.kernels.ops")
+from nanovllm.moe.kernels.moe_gemm import sum_local_parts
+from nanovllm.moe.kernels.moe_routing import route
+from nanovllm.moe.kernels.packed_experts import packed_experts
+from nanovllm.quantization.kernels.packed_gemm import packed_gemm
+
+dequantize = packed_weights.dequantize_packed.__wrapped__  # as it is defined, on a GPU too
+E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
+AWQ_ORDER = 0, 2, 4, 6, 1, 3, 5, 7  # the output of each code of a word
+
+
+# -- writers of the published formats ----------------------------------------------------------------------------------
+
+
+def words_of(codes: torch.Tensor, dim: int, order=range(8), dtype=torch.int32) -> torch.Tensor:
+    """Pack codes along `dim`: code i of a word, low bits first, is number order[i] of the codes that the word has."""
+    count = dtype.itemsize * 2
+    parts = codes.long().unflatten(dim, (-1, count)).movedim(dim + 1, 0)
+    words = sum(parts[number] << 4 * i for i, number in zip(range(count), order))
+    return torch.where(words >= 2**31, words - 2**32, words).to(dtype).contiguous()
+
+
+def rounded(weight: torch.Tensor, size: int, symmetric: bool, ids: torch.Tensor | None = None) -> tuple:
+    """Codes [N, K], float16 scales [N, groups], zero points [N, groups] and the weight that they mean, [N, K]."""
+    ids = torch.arange(weight.shape[1]) // size if ids is None else ids
+    one_hot = F.one_hot(ids).T.bool()  # [groups, K]
+    grouped = torch.where(one_hot, weight[:, None], 0.0)  # [N, groups, K]
+    low, high = grouped.amin(2), grouped.amax(2)
+    scales = (grouped.abs().amax(2) / 7.5 if symmetric else (high - low) / 15).half()
+    zeros = torch.full_like(low, 8) if symmetric else (-low / scales.float()).round().clamp(1, 15)
+    scale, zero = scales.float()[:, ids], zeros[:, ids]
+    codes = (weight / scale + zero).round().clamp(0, 15)
+    return codes, scales, zeros, (codes - zero) * scale
+
+
+def write_compressed_int4(weight, size, symmetric=True, ids=None):
+    codes, scales, zeros, plain = rounded(weight, size, symmetric, ids)
+    tensors = {"weight_packed": words_of(codes, 1), "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
+    if not symmetric:
+        tensors["weight_zero_point"] = words_of(zeros, 0)
+    return tensors | ({} if ids is None else {"weight_g_idx": ids.int()}), plain
+
+
+def write_gptq(weight, size, symmetric=False, ids=None, less=1):
+    codes, scales, zeros, plain = rounded(weight, size, symmetric, ids)
+    ids = torch.arange(weight.shape[1]) // size if ids is None else ids
+    tensors = {"qweight": words_of(codes.T, 0), "qzeros": words_of(zeros.T - less, 1), "scales": scales.T.contiguous()}
+    return tensors | {"g_idx": ids.int()}, plain
+
+
+def write_awq(weight, size):
+    codes, scales, zeros, plain = rounded(weight, size, False)
+    packed = {"qweight": words_of(codes.T, 1, AWQ_ORDER), "qzeros": words_of(zeros.T, 1, AWQ_ORDER)}
+    return packed | {"scales": scales.T.contiguous()}, plain
+
+
+def fp4(weight: torch.Tensor, scales: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes of the nearest e2m1 numbers, packed in bytes, and the weight that they mean."""
+    scale = scales.float().repeat_interleave(size, 1)
+    codes = (weight[..., None] / scale[..., None] - VALUES["e2m1"]).abs().argmin(-1)
+    return words_of(codes, 1, range(2), torch.uint8), VALUES["e2m1"][codes] * scale
+
+
+def write_mxfp4(weight, size):
+    exponents = (weight.unflatten(1, (-1, size)).abs().amax(2) / 6).log2().ceil() + 127
+    packed, plain = fp4(weight, 2.0 ** (exponents - 127), size)
+    return {"weight_packed": packed, "weight_scale": exponents.to(torch.uint8)}, plain
+
+
+def write_nvfp4(weight, size, modelopt=False):
+    whole = weight.abs().max() / (6 * 448)  # modelopt stores this factor, compressed-tensors its inverse
+    whole = whole if modelopt else 1 / (1 / whole)
+    scales = (weight.unflatten(1, (-1, size)).abs().amax(2) / 6 / whole).to(E4M3)
+    packed, plain = fp4(weight, scales.float() * whole, size)
+    names = ("weight", "weight_scale_2") if modelopt else ("weight_packed", "weight_global_scale")
+    inputs = "input_scale" if modelopt else "input_global_scale"
+    factor = whole if modelopt else (1 / whole)[None]
+    return {names[0]: packed, "weight_scale": scales, names[1]: factor, inputs: torch.ones(1)}, plain
+
+
+def compressed(format_name: str, strategy: str, size: int | None, kind: str = "int", **weights) -> dict:
+    weights = {"num_bits": 4, "type": kind, "symmetric": True, "strategy": strategy, "group_size": size} | weights
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    config = {"quant_method": "compressed-tensors", "format": format_name, "quantization_status": "compressed"}
+    return config | {"config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+
+
+def gptq(size: int, **entries) -> dict:
+    return {"quant_method": "gptq", "bits": 4, "group_size": size, "desc_act": False, "sym": False} | entries
+
+
+MIXED = "mixed"  # instead of contiguous groups: a random group for each input
+# config.json's entry, the writer, the group size (None: all inputs), and other arguments of the writer
+FORMATS = {
+    "ct-32": (compressed("pack-quantized", "group", 32), write_compressed_int4, 32, {}),
+    "ct-asymmetric": (
+        compressed("pack-quantized", "group", 32, symmetric=False),
+        *(write_compressed_int4, 32, {"symmetric": False}),
+    ),
+    "ct-channel": (
+        compressed("pack-quantized", "channel", None, symmetric=False),
+        *(write_compressed_int4, None, {"symmetric": False}),
+    ),
+    "ct-order": (
+        compressed("pack-quantized", "group", 32, symmetric=False, actorder="group"),
+        *(write_compressed_int4, 32, {"symmetric": False, "ids": MIXED}),
+    ),
+    "gptq": (gptq(32), write_gptq, 32, {}),
+    "gptq-channel": (gptq(-1, sym=True, desc_act=True), write_gptq, None, {"symmetric": True}),
+    "gptq-order": (gptq(32, desc_act=True), write_gptq, 32, {"ids": MIXED}),
+    "gptq-v2": (gptq(32, checkpoint_format="gptq_v2"), write_gptq, 32, {"less": 0}),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+        write_awq,
+        32,
+        {},
+    ),
+    "mxfp4": (compressed("mxfp4-pack-quantized", "group", 32, "float"), write_mxfp4, 32, {}),
+    "nvfp4": (compressed("nvfp4-pack-quantized", "tensor_group", 16, "float"), write_nvfp4, 16, {}),
+    "modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+        *(write_nvfp4, 16, {"modelopt": True}),
+    ),
+}
+
+
+def written(format_name: str, weight: torch.Tensor, seed: int = 0) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The tensors of a weight [N, K] in a format, and the weight that they mean. Equal seeds give equal groups."""
+    _, write, size, options = FORMATS[format_name]
+    size = size or weight.shape[1]
+    if options.get("ids") is MIXED:
+        order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(seed))
+        options = options | {"ids": (torch.arange(weight.shape[1]) // size)[order]}
+    return write(weight, size, **options)
+
+
+def write_checkpoint(
+    source: str, folder: Path, format_name: str, skip=lambda name: False, **entries
+) -> tuple[str, str]:
+    """Folders with the checkpoint in `source` in a format, and with the weights that it means in float32."""
+    stored, plain = {}, {}
+    for name, weight in split_experts(load_file(Path(source) / "model.safetensors")).items():
+        if not is_linear(name) or skip(name):
+            stored[name] = plain[name] = weight.float().contiguous()
+            continue
+        path, _, _ = name.rpartition(".")
+        tensors, plain[name] = written(format_name, weight.float())
+        stored |= {f"{path}.{kind}": tensor for kind, tensor in tensors.items()}
+    folders = []
+    for kind, content in ("packed", stored), ("plain", plain):
+        (target := folder / kind).mkdir(parents=True)
+        for file in Path(source).glob("*.json"):
+            (target / file.name).write_bytes(file.read_bytes())
+        save_file(
+            {n: x.contiguous() for n, x in content.items()}, target / "model.safetensors", metadata={"format": "pt"}
+        )
+        folders.append(str(target))
+    edit(folders[0], quantization_config=FORMATS[format_name][0] | entries)
+    return tuple(folders)
+
+
+def make(monkeypatch, folder: Path, family: str, **entries) -> str:
+    """A checkpoint of a family with sizes that groups of 32 divide on two ranks."""
+    sizes = {"intermediate_size": 128, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 3}
+    monkeypatch.setitem(CASES, f"{family} in 4 bits", (family, 4, 2, 32, {}, sizes | entries))
+    return make_checkpoint(folder, f"{family} in 4 bits")
+
+
+# -- the numbers themselves --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(8, 64), (24, 160), (16, 32)], ids=str)
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_read(tmp_path, format_name, shape):
+    """A whole weight through the loaders of a layer is what the reference of the format means."""
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    tensors, plain = written(format_name, weight)
+    layer, config = ReplicatedLinear(shape[1], shape[0]), read_scheme(format_name)
+    layer.format = PackedLinear(layer, config.groups[0][1])
+    unused = config.unused_tensors
+    loaded = {name for name in tensors if not f".{name}".endswith(unused)}
+    assert loaded == {name for name, _ in layer.named_parameters()}
+    for name in loaded:
+        parameter = getattr(layer, name)
+        parameter.weight_loader(parameter, tensors[name])
+    torch.testing.assert_close(dequantize(layer.format.packed, torch.float32), plain, rtol=1e-6, atol=0)
+
+
+def read_scheme(format_name: str):
+    config = FORMATS[format_name][0]
+    module = import_module("nanovllm.quantization.formats." + config["quant_method"].replace("-", "_"))
+    return module.read_config(config, Path("config.json"))
+
+
+def test_pack():
+    codes = torch.randint(0, 16, (3, 200), dtype=torch.uint8)
+    words = pack(codes)
+    assert words.shape == (3, 32) and torch.equal(unpack(words, 200), codes)
+    k = torch.arange(200)
+    assert torch.equal(words[:, k // 128 * 16 + k % 16] >> k % 128 // 16 * 4 & 15, codes.int())
+    assert torch.equal(nibbles(words_of(codes, 1)), codes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_quantize(dtype):
+    """The error is at most half of a scale; weights of 0 stay 0; NaN is seen in the scales."""
+    weight = torch.randn(70, 96) * torch.rand(70, 1)
+    weight[3], weight[4], weight[5, :32], weight[6, 5] = 0, weight[4].abs() + 1, 1e-30, torch.nan
+    words, scales, zeros = quantize(weight, 32, dtype)
+    assert scales.dtype == dtype and (zeros <= 15).all() and not scales[6, 0].isfinite()
+    found = dequantize(Packed(words, scales, zeros, None, None, "int4", 96, 32), torch.float32)
+    error, largest = (found - weight).abs(), scales.float().repeat_interleave(32, 1)
+    known = torch.arange(70) != 6
+    slack = {torch.float32: 0.5001, torch.float16: 0.51, torch.bfloat16: 0.6}[dtype]  # the range, rounded
+    assert (error <= largest * slack + 1e-7)[known].all() and not found[3].any()
+
+
+class Slice:
+    """A tensor with the interface of a safetensors slice."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return [*self.tensor.shape]
+
+    def __getitem__(self, index) -> torch.Tensor:
+        return self.tensor[index]
+
+
+@pytest.mark.parametrize("rank, size", [(0, 1), (1, 2)])
+def test_experts_of_gpt_oss(rank, size):
+    """What transformers reads from the same tensors."""
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    moe, config = (
+        MoEConfig(frozenset({0}), 4, 2, 64, True),
+        mxfp4_config({"quant_method": "mxfp4"}, Path("config.json")),
+    )
+    with constructing(TensorParallel(rank, size), torch.float32):
+        experts = Experts(96, moe)
+        experts.format = PackedExperts(experts, config.groups[0][1])
+    wholes = []
+    for name, n, k in ("gate_up_proj", 128, 96), ("down_proj", 96, 64):
+        blocks = torch.randint(0, 256, (4, n, k // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(118, 124, (4, n, k // 32), dtype=torch.uint8)
+        for kind, tensor in ("blocks", blocks), ("scales", scales):
+            parameter = getattr(experts, f"{name}_{kind}")
+            parameter.weight_loader(parameter, Slice(tensor))
+        wholes.append(mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2))
+    own = slice(32 * rank, 64 * (rank + 1) // size)
+    for i in range(4):
+        found = [experts.format.weight(experts, f"{name}_proj", i, torch.float32) for name in ("gate_up", "down")]
+        assert torch.equal(found[0], torch.cat((wholes[0][i, ::2][own], wholes[0][i, 1::2][own])))
+        assert torch.equal(found[1], wholes[1][i][:, own])
+    with pytest.raises(ValueError, match="the checkpoint has 3 experts, the model needs 4"):
+        parameter.weight_loader(parameter, Slice(scales[:3]))
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3Moe"])
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_parity(monkeypatch, make_llm, tmp_path, family, format_name):
+    source = make(monkeypatch, tmp_path, family, **({"attention_bias": True} if family == "Llama" else {}))
+    folder, plain = write_checkpoint(source, tmp_path, format_name)
+    llm = make_llm(folder, **SMALL)
+    formats = {type(module.format).__name__ for module in llm.model_runner.model.modules() if hasattr(module, "format")}
+    assert formats == {"PackedLinear"} | ({"PackedExperts"} if "Moe" in family else set())
+    assert_same_as_transformers(plain, generate_by_steps(llm, model_requests()[:3]))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Qwen3Moe"])
+@pytest.mark.parametrize("format_name", ["ct-asymmetric", "ct-channel", "gptq", "gptq-order", "awq", "nvfp4", "mxfp4"])
+def test_ranks(monkeypatch, tmp_path, family, format_name):
+    folder, plain = write_checkpoint(make(monkeypatch, tmp_path, family), tmp_path, format_name)
+    (prompt, _), *_ = model_requests()
+    expected = reference_model(plain)(torch.tensor([prompt])).logits[0]
+    for size, options in (1, {}), (2, {}), *([(4, {"expert_parallel": True})] if family == "Qwen3Moe" else []):
+        (store := tmp_path / f"{size} ranks").mkdir()
+        work = partial(logits_of_rank, size=size, folder=folder, store=store, prompt=prompt, **options)
+        with ThreadPoolExecutor(size) as pool:
+            for logits in pool.map(work, range(size)):
+                torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_groups_that_ranks_cannot_divide(monkeypatch, tmp_path):
+    folder, _ = write_checkpoint(make(monkeypatch, tmp_path, "Llama", intermediate_size=96), tmp_path, "awq")
+    message = r"mlp.down_proj: this rank has inputs 48 to 95 of 96, .* groups of 32: use fewer ranks"
+    with pytest.raises(ValueError, match=message):
+        load_rank(folder, 1, 2)
+
+
+def load_rank(folder: str, rank: int, size: int, quantization: str | None = None):
+    model = make_model(ModelConfig.read(Path(folder), quantization), 64, TensorParallel(rank, size))
+    load_model(model, Path(folder), torch.device("cpu"))
+    return model
+
+
+@pytest.mark.parametrize(
+    "format_name, entries, skipped",
+    [
+        ("ct-32", {"ignore": ["lm_head", "re:.*self_attn.*"]}, "self_attn"),
+        ("awq", {"modules_to_not_convert": ["self_attn"]}, "self_attn"),
+        ("gptq", {"dynamic": {r"-:.*\.mlp\..*": {}}}, ".mlp."),
+        (
+            "gptq",
+            {"modules_in_block_to_quantize": [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]]},
+            "o_proj",
+        ),
+        ("modelopt", {"ignore": ["lm_head", "model.layers.1*"]}, "layers.1."),
+    ],
+)
+def test_ignored_layers(monkeypatch, make_llm, tmp_path, format_name, entries, skipped):
+    skip = lambda name: skipped in name or (skipped == "o_proj" and "mlp" in name)
+    folder, plain = write_checkpoint(make(monkeypatch, tmp_path, "Llama"), tmp_path, format_name, skip, **entries)
+    assert_same_as_transformers(plain, generate_by_steps(make_llm(folder, **SMALL), model_requests()[:2]))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3Moe"])
+def test_on_load(monkeypatch, make_llm, tmp_path, family):
+    """`quantization="int4"` computes with the weights that rounding gives, on one rank and on several."""
+    source = make(monkeypatch, tmp_path / "source", family)
+    tensors = split_experts(load_file(Path(source) / "model.safetensors"))
+    for name in filter(is_linear, tensors):
+        k = tensors[name].shape[1]
+        group = 128 if k == 128 else 64
+        quantized = quantize(tensors[name], group, torch.float32)
+        tensors[name] = dequantize(Packed(*quantized, None, None, "int4", k, group), torch.float32)
+    (plain := tmp_path / "plain").mkdir()
+    for file in Path(source).glob("*.json"):
+        (plain / file.name).write_bytes(file.read_bytes())
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    llm = make_llm(source, quantization="int4", **SMALL)
+    assert_same_as_transformers(str(plain), generate_by_steps(llm, model_requests()[:3]))
+    ranks = [load_rank(source, rank, 2, "int4") for rank in range(2)]
+    columns = [rank.model.layers[0].self_attn.o_proj.format.packed for rank in ranks]
+    assert [x.k for x in columns] == [64, 64] and all(x.group_size == 64 for x in columns)
+
+
+@pytest.mark.parametrize("format_name", [None, "ct-asymmetric", "gptq-order", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen3Moe"])
+def test_dummy_weights(monkeypatch, make_llm, tmp_path, family, format_name):
+    """Random codes, without any weight file."""
+    folder = make(monkeypatch, tmp_path, family)
+    (Path(folder) / "model.safetensors").unlink()
+    if format_name:
+        edit(folder, quantization_config=FORMATS[format_name][0])
+    llm = make_llm(folder, load_format="dummy", **({} if format_name else {"quantization": "int4"}))
+    layer = llm.model_runner.model.model.layers[0].self_attn.qkv_proj.format.packed
+    weight = dequantize(layer, torch.float32)
+    assert 0.005 < weight.std() < 0.03 and len(unpack(layer.words, layer.k).unique()) == 16
+    (answer,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+    assert len(answer["token_ids"]) == 4
+
+
+def test_new_weights(monkeypatch, make_llm, tmp_path):
+    """A 4-bit checkpoint takes none; quantizing while loading is tested in test_rollout.py."""
+    folder, plain = write_checkpoint(make(monkeypatch, tmp_path, "Llama"), tmp_path, "awq")
+    llm = make_llm(folder, **SMALL)
+    with pytest.raises(
+        ValueError, match="load_weights: the weights of a checkpoint in the format 'awq' can't be replaced"
+    ):
+        llm.load_weights(load_file(Path(plain) / "model.safetensors").items())
+    assert len(llm.generate([[1, 2]], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)) == 1
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+# codes, dtype of the scales (None: that of x), group size (None: all inputs), and which optional tensors there are
+KINDS = {
+    "int4": ("int4", None, 32, ""),
+    "int4-zeros": ("int4", None, 128, "zeros"),
+    "channel": ("int4", None, None, "zeros"),
+    "ordered": ("int4", None, 32, "zeros group_ids"),
+    "64": ("int4", None, 64, "zeros"),
+    "mxfp4": ("e2m1", E8M0, 32, ""),
+    "nvfp4": ("e2m1", E4M3, 16, "row_scales"),
+}
+
+
+def random_packed(kind: str, n: int, k: int, dtype: torch.dtype, *stack: int) -> Packed:
+    codes, scale_dtype, size, optional = KINDS[kind]
+    size = size or k
+    rows, groups = (*stack, n), -(-k // size)
+    words = pack(torch.randint(0, 16, (n * max(1, *stack, 1), k), dtype=torch.uint8)).view(*rows, -1)
+    scales = 2.0 ** torch.randint(-3, 1, (*rows, groups)) if scale_dtype == E8M0 else torch.rand(*rows, groups) + 0.1
+    return Packed(
+        words.to(DEVICE),
+        (scales / 4).to(scale_dtype or dtype).to(DEVICE),
+        torch.randint(0, 16, (*rows, groups), dtype=torch.uint8).to(DEVICE) if "zeros" in optional else None,
+        (torch.rand(rows) + 0.5).to(DEVICE) if "row_scales" in optional else None,
+        torch.randint(0, groups, (*stack, k), dtype=torch.int32).to(DEVICE) if "group_ids" in optional else None,
+        *(codes, k, size),
+    )
+
+
+@each_dtype_or_half
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "num_rows, n, k, split_k", [(1, 40, 256, 1), (3, 72, 640, 3), (17, 70, 384, 2), (66, 8, 160, 1)]
+)
+def test_packed_gemm(fresh_memory_is_nan, dtype, kind, num_rows, n, k, split_k):
+    k = 160 if KINDS[kind][2] != 128 and split_k == 1 else k  # a row that does not fill its last chunk
+    if KINDS[kind][2] == 128 and k % 128:
+        k = 128
+    weight, x = random_packed(kind, n, k, dtype), randn(num_rows, k, dtype=dtype)
+    expected = x.double() @ dequantize(weight, torch.float64).T
+    parts = packed_gemm(x, weight, split_k)
+    assert parts.shape == (split_k, num_rows, n)
+    assert_close(parts.float().sum(0).to(dtype), expected, 10 * max(1.0, expected.abs().max().item()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_gemm_in_float32(fresh_memory_is_nan, kind):
+    weight, x = random_packed(kind, 20, 384, torch.float32), randn(5, 384)
+    expected = x.double() @ dequantize(weight, torch.float64).T
+    assert_close(packed_gemm(x, weight)[0], expected, 10 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dequantize_kernel(fresh_memory_is_nan, kind):
+    for n, k, dtype in (21, 384, torch.float32), (5, 128, torch.float16):
+        weight = random_packed(kind, n, k, dtype)
+        assert torch.equal(ops.dequantize_packed(weight, dtype), dequantize(weight, dtype))
+
+
+@pytest.mark.parametrize("first_expert", [0, 2])
+@pytest.mark.parametrize("kind, num_tokens", pairs(KINDS, [1, 5, 40]))
+def test_packed_experts(fresh_memory_is_nan, kind, num_tokens, first_expert):
+    """With `first_expert`, experts 2 to 4 of five are here."""
+    size = 128 if KINDS[kind][2] == 128 else 96
+    x, routing = randn(num_tokens, 128, dtype=torch.float16), route(randn(1, num_tokens, 5), 2, True)
+    gate_up, down = (random_packed(kind, *shape, torch.float16, 5) for shape in ((2 * size, 128), (128, size)))
+    gate_up = gate_up._replace(scales=(gate_up.scales.float() / 8).to(gate_up.scales.dtype))
+    local = [Packed(*(x if x is None else x[first_expert:] for x in w[:5]), *w[5:]) for w in (gate_up, down)]
+    parts = packed_experts(x, routing, *local, first_expert)
+    y = sum_local_parts(parts, routing, first_expert, 5 - first_expert)
+    gate_up, down = ([dequantize(w.of(i), torch.float64) for i in range(5)] for w in (gate_up, down))
+    expected = torch.zeros(x.shape, dtype=torch.float64, device=DEVICE)
+    for token, (weights, ids) in enumerate(zip(routing.weights.double(), routing.expert_ids.tolist())):
+        for weight, expert in zip(weights, ids):
+            if expert >= first_expert:
+                gate, up = (x[token].double() @ gate_up[expert].T).chunk(2, -1)
+                expected[token] += weight * ((F.silu(gate) * up) @ down[expert].T)
+    assert (y.double() - expected).norm() < 0.003 * expected.norm()
+
+
+@pytest.mark.skipif(CUDA, reason="runs kernels in Triton's interpreter")
+@pytest.mark.parametrize(
+    "family, format_name", [("Llama", "awq"), ("Qwen3", "nvfp4"), ("Llama", "gptq-order"), ("Qwen3Moe", "gptq-order")]
+)
+def test_parity_on_kernels(monkeypatch, use_ops, make_llm, tmp_path, family, format_name):
+    """Chunks, several decodes and a single one, with splits that the next norm adds."""
+    use_ops("packed_linear", "best_packed_split_k", "dequantize_packed", "add_rms_norm", "mix_experts")
+    monkeypatch.setattr("nanovllm.quantization.kernels.packed_gemm.MAX_PACKED_ROWS", 8)
+    folder, plain = write_checkpoint(make(monkeypatch, tmp_path, family), tmp_path, format_name)
+    llm = make_llm(folder, **SMALL | dict(max_num_batched_tokens=10))
+    assert_same_as_transformers(plain, generate_by_steps(llm, short_requests((12, 2), (1, 2), (3, 3))))
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+INT4 = compressed("pack-quantized", "group", 32)
+W4A8 = json.loads(json.dumps(INT4))
+W4A8["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": "int", "dynamic": True}
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (W4A8, "group_0: input_activations: num_bits=8: must be one of 4"),
+        (compressed("pack-quantized", "group", 32, num_bits=8), "weights: num_bits=8: must be one of 4"),
+        (compressed("pack-quantized", "group", 96), "group_size=96: must be one of 32, 64, 128"),
+        (compressed("pack-quantized", "block", 32), "strategy='block': must be one of 'group', 'channel'"),
+        (compressed("marlin-24", "group", 32), "format='marlin-24': must be one of"),
+        (compressed("mxfp4-pack-quantized", "group", 16, "float"), "group_size=16: must be one of 32"),
+        (gptq(32, bits=8), "bits=8: must be one of 4"),
+        (gptq(32, lm_head=True), "lm_head=True"),
+        (gptq(32, checkpoint_format="marlin"), "checkpoint_format='marlin': must be one of 'gptq', 'gptq_v2'"),
+        (gptq(32, dynamic={"+:.*down.*": {"bits": 8}}), r"dynamic: '\+:.*down.*': only rules that begin with '-:'"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "version='gemv'"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": False}, "zero_point=False"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo='W4A8_AWQ': must be one of 'NVFP4'"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method='bitsandbytes': must be one of 'awq', "),
+    ],
+)
+def test_refused_formats(tmp_path, config, message):
+    folder = make_checkpoint(tmp_path, "llama")
+    edit(folder, quantization_config=config)
+    with pytest.raises(ValueError, match=message) as error:
+        Config(folder, device="cpu")
+    assert "config.json: quantization_config" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            lambda t, n: {n + ".qweight": t[n + ".qweight"][:3].clone()},
+            r"shape \[64, 24\], the model needs \[64, 128\]",
+        ),
+        (
+            lambda t, n: {n + ".qweight": t[n + ".qweight"].float()},
+            "dtype float32, packed 4-bit values must be integers",
+        ),
+        (lambda t, n: {n + ".scales": t[n + ".scales"] * torch.nan}, "NaN or infinite .*o_proj.scales$"),
+        (lambda t, n: {n + ".g_idx": t[n + ".g_idx"].flip(0)}, "groups are not contiguous, although"),
+        (lambda t, n: {n + ".qzeros": t[n + ".qzeros"][:1].clone()}, r"qzeros: .*shape \[64, 1\].*needs \[64, 4\]"),
+    ],
+)
+def test_broken_checkpoints(monkeypatch, make_llm, tmp_path, change, message):
+    folder, _ = write_checkpoint(make(monkeypatch, tmp_path, "Llama"), tmp_path, "gptq")
+    file, name = Path(folder) / "model.safetensors", "model.layers.1.self_attn.o_proj"
+    tensors = load_file(file)
+    save_file(tensors | change(tensors, name), file)
+    with pytest.raises(ValueError, match=message):
+        make_llm(folder)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda ids: ids.flip(0), "differs from the groups of a part that is merged with it"),
+        (lambda ids: ids + 1, "has groups 1 to 2: must be in 0 to 1"),
+    ],
+)
+def test_broken_orders(monkeypatch, make_llm, tmp_path, change, message):
+    folder, _ = write_checkpoint(make(monkeypatch, tmp_path, "Llama"), tmp_path, "gptq-order")
+    file, name = Path(folder) / "model.safetensors", "model.layers.1.self_attn.k_proj.g_idx"
+    tensors = load_file(file)
+    save_file(tensors | {name: change(tensors[name])}, file)
+    with pytest.raises(ValueError, match=f"g_idx: {message}"):
+        make_llm(folder)
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_config_is_data(tmp_path, format_name):
+    """It goes to the other ranks."""
+    config = read_scheme(format_name)
+    assert pickle.loads(pickle.dumps(config)) == config and config.bits == 4 and not config.quantizes
+
+
+@pytest.mark.parametrize("format_name", ["ct-32", "ct-asymmetric", "ct-channel", "mxfp4", "nvfp4"])
+def test_as_compressed_tensors(format_name):
+    """The writers above write what the library reads."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    config, *_ = FORMATS[format_name]
+    group = config["config_groups"]["group_0"]
+    scheme = QuantizationScheme(targets=["Linear"], weights=group["weights"])
+    tensors, plain = written(format_name, torch.randn(24, 160))
+    found = BaseCompressor.get_value_from_registry(config["format"]).decompress(tensors, scheme)["weight"]
+    rtol = 5e-3 if format_name == "nvfp4" else 1e-3  # the library computes in bfloat16 or in the scales' dtype, float16
+    torch.testing.assert_close(found.float(), plain, rtol=rtol, atol=1e-6)
