@@ -1,5 +1,6 @@
 """Kernels whose rows do not depend on the batch: against plain PyTorch, and on a GPU bit by bit against each other."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from test_kernels import int32, linear_reference, paged
 from test_quantization import WIDE, as_floats, scaled
 
 from nanovllm.attention.triton import query_tiles
+from nanovllm.cache.kv_cache import AttentionSpec
 from nanovllm.cuda.graphs import capture_sizes
 from nanovllm.cuda.runner import CUDAModelRunner
 from nanovllm.features.logprobs import divided, log_probabilities
@@ -85,6 +87,16 @@ def test_chunks(kernels, heads, dtype):
 def test_chunks_of_a_window(kernels, window):
     num_new, num_before = [1, 90, 37], [0, 3 * kernels - 40, kernels - 10]
     test_kernels.check_prefill(num_new, num_before, HEADS[2], DTYPES[0], torch.nan, window)
+
+
+@each_dtype_or_half
+@test_kernels.each_scores
+def test_soft_caps_and_sinks(kernels, scores, dtype):
+    heads, lengths = (3, 2, 32, 48), [2 * kernels + 1, kernels, 63, 1, 0]
+    scores = test_kernels.with_sinks(scores, heads, dtype)
+    for splits, window in ((1, None), (2, 100)):
+        test_kernels.check_decode(lengths, heads, dtype, torch.nan, splits, window, **scores)
+        test_kernels.check_prefill([1, 90, 37], [0, kernels + 3, 40], heads, dtype, torch.nan, window, **scores)
 
 
 @pytest.mark.parametrize("window", [None, 50])
@@ -161,7 +173,10 @@ def test_decodes_and_chunks_have_the_same_bits(heads, window):
     group, kv_heads, head_dim, block_size = heads
     lengths, num_new = [5, 70, 600, 1030, 3000], [5, 69, 130, 60, 700]
     _, cache, context_lens, tables = paged(lengths, kv_heads, head_dim, block_size, torch.bfloat16, torch.nan)
-    cache.window = window
+    spec = AttentionSpec(window=window)
+    if window:
+        spec = replace(spec, soft_cap=2.0, sinks=randn(group * kv_heads))
+    cache.spec = spec
     q = randn(sum(num_new), group * kv_heads, head_dim, dtype=torch.bfloat16)
 
     def chunks(q, num_new):

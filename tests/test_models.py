@@ -260,7 +260,7 @@ def logits_of_rank(
     for layer in model.modules():
         if isinstance(layer, Attention):
             layer.cache = KVCache(torch.zeros(2, 1, MAX_LEN, layer.num_kv_heads, layer.head_dim))
-            layer.cache.window, layer.cache.scale = layer.window, layer.scale
+            layer.cache.spec = layer.cache_spec()
     positions = torch.arange(num_tokens, dtype=torch.int32)
     starts, table = torch.tensor([0, num_tokens], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
     context = Context(True, starts, num_tokens, positions, starts[1:], table, max_context_len=num_tokens)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from nanovllm.attention import backend_class
+from nanovllm.attention.base import backend_for
 from nanovllm.cache.block_copies import copy_blocks
 from nanovllm.cache.kv_cache import AttentionSpec
 from nanovllm.cache.state import fit_states
@@ -58,6 +59,7 @@ class ModelRunner:
         self.backend = backend_class(config.attention_backend)()
         self.model: Any = self._load_model()
         part_done("weights")
+        self.backend = backend_for(self.model, self.backend, self.device.type)
         self.cache_groups: dict[Any, list[nn.Module]] = {}  # layers by the spec of their cache: see cache/state.py
         for layer in self.model.modules():
             if hasattr(layer, "cache_spec"):
@@ -334,7 +336,7 @@ class ModelRunner:
             self.caches[spec] = [self.zeros(tensor) for tensor in tensors]
             for i, layer in enumerate(layers):
                 parts = [tensor[:, i % tensor.shape[1]] for tensor in self.caches[spec]]
-                layer.cache = spec.make(parts, self.config)
+                layer.cache = layer.cache_spec().make(parts, self.config)  # equal to `spec`, except for sinks
         # token ids by cache slot; the extra slot is for padding
         num_slots = num_blocks * self.config.kvcache_block_size
         self.slot_token_ids = torch.zeros(num_slots + 1, dtype=torch.int32, device=self.device)
