@@ -58,7 +58,7 @@ HOUSE = """
 1 | engine/sequence.py <- engine/scheduled_step.py <- engine/features.py
   spec_decode/proposer.py spec_decode/ngram.py spec_decode/suffix.py
   engine/block_manager.py engine/scheduling_policy.py engine/policies.py
-  <- engine/state_blocks.py
+  <- engine/state_blocks.py engine/window_blocks.py
   <- engine/scheduler.py engine/awaiting.py engine/forks.py spec_decode/drafting_scheduler.py <- engine/stats.py
 1 | engine/outputs.py <- requests/stream_event.py
 1 | kernels/ moe/kernels/ delta_net/kernels/ quantization/kernels/ invariant/kernels/ distributed/kernels/

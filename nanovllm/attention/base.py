@@ -57,13 +57,14 @@ class AttentionBackend:
 def backend_for(model: nn.Module, backend: AttentionBackend, device: str) -> AttentionBackend:
     """Return `backend` or, if it does not support one of the model's layers, the next of triton and sdpa that does."""
     specs = [layer.cache_spec() for layer in model.modules() if hasattr(layer, "cache_spec")]
-    specs, wanted = [spec for spec in specs if isinstance(spec, AttentionSpec)], backend
-    for name in ("triton", "sdpa"):
-        if all(backend.supports(spec) for spec in specs):
-            break
-        if device in (backend_class(name).devices() or (device,)):
-            backend = backend_class(name)()
-    if backend is not wanted:
-        text = "attention: %s does not support this model's layers; %s takes its place"
-        logging.getLogger("nanovllm").warning(text, type(wanted).__name__, type(backend).__name__)
-    return backend
+    specs = [spec for spec in specs if isinstance(spec, AttentionSpec)]
+    return backend if all(map(backend.supports, specs)) else _next_backend(specs, backend, device)
+
+
+def _next_backend(specs: list[AttentionSpec], backend: AttentionBackend, device: str) -> AttentionBackend:
+    candidates = [backend_class(name) for name in ("triton", "sdpa")]
+    runs = (found for found in candidates if device in (found.devices() or (device,)))
+    found = next(found for found in runs if all(map(found.supports, specs)))
+    text = "attention: %s does not support this model's layers; %s takes its place"
+    logging.getLogger("nanovllm").warning(text, type(backend).__name__, found.__name__)
+    return found()

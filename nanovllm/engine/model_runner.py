@@ -14,6 +14,7 @@ from nanovllm.attention.base import backend_for
 from nanovllm.cache.block_copies import copy_blocks
 from nanovllm.cache.kv_cache import AttentionSpec
 from nanovllm.cache.state import fit_states
+from nanovllm.cache.window_tables import divide_layers, window_contexts
 from nanovllm.config import Config
 from nanovllm.engine.features import FEATURES, Arrays, StepFeature
 from nanovllm.engine.forward_output import ForwardOutput, PendingStep, SamplerInput
@@ -69,6 +70,8 @@ class ModelRunner:
                 self.backend.set_head_shape(layer.num_heads // layer.num_kv_heads, layer.head_dim, config.dtype)
         if any(spec.of_states for spec in self.cache_groups):
             fit_states(self)
+        if len(self.cache_groups) > 1:
+            divide_layers(self)
         self.caches: dict[Any, list[torch.Tensor]] = {}  # tensors by spec
         self.sampler = Sampler(self.tp, self.model.lm_head.first_id)
         model = config.model_config
@@ -149,6 +152,9 @@ class ModelRunner:
                     input_ids, positions = self.prepare_prefill(rows, step.num_decodes)
                 else:
                     input_ids, positions = self.prepare_decode(rows)
+                if self.config.num_window_tables:
+                    context, block_size = get_context(), self.config.kvcache_block_size
+                    context.window_contexts = window_contexts(context, rows, block_size, self.int_tensor)
                 if self.config.num_states:
                     get_context().state_rows = self.prepare_state_rows(step)
                 hidden_states = self.run_model(input_ids, positions)
@@ -330,6 +336,7 @@ class ModelRunner:
 
         With `num_layers=1`, all layers of a group share one part. Use this for steps whose results do not matter.
         """
+        num_blocks *= self.config.num_block_tables
         for spec, layers in self.cache_groups.items():
             # zeros, because attention multiplies masked slots by 0, and a NaN there would spread
             tensors = spec.tensors(num_layers or len(layers), num_blocks, self.config)
@@ -347,6 +354,7 @@ class ModelRunner:
         return torch.from_numpy(np.zeros(like.nbytes, np.uint8)).view(like.dtype).view(like.shape).to(self.device)
 
     def cache_bytes(self, num_blocks: int) -> int:
+        num_blocks *= self.config.num_block_tables
         groups = self.cache_groups.items()
         tensors = (x for spec, layers in groups for x in spec.tensors(len(layers), num_blocks, self.config))
         return sum(tensor.nbytes for tensor in tensors)

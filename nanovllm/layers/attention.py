@@ -30,6 +30,7 @@ class Attention(nn.Module):
         # some families set these, too: see AttentionSpec
         self.soft_cap: float | None = None
         self.sinks: torch.Tensor | None = None
+        self.table = 0  # the block table that it uses: see cache/window_tables.py
         # the runner replaces both
         self.backend: AttentionBackend = SDPABackend()
         self.cache = KVCache(torch.empty(2, 0))
@@ -51,6 +52,6 @@ class Attention(nn.Module):
 
         Store keys and values first, because attention reads all of them from the cache.
         """
-        context = get_context()
+        context = get_context().of_table(self.table)
         store_kvcache(k, v, self.cache, context.slot_mapping)
         return self.backend.attend(q, self.cache, context).flatten(1)
