@@ -409,7 +409,7 @@ def test_rope_that_is_no_object(tmp_path):
     assert read_config(tmp_path, **unset).rope_inv_freq == read_config(tmp_path).rope_inv_freq
 
 
-@pytest.mark.parametrize("kind", ["proportional", "su"])
+@pytest.mark.parametrize("kind", ["axial", "su"])
 @pytest.mark.parametrize("writer", ["v4 type", "v4 rope_type", "v5"])
 def test_unknown_ropes_are_refused(tmp_path, kind, writer):
     with pytest.raises(ValueError, match=f"rope type='{kind}'.*'yarn'"):

@@ -161,6 +161,8 @@ def _tile_sizes(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
 
     Each token has one row for each of the query heads that share a key-value head.
     """
+    if head_dim > 256:
+        return 32, 32
     return (64, 32) if dtype == torch.float32 or head_dim > 128 else (128, 64)
 
 
