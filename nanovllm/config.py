@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("nanovllm")
+STATE_DTYPES = ("float32", "bfloat16", "float16")
 LOGPROBS_MODES = ("raw_logprobs", "temperature_logprobs", "processed_logprobs")
 
 
@@ -54,6 +55,9 @@ class Config:
         explicit number also limits `max_model_len`.
     kv_cache_dtype: "auto" stores values in `dtype`. "fp8" stores e4m3 values with a scale for each key and value; it
         needs the backend "triton" or "sdpa".
+    mamba_ssm_cache_dtype: the dtype in which layers with the gated delta rule store their states: "float32",
+        "bfloat16" or "float16". "auto" is the checkpoint's choice, usually "float32". States are computed in float32.
+        It has no effect on other models.
     dtype: "auto" is the checkpoint's dtype. On a CPU without instructions for that dtype, "auto" is float32 if float32
         weights take at most half of the memory. Other values: "float32" ("float"), "float16" ("half"), "bfloat16". In
         Python, it can also be a torch.dtype.
@@ -98,6 +102,7 @@ class Config:
     kvcache_block_size: int = checked(256, check_int, low=16, high=2**16)
     num_kvcache_blocks: int | None = checked(None, check_int, low=1, high=2**31 - 1)
     kv_cache_dtype: str = checked("auto", check_choice, choices=("auto", "fp8"))
+    mamba_ssm_cache_dtype: str = checked("auto", check_choice, choices=("auto", *STATE_DTYPES))
     dtype: "str | torch.dtype" = "auto"
     device: str = "auto"
     attention_backend: str = "auto"
@@ -138,6 +143,8 @@ class Config:
         model_config = ModelConfig.read(folder, self.quantization)
         if moe := model_config.moe:
             model_config = replace(model_config, moe=replace(moe, expert_parallel=self.expert_parallel))
+        if (hybrid := model_config.hybrid) and (name := self.mamba_ssm_cache_dtype) != "auto":
+            model_config = replace(model_config, hybrid=replace(hybrid, state_dtype=name))
         if self.tensor_parallel_size > 1:
             from nanovllm.distributed.division import check_divides
 

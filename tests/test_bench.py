@@ -32,11 +32,11 @@ from nanovllm.benchmarks.host import host_calls, host_requests
 from nanovllm.benchmarks.limits import Rates, least_steps, limits
 from nanovllm.benchmarks.pictures import LINE_COLORS
 from nanovllm.benchmarks.processes import seconds_since_start
-from nanovllm.benchmarks.requests import Request, headline, in_rounds, online, other_ids
+from nanovllm.benchmarks.requests import Request, by_turn, conversations, headline, in_rounds, online, other_ids
 from nanovllm.benchmarks.results import Result, decode_rate, drafts_since, fastest, latencies, percentile, save_results
 from nanovllm.benchmarks.servers import as_flags, cpu_times, running_server
 from nanovllm.benchmarks.shapes import SHAPE_ENTRIES, SHAPES, write_shape
-from nanovllm.benchmarks.sweeps import latency_sweep
+from nanovllm.benchmarks.sweeps import batches_sweep, latency_sweep
 from nanovllm.benchmarks.throughput import WORKLOADS
 from nanovllm.config import Config
 from nanovllm.models import ModelConfig, make_model
@@ -201,7 +201,7 @@ def main(monkeypatch, *arguments: str) -> None:
         (("--figure", "no_such_file.svg"), ("--figure", "no_such_file.svg", ".json")),
         (("--figure", __file__), ("--figure", __file__, ".svg")),
         (("--workload", "offline"), ("--workload", "'offline'", "online")),
-        (("--workload", "all,online"), ("--workload", "'online'", "only workload")),
+        (("--workload", "all,online"), ("--workload", "online and conversations and latency", "other workloads")),
         (("--workload", "online,online", "--rounds", "3"), ("--rounds", "online", "runs of its own")),
         (("--request-rate", "8,0"), ("--request-rate", "0", "greater than 0")),
         (("--request-rate=-2.5",), ("--request-rate", "-2.5", "greater than 0")),
@@ -577,7 +577,7 @@ def test_several_workloads_in_one_run(monkeypatch, capsys):
     main(monkeypatch, "--workload", "all,batches", "--batch-sizes", "2,3", "--compare", "vllm", "--device", "cpu")
     out = capsys.readouterr().out
     assert len(calls) == 2 and all(f"\n{name}: " in out for name in ("headline", "single", "prefill", "batch of 3"))
-    sizes = [row[0] for row in table(out, "output tokens per second (512 in, 256 out)")[1:]]
+    sizes = [row[0] for row in table(out, "output tokens per second (128 in, 64 out)")[1:]]
     assert sizes == ["2", "3"]
 
 
@@ -596,7 +596,7 @@ def test_plot_needs_a_sweep(monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     with pytest.raises(SystemExit):
         main(monkeypatch, "--workload", "single", "--plot", "a.svg")
-    assert "--plot: --workload single must be one of online, latency, batches" in capsys.readouterr().err
+    assert "--plot: --workload single must be one of online, conversations, latency, batches" in capsys.readouterr().err
 
 
 def test_percentile_interpolates():
@@ -649,10 +649,10 @@ class Clock:
 
 
 class SlowEngine:
-    """Its steps take a second, and give each request a token."""
+    """Its steps take a second, and give each request a token, whose id is the time."""
 
     def __init__(self, clock: Clock):
-        self.clock, self.left, self.log = clock, {}, []
+        self.clock, self.left, self.log, self.num_cached_tokens = clock, {}, [], 0
 
     def params(self, request: Request) -> int:
         return request.max_tokens
@@ -662,12 +662,13 @@ class SlowEngine:
         self.left[len(self.log)] = params
         return len(self.log)
 
-    def step(self) -> list[int]:
+    def step(self) -> list[tuple[int, int]]:
         assert self.left, "a step without requests"
         self.clock.now += 1
-        ids = list(self.left)
+        self.num_cached_tokens += 1
+        tokens = [(i, round(self.clock.now)) for i in self.left]
         self.left = {i: n - 1 for i, n in self.left.items() if n > 1}
-        return ids
+        return tokens
 
     def is_finished(self) -> bool:
         return not self.left
@@ -683,6 +684,40 @@ def test_open_loop(monkeypatch):
     assert result.token_times[:2] == [[1.0, 2.0], [1.75, 2.75]]
     assert result.token_times[2] == pytest.approx([1.0, 2.0], abs=0.002)
     assert result.seconds == pytest.approx(12, abs=0.002)
+
+
+def test_turns(monkeypatch):
+    """A turn's prompt is the whole conversation, and is due when a pause after the answer is over."""
+    engine = SlowEngine(Clock(monkeypatch))
+    turns = [Request([7], 2), Request([8, 9], 1, arrival=3.0, previous=0), Request([4], 1, arrival=0.5)]
+    turns.append(Request([6], 1, arrival=0.0, previous=1))
+    assert by_turn(turns) == {1: [0, 2], 2: [1], 3: [3]}
+    result = serve(engine, turns)
+    assert [prompt for prompt, _ in engine.log] == [[7], [4], [7, 101, 102, 8, 9], [7, 101, 102, 8, 9, 106, 6]]
+    assert [round(time) for _, time in engine.log] == [100, 101, 105, 106]
+    assert [[round(x, 1) for x in times] for times in result.token_times] == [[1, 2], [1], [1.5], [1]]
+    assert (
+        result.note == f"{4 / 14:.1%} of the prompts' tokens were in the prefix cache" and not engine.num_cached_tokens
+    )
+
+
+def test_conversations(monkeypatch, capsys):
+    """They share a system prompt, stay below the longest length, and later turns find the earlier ones in the cache."""
+    requests = conversations(8, (2, 6), 1.0, (20, 10), 300, 0, 1000)
+    turns = by_turn(requests)
+    assert len(turns[1]) == 8 and len(turns) > 2 and len({tuple(requests[i].prompt[:80]) for i in turns[1]}) == 1
+    lengths = [0] * len(requests)
+    for i, request in enumerate(requests):
+        before = 0 if request.previous is None else lengths[request.previous]
+        lengths[i] = before + len(request.prompt) + request.max_tokens
+    assert max(lengths) < 300
+    sizes = ["--num-seqs", "2", "--median-input-len", "8", "--median-output-len", "3", "--kvcache-block-size", "16"]
+    main(monkeypatch, "conversations", *sizes, *CPU)
+    out = capsys.readouterr().out
+    header, *rows = table(out, "TTFT by turn, ms")
+    assert " ".join(header) == "turn nanovllm p50 nanovllm p99" and [row[0] for row in rows[:2]] == ["1", "2"]
+    assert all(float(x) > 0 for row in rows for x in row[1:])
+    assert 0 < float(re.search(r"nanovllm: ([\d.]+)% of the prompts' tokens were in the prefix cache", out)[1]) < 100
 
 
 def test_vllm_steps(monkeypatch):
@@ -716,7 +751,8 @@ def test_vllm_steps(monkeypatch):
                 num_new = 0 if state[0] > 2 else min(2, state[1])  # none in the first step of a longer prompt
                 state[:] = [1, state[1] - num_new]
                 output = SimpleNamespace(token_ids=[0] * num_new)
-                outputs.append(SimpleNamespace(request_id=f"{request_id}-ab12", outputs=[output]))
+                ended = dict(finished=not state[1], num_cached_tokens=None)
+                outputs.append(SimpleNamespace(request_id=f"{request_id}-ab12", outputs=[output], **ended))
                 if not state[1]:
                     del self.queue[request_id]
             return outputs
@@ -826,7 +862,7 @@ def test_latency(monkeypatch, capsys):
     main(monkeypatch, "--workload", "latency", *bounds, *CPU)
     out = capsys.readouterr().out
     assert "prompt of 16: 2 requests, 32 tokens in, 2 out" in out
-    assert "8 sequences behind 20: 24 requests, 480 tokens in, 96 out" in out
+    assert "8 sequences after 20 tokens: 24 requests, 480 tokens in, 96 out" in out
     header, row = table(out, "time to first token of a single prompt, ms")
     assert " ".join(header) == "prompt tokens nanovllm median nanovllm min nanovllm p99"
     length, middle, least, p99 = map(float, row)
@@ -842,12 +878,34 @@ def test_latency_lengths_fit():
     args = make_parser().parse_args(["--num-seqs", "3"])
     workloads, _ = latency_sweep(args, config)
     prompts = [f"prompt of {length}" for length in ("16", "128", "512", "1,024", "4,000")]
-    behind = [f"{seqs} behind {length}" for seqs in ("1 sequence", "8 sequences") for length in ("500", "4,000")]
-    assert list(workloads) == prompts + behind
+    lengths = ("100", "500", "1,500", "4,000")
+    decodes = [f"{seqs} after {length} tokens" for seqs in ("1 sequence", "8 sequences") for length in lengths]
+    assert list(workloads) == prompts + decodes
     starts = [tuple(request.prompt[:16]) for name in prompts for (request,) in workloads[name]]
     assert len(set(starts)) == len(starts) == 4 * len(prompts)
     for requests in (requests for runs in workloads.values() for requests in runs):
         assert all(len(r.prompt) + r.max_tokens <= 4096 for r in requests)
+
+
+def test_sweeps_of_one_run(tmp_path, monkeypatch, capsys):
+    """Online and latency have tables and panels of their own in one run."""
+    bounds = ["--max-input-len", "20", "--max-output-len", "4", "--num-seqs", "2", "--request-rate", "50"]
+    figure = ["--plot", str(tmp_path / "a.svg")] if importlib.util.find_spec("matplotlib") else []
+    main(monkeypatch, "online,latency", *bounds, *figure, *CPU)
+    out = capsys.readouterr().out
+    for title in ("TTFT, ms", "time to first token of a single prompt, ms", "decode, tokens per second"):
+        assert len(table(out, title)) == 2
+        assert not figure or title in (tmp_path / "a.svg").read_text()
+
+
+def test_default_batches():
+    """A CPU gets shorter requests in smaller batches than a GPU."""
+    config = SimpleNamespace(max_model_len=4096, model_config=SimpleNamespace(vocab_size=1000))
+    num_tokens = []
+    for config.device in ("cpu", "cuda:0"):
+        workloads, _ = batches_sweep(make_parser().parse_args(["--rounds", "1"]), config)
+        num_tokens.append([sum(r.max_tokens for r in runs[-1]) for runs in workloads.values()])
+    assert num_tokens == [[64, 256, 1024, 4096], [512, 2048, 8192, 32768, 131072]]
 
 
 def test_batches(monkeypatch, capsys):
@@ -926,7 +984,7 @@ def test_plot(workload, monkeypatch, capsys, tmp_path):
         fills = {color} if workload == "batches" else {color, "#ffffff"}
         assert {*re.findall(rf'style="fill: (#\w+); stroke: {color}', pictures[0])} == fills
     out = capsys.readouterr().out
-    first = {"online": "20.00", "latency": "20.00", "batches": "768"}[workload]
+    first = {"online": "20.00", "latency": "20.00", "batches": "192"}[workload]
     assert "vllm" in out and first in out
 
 

@@ -135,7 +135,7 @@ if V5:
         "gemma2": ("Gemma2", 4, 2, 16, None, GEMMA2),
         "gemma4": ("Gemma4", 4, 2, 16, {}, GEMMA4),
         "gemma4-values": ("Gemma4", 4, 2, 16, {}, GEMMA4 | NO_SHARING),
-        "olmo3": ("Olmo3", 4, 2, 16, {}, OLMO3),
+        "olmo3": ("Olmo3", 4, 2, 16, {}, OLMO3 | {"rope_parameters": by_layer_type({})}),
         "olmo3-yarn": ("Olmo3", 4, 4, 16, {}, OLMO3 | {"rope_parameters": by_layer_type(YARN)}),
         "smollm3": ("SmolLM3", 4, 2, 16, {}, {"no_rope_layers": [1, 0]}),
         "granite": ("Granite", 4, 2, 16, {}, GRANITE),

@@ -339,7 +339,7 @@ def assert_near_transformers(plain: str, outputs: list, tolerance: float, share:
             differences.append(max(abs(logprob.logprob - logprobs[i, other]) for other, logprob in ours.items()))
     differences = torch.stack(differences).sort().values
     assert (differences <= tolerance).double().mean() >= share, differences
-    assert differences.isfinite().all() and differences[-1] < 4 * tolerance, differences
+    assert differences.isfinite().all() and (share < 1.0 or differences[-1] < 4 * tolerance), differences
 
 
 @pytest.mark.gpu

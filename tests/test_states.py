@@ -261,14 +261,17 @@ def test_memory(make_stateful, monkeypatch):
 
 
 GPUS = {"H100": 79.1, "H200": 139.8}  # GiB
-ROW = r"\| Qwen(\S+) on an (H\d00).*?\| ([\d,]+) of ([\d,]+) \| ([\d,]+) \|"
+ROW = r"\| Qwen(\S+) on an (H\d00).*?\| (\w+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|"
+ROWS = re.findall(ROW, page("cache"))
+assert len(ROWS) == 12, "the table of sizes has another form"
 
 
-@pytest.mark.parametrize("model, gpu, num_seqs, num_states, num_tokens", re.findall(ROW, page("cache")))
-def test_sizes_of_published_shapes(tmp_path, model, gpu, num_seqs, num_states, num_tokens):
+@pytest.mark.parametrize("model, gpu, state_dtype, num_seqs, num_states, num_tokens", ROWS)
+def test_sizes_of_published_shapes(tmp_path, model, gpu, state_dtype, num_seqs, num_states, num_tokens):
     """The table of cache.md is what the engine does with such memory, and what weights and steps take of it."""
     write_shape(f"qwen{model.lower()}", tmp_path / "model")
-    config = Config(str(tmp_path / "model"), device="cpu", dtype="bfloat16", load_format="dummy")
+    settings = dict(dtype="bfloat16", mamba_ssm_cache_dtype=state_dtype, load_format="dummy")
+    config = Config(str(tmp_path / "model"), device="cpu", **settings)
     with torch.device("meta"):
         layers = [*make_model(config.model_config, config.max_model_len).modules()]
     storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in layers[0].parameters()}  # some share one

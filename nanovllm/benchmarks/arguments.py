@@ -4,9 +4,10 @@
     nanovllm bench --model MODEL --compare vllm       these workloads on nano-vllm and vLLM (or transformers, or both)
     nanovllm bench --shape llama-3.1-8b               a published model shape with random weights, without a download
     nanovllm bench online --model MODEL --request-rate 8,16,24      latency while requests keep arriving
+    nanovllm bench conversations --model MODEL --max-model-len 32768    turns with a shared history
     nanovllm bench latency --model MODEL --max-model-len 32768      a single prompt; decode after long contexts
     nanovllm bench batches --model MODEL --batch-sizes 2,8,32       throughput by batch size
-    nanovllm bench all,batches --model MODEL --compare vllm         several workloads in one run
+    nanovllm bench all,batches --model MODEL --compare vllm         several workloads in one run (or online,latency)
     nanovllm bench http --model MODEL --compare vllm  clients of an HTTP server
     nanovllm bench host                               host time of a step, on any machine
     nanovllm bench --model MODEL --profile FOLDER     GPU time of a step by kind of kernel, and traces
@@ -26,10 +27,14 @@ Workloads. All requests have random token ids and temperature 0.6, and ignore th
                 gaps between arrivals are exponential. The lengths are log-normal (sigma 0.9 for inputs, 0.7 for
                 outputs), and cut to --max-model-len. On a CPU, a short run first measures the highest rate, and the
                 default rates are 30, 60 and 90% of that rate
+    conversations
+                --num-seqs conversations of 3 to 20 turns (2 to 5 on a CPU), which share a system prompt. Each question
+                follows the previous answer after a pause, and its prompt is the whole conversation. Lengths are those
+                of online. --max-model-len bounds the conversations. The table shows the TTFT by turn
     latency     first, a single prompt of 16 to 32,000 tokens with one output token, --num-seqs times for each length.
-                Then 1 and 8 sequences decode after contexts of 500 to 30,000 tokens, three times each.
+                Then 1 and 8 sequences decode after contexts of 100 to 30,000 tokens, three times each.
                 --max-model-len and --max-input-len bound the lengths
-    batches     for each of --batch-sizes, requests with 512 input and 256 output tokens
+    batches     for each of --batch-sizes, requests with 512 input and 256 output tokens (128 and 64 on a CPU)
     http        clients of `nanovllm serve`, which is started on a free port. Each client sends its next request when
                 its previous answer is complete. Each value of --clients is a row: 64x256/128 means 64 clients that
                 stream answers of 128 tokens to prompts of 256 tokens. 256x200/256-chat sends conversations, and
@@ -108,15 +113,21 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
     workload = parser.add_mutually_exclusive_group()
     workload.add_argument("name", type=workload_names, nargs="?", metavar="WORKLOAD", help=text)
     workload.add_argument("--workload", type=workload_names, default="all", metavar="WORKLOAD", help="the same")
-    parser.add_argument("--num-seqs", type=size, help="requests, see above (256; on a CPU 64; of latency 20 and 5)")
-    parser.add_argument("--max-input-len", type=size, help="longest prompt (1024; on a CPU 256; of batches 512)")
-    text = "longest output (1024; on a CPU 256; of batches 256, of latency 96)"
+    parser.add_argument(
+        "--num-seqs",
+        type=size,
+        help="requests, see above (256; on a CPU 64; of latency 20 and 5, of conversations 64 and 6)",
+    )
+    text = "longest prompt (1024; on a CPU 256; of batches 512, on a CPU 128)"
+    parser.add_argument("--max-input-len", type=size, help=text)
+    text = "longest output (1024; on a CPU 256; of batches 256, on a CPU 64; of latency 96)"
     parser.add_argument("--max-output-len", type=size, help=text)
     parser.add_argument("--prefill-len", type=size, help="prompt length of the prefill workload (3900; on a CPU 1024)")
     parser.add_argument("--request-rate", type=each(positive), help="online: requests per second (8,16,24)")
     parser.add_argument("--median-input-len", type=size, help="online: median prompt length (500; on a CPU 125)")
     parser.add_argument("--median-output-len", type=size, help="online: median output length (160; on a CPU 40)")
-    parser.add_argument("--batch-sizes", type=each(size), default="2,8,32,128,512", help="batches: numbers of requests")
+    text = "batches: numbers of requests (2,8,32,128,512; on a CPU 1,4,16,64)"
+    parser.add_argument("--batch-sizes", type=each(size), help=text)
     text = (
         "http: rows, such as 64x256/128,512x128/128-whole,256x200/256-chat (seven of 1 to 512 clients; on a CPU four)"
     )
@@ -192,8 +203,10 @@ def workload_names(text: str) -> list[str]:
         if name not in (*WORKLOADS, *SWEEPS, *OTHERS):
             choices = ", ".join(["all", *WORKLOADS, *SWEEPS, *OTHERS])
             raise ArgumentTypeError(f"{name!r}: must be one of {choices}, or several with commas")
-        if name in (*STEPPED, *OTHERS) and len(names) > 1:
+        if name in OTHERS and len(names) > 1:
             raise ArgumentTypeError(f"{name!r}: must be the only workload of a run")
+    if 0 < len(names.keys() & STEPPED) < len(names):
+        raise ArgumentTypeError(f"{text!r}: {' and '.join(STEPPED)} can't be in one run with other workloads")
     return list(names)
 
 

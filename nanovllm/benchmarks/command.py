@@ -80,7 +80,7 @@ def run(args: argparse.Namespace, settings: dict[str, Any], config: Config) -> N
 
 def compare_engines(args: argparse.Namespace, settings: dict[str, Any], config: Config) -> None:
     """Run the workloads on every engine, and print, draw and save the results."""
-    if args.workload == ["online"] and config.device == "cpu" and not args.request_rate:
+    if "online" in args.workload and config.device == "cpu" and not args.request_rate:
         args.request_rate = sweeps.rates_of_cpu(args, settings, config)
     workloads, swept, panels = requested(args, config)
     functions = engines.STEPPED_ENGINES if args.workload[0] in sweeps.STEPPED else engines.ENGINES
@@ -97,6 +97,7 @@ def compare_engines(args: argparse.Namespace, settings: dict[str, Any], config: 
         for engine, by_workload in results.items():
             if name in by_workload and by_workload[name].note:
                 print(f"  {engine}: {by_workload[name].note}")
+    sweeps.add_turns(results, swept)
     for panel in panels:
         panel.print(results)
 
@@ -119,13 +120,15 @@ def compare_engines(args: argparse.Namespace, settings: dict[str, Any], config: 
 
 
 def requested(args: argparse.Namespace, config: Config) -> tuple[Workloads, Workloads, list[Panel]]:
-    """Return the workloads that have one table each, the workloads of a sweep, and the tables of the sweep."""
+    """Return the workloads that have one table each, the workloads of the sweeps, and the tables of the sweeps."""
     workloads = throughput.workloads(args, config)
     swept: Workloads = {}
     panels: list[Panel] = []
     for name in args.workload:
         if name in sweeps.SWEEPS:
-            swept, panels = sweeps.SWEEPS[name](args, config)
+            runs_of_sweep, panels_of_sweep = sweeps.SWEEPS[name](args, config)
+            swept |= runs_of_sweep
+            panels += panels_of_sweep
     for request in (request for runs in [*workloads.values(), *swept.values()] for run in runs for request in run):
         request.top_k, request.top_p = args.top_k, args.top_p
     return workloads, swept, panels

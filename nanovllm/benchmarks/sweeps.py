@@ -1,4 +1,7 @@
-"""Makes the workloads `online`, `latency` and `batches`, and their tables. Each workload varies one variable."""
+"""Makes the workloads `online`, `conversations`, `latency` and `batches`, and their tables.
+
+Each workload varies one variable.
+"""
 
 import argparse
 from functools import partial
@@ -6,14 +9,24 @@ from typing import Any
 
 from nanovllm.benchmarks.engines.nanovllm import run_nanovllm
 from nanovllm.benchmarks.processes import progress, report, run_in_process
-from nanovllm.benchmarks.requests import Workloads, fit, in_rounds, online, other_ids, same_lengths
-from nanovllm.benchmarks.results import decode_rate, latency_ms
+from nanovllm.benchmarks.requests import (
+    Workloads,
+    by_turn,
+    conversations,
+    fit,
+    in_rounds,
+    online,
+    other_ids,
+    same_lengths,
+)
+from nanovllm.benchmarks.results import Result, Results, decode_rate, latency_ms
 from nanovllm.benchmarks.tables import Panel
 from nanovllm.config import Config
 
 PROMPT_LENS = (16, 128, 512, 1024, 4000, 8000, 16000, 32000)
-CONTEXT_LENS = (500, 4000, 30000)
+CONTEXT_LENS = (100, 500, 1500, 4000, 30000)
 QUICK_SECONDS = 5.0
+CONVERSATIONS = "conversations"
 DECODE_SEQS = {1: "1 sequence", 8: "8 sequences"}
 
 
@@ -56,6 +69,30 @@ def rates_of_cpu(args: argparse.Namespace, settings: dict[str, Any], config: Con
     return [float(f"{part * highest:.2g}") for part in (0.3, 0.6, 0.9)]
 
 
+def conversations_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, list[Panel]]:
+    """Make the workload `conversations`. The warm-up is the workload's first quarter, with different token ids."""
+    vocab_size, on_cpu = config.model_config.vocab_size, config.device == "cpu"
+    number, turns, pause = (6, (2, 5), 0.2) if on_cpu else (64, (3, 20), 2.0)
+    sizes = median_lengths(args, config), config.max_model_len, args.seed, vocab_size
+    requests = conversations(args.num_seqs or number, turns, pause, *sizes)
+    warm_up = conversations(-(-(args.num_seqs or number) // 4), turns, pause, *sizes)
+    names = {turn: f"turn {turn}" for turn in by_turn(requests)}
+    ttft = {f"p{p}": (names, partial(latency_ms, kind="TTFT", p=p)) for p in (50, 99)}
+    rate = {"": ({len(requests): CONVERSATIONS}, lambda result: result.rate)}
+    return {CONVERSATIONS: [other_ids(warm_up, vocab_size), requests]}, [
+        Panel("TTFT by turn, ms", "turn", ttft, digits=1),
+        Panel("output tokens per second", "requests", rate, digits=0, is_drawn=False),
+    ]
+
+
+def add_turns(results: Results, workloads: Workloads) -> None:
+    """Add a result for each turn of `conversations`."""
+    for by_name in results.values():
+        if (whole := by_name.get(CONVERSATIONS)) is not None:
+            for turn, indices in by_turn(workloads[CONVERSATIONS][-1]).items():
+                by_name[f"turn {turn}"] = Result(token_times=[whole.token_times[i] for i in indices])
+
+
 def latency_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, list[Panel]]:
     """Make the workload `latency`. Leave out lengths above the bounds.
 
@@ -77,7 +114,7 @@ def latency_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, 
         workloads[name] = [[request] for request in requests]
     decode = {}
     for num_seqs, statistic in DECODE_SEQS.items():
-        names = {length: f"{statistic} behind {length:,}" for length in fitting(CONTEXT_LENS, output_len)}
+        names = {length: f"{statistic} after {length:,} tokens" for length in fitting(CONTEXT_LENS, output_len)}
         for length, name in names.items():
             workloads[name] = 4 * [same_lengths(num_seqs, length, output_len, f"{name} {args.seed}", vocab_size)]
         decode[statistic] = (names, lambda result, num_seqs=num_seqs: decode_rate(result.token_times, num_seqs))
@@ -90,9 +127,11 @@ def latency_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, 
 
 
 def batches_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, list[Panel]]:
-    vocab_size = config.model_config.vocab_size
-    lengths = fit(args.max_input_len or 512, args.max_output_len or 256, config.max_model_len)
-    names = {size: f"batch of {size}" for size in args.batch_sizes}
+    vocab_size, on_cpu = config.model_config.vocab_size, config.device == "cpu"
+    input_len, output_len = (128, 64) if on_cpu else (512, 256)
+    lengths = fit(args.max_input_len or input_len, args.max_output_len or output_len, config.max_model_len)
+    sizes = args.batch_sizes or ((1, 4, 16, 64) if on_cpu else (2, 8, 32, 128, 512))
+    names = {size: f"batch of {size}" for size in sizes}
     workloads = {}
     for size, name in names.items():
         requests = same_lengths(size, *lengths, f"{name} {args.seed}", vocab_size)
@@ -101,5 +140,10 @@ def batches_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, 
     return workloads, [Panel(title, "requests", {"": (names, lambda result: result.rate)}, log="xy", digits=0)]
 
 
-SWEEPS = {"online": online_sweep, "latency": latency_sweep, "batches": batches_sweep}
-STEPPED = ("online", "latency")  # workloads that need the times of tokens, so they step the engines
+SWEEPS = {
+    "online": online_sweep,
+    CONVERSATIONS: conversations_sweep,
+    "latency": latency_sweep,
+    "batches": batches_sweep,
+}
+STEPPED = ("online", CONVERSATIONS, "latency")  # workloads that need the times of tokens, so they step the engines

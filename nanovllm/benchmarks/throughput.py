@@ -10,7 +10,8 @@ from nanovllm.benchmarks.tables import number, print_table
 from nanovllm.config import Config
 
 WORKLOADS = {"headline": "headline", "single": "single stream", "prefill": "prefill"}
-HEADER = ["engine", "s", "tok/s", "TTFT ms", "p99", "ratio", "of limit", "of overlap", ""]
+HEADER = ["engine", "s", "tok/s", "TTFT ms", "p99", "ratio"]
+OF_LIMITS = ["of limit", "of overlap"]  # columns on a GPU
 
 
 def sizes(args: argparse.Namespace, config: Config) -> tuple[int, list[int]]:
@@ -51,14 +52,14 @@ def print_results(config: Config, workloads: Workloads, results: Results) -> Non
         baseline = max(other_results or by_engine.values(), key=lambda result: result.rate)
         least = limits(requests, config, rates.times(config.tensor_parallel_size)) if rates else None
         rows = [row(engine, result, baseline, least) for engine, result in by_engine.items()]
-        print_table(describe(name, requests), HEADER, rows)
+        print_table(describe(name, requests), [*HEADER, *(OF_LIMITS if least else []), ""], rows)
     print("\ntok/s: output tokens, in prefill input tokens; TTFT: median and 99th percentile", end="")
     print("; ratio: to the fastest other engine" if len(results) > 1 else "")
 
 
 def row(engine: str, result: Result, baseline: Result, least: Limits | None) -> list[str]:
-    """Return a row's cells, in the order of HEADER."""
+    """Return a row's cells, in the order of the header. `least` is None on a CPU."""
     ttft = [number(latency_ms(result, "TTFT", p), 1) for p in (50, 99)]
-    of_limits = [f"{seconds / result.seconds:.2f}" for seconds in least] if least else ["-", "-"]
+    of_limits = [f"{seconds / result.seconds:.2f}" for seconds in least or ()]
     ratio = f"{result.rate / baseline.rate:.2f}"
     return [engine, f"{result.seconds:.2f}", f"{result.rate:,.0f}", *ttft, ratio, *of_limits, result.note]

@@ -90,7 +90,7 @@ GROUPS: tuple[tuple[tuple, str], ...] = (
     (("",), "allowed_local_media_path model_weights reasoning_parser worker_extension_cls"),
     (
         ("auto",),
-        "config_format generation_config linear_backend lora_dtype mamba_cache_dtype mamba_ssm_cache_dtype "
+        "config_format generation_config linear_backend lora_dtype mamba_cache_dtype "
         "moe_backend offload_backend tokenizer_mode worker_cls",
     ),
     (("auto", "vllm"), "model_impl"),

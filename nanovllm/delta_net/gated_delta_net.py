@@ -53,12 +53,13 @@ def delta_rule_step(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, torc
     """Process one token in float32, by the definition. Return the output [..., value_dim] and the new state.
 
     q and k are [..., key_dim], v is [..., value_dim], `log_decay` and `beta` are [...], and `state` is [..., value_dim,
-    key_dim].
+    key_dim]. The new state is rounded to the dtype of `state`.
     """
-    state = state * log_decay.exp()[..., None, None]
+    dtype = state.dtype
+    state = state * log_decay.exp()[..., None, None]  # float32
     error = beta[..., None] * (v - _read(state, k))
     state.addcmul_(error[..., None], k[..., None, :])
-    return _read(state, q), state
+    return _read(state, q), state.to(dtype)
 
 
 def _read(state: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -76,9 +77,12 @@ def recurrent_delta_rule(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor,
 
 
 def chunk_delta_rule(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `recurrent_delta_rule` for inputs [T, heads, ...], with matmuls over CHUNK tokens at a time."""
+    """Compute `recurrent_delta_rule` for inputs [T, heads, ...], with matmuls over CHUNK tokens at a time.
+
+    The state is rounded to its dtype only after the last token.
+    """
     by_head = (x.transpose(0, 1).split(CHUNK, 1) for x in (q, k, v, log_decay, beta))  # [heads, C, ...] each
-    outputs = []
+    outputs, dtype, state = [], state.dtype, state.float()
     for q, k, v, log_decay, beta in zip(*by_head):
         decay = log_decay.cumsum(1)  # log of the decay since the chunk began
         between = (decay[:, :, None] - decay[:, None]).tril().exp().tril()  # [heads, C, C]: decay since each token
@@ -89,7 +93,7 @@ def chunk_delta_rule(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, tor
         errors = torch.linalg.solve_triangular(overlap, wanted, upper=False, unitriangular=True)
         outputs.append(from_start * (q @ state.mT) + (q @ k.mT * between) @ errors)
         state = from_start[:, -1:] * state + errors.mT @ (to_end * k)
-    return torch.cat(outputs, 1).transpose(0, 1), state
+    return torch.cat(outputs, 1).transpose(0, 1), state.to(dtype)
 
 
 class GatedDeltaNet(nn.Module):
@@ -102,14 +106,22 @@ class GatedDeltaNet(nn.Module):
 
     l2_eps = 1e-6  # of the norms of queries and keys
 
-    def __init__(self, hidden_size: int, heads: DeltaHeads, eps: float, weights: tuple):
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: DeltaHeads,
+        eps: float,
+        weights: tuple,
+        state_dtype: torch.dtype = torch.float32,
+    ):
         """Create the layer. `weights` contains an argument of ScatteredColumnParallelLinear for each input projection.
 
-        The first argument is for q, k, v and z, and the second is for b and a.
+        The first argument is for q, k, v and z, and the second is for b and a. `state_dtype` is the dtype in which
+        matrices are stored.
         """
         super().__init__()
         tp = get_construction().tp
-        self.heads, self.eps = heads.of_rank(tp), eps
+        self.heads, self.eps, self.state_dtype = heads.of_rank(tp), eps, state_dtype
         self.in_proj_qkvz = ScatteredColumnParallelLinear(hidden_size, weights[0])
         self.in_proj_ba = ScatteredColumnParallelLinear(hidden_size, weights[1])
         self.conv1d, self.norm = nn.Module(), nn.Module()  # named as in checkpoints
@@ -130,7 +142,7 @@ class GatedDeltaNet(nn.Module):
     def cache_spec(self) -> StateSpec:
         heads = self.heads
         shapes = (heads.conv_size - 1, sum(heads.sizes)), (heads.num_values, heads.value_dim, heads.key_dim)
-        return StateSpec(shapes, (self.conv1d.weight.dtype, torch.float32), sum(heads.sizes) + 2 * heads.num_values)
+        return StateSpec(shapes, (self.conv1d.weight.dtype, self.state_dtype), sum(heads.sizes) + 2 * heads.num_values)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map x [T, hidden_size] to [T, hidden_size]."""

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from nanovllm.config import STATE_DTYPES
 from nanovllm.delta_net.gated_delta_net import DeltaHeads
 from nanovllm.utils.checks import check_choice, check_int
 from nanovllm.utils.tensor_parallel import TensorParallel
@@ -20,6 +23,7 @@ class HybridConfig:
     shared_size: int  # inner size of the shared expert; 0: there is none
     is_nested: bool  # whether the decoder's weights are under `model.language_model` in the checkpoint
     unused_parts: tuple[str, ...]  # of the checkpoint; for the log
+    state_dtype: str = "float32"  # of the stored matrices
 
     @property
     def left_out(self) -> str:
@@ -36,7 +40,8 @@ class HybridConfig:
         """Return the size of a sequence's states in bytes. `itemsize` is the size of a convolution input in bytes."""
         heads = self.heads
         window, matrices = (heads.conv_size - 1) * sum(heads.sizes), heads.sizes[2] * heads.key_dim
-        return (self.num_layers - len(self.attention_layers)) * (itemsize * window + 4 * matrices)
+        matrix_itemsize = getattr(torch, self.state_dtype).itemsize
+        return (self.num_layers - len(self.attention_layers)) * (itemsize * window + matrix_itemsize * matrices)
 
     def check_divides(self, tp: TensorParallel) -> None:
         self.heads.of_rank(tp)
@@ -65,4 +70,7 @@ def read_hybrid(raw: dict, file: Path) -> HybridConfig:
     if "num_experts" in raw:
         name = "shared_expert_intermediate_size"
         shared_size = check_int(f"{file}: {name}", raw[name], low=1)
-    return HybridConfig(attention_layers, heads, num_layers, shared_size, "text_config" in raw, unused_parts)
+    state_dtype = check_choice(f"{file}: mamba_ssm_dtype", raw.get("mamba_ssm_dtype") or "float32", STATE_DTYPES)
+    return HybridConfig(
+        attention_layers, heads, num_layers, shared_size, "text_config" in raw, unused_parts, state_dtype
+    )

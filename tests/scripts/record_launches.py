@@ -10,6 +10,7 @@ choose their kernels by the GPU: compare records of the same machine.
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ MAX_SHOWN = 12  # differences of a case
 
 
 def record(shape: str, settings: dict[str, Any]) -> dict[str, Any]:
+    os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # else a kernel that moved within its file has another hash
     from nanovllm import LLM
     from nanovllm.benchmarks.shapes import write_shape
 

@@ -8,7 +8,7 @@ Four kernels compute:
 4. the outputs (from the state before each chunk) and the gated norm, for all chunks in parallel
 
 Kernels pass on decays and betas in float32, and all other numbers in the model's dtype. A state stays in float32 from
-chunk to chunk, and is rounded only for matmuls and when it is stored for the last kernel.
+chunk to chunk. It is rounded for matmuls and for the last kernel, and after the last chunk to the dtype of its storage.
 """
 
 from typing import Any
@@ -152,7 +152,8 @@ def _states_kernel(x_rows, rule_ptrs, seq_ptrs, state_ptrs, stride, PLAN: tl.con
     d, e = tl.arange(0, HEADS.key_pad), tile * PLAN.tile + tl.arange(0, PLAN.tile)
     of_state = (d < HEADS.key_dim)[:, None] & (e < HEADS.value_dim)[None, :]
     state_at = (head * HEADS.value_dim + e)[None, :] * HEADS.key_dim + d[:, None]
-    state = tl.load(state_ptrs.matrices + read * (HEADS.values * HEADS.key_dim) + state_at, of_state, 0.0)  # transposed
+    own_state = state_ptrs.matrices + read * (HEADS.values * HEADS.key_dim) + state_at  # transposed
+    state = tl.load(own_state, of_state, 0.0).to(tl.float32)
     own_key, own_value = head // HEADS.group * HEADS.key_dim, head * HEADS.value_dim
     for first in tl.range(begin, end, CHUNK, num_stages=PLAN.stages):
         w = _load(rule_ptrs.w, HEADS.num_values * HEADS.key_dim, first, end, head * HEADS.key_dim, d, HEADS.key_dim)

@@ -25,8 +25,11 @@ TILE = 8  # tokens whose inputs or norms are computed together
 
 
 @triton.jit
-def _through_tokens(state, rule_ptrs, head, key_at, begin, end, shift, HEADS: tl.constexpr):
-    """Return the state after the tokens from `begin` to `end`. Each token's output replaces its value v."""
+def _through_tokens(state, rule_ptrs, head, key_at, begin, end, shift, DTYPE: tl.constexpr, HEADS: tl.constexpr):
+    """Return the state after the tokens from `begin` to `end`. Each token's output replaces its value v.
+
+    After each token, the state is rounded to DTYPE, so that the result does not depend on when the state is stored.
+    """
     e, in_key = tl.arange(0, state.shape[0]), key_at < HEADS.key_dim
     key_at += head // HEADS.group * HEADS.key_dim
     value_at = head * HEADS.value_dim + e
@@ -41,6 +44,8 @@ def _through_tokens(state, rule_ptrs, head, key_at, begin, end, shift, HEADS: tl
         error = fma(tl.sum(tl.sum(state * k, 1), 1), -decay, v) * beta
         read = fma(error, tl.sum(tl.sum(q * k, 1), 1), decay * tl.sum(tl.sum(state * q, 1), 1))
         state = fma(tl.broadcast_to(k, state.shape), error[:, None, None], state * decay)
+        if tl.float32 != DTYPE:
+            state = state.to(DTYPE).to(tl.float32)
         tl.store(v_ptr + value_at, read, e < HEADS.value_dim)
     return state
 
@@ -75,7 +80,9 @@ def _tokens_kernel(
     e = tl.arange(0, HEADS.value_pad)[:, None, None]
     of_state = (e < HEADS.value_dim) & (d < HEADS.key_dim)
     state_at = (head * HEADS.value_dim + e) * HEADS.key_dim + d
-    state = tl.load(state_ptrs.matrices + read * (HEADS.values * HEADS.key_dim) + state_at, of_state, 0.0)
+    DTYPE: tl.constexpr = state_ptrs.matrices.dtype.element_ty
+    own_state = state_ptrs.matrices + read * (HEADS.values * HEADS.key_dim) + state_at
+    state = tl.load(own_state, of_state, 0.0).to(tl.float32)
     gdc_wait(PDL)
     begin, certain, end_own, shift = own, end, end, 0
     if PLAN.kept:
@@ -87,11 +94,11 @@ def _tokens_kernel(
     source = x_rows, state_ptrs, read, begin, own
     keep_inputs(source, written, head, certain, end, PLAN)
     # 2. tokens up to the last certain token
-    state = _through_tokens(state, rule_ptrs, head, d, begin, certain, shift, HEADS)
+    state = _through_tokens(state, rule_ptrs, head, d, begin, certain, shift, DTYPE, HEADS)
     tl.store(state_ptrs.matrices + written * (HEADS.values * HEADS.key_dim) + state_at, state, of_state)
     # 3. drafts after it
     if PLAN.rows > 1:
-        _through_tokens(state, rule_ptrs, head, d, certain, end_own, shift, HEADS)
+        _through_tokens(state, rule_ptrs, head, d, certain, end_own, shift, DTYPE, HEADS)
     # 4. gated norms; a copy gets the norm of its original, and padding gets zeros
     tl.debug_barrier()  # until all threads have written the outputs
     norm_ptr, eps = norm_ptrs

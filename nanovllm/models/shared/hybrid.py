@@ -134,7 +134,8 @@ class HybridForCausalLM(Qwen3ForCausalLM):
         else:
             heads = config.hybrid.heads
             weights = cls.delta_net_weights(heads, get_construction().tp)
-            mixer = GatedDeltaNet(config.hidden_size, heads, config.rms_norm_eps, weights)
+            state_dtype = getattr(torch, config.hybrid.state_dtype)
+            mixer = GatedDeltaNet(config.hidden_size, heads, config.rms_norm_eps, weights, state_dtype)
         return HybridLayer(config, mixer, cls.make_mlp(config, layer_index))
 
     @staticmethod

@@ -19,6 +19,7 @@ from nanovllm.serve.replicas.driver import ANSWERS_PER_SEQ, make_processor
 from nanovllm.serve.replicas.group import RESTART_TIMEOUT
 from nanovllm.serve.replicas.replica_request import ReplicaRequest
 from nanovllm.serve.replicas.routing import Router
+from nanovllm.serve.terminal.waiting import waiting_for
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.progress import progress_bar
 
@@ -69,8 +70,9 @@ class RayLLM:
         self._is_open, self._owns_ray = True, False
         atexit.register(self.exit)
         try:
-            self._owns_ray = actors.connect()
-            self._run_in_loop(self.group.start())
+            with waiting_for(f"Starting {num_replicas} replicas of {model} with Ray"):
+                self._owns_ray = actors.connect()
+                self._run_in_loop(self.group.start())
         except BaseException:
             self.exit()
             raise
