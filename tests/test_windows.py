@@ -7,6 +7,7 @@ import pytest
 import torch
 from common import generate_by_steps, pairs
 from test_models import CASES, GEMMA3, make_checkpoint, needs_new_families, reference_model
+from test_page import Checker
 from test_speculation import answers, drafting
 from test_states import assert_same_as_reference, make_requests
 
@@ -17,6 +18,7 @@ from nanovllm.config import Config
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.window_blocks import WindowBlockManager
 from nanovllm.models import make_model
+from nanovllm.serve.trace import StepRecorder
 
 pytestmark = needs_new_families
 KINDS = ["sliding_attention"] * 2 + ["full_attention"] + ["sliding_attention"] * 2
@@ -140,6 +142,25 @@ def test_statistics(make_windowed):
     assert full == {"window": None, "used": 9}
     assert (windows["window"], windows["tables"]) == (23, 4) and windows["used"] <= 4 * 4
     assert llm.stats()["blocks"]["used"] == full["used"] + windows["used"]
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_page(make_windowed, async_scheduling):
+    """It adds up how many blocks the window tables hold, and which blocks are cached."""
+    llm = make_windowed(**SCHEDULES["preemptions"], async_scheduling=async_scheduling)
+    recorder = StepRecorder(llm)
+    recorder.start()
+    checker = Checker(llm, recorder)
+    most = []
+
+    def check(step, result):
+        groups = llm.scheduler.block_manager.groups()
+        assert checker.view.windows == groups[1]["used"]
+        most.append(checker.view.windows)
+
+    llm.core.on_step.append(check)
+    llm.generate(*map(list, zip(*windowed_requests())), use_tqdm=False)
+    assert max(most) > 0 and checker.view.engine["block_tables"] == 5
 
 
 def test_gemma_3_12b_holds_five_times_as_many_sequences(tmp_path):
