@@ -31,7 +31,7 @@ class AttentionBackend:
     @staticmethod
     def supports(spec: AttentionSpec) -> bool:
         """Return whether `attend` can compute such a layer. If not, the next backend computes the whole model."""
-        return spec.soft_cap is None and spec.sinks is None
+        return not spec.is_special
 
     def set_head_shape(self, group: int, head_dim: int, dtype: torch.dtype) -> None:
         """Prepare for an attention layer with `group` query heads per key-value head. Called before any step."""

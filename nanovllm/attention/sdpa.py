@@ -54,10 +54,9 @@ def _attend_one_token(q, k, v, mask, spec) -> torch.Tensor:
     singly = q.shape[2] == 2 and q.is_cpu and q.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
     queries = q.flatten(1, 2).unsqueeze(2) if singly else q
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # [n, kv_heads, L, head_dim]
-    if spec.soft_cap is not None or spec.sinks is not None:
-        return _attend_in_steps(
-            q.unsqueeze(3), k.unsqueeze(2), v.unsqueeze(2), None if mask is None else mask.unsqueeze(1), spec
-        ).squeeze(3)
+    if spec.is_special:
+        mask = None if mask is None else mask.unsqueeze(1)
+        return _attend_in_steps(q.unsqueeze(3), k.unsqueeze(2), v.unsqueeze(2), mask, spec).squeeze(3)
     options = dict(attn_mask=mask, scale=spec.scale, enable_gqa=singly)
     return F.scaled_dot_product_attention(queries, k, v, **options).reshape(q.shape)
 
@@ -73,7 +72,7 @@ def _attend_chunk(q, k, v, mask, spec) -> torch.Tensor:
     k, v = (x.permute(2, 0, 1, 3).expand(-1, group, -1, -1) for x in (k, v))  # [kv_heads, group, L, head_dim]
     if mask is None:  # padding at the end is invisible to the queries of the prompt
         queries = F.pad(queries, (0, 0, 0, k.shape[2] - num_queries))
-    if spec.soft_cap is not None or spec.sinks is not None:
+    if spec.is_special:
         attended = _attend_in_steps(queries, k, v, mask, spec)
     else:
         options = dict(attn_mask=mask, is_causal=mask is None, scale=spec.scale)

@@ -27,6 +27,11 @@ class AttentionSpec:
     sinks: torch.Tensor | None = field(default=None, compare=False)  # [heads]: exp(sink) is added to softmax's sum
     of_states = False
 
+    @property
+    def is_special(self) -> bool:
+        """Whether there is a soft cap or sinks, which not all backends and kernels support."""
+        return self.soft_cap is not None or self.sinks is not None
+
     def tensors(self, num_layers: int, num_blocks: int, config: "Config") -> tuple[torch.Tensor, ...]:
         shape = (2, num_layers, num_blocks, config.kvcache_block_size, self.num_kv_heads, self.head_dim)
         return _cache_type(config.kv_cache_dtype).tensors(shape, config.dtype)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm.cache.kv_cache import AttentionSpec
-from nanovllm.utils.context import Context
+from nanovllm.utils.context import get_context
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
@@ -61,9 +61,9 @@ def cache_shape(spec: AttentionSpec) -> tuple[int, int]:
     return spec.num_kv_heads, spec.head_dim
 
 
-def window_contexts(context: Context, rows: Iterable[Any], block_size: int, int_tensor: Any) -> list[Context]:
-    """Return the context of each window table. `rows` contains (sequence, start, end) for each row of the step."""
-    rows, contexts = [*rows], []
+def set_window_contexts(rows: Iterable[Any], block_size: int, int_tensor: Any) -> None:
+    """Set the step's context for each window table. `rows` contains (sequence, start, end) for each row of the step."""
+    rows, context = [*rows], get_context()
     for t in range(len(rows[0][0].window_columns[-1])):
         tables = [[column[t] for column in seq.window_columns] for seq, _, _ in rows]
         slots = [
@@ -73,8 +73,8 @@ def window_contexts(context: Context, rows: Iterable[Any], block_size: int, int_
         ]
         width = max(map(len, tables))
         padded = int_tensor([table + [0] * (width - len(table)) for table in tables])
-        contexts.append(replace(context, slot_mapping=int_tensor(slots), block_tables=padded, plans={}))
-    return contexts
+        of_table = replace(context, slot_mapping=int_tensor(slots), block_tables=padded, plans={}, window_contexts=[])
+        context.window_contexts.append(of_table)
 
 
 def place_windows(tables: Any, batch: Any, block_size: int) -> None:

@@ -14,7 +14,7 @@ from nanovllm.attention.base import backend_for
 from nanovllm.cache.block_copies import copy_blocks
 from nanovllm.cache.kv_cache import AttentionSpec
 from nanovllm.cache.state import fit_states
-from nanovllm.cache.window_tables import divide_layers, window_contexts
+from nanovllm.cache.window_tables import divide_layers, set_window_contexts
 from nanovllm.config import Config
 from nanovllm.engine.features import FEATURES, Arrays, StepFeature
 from nanovllm.engine.forward_output import ForwardOutput, PendingStep, SamplerInput
@@ -153,8 +153,7 @@ class ModelRunner:
                 else:
                     input_ids, positions = self.prepare_decode(rows)
                 if self.config.num_window_tables:
-                    context, block_size = get_context(), self.config.kvcache_block_size
-                    context.window_contexts = window_contexts(context, rows, block_size, self.int_tensor)
+                    set_window_contexts(rows, self.config.kvcache_block_size, self.int_tensor)
                 if self.config.num_states:
                     get_context().state_rows = self.prepare_state_rows(step)
                 hidden_states = self.run_model(input_ids, positions)

@@ -169,11 +169,8 @@ class Scheduler:
             end = budget.chunk_end(seq.num_computed_tokens, seq.num_tokens, others_wait)
             end = self.block_manager.end_of_chunk(seq, end)
             if end == seq.num_computed_tokens:  # too few blocks are free for its windows
-                if started:
-                    self.preempt(started.pop())
-                    started.appendleft(seq)
-                else:
-                    self.preempt(seq)
+                started.appendleft(seq)
+                self.preempt(started.pop())  # the last in order, perhaps `seq` itself
                 continue
             budget = budget.minus(seq.num_computed_tokens, end)
             self._schedule_chunk(seq, end, step)

@@ -213,7 +213,7 @@ def prefill_attention(
     tokens = query_tile_size(group, head_dim, q.dtype)
     tile = layout_of(cache, 64 if head_dim > 128 else 128).tile
     spec = cache.spec
-    is_plain = cache.scales is None and spec.soft_cap is None and spec.sinks is None
+    is_plain = cache.scales is None and not spec.is_special
     if is_plain and tile >= 64 and q.is_cuda and _is_for_hopper(head_dim, q.dtype):
         from nanovllm.kernels.hopper.hopper_prefill import attend  # it needs Gluon of Triton 3.6
 
