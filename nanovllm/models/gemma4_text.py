@@ -124,9 +124,9 @@ class Gemma4ForCausalLM(Gemma3ForCausalLM):
         if equal and raw.get("num_global_key_value_heads"):
             full["num_key_value_heads"] = raw["num_global_key_value_heads"]
         if layers := raw.get("per_layer_config"):  # transformers 5.24 writes this in place of the entries above
-            indices = {i for i, size in enumerate(fields["details"].sizes) if size is None}
-            found = [*layers.values()]
-            if {*map(int, layers)} != indices or any(entries != found[0] for entries in found):
+            indices = {f"{i:09}" for i, size in enumerate(fields["details"].sizes) if size is None}
+            found, known = [*layers.values()], {str(i).zfill(9) for i in layers}
+            if known != indices or not found[0].keys() <= full.keys() or any(x != found[0] for x in found):
                 raise ValueError(f"{file}: per_layer_config: must have one entry for full layers, the same for all")
             full |= found[0]
         sizes = [check_int(f"{file}: {name} of full layers", value, low=1) for name, value in full.items()]
