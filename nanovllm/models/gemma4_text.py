@@ -2,44 +2,20 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.layers.layernorm import RMSNorm, add_and_norm
-from nanovllm.layers.linear import MergedColumnParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.models import ModelConfig, read_rope
+from nanovllm.models import ModelConfig
 from nanovllm.models.gemma3_text import GeluAndMul, Gemma3ForCausalLM, read_gemma
 from nanovllm.models.qwen3 import Qwen3Attention, Qwen3MLP
-from nanovllm.utils.checks import check_bool, check_choice, check_int
-from nanovllm.utils.construction import get_construction
+from nanovllm.models.shared.full_layers import QKParallelLinear, read_full_layers
+from nanovllm.utils.checks import check_choice
 from nanovllm.utils.loader import default_weight_loader, parameter
-
-
-class FullLayers(NamedTuple):
-    """What differs in layers without a window: `Windows.full`."""
-
-    head_dim: int
-    num_key_value_heads: int
-    rope: tuple[tuple[float, ...], float]
-    keys_are_values: bool
-
-
-class QKParallelLinear(MergedColumnParallelLinear):
-    """Merges the query and key projections, as QKVParallelLinear does with values."""
-
-    left_out = ("v",)  # of `packed_modules_mapping`
-
-    def __init__(self, config: ModelConfig):
-        tp, sizes = get_construction().tp, (config.num_attention_heads, config.num_key_value_heads)
-        divisions = [tp, tp.for_heads(config.num_key_value_heads)]
-        super().__init__(config.hidden_size, [n * config.head_dim for n in sizes], config.qkv_bias, divisions)
-
-    def shard_ids(self) -> list[tuple]:
-        return [("q",), ("k",)]
 
 
 class Gemma4Attention(Qwen3Attention):
@@ -119,16 +95,5 @@ class Gemma4ForCausalLM(Gemma3ForCausalLM):
         # text attends causally with "vision", too
         check_choice(f"{file}: use_bidirectional_attention", raw.get("use_bidirectional_attention"), (None, "vision"))
         fields = read_gemma(raw | {"use_bidirectional_attention": None}, file, 6)
-        equal = check_bool(f"{file}: attention_k_eq_v", raw.get("attention_k_eq_v", False))
-        full = {"head_dim": raw.get("global_head_dim", 512), "num_key_value_heads": raw["num_key_value_heads"]}
-        if equal and raw.get("num_global_key_value_heads"):
-            full["num_key_value_heads"] = raw["num_global_key_value_heads"]
-        if layers := raw.get("per_layer_config"):  # transformers 5.24 writes this in place of the entries above
-            indices = {f"{i:09}" for i, size in enumerate(fields["details"].sizes) if size is None}
-            found, known = [*layers.values()], {str(i).zfill(9) for i in layers}
-            if known != indices or not found[0].keys() <= full.keys() or any(x != found[0] for x in found):
-                raise ValueError(f"{file}: per_layer_config: must have one entry for full layers, the same for all")
-            full |= found[0]
-        sizes = [check_int(f"{file}: {name} of full layers", value, low=1) for name, value in full.items()]
-        full_layers = FullLayers(*sizes, read_rope(raw, sizes[0], file)[:2], equal)
-        return fields | {"details": fields["details"]._replace(scale=1.0, full=full_layers)}
+        full = read_full_layers(raw, fields["details"].sizes, file)
+        return fields | {"details": fields["details"]._replace(scale=1.0, full=full)}
