@@ -162,6 +162,15 @@ def test_memory_of_decodes(kernels, monkeypatch):
     assert found == [(10**6 - 2 * 24 * (64 + 2) * 4,), (10**6,)]
 
 
+def test_long_heads_are_refused():
+    """As those of Gemma 4, whose tiles would not fit into shared memory."""
+    runner = Runner.__new__(Runner)
+    runner.cache_groups, runner.device = {}, torch.device("cuda")
+    runner.model = torch.nn.ModuleList([Attention(4, 256, 0.1, 2), Attention(4, 512, 0.1, 2)])
+    with pytest.raises(ValueError, match="batch_invariant=True on CUDA: head_dim=512: must be at most 256"):
+        runner.warm_up(lambda part: None)
+
+
 def test_graphs_fill_tiles():
     assert capture_sizes(300, True) == [1, 2, 4, 8, 16, 32, 48, 64, 128, 256, 300]
     assert {80, 96, 112, 144, 288} <= {*capture_sizes(300, False)}
