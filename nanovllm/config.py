@@ -132,6 +132,8 @@ class Config:
     dtype_reason: str = field(init=False, repr=False)  # why "auto" has become this dtype
     eos: int = field(default=-1, init=False, repr=False)  # the tokenizer's id, once the engine has read the tokenizer
     num_states: int = field(default=0, init=False, repr=False)  # for layers that keep states: see cache/state.py
+    num_window_tables: int = field(default=0, init=False, repr=False)  # see cache/window_tables.py
+    cache_window: int = field(default=0, init=False, repr=False)  # keys behind this window are freed from these tables
     model_config: "ModelConfig" = field(init=False, repr=False)  # with our `dtype`, not the checkpoint's
     pooling: Any = field(default=None, init=False, repr=False)  # a PoolingConfig, unless the task is "generate"
 
@@ -225,6 +227,11 @@ class Config:
         """The number of blocks that the longest possible sequence needs."""
         assert self.max_model_len is not None, "is resolved on construction"
         return -(-self.max_model_len // self.kvcache_block_size)
+
+    @property
+    def num_block_tables(self) -> int:
+        """How many block tables a sequence has. A block stores the layers of one table."""
+        return 1 + self.num_window_tables
 
     @property
     def tokens_per_row(self) -> int:

@@ -18,6 +18,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.state_blocks import StateBlockManager
 from nanovllm.engine.stats import stats_of
+from nanovllm.engine.window_blocks import WindowBlockManager
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.spec_decode.drafting_scheduler import DraftingScheduler
 from nanovllm.spec_decode.proposer import Proposer
@@ -67,10 +68,14 @@ class SimulatedEngine:
         checked=False,
         keeps_states=False,
         num_snapshots=0,
+        window=None,
+        num_window_tables=2,
     ):
         sizes = num_blocks, block_size, enable_prefix_caching
         states = max_num_seqs, max_num_seqs + num_snapshots
         self.manager = StateBlockManager(*sizes, *states) if keeps_states else BlockManager(*sizes)
+        if window is not None:
+            self.manager = WindowBlockManager(*sizes, num_window_tables, window)
         config = SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
         config.max_num_mixed_tokens = max_num_mixed_tokens
         eos_token_ids = frozenset({EOS, ALSO_EOS})
@@ -168,7 +173,7 @@ class SimulatedEngine:
         indices = [seq.req_index for seq in live]
         assert sorted(indices + self.free_req_indices()) == list(range(scheduler.max_num_seqs))
 
-        held = Counter(itertools.chain.from_iterable([seq.block_table for seq in live]))
+        held = Counter(itertools.chain.from_iterable(map(self.blocks_of, live)))
         assert {block.block_id: block.ref_count for block in manager.blocks if block.ref_count} == held
         assert manager.free_block_ids.keys() == set(range(len(manager.blocks))) - held.keys()
         self.check_findable()
@@ -188,6 +193,9 @@ class SimulatedEngine:
             self.check_cached(seq)
         assert all(seq.num_computed_tokens == seq.num_tokens - 1 for seq in self.scheduler.running.values())
 
+    def blocks_of(self, seq: Sequence) -> list[int]:
+        return seq.block_table
+
     def free_req_indices(self) -> list[int]:
         return self.scheduler.free_req_indices
 
@@ -197,8 +205,12 @@ class SimulatedEngine:
         known = [*manager.hash_to_block_id.items()]
         known += [(key, block_id) for key, duplicate_ids in manager.duplicates.items() for block_id in duplicate_ids]
         expected = {(block.hash, block.block_id) for block in manager.blocks if block.hash != -1}
+        known += [(key, block_id) for key, column in self.cached_columns() for block_id in column]
         assert {*known} == expected and len(known) == len(expected)
         assert manager.duplicates.keys() <= manager.hash_to_block_id.keys() and all(manager.duplicates.values())
+
+    def cached_columns(self) -> list[tuple[int, tuple[int, ...]]]:
+        return []
 
     def check_cached(self, seq: Sequence) -> None:
         """Check that only full blocks of known and computed tokens have a hash, and that their tokens are right."""
@@ -339,10 +351,12 @@ class Simulation(SimulatedEngine):
                 counts[i] = num_right = (True, *are_right, False).index(False)
             marks = self.marks[seq][start : start + num_right] + [-1] * (end - start - num_right)
             for position, mark in enumerate(marks, start):
-                self.cache[seq.block_table[position // size]][position % size] = mark
+                for block_id in self.column(seq, position // size):
+                    self.cache[block_id][position % size] = mark
         for i, (seq, start, end) in enumerate(rows):
             num_read = start + counts[i] if i < step.num_decodes else end
             assert self.read(seq, num_read) == self.marks[seq][:num_read], "another sequence's keys and values"
+            self.check_windows(seq, start, num_read)
         token_ids, k = [], step.tokens_per_row
         copied = self.manager.copies  # blocks that the next step copies can't be read yet
         for seq, row, count in zip(step.sampled_seqs, step.sampled_rows, counts, strict=True):
@@ -374,6 +388,13 @@ class Simulation(SimulatedEngine):
         block_ids = seq.block_table[: -(-end // size)]
         ends = range(end, 0, -size)  # within each block
         return [mark for x, n in zip(block_ids, ends) if x not in unless for mark in self.cache[x][:n]]
+
+    def column(self, seq: Sequence, i: int) -> list[int]:
+        """Return the blocks that store a sequence's tokens of column `i` of its block tables."""
+        return [seq.block_table[i]]
+
+    def check_windows(self, seq: Sequence, start: int, end: int) -> None:
+        """Check what the tokens from `start` to `end` see in window tables."""
 
     def check_step(self, step: ScheduledStep, rows: list[ScheduledSequence]):
         """Check that the rows of a step are within bounds, and write only to blocks that nobody else reads."""
@@ -501,3 +522,42 @@ class StateSimulation(Simulation):
         """Return the free indices, including indices whose rows hold snapshots."""
         rows = self.manager.rows
         return [*rows.free_indices, *(row for row in self.rows_of_snapshots() if row < rows.num_indices)]
+
+
+class WindowSimulation(Simulation):
+    """A simulation whose model also has layers with a window, in block tables of their own."""
+
+    def blocks_of(self, seq: Sequence) -> list[int]:
+        return [*seq.block_table, *itertools.chain.from_iterable(self.manager._held(seq))]
+
+    def cached_columns(self) -> list[tuple[int, tuple[int, ...]]]:
+        return [*self.manager.columns.items()]
+
+    def column(self, seq: Sequence, i: int) -> list[int]:
+        assert i >= self.manager._num_freed[seq]
+        return [seq.block_table[i], *seq.window_columns[i]]
+
+    def check_windows(self, seq: Sequence, start: int, end: int) -> None:
+        size, first = self.manager.block_size, max(0, start + 1 - self.manager.window)
+        for position in range(first, end):
+            for block_id in self.column(seq, position // size):
+                assert self.cache[block_id][position % size] == self.marks[seq][position]
+
+    def check_accounting(self) -> None:
+        super().check_accounting()
+        manager, live = self.manager, {*self.scheduler.running.values(), *self.scheduler.prefilling.values()}
+        assert manager._num_freed.keys() == live
+        for seq in live:
+            num_freed = manager._num_freed[seq]
+            assert not any(map(any, seq.window_columns[:num_freed]))
+            assert num_freed <= manager.first_column(min(seq.num_computed_tokens, len(seq.token_ids)))
+            assert len(seq.window_columns) <= len(seq.block_table)
+        for block_hash, column in manager.columns.items():
+            blocks = [manager.blocks[block_id] for block_id in column]
+            assert {(block.hash, block.ref_count) for block in blocks} == {(block_hash, blocks[0].ref_count)}
+        if self.scheduler.block_manager.groups():
+            assert sum(group["used"] for group in manager.groups()) == len(manager.used_block_ids)
+        settled = {*self.scheduler.running.values()} - {*manager._chunked}
+        held = [len(manager._held(seq)) for seq in settled]
+        self.seen["most columns held"] = max([self.seen["most columns held"], *held])
+        self.seen["freed columns"] += sum(manager._num_freed.values())

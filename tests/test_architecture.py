@@ -61,7 +61,7 @@ HOUSE = """
 1 | engine/sequence.py <- engine/scheduled_step.py <- engine/features.py
   spec_decode/proposer.py spec_decode/ngram.py spec_decode/suffix.py
   engine/block_manager.py engine/scheduling_policy.py engine/policies.py lora/lora_feature.py
-  <- engine/state_blocks.py lora/adapter_queue.py
+  <- engine/state_blocks.py engine/window_blocks.py lora/adapter_queue.py
   <- engine/scheduler.py engine/awaiting.py engine/forks.py spec_decode/drafting_scheduler.py
   pooling/pooling_scheduler.py <- engine/stats.py
 1 | engine/outputs.py <- requests/stream_event.py pooling/pooling_outputs.py

@@ -23,7 +23,7 @@ from nanovllm.spec_decode.rows import ChainShape, place_chains
 from nanovllm.utils.context import get_context, reset_context
 
 FEATURES = (("one", (("a", (3,)), ("b", (2, 5)))), ("two", (("a", (1, 7)),)))
-MIXED = BatchShape(7, 3, 1, 2, 5, 4, (("tiles", (6, 2)),), False, 1, 2, 1, 3, FEATURES)
+MIXED = BatchShape(7, 3, 1, 2, 5, 4, (("tiles", (6, 2)),), False, 1, 0, 2, 1, 3, FEATURES)
 CPU = torch.device("cpu")
 DECODE = decode_shape(5, 3)._replace(num_block_copies=1, feature_shapes=FEATURES[1:])
 BLOCK_SIZE = 4
@@ -32,12 +32,18 @@ BLOCK_SIZE = 4
 def views(batch: Batch) -> dict:
     found = {view.name: getattr(batch, view.name) for view in VIEWS}
     of_features = {(feature, name): x for feature, arrays in batch.feature_arrays.items() for name, x in arrays.items()}
-    return {name: x for name, x in found.items() if x is not None} | of_features | batch.backend_arrays
+    return (
+        {name: x for name, x in found.items() if x is not None and 0 not in x.shape}
+        | of_features
+        | batch.backend_arrays
+    )
 
 
+@pytest.mark.parametrize("num_window_tables", [0, 3])
 @pytest.mark.parametrize("shape", [MIXED, DECODE], ids=["mixed", "decode"])
-def test_views_are_aligned_and_apart(shape):
+def test_views_are_aligned_and_apart(shape, num_window_tables):
     """Triton compiles a kernel anew for an address that is no multiple of 16 bytes."""
+    shape = shape._replace(num_window_tables=num_window_tables)
     host = Batch.from_buffer(shape, np.zeros(shape.size + 3, np.int32))
     base = host.buffer.ctypes.data
     assert len(host.buffer) == shape.size
@@ -46,6 +52,8 @@ def test_views_are_aligned_and_apart(shape):
         assert not x.any()
         x[:] = i
     assert all((x == i).all() for i, x in enumerate(views(host).values(), 1))
+    parts = [*host.window_slots, *host.window_tables]
+    assert len(parts) == 2 * num_window_tables and all((x.ctypes.data - base) % 16 == 0 for x in parts)
     device = host.to(torch.full((shape.size + 9,), -1, dtype=torch.int32))
     assert views(device).keys() == views(host).keys()
     for ours, theirs in zip(views(device).values(), views(host).values()):
@@ -56,7 +64,8 @@ def test_views_are_aligned_and_apart(shape):
 
 
 def test_what_depends_on_prompts_is_absent_from_decode_steps():
-    absent = {view.name for view in VIEWS} - views(Batch.from_buffer(DECODE, np.zeros(DECODE.size, np.int32))).keys()
+    shape = DECODE._replace(num_window_tables=1)
+    absent = {view.name for view in VIEWS} - views(Batch.from_buffer(shape, np.zeros(shape.size, np.int32))).keys()
     assert {"cu_seqlens_q", "logits_indices", "params", "new_block_tables"} <= absent
     assert absent == {view.name for view in VIEWS if view.metadata["chunks_only"]}
 
@@ -219,7 +228,10 @@ def test_kernels_of_request_tables(seed, use_ops):
         shape = BatchShape(n + 7, n + 2, n, n + 2 * k, W, 5, is_padded=True, tokens_per_row=k)
     numbers = lambda low, high, *dims: torch.from_numpy(rng.integers(low, high, dims)).int()
     lengths = numbers(1, max(2, W * size - k), R + 1)
-    tables = RequestTables(numbers(0, 3, R + 1, k), lengths, numbers(0, 50, R + 1, 9), numbers(0, 1, R + 1, 20))
+    windows = numbers(0, 50, R + 1, 0, 9)
+    tables = RequestTables(
+        numbers(0, 3, R + 1, k), lengths, numbers(0, 50, R + 1, 9), numbers(0, 1, R + 1, 20), windows
+    )
     host = Batch.from_buffer(shape, np.full(shape.size, -5, np.int32))
     host.req_indices[:], host.num_reserved[:], host.new_blocks[:] = R, 0, -1
     host.req_indices[:num_real] = rng.permutation(R)[:num_real]
@@ -247,7 +259,10 @@ def test_kernel_of_chains(seed, use_ops):
     numbers = lambda low, high, *dims: torch.from_numpy(rng.integers(low, high, dims)).int()
     lengths = numbers(width + shift + 1, 4 * size - num_steps, R + 1)
     lengths[R] = 0
-    tables = RequestTables(numbers(0, 3, R + 1, 5), lengths, numbers(0, 50, R + 1, 5), numbers(0, 1, R + 1, 20))
+    windows = numbers(0, 50, R + 1, 0, 5)
+    tables = RequestTables(
+        numbers(0, 3, R + 1, 5), lengths, numbers(0, 50, R + 1, 5), numbers(0, 1, R + 1, 20), windows
+    )
     num_real = int(rng.integers(1, num_seqs + 1))
     req_indices, num_drafts = torch.full((num_seqs,), R, dtype=torch.int32), torch.zeros(num_seqs, dtype=torch.int32)
     req_indices[:num_real] = torch.from_numpy(rng.permutation(R)[:num_real]).int()

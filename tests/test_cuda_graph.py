@@ -10,6 +10,7 @@ import torch
 from common import TINY, generate_by_steps, runs_as_on_cuda
 from test_drafts import KnownAnswers, answers, drafts  # noqa: F401
 from test_heads import write_head
+from test_models import CASES, GEMMA3, make_checkpoint, needs_new_families
 from torch.utils._pytree import tree_leaves
 
 from nanovllm import SamplingParams
@@ -75,6 +76,49 @@ def one_layer(tmp_path) -> str:
     return str(tmp_path)
 
 
+def use_graphs(llm) -> tuple[DecodeGraphs, MixedGraphs]:
+    runner = llm.model_runner
+    runs_as_on_cuda(runner)
+    runner.buffers = make_buffers(llm.config, torch.device("cpu"))
+    parts = runner.run_batch, runner.sample_and_accept
+    with torch.inference_mode():
+        decode_graphs = DecodeGraphs(llm.config, runner.buffers.device, runner.forward, pool=None)
+        sizes = llm.config.max_num_seqs, runner.buffers.device, runner.pad_req_index
+        graphs = MixedGraphs(graph_shapes(llm.config, runner.backend), *sizes, *parts, pool=None)
+    runner.graphs, runner.mixed_graphs = decode_graphs, graphs
+    return decode_graphs, graphs
+
+
+@needs_new_families
+@pytest.mark.usefixtures("unsplit_keys")
+@pytest.mark.parametrize("num_drafts", [0, 2])
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")
+def test_window_tables_of_padded_steps(make_llm, tmp_path, use_ops, monkeypatch, drafts, num_drafts):
+    """The device fills in the window tables and slots of decode rows, next to those of chunks."""
+    monkeypatch.setattr(cuda_graph, "TOKEN_SIZES", (4, 32))
+    monkeypatch.setattr(cuda_graph, "capture", capture)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    entries = GEMMA3 | {"layer_types": kinds, "num_hidden_layers": 3, "sliding_window": 9}
+    monkeypatch.setitem(CASES, "gemma3-graphs", ("Gemma3", 2, 1, 16, {}, entries))
+    folder = make_checkpoint(tmp_path, "gemma3-graphs")
+    prompts = [[i % 90 + 5 for i in range(k, k + n)] for k, n in [(0, 40), (7, 3), (0, 45), (3, 23), (9, 9)]]
+    params = [SamplingParams(temperature=0.0, max_tokens=9 + i, n=1 + i % 2, ignore_eos=True) for i in range(5)]
+    settings = SMALL | {"load_format": "auto"} | (drafts("mixed", num_drafts) if num_drafts else {})
+    expected = generate_by_steps(make_llm(folder, **settings), zip(prompts, params))
+    texts = tuple([*output.prompt_token_ids, *x.token_ids] for output in expected for x in output.outputs)
+    monkeypatch.setattr(KnownAnswers, "texts", texts)
+    use_ops("norm_rope_and_store", "place_decodes", "accept")
+    llm = make_llm(folder, attention_backend="triton", **settings)
+    assert llm.config.num_window_tables == 2
+    decode_graphs, graphs = use_graphs(llm)
+    outputs = generate_by_steps(llm, zip(prompts, params))
+    for used in (decode_graphs.graphs, graphs.models):
+        assert any(graph.num_replays for graph in used.values())
+    assert [[x.token_ids for x in output.outputs] for output in outputs] == [
+        [x.token_ids for x in output.outputs] for output in expected
+    ]
+
+
 @pytest.mark.parametrize("num_drafts", [0, 2])
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # in a tile of no queries
 def test_padding_changes_nothing(make_llm, one_layer, use_ops, monkeypatch, drafts, num_drafts):
@@ -109,14 +153,7 @@ def test_padding_changes_nothing(make_llm, one_layer, use_ops, monkeypatch, draf
     found = [(shape.tokens_per_row, shape.num_decode_rows, shape.num_tokens) for shape in shapes]
     expected_shapes = [(1, 0, 4), (1, 0, 12), (1, 4, 4), (1, 5, 12), *([(3, 3, 4), (3, 12, 12)] if k > 1 else [])]
     assert found == expected_shapes
-    runs_as_on_cuda(runner)
-    runner.buffers = make_buffers(llm.config, torch.device("cpu"))
-    parts = runner.run_batch, runner.sample_and_accept
-    with torch.inference_mode():
-        decode_graphs = DecodeGraphs(llm.config, runner.buffers.device, runner.forward, pool=None)
-        sizes = llm.config.max_num_seqs, runner.buffers.device, runner.pad_req_index
-        graphs = MixedGraphs(shapes, *sizes, *parts, pool=None)
-    runner.graphs, runner.mixed_graphs = decode_graphs, graphs
+    decode_graphs, graphs = use_graphs(llm)
     outputs = generate_by_steps(llm, zip(prompts, params))
     replayed = {
         (shape.tokens_per_row, shape.num_decode_rows // shape.tokens_per_row)

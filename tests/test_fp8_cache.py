@@ -21,7 +21,7 @@ from common import (
 from test_models import make_checkpoint
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
-from nanovllm.cache.kv_cache import KVCache
+from nanovllm.cache.kv_cache import AttentionSpec, KVCache
 from nanovllm.config import Config
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.fused import fuse
@@ -31,7 +31,7 @@ from nanovllm.quantization.fp8_cache import FP8KVCache, dequantize, quantize
 try:
     import triton
     import triton.language as tl
-    from test_kernels import attention_reference, int32
+    from test_kernels import SCORES, attention_reference, int32, with_sinks
 
     from nanovllm.kernels import e4m3 as fp8
     from nanovllm.kernels import ops
@@ -141,10 +141,12 @@ def on_device(tensors: list[torch.Tensor], native: bool) -> FP8KVCache:
     return cache
 
 
-def assert_attended(out: torch.Tensor, q: torch.Tensor, contents: list, num_new: list[int], window: int | None) -> None:
+def assert_attended(
+    out: torch.Tensor, q: torch.Tensor, contents: list, num_new: list[int], window: int | None, **scores
+) -> None:
     """Relative to the largest number of each row, as values of one token may be a thousand times those of another."""
     parts = zip(q.split(num_new), contents, strict=True)
-    expected = [attention_reference(part, k, v, window) for part, (k, v) in parts]
+    expected = [attention_reference(part, k, v, window, **scores) for part, (k, v) in parts]
     expected = torch.cat(expected)
     size = expected.abs().amax(-1, keepdim=True).clamp_(min=1e-3)
     assert_close((out.double() / size).to(out.dtype), expected / size)
@@ -160,9 +162,10 @@ def test_decode(heads, case, dtype, native):
     lengths = [130, block_size + 1, block_size, 65, 1, 0]
     contents, cache, context_lens, tables = paged(lengths, heads, dtype, native)
     q = randn(len(lengths), group * kv_heads, head_dim, dtype=dtype)
-    cache.window = window
+    scores = with_sinks(SCORES[2], heads, dtype) if window else {}
+    cache.spec = AttentionSpec(window=window, **scores)
     out = ops.decode_attention(q, cache, context_lens, tables, 130, splits)
-    assert_attended(out, q, contents, [1] * len(lengths), window)
+    assert_attended(out, q, contents, [1] * len(lengths), window, **scores)
     assert not out[-1].any()
 
 
@@ -175,9 +178,10 @@ def test_decode_of_drafts(splits, window, native):
     contents, cache, _, tables = paged(lengths, heads, torch.bfloat16, native)
     q = randn(len(lengths) * k, 8, 32, dtype=torch.bfloat16)
     seen = int32([length - k + 1 + i for length in lengths for i in range(k)])
-    cache.window = window
+    scores = with_sinks(SCORES[2], heads, torch.bfloat16) if window else {}
+    cache.spec = AttentionSpec(window=window, **scores)
     out = ops.decode_attention(q, cache, seen, tables.repeat_interleave(k, 0), 130, splits, tokens_per_row=k)
-    assert_attended(out, q, contents, [k] * len(lengths), window)
+    assert_attended(out, q, contents, [k] * len(lengths), window, **scores)
 
 
 @needs_triton
@@ -193,9 +197,10 @@ def test_prefill(heads, window, dtype, native):
     starts = F.pad(int32(num_new).cumsum(0, dtype=torch.int32), (1, 0))
     size = ops.query_tile_size(group, head_dim, dtype)
     tiles = int32([(i, first) for i, count in enumerate(num_new) for first in range(0, count, size)] + [(-1, 0)])
-    cache.window = window
+    scores = with_sinks(SCORES[2], heads, dtype) if window else {}
+    cache.spec = AttentionSpec(window=window, **scores)
     out = ops.prefill_attention(q, cache, starts, context_lens, tables, tiles)
-    assert_attended(out, q, contents, num_new, window)
+    assert_attended(out, q, contents, num_new, window, **scores)
 
 
 def rope(positions: torch.Tensor, head_dim: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ A family gets this test by being in the CASES of test_models.py or test_hybrid.p
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from pkgutil import resolve_name
@@ -57,7 +58,9 @@ FAMILIES = [
     "llama-biases",
     "llama-gelu",
     "mistral-window",
+    "gemma2",
     "gemma3",
+    "gemma4",
     "smollm3",
     "glm4",
     "qwen3",
@@ -272,7 +275,8 @@ def test_another_scale(tmp_path, use_ops, backend):
     plain, fused = Runner(folder, "sdpa"), Runner(folder, backend)
     before = plain.step(STEPS[0], plain.model)
     for runner in (plain, fused):
-        runner.model.model.layers[0].self_attn.attn.cache.scale = 0.05
+        cache = runner.model.model.layers[0].self_attn.attn.cache
+        cache.spec = replace(cache.spec, scale=0.05)
     fuse(fused.model)
     assert isinstance(fused.model.model.layers[0].self_attn, Fused)
     if backend == "triton":

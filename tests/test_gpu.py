@@ -202,7 +202,20 @@ def random_model(request, tmp_path_factory) -> str:
 
 
 # of transformers 5
-LATER_FAMILIES = "gemma3", "olmo3", "olmo3-yarn", "smollm3", "granite", "glm4", "phi3", "phi3-partial", "ministral3"
+LATER_FAMILIES = (
+    "gemma2",
+    "gemma3",
+    "gemma4",
+    "gemma4-values",
+    "olmo3",
+    "olmo3-yarn",
+    "smollm3",
+    "granite",
+    "glm4",
+    "phi3",
+    "phi3-partial",
+    "ministral3",
+)
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])

@@ -15,7 +15,7 @@ from test_speculation import accepted, drafting, few_likely, random_requests
 
 from nanovllm import SamplingParams
 from nanovllm.attention.sdpa import SDPABackend
-from nanovllm.cache.kv_cache import KVCache
+from nanovllm.cache.kv_cache import AttentionSpec, KVCache
 from nanovllm.config import Config
 from nanovllm.distributed import process_group
 from nanovllm.distributed.worker import Workers
@@ -244,8 +244,8 @@ def test_rows_are_sampled_alone(monkeypatch):
         assert all(torch.equal(x.view(7, -1)[:, 0], y.view(7, -1)[:, 0]) for x, y in zip(few, many))
 
 
-@pytest.mark.parametrize("window", [None, 40])
-def test_attention(window):
+@pytest.mark.parametrize("window, is_special", [(None, False), (40, False), (None, True), (40, True)])
+def test_attention(window, is_special):
     """Near the plain backend; a chunk's queries have the bits of decode steps."""
     torch.manual_seed(0)
     lengths, chunks = [1, 17, 256, 257, 600], [1, 1, 1, 30, 41]
@@ -254,7 +254,9 @@ def test_attention(window):
     for row, order in zip(tables, torch.randperm(sum(num_blocks)).int().split(num_blocks)):
         row[: len(order)] = order
     cache = KVCache(torch.randn(2, sum(num_blocks), 16, 2, 24))
-    cache.window, cache.scale = window, 0.3
+    cache.spec = AttentionSpec(window=window, scale=0.3)
+    if is_special:
+        cache.spec = replace(cache.spec, soft_cap=2.0, sinks=2 * torch.randn(6))
     q = torch.randn(sum(chunks), 6, 24)
 
     def context(lengths, tables, chunks):

@@ -1,5 +1,6 @@
 """Kernels whose rows do not depend on the batch: against plain PyTorch, and on a GPU bit by bit against each other."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from test_kernels import int32, linear_reference, paged
 from test_quantization import WIDE, as_floats, scaled
 
 from nanovllm.attention.triton import query_tiles
+from nanovllm.cache.kv_cache import AttentionSpec
 from nanovllm.cuda.graphs import capture_sizes
 from nanovllm.cuda.runner import CUDAModelRunner
 from nanovllm.features.logprobs import divided, log_probabilities
@@ -87,6 +89,16 @@ def test_chunks_of_a_window(kernels, window):
     test_kernels.check_prefill(num_new, num_before, HEADS[2], DTYPES[0], torch.nan, window)
 
 
+@each_dtype_or_half
+@test_kernels.each_scores
+def test_soft_caps_and_sinks(kernels, scores, dtype):
+    heads, lengths = (3, 2, 32, 48), [2 * kernels + 1, kernels, 63, 1, 0]
+    scores = test_kernels.with_sinks(scores, heads, dtype)
+    for splits, window in ((1, None), (2, 100)):
+        test_kernels.check_decode(lengths, heads, dtype, torch.nan, splits, window, **scores)
+        test_kernels.check_prefill([1, 90, 37], [0, kernels + 3, 40], heads, dtype, torch.nan, window, **scores)
+
+
 @pytest.mark.parametrize("window", [None, 50])
 def test_an_fp8_cache(window):
     dtype = torch.bfloat16 if CUDA else torch.float32
@@ -150,6 +162,15 @@ def test_memory_of_decodes(kernels, monkeypatch):
     assert found == [(10**6 - 2 * 24 * (64 + 2) * 4,), (10**6,)]
 
 
+def test_long_heads_are_refused():
+    """As those of Gemma 4, whose tiles would not fit into shared memory."""
+    runner = Runner.__new__(Runner)
+    runner.cache_groups, runner.device = {}, torch.device("cuda")
+    runner.model = torch.nn.ModuleList([Attention(4, 256, 0.1, 2), Attention(4, 512, 0.1, 2)])
+    with pytest.raises(ValueError, match="batch_invariant=True on CUDA: head_dim=512: must be at most 256"):
+        runner.warm_up(lambda part: None)
+
+
 def test_graphs_fill_tiles():
     assert capture_sizes(300, True) == [1, 2, 4, 8, 16, 32, 48, 64, 128, 256, 300]
     assert {80, 96, 112, 144, 288} <= {*capture_sizes(300, False)}
@@ -161,7 +182,10 @@ def test_decodes_and_chunks_have_the_same_bits(heads, window):
     group, kv_heads, head_dim, block_size = heads
     lengths, num_new = [5, 70, 600, 1030, 3000], [5, 69, 130, 60, 700]
     _, cache, context_lens, tables = paged(lengths, kv_heads, head_dim, block_size, torch.bfloat16, torch.nan)
-    cache.window = window
+    spec = AttentionSpec(window=window)
+    if window:
+        spec = replace(spec, soft_cap=2.0, sinks=randn(group * kv_heads))
+    cache.spec = spec
     q = randn(sum(num_new), group * kv_heads, head_dim, dtype=torch.bfloat16)
 
     def chunks(q, num_new):

@@ -27,7 +27,7 @@ import triton.language as tl
 
 from nanovllm import kernels
 from nanovllm.attention.triton import query_tiles
-from nanovllm.cache.kv_cache import KVCache
+from nanovllm.cache.kv_cache import AttentionSpec, KVCache
 from nanovllm.distributed.kernels import peers
 from nanovllm.distributed.kernels.peers import PeerBarrier
 from nanovllm.fused import fuse
@@ -112,20 +112,31 @@ def paged(lengths: list[int], kv_heads: int, head_dim: int, block_size: int, dty
 
 def cache_of(k: torch.Tensor, v: torch.Tensor, window: int | None = None) -> KVCache:
     cache = KVCache((k, v))
-    cache.window = window
+    cache.spec = AttentionSpec(window=window)
     return cache
 
 
 def attention_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None, scale: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: int | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The last len(q) queries of a sequence against its keys, causally, or the last `window` of them; or else zeros."""
     k, v = (x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * (scale or q.shape[-1] ** -0.5)
+    if soft_cap is not None:
+        scores = soft_cap * (scores / soft_cap).tanh()
     seen = torch.ones(scores.shape[1:], dtype=torch.bool, device=DEVICE).tril(last := len(k) - len(q))
     if window is not None:
         seen = seen.triu(last + 1 - window)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(q), 1)), -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)
 
 
 def forget(tables: torch.Tensor, num_before: list[int], window: int, block_size: int) -> None:
@@ -134,25 +145,25 @@ def forget(tables: torch.Tensor, num_before: list[int], window: int, block_size:
         table[: max(0, before + 1 - window) // block_size] = 0
 
 
-def check_decode(lengths, heads, dtype, stale, splits, window=None, scale=None):
+def check_decode(lengths, heads, dtype, stale, splits, window=None, **scores):
     group, kv_heads, head_dim, block_size = heads
     contents, cache, context_lens, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, stale)
-    cache.window, cache.scale = window, scale
+    cache.spec = AttentionSpec(window=window, **scores)
     q = randn(len(lengths), group * kv_heads, head_dim, dtype=dtype)
     if window:
         forget(tables, [length - 1 for length in lengths], window, block_size)
     out = ops.decode_attention(q, cache, context_lens, tables, max(lengths), splits)
     parts = zip(q.split(1), contents, strict=True)
-    expected = [attention_reference(part, k, v, window, scale) for part, (k, v) in parts]
+    expected = [attention_reference(part, k, v, window, **scores) for part, (k, v) in parts]
     assert_close(out, torch.cat(expected))
     assert not out[context_lens == 0].any()
 
 
-def check_prefill(num_new, num_before, heads, dtype, stale, window=None, scale=None):
+def check_prefill(num_new, num_before, heads, dtype, stale, window=None, **scores):
     group, kv_heads, head_dim, block_size = heads
     lengths = [new + before for new, before in zip(num_new, num_before, strict=True)]
     contents, cache, context_lens, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, stale)
-    cache.window, cache.scale = window, scale
+    cache.spec = AttentionSpec(window=window, **scores)
     q = randn(sum(num_new), group * kv_heads, head_dim, dtype=dtype)
     cu_seqlens_q = F.pad(int32(num_new).cumsum(0, dtype=torch.int32), (1, 0))
     size = ops.query_tile_size(group, head_dim, dtype)
@@ -162,7 +173,7 @@ def check_prefill(num_new, num_before, heads, dtype, stale, window=None, scale=N
         forget(tables, num_before, window, block_size)
     out = ops.prefill_attention(q, cache, cu_seqlens_q, context_lens, tables, int32(tiles))
     parts = zip(q.split(num_new), contents, strict=True)
-    expected = [attention_reference(part, k, v, window, scale) for part, (k, v) in parts]
+    expected = [attention_reference(part, k, v, window, **scores) for part, (k, v) in parts]
     assert_close(out, torch.cat(expected))
 
 
@@ -171,6 +182,33 @@ def check_prefill(num_new, num_before, heads, dtype, stale, window=None, scale=N
 def test_another_scale(heads, window, dtype):
     check_decode([70, 1, 33], heads, dtype, NAN, 2, window, scale=0.05)
     check_prefill([1, 40, 9], [0, 3, 130], heads, dtype, NAN, window, scale=0.05)
+
+
+SCORES = [{"soft_cap": 1.5}, {"sinks": True}, {"soft_cap": 0.7, "sinks": True, "scale": 0.3}]
+each_scores = pytest.mark.parametrize("scores", SCORES, ids=lambda scores: "-".join(scores))
+
+
+def with_sinks(scores: dict, heads: tuple, dtype: torch.dtype) -> dict:
+    """Draw a sink for each query head: some are larger than every score."""
+    return scores | ({"sinks": 3 * randn(heads[0] * heads[1], dtype=dtype)} if scores.get("sinks") else {})
+
+
+@each_dtype_or_half
+@each_scores
+@pytest.mark.parametrize("heads, window", [((2, 2, 64, 64), None), ((3, 1, 32, 16), 21)])
+def test_soft_caps_and_sinks(heads, window, scores, dtype):
+    scores = with_sinks(scores, heads, dtype)
+    for splits in (1, 3):
+        check_decode([70, 0, 1, 133], heads, dtype, NAN, splits, window, **scores)
+    check_prefill([1, 40, 9], [0, 3, 130], heads, dtype, NAN, window, **scores)
+
+
+@each_dtype_or_half
+@each_scores
+@pytest.mark.parametrize("splits", [1, 3])
+def test_soft_caps_and_sinks_of_qkv(splits, scores, dtype):
+    heads = (3, 2, 32, 16)
+    check_decode_of_qkv([100, 65, 1], heads, splits, True, 37, dtype, **with_sinks(scores, heads, dtype))
 
 
 @each_dtype_or_half
@@ -247,13 +285,13 @@ def test_decode_of_a_single_qkv(heads, window, length, splits, dtype):
     check_decode_of_qkv([length], heads, splits, True, window, dtype)
 
 
-def check_decode_of_qkv(lengths, heads, splits, has_norm, window, dtype):
+def check_decode_of_qkv(lengths, heads, splits, has_norm, window, dtype, **scores):
     """Several sequences stand beside one without keys, which is padding."""
     group, kv_heads, head_dim, block_size = heads
     padding = [0] * (len(lengths) > 1)
     _, cache, context_lens, tables = paged([*lengths, *padding], kv_heads, head_dim, block_size, dtype, NAN)
     other = cache_of(cache.k.clone(), cache.v.clone())
-    cache.window = window
+    cache.spec = AttentionSpec(window=window, **scores)
     last = context_lens.long() - 1
     slots = tables.gather(1, last.clamp(min=0)[:, None] // block_size)[:, 0] * block_size + last % block_size
     slots[context_lens == 0] = -1
@@ -267,7 +305,7 @@ def check_decode_of_qkv(lengths, heads, splits, has_norm, window, dtype):
     contents = [
         [x[table.long()].flatten(0, 1)[:length] for x in (other.k, other.v)] for table, length in zip(tables, lengths)
     ]
-    expected = [attention_reference(part, k, v, window) for part, (k, v) in zip(q.split(1), contents)]
+    expected = [attention_reference(part, k, v, window, **scores) for part, (k, v) in zip(q.split(1), contents)]
     args = qkv, cache, context_lens, tables, max(lengths), splits
     out = ops.decode_attention(*args, norm_rope_inputs=(*norm_rope, slots))
     assert out.isfinite().all()
@@ -300,7 +338,8 @@ def test_decode_of_drafts(shape, case):
     (k, (group, kv_heads, head_dim, block_size)), (dtype, (splits, window)) = shape, case
     lengths, copies = [k, 63 + k, 190, 66, 0, 128], [0, 1, k - 1, 0, 0, 0]
     contents, cache, _, tables = paged(lengths, kv_heads, head_dim, block_size, dtype, NAN)
-    cache.window = window
+    scores = with_sinks(SCORES[2], (group, kv_heads), dtype) if window else {}
+    cache.spec = AttentionSpec(window=window, **scores)
     seen = [[max(0, length - max(0, k - 1 - copied - i)) for i in range(k)] for length, copied in zip(lengths, copies)]
     seen[4] = [0] * k
     if window:
@@ -316,7 +355,9 @@ def test_decode_of_drafts(shape, case):
     )
     out = ops.decode_attention(*args, tokens_per_row=k)
     rows = [(keys[:n], values[:n]) for (keys, values), own in zip(contents, seen) for n in own]
-    expected = [attention_reference(row, *of_row, window) for row, of_row in zip(q.split(1), rows, strict=True)]
+    expected = [
+        attention_reference(row, *of_row, window, **scores) for row, of_row in zip(q.split(1), rows, strict=True)
+    ]
     assert_close(out, torch.cat(expected))
     fewer = torch.full_like(q, 7.0)
     ops.decode_attention(*args, num_seqs=int32([3 * k]), out=fewer, tokens_per_row=k)
@@ -369,8 +410,9 @@ def test_prefill_by_either_kernel(heads, dtype, is_hopper, monkeypatch):
     """Fewer tiles than programs and more; tiles of which a part, or a warpgroup, has no tokens."""
     monkeypatch.setattr(prefill_attention, "has_hopper_kernels", lambda: is_hopper)
     num_new, num_before = [1, 5, 63, 64, 65, 127, 129, 300, 1001], [0, 3, 0, 200, 129, 1, 1000, 77, 513]
-    check_prefill(num_new, num_before, heads, dtype, NAN)
-    check_prefill([70], [0], heads, dtype, NAN)
+    for window in (None, 1, 100, 257, 5000):
+        check_prefill(num_new, num_before, heads, dtype, NAN, window)
+        check_prefill([70], [0], heads, dtype, NAN, window)
 
 
 def test_number_of_splits():

@@ -15,9 +15,11 @@ from torch import nn
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
+from nanovllm.attention.base import AttentionBackend, backend_for
+from nanovllm.attention.flash import FlashBackend
 from nanovllm.attention.sdpa import SDPABackend
 from nanovllm.attention.triton import TritonBackend
-from nanovllm.cache.kv_cache import KVCache
+from nanovllm.cache.kv_cache import AttentionSpec, KVCache
 from nanovllm.fused import fuse
 from nanovllm.fused.fused_attention import QKNormRope, apply_rotary, attend, norm_rope
 from nanovllm.fused.fused_linear import partial_sum, product
@@ -407,7 +409,7 @@ def test_rope_that_is_no_object(tmp_path):
     assert read_config(tmp_path, **unset).rope_inv_freq == read_config(tmp_path).rope_inv_freq
 
 
-@pytest.mark.parametrize("kind", ["proportional", "su"])
+@pytest.mark.parametrize("kind", ["axial", "su"])
 @pytest.mark.parametrize("writer", ["v4 type", "v4 rope_type", "v5"])
 def test_unknown_ropes_are_refused(tmp_path, kind, writer):
     with pytest.raises(ValueError, match=f"rope type='{kind}'.*'yarn'"):
@@ -478,12 +480,16 @@ NEW = [1, 40, 16, 1, 17, 257, 3]  # the tokens before these are in the cache alr
 DIM = 16
 
 
-def dense(q, k, v):
+def dense(q, k, v, soft_cap=None, sinks=None):
     """q [M, heads, dim], the last of k's L tokens -> [M, heads, dim] in float64."""
     q, k, v = q.double(), *(x.double().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = torch.einsum("mhd,lhd->hml", q, k) / DIM**0.5
+    scores = scores if soft_cap is None else soft_cap * (scores / soft_cap).tanh()
     later = torch.ones(len(q), len(k), dtype=torch.bool).triu(len(k) - len(q) + 1)
-    return torch.einsum("hml,lhd->mhd", scores.masked_fill(later, -torch.inf).softmax(-1), v)
+    scores = scores.masked_fill(later, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(q), 1)), -1)
+    return torch.einsum("hml,lhd->mhd", scores.softmax(-1)[..., : len(k)], v)
 
 
 @pytest.mark.parametrize("block_size", [16, 256])
@@ -530,6 +536,10 @@ def test_sdpa_attention(monkeypatch, block_size, group, num_decodes):
     context = store(before, LENGTHS)
     for _ in range(2):  # the second layer finds the plan of the first
         torch.testing.assert_close(SDPABackend().attend(torch.cat(queries), cache, context), expected)
+    sinks = torch.randn(group * kv_heads)
+    cache.spec = AttentionSpec(soft_cap=1.5, sinks=sinks)
+    expected = torch.cat([dense(*triple, 1.5, sinks) for triple in zip(queries, keys, values)]).float()
+    torch.testing.assert_close(SDPABackend().attend(torch.cat(queries), cache, context), expected)
     assert padded_lengths and all(length % 16 == 0 for length in padded_lengths)
 
 
@@ -664,3 +674,18 @@ def test_layers_on_peer_memory(use_ops, rows):
         torch.testing.assert_close(collective(y), y)
     keys = torch.randint(1 << 40, (rows,))
     assert torch.equal(tp.all_reduce_max(keys), keys) and peers._sum_buffers.buffer_index == 0
+
+
+def test_next_backend_computes_what_one_cannot(caplog):
+    """A backend that knows neither soft caps nor sinks gives way, and a line names the next."""
+
+    class Plain(AttentionBackend):
+        pass
+
+    model, plain = nn.ModuleList([Attention(4, 32, 0.1, 2), Attention(4, 32, 0.1, 2, window=8)]), Plain()
+    assert backend_for(model, plain, "cpu") is plain and not caplog.records
+    model[1].sinks = nn.Parameter(torch.zeros(4))
+    assert not FlashBackend.supports(model[1].cache_spec()) and FlashBackend.supports(model[0].cache_spec())
+    taken = backend_for(model, plain, "cpu")
+    assert taken is not plain
+    assert f"Plain does not support this model's layers; {type(taken).__name__} takes its place" in caplog.text

@@ -60,6 +60,29 @@ GEMMA3 = {
     "query_pre_attn_scalar": 20,
     "tie_word_embeddings": False,
 }
+GEMMA2 = {
+    "sliding_window": 23,
+    "query_pre_attn_scalar": 20,
+    "attn_logit_softcapping": 1.5,
+    "final_logit_softcapping": 2.0,
+    "tie_word_embeddings": False,
+}
+GEMMA4 = {
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 5000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+    },
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 23,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 512,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "final_logit_softcapping": 2.0,
+    "tie_word_embeddings": False,
+}
+NO_SHARING = {"attention_k_eq_v": False, "final_logit_softcapping": None}
 OLMO3 = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 23}
 GRANITE = {
     "embedding_multiplier": 3.0,
@@ -71,7 +94,7 @@ MINISTRAL3 = YARN | {"llama_4_scaling_beta": 0.3}
 
 
 needs_new_families = pytest.mark.skipif(not V5, reason="transformers 4 does not have the family, or not this form")
-CONFIGS = {"Gemma3": "Gemma3TextConfig"}  # transformers' names that are not the family's
+CONFIGS = {"Gemma3": "Gemma3TextConfig", "Gemma4": "Gemma4TextConfig"}  # transformers' names that are not the family's
 
 
 def by_layer_type(scaled: dict) -> dict:
@@ -108,6 +131,10 @@ CASES = {
 if V5:
     CASES |= {
         "gemma3": ("Gemma3", 4, 2, 32, {}, GEMMA3),
+        "gemma3-caps": ("Gemma3", 4, 2, 32, {}, GEMMA3 | {"final_logit_softcapping": 2.0}),
+        "gemma2": ("Gemma2", 4, 2, 16, None, GEMMA2),
+        "gemma4": ("Gemma4", 4, 2, 16, {}, GEMMA4),
+        "gemma4-values": ("Gemma4", 4, 2, 16, {}, GEMMA4 | NO_SHARING),
         "olmo3": ("Olmo3", 4, 2, 16, {}, OLMO3 | {"rope_parameters": by_layer_type({})}),
         "olmo3-yarn": ("Olmo3", 4, 4, 16, {}, OLMO3 | {"rope_parameters": by_layer_type(YARN)}),
         "smollm3": ("SmolLM3", 4, 2, 16, {}, {"no_rope_layers": [1, 0]}),
@@ -261,7 +288,7 @@ def logits_of_rank(
     for layer in model.modules():
         if isinstance(layer, Attention):
             layer.cache = KVCache(torch.zeros(2, 1, MAX_LEN, layer.num_kv_heads, layer.head_dim))
-            layer.cache.window, layer.cache.scale = layer.window, layer.scale
+            layer.cache.spec = layer.cache_spec()
     positions = torch.arange(num_tokens, dtype=torch.int32)
     starts, table = torch.tensor([0, num_tokens], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
     context = Context(True, starts, num_tokens, positions, starts[1:], table, max_context_len=num_tokens)
@@ -407,8 +434,13 @@ def test_older_forms_of_windows(tmp_path):
 @pytest.mark.parametrize(
     "name, entries, message",
     [
-        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0: must be"),
-        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0: must be"),
+        ("gemma3", {"final_logit_softcapping": 0.0}, "softcapping=0.0: must be"),
+        ("gemma4", {"hidden_size_per_layer_input": 64}, "hidden_size_per_layer_input=64: per-layer embeddings"),
+        ("gemma4", {"enable_moe_block": True}, "enable_moe_block=True: experts next to the MLP"),
+        ("gemma4", {"num_kv_shared_layers": 1}, "num_kv_shared_layers=1: layers that share a cache"),
+        ("gemma4", {"use_double_wide_mlp": True}, "use_double_wide_mlp=True: MLPs of two sizes"),
+        ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all': must be"),
+        ("gemma4", {"per_layer_config": {"0": {"head_dim": 32}}}, "per_layer_config: must have one entry"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True: must be"),
         ("gemma3", {"hidden_activation": "relu"}, "hidden_activation='relu': must be"),
         ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
@@ -460,6 +492,12 @@ NEUTRAL = {"architectures", "bos_token_id", "pad_token_id", "initializer_range",
 NEUTRAL |= {"attention_dropout", "embd_pdrop", "resid_pdrop", "residual_dropout"}
 NEUTRAL |= {"output_router_logits", "router_aux_loss_coef"}
 NEUTRAL |= {"sliding_window", "max_window_layers"}  # unless `use_sliding_window` is set, which is refused
+NEUTRAL |= {
+    "vocab_size_per_layer_input",
+    "num_experts",
+    "top_k_experts",
+    "moe_intermediate_size",
+}  # refused, of Gemma 4
 NEUTRAL |= {"_sliding_window_pattern"}  # transformers writes `layer_types`, too
 
 
@@ -477,6 +515,7 @@ def test_every_entry_is_read_or_neutral(tmp_path, name):
 
 CONFIG_CLASSES = {
     "gemma3_text": "Gemma3TextConfig",
+    "gemma4_text": "Gemma4TextConfig",
     "smollm3": "SmolLM3Config",
     "seed_oss": "SeedOssConfig",
     "qwen3_moe": "Qwen3MoeConfig",
@@ -495,7 +534,10 @@ def test_entries_that_are_absent(model_type):
     """They have the values that transformers gives them, as it does not write all of them."""
     name = CONFIG_CLASSES.get(model_type, f"{model_type.title()}Config")
     entries = getattr(transformers, name)().to_dict() | {"model_type": model_type, "dtype": "float32"}
-    few = {key: x for key, x in entries.items() if x is not None and key in (*SIZES, "model_type", "dtype")}
+    if model_type == "gemma4_text":
+        entries["hidden_size_per_layer_input"] = 0  # the default is refused
+    kept = (*SIZES, "model_type", "dtype", "hidden_size_per_layer_input")
+    few = {key: x for key, x in entries.items() if x is not None and key in kept}
     read = lambda raw: replace(ModelConfig.read(Path(), raw=raw), eos_token_ids=frozenset())
     assert read(few) == read(entries)
 
@@ -687,7 +729,7 @@ class WindowInSecondLayer(Qwen2ForCausalLM):
 
 @pytest.mark.skipif(not V5, reason="transformers 4 has windows for all layers of Qwen2, or none")
 def test_windows_of_layers(make_llm, tmp_path, monkeypatch):
-    """Layers with a window and without are groups of their own, which mask different tokens."""
+    """Layers with a window mask other tokens than layers without, and use a block table of their own."""
     entries = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
     monkeypatch.setitem(CASES, "qwen2", (*CASES["qwen2"][:-1], CASES["qwen2"][-1] | entries))
     theirs = make_checkpoint(tmp_path / "theirs", "qwen2")
@@ -695,7 +737,7 @@ def test_windows_of_layers(make_llm, tmp_path, monkeypatch):
     edit(ours, remove=("layer_types",), use_sliding_window=False)  # else it is refused: no family here has them
     monkeypatch.setitem(MODELS, "qwen2", f"{__name__}:WindowInSecondLayer")
     llm = make_llm(str(ours), **SMALL)
-    assert len(llm.model_runner.cache_groups) == 2
+    assert len(llm.model_runner.cache_groups) == 1 and llm.config.num_window_tables == 1
     assert_same_as_transformers(theirs, generate_by_steps(llm, requests()))
 
 

@@ -136,7 +136,13 @@ class Clockwork(SimulatedEngine):
         self.engine_thread = SimpleNamespace(call=lambda work: work())
         self.core = SimpleNamespace(scheduler=self.scheduler, on_step=[])
         self.config = SimpleNamespace(
-            model="clockwork", device="none", kvcache_block_size=16, kv_cache_dtype="auto", **sizes
+            model="clockwork",
+            device="none",
+            kvcache_block_size=16,
+            kv_cache_dtype="auto",
+            num_block_tables=1,
+            cache_window=0,
+            **sizes,
         )
         for i in range(num_seqs):
             self.add([i] * 60, max_tokens=50, ignore_eos=True)

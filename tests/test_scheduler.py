@@ -17,6 +17,7 @@ from simulation import (
     SimulatedEngine,
     Simulation,
     StateSimulation,
+    WindowSimulation,
     random_requests,
     rows,
 )
@@ -93,6 +94,29 @@ def test_random_requests_with_states(name, max_n, asynchronous, seed):
     has_hits = "no prefix caching" not in name
     assert (seen["snapshots read"] > 0) == has_hits
     assert seen["copies of states"] > 0 or (max_n == 1 and not has_hits)
+
+
+@pytest.mark.parametrize(
+    "name, window, asynchronous, on_host, seed",
+    [(name, (1, 6, 9, 30)[i % 4], *WITH_DRAFTS[i % 3]) for i, name in enumerate(SETTINGS)]
+    + [(name, (9, 1, 30, 6)[i % 4], i % 2 == 0, None, i) for i, name in enumerate(SETTINGS)],
+)
+def test_random_requests_with_windows(name, window, asynchronous, on_host, seed):
+    """Of layers with a window, blocks behind it are freed and used again; what tokens see is always there.
+
+    With drafts, with several answers, aborted requests, preemptions, chunks and prefix hits.
+    """
+    settings, max_n = SETTINGS[name] | {"window": window}, 6
+    if on_host is not None:
+        settings |= dict(num_drafts=1 if "tiny blocks" in name else 2, drafts_on_host=on_host)
+        max_n = 1
+    simulation = WindowSimulation(random_requests(seed, max_n=max_n), asynchronous, **settings)
+    seen = simulation.run().seen
+    size = simulation.manager.block_size
+    assert seen["freed columns"] > 0 and seen["most columns held"] <= -(-window // size) + 3
+    assert (seen["hits"] > 0) == ("no prefix caching" not in name)
+    if "at once" in name:
+        assert seen["preemptions"] == 0
 
 
 @pytest.mark.parametrize("num_conversations, num_running", [(12, 12), (16, 8), (20, 4)])

@@ -1,9 +1,13 @@
 """The interface of an attention backend."""
 
+import logging
+
 import numpy as np
 import torch
+from torch import nn
 
-from nanovllm.cache.kv_cache import SPAN_SIZE, KVCache
+from nanovllm.attention import backend_class
+from nanovllm.cache.kv_cache import SPAN_SIZE, AttentionSpec, KVCache
 from nanovllm.utils.context import Context
 
 
@@ -24,6 +28,11 @@ class AttentionBackend:
         """Return the supported device types. None means all devices of PyTorch."""
         return None
 
+    @staticmethod
+    def supports(spec: AttentionSpec) -> bool:
+        """Return whether `attend` can compute such a layer. If not, the next backend computes the whole model."""
+        return not spec.is_special
+
     def set_head_shape(self, group: int, head_dim: int, dtype: torch.dtype) -> None:
         """Prepare for an attention layer with `group` query heads per key-value head. Called before any step."""
 
@@ -38,8 +47,24 @@ class AttentionBackend:
     def attend(self, q, cache: KVCache, context: Context) -> torch.Tensor:
         """Compute attention for a step's queries q [T, heads, head_dim]. The output has the shape of q.
 
-        Decodes come first. Each query sees its sequence's keys up to the query's position, or the last `cache.window`
-        of these keys. Scores are multiplied by `cache.scale`, or by 1 / sqrt(head_dim) if `cache.scale` is None.
-        Padding rows see no keys, and their results are undefined.
+        Decodes come first. `cache.spec` is the layer's AttentionSpec. Each query sees its sequence's keys up to the
+        query's position, or the last `window` of these keys. Scores are multiplied by `scale`, or by 1 / sqrt(head_dim)
+        if `scale` is None. Padding rows see no keys, and their results are undefined.
         """
         raise NotImplementedError
+
+
+def backend_for(model: nn.Module, backend: AttentionBackend, device: str) -> AttentionBackend:
+    """Return `backend` or, if it does not support one of the model's layers, the next of triton and sdpa that does."""
+    specs = [layer.cache_spec() for layer in model.modules() if hasattr(layer, "cache_spec")]
+    specs = [spec for spec in specs if isinstance(spec, AttentionSpec)]
+    return backend if all(map(backend.supports, specs)) else _next_backend(specs, backend, device)
+
+
+def _next_backend(specs: list[AttentionSpec], backend: AttentionBackend, device: str) -> AttentionBackend:
+    candidates = [backend_class(name) for name in ("triton", "sdpa")]
+    runs = (found for found in candidates if device in (found.devices() or (device,)))
+    found = next(found for found in runs if all(map(found.supports, specs)))
+    text = "attention: %s does not support this model's layers; %s takes its place"
+    logging.getLogger("nanovllm").warning(text, type(backend).__name__, found.__name__)
+    return found()

@@ -1,9 +1,12 @@
 """Attention by the flash-attn package."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
 from nanovllm.attention.base import AttentionBackend
+from nanovllm.cache.kv_cache import AttentionSpec
 
 
 class FlashBackend(AttentionBackend):
@@ -20,6 +23,10 @@ class FlashBackend(AttentionBackend):
     @staticmethod
     def devices():
         return ("cuda",)
+
+    @staticmethod
+    def supports(spec):
+        return spec.sinks is None and spec.head_dim <= 256
 
     def attend(self, q, cache, context):
         n = context.num_decode_rows
@@ -44,9 +51,7 @@ class FlashBackend(AttentionBackend):
             context.max_seqlen_q,
             context.max_context_len,
             block_table=context.block_tables[n:],
-            causal=True,
-            window_size=_window_size(cache),
-            softmax_scale=cache.scale,
+            **_options(cache.spec),
         )
 
     def _decode(self, q, cache, context):
@@ -57,12 +62,11 @@ class FlashBackend(AttentionBackend):
             cache.v,
             cache_seqlens=context.context_lens[:n],
             block_table=context.block_tables[:n],
-            causal=True,
-            window_size=_window_size(cache),
-            softmax_scale=cache.scale,
+            **_options(cache.spec),
         ).squeeze(1)
 
 
-def _window_size(cache) -> tuple[int, int]:
-    """Return how many tokens a query sees before and after its own token. -1 means no limit."""
-    return (-1, -1) if cache.window is None else (cache.window - 1, 0)
+def _options(spec: AttentionSpec) -> dict[str, Any]:
+    # `window_size`: how many tokens a query sees before and after its own token; -1 means no limit
+    window_size = (-1, -1) if spec.window is None else (spec.window - 1, 0)
+    return dict(causal=True, window_size=window_size, softmax_scale=spec.scale, softcap=spec.soft_cap or 0.0)

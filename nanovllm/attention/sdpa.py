@@ -28,18 +28,23 @@ class SDPABackend(AttentionBackend):
 
     uses_cuda_graphs = False
 
+    @staticmethod
+    def supports(spec):
+        return True
+
     def attend(self, q, cache, context):
-        if cache.window not in context.plans:  # the first layer of a step plans for all layers with the same window
-            context.plans[cache.window] = [*_plan(context, cache.window, cache.k.shape[1], q.dtype)]
+        spec = cache.spec
+        if spec.window not in context.plans:  # the first layer of a step plans for all layers with the same window
+            context.plans[spec.window] = [*_plan(context, spec.window, cache.k.shape[1], q.dtype)]
         q = q.unflatten(1, (cache.k.shape[2], -1))  # [T, kv_heads, group, head_dim]
         outputs = []
-        for group in context.plans[cache.window]:
+        for group in context.plans[spec.window]:
             attend = _attend_chunk if group.is_prompt else _attend_one_token
-            outputs.append(attend(q[group.rows], *cache.gather(group.spans, q.dtype), group.mask, cache.scale))
+            outputs.append(attend(q[group.rows], *cache.gather(group.spans, q.dtype), group.mask, spec))
         return (torch.cat(outputs) if len(outputs) > 1 else outputs[0]).flatten(1, 2)
 
 
-def _attend_one_token(q, k, v, mask, scale) -> torch.Tensor:
+def _attend_one_token(q, k, v, mask, spec) -> torch.Tensor:
     """Attend with one query per sequence.
 
     q and the result are [n, kv_heads, group, head_dim]. k and v are [n, L, kv_heads, head_dim].
@@ -49,11 +54,14 @@ def _attend_one_token(q, k, v, mask, scale) -> torch.Tensor:
     singly = q.shape[2] == 2 and q.is_cpu and q.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
     queries = q.flatten(1, 2).unsqueeze(2) if singly else q
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # [n, kv_heads, L, head_dim]
-    options = dict(attn_mask=mask, scale=scale, enable_gqa=singly)
+    if spec.is_special:
+        mask = None if mask is None else mask.unsqueeze(1)
+        return _attend_in_steps(q.unsqueeze(3), k.unsqueeze(2), v.unsqueeze(2), mask, spec).squeeze(3)
+    options = dict(attn_mask=mask, scale=spec.scale, enable_gqa=singly)
     return F.scaled_dot_product_attention(queries, k, v, **options).reshape(q.shape)
 
 
-def _attend_chunk(q, k, v, mask, scale) -> torch.Tensor:
+def _attend_chunk(q, k, v, mask, spec) -> torch.Tensor:
     """Attend with M queries of one sequence. Without a mask, query `i` sees keys 0 to `i`.
 
     q and the result are [M, kv_heads, group, head_dim]. k and v are [1, L, kv_heads, head_dim].
@@ -64,8 +72,30 @@ def _attend_chunk(q, k, v, mask, scale) -> torch.Tensor:
     k, v = (x.permute(2, 0, 1, 3).expand(-1, group, -1, -1) for x in (k, v))  # [kv_heads, group, L, head_dim]
     if mask is None:  # padding at the end is invisible to the queries of the prompt
         queries = F.pad(queries, (0, 0, 0, k.shape[2] - num_queries))
-    attended = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+    if spec.is_special:
+        attended = _attend_in_steps(queries, k, v, mask, spec)
+    else:
+        options = dict(attn_mask=mask, is_causal=mask is None, scale=spec.scale)
+        attended = F.scaled_dot_product_attention(queries, k, v, **options)
     return attended[:, :, :num_queries].permute(2, 0, 1, 3)
+
+
+def _attend_in_steps(q, k, v, mask, spec) -> torch.Tensor:
+    """Attend with a soft cap or sinks, for which PyTorch has no function.
+
+    q is [..., kv_heads, group, M, head_dim], and k and v are [..., kv_heads, 1 or group, L, head_dim]. Without a mask,
+    query `i` sees keys 0 to `i`, unless there is a single query, which sees all keys.
+    """
+    scores = (q @ k.transpose(-1, -2)).float() * (spec.scale or q.shape[-1] ** -0.5)
+    if spec.soft_cap is not None:
+        scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+    if mask is None and q.shape[-2] > 1:
+        mask = torch.full_like(scores[0, 0], -torch.inf).triu(1)
+    scores = scores if mask is None else scores + mask
+    if spec.sinks is not None:  # as the score of another key, whose value is zero
+        sinks = spec.sinks.float().view(*q.shape[-4:-2], 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sinks), -1)
+    return scores.softmax(-1)[..., : k.shape[-2]].to(v.dtype) @ v
 
 
 def _plan(context: Context, window: int | None, block_size: int, dtype: torch.dtype) -> Iterator[_Group]:

@@ -25,6 +25,10 @@ class TritonBackend(AttentionBackend):
     def devices():
         return ("cuda", "cpu") if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
 
+    @staticmethod
+    def supports(spec):
+        return True
+
     def attend(self, q, cache, context):
         q = q.contiguous()  # plain layers may pass a strided q
         out, n = torch.empty_like(q), context.num_decode_rows

@@ -7,7 +7,7 @@ has the same views. Code for the device never uses a `Sequence`.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from math import prod
+from math import ceil, prod
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -39,6 +39,7 @@ class BatchShape(NamedTuple):
     backend_shapes: ArrayShapes = ()  # of `backend_arrays`
     is_padded: bool = False  # for a CUDA graph with chunks: these are upper bounds; the device has exact numbers
     tokens_per_row: int = 1  # see ScheduledStep; decode rows per sequence, each with one more token of context
+    num_window_tables: int = 0  # see cache/window_tables.py
 
     num_sampled_seqs: int = 0  # without padding
     num_new_requests: int = 0  # sampled for the first time since admission
@@ -59,6 +60,10 @@ class BatchShape(NamedTuple):
     def size(self) -> int:
         """The size of the buffer in words."""
         return _layout(self)[1]
+
+
+def _aligned(num_words: int) -> int:
+    return -(-num_words // VIEW_ALIGNMENT) * VIEW_ALIGNMENT
 
 
 def _view(dims: Callable[[BatchShape], Dims], chunks_only: bool = False) -> Any:
@@ -83,11 +88,16 @@ class Batch(Generic[Array]):
     # per decoding sequence: (column in the block table, id of the new block); column -1: no new block
     new_blocks: Array = _view(lambda s: (s.num_decode_rows // s.tokens_per_row, 2))
 
+    new_window_blocks: Array = _view(lambda s: (s.num_decode_rows // s.tokens_per_row, s.num_window_tables))  # ids
+
     input_ids: Array = _view(lambda s: (s.num_tokens,))
     positions: Array = _view(lambda s: (s.num_tokens,))
     slot_mapping: Array = _view(lambda s: (s.num_tokens,))  # cache slot of a token's key and value; -1: do not store
     context_lens: Array = _view(lambda s: (s.num_seqs,))  # how many tokens to attend to, including this step's
     block_tables: Array = _view(lambda s: (s.num_seqs, s.max_blocks_per_seq))
+    # as `slot_mapping` and `block_tables`, for each window table; its part is aligned, too
+    window_slots: Array = _view(lambda s: (s.num_window_tables, _aligned(s.num_tokens)))
+    window_tables: Array = _view(lambda s: (s.num_window_tables, _aligned(s.num_seqs), s.max_blocks_per_seq))
 
     cu_seqlens_q: Array = _view(lambda s: (s.num_seqs + 1,), chunks_only=True)
     logits_indices: Array = _view(lambda s: (s.num_sampled_tokens,), chunks_only=True)  # token whose logits are sampled
@@ -96,6 +106,9 @@ class Batch(Generic[Array]):
     num_decode_rows: Array = _view(lambda s: (1,), chunks_only=True)  # for CUDA graphs, whose shape has an upper bound
     params: Array = _view(lambda s: (s.num_new_requests, WIDTH), chunks_only=True)  # of new requests
     new_block_tables: Array = _view(lambda s: (s.num_new_requests, s.max_blocks_per_seq), chunks_only=True)
+    new_window_tables: Array = _view(
+        lambda s: (s.num_window_tables, s.num_new_requests, s.max_blocks_per_seq), chunks_only=True
+    )
 
     block_copies: Array = _view(lambda s: (2, s.num_block_copies))  # from, to; ids of states follow ids of blocks
     feature_arrays: dict[str, dict[str, Array]] = field(default_factory=dict)  # of `StepFeature.prepare`
@@ -140,11 +153,13 @@ def _layout(shape: BatchShape) -> tuple[list[tuple[str, list[tuple[str, int, int
         layout.append((owner, views := []))
         for name, dims in shapes:
             views.append((name, begin, begin + prod(dims), dims))
-            begin += -(-prod(dims) // VIEW_ALIGNMENT) * VIEW_ALIGNMENT
+            begin += _aligned(prod(dims))
     return layout, begin
 
 
-def shape_of(step: ScheduledStep, block_size: int, backend_arrays: Mapping[str, np.ndarray]) -> BatchShape:
+def shape_of(
+    step: ScheduledStep, block_size: int, backend_arrays: Mapping[str, np.ndarray], num_window_tables: int = 0
+) -> BatchShape:
     """Return the unpadded shape of a step. All fields outside `graph_shape` keep their defaults."""
     k, chunk_lens = step.tokens_per_row, step.chunk_lens
     n, prompt_seqs = step.num_decodes * k, (*step.new_seqs, *(seq for seq, _, _ in step.chunks))
@@ -158,6 +173,7 @@ def shape_of(step: ScheduledStep, block_size: int, backend_arrays: Mapping[str, 
         max_seqlen_q=max(chunk_lens, default=1),
         backend_shapes=tuple((name, x.shape) for name, x in backend_arrays.items()),
         tokens_per_row=k,
+        num_window_tables=num_window_tables,
     )
 
 
@@ -188,10 +204,14 @@ def prepare_batch(
     batch.new_blocks[:] = -1
     for i, *new_block in step.new_blocks:
         batch.new_blocks[i] = new_block
+        if shape.num_window_tables:
+            batch.new_window_blocks[i] = step.decodes[i].seq.window_columns[new_block[0]]
     if step.chunks:
         _fill_chunks(batch, step, block_size, pad_req_index)
         batch.params[:] = params_rows(new)
         _fill_tables(batch.new_block_tables, new)
+        if shape.num_window_tables:
+            _fill_windows(batch, step, block_size)
     if step.copies:
         batch.block_copies[:] = np.array(step.copies, np.int32).T
     for name, values in backend_arrays.items():
@@ -240,6 +260,22 @@ def _fill_chunks(batch: HostBatch, step: ScheduledStep, block_size: int, pad_req
     _fill(batch.logits_indices, ends[sampled] - 1, padding=0)
 
 
+def _fill_windows(batch: HostBatch, step: ScheduledStep, block_size: int) -> None:
+    """Fill the window tables of chunks and new requests, and the window slots of chunks."""
+    n = step.num_decodes * step.tokens_per_row
+    chunk_tables = batch.window_tables[:, n : n + len(step.chunks)]
+    batch.window_tables[:, n:], batch.window_slots[:, n:] = 0, -1
+    batch.new_window_tables[:] = 0
+    seqs = [(chunk_tables, [seq for seq, _, _ in step.chunks]), (batch.new_window_tables, step.new_seqs)]
+    for tables, i, seq in [(tables, i, seq) for tables, found in seqs for i, seq in enumerate(found)]:
+        if seq.window_columns:  # not in a warm-up
+            tables[:, i, : len(seq.window_columns)] = np.array(seq.window_columns, np.int32).T
+    rows = np.arange(len(step.chunks)).repeat(step.chunk_lens)
+    positions = batch.positions[n : n + len(rows)]
+    slots = chunk_tables[:, rows, positions // block_size] * block_size + positions % block_size
+    batch.window_slots[:, n : n + len(rows)] = slots
+
+
 def _fill_tables(tables: np.ndarray, seqs: Iterable[Sequence]) -> None:
     """Write the sequences' block tables, padded with zeros."""
     tables[:] = 0
@@ -256,6 +292,9 @@ def largest_batch(config: Config) -> int:
     """Return the buffer size of the largest possible step, in words."""
     T, W, num_seqs = config.max_num_batched_tokens, config.max_blocks_per_seq, config.max_num_seqs
     B = num_seqs * config.tokens_per_row
+    # other ranks ask before the runner has divided the layers among tables
+    fraction = config.model_config.attention_fraction
+    num_window_tables = max(config.num_window_tables, ceil(1 / fraction) - 1 if fraction else 0)
     largest = BatchShape(
         num_tokens=T + B,
         num_seqs=B + MAX_CHUNKS,
@@ -266,6 +305,8 @@ def largest_batch(config: Config) -> int:
         backend_shapes=(("", (T + B + MAX_CHUNKS, 2)),),  # enough for any backend: two words per query tile
         num_sampled_seqs=num_seqs,
         num_new_requests=num_seqs,
-        num_block_copies=3 * num_seqs,  # a sequence may copy a block and its state, and leave a snapshot
+        # a sequence may copy a block of each table and its state, and leave a snapshot
+        num_block_copies=(3 + num_window_tables) * num_seqs,
+        num_window_tables=num_window_tables,
     )
     return largest.size + config.tokens_per_row * sum(feature.load().max_words(config) for feature in FEATURES.values())

@@ -1,6 +1,7 @@
 """Defines a runner that prepares each step as a flat batch, before the host knows the previous step's tokens."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -8,6 +9,7 @@ import torch
 from nanovllm.batches import request_tables
 from nanovllm.batches.batch import BatchShape, DeviceBatch, HostBatch, prepare_batch, shape_of
 from nanovllm.batches.request_tables import RequestTables
+from nanovllm.cache.window_tables import place_windows
 from nanovllm.engine.forward_output import ForwardOutput, PendingStep, SamplerInput
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduled_step import ScheduledStep
@@ -30,7 +32,7 @@ class BatchRunner(ModelRunner):
     def make_tables(self) -> None:
         config = self.config
         sizes = config.max_num_seqs, config.tokens_per_row, config.max_blocks_per_seq, WIDTH
-        self.tables = RequestTables.zeros(*sizes, self.device)
+        self.tables = RequestTables.zeros(*sizes, self.device, config.num_window_tables)
         self.pad_req_index = config.max_num_seqs
         # counters for the filters' kernels, which reset them to zero
         num_rows = config.max_num_seqs * config.tokens_per_row
@@ -50,7 +52,7 @@ class BatchRunner(ModelRunner):
         block_size, first_row = self.config.kvcache_block_size, step.num_decodes * step.tokens_per_row
         backend_arrays = self.backend.prepare_chunks([c[1:] for c in step.chunks], first_row) if step.chunks else {}
         arrays = self.prepare_features(step)
-        shape = self.padded(shape_of(step, block_size, backend_arrays))
+        shape = self.padded(shape_of(step, block_size, backend_arrays, self.config.num_window_tables))
         return prepare_batch(step, shape, backend_arrays, arrays, self.host_buffer, block_size, self.pad_req_index)
 
     def padded(self, shape: BatchShape) -> BatchShape:
@@ -97,6 +99,9 @@ class BatchRunner(ModelRunner):
             new = batch.new_req_indices.long()
             self.tables.params[new] = batch.params
             self.tables.block_tables[new, : batch.shape.max_blocks_per_seq] = batch.new_block_tables
+            if batch.shape.num_window_tables:
+                tables = batch.new_window_tables.transpose(0, 1)
+                self.tables.window_tables[new, :, : batch.shape.max_blocks_per_seq] = tables
         self.add_features(batch.feature_arrays)
         for name, arrays in batch.feature_arrays.items():
             self.features[name].upload(arrays)
@@ -105,6 +110,8 @@ class BatchRunner(ModelRunner):
         """Fill in decode rows, and run the model. Return hidden states [T, hidden_size] and the sampler's input."""
         if batch.shape.num_decode_rows:
             request_tables.place_decodes(self.tables, batch, self.config.kvcache_block_size)
+            if batch.shape.num_window_tables:
+                place_windows(self.tables, batch, self.config.kvcache_block_size)
         with attention_context(self._context(batch)):
             hidden_states = self.run_model(batch.input_ids, batch.positions)
         if not batch.shape.has_chunks:
@@ -115,7 +122,7 @@ class BatchRunner(ModelRunner):
 
     def _context(self, batch: DeviceBatch) -> Context:
         shape = batch.shape
-        return Context(
+        context = Context(
             shape.has_chunks,
             num_decode_rows=shape.num_decode_rows,
             tokens_per_row=shape.tokens_per_row,
@@ -129,6 +136,11 @@ class BatchRunner(ModelRunner):
             backend_arrays=batch.backend_arrays,
             num_decode_rows_on_device=batch.num_decode_rows if shape.is_padded else None,
         )
+        context.window_contexts = [
+            replace(context, slot_mapping=slots[: shape.num_tokens], block_tables=tables[: shape.num_seqs], plans={})
+            for slots, tables in zip(batch.window_slots, batch.window_tables)
+        ]
+        return context
 
     def sample_and_accept(self, x: SamplerInput) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample tokens, and store them in the tables. Return ForwardOutput's `token_ids` and `results`."""

@@ -19,6 +19,7 @@ class RequestTables(NamedTuple):
     num_tokens: torch.Tensor  # [requests], including the last token
     block_tables: torch.Tensor  # [requests, W + 1]; the last column absorbs entries of `new_blocks` with column -1
     params: torch.Tensor  # [requests, WIDTH]: see kernels/sampling/sampling_columns.py
+    window_tables: torch.Tensor  # [requests, window tables, W + 1]: see cache/window_tables.py
 
     @property
     def device(self) -> torch.device:
@@ -26,9 +27,16 @@ class RequestTables(NamedTuple):
 
     @classmethod
     def zeros(
-        cls, num_requests: int, tokens_per_row: int, max_blocks_per_seq: int, num_params: int, device: torch.device
+        cls,
+        num_requests: int,
+        tokens_per_row: int,
+        max_blocks_per_seq: int,
+        num_params: int,
+        device: torch.device,
+        num_window_tables: int = 0,
     ) -> "RequestTables":
-        shapes = (tokens_per_row,), (), (max_blocks_per_seq + 1,), (num_params,)
+        width = max_blocks_per_seq + 1
+        shapes = (tokens_per_row,), (), (width,), (num_params,), (num_window_tables, width)
         return cls(*(torch.zeros(num_requests + 1, *dims, dtype=torch.int32, device=device) for dims in shapes))
 
 

@@ -1,6 +1,7 @@
 """The KV cache of a layer, which stores keys and values in blocks of tokens."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,16 +11,46 @@ if TYPE_CHECKING:
 SPAN_SIZE = 16  # tokens that `gather` copies as one row; every `kvcache_block_size` is a multiple
 
 
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What an attention layer stores and computes. Backends and kernels read it as `cache.spec`.
+
+    The layer stores a key and a value per token and head, in blocks. cache/state.py explains specs, and lists the other
+    specs. Specs that differ only in their sinks are equal, because such layers store the same.
+    """
+
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    window: int | None = None  # a token attends to this many tokens, including itself
+    scale: float | None = None  # of scores; None is 1 / sqrt(head_dim)
+    soft_cap: float | None = None  # a scaled score s becomes soft_cap * tanh(s / soft_cap)
+    sinks: torch.Tensor | None = field(default=None, compare=False)  # [heads]: exp(sink) is added to softmax's sum
+    of_states = False
+
+    @property
+    def is_special(self) -> bool:
+        """Whether there is a soft cap or sinks, which not all backends and kernels support."""
+        return self.soft_cap is not None or self.sinks is not None
+
+    def tensors(self, num_layers: int, num_blocks: int, config: "Config") -> tuple[torch.Tensor, ...]:
+        shape = (2, num_layers, num_blocks, config.kvcache_block_size, self.num_kv_heads, self.head_dim)
+        return _cache_type(config.kv_cache_dtype).tensors(shape, config.dtype)
+
+    def make(self, parts: list[torch.Tensor], config: "Config") -> "KVCache":
+        cache = _cache_type(config.kv_cache_dtype)(*parts)
+        cache.spec = self
+        return cache
+
+
 class KVCache:
     """The keys and values of one layer, in the model's dtype. Subclasses store other formats: see `quantization/`.
 
-    `k` and `v` have shape [blocks, block_size, kv_heads, head_dim]. Quantized subclasses store `scales`, too. `window`
-    and `scale` come from the layer's AttentionSpec.
+    `k` and `v` have shape [blocks, block_size, kv_heads, head_dim]. Quantized subclasses store `scales`, too. `spec` is
+    the layer's AttentionSpec.
     """
 
     scales: torch.Tensor | None = None
-    window: int | None = None
-    scale: float | None = None
+    spec = AttentionSpec()
 
     def __init__(self, data: torch.Tensor):
         """`data` is the layer's part of the tensor of its group: [2, blocks, block_size, kv_heads, head_dim]."""
@@ -56,28 +87,6 @@ def gather_spans(cache: torch.Tensor, spans: torch.Tensor) -> torch.Tensor:
         if ids == [*range(ids[0], ids[-1] + 1)]:
             return rows[ids[0] : ids[-1] + 1].view(1, -1, *cache.shape[2:])
     return rows.index_select(0, spans.flatten()).view(len(spans), -1, *cache.shape[2:])
-
-
-class AttentionSpec(NamedTuple):
-    """The spec of an attention layer, which stores a key and a value per token and head, in blocks.
-
-    cache/state.py explains specs, and lists the other specs.
-    """
-
-    num_kv_heads: int
-    head_dim: int
-    window: int | None = None  # a token attends to this many tokens, including itself; older keys stay in their blocks
-    scale: float | None = None  # of scores; None is 1 / sqrt(head_dim)
-    of_states = False
-
-    def tensors(self, num_layers: int, num_blocks: int, config: "Config") -> tuple[torch.Tensor, ...]:
-        shape = (2, num_layers, num_blocks, config.kvcache_block_size, self.num_kv_heads, self.head_dim)
-        return _cache_type(config.kv_cache_dtype).tensors(shape, config.dtype)
-
-    def make(self, parts: list[torch.Tensor], config: "Config") -> KVCache:
-        cache = _cache_type(config.kv_cache_dtype)(*parts)
-        cache.window, cache.scale = self.window, self.scale
-        return cache
 
 
 def _cache_type(kv_cache_dtype: str) -> type[KVCache]:

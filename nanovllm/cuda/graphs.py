@@ -36,10 +36,13 @@ def capture(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, A
     return graph, output
 
 
-def decode_shape(num_seqs: int, max_blocks_per_seq: int, tokens_per_row: int = 1) -> BatchShape:
+def decode_shape(
+    num_seqs: int, max_blocks_per_seq: int, tokens_per_row: int = 1, num_window_tables: int = 0
+) -> BatchShape:
     """Return the shape of a step that only decodes."""
     n = num_seqs * tokens_per_row
-    return BatchShape(n, n, n, n, max_blocks_per_seq, tokens_per_row=tokens_per_row)
+    more = dict(tokens_per_row=tokens_per_row, num_window_tables=num_window_tables)
+    return BatchShape(n, n, n, n, max_blocks_per_seq, **more)
 
 
 def max_seqs_of(config: Config, tokens_per_row: int) -> int:
@@ -51,7 +54,7 @@ def max_seqs_of(config: Config, tokens_per_row: int) -> int:
 def decode_shapes(config: Config) -> list[BatchShape]:
     """Return the shapes of decode steps to capture. If the engine drafts, some shapes have several tokens per row."""
     return [
-        decode_shape(size, config.max_blocks_per_seq, k)
+        decode_shape(size, config.max_blocks_per_seq, k, config.num_window_tables)
         for k in sorted({1, config.tokens_per_row})
         for size in capture_sizes(max_seqs_of(config, k), config.batch_invariant)
     ]
@@ -165,6 +168,7 @@ def graph_shapes(config: Config, backend: AttentionBackend) -> list[BatchShape]:
                     backend_shapes=backend.array_shapes(num_tokens, num_chunks),
                     is_padded=True,
                     tokens_per_row=k,
+                    num_window_tables=config.num_window_tables,
                 )
             )
     return shapes

@@ -62,6 +62,20 @@ class BlockManager:
     def used_block_ids(self) -> set[int]:
         return {*range(self.num_blocks)} - self.free_block_ids.keys()
 
+    @property
+    def num_free(self) -> int:
+        """How many sequences can get another block."""
+        return len(self.free_block_ids)
+
+    @property
+    def num_cached(self) -> int:
+        """The number of free blocks that the prefix cache contains."""
+        return sum(self.blocks[i].ref_count == 0 for i in [*self.hash_to_block_id.values()])
+
+    def groups(self) -> list[dict]:
+        """Return the groups of layers with block tables of their own, for statistics. A single group is not listed."""
+        return []
+
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
@@ -107,7 +121,7 @@ class BlockManager:
 
     def can_append(self, seq: Sequence) -> bool:
         """Return whether the last token of `seq` fits into its blocks, or into a block that is free."""
-        return bool(self.free_block_ids) or not self.needs_block(seq, seq.num_tokens)
+        return not self.needs_block(seq, seq.num_tokens) or self.num_free > 0
 
     def may_append(self, seq: Sequence, num_tokens: int | None = None) -> None:
         """Add a block to `seq` if it needs one to hold `num_tokens` tokens (by default, `seq.num_tokens`)."""
@@ -139,8 +153,8 @@ class BlockManager:
         copies, self.copies = self.copies, {}
         return copies
 
-    def end_for_state(self, seq: Sequence, end: int) -> int:
-        """Return where a chunk must end: at `end`, or earlier if the model has layers that keep a state."""
+    def end_of_chunk(self, seq: Sequence, end: int) -> int:
+        """Return where a chunk must end: at `end`, or earlier for layers that keep a state or have a window."""
         return end
 
     def state_row(self, seq: Sequence) -> int:
@@ -150,14 +164,17 @@ class BlockManager:
     def deallocate(self, seq: Sequence) -> None:
         """Free the blocks of `seq` in reverse order, because the first blocks of a prefix are reused most."""
         for block_id in reversed(seq.block_table):
-            block = self.blocks[block_id]
-            block.ref_count -= 1
-            if block.ref_count == 0:
-                self.free_block_ids[block_id] = None
-                if block.hash == -1:  # not in the prefix cache: allocate it before any other
-                    self.free_block_ids.move_to_end(block_id, last=False)
+            self._release_block(block_id)
         seq.block_table = []
         seq.num_computed_tokens = 0
+
+    def _release_block(self, block_id: int) -> None:
+        block = self.blocks[block_id]
+        block.ref_count -= 1
+        if block.ref_count == 0:
+            self.free_block_ids[block_id] = None
+            if block.hash == -1:  # not in the prefix cache: allocate it before any other
+                self.free_block_ids.move_to_end(block_id, last=False)
 
     def clear_prefix_cache(self) -> None:
         self.hash_to_block_id = {}  # a new object tells viewers that any block may have changed

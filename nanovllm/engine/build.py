@@ -10,6 +10,7 @@ from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.runners import make_runner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.state_blocks import StateBlockManager
+from nanovllm.engine.window_blocks import WindowBlockManager
 from nanovllm.pooling.pooling_scheduler import PoolingScheduler
 from nanovllm.spec_decode.drafting_scheduler import DraftingScheduler
 
@@ -46,8 +47,10 @@ def build_engine(config: Config, part_done: Callable[[str], None] = lambda part:
 def make_scheduler(config: Config) -> Scheduler:
     """Make the scheduler. `config.num_kvcache_blocks` must be known."""
     block_manager: BlockManager | None = None
-    if config.num_states:
-        sizes = config.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching
+    sizes = config.num_kvcache_blocks or 0, config.kvcache_block_size, config.enable_prefix_caching
+    if config.num_window_tables:
+        block_manager = WindowBlockManager(*sizes, config.num_window_tables, config.cache_window)
+    elif config.num_states:
         block_manager = StateBlockManager(*sizes, config.max_num_seqs, config.num_states)
     if config.speculative_config is not None:
         return DraftingScheduler(config, block_manager)

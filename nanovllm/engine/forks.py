@@ -19,7 +19,7 @@ def start_others(scheduler: "Scheduler", seq: Sequence, step: ScheduledStep) -> 
     for other in seq.group:
         if other.status is not SequenceStatus.WAITING or other.has_sampled:
             continue
-        if not scheduler.free_req_indices or len(scheduler.block_manager.free_block_ids) <= num_spare:
+        if not scheduler.free_req_indices or scheduler.block_manager.num_free <= num_spare:
             break
         scheduler.waiting.discard(other)
         scheduler.set_running(other)
@@ -41,7 +41,7 @@ def fork(scheduler: "Scheduler", seq: Sequence, index: int, token_id: int) -> Se
     """
     new_seq = _copy(seq, index, token_id)
     scheduler.live[seq.request_id][index] = new_seq
-    if seq.block_table and scheduler.free_req_indices and scheduler.block_manager.free_block_ids:
+    if seq.block_table and scheduler.free_req_indices and scheduler.block_manager.num_free:
         scheduler.set_running(new_seq)
         scheduler.block_manager.fork(seq, new_seq)
         scheduler.prefilling[new_seq.key] = new_seq
@@ -80,7 +80,7 @@ def _copy(seq: Sequence, index: int, token_id: int) -> Sequence:
     new_seq.set_order(seq.order[0])
     new_seq.num_tokens, new_seq.num_computed_tokens = len(new_seq.token_ids), 0
     new_seq.token_limit, new_seq.num_drafts = seq.max_num_tokens, 0
-    new_seq.block_table, new_seq.block_hashes, new_seq.req_index = [], [], -1
+    new_seq.block_table, new_seq.window_columns, new_seq.block_hashes, new_seq.req_index = [], [], [], -1
     new_seq.status, new_seq.is_paused, new_seq.was_admitted = SequenceStatus.WAITING, False, False
     new_seq.feature_state, new_seq.timing = deepcopy(seq.feature_state), dict(seq.timing)
     return new_seq

@@ -199,6 +199,7 @@ class LLMEngine:
 
         `requests`: the numbers of waiting and running sequences. Each of the `n` answers to a prompt is a sequence.
         `blocks`: the numbers of used, cached and free blocks. A cached block is free, but in the prefix cache.
+        `block_groups`: if layers with a window have block tables of their own, the blocks that each group uses.
         `prefix_hit_rate`: the fraction of prompt tokens that were found in the prefix cache.
         `preemptions`: how often a sequence was preempted.
         `tokens`: the numbers of prompt tokens (`in`) and generated tokens (`out`).

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from nanovllm.attention import backend_class
+from nanovllm.attention.base import backend_for
 from nanovllm.cache.block_copies import copy_blocks
 from nanovllm.cache.kv_cache import AttentionSpec
 from nanovllm.cache.state import fit_states
+from nanovllm.cache.window_tables import divide_layers, set_window_contexts
 from nanovllm.config import Config
 from nanovllm.engine.features import FEATURES, Arrays, StepFeature
 from nanovllm.engine.forward_output import ForwardOutput, PendingStep, SamplerInput
@@ -58,6 +60,7 @@ class ModelRunner:
         self.backend = backend_class(config.attention_backend)()
         self.model: Any = self._load_model()
         part_done("weights")
+        self.backend = backend_for(self.model, self.backend, self.device.type)
         self.cache_groups: dict[Any, list[nn.Module]] = {}  # layers by the spec of their cache: see cache/state.py
         for layer in self.model.modules():
             if hasattr(layer, "cache_spec"):
@@ -67,6 +70,8 @@ class ModelRunner:
                 self.backend.set_head_shape(layer.num_heads // layer.num_kv_heads, layer.head_dim, config.dtype)
         if any(spec.of_states for spec in self.cache_groups):
             fit_states(self)
+        if len(self.cache_groups) > 1:
+            divide_layers(self)
         self.caches: dict[Any, list[torch.Tensor]] = {}  # tensors by spec
         self.sampler = Sampler(self.tp, self.model.lm_head.first_id)
         model = config.model_config
@@ -147,6 +152,8 @@ class ModelRunner:
                     input_ids, positions = self.prepare_prefill(rows, step.num_decodes)
                 else:
                     input_ids, positions = self.prepare_decode(rows)
+                if self.config.num_window_tables:
+                    set_window_contexts(rows, self.config.kvcache_block_size, self.int_tensor)
                 if self.config.num_states or self.config.enable_lora:
                     get_context().state_rows = self.prepare_state_rows(step)
                 hidden_states = self.run_model(input_ids, positions)
@@ -335,13 +342,14 @@ class ModelRunner:
 
         With `num_layers=1`, all layers of a group share one part. Use this for steps whose results do not matter.
         """
+        num_blocks *= self.config.num_block_tables
         for spec, layers in self.cache_groups.items():
             # zeros, because attention multiplies masked slots by 0, and a NaN there would spread
             tensors = spec.tensors(num_layers or len(layers), num_blocks, self.config)
             self.caches[spec] = [self.zeros(tensor) for tensor in tensors]
             for i, layer in enumerate(layers):
                 parts = [tensor[:, i % tensor.shape[1]] for tensor in self.caches[spec]]
-                layer.cache = spec.make(parts, self.config)
+                layer.cache = layer.cache_spec().make(parts, self.config)  # equal to `spec`, except for sinks
         # token ids by cache slot; the extra slot is for padding
         num_slots = num_blocks * self.config.kvcache_block_size
         self.slot_token_ids = torch.zeros(num_slots + 1, dtype=torch.int32, device=self.device)
@@ -352,6 +360,7 @@ class ModelRunner:
         return torch.from_numpy(np.zeros(like.nbytes, np.uint8)).view(like.dtype).view(like.shape).to(self.device)
 
     def cache_bytes(self, num_blocks: int) -> int:
+        num_blocks *= self.config.num_block_tables
         groups = self.cache_groups.items()
         tensors = (x for spec, layers in groups for x in spec.tensors(len(layers), num_blocks, self.config))
         return sum(tensor.nbytes for tensor in tensors)

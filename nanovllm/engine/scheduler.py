@@ -114,7 +114,7 @@ class Scheduler:
     def _schedule_decodes(self, step: ScheduledStep) -> None:
         """Decode all ready sequences. If blocks run out, preempt sequences, beginning with the last in order."""
         rows = self._ready()
-        while len(growing := self._rows_that_need_a_block(rows)) > len(self.block_manager.free_block_ids):
+        while len(growing := self._rows_that_need_a_block(rows)) > self.block_manager.num_free:
             self.preempt(max((*self.running.values(), *self.prefilling.values()), key=attrgetter("order")))
             rows = self._ready()
         for i in growing:
@@ -169,7 +169,11 @@ class Scheduler:
                 continue
             others_wait = bool(started) or (can_admit and len(self.waiting) > 0)
             end = budget.chunk_end(seq.num_computed_tokens, seq.num_tokens, others_wait)
-            end = self.block_manager.end_for_state(seq, end)
+            end = self.block_manager.end_of_chunk(seq, end)
+            if end == seq.num_computed_tokens:  # too few blocks are free for its windows
+                started.appendleft(seq)
+                self.preempt(started.pop())  # the last in order, perhaps `seq` itself
+                continue
             budget = budget.minus(seq.num_computed_tokens, end)
             self._schedule_chunk(seq, end, step)
 

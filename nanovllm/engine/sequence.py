@@ -73,6 +73,7 @@ class Sequence:
         self.num_drafts = 0  # drafted tokens after its next one; a step adds at most num_drafts + 1 tokens
         self.num_cached_tokens = 0  # found in the prefix cache when the sequence was first admitted
         self.block_table: list[int] = []
+        self.window_columns: list[tuple[int, ...]] = []  # of layers with a window: see engine/window_blocks.py
         self.block_hashes: list[int] = []  # of the full blocks of token_ids, computed when needed
         self.cache_salt = 0  # 64 bits; only sequences with equal salts share blocks
         self.req_index = -1  # its row in the device's per-request tables while it runs

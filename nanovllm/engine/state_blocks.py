@@ -113,7 +113,7 @@ class StateBlockManager(BlockManager):
         super().fork(seq, other)
         self.copies[self.num_blocks + other.req_index] = self.num_blocks + seq.req_index
 
-    def end_for_state(self, seq: Sequence, end: int) -> int:
+    def end_of_chunk(self, seq: Sequence, end: int) -> int:
         return min([end, *self._boundaries.get(seq, ())[-1:]])
 
     def state_row(self, seq: Sequence) -> int:

@@ -13,7 +13,7 @@ def stats_of(scheduler: Scheduler) -> dict:
     """Return what `LLMEngine.stats` returns. Do not call this while a step runs."""
     totals, blocks = scheduler.totals, scheduler.block_manager
     num_free = len(blocks.free_block_ids)
-    num_cached = sum(blocks.blocks[i].ref_count == 0 for i in [*blocks.hash_to_block_id.values()])
+    num_cached, groups = blocks.num_cached, blocks.groups()
     accepted = [totals[f"accepted_{i}"] for i in range(totals["num_speculative_tokens"])]
     drafts = {
         "drafts": totals["drafts"],  # sequences with drafts, summed over steps
@@ -24,6 +24,7 @@ def stats_of(scheduler: Scheduler) -> dict:
     return {
         "requests": {"waiting": len(scheduler.waiting), "running": len(scheduler.prefilling) + len(scheduler.running)},
         "blocks": {"used": len(blocks.blocks) - num_free, "cached": num_cached, "free": num_free - num_cached},
+        **({"block_groups": groups} if groups else {}),
         "prefix_hit_rate": totals["cached_tokens"] / max(1, totals["prompt_tokens"]),
         "preemptions": scheduler.num_preemptions,
         "tokens": {"in": totals["prompt_tokens"], "out": totals["output_tokens"]},

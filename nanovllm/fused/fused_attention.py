@@ -76,7 +76,7 @@ def attend(attn: Attention, x: Any, qkv_proj: LinearBase | None, qk_norm_rope: Q
     kernel computes the q and k norms, RoPE, the cache store and attention. For prefills with many rows, one kernel
     computes the qkv matmul, the norms, RoPE and the cache store.
     """
-    backend, cache, context = attn.backend, attn.cache, get_context()
+    backend, cache, context = attn.backend, attn.cache, get_context().of_table(attn.table)
     kernels, slots = getattr(backend, "ops", None), context.slot_mapping  # only the backend with our kernels has `ops`
     q: Any = NotImplemented
     if kernels and context.is_prefill and qkv_proj is not None:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.attention.sdpa import spans_of
+from nanovllm.cache.kv_cache import AttentionSpec
 from nanovllm.utils.context import Context
 
 QUERIES = 4  # per block; few, because a decode step uses only one of them
@@ -31,14 +32,19 @@ class InvariantBackend(AttentionBackend):
 
     uses_cuda_graphs = False
 
+    @staticmethod
+    def supports(spec):
+        return True
+
     def attend(self, q, cache, context):
-        if cache.window not in context.plans:  # computed by the first layer of a step
-            context.plans[cache.window] = [*_plan(context, cache.window, cache.k.shape[1])]
+        window = cache.spec.window
+        if window not in context.plans:  # computed by the first layer of a step
+            context.plans[window] = [*_plan(context, window, cache.k.shape[1])]
         out = torch.empty_like(q)
-        for spans, queries in context.plans[cache.window]:
+        for spans, queries in context.plans[window]:
             k, v = (_blocks(x[0]) for x in cache.gather(spans, q.dtype))
             for rows, hidden in queries:
-                out[rows] = _attend(q[rows], k, v, hidden, cache.scale)
+                out[rows] = _attend(q[rows], k, v, hidden, cache.spec)
         return out
 
 
@@ -69,18 +75,24 @@ def _blocks(x: torch.Tensor) -> torch.Tensor:
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, scale: float | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, spec: AttentionSpec
 ) -> torch.Tensor:
     """Return the attention of at most QUERIES queries over blocks of keys and values, in the shape of q."""
     num_queries = len(q)
-    x = F.pad(q.float(), (0, 0, 0, 0, 0, QUERIES - num_queries)) * (scale or q.shape[2] ** -0.5)
+    x = F.pad(q.float(), (0, 0, 0, 0, 0, QUERIES - num_queries)) * (spec.scale or q.shape[2] ** -0.5)
     x = x.unflatten(1, (k.shape[1], -1)).transpose(0, 1)  # [kv_heads, QUERIES, group, head_dim]
     rows = x.flatten(1, 2).contiguous()
     scores = [(rows @ keys.transpose(1, 2)).view(*x.shape[:3], KEYS) for keys in k[: len(hidden)]]
     for block, is_hidden in zip(scores, hidden):
+        if spec.soft_cap is not None:
+            block.div_(spec.soft_cap).tanh_().mul_(spec.soft_cap)
         block.masked_fill_(is_hidden, -torch.inf)
     largest = torch.stack([block.amax(3, keepdim=True) for block in scores]).amax(0)
     total = weights_sum = torch.zeros(())
+    if spec.sinks is not None:
+        sinks = spec.sinks.float().view(len(x), 1, -1, 1)
+        largest = largest.maximum(sinks)
+        weights_sum = (sinks - largest).exp_()
     for block, values in zip(scores, v):
         weights = block.sub_(largest).exp_()
         total = total + (weights.flatten(1, 2) @ values)

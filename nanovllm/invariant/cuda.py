@@ -16,6 +16,8 @@ from nanovllm.kernels.launch.gpu_features import has_tma
 from nanovllm.layers.attention import Attention
 from nanovllm.utils.checks import check_choice
 
+MAX_HEAD_DIM = 256  # tiles of longer rows do not fit into shared memory
+
 register_ops("cuda" + VARIANT, vars(ops) | vars(cuda_ops))
 
 
@@ -37,6 +39,9 @@ class Runner(CUDAModelRunner):
 
     def warm_up(self, part_done: Callable[[str], None]) -> None:
         refuse_states(self, GatedDeltaNet)
+        head_dims = [layer.head_dim for layer in self.model.modules() if isinstance(layer, Attention)]
+        if (largest := max(head_dims)) > MAX_HEAD_DIM:
+            raise ValueError(f"batch_invariant=True on CUDA: head_dim={largest}: must be at most {MAX_HEAD_DIM}")
         super().warm_up(part_done)
 
     def size_kv_cache(self, available: int) -> None:

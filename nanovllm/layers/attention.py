@@ -27,6 +27,10 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads, self.head_dim, self.num_kv_heads = num_heads, head_dim, num_kv_heads
         self.scale, self.window = scale, window
+        # some families set these, too: see AttentionSpec
+        self.soft_cap: float | None = None
+        self.sinks: torch.Tensor | None = None
+        self.table = 0  # the block table that it uses: see cache/window_tables.py
         # the runner replaces both
         self.backend: AttentionBackend = SDPABackend()
         self.cache = KVCache(torch.empty(2, 0))
@@ -41,13 +45,13 @@ class Attention(nn.Module):
         return self.cache.v
 
     def cache_spec(self) -> AttentionSpec:
-        return AttentionSpec(self.num_kv_heads, self.head_dim, self.window, self.scale)
+        return AttentionSpec(self.num_kv_heads, self.head_dim, self.window, self.scale, self.soft_cap, self.sinks)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Map q [T, num_heads, head_dim] and k and v [T, num_kv_heads, head_dim] to [T, num_heads * head_dim].
 
         Store keys and values first, because attention reads all of them from the cache.
         """
-        context = get_context()
+        context = get_context().of_table(self.table)
         store_kvcache(k, v, self.cache, context.slot_mapping)
         return self.backend.attend(q, self.cache, context).flatten(1)

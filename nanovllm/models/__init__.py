@@ -53,6 +53,7 @@ MODELS = {
 }
 MODELS |= {
     "gemma3_text": f"{__name__}.gemma3_text:Gemma3ForCausalLM",
+    "gemma4_text": f"{__name__}.gemma4_text:Gemma4ForCausalLM",
     "smollm3": f"{__name__}.smollm3:SmolLM3ForCausalLM",
 }
 

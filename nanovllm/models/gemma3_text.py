@@ -84,20 +84,33 @@ class Gemma3ForCausalLM(WindowsForCausalLM):
     def make_layer(cls, config: ModelConfig, layer_index: int, rotary_emb: RotaryEmbedding) -> nn.Module:
         mlp = Qwen3MLP(config)
         mlp.act_fn = GeluAndMul()
-        return Gemma3DecoderLayer(config, Gemma3Attention(config, rotary_emb), mlp)
+        return Gemma3DecoderLayer(config, cls.make_attention(config, rotary_emb), mlp)
+
+    @staticmethod
+    def make_attention(config: ModelConfig, rotary_emb: RotaryEmbedding) -> nn.Module:
+        return Gemma3Attention(config, rotary_emb)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        logits, cap = super().compute_logits(hidden_states), self.config.details.final_soft_cap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     @staticmethod
     def read_config(raw: dict, file: Path) -> dict:
-        check_choice(
-            f"{file}: hidden_activation", raw.get("hidden_activation", "gelu_pytorch_tanh"), ("gelu_pytorch_tanh",)
-        )
-        for name in ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"):
-            check_choice(f"{file}: {name}", raw.get(name) or None, (None,))
-        scalar = check_real(
-            f"{file}: query_pre_attn_scalar", raw.get("query_pre_attn_scalar", 256), low=1e-6, high=1e30
-        )
-        fields = read_windows(raw, file, 6, raw.get("rope_local_base_freq", 1e4))
-        fields["details"] = fields["details"]._replace(scale=scalar**-0.5)
-        bias = raw.get("attention_bias", False)
-        # this length already includes the scaling of the rotary embedding
-        return {"qkv_bias": bias, "o_bias": bias, "max_position_embeddings": raw["max_position_embeddings"], **fields}
+        return read_gemma(raw, file, 6, raw.get("rope_local_base_freq", 1e4))
+
+
+def read_gemma(raw: dict, file: Path, interval: int, local_theta: float | None = None) -> dict:
+    """Return the fields of ModelConfig. The last two arguments are arguments of `read_windows`."""
+    activation = raw.get("hidden_activation", "gelu_pytorch_tanh")
+    check_choice(f"{file}: hidden_activation", activation, ("gelu_pytorch_tanh",))
+    bidirectional = raw.get("use_bidirectional_attention") or None
+    check_choice(f"{file}: use_bidirectional_attention", bidirectional, (None,))
+    scalar = check_real(f"{file}: query_pre_attn_scalar", raw.get("query_pre_attn_scalar", 256), low=1e-6, high=1e30)
+    caps = [raw.get(name) for name in ("attn_logit_softcapping", "final_logit_softcapping")]
+    for cap in caps:
+        check_real(f"{file}: softcapping", 1.0 if cap is None else cap, low=1e-6, high=1e30)
+    fields = read_windows(raw, file, interval, local_theta)
+    fields["details"] = fields["details"]._replace(scale=scalar**-0.5, soft_cap=caps[0], final_soft_cap=caps[1])
+    bias = raw.get("attention_bias", False)
+    # this length already includes the scaling of the rotary embedding
+    return {"qkv_bias": bias, "o_bias": bias, "max_position_embeddings": raw["max_position_embeddings"], **fields}

@@ -18,8 +18,11 @@ A frame is a JSON-serializable dict of differences from the previous frame. Empt
 - `tables`: [name, n, block id, ...] for each block table that has changed. The table keeps its first n entries, and
   the listed ids follow them.
 - `cached`: ids of blocks that no sequence holds any more, but that the prefix cache can still find.
-- `free`: ids of blocks that the prefix cache can no longer find. A block in no table is free, unless it is cached.
+- `free`: ids of blocks that the prefix cache can no longer find, or that a window table holds. Other blocks in no
+  table are free, unless they are cached.
 - `counts`: totals of prompt tokens, cached tokens, output tokens and preemptions; left out if unchanged.
+- `windows`: the number of blocks that sequences hold in the block tables of layers with a window; left out if
+  unchanged. `tables` does not list these blocks.
 - `ttft`: seconds to the first token, for each sequence that got its first token.
 - `key`: facts about the engine. This field marks a key frame, which does not depend on earlier frames.
 
@@ -62,6 +65,7 @@ class View:
     decodes: list[str] = field(default_factory=list)
     counts: list[int] = field(default_factory=lambda: [0] * 4)
     cached: set[int] = field(default_factory=set)
+    windows: int = 0
 
     @classmethod
     def from_key_frame(cls, frame: Frame) -> "View":
@@ -74,6 +78,7 @@ class View:
         self.decodes = frame.get("decodes", self.decodes)
         self.waiting = frame.get("waiting", self.waiting)
         self.counts = frame.get("counts", self.counts)
+        self.windows = frame.get("windows", self.windows)
         if "ms" in frame:
             self._apply_rows(frame.get("chunks", ()), (*self.decodes, *frame.get("sampled", ())))
         for name, *numbers in frame.get("seqs", ()):
@@ -125,4 +130,5 @@ class View:
             "waiting": self.waiting,
             "decodes": self.decodes,
             "counts": self.counts,
+            "windows": self.windows,
         }

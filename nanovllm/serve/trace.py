@@ -25,7 +25,7 @@ from nanovllm.serve.page import render_page
 
 MAX_WAITING = 32  # sequences of the queue that are shown
 COUNTS = ("prompt_tokens", "cached_tokens", "output_tokens")  # of the scheduler
-KEPT_FIELDS = ("step", "time", "ms", "decodes")  # even if empty
+KEPT_FIELDS = ("step", "time", "ms", "decodes", "windows")  # even if empty
 logger = logging.getLogger("nanovllm")
 
 
@@ -64,6 +64,8 @@ class StepRecorder:
             "device": config.device,
             "num_blocks": len(self._scheduler.block_manager.blocks),
             "block_size": config.kvcache_block_size,
+            "block_tables": config.num_block_tables,
+            "window": config.cache_window,
             "kv_cache_dtype": config.kv_cache_dtype,
             "max_num_seqs": config.max_num_seqs,
             "max_num_batched_tokens": config.max_num_batched_tokens,
@@ -87,6 +89,7 @@ class StepRecorder:
         self._decodes: list[str] = []
         self._waiting: list = [0]
         self._counts: list[int] = []
+        self._num_windows = 0  # blocks that window tables hold
         self._num_steps = 0
         self._began = perf_counter()
         self._last_end = 0.0  # the end of the last step, in seconds of `perf_counter`
@@ -200,7 +203,10 @@ class StepRecorder:
         self._update_waiting(frame)
         manager = self._scheduler.block_manager
         was_cleared = manager.hash_to_block_id is not self._hashes
-        if was_cleared or step is None or self._has_missed(step):
+        groups = manager.groups()
+        if (num_windows := sum(group["used"] for group in groups[1:])) != self._num_windows:
+            frame["windows"] = self._num_windows = num_windows
+        if was_cleared or step is None or groups or self._has_missed(step):
             self._hashes = manager.hash_to_block_id
             self._update_cached(frame, manager.blocks)
         else:
@@ -256,7 +262,7 @@ class StepRecorder:
     def _update_cached(self, frame: Frame, blocks: Iterable[Block]) -> None:
         """Add to the frame all unused blocks that have become cached or are no longer cached."""
         cached = self._cached
-        changed = [b.block_id for b in blocks if not b.ref_count and (b.hash != -1) != (b.block_id in cached)]
+        changed = [b.block_id for b in blocks if (not b.ref_count and b.hash != -1) != (b.block_id in cached)]
         frame["cached"] = sorted(block_id for block_id in changed if block_id not in cached)
         frame["free"] = sorted(block_id for block_id in changed if block_id in cached)
         cached.symmetric_difference_update(changed)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.attention import backend_class
+from nanovllm.attention.base import backend_for
 from nanovllm.engine.features import Arrays
 from nanovllm.kernels.sampling.sampling_columns import seeds
 from nanovllm.layers.attention import Attention
@@ -51,6 +52,7 @@ class DraftModel:
         runner.fuse_layers(self.model)
         for parameter in self.model.parameters():
             del parameter.weight_loader  # it makes a reference cycle
+        self.backend = backend_for(self.model, self.backend, runner.device.type)
         for layer in self.model.modules():
             if isinstance(layer, Attention):
                 layer.backend = self.backend

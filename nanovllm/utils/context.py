@@ -32,6 +32,11 @@ class Context:
     tokens_per_row: int = 1  # with drafts, how many of the `num_decode_rows` rows belong to one sequence
     num_decode_rows_on_device: torch.Tensor | None = None  # [1] int32, in a CUDA graph with chunks
     plans: dict[Any, Any] = field(default_factory=dict)  # the attention backend's, made in a step's first layer
+    window_contexts: list["Context"] = field(default_factory=list)  # see cache/window_tables.py
+
+    def of_table(self, table: int) -> "Context":
+        """Return the context for layers that use another block table: see cache/window_tables.py."""
+        return self.window_contexts[table - 1] if table else self
 
 
 _context: ContextVar[Context | None] = ContextVar("context", default=None)

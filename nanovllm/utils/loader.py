@@ -254,7 +254,10 @@ def weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[Any]]]:
         load = partial(getattr(parameter, "weight_loader", default_weight_loader), parameter)
         path, _, kind = name.rpartition(".")  # kind: weight or bias
         parent, _, merged = path.rpartition(".")
+        left_out = getattr(model.get_submodule(path), "left_out", ())  # shard ids
         for module, *shard_id in shards_of.get(merged, [(merged,)]):
+            if left_out and shard_id[0] in left_out:
+                continue
             if shard_id == [WHOLE]:
                 load, shard_id = partial(load_whole, load, model.get_submodule(path)), []
             loaders[".".join(filter(None, (parent, module, kind)))] = load, shard_id

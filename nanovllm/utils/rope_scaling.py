@@ -11,7 +11,7 @@ from nanovllm.utils.checks import check_choice, check_real
 
 NUMBERS = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
 NUMBERS |= {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}  # of yarn
-KINDS = "default", "linear", "dynamic", "yarn", "llama3", "longrope"
+KINDS = "default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"
 
 
 class RopeFrequencies(NamedTuple):
@@ -43,8 +43,12 @@ def scaled_rope(kind: str, theta: float, rope: dict, raw: Mapping, head_dim: int
     for name in NUMBERS & rope.keys():
         check_real(f"{file}: {name}", rope[name], low=1e-6, high=1e30)
     fraction = check_real(f"{file}: partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1e-6, 1.0)
-    head_dim = int(head_dim * fraction)  # only the rotated numbers
     check_choice(f"{file}: rope type", kind, KINDS)
+    if kind == "proportional":  # periods are those of the whole head, and the other pairs do not turn
+        inv_freq = inverse_frequencies(theta, head_dim) / rope.get("factor", 1.0)
+        inv_freq[int(head_dim * fraction // 2) :] = 0.0
+        return RopeFrequencies(inv_freq, 1.0, trained_len)
+    head_dim = int(head_dim * fraction)  # only the rotated numbers
     if kind in ("yarn", "longrope"):
         rope.setdefault("factor", trained_len / rope["original_max_position_embeddings"])
     periods = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)

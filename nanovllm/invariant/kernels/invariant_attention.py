@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.attention.paged_cache import LOG2_E, tanh_of_scores
 from nanovllm.kernels.attention.split_sequence import NO_KEYS
 from nanovllm.kernels.e4m3 import unpack_scales
 
@@ -31,23 +32,29 @@ def fma(x, factor, y):
 
 
 @triton.jit
-def add_tile(sums, scores, v, scale, pairs, visible, stored_dtype: tl.constexpr, KEYS: tl.constexpr):
+def add_tile(sums, scores, v, scale, pairs, visible, stored_dtype: tl.constexpr, KEYS: tl.constexpr, CAP: tl.constexpr):
     """Add a tile of keys to `sums`, which is (weighted values, weights, largest score so far).
 
     KEYS is the index of the dimension of keys in `scores`: 1, or 0 if everything is transposed. `visible` is `None` if
     all keys are visible. The values of hidden keys must be zero. In FP8, `pairs` contains the scales of keys and
     values. Weights are added by a matmul with ones, so that the order of the additions does not depend on which threads
-    hold the weights.
+    hold the weights. CAP is the soft cap of the scores, or 0.
     """
     acc, total, largest = sums
     # weights are divided by the scales of values, and may exceed the range of float16 if the scales are small
     DTYPE: tl.constexpr = tl.bfloat16 if pairs is not None and v.dtype == tl.float16 else v.dtype
     factor = tl.full([1, 1], 1.0, tl.float32)
+    if CAP != 0.0:
+        cap_factor = factor * (CAP * LOG2_E)
     if pairs is None:
         factor = factor * scale
+        if CAP != 0.0:
+            scores, factor = tanh_of_scores(scores, scale, CAP), cap_factor
     else:
         k_scale, v_log2_scale = unpack_scales(pairs, stored_dtype)
         k_scale, v_log2_scale = tl.expand_dims(k_scale * scale, 1 - KEYS), tl.expand_dims(v_log2_scale, 1 - KEYS)
+        if CAP != 0.0:
+            scores, k_scale = tanh_of_scores(scores * k_scale, 1.0, CAP), cap_factor
         scores = fma(scores, k_scale, v_log2_scale)
     seen = scores
     if visible is not None:
@@ -89,7 +96,11 @@ def add_segment(done, segment):
 
 
 @triton.jit
-def store_attended(out_ptr, at, done, mask):
+def store_attended(out_ptr, at, done, mask, sinks_ptr, head):
+    """Divide by the sums of weights, and store. If `sinks_ptr` is not None, add the sinks of heads `head` first."""
+    if sinks_ptr is not None:
+        sinks = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
+        done = add_segment(done, (tl.zeros_like(done[0]), tl.full(done[1].shape, 1.0, tl.float32), sinks))
     acc, total, _ = done
     tl.store(out_ptr + at, (acc / tl.maximum(total, 1e-30)).to(out_ptr.dtype.element_ty), mask)
 

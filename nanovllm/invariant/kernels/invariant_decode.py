@@ -67,6 +67,7 @@ def _decode_kernel(
     q_ptr,
     cache_ptrs,
     seq_ptrs,
+    sinks_ptr,
     out_ptrs,
     scale,
     table_stride,
@@ -108,6 +109,7 @@ def _decode_kernel(
     n = tl.arange(0, TILE)
     in_group = g < GROUP
     row = seq * (KV_HEADS * GROUP) + kv_head * GROUP + g
+    head = kv_head * GROUP + tl.minimum(g, GROUP - 1)
     stride = tl.num_programs(1) * (KV_HEADS * GROUP)
     part = row - first_segment * stride  # where the sums of segment 0 would be
     if PDL:
@@ -145,14 +147,16 @@ def _decode_kernel(
             scores = tl.dot(k, q, input_precision="ieee")
             sums = acc, total, largest
             stored_dtype: tl.constexpr = k_cache_ptr.dtype.element_ty
-            acc, total, largest = add_tile(sums, scores, v, scale, pairs, inside[:, None], stored_dtype, 0)
+            acc, total, largest = add_tile(
+                sums, scores, v, scale, pairs, inside[:, None], stored_dtype, 0, CACHE.soft_cap
+            )
             next_tile = tile + TILE
             if (next_tile // SEGMENT * SEGMENT == next_tile) & (end_segment - first_segment > 1):
                 _store_part(part_ptrs, part + stride * (tile // SEGMENT), (acc, total, largest), in_group, HEAD_DIM)
                 # so that a factor of 0 clears these sums in the next segment
                 largest = tl.full([1, GROUP_PAD], NO_KEYS, tl.float32)
     if end_segment - first_segment <= 1:
-        store_attended(out_ptr, row_at, segment_of((acc, total, largest), 0), in_group)
+        store_attended(out_ptr, row_at, segment_of((acc, total, largest), 0), in_group, sinks_ptr, head)
     else:
         end_tile = tl.cdiv(end, TILE) * TILE
         if end_tile // SEGMENT * SEGMENT != end_tile:  # otherwise the loop has stored it
@@ -160,12 +164,12 @@ def _decode_kernel(
         if first_segment + per_split >= end_segment:  # this program has computed all segments
             tl.debug_barrier()
             done = _add_parts(part_ptrs, row, end_segment - first_segment, stride, in_group, HEAD_DIM)
-            store_attended(out_ptr, row_at, done, in_group)
+            store_attended(out_ptr, row_at, done, in_group, sinks_ptr, head)
 
 
 @dependent_kernel(early=("seq_ptrs",))
 @triton.jit(do_not_specialize=["splits"])
-def _combine_kernel(seq_ptrs, out_ptrs, splits, HEADS: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr):
+def _combine_kernel(seq_ptrs, sinks_ptr, out_ptrs, splits, HEADS: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr):
     """In each program, add the segments of one query head, unless a single program has computed all segments."""
     gdc_launch_dependents(PDL)
     num_seqs_ptr, context_lens_ptr = seq_ptrs
@@ -182,7 +186,8 @@ def _combine_kernel(seq_ptrs, out_ptrs, splits, HEADS: tl.constexpr, CACHE: tl.c
     gdc_wait(PDL)
     if is_split:
         done = _add_parts(part_ptrs, row, end_segment - first_segment, tl.num_programs(0), row >= 0, HEAD_DIM)
-        store_attended(out_ptr, row * HEAD_DIM + tl.arange(0, HEAD_DIM)[:, None], done, row >= 0)
+        at = row * HEAD_DIM + tl.arange(0, HEAD_DIM)[:, None]
+        store_attended(out_ptr, at, done, row >= 0, sinks_ptr, row % HEADS)
 
 
 def empty_parts(
@@ -216,16 +221,16 @@ def decode_attention(
     out = torch.empty_like(q) if out is None else out
     layout = layout_of(cache, tile_sizes(head_dim, q.dtype)[1])
     splits = splits or choose_num_splits(batch_size, layout.kv_heads, max_context_len, SEGMENT.value, q.device)
-    parts = empty_parts(batch_size * heads, head_dim, max_context_len, cache.window, q.device)
+    parts = empty_parts(batch_size * heads, head_dim, max_context_len, cache.spec.window, q.device)
     seqs, outputs = (num_seqs, context_lens, block_tables), (out, parts)
     caches, scale = (cache.k, cache.v, cache.scales), log2_scale(cache)
     constants = dict(GROUP=heads // layout.kv_heads, CACHE=layout, num_warps=4)
     constants["STAGES"] = 3 if head_dim * cache.k.element_size() <= 256 else 2
     launch(_decode_kernel, (layout.kv_heads, batch_size, splits), q.device)(
-        q, caches, seqs, outputs, scale, block_tables.stride(0), splits, **constants
+        q, caches, seqs, cache.spec.sinks, outputs, scale, block_tables.stride(0), splits, **constants
     )
     if splits > 1:
         launch(_combine_kernel, (batch_size * heads,), q.device)(
-            seqs[:2], outputs, splits, HEADS=heads, CACHE=layout, num_warps=1
+            seqs[:2], cache.spec.sinks, outputs, splits, HEADS=heads, CACHE=layout, num_warps=1
         )
     return out

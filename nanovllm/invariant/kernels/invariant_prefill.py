@@ -46,7 +46,7 @@ def _add_tiles(
                 visible &= (tile + n)[None, :] > position[:, None] - CACHE.window
             v = tl.where((tile + n < length)[:, None], v, 0.0)
         scores = tl.dot(q, k.T, input_precision="ieee")
-        sums = add_tile(sums, scores, v, scale, pairs, visible, stored_dtype, 1)
+        sums = add_tile(sums, scores, v, scale, pairs, visible, stored_dtype, 1, CACHE.soft_cap)
     return sums
 
 
@@ -59,6 +59,7 @@ def _prefill_kernel(
     scales_ptr,
     query_ptrs,
     block_tables_ptr,
+    sinks_ptr,
     out_ptr,
     scale,
     table_stride,
@@ -121,7 +122,7 @@ def _prefill_kernel(
         sums = _add_tiles(sums, q, first_key, last, position, keys, scale, length, CACHE, STAGES, False)
         sums = _add_tiles(sums, q, last, end_key, position, keys, scale, length, CACHE, STAGES, True)
         done = add_segment(done, segment_of(sums, 1))
-    store_attended(out_ptr, at, done, valid)
+    store_attended(out_ptr, at, done, valid, sinks_ptr, (kv_head * GROUP + m % GROUP)[:, None])
 
 
 def query_tile_size(group: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -147,7 +148,8 @@ def prefill_attention(
     scale = log2_scale(cache)
     constants = dict(GROUP=heads // layout.kv_heads, TILE_M=tile_m, CACHE=layout, num_warps=8)
     constants["STAGES"] = 5 if head_dim <= 128 else 4
+    pointers = q, *tiles, cache.scales, queries, block_tables, cache.spec.sinks, out
     launch(_prefill_kernel, (layout.kv_heads, len(query_tiles)), q.device)(
-        q, *tiles, cache.scales, queries, block_tables, out, scale, block_tables.stride(0), **constants
+        *pointers, scale, block_tables.stride(0), **constants
     )
     return out

@@ -9,7 +9,14 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.attention.norm_rope_store import load_cos_sin, norm_rope
-from nanovllm.kernels.attention.paged_cache import layout_of, log2_scale, prefetch_rows
+from nanovllm.kernels.attention.paged_cache import (
+    LOG2_E,
+    add_sinks,
+    layout_of,
+    log2_scale,
+    prefetch_rows,
+    tanh_of_scores,
+)
 from nanovllm.kernels.attention.split_sequence import (
     NO_KEYS,
     PROGRAMS_PER_SM,
@@ -84,16 +91,22 @@ def _store_new_token(k, v, cache_ptrs, slot, kv_head, d, CACHE: tl.constexpr):
 
 
 @triton.jit
-def _scores_of_tile(q, k_ptrs, pair_ptrs, inside, scale, STORED: tl.constexpr):
+def _scores_of_tile(q, k_ptrs, pair_ptrs, inside, scale, STORED: tl.constexpr, CAP: tl.constexpr):
     """Return the scores of a tile of keys [TILE, GROUP_PAD], and log2 of the FP8 scales of its values [TILE]."""
     k = tl.load(k_ptrs, inside[:, None], 0.0)
     v_log2_scale = 0.0
     if pair_ptrs is not None:
         k = decode_e4m3(k, q.dtype)
-    scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
+    scores = tl.dot(k, tl.trans(q), input_precision="ieee")
+    if CAP == 0.0:
+        scores = scores * scale
     if pair_ptrs is not None:
         k_scale, v_log2_scale = unpack_scales(tl.load(pair_ptrs, inside, ONES), STORED)
-        scores = scores * k_scale[:, None] + v_log2_scale[:, None]
+        scores = scores * k_scale[:, None]
+    if CAP != 0.0:
+        scores = tanh_of_scores(scores, scale, CAP) * (CAP * LOG2_E)
+    if pair_ptrs is not None:
+        scores = scores + v_log2_scale[:, None]
     return scores, v_log2_scale
 
 
@@ -118,6 +131,7 @@ def _decode_kernel(
     norm_rope_ptrs,
     cache_ptrs,
     seq_ptrs,
+    sinks_ptr,
     out_ptrs,
     scale,
     q_stride,
@@ -196,6 +210,8 @@ def _decode_kernel(
             k_new = norm_rope(k_new, k_swapped, k_cos[None, :], k_sin[None, :], norm_rope_ptrs[2], HAS_NORM)
             k_read, k_scale, v_read, v_scale = _store_new_token(k_new, v_new, cache_ptrs, slot, kv_head, d, CACHE)
             m_i = tl.sum(q.to(tl.float32) * k_read.to(tl.float32), 1) * (scale * k_scale)
+            if CACHE.soft_cap != 0.0:
+                m_i = tanh_of_scores(m_i, 1.0, CACHE.soft_cap) * (CACHE.soft_cap * LOG2_E)
             if IS_FP8:
                 m_i += tl.log2(v_scale)
                 l_i += 1 / v_scale
@@ -228,7 +244,7 @@ def _decode_kernel(
                 pair_ptrs = scales_ptr + scale_at + n
             k_ptrs = k_cache_ptr + first_key + (key[:, None] + d[None, :])
             stored: tl.constexpr = k_cache_ptr.dtype.element_ty
-            scores, v_log2_scale = _scores_of_tile(q, k_ptrs, pair_ptrs, inside, scale, stored)
+            scores, v_log2_scale = _scores_of_tile(q, k_ptrs, pair_ptrs, inside, scale, stored, CACHE.soft_cap)
             visible = inside[:, None]
             if ROWS > 1:
                 visible &= (tile + n)[:, None] < lengths
@@ -253,6 +269,9 @@ def _decode_kernel(
             m_i = m_new
 
     acc = tl.interleave(tl.trans(acc_even), tl.trans(acc_odd)) if IS_FP8 else tl.trans(acc)
+    if sinks_ptr is not None:  # the first split adds them
+        sinks = tl.load(sinks_ptr + kv_head * GROUP + g % GROUP).to(tl.float32) * LOG2_E
+        acc, m_i, l_i = add_sinks(acc, m_i, l_i, tl.where(split == 0, sinks, NO_KEYS))
     _store_result(acc, m_i, l_i, row, is_row, d, split, splits, out_ptrs, HEAD_DIM)
 
 
@@ -318,7 +337,7 @@ def decode_attention(
     tokens_per_row = tokens_per_row if tokens_per_row * group <= MAX_QUERIES else 1
     batch_size = num_rows // tokens_per_row
     layout = layout_of(cache, TILE if is_qkv or row_bytes <= 256 else TILE // 2)
-    max_num_keys = min(max_context_len, cache.window or max_context_len)
+    max_num_keys = min(max_context_len, cache.spec.window or max_context_len)
     programs, num_warps, stages = _choose_programs(batch_size, tokens_per_row, cache, row_bytes, is_qkv)
     splits = splits or choose_num_splits(batch_size, kv_heads, max_num_keys, layout.tile, q.device, programs)
     parts = None, None
@@ -330,7 +349,7 @@ def decode_attention(
     # queries are the columns of the matmuls, and keys the rows: tensor cores need at least 8 columns or 16 rows
     constants["GROUP_PAD"] = max(16 if IS_TRITON_3_4 else 8, triton.next_power_of_2(tokens_per_row * group))
     constants["ROTARY"] = norm_rope_inputs[3].shape[2] if is_qkv else head_dim
-    pointers, scale = (q, norm_rope_inputs, caches, seqs, (out, *parts)), log2_scale(cache)
+    pointers, scale = (q, norm_rope_inputs, caches, seqs, cache.spec.sinks, (out, *parts)), log2_scale(cache)
     # near the percentage that the matmuls use (see `launch`), and the same for all launches of a compiled kernel
     shared = (75 if splits == 1 else 50) if is_qkv else 100
     launch(_decode_kernel, (kv_heads, batch_size, splits), q.device, shared=shared)(

@@ -5,8 +5,7 @@ Functions that launch kernels take a layer's `cache`, a `KVCache` (cache/kv_cach
 - keys `k` and values `v` [blocks, block_size, kv_heads, head_dim]
 - `scales` [blocks, kv_heads, block_size] int32, if keys and values are in FP8 (see e4m3.py). Each word packs two
   bfloat16 scales: one of a key and one of the key's value.
-- `window`: the number of tokens that a token attends to, or `None` for all tokens
-- `scale`: the factor of the scores, or `None` for `head_dim ** -0.5`
+- `spec`: the layer's AttentionSpec, which contains the window, the scale, the soft cap and the sinks
 """
 
 from typing import NamedTuple
@@ -17,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.launch.gpu_features import has_tma
 
-LOG2_E = 1.4426950408889634  # attention computes exp2 instead of exp
+LOG2_E = tl.constexpr(1.4426950408889634)  # attention computes exp2 instead of exp
 
 
 class CacheLayout(NamedTuple):
@@ -28,6 +27,7 @@ class CacheLayout(NamedTuple):
     head_dim: int
     tile: int = 0  # keys that are read at a time, all in one block
     window: int = 0  # how many of the last keys a token sees; 0: all
+    soft_cap: float = 0.0  # of scores; 0: none
 
 
 def layout_of(cache, max_tile: int) -> CacheLayout:
@@ -35,13 +35,14 @@ def layout_of(cache, max_tile: int) -> CacheLayout:
 
     The layout's tile is the largest power of two up to `max_tile` that divides the block size.
     """
-    block_size = cache.k.shape[1]
-    return CacheLayout(*cache.k.shape[1:], min(max_tile, block_size & -block_size), cache.window or 0)
+    block_size, spec = cache.k.shape[1], cache.spec
+    tile = min(max_tile, block_size & -block_size)
+    return CacheLayout(*cache.k.shape[1:], tile, spec.window or 0, spec.soft_cap or 0.0)
 
 
 def log2_scale(cache) -> float:
     """Return the factor of the scores times log2(e), because attention computes exp2 instead of exp."""
-    return (cache.scale or cache.k.shape[3] ** -0.5) * LOG2_E
+    return (cache.spec.scale or cache.k.shape[3] ** -0.5) * LOG2_E.value
 
 
 def cache_tiles(cache, layout: CacheLayout) -> tuple:
@@ -50,6 +51,23 @@ def cache_tiles(cache, layout: CacheLayout) -> tuple:
         return cache.k, cache.v
     shape = [layout.tile, layout.head_dim]
     return tuple(TensorDescriptor.from_tensor(x.flatten(0, 1).flatten(1), shape) for x in (cache.k, cache.v))
+
+
+@triton.jit
+def tanh_of_scores(scores, scale, CAP: tl.constexpr):
+    """Return tanh(score * scale / CAP), where `scale` includes the factor log2(e). A capped score is CAP times this."""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale * (2.0 / CAP))))
+
+
+@triton.jit
+def add_sinks(acc, m_i, l_i, sinks):
+    """Add sinks [R] to the sums of weights `l_i` [R]. Also return `acc` [R, D] and `m_i` [R] for the new maxima.
+
+    `acc` is the sum of weighted values. `m_i` is the largest score, and `sinks` and `m_i` include the factor log2(e).
+    """
+    m_new = tl.maximum(m_i, sinks)
+    alpha = tl.exp2(m_i - m_new)
+    return acc * alpha[:, None], m_new, l_i * alpha + tl.exp2(sinks - m_new)
 
 
 @triton.jit

@@ -4,7 +4,14 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.attention.paged_cache import cache_tiles, layout_of, log2_scale
+from nanovllm.kernels.attention.paged_cache import (
+    LOG2_E,
+    add_sinks,
+    cache_tiles,
+    layout_of,
+    log2_scale,
+    tanh_of_scores,
+)
 from nanovllm.kernels.e4m3 import ONES, as_fp8_partner, decode_e4m3, unpack_scales
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.launch.gpu_features import has_hopper_kernels
@@ -20,6 +27,9 @@ def _attend_tiles(
     IS_FP8: tl.constexpr = scales_ptr is not None
     BLOCK_SIZE: tl.constexpr = CACHE.block_size
     HEAD_DIM: tl.constexpr = CACHE.head_dim
+    factor = scale
+    if CACHE.soft_cap != 0.0:
+        factor = CACHE.soft_cap * LOG2_E
     n = tl.arange(0, CACHE.tile)
     for tile in tl.range(begin, end, CACHE.tile, num_stages=2):
         block = tl.load(table_ptr + tile // BLOCK_SIZE)
@@ -37,7 +47,13 @@ def _attend_tiles(
             if MASKED:
                 pairs = tl.where(tile + n < length, pairs, ONES)
             k_scale, v_log2_scale = unpack_scales(pairs, stored_dtype)
-            scores = scores * (k_scale * scale)[None, :] + v_log2_scale[None, :]
+            if CACHE.soft_cap != 0.0:
+                scores = tanh_of_scores(scores * k_scale[None, :], scale, CACHE.soft_cap) * factor
+                scores = scores + v_log2_scale[None, :]
+            else:
+                scores = scores * (k_scale * scale)[None, :] + v_log2_scale[None, :]
+        elif CACHE.soft_cap != 0.0:
+            scores = tanh_of_scores(scores, scale, CACHE.soft_cap)
         if MASKED:
             visible = (tile + n)[None, :] <= position[:, None]
             if CACHE.window:
@@ -48,8 +64,8 @@ def _attend_tiles(
             m_new = tl.maximum(m_i, tl.max(scores, 1))
             p = tl.exp2(scores - m_new[:, None])
         else:
-            m_new = tl.maximum(m_i, tl.max(scores, 1) * scale)
-            p = tl.exp2(scores * scale - m_new[:, None])
+            m_new = tl.maximum(m_i, tl.max(scores, 1) * factor)
+            p = tl.exp2(scores * factor - m_new[:, None])
         if MASKED and CACHE.window:  # while a row has seen no key, hidden keys would get the weight 1
             p = tl.where(visible, p, 0.0)
         alpha = tl.exp2(m_i - m_new)
@@ -70,6 +86,7 @@ def _prefill_kernel(
     scales_ptr,
     query_ptrs,
     block_tables_ptr,
+    sinks_ptr,
     out_ptr,
     scale,
     table_stride,
@@ -132,7 +149,10 @@ def _prefill_kernel(
         state = _attend_tiles(
             state, q, bounds[part], bounds[part + 1], position, keys, kv_head, scale, length, CACHE, part != 1
         )
-    acc, l_i, _ = state
+    acc, l_i, m_i = state
+    if sinks_ptr is not None:
+        sinks = tl.load(sinks_ptr + kv_head * GROUP + m % GROUP).to(tl.float32) * LOG2_E
+        acc, _, l_i = add_sinks(acc, m_i, l_i, sinks)
     tl.store(out_ptr + at, (acc / l_i[:, None]).to(out_ptr.dtype.element_ty), valid)
 
 
@@ -141,6 +161,8 @@ def _tile_sizes(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
 
     Each token has one row for each of the query heads that share a key-value head.
     """
+    if head_dim > 256:
+        return 32, 32
     return (64, 32) if dtype == torch.float32 or head_dim > 128 else (128, 64)
 
 
@@ -190,15 +212,16 @@ def prefill_attention(
     queries, group = (query_tiles, cu_seqlens_q, context_lens), heads // layout.kv_heads
     tokens = query_tile_size(group, head_dim, q.dtype)
     tile = layout_of(cache, 64 if head_dim > 128 else 128).tile
-    is_plain = cache.scales is None and cache.window is None
+    spec = cache.spec
+    is_plain = cache.scales is None and not spec.is_special
     if is_plain and tile >= 64 and q.is_cuda and _is_for_hopper(head_dim, q.dtype):
         from nanovllm.kernels.hopper.hopper_prefill import attend  # it needs Gluon of Triton 3.6
 
-        attend(tokens, tile, q, (cache.k, cache.v), log2_scale(cache), (*queries, block_tables), out)
+        attend(tokens, tile, q, cache, (*queries, block_tables), out)
         return out
     tiles, scale = cache_tiles(cache, layout), log2_scale(cache)
     constants = dict(GROUP=group, TILE_M=tile_m, CACHE=layout, num_warps=4)
     launch(_prefill_kernel, (len(query_tiles), layout.kv_heads, tokens // (tile_m // group)), q.device)(
-        q, *tiles, cache.scales, queries, block_tables, out, scale, block_tables.stride(0), **constants
+        q, *tiles, cache.scales, queries, block_tables, spec.sinks, out, scale, block_tables.stride(0), **constants
     )
     return out

@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from nanovllm.kernels.attention.paged_cache import log2_scale
 from nanovllm.kernels.hopper.hopper_ring import barriers, buffers, gdc_launch_dependents, gdc_wait, sums_of, tiles_of
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, launch
 from nanovllm.kernels.launch.gpu_features import num_sms
@@ -33,6 +34,7 @@ class Shape(NamedTuple):
     tokens: int  # per tile of queries
     tile: int  # keys per tile, all in one block of the cache
     scale: float  # the factor of the scores times log2(e), for exp2
+    window: int  # how many of the last keys a token sees; 0: all
 
 
 @gluon.constexpr_function
@@ -63,10 +65,16 @@ def _load(ring, buffer, use, tiles, at):
 
 
 @gluon.jit
+def _first_tile(position, SHAPE: gl.constexpr):
+    """Return the first tile of keys that a query at `position` sees. Earlier tiles are not loaded."""
+    return gl.maximum(position + 1 - SHAPE.window, 0) // SHAPE.tile if SHAPE.window else 0
+
+
+@gluon.jit
 def _work(n, plan, SHAPE: gl.constexpr):
     """Return the n-th query tile of this program.
 
-    The first field is the number of key tiles, or 0 after the last query tile. Query tiles are sorted by descending
+    The first field is the end of the key tiles, or 0 after the last query tile. Query tiles are sorted by descending
     number of keys. The tiles are dealt to the programs in alternating order: first program to last, then last to first.
     """
     plan_ptrs, num_tiles, _ = plan
@@ -96,10 +104,11 @@ def _load_tiles(tiles, rings, plan, SHAPE: gl.constexpr):
     n, i = 0, 0
     work = _work(n, plan, SHAPE)
     while work[0] > 0:
-        count, pack, row, _, _, _, seq = work
+        end, pack, row, _, position, _, seq = work
+        count = end - _first_tile(position, SHAPE)
         table_ptr = plan_ptrs[3] + seq.to(gl.int64) * table_stride
         column = pack * SHAPE.pack // SHAPE.group * SHAPE.head_dim
-        key = (count - 1) * SHAPE.tile
+        key = (end - 1) * SHAPE.tile
         block = gl.load(table_ptr + key // SHAPE.block_size)
         for w in gl.static_range(2):
             _load(queries, w, n, q_tiles, [row + w * (64 // SHAPE.pack), pack * SHAPE.pack, 0])
@@ -128,7 +137,10 @@ def _softmax(scores, state, position, key, MASKED: gl.constexpr, SHAPE: gl.const
         # If a row sees no key of this tile, its weights are 1, and a later factor makes them 0. The score of a hidden
         # key is a power of two, so that multiplying it by the scale is exact. Otherwise, the fused multiply and
         # subtraction below could give any number.
-        scores = gl.where((key + n)[None, :] <= position[:, None], scores, -(2.0**100))
+        visible = (key + n)[None, :] <= position[:, None]
+        if SHAPE.window:
+            visible &= (key + n)[None, :] > position[:, None] - SHAPE.window
+        scores = gl.where(visible, scores, -(2.0**100))
     m_new = gl.maximum(m_i, gl.max(scores, 1) * scale)
     p = gl.exp2(scores * scale - m_new[:, None])
     alpha = gl.exp2(m_i - m_new)
@@ -161,7 +173,7 @@ def _attend_tiles(sums, begin, end, args, W: gl.constexpr, MASKED: gl.constexpr,
     """
     q, position, rings, turns, counts = args
     _, keys, values = rings
-    count, base = counts
+    last, count, base = counts
     acc, p, state = sums
     for j in range(begin, end):
         i = base + j
@@ -171,7 +183,7 @@ def _attend_tiles(sums, begin, end, args, W: gl.constexpr, MASKED: gl.constexpr,
         mbarrier.arrive(turns.index(1 - W), count=1)
         scores = hopper.warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(keys[2].index(i % 2), count=1)
-        p, alpha, state = _softmax(scores, state, position, (count - 1 - j) * SHAPE.tile, MASKED, SHAPE)
+        p, alpha, state = _softmax(scores, state, position, (last - j) * SHAPE.tile, MASKED, SHAPE)
         # this wait keeps the compiler from moving softmax after the wait for the matmul
         mbarrier.wait(keys[1].index((i + 1) % 2), (i + 1) // 2 & 1, pred=j + 1 < count)
         acc, weights = hopper.warpgroup_mma_wait(0, deps=[acc, weights])
@@ -208,8 +220,10 @@ def _compute(out_ptr, rings, turns, plan, W: gl.constexpr, SHAPE: gl.constexpr):
     n, i = 0, 0
     work = _work(n, plan, SHAPE)
     while work[0] > 0:
-        count, pack, row, tokens, position, length, _ = work
-        key = (count - 1) * SHAPE.tile
+        end, pack, row, tokens, position, length, _ = work
+        first = _first_tile(position, SHAPE)
+        count = end - first
+        key = (end - 1) * SHAPE.tile
         positions = position + FIRST + gl.arange(0, 64, row_of_scores) // SHAPE.pack
         mbarrier.wait(queries[1].index(W), n & 1)
         mbarrier.wait(keys[1].index(i % 2), i // 2 & 1)
@@ -225,10 +239,18 @@ def _compute(out_ptr, rings, turns, plan, W: gl.constexpr, SHAPE: gl.constexpr):
         p, _, state = _softmax(scores, (m_i, l_i), positions, key, True, SHAPE)
         mbarrier.wait(keys[1].index((i + 1) % 2), (i + 1) // 2 & 1, pred=count > 1)
         sums = gl.full([64, SHAPE.head_dim], 0.0, gl.float32, SUMS), p, state
-        cut = count - gl.minimum((position + FIRST + 1) // SHAPE.tile, count - 1)  # partly hidden tiles
-        args = q, positions, rings, turns, (count, i)
-        sums = _attend_tiles(sums, 1, cut, args, W, True, SHAPE)
-        sums = _attend_tiles(sums, cut, count, args, W, False, SHAPE)
+        # tiles that causality cuts; then tiles that all rows see; then tiles that the window cuts
+        cut = count - gl.minimum((position + FIRST + 1) // SHAPE.tile - first, count - 1)
+        args = q, positions, rings, turns, (end - 1, count, i)
+        if SHAPE.window:
+            whole = _first_tile(position + FIRST + 64 // SHAPE.pack - 1 + SHAPE.tile - 1, SHAPE)
+            window_cut = gl.maximum(count - gl.maximum(whole - first, 0), cut)
+            sums = _attend_tiles(sums, 1, cut, args, W, True, SHAPE)
+            sums = _attend_tiles(sums, cut, window_cut, args, W, False, SHAPE)
+            sums = _attend_tiles(sums, window_cut, count, args, W, True, SHAPE)
+        else:
+            sums = _attend_tiles(sums, 1, cut, args, W, True, SHAPE)
+            sums = _attend_tiles(sums, cut, count, args, W, False, SHAPE)
         mbarrier.arrive(queries[2].index(W), count=1)
         i += count
         n += 1
@@ -270,20 +292,21 @@ def _prefill_kernel(
     )
 
 
-def attend(tokens: int, tile: int, q: torch.Tensor, caches, scale: float, plan_ptrs, out: torch.Tensor) -> None:
+def attend(tokens: int, tile: int, q: torch.Tensor, cache, plan_ptrs, out: torch.Tensor) -> None:
     """Fill `out` with the attention of q. Both are [T, heads, head_dim]. See `prefill_attention`.
 
     `plan_ptrs` is (query_tiles, cu_seqlens_q, context_lens, block_tables). A query tile has at most `tokens` tokens.
-    `caches` is (keys, values), and `scale` includes the factor log2(e). `tile` is the number of keys per tile. `tile`
-    is 64 or 128, and divides the block size. `head_dim` is 64 or 128, or 256 if `tile` is 64. The dtype has 16 bits.
+    `cache` has 16-bit keys and values, and neither a soft cap nor sinks. `tile` is the number of keys per tile. `tile`
+    is 64 or 128, and divides the block size. `head_dim` is 64 or 128, or 256 if `tile` is 64.
     """
     heads, head_dim = q.shape[1:]
-    block_size, kv_heads = caches[0].shape[1:3]
+    block_size, kv_heads = cache.k.shape[1:3]
     group = heads // kv_heads
     pack = group & -group
-    shape = Shape(heads // pack, pack, group, head_dim, block_size, tokens, tile, scale)
+    window = cache.spec.window or 0
+    shape = Shape(heads // pack, pack, group, head_dim, block_size, tokens, tile, log2_scale(cache), window)
     q_tiles = tiles_of(q, 64 // pack, pack, head_dim)
-    tiles = (tiles_of(cache.flatten(0, 1).flatten(1), tile, head_dim) for cache in caches)
+    tiles = (tiles_of(x.flatten(0, 1).flatten(1), tile, head_dim) for x in (cache.k, cache.v))
     num_tiles, stride = len(plan_ptrs[0]), plan_ptrs[3].stride(0)
     grid = (min(num_sms(q.device), num_tiles * shape.packs),)
     arguments = q_tiles, *tiles, plan_ptrs, out, stride, num_tiles

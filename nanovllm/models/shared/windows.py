@@ -1,7 +1,7 @@
 """Families in which some layers attend to a window. These layers have a separate rotary embedding."""
 
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models import ModelConfig, read_rope
@@ -15,6 +15,9 @@ class Windows(NamedTuple):
     sizes: tuple[int | None, ...]  # for each layer, how many tokens a token attends to; None: all
     rope: tuple[tuple[float, ...], float]  # `rope_inv_freq` and `rope_scale` of layers with a window
     scale: float | None = None  # of scores, in all layers; None is 1 / sqrt(head_dim)
+    soft_cap: float | None = None  # of scores
+    final_soft_cap: float | None = None  # of logits
+    full: Any = None  # what differs in layers without a window
 
 
 class WindowsForCausalLM(Qwen3ForCausalLM):
@@ -25,7 +28,7 @@ class WindowsForCausalLM(Qwen3ForCausalLM):
         rotary_emb = RotaryEmbedding(*config.details.rope, config.max_position_embeddings)
         for layer, size in zip(self.model.layers, config.details.sizes, strict=True):
             attn = layer.self_attn.attn
-            attn.scale = config.details.scale or attn.scale
+            attn.scale, attn.soft_cap = config.details.scale or attn.scale, config.details.soft_cap
             if size is not None:
                 attn.window, layer.self_attn.rotary_emb = size, rotary_emb
 
