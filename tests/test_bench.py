@@ -32,7 +32,7 @@ from nanovllm.benchmarks.host import host_calls, host_requests
 from nanovllm.benchmarks.limits import Rates, least_steps, limits
 from nanovllm.benchmarks.pictures import LINE_COLORS
 from nanovllm.benchmarks.processes import seconds_since_start
-from nanovllm.benchmarks.requests import Request, headline, in_rounds, online, other_ids
+from nanovllm.benchmarks.requests import Request, by_turn, conversations, headline, in_rounds, online, other_ids
 from nanovllm.benchmarks.results import Result, decode_rate, drafts_since, fastest, latencies, percentile, save_results
 from nanovllm.benchmarks.servers import as_flags, cpu_times, running_server
 from nanovllm.benchmarks.shapes import SHAPE_ENTRIES, SHAPES, write_shape
@@ -201,7 +201,7 @@ def main(monkeypatch, *arguments: str) -> None:
         (("--figure", "no_such_file.svg"), ("--figure", "no_such_file.svg", ".json")),
         (("--figure", __file__), ("--figure", __file__, ".svg")),
         (("--workload", "offline"), ("--workload", "'offline'", "online")),
-        (("--workload", "all,online"), ("--workload", "online and latency", "other workloads")),
+        (("--workload", "all,online"), ("--workload", "online and conversations and latency", "other workloads")),
         (("--workload", "online,online", "--rounds", "3"), ("--rounds", "online", "runs of its own")),
         (("--request-rate", "8,0"), ("--request-rate", "0", "greater than 0")),
         (("--request-rate=-2.5",), ("--request-rate", "-2.5", "greater than 0")),
@@ -599,7 +599,7 @@ def test_plot_needs_a_sweep(monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     with pytest.raises(SystemExit):
         main(monkeypatch, "--workload", "single", "--plot", "a.svg")
-    assert "--plot: --workload single must be one of online, latency, batches" in capsys.readouterr().err
+    assert "--plot: --workload single must be one of online, conversations, latency, batches" in capsys.readouterr().err
 
 
 def test_percentile_interpolates():
@@ -652,10 +652,10 @@ class Clock:
 
 
 class SlowEngine:
-    """Its steps take a second, and give each request a token."""
+    """Its steps take a second, and give each request a token, whose id is the time."""
 
     def __init__(self, clock: Clock):
-        self.clock, self.left, self.log = clock, {}, []
+        self.clock, self.left, self.log, self.num_cached_tokens = clock, {}, [], 0
 
     def params(self, request: Request) -> int:
         return request.max_tokens
@@ -665,12 +665,13 @@ class SlowEngine:
         self.left[len(self.log)] = params
         return len(self.log)
 
-    def step(self) -> list[int]:
+    def step(self) -> list[tuple[int, int]]:
         assert self.left, "a step without requests"
         self.clock.now += 1
-        ids = list(self.left)
+        self.num_cached_tokens += 1
+        tokens = [(i, round(self.clock.now)) for i in self.left]
         self.left = {i: n - 1 for i, n in self.left.items() if n > 1}
-        return ids
+        return tokens
 
     def is_finished(self) -> bool:
         return not self.left
@@ -686,6 +687,40 @@ def test_open_loop(monkeypatch):
     assert result.token_times[:2] == [[1.0, 2.0], [1.75, 2.75]]
     assert result.token_times[2] == pytest.approx([1.0, 2.0], abs=0.002)
     assert result.seconds == pytest.approx(12, abs=0.002)
+
+
+def test_turns(monkeypatch):
+    """A turn's prompt is the whole conversation, and is due when a pause after the answer is over."""
+    engine = SlowEngine(Clock(monkeypatch))
+    turns = [Request([7], 2), Request([8, 9], 1, arrival=3.0, previous=0), Request([4], 1, arrival=0.5)]
+    turns.append(Request([6], 1, arrival=0.0, previous=1))
+    assert by_turn(turns) == {1: [0, 2], 2: [1], 3: [3]}
+    result = serve(engine, turns)
+    assert [prompt for prompt, _ in engine.log] == [[7], [4], [7, 101, 102, 8, 9], [7, 101, 102, 8, 9, 106, 6]]
+    assert [round(time) for _, time in engine.log] == [100, 101, 105, 106]
+    assert [[round(x, 1) for x in times] for times in result.token_times] == [[1, 2], [1], [1.5], [1]]
+    assert (
+        result.note == f"{4 / 14:.1%} of the prompts' tokens were in the prefix cache" and not engine.num_cached_tokens
+    )
+
+
+def test_conversations(monkeypatch, capsys):
+    """They share a system prompt, stay below the longest length, and later turns find the earlier ones in the cache."""
+    requests = conversations(8, (2, 6), 1.0, (20, 10), 300, 0, 1000)
+    turns = by_turn(requests)
+    assert len(turns[1]) == 8 and len(turns) > 2 and len({tuple(requests[i].prompt[:80]) for i in turns[1]}) == 1
+    lengths = [0] * len(requests)
+    for i, request in enumerate(requests):
+        before = 0 if request.previous is None else lengths[request.previous]
+        lengths[i] = before + len(request.prompt) + request.max_tokens
+    assert max(lengths) < 300
+    sizes = ["--num-seqs", "2", "--median-input-len", "8", "--median-output-len", "3", "--kvcache-block-size", "16"]
+    main(monkeypatch, "conversations", *sizes, *CPU)
+    out = capsys.readouterr().out
+    header, *rows = table(out, "TTFT by turn, ms")
+    assert " ".join(header) == "turn nanovllm p50 nanovllm p99" and [row[0] for row in rows[:2]] == ["1", "2"]
+    assert all(float(x) > 0 for row in rows for x in row[1:])
+    assert 0 < float(re.search(r"nanovllm: ([\d.]+)% of the prompts' tokens were in the prefix cache", out)[1]) < 100
 
 
 def test_vllm_steps(monkeypatch):
@@ -719,7 +754,8 @@ def test_vllm_steps(monkeypatch):
                 num_new = 0 if state[0] > 2 else min(2, state[1])  # none in the first step of a longer prompt
                 state[:] = [1, state[1] - num_new]
                 output = SimpleNamespace(token_ids=[0] * num_new)
-                outputs.append(SimpleNamespace(request_id=f"{request_id}-ab12", outputs=[output]))
+                ended = dict(finished=not state[1], num_cached_tokens=None)
+                outputs.append(SimpleNamespace(request_id=f"{request_id}-ab12", outputs=[output], **ended))
                 if not state[1]:
                     del self.queue[request_id]
             return outputs

@@ -13,6 +13,7 @@ from common import TINY, generate_by_steps, noise_of_rows
 from safetensors.torch import load_file, save_file
 from test_drafts import PROMPT_LENGTHS, SCHEDULES, SHORT_PROMPTS, answers, params_of, prompts_of
 from test_models import edit
+from test_quantization import write_quantized
 from test_speculation import margins as margins
 from transformers import AutoModelForCausalLM
 
@@ -20,8 +21,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.sampling.sampling_columns import column, seeds
 from nanovllm.models import ModelConfig
 from nanovllm.models.shared.head_models import Eagle3Head
-from nanovllm.spec_decode import drafting_scheduler
-from nanovllm.spec_decode.draft_heads import Eagle3, Head
+from nanovllm.spec_decode import draft_heads, drafting_scheduler
+from nanovllm.spec_decode.draft_heads import Eagle3, Head, fill
 from nanovllm.spec_decode.draft_model import DraftModel
 from nanovllm.spec_decode.head_checkpoint import read_eagle3_config
 from nanovllm.spec_decode.speculative_config import StepCost
@@ -416,6 +417,32 @@ def test_heads_of_a_hybrid_model(make_llm, mtp_folder, drafted, tmp_path):
         found.append(answers(generate_by_steps(llm, requests_of_heads(512))))
     assert found[0] == found[1]
     assert llm.stats()["spec_decode"]["draft_tokens"] > 50
+
+
+@pytest.mark.parametrize("mtp_folder", [(x, ["full_attention"] * 2) for x in ("Qwen3_5", "Qwen3Next")], indirect=True)
+@pytest.mark.parametrize("format_name", ["small-blocks", "ct-channel"])
+def test_quantized_mtp(make_llm, mtp_folder, tmp_path, monkeypatch, format_name):
+    """The head of an FP8 checkpoint is dequantized: its weights are those of a checkpoint without a format."""
+    filled = []
+    monkeypatch.setattr(
+        draft_heads, "fill", lambda head, tensors, folder: filled.append(tensors) or fill(head, tensors, folder)
+    )
+    folders = write_quantized(str(mtp_folder), tmp_path, format_name)
+    for folder in folders:
+        llm = make_llm(folder, **SETTINGS, speculative_config=MTP_SETTINGS)
+        outputs = llm.generate(
+            [[5, 6, 7]], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), use_tqdm=False
+        )
+        assert len(outputs[0].token_ids) == 12 and llm.stats()["spec_decode"]["draft_tokens"] > 0
+    quantized, plain = filled
+    assert quantized.keys() == plain.keys() and any(name.endswith("q_proj.weight") for name in plain)
+    for name, tensor in quantized.items():
+        torch.testing.assert_close(tensor.float(), plain[name].float())
+    tensors = load_file(f"{folders[0]}/model.safetensors")
+    (scale,) = [name for name in tensors if "mtp.layers.0.self_attn.o_proj.weight_scale" in name]
+    save_file({name: x for name, x in tensors.items() if name != scale}, f"{folders[0]}/model.safetensors")
+    with pytest.raises(ValueError, match="mtp.layers.0.self_attn.o_proj.weight: has no scales of shape"):
+        make_llm(folders[0], **SETTINGS, speculative_config=MTP_SETTINGS)
 
 
 def test_refused_mtp(mtp_folder):

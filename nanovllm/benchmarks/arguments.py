@@ -4,6 +4,7 @@
     nanovllm bench --model MODEL --compare vllm       these workloads on nano-vllm and vLLM (or transformers, or both)
     nanovllm bench --shape llama-3.1-8b               a published model shape with random weights, without a download
     nanovllm bench online --model MODEL --request-rate 8,16,24      latency while requests keep arriving
+    nanovllm bench conversations --model MODEL --max-model-len 32768    turns with a shared history
     nanovllm bench latency --model MODEL --max-model-len 32768      a single prompt; decode after long contexts
     nanovllm bench batches --model MODEL --batch-sizes 2,8,32       throughput by batch size
     nanovllm bench all,batches --model MODEL --compare vllm         several workloads in one run (or online,latency)
@@ -26,6 +27,10 @@ Workloads. All requests have random token ids and temperature 0.6, and ignore th
                 gaps between arrivals are exponential. The lengths are log-normal (sigma 0.9 for inputs, 0.7 for
                 outputs), and cut to --max-model-len. On a CPU, a short run first measures the highest rate, and the
                 default rates are 30, 60 and 90% of that rate
+    conversations
+                --num-seqs conversations of 3 to 20 turns (2 to 5 on a CPU), which share a system prompt. Each question
+                follows the previous answer after a pause, and its prompt is the whole conversation. Lengths are those
+                of online. --max-model-len bounds the conversations. The table shows the TTFT by turn
     latency     first, a single prompt of 16 to 32,000 tokens with one output token, --num-seqs times for each length.
                 Then 1 and 8 sequences decode after contexts of 100 to 30,000 tokens, three times each.
                 --max-model-len and --max-input-len bound the lengths
@@ -108,7 +113,11 @@ def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
     workload = parser.add_mutually_exclusive_group()
     workload.add_argument("name", type=workload_names, nargs="?", metavar="WORKLOAD", help=text)
     workload.add_argument("--workload", type=workload_names, default="all", metavar="WORKLOAD", help="the same")
-    parser.add_argument("--num-seqs", type=size, help="requests, see above (256; on a CPU 64; of latency 20 and 5)")
+    parser.add_argument(
+        "--num-seqs",
+        type=size,
+        help="requests, see above (256; on a CPU 64; of latency 20 and 5, of conversations 64 and 6)",
+    )
     text = "longest prompt (1024; on a CPU 256; of batches 512, on a CPU 128)"
     parser.add_argument("--max-input-len", type=size, help=text)
     text = "longest output (1024; on a CPU 256; of batches 256, on a CPU 64; of latency 96)"

@@ -97,6 +97,7 @@ def compare_engines(args: argparse.Namespace, settings: dict[str, Any], config: 
         for engine, by_workload in results.items():
             if name in by_workload and by_workload[name].note:
                 print(f"  {engine}: {by_workload[name].note}")
+    sweeps.add_turns(results, swept)
     for panel in panels:
         panel.print(results)
 

@@ -6,17 +6,24 @@ from math import log
 
 TEMPERATURE = 0.6
 SIGMAS = (0.9, 0.7)  # of the log-normal lengths of prompts and outputs
+SYSTEM_PROMPT = 4  # the length of the prompt that all conversations share, in median lengths of a question
 
 
 @dataclass
 class Request:
-    """A request of a benchmark. `arrival` is when the request is due, in seconds from the start of the run."""
+    """A request of a benchmark.
+
+    arrival: when the request is due, in seconds from the start of the run.
+    previous: the index of the previous turn, if the request is a later turn of a conversation. The prompt then follows
+        the previous turn's prompt and answer, and `arrival` counts from the end of the answer.
+    """
 
     prompt: list[int]
     max_tokens: int
     top_k: int = 0
     top_p: float = 1.0
     arrival: float = 0.0
+    previous: int | None = None
 
     def sampling_settings(self) -> dict:
         """Return arguments that both this package's and vLLM's `SamplingParams` accept."""
@@ -67,6 +74,45 @@ def online(
         prompt = random_ids(rng, min(input_len, max_model_len - output_len), vocab_size)
         requests.append(Request(prompt, output_len, arrival=arrival))
     return requests
+
+
+def conversations(
+    number: int,
+    turns: tuple[int, int],
+    pause: float,
+    medians: tuple[int, int],
+    max_model_len: int,
+    seed: int,
+    vocab_size: int,
+) -> list[Request]:
+    """Make conversations that share a system prompt. A conversation ends early at `max_model_len`.
+
+    turns: the least and the greatest number of turns.
+    pause: the mean time from an answer to the next question, in seconds. First questions arrive within five pauses.
+    medians: the median lengths of a question and of an answer, in tokens.
+    """
+    rng = random.Random(f"conversations {seed}")
+    system_prompt, requests = random_ids(rng, min(SYSTEM_PROMPT * medians[0], max_model_len // 2), vocab_size), []
+    for _ in range(number):
+        question, history_len, previous = list(system_prompt), 0, None
+        arrival = rng.uniform(0, 5 * pause)
+        for _ in range(rng.randint(*turns)):
+            lengths = [max(1, round(rng.lognormvariate(log(x), sigma))) for x, sigma in zip(medians, SIGMAS)]
+            question += random_ids(rng, lengths[0], vocab_size)
+            history_len += len(question) + lengths[1]
+            if history_len >= max_model_len:
+                break
+            requests.append(Request(question, lengths[1], arrival=arrival, previous=previous))
+            question, previous, arrival = [], len(requests) - 1, rng.expovariate(1 / pause)
+    return requests
+
+
+def by_turn(requests: list[Request]) -> dict[int, list[int]]:
+    """Return the indices of the requests by turn, counted from 1."""
+    turns: list[int] = []
+    for request in requests:
+        turns.append(1 if request.previous is None else turns[request.previous] + 1)
+    return {turn: [i for i, x in enumerate(turns) if x == turn] for turn in sorted({*turns})}
 
 
 def fit(input_len: int, output_len: int, max_model_len: int) -> list[int]:

@@ -39,7 +39,9 @@ def fastest(results: list[Result]) -> Result:
 
 def joined(results: list[Result]) -> Result:
     times = [times for result in results for times in result.token_times]
-    return Result(sum(result.seconds for result in results), num_runs=len(results), token_times=times)
+    notes = dict.fromkeys(result.note for result in results)
+    seconds = sum(result.seconds for result in results)
+    return Result(seconds, num_runs=len(results), token_times=times, note="; ".join(filter(None, notes)))
 
 
 def percentile(values: list[float], p: float) -> float:

@@ -1,4 +1,7 @@
-"""Makes the workloads `online`, `latency` and `batches`, and their tables. Each workload varies one variable."""
+"""Makes the workloads `online`, `conversations`, `latency` and `batches`, and their tables.
+
+Each workload varies one variable.
+"""
 
 import argparse
 from functools import partial
@@ -6,14 +9,24 @@ from typing import Any
 
 from nanovllm.benchmarks.engines.nanovllm import run_nanovllm
 from nanovllm.benchmarks.processes import progress, report, run_in_process
-from nanovllm.benchmarks.requests import Workloads, fit, in_rounds, online, other_ids, same_lengths
-from nanovllm.benchmarks.results import decode_rate, latency_ms
+from nanovllm.benchmarks.requests import (
+    Workloads,
+    by_turn,
+    conversations,
+    fit,
+    in_rounds,
+    online,
+    other_ids,
+    same_lengths,
+)
+from nanovllm.benchmarks.results import Result, Results, decode_rate, latency_ms
 from nanovllm.benchmarks.tables import Panel
 from nanovllm.config import Config
 
 PROMPT_LENS = (16, 128, 512, 1024, 4000, 8000, 16000, 32000)
 CONTEXT_LENS = (100, 500, 1500, 4000, 30000)
 QUICK_SECONDS = 5.0
+CONVERSATIONS = "conversations"
 DECODE_SEQS = {1: "1 sequence", 8: "8 sequences"}
 
 
@@ -54,6 +67,30 @@ def rates_of_cpu(args: argparse.Namespace, settings: dict[str, Any], config: Con
                 break
     report(f"about {highest:.2g} requests per second; --request-rate sets other rates than 30, 60 and 90% of it")
     return [float(f"{part * highest:.2g}") for part in (0.3, 0.6, 0.9)]
+
+
+def conversations_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, list[Panel]]:
+    """Make the workload `conversations`. The warm-up is the workload's first quarter, with different token ids."""
+    vocab_size, on_cpu = config.model_config.vocab_size, config.device == "cpu"
+    number, turns, pause = (6, (2, 5), 0.2) if on_cpu else (64, (3, 20), 2.0)
+    sizes = median_lengths(args, config), config.max_model_len, args.seed, vocab_size
+    requests = conversations(args.num_seqs or number, turns, pause, *sizes)
+    warm_up = conversations(-(-(args.num_seqs or number) // 4), turns, pause, *sizes)
+    names = {turn: f"turn {turn}" for turn in by_turn(requests)}
+    ttft = {f"p{p}": (names, partial(latency_ms, kind="TTFT", p=p)) for p in (50, 99)}
+    rate = {"": ({len(requests): CONVERSATIONS}, lambda result: result.rate)}
+    return {CONVERSATIONS: [other_ids(warm_up, vocab_size), requests]}, [
+        Panel("TTFT by turn, ms", "turn", ttft, digits=1),
+        Panel("output tokens per second", "requests", rate, digits=0, is_drawn=False),
+    ]
+
+
+def add_turns(results: Results, workloads: Workloads) -> None:
+    """Add a result for each turn of `conversations`."""
+    for by_name in results.values():
+        if (whole := by_name.get(CONVERSATIONS)) is not None:
+            for turn, indices in by_turn(workloads[CONVERSATIONS][-1]).items():
+                by_name[f"turn {turn}"] = Result(token_times=[whole.token_times[i] for i in indices])
 
 
 def latency_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, list[Panel]]:
@@ -103,5 +140,10 @@ def batches_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, 
     return workloads, [Panel(title, "requests", {"": (names, lambda result: result.rate)}, log="xy", digits=0)]
 
 
-SWEEPS = {"online": online_sweep, "latency": latency_sweep, "batches": batches_sweep}
-STEPPED = ("online", "latency")  # workloads that need the times of tokens, so they step the engines
+SWEEPS = {
+    "online": online_sweep,
+    CONVERSATIONS: conversations_sweep,
+    "latency": latency_sweep,
+    "batches": batches_sweep,
+}
+STEPPED = ("online", CONVERSATIONS, "latency")  # workloads that need the times of tokens, so they step the engines

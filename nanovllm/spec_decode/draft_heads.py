@@ -111,7 +111,7 @@ class Mtp(Head):
         return MtpHead(config, max_len)
 
     def fill(self, folder: Path) -> None:
-        fill(self.model, read_mtp_tensors(folder), folder)
+        fill(self.model, read_mtp_tensors(folder, self.runner.model.config.quantization), folder)
 
     def compute_logits(self, hidden_states: torch.Tensor, sampling_params: torch.Tensor) -> torch.Tensor:
         return self.runner.model.compute_logits(hidden_states)

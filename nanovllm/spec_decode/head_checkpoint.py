@@ -6,6 +6,7 @@ model's checkpoint.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -108,18 +109,44 @@ def check_mtp(folder: Path, target: ModelConfig, with_weights: bool) -> None:
     """Raise ValueError unless `folder` contains a supported MTP head in addition to the model `target`."""
     if not target.hybrid:
         raise ValueError(f"method='mtp': models of the family {target.model_type!r} have no head")
-    if target.quantization:
-        raise ValueError("method='mtp': the head of a quantized model is not supported")
-    names = [name for name in find_tensors(folder) if name.startswith("mtp.")] if with_weights else ["mtp."]
+    names = [*find_mtp_tensors(folder, target.quantization)] if with_weights else ["mtp."]
     if not names or any(name.startswith("mtp.layers.1.") for name in names):
         raise ValueError(f"method='mtp': {folder}: must have a head of one layer (mtp.layers.0)")
 
 
-def read_mtp_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of the MTP head on the CPU, under the names that `models/shared/head_models.py` uses."""
+def find_mtp_tensors(folder: Path, quantization: Any) -> dict[str, Path]:
+    """Return the file of each tensor of the MTP head, by its name in the checkpoint.
+
+    `quantization` is the checkpoint's QuantConfig, or None.
+    """
+    files = find_tensors(folder, FLOAT_DTYPES + (quantization.dtypes if quantization else ()))
+    unused = quantization.unused_tensors if quantization else ()
+    return {name: file for name, file in files.items() if name.startswith("mtp.") and not name.endswith(unused)}
+
+
+def read_mtp_tensors(folder: Path, quantization: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of the MTP head on the CPU, under the names that `models/shared/head_models.py` uses.
+
+    Quantized weights are dequantized to float32, because the head is a single layer.
+    """
     tensors: dict[str, torch.Tensor] = {}
-    for name, file in find_tensors(folder).items():
-        if name.startswith("mtp."):
-            with open_safetensors(file) as opened:
-                tensors[name.removeprefix("mtp.")] = opened.get_tensor(name)
-    return tensors
+    for name, file in find_mtp_tensors(folder, quantization).items():
+        with open_safetensors(file) as opened:
+            tensors[quantization.own_name(name) if quantization else name] = opened.get_tensor(name)
+    if quantization:
+        for name in [name for name, x in tensors.items() if x.dtype == quantization.dtype]:
+            tensors[name] = _dequantized(name, tensors, quantization, folder)
+    return {name.removeprefix("mtp."): tensor for name, tensor in tensors.items()}
+
+
+def _dequantized(name: str, tensors: dict[str, torch.Tensor], quantization: Any, folder: Path) -> torch.Tensor:
+    """Return the weight `name` times its scales, which are removed from `tensors`."""
+    module, values = name.removesuffix(".weight"), tensors[name]
+    scheme = quantization.scheme_of(module)
+    scales = tensors.pop(f"{module}.{scheme.scale_name}", None) if scheme else None
+    (n, k), block = values.shape, scheme.block_of(tuple(values.shape)) if scheme else (1, 1)
+    needed = -(-n // block[0]), -(-k // block[1])
+    if scales is None or scales.numel() != needed[0] * needed[1]:
+        raise ValueError(f"{folder}: {name}: has no scales of shape {list(needed)}")
+    of_rows = scales.float().reshape(needed).repeat_interleave(block[0], 0)[:n]
+    return values.float() * of_rows.repeat_interleave(block[1], 1)[:, :k]

@@ -186,6 +186,7 @@ def _resolve_model(settings: SpeculativeConfig, config: "Config", set_: Any) -> 
             draft_config.hybrid, unused_parts=tuple(x for x in draft_config.hybrid.unused_parts if x != "MTP")
         )
         config.resolve(model_config=replace(draft_config, hybrid=used))
+        draft_config = replace(draft_config, quantization=None)  # the head is dequantized while it is loaded
     elif settings.method == "eagle3":
         draft_config = read_eagle3_config(folder, draft_config, config.dtype, with_weights)
     else:

@@ -1,6 +1,7 @@
 """Defines two loops: `measure` runs all workloads, and `serve` submits requests when they are due."""
 
 from collections.abc import Callable
+from heapq import heapify, heappop, heappush
 from time import perf_counter, sleep
 
 from nanovllm.benchmarks.processes import progress, report
@@ -35,27 +36,43 @@ def serve(engine, requests: list[Request]) -> Result:
     """Submit each request when it is due, and step the engine until all requests have ended.
 
     `engine.params` returns the sampling parameters of a request, `engine.add` adds a request and returns its id, and
-    `engine.step` returns the request id of each new token. A request that falls due during a step is submitted after
-    the step.
+    `engine.step` returns the request id and the token id of each new token. A request that falls due during a step is
+    submitted after the step.
     """
     params = [engine.params(request) for request in requests]
-    times: dict[int, list[float]] = {}
+    due = [(request.arrival, i) for i, request in enumerate(requests) if request.previous is None]
+    heapify(due)
+    next_turns = {request.previous: i for i, request in enumerate(requests) if request.previous is not None}
+    prompts = [request.prompt for request in requests]
+    starts, times, answers = [0.0] * len(requests), [[] for _ in requests], [[] for _ in requests]
+    indices: dict[int, int] = {}  # request id -> index
     num_tokens = sum(request.max_tokens for request in requests)
     with progress_bar(num_tokens, desc=f"{len(requests)} requests", unit="tok", **BAR) as advance:
         begin = perf_counter()
-        while len(times) < len(requests) or not engine.is_finished():
+        while due or not engine.is_finished():
             now = perf_counter() - begin
-            while (i := len(times)) < len(requests) and requests[i].arrival <= now:
-                times[engine.add(requests[i].prompt, params[i])] = []
-            if i < len(requests) and engine.is_finished():
+            while due and due[0][0] <= now:
+                start, i = heappop(due)
+                starts[i], indices[engine.add(prompts[i], params[i])] = start, i
+            if due and engine.is_finished():
                 # the last millisecond is spent in this loop, because sleep() may return late
-                sleep(max(0.0, requests[i].arrival - now - 0.001))
+                sleep(max(0.0, due[0][0] - now - 0.001))
                 continue
-            ids = engine.step()
+            new_tokens = engine.step()
             now = perf_counter() - begin
-            for request_id in ids:
-                times[request_id].append(now)
-            advance(len(ids))
+            for request_id, token_id in new_tokens:
+                i = indices[request_id]
+                times[i].append(now - starts[i])
+                answers[i].append(token_id)
+                if len(answers[i]) == requests[i].max_tokens and (following := next_turns.get(i)) is not None:
+                    prompts[following] = prompts[i] + answers[i] + requests[following].prompt
+                    heappush(due, (now + requests[following].arrival, following))
+            advance(len(new_tokens))
         seconds = perf_counter() - begin
-    token_times = [[time - request.arrival for time in times[i]] for i, request in zip(times, requests)]
-    return Result(seconds, token_times=token_times)
+    note = ""
+    if next_turns:
+        note = (
+            f"{engine.num_cached_tokens / sum(map(len, prompts)):.1%} of the prompts' tokens were in the prefix cache"
+        )
+        engine.num_cached_tokens = 0
+    return Result(seconds, token_times=times, note=note)

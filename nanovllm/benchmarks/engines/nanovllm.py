@@ -34,9 +34,12 @@ class NanoVllmSteps:
 
     def __init__(self, llm: "LLM"):
         self.llm, self.add, self.is_finished = llm, llm.add_request, llm.is_finished
+        self.num_cached_tokens = 0
 
-    def step(self) -> list[int]:
-        return [request_id for request_id, _ in self.llm.step().new_tokens]
+    def step(self) -> list[tuple[int, int]]:
+        output = self.llm.step()
+        self.num_cached_tokens += sum(request.num_cached_tokens for request in output.finished)
+        return output.new_tokens
 
 
 @contextmanager

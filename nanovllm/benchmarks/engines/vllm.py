@@ -83,7 +83,7 @@ class VllmSteps:
     """Adapts an `LLMEngine` of vLLM to `serve`."""
 
     def __init__(self, engine):
-        self.engine, self.num_requests = engine, 0
+        self.engine, self.num_requests, self.num_cached_tokens = engine, 0, 0
 
     def params(self, request: Request):
         from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -96,10 +96,12 @@ class VllmSteps:
         self.engine.add_request(str(request_id), {"prompt_token_ids": prompt}, params)
         return request_id
 
-    def step(self) -> list[int]:
+    def step(self) -> list[tuple[int, int]]:
         outputs = self.engine.step()
+        self.num_cached_tokens += sum(output.num_cached_tokens or 0 for output in outputs if output.finished)
         # vLLM may append a dash and a suffix to the id
-        return [int(output.request_id.split("-")[0]) for output in outputs for _ in output.outputs[0].token_ids]
+        ids = [int(output.request_id.split("-")[0]) for output in outputs]
+        return [(i, token_id) for i, output in zip(ids, outputs) for token_id in output.outputs[0].token_ids]
 
     def is_finished(self) -> bool:
         return not self.engine.has_unfinished_requests()
