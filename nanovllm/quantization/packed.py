@@ -145,7 +145,9 @@ class PackedWeight:
         self.scheme, self.select = scheme, select
         fields = {field for _, field, _ in scheme.tensors} or {"words", "zeros"}
         first = range(whole_k)[self.columns].start
-        size = power_of_two(scheme.group_size, k) if scheme.quantizes else scheme.group_size or k
+        size = scheme.group_size or k
+        if scheme.quantizes and (size := power_of_two(size, k)) < 16:  # kernels need groups of at least 16 inputs
+            size = k
         self.num_groups, self.first_group = k // size, first // size if scheme.group_size else 0
         if "group_ids" in fields:  # an input may be in any group, so every rank needs the scales of all groups
             self.num_groups, self.first_group = whole_k // size, 0

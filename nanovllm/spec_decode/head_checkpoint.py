@@ -134,6 +134,9 @@ def read_mtp_tensors(folder: Path, quantization: Any) -> dict[str, torch.Tensor]
         with open_safetensors(file) as opened:
             tensors[quantization.own_name(name) if quantization else name] = opened.get_tensor(name)
     if quantization:
+        packed = [name for name, x in tensors.items() if not x.is_floating_point()]
+        if quantization.bits == 4 and packed:
+            raise ValueError(f"{folder}: {packed[0]}: MTP heads in 4 bits are not supported")
         for name in [name for name, x in tensors.items() if x.dtype == quantization.dtype]:
             tensors[name] = _dequantized(name, tensors, quantization, folder)
     return {name.removeprefix("mtp."): tensor for name, tensor in tensors.items()}
