@@ -131,4 +131,5 @@ def _modules_of(path: str, packed_modules_mapping: dict, shard_ids: list[tuple])
     return {
         f"{parent}.{name}": every if shard_id == WHOLE else [shard_ids.index((shard_id,))]
         for name, shard_id in (merged or {own: WHOLE}).items()
+        if shard_id == WHOLE or (shard_id,) in shard_ids  # some layers have no values
     }
