@@ -140,7 +140,7 @@ def test_parity(make_llm, adapters, tmp_path, name):
     # without adapters, the answers are less or more likely, unless they have no adapter
     plain = generate_by_steps(llm, arguments_of([None] * 8))
     assert_merged(folder, plain, [None] * 8)
-    pairs = [[[*x.outputs[0].logprobs[0].values()][0].logprob for x in pair] for pair in zip(outputs, plain)]
+    pairs = [[next(iter(x.outputs[0].logprobs[0].values())).logprob for x in pair] for pair in zip(outputs, plain)]
     assert [abs(a - b) > 2e-5 for a, b in pairs] == [adapter is not None for adapter in mixed(found)]
 
 
@@ -308,10 +308,11 @@ def test_quantized_base(make_llm, tmp_path):
     found = [PEFTAdapter(tmp_path / f"{i}", reference, ATTENTION + MLP, i) for i in (1, 2, 3)]
     llm = make_llm(folder, **LORA)
     assert_merged(plain, generate_by_steps(llm, arguments_of(mixed(found))), mixed(found))
-    llm = make_llm(source, quantization="int8", **LORA)
     (prompt, params), *_ = requests()
-    answers = [llm.generate([prompt], params, False, None, x.request)[0].token_ids for x in found]
-    assert len({*map(tuple, answers)}) == 3
+    for quantization in ("int8", "int4"):
+        llm = make_llm(source, quantization=quantization, **LORA)
+        answers = [llm.generate([prompt], params, False, None, x.request)[0].token_ids for x in found]
+        assert len({*map(tuple, answers)}) == 3
 
 
 @pytest.mark.skipif(CUDA, reason="runs kernels in Triton's interpreter; tests/test_gpu.py on CUDA")
