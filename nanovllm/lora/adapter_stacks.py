@@ -35,7 +35,7 @@ class Target(NamedTuple):
         """Copy this rank's parts of A [rank, inputs] and B [outputs, rank] to a slot."""
         rank, begin = len(a), 0
         for part, shard in self.shards:
-            pieces = getattr(shard, "parts", [shard])
+            pieces = _pieces(shard)
             self.stack.a[slot, part, :rank].copy_(a[:, pieces[0].columns], non_blocking=True)
             for piece in pieces:
                 rows = b[begin : begin + shard.shape[0]][piece.rows]
@@ -64,8 +64,8 @@ class AdapterStacks:
         for path, layer in layers:
             shard_ids = layer.shard_ids()
             shards: list[Any] = [layer.shard(*shard_id) for shard_id in shard_ids]
-            inputs, rank = layer.weight.shape[1], config.max_lora_rank
-            outputs, begin = len(layer.weight), len(self._columns)
+            inputs, outputs = _local_sizes(shards)
+            rank, begin = config.max_lora_rank, len(self._columns)
             ends = [*(shard.first_row for shard in shards[1:]), outputs]
             stack = LoRAStack(
                 torch.empty(slots, len(shards), rank, inputs, dtype=dtype, device=device),
@@ -101,6 +101,18 @@ class AdapterStacks:
                 target.write(slot, a, b)
                 begin = end + outputs * rank
         self._ranks[slot] = torch.tensor([ranks[i] for i in self._columns], dtype=torch.int32)
+
+
+def _pieces(shard: Any) -> list[Any]:
+    """Return the Shards of a Shard or RowRanges."""
+    return getattr(shard, "parts", [shard])
+
+
+def _local_sizes(shards: list[Any]) -> tuple[int, int]:
+    """Return this rank's inputs and outputs of a layer. Its weight does not tell them: formats store other shapes."""
+    first = _pieces(shards[0])[0]
+    rows = (len(range(piece.shape[0])[piece.rows]) for shard in shards for piece in _pieces(shard))
+    return len(range(first.shape[1])[first.columns]), sum(rows)
 
 
 def add_adapters(model: Any, config: Config, device: torch.device) -> None:
