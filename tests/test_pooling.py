@@ -681,6 +681,7 @@ def test_replicas(tmp_path, monkeypatch):
     model = reference("Qwen3", "Model")
     folder = save(tmp_path, model, pooled(MEAN, "Normalize"))
     monkeypatch.setattr(replica_tests, "MODEL", folder)
+    monkeypatch.setattr(replica_tests.group_module, "RESTART_SECONDS", 0.01)
 
     async def main():
         async with replica_tests.started() as (driver, handles):
