@@ -20,7 +20,7 @@ ROWS_AT_A_TIME = 2048  # rows that are quantized together; few, because float32 
 
 
 class Block(NamedTuple):
-    """The size of a block. The values in a block share a scale."""
+    """The size of a block of values that share a scale."""
 
     rows: int
     columns: int
@@ -43,7 +43,7 @@ class QuantScheme:
         return Block(self.block_rows or shape[0], self.block_columns or shape[1])
 
     def local_block(self, shards: list[Shard], columns: int) -> Block:
-        """Return the largest block size for this rank's shards such that no block crosses the border of a shard.
+        """Return the largest block size such that no block crosses the border of one of this rank's shards.
 
         Both sides of a block are powers of two, unless the block spans whole rows. If a border between
         ranks cuts a block of the checkpoint, several smaller blocks get copies of that block's scale.
@@ -56,9 +56,9 @@ class QuantScheme:
         return Block(power_of_two(self.block_rows, *(len(range(p.shape[0])[p.rows]) for p in parts)), columns)
 
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantize a weight [N, K]. Return values [N, K], and scales [ceil(N / rows), ceil(K / columns)].
+        """Quantize a weight [N, K].
 
-        The last blocks may be smaller than the others.
+        Return values [N, K], and scales [ceil(N / rows), ceil(K / columns)]; the last blocks may be smaller.
         """
         rows, columns = self.block_of(tuple(weight.shape))
         parts = [self._quantize(part, rows, columns) for part in weight.split(-(-ROWS_AT_A_TIME // rows) * rows)]
@@ -104,9 +104,9 @@ class ScaledWeight:
     `values` is [..., N, K], and `scales` is [..., N / rows, K / columns]. If the checkpoint has no scales, `scales` is
     a tensor, not a parameter.
 
-    `select` takes the arguments of a `weight_loader`. It returns a shard of the checkpoint's weight, and the index of
-    the matrix that contains the shard. The index is () if there is only one matrix. `select` returns None if the shard
-    belongs to another rank.
+    `select` takes the arguments of a `weight_loader`, and returns a shard of the checkpoint's weight, and the index of
+    the shard's matrix. The index is () if there is only one matrix. `select` returns None if the shard belongs to
+    another rank.
     """
 
     def __init__(
@@ -138,10 +138,7 @@ class ScaledWeight:
         return _nan_of(shard.copy(values[index], weight))
 
     def must_quantize(self, weight) -> bool:
-        """Return whether a weight has no scales.
-
-        Such a weight may be random, or come from a trainer or an unquantized file.
-        """
+        """Return whether a weight has no scales, because it is random, or from a trainer or an unquantized file."""
         return callable(weight) or isinstance(weight, torch.Tensor) or self.scheme.scale_name is None
 
     def quantize_shard(self, weight: torch.Tensor, shard: Shard, index: tuple[int, ...]) -> torch.Tensor:
@@ -157,7 +154,7 @@ class ScaledWeight:
         return self._copy_scales(weight[...], *selected)
 
     def _copy_scales(self, scales: torch.Tensor, shard: Shard, index: tuple[int, ...]) -> torch.Tensor:
-        """Copy a shard's part of `scales` (the scales of the whole weight). Return the copied part."""
+        """Copy a shard's part of the whole weight's scales, and return the copy."""
         (n, k), block = shard.shape, self.scheme.block_of(shard.shape)
         needed = -(-n // block.rows), -(-k // block.columns)
         if scales.numel() != needed[0] * needed[1]:
@@ -183,7 +180,7 @@ def _slice_of(indices: list[int]) -> slice | list[int]:
 
 
 def _nan_of(values: torch.Tensor) -> torch.Tensor:
-    """Return a one-element tensor that is NaN if any value is NaN. PyTorch has no `aminmax` for float8."""
+    """Return a one-element tensor that is NaN if any value is NaN, because PyTorch has no `aminmax` for float8."""
     if values.dtype == torch.int8:
         return torch.zeros(1, device=values.device)
     has_nan = (values.view(torch.uint8) & 0x7F).amax() == 0x7F
