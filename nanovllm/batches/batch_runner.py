@@ -21,8 +21,7 @@ from nanovllm.utils.context import Context, attention_context
 class BatchRunner(ModelRunner):
     """Replaces the plain ModelRunner if steps overlap, if there are several ranks, or if tokens are drafted.
 
-    The inputs of a step share one int32 buffer, so a single copy sends them to the device or to another rank. Sampled
-    tokens stay on the device, in RequestTables. The next step reads them from RequestTables, so the step can be queued
+    Sampled tokens stay on the device in RequestTables, where the next step reads them. So the next step can be queued
     before the host knows the tokens.
 
     On a CPU, this class computes each step immediately. On CUDA, the subclass in cuda/runner.py queues steps and
@@ -46,7 +45,6 @@ class BatchRunner(ModelRunner):
     # -- on the host ---------------------------------------------------------------------------------------------------
 
     def prepare(self, step: ScheduledStep) -> HostBatch:
-        """Prepare the batch of a step."""
         if step.tokens_per_row > 1:
             step.feature_names.add("spec_decode")
         block_size, first_row = self.config.kvcache_block_size, step.num_decodes * step.tokens_per_row
@@ -64,7 +62,7 @@ class BatchRunner(ModelRunner):
         return np.empty(shape.size, np.int32)
 
     def launch(self, batch: HostBatch, step: ScheduledStep | None = None) -> PendingStep:
-        """Launch a prepared batch. On CUDA, only queue the batch."""
+        """Launch a prepared batch. On CUDA, only queue it."""
         self.tp.check()
         with self.on_device():
             if batch.shape.num_block_copies:
@@ -76,7 +74,7 @@ class BatchRunner(ModelRunner):
 
     @torch.inference_mode()
     def compute(self, batch: HostBatch) -> tuple[torch.Tensor, ForwardOutput]:
-        """Run a batch. Return the results in host memory (valid when the step ends), and the output on the device."""
+        """Run a batch. Return the results in host memory, valid when the step ends, and the output on the device."""
         with self.few_threads(batch.shape.num_tokens):
             output = self.forward(batch.to(self.device))
             return output.results.cpu(), output
@@ -88,7 +86,7 @@ class BatchRunner(ModelRunner):
     # -- on the device -------------------------------------------------------------------------------------------------
 
     def forward(self, batch: DeviceBatch) -> ForwardOutput:
-        """Compute a whole step on the device. CUDA graphs capture this method, so it never waits for the device."""
+        """Compute a whole step on the device, without ever waiting for it, because CUDA graphs capture this method."""
         self.upload(batch)
         hidden_states, x = self.run_batch(batch)
         return ForwardOutput(*self.sample_and_accept(x), hidden_states, x)

@@ -1,6 +1,6 @@
 """Frees GPU memory, and allocates it again at the same addresses, through CUDA's virtual memory management.
 
-So CUDA graphs that use this memory stay valid. Nothing may use the memory while it is freed.
+So CUDA graphs that use this memory stay valid. Nothing may use it while it is freed.
 """
 
 import ctypes
@@ -36,10 +36,10 @@ class _AccessDesc(ctypes.Structure):
 
 
 class Arena(TorchDispatchMode):
-    """A set of tensors whose physical memory is freed and allocated together. Each tensor has a separate address range.
+    """A set of tensors whose memory is freed and allocated together.
 
-    Within a `with` block, `torch.empty` on the device allocates from the arena, unless the tensor is smaller than the
-    granularity of physical memory (2 MiB). When a tensor is no longer used, its range is released.
+    Within a `with` block, `torch.empty` on the device allocates from the arena, except for tensors below 2 MiB, the
+    granularity of physical memory. The address range of a tensor is released with the tensor.
     """
 
     def __init__(self, device: torch.device):
@@ -64,7 +64,6 @@ class Arena(TorchDispatchMode):
         return func(*args, **options)
 
     def empty(self, like: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialized tensor with the shape and dtype of `like`."""
         assert self.is_mapped
         size = -(-like.nbytes // self._granularity) * self._granularity
         new = _Range(size, like.nbytes, self.device)
@@ -77,7 +76,7 @@ class Arena(TorchDispatchMode):
         return sum(found.size for found in self._ranges.values())
 
     def keep(self) -> None:
-        """Copy the contents to host memory. If host memory does not suffice, raise RuntimeError and keep no copies."""
+        """Copy the contents to host memory. If it does not suffice, raise RuntimeError and keep no copies."""
         options: Any = {"dtype": torch.uint8, "device": "cpu", "pin_memory": self.device.type == "cuda"}
         copies = {address: torch.empty(found.num_bytes, **options) for address, found in [*self._ranges.items()]}
         for address, copy in copies.items():
@@ -85,7 +84,7 @@ class Arena(TorchDispatchMode):
         self._copies = copies
 
     def unmap(self) -> int:
-        """Free the physical memory. Return the number of freed bytes."""
+        """Free the memory, and return the number of freed bytes."""
         ranges = [*self._ranges.values()]
         _synchronize(self.device)  # queued kernels may still use them
         for found in ranges:
@@ -95,7 +94,7 @@ class Arena(TorchDispatchMode):
         return sum(found.size for found in ranges)
 
     def drop_copies(self) -> int:
-        """Drop the host copies that `keep` made. Return 0, the number of freed bytes of device memory."""
+        """Drop the host copies. Return 0, the number of freed device bytes."""
         self._copies = {}
         return 0
 
@@ -109,7 +108,7 @@ class Arena(TorchDispatchMode):
         self.is_mapped = True
 
     def fill(self) -> None:
-        """Restore the contents that `keep` copied, and fill all other tensors with zeros."""
+        """Restore the contents that `keep` copied, and fill other tensors with zeros."""
         for found in [*self._ranges.values()]:
             tensor = found.tensor(self.device)
             copy = self._copies.get(found.address)
@@ -119,7 +118,7 @@ class Arena(TorchDispatchMode):
 
 
 class _Range(DeviceBytes):
-    """An address range of `size` bytes, with or without physical memory. A tensor uses the first `num_bytes` bytes."""
+    """An address range of `size` bytes, with or without memory. A tensor uses the first `num_bytes` bytes."""
 
     def __init__(self, size: int, num_bytes: int, device: torch.device):
         address = ctypes.c_uint64()

@@ -1,4 +1,4 @@
-"""Allocates host and device buffers for batches and results once, with the sizes of the largest step."""
+"""Allocates buffers for batches and results once, with the sizes of the largest step."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from nanovllm.utils.double_buffer import DoubleBuffer
 
 
 class StepBuffers(NamedTuple):
-    """Pinned host memory for the batch and the results of one step, as int32 words."""
+    """Pinned host memory for the batch and the results of one step, in int32 words."""
 
     batch: torch.Tensor
     results: torch.Tensor  # large enough for any ForwardOutput.results
@@ -21,7 +21,7 @@ class StepBuffers(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Memory for the batches and results of two steps on the host, and for one batch on the device."""
+    """Memory for batches and results: two steps on the host, one batch on the device."""
 
     host: DoubleBuffer[StepBuffers]
     device: torch.Tensor
@@ -45,7 +45,7 @@ def to_device(batch: HostBatch, buffer: torch.Tensor) -> DeviceBatch:
 def host_memory(size: int, num_result_words: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate int32 memory for two steps: batches [2, size], and results [2, num_result_words].
 
-    The results of a sequence contain up to `tokens_per_row` token ids and their count, or the bits of a vector.
+    The results of a sequence are up to `tokens_per_row` token ids and their number, or the bits of a vector.
     """
     options = dict(dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     return torch.zeros(2, size, **options), torch.zeros(2, num_result_words, **options)

@@ -21,11 +21,11 @@ HEADER = 512  # words: the number of bytes of the pickled shape, then the pickle
 class StepChannel:
     """Rank 0's end of the channel.
 
-    A buffer is a flat int32 array that contains a batch's pickled shape and the batch's contents. Each reader has two
-    semaphores: `free` counts the buffers that the reader has read, and `filled` counts those that it has yet to read.
-    So no buffer is overwritten before all readers have read it, and readers sleep while there is nothing to read. Rank
-    0 can always raise a semaphore, even if a reader was killed. Readers inherit the file descriptors of the memory (an
-    unnamed file) and of the semaphores (eventfds), so no named object can outlive the processes.
+    A buffer is an int32 array: a batch's pickled shape, then the batch. Each reader has two semaphores: `free` counts
+    the buffers that it has read, and `filled` counts those that it must read.
+    So no buffer is overwritten too early, and readers sleep while there is nothing to read. Rank 0 can always raise a
+    semaphore, even if a reader was killed. The memory (an unnamed file) and the semaphores (eventfds) are inherited, so
+    no named object can outlive the processes.
     """
 
     def __init__(self, capacity: int, num_readers: int):
@@ -45,9 +45,9 @@ class StepChannel:
         return self._file.fileno(), self._free[reader], self._filled[reader]
 
     def send(self, shape: Any, words: np.ndarray, timeout: float) -> None:
-        """Send a batch: its BatchShape and its words. In other messages, `shape` is any object that can be pickled.
+        """Send a BatchShape and a batch's words, or any message that can be pickled as `shape`.
 
-        Raises RuntimeError if a reader frees no buffer for `timeout` seconds. In that case, no reader gets the message.
+        Raises RuntimeError, and sends to no reader, if a reader frees no buffer for `timeout` seconds.
         """
         for rank, free in enumerate(self._free, 1):
             poll = select.poll()
@@ -74,7 +74,7 @@ class StepChannel:
 
 
 class StepReader:
-    """Another rank's end of the channel. That rank has inherited the file descriptors of `StepChannel.fds_of`."""
+    """Another rank's end of the channel, with the inherited file descriptors of `StepChannel.fds_of`."""
 
     def __init__(self, fds: tuple[int, int, int], capacity: int):
         memory, self._free, self._filled = fds
@@ -82,7 +82,7 @@ class StepReader:
 
     @contextmanager
     def receive(self) -> Iterator[tuple[Any, np.ndarray]]:
-        """Open a context with the next message: (shape, words). `words` extends to the end of the buffer."""
+        """Open a context with the next message: (shape, words up to the end of the buffer)."""
         os.eventfd_read(self._filled)
         buffer = next(self._buffers)
         shape = pickle.loads(buffer.view(np.uint8)[4 : 4 + buffer[0]])

@@ -1,4 +1,4 @@
-"""Defines fused forms of decoder layers and of the whole model. Norms are fused with neighbouring matmuls."""
+"""Defines fused forms of decoder layers, whose norms are computed with neighbouring matmuls, and of the whole model."""
 
 from functools import partial
 from typing import Any
@@ -40,7 +40,7 @@ class FusedMLP(Fused):
 
 
 class FusedDecoderLayer(Fused):
-    """Replaces `Qwen3DecoderLayer.forward`, and the `forward` of other layers whose norms have the same order."""
+    """Replaces `Qwen3DecoderLayer.forward`, and that of other layers whose norms have the same order."""
 
     what = "norms with the products after them, sums with the norms after them"
 
@@ -63,14 +63,13 @@ class FusedDecoderLayer(Fused):
         return x.reduce(), residual
 
     def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
-        """Return the output of the layer's last part, and the residual to which the next norm adds this output."""
+        """Return the output of the MLP, and the residual to which the next norm adds this output."""
         normed = self.input_layernorm(x, residual)
         x = self.mix(normed, rope)
         normed = self.post_attention_layernorm(x, normed.residual)
         return run_fused(self.mlp, normed), normed.residual
 
     def mix(self: Any, x: NormInput, rope: Rope) -> PartialSum:
-        """Compute the part of the layer that mixes information between tokens."""
         return run_fused(self.self_attn, x, rope)
 
 
@@ -99,8 +98,8 @@ class FusedEmbedding(Fused):
 class FusedLMHead(Fused):
     """Replaces `ParallelLMHead.forward`.
 
-    While logits are computed for sampling, `sampling_params` is set to `SamplingRows.params`. In that case, rows
-    without filters might lack the logits of other ranks, because such rows do not need them.
+    While logits for sampling are computed, `sampling_params` is `SamplingRows.params`. Then rows without filters may
+    lack the logits of other ranks, which they do not need.
     """
 
     what = "the product and the exchange of logits between ranks, without those that are not needed"
