@@ -106,8 +106,9 @@ class Workers:
             raise RuntimeError(self.failure)
 
     def launch(self, runner: ModelRunner, step: ScheduledStep) -> PendingStep:
-        """Raises RuntimeError if the ranks have failed, or if another thread calls `exit`. If rank 0 fails after sending
-        the step and before launching it, the ranks can't continue.
+        """Launch a step on all ranks. Raises RuntimeError if the ranks have failed, or if another thread calls `exit`.
+
+        If rank 0 fails after sending the step and before launching it, the ranks can't continue.
         """
         channel = self._channel
         self.check()

@@ -8,10 +8,9 @@ from nanovllm.spec_decode.proposer import Proposer
 
 
 class NGram(Proposer):
-    """Finds the longest n-gram at a sequence's end that occurred before.
+    """Finds the longest n-gram at a sequence's end that occurred before, and drafts the tokens that followed it last.
 
-    The drafts are the tokens that followed the latest occurrence of this n-gram. If too few tokens followed, these
-    tokens are repeated.
+    If too few tokens followed, they are repeated.
     """
 
     def __init__(self, settings):
