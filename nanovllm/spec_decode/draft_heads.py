@@ -32,8 +32,7 @@ class Head(DraftModel):
     shift = 1
 
     def make_model(self) -> nn.Module:
-        """Return the head's module, with a `HiddenStates` cache and hooks that call `keep` in each step of the model.
-        """
+        """Return the head's module, with a `HiddenStates` cache and hooks that call `keep` in each step."""
         model = self.runner.model.model
         self.decoder = getattr(model, "language_model", model)  # a multimodal checkpoint has it
         self.embed_tokens = self.decoder.embed_tokens
