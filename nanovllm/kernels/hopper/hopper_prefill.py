@@ -1,12 +1,11 @@
 """Prefill attention for Hopper (FlashAttention-3, arXiv:2407.08608).
 
-The kernel is written in Gluon. One warp loads tiles, and two warpgroups compute attention. A query tile has 128 rows,
-64 for each warpgroup. Each row is one query head of one token. A tile covers a *pack* of query heads that share a
-key-value head. The size of a pack is the largest power of two that divides the number of query heads per key-value
-head.
+Written in Gluon. One warp loads tiles, and two warpgroups compute attention. A query tile has 128 rows (64 for each
+warpgroup), and each row is one query head of one token. A tile covers a *pack* of query heads that share a key-value
+head: the largest power of two that divides their number.
 
-The warpgroups alternate. While one warpgroup computes softmax, the tensor cores run the matmuls of the other warpgroup,
-or multiply the previous softmax weights of the first warpgroup by values.
+The warpgroups alternate: one computes softmax while tensor cores run the other's matmuls, or its own with the previous
+softmax weights.
 """
 
 from typing import NamedTuple
@@ -39,24 +38,23 @@ class Shape(NamedTuple):
 
 @gluon.constexpr_function
 def _rows(head_dim):
-    """Return a layout to load and store rows of `head_dim` elements as vectors of 16 bytes."""
+    """Return a layout for rows of `head_dim` elements, as vectors of 16 bytes."""
     lanes = head_dim // 8
     return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def _lanes():
-    """Return the layout [64, 4] with one value per thread. Each of the 64 rows belongs to four threads."""
+    """Return the layout [64, 4] with one value per thread and four threads per row."""
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
 
 
 @gluon.jit
 def _load(ring, buffer, use, tiles, at):
-    """Wait until `buffer` is free, and start to load a tile into it. `use` counts the earlier loads into it.
+    """Wait until `buffer` is free, then start to load a tile into it, after `use` earlier loads.
 
-    Each buffer of a ring has two barriers. `full` completes when a tile is loaded. `empty` completes when the tile is
-    no longer needed.
+    A buffer has two barriers: `full` completes when a tile is loaded, and `empty` when it is no longer needed.
     """
     smem, full, empty = ring
     mbarrier.wait(empty.index(buffer), (use & 1) ^ 1)
@@ -66,7 +64,7 @@ def _load(ring, buffer, use, tiles, at):
 
 @gluon.jit
 def _first_tile(position, SHAPE: gl.constexpr):
-    """Return the first tile of keys that a query at `position` sees. Earlier tiles are not loaded."""
+    """Return the first tile of keys that a query at `position` sees."""
     return gl.maximum(position + 1 - SHAPE.window, 0) // SHAPE.tile if SHAPE.window else 0
 
 
@@ -75,7 +73,7 @@ def _work(n, plan, SHAPE: gl.constexpr):
     """Return the n-th query tile of this program.
 
     The first field is the end of the key tiles, or 0 after the last query tile. Query tiles are sorted by descending
-    number of keys. The tiles are dealt to the programs in alternating order: first program to last, then last to first.
+    number of keys. They are dealt to the programs in alternating order: first program to last, then last to first.
     """
     plan_ptrs, num_tiles, _ = plan
     tiles_ptr, starts_ptr, lengths_ptr, _ = plan_ptrs
@@ -125,10 +123,10 @@ def _load_tiles(tiles, rings, plan, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _softmax(scores, state, position, key, MASKED: gl.constexpr, SHAPE: gl.constexpr):
-    """Return the softmax weights, the factor by which the old sums must be multiplied, and the new state.
+    """Return the softmax weights, the factor for the old sums, and the new state.
 
-    The state contains the maximum scaled score of each row, and a sum of weights for each thread. So threads need not
-    exchange these sums.
+    The state contains the maximum scaled score of each row, and a sum of weights for each thread, so threads need not
+    exchange sums.
     """
     scale: gl.constexpr = SHAPE.scale
     m_i, l_i = state
@@ -151,7 +149,7 @@ def _softmax(scores, state, position, key, MASKED: gl.constexpr, SHAPE: gl.const
 
 @gluon.jit
 def _scores(q, keys, i, SHAPE: gl.constexpr):
-    """Start the matmul of the queries and the i-th tile of keys. The keys must already be loaded."""
+    """Start the matmul of the queries and the i-th tile of keys, which must be loaded."""
     zeros = gl.full([64, SHAPE.tile], 0.0, gl.float32, sums_of(SHAPE.tile))
     k = keys[0].index(i % 2).permute((1, 0))
     return hopper.warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
@@ -169,7 +167,7 @@ def _add_values(acc, p, values, i, SHAPE: gl.constexpr):
 def _attend_tiles(sums, begin, end, args, W: gl.constexpr, MASKED: gl.constexpr, SHAPE: gl.constexpr):
     """Attend to the key tiles from `begin` to `end`, counted backwards from the last key tile.
 
-    The values of a tile are added one iteration after its scores are computed.
+    The values of a tile are added one iteration after its scores.
     """
     q, position, rings, turns, counts = args
     _, keys, values = rings
@@ -196,7 +194,7 @@ def _attend_tiles(sums, begin, end, args, W: gl.constexpr, MASKED: gl.constexpr,
 def _forget_stale(v, key, length, SHAPE: gl.constexpr):
     """Zero the values from position `length` on, because 0 times a stale NaN is NaN.
 
-    Both warpgroups may zero values at the same time.
+    Both warpgroups may do this at the same time.
     """
     ROWS: gl.constexpr = _rows(SHAPE.head_dim)
     for part in gl.static_range(SHAPE.tile // 32):
@@ -293,11 +291,11 @@ def _prefill_kernel(
 
 
 def attend(tokens: int, tile: int, q: torch.Tensor, cache, plan_ptrs, out: torch.Tensor) -> None:
-    """Fill `out` with the attention of q. Both are [T, heads, head_dim]. See `prefill_attention`.
+    """Fill `out` with the attention of q, both [T, heads, head_dim], as defined for `prefill_attention`.
 
     `plan_ptrs` is (query_tiles, cu_seqlens_q, context_lens, block_tables). A query tile has at most `tokens` tokens.
-    `cache` has 16-bit keys and values, and neither a soft cap nor sinks. `tile` is the number of keys per tile. `tile`
-    is 64 or 128, and divides the block size. `head_dim` is 64 or 128, or 256 if `tile` is 64.
+    `cache` has 16-bit keys and values, and neither a soft cap nor sinks. `tile`, the number of keys per tile, is 64 or
+    128 and divides the block size. `head_dim` is 64 or 128, or 256 if `tile` is 64.
     """
     heads, head_dim = q.shape[1:]
     block_size, kv_heads = cache.k.shape[1:3]

@@ -1,8 +1,8 @@
 """Shared code of the Gluon kernels: a warp loads tiles into a ring of buffers for the warpgroups.
 
-A buffer has two barriers. `full` completes when all data has arrived. `empty` completes when all readers of the buffer
-have finished. In the i-th use of a buffer, readers wait for parity `i & 1` of `full`. Before the loading warp fills the
-buffer, it waits for parity `(i & 1) ^ 1` of `empty`.
+A buffer has two barriers: `full` completes when all data has arrived, and `empty` when all readers have finished. In
+the i-th use of a buffer, readers wait for parity `i & 1` of `full`. Before that, the loading warp waits for parity `(i
+& 1) ^ 1` of `empty`, and fills the buffer.
 """
 
 import torch
@@ -26,7 +26,7 @@ def gdc_wait(PDL: gl.constexpr):
 
 
 def tiles_of(x: torch.Tensor, *shape: int) -> TensorDescriptor:
-    """Return a TMA descriptor of x for tiles of the given shape. Rows are swizzled over up to 128 bytes."""
+    """Return a TMA descriptor of x for tiles of the given shape, with rows swizzled over up to 128 bytes."""
     size = x.element_size()
     layout = gl.NVMMASharedLayout(min(128, shape[-1] * size), 8 * size, len(shape))
     return TensorDescriptor.from_tensor(x, [*shape], layout)
@@ -41,7 +41,7 @@ def buffers(tiles, COUNT: gl.constexpr):
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Allocate COUNT barriers. Each barrier completes after ARRIVALS arrivals."""
+    """Allocate COUNT barriers that complete after ARRIVALS arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(bars.index(i), count=ARRIVALS)
@@ -57,5 +57,5 @@ def sums_of(columns, bits=16):
 
 @gluon.jit
 def halves(sums):
-    """Split sums [64, columns] into a left and a right half. No number moves between threads."""
+    """Split sums [64, columns] into a left and a right half, without data exchange between threads."""
     return gl.reshape(sums, [64, 2, sums.shape[1] // 2]).permute((0, 2, 1)).split()
