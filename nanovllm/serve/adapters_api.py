@@ -1,6 +1,6 @@
 """The adapters that the server offers as models, and the routes that add and remove adapters.
 
-The routes exist only with `--allow-runtime-lora-updating`.
+These routes exist only with `--allow-runtime-lora-updating`.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ class UnloadBody(BaseModel):
 
 
 class ServedAdapters:
-    """The adapters by name. `reserved` contains the names of the model, which no adapter may have."""
+    """The adapters by name. No adapter may have one of the `reserved` names, which belong to the model."""
 
     def __init__(self, llm: EngineClient, modules: Iterable[str], reserved: Iterable[str]):
         """`modules` lists NAME=PATH. Raises ValueError for names that occur twice, or without `enable_lora`."""
@@ -39,7 +39,7 @@ class ServedAdapters:
             self.by_name[name] = LoRARequest(name, next(self._numbers), path)
 
     async def read(self) -> None:
-        """Read all adapters, so that a broken one is reported at startup. Replicas read them with their first request.
+        """Read all adapters, so that startup reports a broken one. Replicas read them with their first request.
 
         Raises ValueError for an adapter that can't be used.
         """

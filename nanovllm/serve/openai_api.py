@@ -83,7 +83,7 @@ class Api:
         return await self.converse(body, request, chat.ChatAnswer)
 
     async def converse(self, body: protocol.ChatBody, request: Request, form: Callable[..., Answer]) -> Response:
-        """Answer a conversation. `form` is called with the arguments of ChatAnswer, and makes the answer."""
+        """Answer a conversation. `form` makes the answer, and takes the arguments of ChatAnswer."""
 
         def prepare() -> Prepared:
             require(body.logprobs or not body.top_logprobs, "top_logprobs: needs logprobs=true")
@@ -103,7 +103,7 @@ class Api:
     async def _respond(
         self, body: protocol.GenerationBody, request: Request, prepare: Prepare, make_answer: MakeAnswer
     ) -> Response:
-        """Check and queue a request for each prompt. Then return the complete answer, or a stream."""
+        """Check and queue a request for each prompt, then return the complete answer, or a stream."""
         if self.settings.enable_force_include_usage and body.stream:
             body.stream_options = protocol.StreamOptions(include_usage=True, continuous_usage_stats=True)
         body.return_tokens_as_token_ids = body.return_tokens_as_token_ids or self.settings.return_tokens_as_token_ids
@@ -158,7 +158,7 @@ class Api:
         return chat.template_arguments(body, self.chat_template, self.settings.trust_request_chat_template)
 
     async def _rendered(self, body: protocol.TextBody, prompt: Any, template_arguments: dict[str, Any] | None) -> Any:
-        """Render a conversation in the sandbox if rendering may take long. Return any other prompt unchanged."""
+        """Render a conversation in the sandbox if this may take long. Return other prompts unchanged."""
         if isinstance(body, protocol.ChatFields) and may_take_long(body, self.chat_template):
             return await self.llm.render(prompt, template_arguments or {})
         return prompt
@@ -178,7 +178,7 @@ class Api:
         return json_response(lengths | {"tokens": tokens, "token_strs": names})
 
     async def prompt_token_ids(self, body: protocol.TextBody) -> list[int]:
-        """Tokenize the prompt of a body. Raises ApiError for an unknown model, or a prompt that can't be tokenized."""
+        """Tokenize a prompt. Raises ApiError for an unknown model, or a prompt that can't be tokenized."""
         self.model_name(body.model)
         with about(type(body).model_fields):
             prompt, arguments = getattr(body, "prompt", None), None

@@ -1,6 +1,6 @@
 """Defines the HTTP routes that compute vectors: embeddings (OpenAI's API), reranking (Cohere's, Jina's) and classes.
 
-A server has one task. Its engine refuses the requests of the other routes, and the error names the task.
+A server has one task, and its engine refuses other requests with an error that names the task.
 """
 
 import asyncio
@@ -96,7 +96,7 @@ def add_routes(app: FastAPI, api: Api) -> None:
     llm = api.llm
 
     async def respond(body: PoolingBody, compute: Callable[[], Awaitable[list[PoolingOutput]]]) -> dict[str, Any]:
-        """Compute the outputs, and return the fields that all answers have. The caller adds `outputs` to them."""
+        """Compute the outputs, and return the fields that all answers have, except `outputs`."""
         model = api.model_name(body.model)
         try:
             outputs = await compute()
@@ -117,7 +117,7 @@ def add_routes(app: FastAPI, api: Api) -> None:
         return json_response(answer | {"object": "list", "data": await asyncio.to_thread(data)})
 
     def prepared(body: InputBody, prefix: str = "") -> list[Any]:
-        """Return the prompts of a body. If its fields change how texts are tokenized, return functions."""
+        """Return the prompts of a body, as functions if its fields change how texts are tokenized."""
         prompts = [with_prefix(prompt, prefix) for prompt in body.prompts()]
         if body.add_special_tokens is None and body.truncate_prompt_tokens is None:
             return prompts

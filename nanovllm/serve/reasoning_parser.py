@@ -8,7 +8,7 @@ class ReasoningParser:
     """Splits the text of one answer. The token ids determine where the reasoning ends."""
 
     def __init__(self, reasoning: Reasoning):
-        """reasoning: the state at the beginning of the answer. No other object may use this state."""
+        """reasoning: the state at the beginning of the answer, which no other object may use."""
         self.reasoning = reasoning
         self._begin, self._end = (marker.decode() for marker in (reasoning.markers.begin, reasoning.markers.end))
         self._held = ""  # text that may be part of a marker, or space between the reasoning and the answer
@@ -22,9 +22,9 @@ class ReasoningParser:
         return self._place == "after"
 
     def feed(self, text: str, is_last: bool = False, token_ids: list[int] | None = None) -> tuple[str, str]:
-        """Return the new reasoning and the new answer text. Text that may be part of a marker is held back.
+        """Return the new reasoning and the new answer text, without text that may be part of a marker.
 
-        token_ids: all new token ids, even if their text comes later; `None` if they are unknown.
+        token_ids: all new token ids, even if their text comes later; `None` if unknown.
         """
         if token_ids is None:
             self.reasoning.take_text(text.encode())
@@ -55,7 +55,7 @@ class ReasoningParser:
         return self._place != "before"
 
     def _passes_repetition(self, is_last: bool) -> bool:
-        """Drop the begin marker if the model repeats it after the prompt has already opened the reasoning."""
+        """Drop the begin marker if the model repeats it, although the prompt has already opened the reasoning."""
         begun = self._held.lstrip()
         if not is_last and self._begin.startswith(begun):
             return False

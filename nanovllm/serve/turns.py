@@ -13,14 +13,14 @@ CLIENT: ContextVar[Hashable] = ContextVar("client", default=None)  # the client 
 
 
 class ClientTurns:
-    """Runs at most `num_turns` calls at a time for each client. Only the event loop's thread may use the object."""
+    """Runs at most `num_turns` calls at a time for each client, in the event loop's thread."""
 
     def __init__(self, num_turns: int):
         self._num_turns = num_turns
         self._turns: WeakValueDictionary[Hashable, asyncio.Semaphore] = WeakValueDictionary()  # only those in use
 
     async def run(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Run `call`. The call keeps its turn until it ends. If the client disconnects, the call's thread continues."""
+        """Run `call`, which keeps its turn until it ends. If the client disconnects, the call's thread continues."""
         turn = self._turns.setdefault(CLIENT.get(), asyncio.Semaphore(self._num_turns))
         await turn.acquire()
         task = asyncio.ensure_future(call())
@@ -31,9 +31,9 @@ class ClientTurns:
 class LoopTurns:
     """Admits a few tasks in each iteration of the event loop, in order of arrival.
 
-    An iteration admits at least `least` and at most `most` tasks. Within these bounds, it admits as many tasks as fit
-    into half the duration of the previous iteration, if each task takes `seconds`. With a fixed number of tasks per
-    iteration, tasks would wait too long when other work makes iterations long.
+    An iteration admits between `least` and `most` tasks: as many as fit into half the duration of the previous
+    iteration, if each takes `seconds`. With a fixed number, tasks would wait too long when other work makes iterations
+    long.
     """
 
     def __init__(self, least: int, most: int = 0, seconds: float = 1.0):

@@ -1,4 +1,4 @@
-"""Defines two HTTP routes: one for the page, and one for frames as server-sent events."""
+"""Defines two HTTP routes: for the page, and for frames as server-sent events."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,7 +24,7 @@ def view_router(
     """Make the routes `GET /` (the page) and `GET /view/events` (its frames).
 
     call: `EngineClient.call`. authorize: a FastAPI dependency of `/view/events`. Streams end when `is_closing()`
-    returns True. While no stream is open, nothing is recorded.
+    returns True. While none is open, nothing is recorded.
     """
     router = APIRouter()
     watchers = Watchers(call)
@@ -50,7 +50,7 @@ def view_router(
 
 
 class Watchers:
-    """The open streams of frames. The streams share one recorder, which runs while any stream is open.
+    """The open streams of frames, which share a recorder that runs while any stream is open.
 
     Each stream remembers the last frame that it sent. Nothing is queued for a slow stream: it skips frames, and
     continues with a key frame.

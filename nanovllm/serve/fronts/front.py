@@ -72,7 +72,6 @@ class FrontRequest(ReplicaRequest):
         super().finish(final)
 
     def _extended(self, index: int, new: StreamEvent | CompletionOutput) -> Sequence:
-        """Add new tokens to the sequence of an answer, and return the sequence."""
         seq = self.request.group[index]
         seq.token_ids += new.token_ids
         seq.finish_reason, seq.stop_reason = new.finish_reason, new.stop_reason
@@ -84,7 +83,7 @@ def _makes_text(params: SamplingParams) -> bool:
 
 
 class FrontClient(EngineClient):
-    """The engine client of a front. Everything sent within one iteration of the event loop goes into one message."""
+    """The engine client of a front, which sends one message per iteration of the event loop."""
 
     def __init__(self, plan: FrontPlan, index: int, channel: Channel):
         processor = make_processor(plan.model, plan.engine_settings, index * IDS_PER_FRONT)
@@ -125,7 +124,6 @@ class FrontClient(EngineClient):
             self._calls.pop(number, None)
 
     def next_message(self) -> FromFront:
-        """Return the message to be sent at the end of this event-loop iteration."""
         if self._to_send is None:
             self._to_send = FromFront()
             self._engine_loop.call_soon(self._send, self._to_send)
@@ -141,7 +139,7 @@ class FrontClient(EngineClient):
     # -- received messages ---------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Receive messages. This function runs in a separate thread."""
+        """Receive messages, in a separate thread."""
         try:
             while True:
                 self._arrived.append(self._channel.receive())
@@ -155,7 +153,7 @@ class FrontClient(EngineClient):
     def _receive(self) -> None:
         """Process all messages that have arrived.
 
-        Even if the messages cover several steps, each stream gets one piece.
+        Each stream gets one piece, even if the messages cover several steps.
         """
         self._is_told = False
         self._has_started.set()
@@ -200,7 +198,7 @@ class FrontClient(EngineClient):
 
 
 def serve_front(plan: FrontPlan, index: int, end: socket.socket) -> None:
-    """Run a front until it ends. If the front can't start, tell the engine's process why."""
+    """Run a front until it ends. If it can't start, tell the engine's process why."""
     set_up_process()
     channel = Channel(end)
     with ExitStack() as ending:

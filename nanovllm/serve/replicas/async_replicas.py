@@ -16,7 +16,7 @@ from nanovllm.utils.checks import check_int
 
 
 class AsyncReplicas(EngineClient):
-    """Works like AsyncLLM, but with several engines. Only the event loop that calls `start` may use the object."""
+    """Works like AsyncLLM, but with several engines, in the event loop that calls `start`."""
 
     has_one_engine = False
 
@@ -81,7 +81,7 @@ class AsyncReplicas(EngineClient):
     def exit(self) -> None:
         """Kill the replicas, and stop Ray if this object started it.
 
-        Raises RuntimeError if it is called in the event loop's thread.
+        Raises RuntimeError in the event loop's thread.
         """
         if self._is_closing and self._group_loop is None:
             return

@@ -1,4 +1,4 @@
-"""Defines routers, which choose a replica for each request. Routers need neither Ray nor torch."""
+"""Defines routers, which choose a replica for each request, without Ray or torch."""
 
 import logging
 from collections import OrderedDict
@@ -17,8 +17,8 @@ class Router(Protocol):
     def choose(self, token_ids: list[int], loads: Sequence[int | None]) -> int:
         """Return the index of the replica for a prompt.
 
-        `loads[i]` is the number of answers that replica i computes, or `None` if the replica accepts no requests now.
-        The router must choose a replica whose load is a number; there is always one.
+        `loads[i]` is the number of answers that replica i computes, or `None` if it accepts no requests now. The load
+        of the chosen replica must be a number.
         """
         ...
 
@@ -32,7 +32,7 @@ class Router(Protocol):
 
 
 class GuardedRouter:
-    """Wraps a router so that its errors do no harm. If the router fails, the least loaded replica is chosen."""
+    """Wraps a router so that its errors do no harm: the least loaded replica is chosen instead."""
 
     def __init__(self, router: Router):
         self._router = router
@@ -78,14 +78,14 @@ class RoundRobin:
 class PrefixRouter:
     """Chooses the replica that has cached the longest prefix of the prompt, unless the replica's load is too high.
 
-    A load is too high if it exceeds `imbalance * least + slack` answers, where `least` is the lowest load. If the load
-    is too high, or if no replica has cached a prefix, the router chooses the least loaded replica. Among replicas with
-    equal loads, it chooses the one that has received the fewest requests so far.
+    A load is too high if it exceeds `imbalance * least + slack` answers, where `least` is the lowest load. Then, or
+    without a cached prefix, it chooses the least loaded replica, and among equal loads the one with the fewest requests
+    so far.
 
-    The router does not ask replicas what they have cached. Instead, the router computes the same hashes as the block
-    manager: a chain over full blocks of `block_size` tokens. For each replica, the router remembers the hashes of
-    prompts and answers in an LRU list. The list is limited to `max_blocks` hashes, one for each cache block of the
-    replica. A hash occupies about 150 bytes.
+    It does not ask replicas what they have cached, but computes the block manager's hashes, a chain over full blocks of
+    `block_size` tokens.
+    For each replica, it remembers the hashes of prompts and answers in an LRU list of at most `max_blocks` hashes, one
+    for each cache block of the replica. A hash occupies about 150 bytes.
     """
 
     def __init__(
