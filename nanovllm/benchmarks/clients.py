@@ -1,7 +1,7 @@
-"""Runs HTTP clients as a program. Each client sends one request at a time.
+"""Runs HTTP clients, each with one request at a time, as a program.
 
-The clients must not be the bottleneck. So `http.py` runs this file in several processes, and the file imports nothing
-but the standard library. Each process receives jobs, which are pickled arguments of `drive`.
+The clients must not be the bottleneck, so `http.py` runs several processes, which import only the standard library.
+Each process receives pickled arguments of `drive`.
 """
 
 import pickle
@@ -35,10 +35,7 @@ class Client:
         self.socket.sendall(request)
 
     def receive(self) -> bool:
-        """Read the data that has arrived, and return whether the answer is complete.
-
-        `times` records when data with new tokens arrived, in seconds since the request was sent.
-        """
+        """`times` records when data with new tokens arrived, in seconds since the request was sent."""
         data = self.socket.recv(65536)
         if b"[{" in data:  # a list of choices; in the event with the usage, this list is empty
             self.times.append(perf_counter() - self._begin)
@@ -66,7 +63,7 @@ class Client:
         self._status, self._num_missing = int(match[1]), int(length[1]) if length else -1
 
     def _read_chunks(self, data: bytes) -> bool:
-        """Add all complete chunks to the body, and return whether the last chunk is among them."""
+        """Add all complete chunks to the body, and return whether they include the last chunk."""
         while data:
             size_text, _, chunk = data.partition(b"\r\n")
             try:
@@ -100,7 +97,7 @@ def drive(
 ) -> tuple[float, float, float, list[list[float]]]:
     """Send the numbered requests. Each client sends its next request when its previous answer is complete.
 
-    Returns the start time, the end time, and the CPU time in between (all in seconds), and the `Client.times` of each
+    Returns the start time, the end time, and the CPU time in between, in seconds, and the `Client.times` of each
     request. Raises AnswerError unless every answer has exactly `num_tokens` tokens.
     """
     waiting = iter(requests)
@@ -133,7 +130,7 @@ def drive(
 
 
 def main() -> None:
-    """Run jobs from standard input until it closes. Write each job's result or error message to standard output."""
+    """Run jobs from standard input until it closes, and write their results or error messages to standard output."""
     while True:
         try:
             job = pickle.load(sys.stdin.buffer)

@@ -19,7 +19,7 @@ from nanovllm.utils.libraries import import_libraries
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
-    """Run the command. `arguments` defaults to the command line of the process. Ctrl-C exits with status 130."""
+    """Run the command with `arguments`, by default the process's. Ctrl-C exits with status 130."""
     try:
         _main(arguments, prog)
     except KeyboardInterrupt:
@@ -120,7 +120,7 @@ def compare_engines(args: argparse.Namespace, settings: dict[str, Any], config: 
 
 
 def requested(args: argparse.Namespace, config: Config) -> tuple[Workloads, Workloads, list[Panel]]:
-    """Return the workloads that have one table each, the workloads of the sweeps, and the tables of the sweeps."""
+    """Return the workloads that have one table each, the workloads of sweeps, and the tables of sweeps."""
     workloads = throughput.workloads(args, config)
     swept: Workloads = {}
     panels: list[Panel] = []

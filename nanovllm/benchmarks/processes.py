@@ -15,7 +15,7 @@ _waited = 0.0  # seconds that this process has spent in `run_in_process`
 
 
 def report(line: str) -> None:
-    """Print a progress line to stderr, because results go to stdout."""
+    """Print a progress line to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -34,7 +34,7 @@ def show_engine_log() -> None:
 
 
 def run_in_process(function, *arguments):
-    """Call `function` in a new process. When the process ends, all memory of the call is freed."""
+    """Call `function` in a new process, whose end frees all memory of the call."""
     global _waited
     begin, context = time.perf_counter(), multiprocessing.get_context("spawn")
     try:
@@ -49,9 +49,9 @@ def run_in_process(function, *arguments):
 
 
 def seconds_since_start() -> float:
-    """Return the age of this process in seconds, minus the time that it spent waiting for `run_in_process`.
+    """Return the age of this process in seconds, without the time in `run_in_process`.
 
-    Outside Linux, the age counts from the import of this file.
+    Outside Linux, return the time since the import of this file.
     """
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

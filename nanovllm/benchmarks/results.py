@@ -45,12 +45,12 @@ def joined(results: list[Result]) -> Result:
 
 
 def percentile(values: list[float], p: float) -> float:
-    """Return a percentile, interpolated linearly between the two nearest values. Return NaN if there are no values."""
+    """Return a percentile, interpolated linearly between the two nearest values, or NaN without values."""
     return float(np.percentile(values, p)) if values else nan
 
 
 def latencies(token_times: list[list[float]]) -> dict[str, list[float]]:
-    """Return latencies in seconds, as the command's help defines them. A request with one token has only a TTFT."""
+    """Return latencies in seconds, as defined in the command's help. A request with one token has only a TTFT."""
     gaps = [[b - a for a, b in pairwise(times)] for times in token_times if len(times) > 1]
     return {
         "TTFT": [times[0] for times in token_times if times],

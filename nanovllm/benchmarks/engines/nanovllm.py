@@ -44,7 +44,7 @@ class NanoVllmSteps:
 
 @contextmanager
 def started_nanovllm(model: str, settings: dict) -> "Iterator[LLM]":
-    """Start an `LLM` of this package. In the main process, print how long the start took."""
+    """Start an `LLM` of this package. In the main process, print how long this took."""
     from nanovllm import LLM  # imports PyTorch, which --help does not need
 
     with LLM(model, **settings) as llm:
