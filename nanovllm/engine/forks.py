@@ -1,6 +1,6 @@
 """Forks sequences for several answers to one prompt (`n` > 1) and for beam search. Beams pause after each token.
 
-These functions belong to the Scheduler. They are in a separate file because most requests have a single answer.
+These functions belong to the Scheduler, but most requests do not need them.
 """
 
 from copy import copy, deepcopy
@@ -28,7 +28,7 @@ def start_others(scheduler: "Scheduler", seq: Sequence, step: ScheduledStep) -> 
 
 
 def pause(scheduler: "Scheduler", seq: Sequence) -> None:
-    """Pause a sequence whose token has arrived. The sequence may be forked until `resume` is called."""
+    """Pause a sequence whose token has arrived. It may be forked until `resume` is called."""
     seq.is_paused, seq.num_tokens = True, len(seq.token_ids)
     scheduler.waiting.discard(seq)  # if it was preempted while the step was in flight
 
@@ -36,8 +36,7 @@ def pause(scheduler: "Scheduler", seq: Sequence) -> None:
 def fork(scheduler: "Scheduler", seq: Sequence, index: int, token_id: int) -> Sequence:
     """Return a new answer: the tokens of the paused sequence `seq`, followed by `token_id`.
 
-    The answer shares the blocks of `seq` if a request index and a block are free. Otherwise the answer's tokens are
-    recomputed.
+    It shares the blocks of `seq` if a request index and a block are free. Otherwise its tokens are recomputed.
     """
     new_seq = _copy(seq, index, token_id)
     scheduler.live[seq.request_id][index] = new_seq

@@ -1,6 +1,6 @@
 """The outputs that callers get, and the collectors, which store outputs until the caller takes them.
 
-Output records are frozen. The caller may change their lists, because the engine no longer uses these lists.
+Output records are frozen, but the caller may change their lists, which the engine no longer uses.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ class OutputKind(Enum):
 
 
 class Record(Mapping):
-    """The base class of the output records. Fields can be read as attributes or by key.
+    """The base class of the output records, whose fields can be read as attributes or by key.
 
     Subclasses set `eq=False`, so that a record equals a dict with the same items.
     """
@@ -76,7 +76,7 @@ class CompletionOutput(Record):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestMetrics(Record):
-    """The times of a request's events, in seconds since the epoch. If an abort prevented an event, its time is None.
+    """The times of a request's events, in seconds since the epoch, or None if an abort prevented the event.
 
     If the request has several answers, `finished_time` is the latest of the answers' times, and the other fields are
     the earliest.
@@ -97,10 +97,10 @@ class RequestMetrics(Record):
 class RequestOutput(Record):
     """The answers to one request. `output.text` and `output["text"]` read fields of the first answer.
 
-    prompt: the prompt's text, with the chat template applied. None if the prompt was passed as token ids alone.
+    prompt: the prompt's text, with the chat template applied; None if it was passed as token ids alone.
     outputs: the `n` answers.
     num_cached_tokens: how many prompt tokens were found in the prefix cache.
-    prompt_logprobs: a dict for each prompt token, as in `CompletionOutput.logprobs`. For the first token, it is None.
+    prompt_logprobs: a dict for each prompt token, as in `CompletionOutput.logprobs`, and None for the first token.
     """
 
     request_id: int
@@ -153,13 +153,12 @@ class StepOutput:
     """The new outputs for one caller from one or more steps.
 
     A StepOutput unpacks into a pair, as in `outputs, num_tokens = llm.step()`. `outputs` contains a pair (request id,
-    token ids) for each ended request. `num_tokens` is the number of computed prompt tokens. If the steps computed no
-    prompt tokens, `num_tokens` is minus the number of decoded tokens.
+    token ids) for each ended request. `num_tokens` is the number of computed prompt tokens or, if there are none, minus
+    the number of decoded tokens.
 
     finished: the outputs of the requests that ended.
-    new_tokens: (request id, token id) for every new token, in the order of arrival. Empty unless the caller uses
-        `step`.
-    events: a `stream_event.StreamEvent` for each new piece of an answer. Empty unless the caller uses `stream`.
+    new_tokens: (request id, token id) for every new token, in the order of arrival, if the caller uses `step`.
+    events: a `stream_event.StreamEvent` for each new piece of an answer, if the caller uses `stream`.
     num_prefill_tokens, num_decode_tokens: how many tokens these steps computed, for all callers together.
     """
 
@@ -221,14 +220,11 @@ class OutputCollector:
         return bool(self.live) and self._outputs.qsize() < self.max_steps_ahead
 
     def end(self, request_id: int) -> None:
-        """Mark a request as ended. The next call of `put` makes the request's last output available."""
+        """Mark a request as ended. The next call of `put` makes its last output available."""
         self._ended.add(request_id)
 
     def put(self, num_prefill_tokens: int = 0, num_decode_tokens: int = 0) -> None:
-        """Make the outputs of a step available to the caller.
-
-        If the step has no outputs, only add up the token counts.
-        """
+        """Make the outputs of a step available to the caller. If there are none, only add up the token counts."""
         new = self.new
         new.num_prefill_tokens += num_prefill_tokens
         new.num_decode_tokens += num_decode_tokens

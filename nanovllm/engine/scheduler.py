@@ -25,12 +25,12 @@ class Scheduler:
 
     A mixed step decodes one token for each running sequence, and computes chunks of prompts. Prompts are computed in
     the order of `Sequence.order`, as far as the step's TokenBudget allows. A full engine admits new sequences in groups
-    (see AdmissionPause). `schedule` may be called once more before the tokens of the previous step have arrived. This
-    call leaves out the sequences that must wait for their tokens. The row of a sequence includes its drafts, if any.
+    (see AdmissionPause). `schedule` may be called once more before the tokens of the previous step have arrived. It
+    then leaves out the sequences that must wait for their tokens. The row of a sequence includes its drafts, if any.
 
     The answers to one prompt (`Sequence.group`) are queued together. The first answer is admitted when all of them fit,
-    or when nothing else runs. Answers that fit share the computed prompt. The other answers later find the prompt in
-    the prefix cache.
+    or when nothing else runs. Answers that fit share the computed prompt, and the remaining answers find it in the
+    prefix cache.
     """
 
     make_queue: Callable[[], WaitingQueue] = WaitingQueue  # lora/ replaces it
@@ -80,8 +80,8 @@ class Scheduler:
     def schedule(self, prompts_first: bool = False) -> ScheduledStep | None:
         """Return the next step, or None if no step is possible before tokens in flight arrive.
 
-        prompts_first: do not decode while prompts can be computed. In this order, the requests take less time in total.
-        Raises RuntimeError if the number of cache blocks is not known yet.
+        prompts_first: do not decode while prompts can be computed, which takes less time in total. Raises RuntimeError
+        if the number of cache blocks is not known yet.
         """
         if not self.block_manager.num_blocks:
             raise RuntimeError("num_kvcache_blocks is not known: make a ModelRunner with this Config first, or set it")
@@ -148,7 +148,7 @@ class Scheduler:
         return [i for i, (seq, _, end) in enumerate(rows) if needs_block(seq, end)]
 
     def schedule_chunks(self, step: ScheduledStep, is_mixed: bool = False) -> None:
-        """Schedule chunks of prompts in order. The prompts are partly computed or newly admitted."""
+        """Schedule chunks of prompts, partly computed or newly admitted, in order."""
         budget = self.budget
         if is_mixed:
             seqs = (*self.prefilling.values(), *islice(self.waiting, MAX_COUNTED_PROMPTS))
@@ -190,10 +190,7 @@ class Scheduler:
                 forks.start_others(self, seq, step)
 
     def start_decoding(self, seq: Sequence, step: ScheduledStep) -> None:
-        """Sample a token of `seq` from the step's last row, which completes the prompt of `seq`.
-
-        Later steps decode `seq`.
-        """
+        """Sample a token of `seq` from the step's last row, which completes its prompt. Later steps decode `seq`."""
         self.prefilling.pop(seq.key, None)
         self.running[seq.key] = seq
         step.add_sampled(seq)
@@ -227,10 +224,7 @@ class Scheduler:
         seq.record_time("scheduled")
 
     def preempt(self, seq: Sequence) -> None:
-        """Free the blocks of a running sequence, and queue the sequence again.
-
-        The sequence's tokens are recomputed later.
-        """
+        """Free the blocks of a running sequence, and queue the sequence again. Its tokens are recomputed later."""
         self.release(seq)
         seq.status = SequenceStatus.WAITING
         seq.limit_tokens()
@@ -241,7 +235,7 @@ class Scheduler:
     def postprocess(self, step: ScheduledStep, result: StepResult) -> Collection[Sequence]:
         """Append the tokens of a step to their sequences, run features, and end sequences.
 
-        Returns the watched sequences that got a token, and all sequences that ended. Beam search appends tokens to its
+        Return the watched sequences that got a token, and all sequences that ended. Beam search appends tokens to its
         sequences itself.
         """
         arrived, ends = self.append_tokens(step.sampled_seqs, result.token_ids)
@@ -250,7 +244,7 @@ class Scheduler:
     def append_tokens(self, seqs: list[Sequence], token_ids: list[int]) -> tuple[dict[int, Sequence], Ends]:
         """Append each token to its sequence, unless the sequence has ended or its `pauses_after_token` is set.
 
-        Returns the watched sequences by the index of their token, and the sequences that end with their token.
+        Return the watched sequences by the index of their token, and the sequences that end with their token.
         """
         arrived, ends, num_late = dict[int, Sequence](), Ends(), 0
         block_size = self.block_manager.block_size
@@ -291,7 +285,7 @@ class Scheduler:
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence, whatever its state. Only this method ends sequences.
 
-        A step in flight might still write to the sequence's blocks. That is safe: the device runs steps in order, so
+        A step in flight might still write to the sequence's blocks. This is safe: the device runs steps in order, so
         the next owner of these blocks writes later.
         """
         self.waiting.discard(seq)
