@@ -13,7 +13,7 @@ SPAN_SIZE = 16  # tokens that `gather` copies as one row; every `kvcache_block_s
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What an attention layer stores and computes. Backends and kernels read it as `cache.spec`.
+    """What an attention layer stores and computes, as `cache.spec` for backends and kernels.
 
     The layer stores a key and a value per token and head, in blocks. cache/state.py explains specs, and lists the other
     specs. Specs that differ only in their sinks are equal, because such layers store the same.
@@ -43,10 +43,10 @@ class AttentionSpec:
 
 
 class KVCache:
-    """The keys and values of one layer, in the model's dtype. Subclasses store other formats: see `quantization/`.
+    """The keys and values of one layer, in the model's dtype. Subclasses store other formats (`quantization/`).
 
-    `k` and `v` have shape [blocks, block_size, kv_heads, head_dim]. Quantized subclasses store `scales`, too. `spec` is
-    the layer's AttentionSpec.
+    `k` and `v` are [blocks, block_size, kv_heads, head_dim]. Quantized subclasses store `scales`, too. `spec` is the
+    layer's AttentionSpec.
     """
 
     scales: torch.Tensor | None = None
@@ -65,21 +65,22 @@ class KVCache:
         return (torch.empty(shape, dtype=dtype, device="meta"),)
 
     def store_kvcache(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write keys and values [T, kv_heads, head_dim] to slots [T]. Slots must not be -1."""
+        """Write keys and values [T, kv_heads, head_dim] to slots [T], which must not be -1."""
         self.k.flatten(0, 1).index_copy_(0, slots, k)
         self.v.flatten(0, 1).index_copy_(0, slots, v)
 
     def gather(self, spans: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values, each [B, L, kv_heads, head_dim], in the model's `dtype`.
 
-        Both are read from `spans` [B, L / SPAN_SIZE] int32."""
+        Both are read from `spans` [B, L / SPAN_SIZE] int32.
+        """
         return gather_spans(self.k, spans), gather_spans(self.v, spans)
 
 
 def gather_spans(cache: torch.Tensor, spans: torch.Tensor) -> torch.Tensor:
     """Return the tokens of `spans` [B, L / SPAN_SIZE] as [B, L, kv_heads, head_dim].
 
-    On a CPU, if the spans of a single sequence are adjacent, the result is a view, not a copy.
+    On a CPU, the result for a single sequence with adjacent spans is a view, not a copy.
     """
     rows = cache.view(-1, SPAN_SIZE * cache.shape[2] * cache.shape[3])
     if len(spans) == 1 and cache.is_cpu:

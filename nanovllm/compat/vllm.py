@@ -1,8 +1,8 @@
 """Implements vLLM's interface for offline generation.
 
 Use it with `from nanovllm.compat.vllm import LLM, SamplingParams`. If a program imports vLLM itself, call `install()`
-first. Then `import vllm`, and imports of the submodules in MODULES, return this module. The use of a name that this
-module lacks raises ImportError or AttributeError.
+first. Then `import vllm` returns this module. So do imports of the submodules in MODULES. A name that this module lacks
+raises ImportError or AttributeError.
 """
 
 import gc
@@ -70,7 +70,7 @@ def get_tokenizer(tokenizer_name: str, **options: Any) -> Any:
 def resolve_chat_template(
     tokenizer: Any, chat_template: str | None = None, tools: list[dict] | None = None, *, model_config: Any = None
 ) -> str | None:
-    """Return `chat_template` or, if it is None, the tokenizer's template. Return None if there is neither."""
+    """Return `chat_template`, else the tokenizer's template, else None."""
     try:
         return tokenizer.get_chat_template(chat_template, tools=tools)
     except ValueError:

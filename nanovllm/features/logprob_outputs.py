@@ -34,10 +34,7 @@ class OutputLogprobs:
         return LogprobTexts(self._token_bytes, self._params.detokenize)
 
     def of_event(self, seq: Sequence, start: int) -> list[dict[int, Logprob]] | None:
-        """Return the entries of the tokens from index `start` on, or None if there are no entries.
-
-        A stream event with the same tokens contains these entries.
-        """
+        """Return the entries of the tokens from index `start` on, which belong to one stream event, or None."""
         if self._params.logprobs is None or not (kept := seq.feature_state["logprobs"].of_tokens):
             return None
         if seq.index not in self._streamed:
@@ -62,10 +59,7 @@ class OutputLogprobs:
 
 
 class DeferredList(abc.Sequence):
-    """A list that is built when it is first read, by the thread that reads it.
-
-    Building it in the engine's thread would delay a step.
-    """
+    """A list that is built by the thread that reads it first, because this would delay a step."""
 
     def __init__(self, make: Callable[[], list]):
         self._list = cache(make)
@@ -95,7 +89,7 @@ class DeferredList(abc.Sequence):
 class LogprobTexts:
     """Adds text to the log-probabilities of one answer, token by token.
 
-    If several tokens encode one character, the text of the last of these tokens contains it.
+    If several tokens encode one character, it is in the text of the last of them.
     """
 
     def __init__(self, token_bytes: Mapping[int, bytes], detokenize: bool):
@@ -104,10 +98,7 @@ class LogprobTexts:
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
     def add(self, logprobs: Iterable[KeptLogprobs | None]) -> list[dict[int, Logprob]]:
-        """Return a dict for each of the next tokens.
-
-        The dict starts with the token itself, and the alternatives follow.
-        """
+        """Return a dict for each of the next tokens, which starts with the token itself."""
         result = []
         for kept in logprobs:
             assert kept, "a token without log-probabilities"

@@ -58,9 +58,9 @@ class StoppingDetokenizer(Detokenizer):
     def cut_at_stop(self) -> str | None:
         """Decode the last token.
 
-        If the token completes a stop string, cut the text at the stop string and return the stop string. Stop strings
-        within the first `min_tokens` tokens are ignored. If several stop strings match, the one that ends first wins.
-        If two of them end at the same character, the one that was listed first wins.
+        If the last token completes a stop string, cut the text there and return the stop string. Stop strings within
+        the first `min_tokens` tokens are ignored. Of several matches, the one that ends first wins, or else the one
+        that was listed first.
         """
         piece, matches = self.decode(), []
         text = self._window + piece
@@ -79,7 +79,7 @@ class StoppingDetokenizer(Detokenizer):
         return stop
 
     def take_text(self, num_hidden: int = 0, is_last: bool = False) -> str:
-        """Return the text decoded since the previous call. A suffix that might begin a stop string is held back."""
+        """Return the text decoded since the previous call, without a suffix that might begin a stop string."""
         text = super().take_text(num_hidden, is_last)
         if is_last or self._include_stop:
             return text

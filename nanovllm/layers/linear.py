@@ -21,10 +21,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def _padded_rows(num_rows: int) -> int:
-    """Round up to the next size. Every number up to 64 is a size.
-
-    Above 64, there are eight sizes per power of two. Adjacent sizes are at most 256 apart.
-    """
+    """Round up to the next size. All numbers up to 64 are sizes, then eight per power of two, at most 256 apart."""
     step = 1 if num_rows <= 64 else min(256, 1 << ((num_rows - 1).bit_length() - 4))
     return -(-num_rows // step) * step
 
@@ -61,7 +58,7 @@ class LinearBase(nn.Module):
 
 
 class ReplicatedLinear(LinearBase):
-    """A linear layer that is not split. Every rank holds the whole layer."""
+    """A linear layer that every rank holds whole."""
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False):
         self.shape = output_size, input_size
@@ -81,7 +78,7 @@ class MergedColumnParallelLinear(LinearBase):
         bias: bool = False,
         divisions: list[TensorParallel] | None = None,
     ):
-        """divisions: how each layer is split over ranks. By default, each layer is split over all ranks."""
+        """divisions: how each layer is split over ranks, by default over all ranks."""
         self.input_size, self.output_sizes = input_size, output_sizes
         self.divisions = divisions or [get_construction().tp] * len(output_sizes)
         pairs = zip(self.divisions, output_sizes)
@@ -114,7 +111,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
     def __init__(
         self, hidden_size: int, head_size: int, num_heads: int, num_kv_heads: int | None = None, bias: bool = False
     ):
-        """The arguments count the heads of all ranks. The attributes `num_heads` and `num_kv_heads` are per rank."""
+        """The arguments count the heads of all ranks, the attributes `num_heads` and `num_kv_heads` those of this rank.
+        """
         num_kv_heads, tp = num_kv_heads or num_heads, get_construction().tp
         kv_tp = tp.for_heads(num_kv_heads)
         local = tp.shard_size("query heads", num_heads), kv_tp.shard_size("key-value heads", num_kv_heads)
@@ -137,6 +135,6 @@ class RowParallelLinear(LinearBase):
         return Shard((self.output_size, self.input_size), columns=self.tp.local_slice(self.input_size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map this rank's inputs [T, inputs] to outputs [T, outputs]. The outputs are equal on all ranks."""
+        """Map this rank's inputs [T, inputs] to outputs [T, outputs], which are equal on all ranks."""
         bias = self.bias if self.tp.rank == 0 else None  # the sum over ranks must contain it once
         return self.tp.all_reduce(self.multiply(x, bias))

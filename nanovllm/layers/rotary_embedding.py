@@ -18,12 +18,11 @@ def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 class RotaryEmbedding(nn.Module):
     """Rotates the first N numbers of every head. The angle of pair `i` is `position * inv_freq[i]`.
 
-    All layers share one float32 table [max_position, N]. The table's row for a position contains the cosines, then the
-    sines.
+    All layers share one float32 table [max_position, N], with the cosines, then the sines, of each position.
     """
 
     def __init__(self, inv_freq: tuple[float, ...], scale: float, max_position: int):
-        """`scale` multiplies the cosines and sines. `scale` is 1 except with YaRN and LongRoPE."""
+        """`scale` multiplies the cosines and sines. It is 1 except with YaRN and LongRoPE."""
         super().__init__()
         positions = torch.arange(max_position, dtype=torch.float32)
         angles = torch.outer(positions, torch.tensor(inv_freq, dtype=torch.float32))
@@ -44,7 +43,7 @@ class RotaryEmbedding(nn.Module):
 def get_rope(
     head_size: int, rotary_dim: int, max_position: int, base: float, rope_scaling: dict | None = None
 ) -> RotaryEmbedding:
-    """Make a RotaryEmbedding for the first `rotary_dim` numbers of each head. A head has `head_size` numbers.
+    """Make a RotaryEmbedding for the first `rotary_dim` elements of each head.
 
     `rope_scaling` is the `rope_scaling` entry in config.json: a "rope_type" and its parameters. Raises ValueError if
     the entry is invalid.

@@ -16,7 +16,7 @@ from nanovllm.utils.loader import Shard, parameter
 
 
 class RowRMSNorm(nn.Module):
-    """A norm over all heads of a row. Each rank holds some of the heads, and the ranks add their sums of squares."""
+    """A norm over all heads of a row. The ranks hold some of the heads each, and add their sums of squares."""
 
     def __init__(self, num_heads: int, head_dim: int, eps: float):
         """`num_heads` is the total over all ranks."""
@@ -30,7 +30,7 @@ class RowRMSNorm(nn.Module):
         return Shard((self.size,), self.heads.local_slice(self.size)).copy(param, loaded_weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the norm of x [T, heads, head_dim], which contains this rank's heads. The shape stays the same."""
+        """Return the norm of x [T, heads, head_dim], this rank's heads, in the same shape."""
         y = x.flatten(1).float()
         total = self.tp.all_reduce(y.square().sum(-1, keepdim=True))
         num_copies = self.tp.size // self.heads.size  # several ranks may hold the same head

@@ -28,11 +28,11 @@ class PoolingConfig:
     normalize: whether embeddings are divided by their Euclidean norm by default.
     activation: maps logits to scores or probabilities: "sigmoid", "softmax" or "identity".
     labels: the names of the classes, or () for embeddings.
-    token_ids: the tokens whose logits score a text: (irrelevant, relevant), or only the second. If it is (), the
-        checkpoint has a classification head, or the task is "embed".
+    token_ids: the tokens whose logits score a text: (irrelevant, relevant), or only the latter. () with a
+        classification head or the task "embed".
     prompts: texts to put before a text, by name, from `config_sentence_transformers.json`.
     default_prompt_name: the prompt of texts for which no name is given.
-    dimensions: the sizes to which embeddings may be shortened. If it is (), any size is allowed.
+    dimensions: the sizes to which embeddings may be shortened, or () for any size.
     """
 
     num_values: int
@@ -99,7 +99,7 @@ def _prompts(saved: dict) -> dict[str, Any]:
 def _read_embedding(folder: Path, modules: dict[str, Path], raw: dict) -> dict[str, Any]:
     """Return the fields of a PoolingConfig that the modules of sentence-transformers define.
 
-    Without modules, the default is the normalized hidden state of the last token.
+    Without modules, this is the normalized hidden state of the last token.
     """
     fields: dict[str, Any] = {"dimensions": tuple(raw.get("matryoshka_dimensions") or ())}
     if not modules:

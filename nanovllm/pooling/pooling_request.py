@@ -59,7 +59,7 @@ class PoolingRequest(Request):
 def pooling_request(
     processor: InputProcessor, prompt: Prompt, params: PoolingParams, kind: OutputKind, priority: int = 0
 ) -> PoolingRequest:
-    """Make a request for one text. Raises the same errors as `InputProcessor.request`, and those of `params`."""
+    """Make a request for one text. Raises the errors of `InputProcessor.request` and of `params`."""
     params.check(processor.config)
     if priority:
         priority = processor.check_priority(priority)

@@ -22,7 +22,7 @@ class PooledSequence(Sequence):
 
 
 class PooledResult(NamedTuple):
-    """The result of a step, after it was copied to the host. It takes the place of a `StepResult`.
+    """The result of a step on the host, instead of a `StepResult`.
 
     vectors: a vector for each sequence in the step's `sampled_seqs`.
     """
@@ -35,8 +35,8 @@ class PooledResult(NamedTuple):
 class PoolingScheduler(Scheduler):
     """A scheduler that ends a sequence when its vector has arrived. No step decodes.
 
-    The next step may use the blocks of a prompt that this step completes, because the device runs steps in order. So
-    a full step of short prompts can follow another before the vectors of the first one have arrived.
+    The next step may use the blocks of a prompt that this step completes, because the device runs steps in order. So a
+    full step of short prompts can follow another before its vectors have arrived.
     """
 
     def schedule(self, prompts_first: bool = False) -> ScheduledStep | None:

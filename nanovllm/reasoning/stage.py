@@ -16,9 +16,8 @@ class Stage(Enum):
 class Markers:
     """The markers of a reasoning format, and how a model's vocabulary represents them.
 
-    Most models have a token for each marker. In these models, only a token that contains the whole marker counts as the
-    marker. Several tokens that together spell the marker are then part of the reasoning. In a model without such a
-    token, any tokens that spell the marker count.
+    If a model has a token for each marker, as most have, only tokens that contain the whole marker count. Several
+    tokens that spell it are then part of the reasoning. In other models, any tokens that spell it count.
     """
 
     def __init__(self, form: ReasoningFormat, tokenizer: Any, token_bytes: Mapping[int, bytes]):
@@ -63,7 +62,7 @@ class Reasoning:
     """The state of an answer's reasoning after the tokens processed so far.
 
     stage: whether the answer is before, inside or after its reasoning.
-    num_tokens: the number of reasoning tokens, including markers. This number is 0 until reasoning begins.
+    num_tokens: the number of reasoning tokens, including markers.
     num_thoughts: the number of reasoning tokens after the begin marker.
     num_ends: how often the text of the end marker has occurred. Only the last occurrence ends the reasoning.
     """
@@ -87,7 +86,7 @@ class Reasoning:
             self.take_text(self.markers.token_bytes[token_id])
 
     def take_text(self, piece: bytes) -> None:
-        """Process the text of the next token. With `TextMarkers`, the text may comprise any number of tokens."""
+        """Process the text of the next token or, with `TextMarkers`, of any number of tokens."""
         if self.stage is Stage.BEFORE:
             self._begin_with(piece)
         elif self.stage is Stage.INSIDE:
@@ -119,8 +118,8 @@ class Reasoning:
 def _begins_or_ends_turn(token: Any) -> bool:
     """Return whether an added token may separate the turns of a conversation.
 
-    Other added tokens, such as `<tool_call>`, may occur inside reasoning. DeepSeek does not mark all of its separators
-    as special, so every token that contains a bar counts as a separator, too.
+    Other added tokens, such as `<tool_call>`, may occur inside reasoning. DeepSeek marks only some of its separators as
+    special, so every token that contains a bar counts as one, too.
     """
     return bool(token.content.strip()) and (token.special or any(bar in token.content for bar in "|\uff5c"))
 

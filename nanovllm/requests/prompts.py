@@ -13,7 +13,7 @@ KINDS = "a string, a list of token ids, a dict with 'prompt' or 'prompt_token_id
 
 
 def as_prompts(prompts) -> list:
-    """Return a list of prompts. A single prompt becomes a list."""
+    """Return a list of prompts, of length one for a single prompt."""
     if isinstance(prompts, (str, Mapping)) or is_conversation(prompts):
         return [prompts]
     if (items := as_list(prompts)) is None:
@@ -22,7 +22,7 @@ def as_prompts(prompts) -> list:
 
 
 def as_priorities(priority: Any, num_prompts: int) -> list:
-    """Return the priority of each prompt, unchecked. If `priority` is None, each is 0."""
+    """Return the priority of each prompt, unchecked. Without `priority`, each is 0."""
     if priority is None:
         return [0] * num_prompts
     if (priorities := as_list(priority)) is None:
@@ -33,7 +33,7 @@ def as_priorities(priority: Any, num_prompts: int) -> list:
 
 
 def as_conversations(messages) -> list[list[Message]]:
-    """Return a list of conversations. A single conversation becomes a list. Raises ValueError for anything else."""
+    """Return a list of conversations, of length one for a single one. Raises ValueError for anything else."""
     conversations = [messages] if is_conversation(messages) else messages
     if not isinstance(conversations, (list, tuple)) or not all(map(is_conversation, conversations)):
         raise _not_a_conversation(messages)
@@ -48,7 +48,7 @@ def check_template_arguments(arguments: Mapping | None) -> dict:
 
 
 def as_list(value) -> list | None:
-    """Return the items of a list, tuple, iterator, array or tensor as a list. For anything else, return None."""
+    """Return the items of a list, tuple, iterator, array or tensor as a list, or None for anything else."""
     value = value.tolist() if hasattr(value, "tolist") else value
     return list(value) if isinstance(value, (list, tuple, Iterator)) else None
 
@@ -63,7 +63,7 @@ def is_conversation(value: object) -> TypeGuard[list[Message]]:
 def read_prompt(
     prompt: Prompt, template_arguments: Mapping, processor: "InputProcessor"
 ) -> tuple[str | None, list[int]]:
-    """Return the text and the token ids of a prompt that is not a string. The text is None if it is unknown."""
+    """Return the text (None if unknown) and the token ids of a prompt that is not a string."""
     if is_conversation(prompt):
         with processor.tokenizer_lock:
             chat = render_chat(processor.tokenizer, prompt, template_arguments)
@@ -86,7 +86,7 @@ def read_prompt(
 
 
 def render_chat(tokenizer, messages: list[Message], template_arguments: Mapping) -> str:
-    """Render a conversation with the chat template. Raises ValueError if the template fails or content is not text."""
+    """Render a conversation with the chat template. Raises ValueError if it fails or content is not text."""
     if not is_conversation(messages):
         raise _not_a_conversation(messages)
     arguments = {"add_generation_prompt": True} | dict(template_arguments) | {"tokenize": False}

@@ -7,10 +7,7 @@ from nanovllm.engine.outputs import OutputCollector, OutputKind, StepOutput
 
 
 class StepCallers:
-    """Manages one collector for each thread that adds requests.
-
-    If a thread has added requests, `step` returns the outputs of these requests to the thread.
-    """
+    """Manages one collector for each thread that adds requests. `step` returns their outputs to this thread."""
 
     def __init__(self, engine_thread: EngineThread):
         self._engine_thread = engine_thread

@@ -1,4 +1,4 @@
-"""Pauses the engine. Running requests are aborted or kept; new requests are refused."""
+"""Pauses the engine: running requests are aborted or kept, and new requests are refused."""
 
 from typing import TYPE_CHECKING
 
@@ -16,8 +16,8 @@ def pause(llm: "LLMEngine", mode: str = "abort") -> None:
 
     With mode "abort", running requests end with the tokens generated so far, as after `LLM.abort`. With mode "keep",
     running requests release their cache blocks and wait until `resume` is called; their callers wait as well. The
-    engine then recomputes the tokens of these requests, with the new weights if there are any, and continues to
-    generate. Raises ValueError for any other mode.
+    engine then recomputes their tokens, with new weights if there are any, and continues to generate. Raises ValueError
+    for any other mode.
     """
     check_choice("mode", mode, ("abort", "keep"))
     core = llm.core
@@ -34,7 +34,7 @@ def pause(llm: "LLMEngine", mode: str = "abort") -> None:
 
 
 def reset_prefix_cache(llm: "LLMEngine") -> bool:
-    """Empty the prefix cache and return True. If any sequence holds blocks, do nothing and return False."""
+    """Empty the prefix cache and return True, or return False if any sequence holds blocks."""
 
     def work() -> bool:
         scheduler = llm.core.scheduler

@@ -13,10 +13,7 @@ Matcher = Any  # llguidance.LLMatcher, which is imported only where it is used
 
 
 class Automata:
-    """A matcher in its start state. The copies of the matcher share the automata for masks.
-
-    `has_failed` is set if a copy fails.
-    """
+    """A matcher in its start state, whose copies share the automata for masks. `has_failed` is set if a copy fails."""
 
     def __init__(self, start: Matcher, is_largest: bool):
         self.start, self.is_largest, self.has_failed = start, is_largest, False
@@ -25,8 +22,8 @@ class Automata:
 class Grammar:
     """A compiled grammar. The small automata have at most `MAX_KEPT_STATES` states, enough for most grammars.
 
-    Sequences that need more states share larger automata, up to llguidance's limit. The larger automata are freed when
-    the last sequence that uses them ends.
+    Sequences that need more states share larger automata, up to llguidance's limit, freed when the last of these
+    sequences ends.
     """
 
     def __init__(self, tokenizer: Any, text: str):
@@ -60,10 +57,7 @@ class Grammar:
         self._mask_seconds = mean + (seconds - mean) / 8
 
     def token_ids_of_byte(self, byte: int) -> list[int]:
-        """Return a list with the id of the token that consists of this single byte.
-
-        The list is empty if there is no such token.
-        """
+        """Return a list with the id of the token that consists of this byte, or an empty list."""
         tokenizer = self._tokenizer
         ids = tokenizer.greedy_tokenize(chr(byte)) if byte < 128 else tokenizer.tokenize_bytes(bytes([byte]))
         return ids if tokenizer.decode_bytes(ids) == bytes([byte]) else []

@@ -17,7 +17,7 @@ MAX_SECONDS = 0.02  # that a step spends on masks; other threads make the remain
 
 
 class StructuredOutputs(StepFeature):
-    """Stores a `Constraint` for each sequence. `features.logit_edits` copies the constraint's mask to the device."""
+    """Stores a `Constraint` for each sequence, whose mask `features.logit_edits` copies to the device."""
 
     @classmethod
     def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
@@ -33,7 +33,7 @@ class StructuredOutputs(StepFeature):
 
         A sequence with an empty mask ends with the finish reason "error".
 
-        While another thread computes the mask of a sequence, steps leave the sequence out.
+        Steps leave a sequence out while another thread computes its mask.
         """
         seqs = [seq for seq in arrived.values() if "structured_outputs" in seq.feature_state and seq not in ends]
         constraints = [seq.feature_state["structured_outputs"] for seq in seqs]

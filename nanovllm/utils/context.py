@@ -1,4 +1,4 @@
-"""The context of a step, for layers to read. The context is set before the model runs, and reset afterwards."""
+"""The context of a step, for layers to read, set only while the model runs."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -43,7 +43,7 @@ _context: ContextVar[Context | None] = ContextVar("context", default=None)
 
 
 def get_context() -> Context:
-    """Return the context of the step that this thread computes. Outside a step, return an empty context."""
+    """Return the context of the step that this thread computes, or an empty context outside a step."""
     return _context.get() or Context()
 
 

@@ -34,10 +34,10 @@ BAR_DELAY = 1  # seconds until the progress bar is shown
 
 
 def find_model(model: str, revision: str | None = None, with_weights: bool = True) -> Path:
-    """Return the absolute path of `model`'s folder. A hub id is downloaded, with the hub client's progress bar.
+    """Return the absolute path of `model`'s folder, after downloading a hub id with the hub client's progress bar.
 
-    `revision` is a branch, tag or commit on the hub. Raises FileNotFoundError, with advice, if no folder is found
-    or downloaded.
+    `revision` is a branch, tag or commit on the hub. Raises FileNotFoundError, with advice, if no folder is found or
+    downloaded.
     """
     folder = _find("model", model, revision, with_weights)
     if not (folder / "config.json").is_file():
@@ -128,7 +128,7 @@ def check_shape(weight, shape: tuple[int, ...]):
 
 
 class Shard(NamedTuple):
-    """A rank's part of a checkpoint weight, and the position of this part in the rank's weight."""
+    """A rank's part of a checkpoint weight, and its position in the rank's weight."""
 
     shape: tuple[int, ...]  # of the whole weight
     rows: slice = slice(None)  # of the whole weight
@@ -138,7 +138,7 @@ class Shard(NamedTuple):
     def copy(self, target: torch.Tensor, weight) -> torch.Tensor:
         """Copy this part of a weight or bias to `target`. Return the part of `target` that was filled.
 
-        `weight` has the same type as in `check_shape`. Only this part of a safetensors slice is read.
+        `weight` is as in `check_shape`. Only this part of a safetensors slice is read.
         """
         weight = check_shape(weight, self.shape[: target.dim()])
         weight = weight[self.rows, self.columns] if target.dim() == 2 else weight[self.rows]
@@ -152,9 +152,9 @@ def load_model(
     """Fill `model` from the safetensors files in `folder`, or with random numbers if `load_format` is "dummy".
 
     `model.packed_modules_mapping` maps a module of the checkpoint to a pair: the merged module that contains it, and
-    its shard id in the merged module. Parameters load tensors with `weight_loader(parameter, weight)`. If several
-    tensors share a parameter, the loader also gets a shard id. `show_progress` shows a bar if there are several files
-    and loading takes more than BAR_DELAY.
+    its shard id in the merged module. Parameters load tensors with `weight_loader(parameter, weight)`, and a shard id
+    if several tensors share a parameter. `show_progress` shows a bar if there are several files and loading takes more
+    than BAR_DELAY.
 
     Raises a ValueError that names a tensor if the tensor is missing, surplus, in two files, of the wrong shape or not
     floating point, or contains NaN or infinity. Raises a ValueError or FileNotFoundError that names a broken or missing
@@ -242,9 +242,9 @@ def open_safetensors(file: Path, device: torch.device | str = "cpu"):
 
 
 def weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[Any]]]:
-    """Return (loader, shard id) of every tensor by the tensor's name in the checkpoint.
+    """Return (loader, shard id) of every tensor by its name in the checkpoint.
 
-    The shard id is empty if the parameter is not shared.
+    Without sharing, the shard id is empty.
     """
     shards_of: dict[str, list[tuple]] = {}
     for module, (merged, shard_id) in model.packed_modules_mapping.items():

@@ -1,6 +1,6 @@
-"""Hybrid decoders. Most layers keep a state (gated delta rule), and the other layers have gated attention.
+"""Hybrid decoders: most layers keep a state (gated delta rule), and the other layers have gated attention.
 
-Each family is a subclass. Families differ in feed-forward layers, and in how their checkpoints store projections.
+Families are subclasses, with different feed-forward layers and projections in checkpoints.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 
 
 class GatedAttention(Qwen3Attention):
-    """Attention whose output is multiplied by the sigmoid of a gate. The qkv projection also computes the gate."""
+    """Attention whose output is multiplied by the sigmoid of a gate, which the qkv projection also computes."""
 
     def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding):
         super().__init__(config, rotary_emb)
@@ -44,9 +44,9 @@ class GatedAttention(Qwen3Attention):
 class SharedExpertMoE(MoE):
     """A mixture of experts, and a shared expert that every token uses.
 
-    If the shared expert has the shape of the other experts, it is stacked with them, and its gate is stacked with the
-    router. The shared expert's parameters are then views of the stacked weights, and loading fills the views. With
-    expert parallelism or quantization, nothing is stacked.
+    If the shared expert has the shape of the other experts, it is stacked with them, and its gate with the router. Its
+    parameters are then views of the stacked weights, which loading fills. With expert parallelism or quantization,
+    nothing is stacked.
     """
 
     def __init__(self, config: ModelConfig):
