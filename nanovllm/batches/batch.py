@@ -75,7 +75,7 @@ class Batch(Generic[Array]):
 
     Fields with `chunks_only` are None in steps that only decode. For decode rows, the host fills the first three fields
     after `buffer`, and the device the next five (`place_decodes`). Views whose shapes follow from
-    `BatchShape.graph_shape` come first, because CUDA graphs read no others.
+    `BatchShape.graph_shape` come first, because CUDA graphs read no other views.
     """
 
     shape: BatchShape

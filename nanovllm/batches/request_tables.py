@@ -1,7 +1,7 @@
 """Defines the device's tables of running requests, which each step reads and updates.
 
-With drafts, a step adds the accepted drafts and one more token to a sequence, and the host learns their number later.
-So the device computes the positions and slots of the next step.
+With drafts, the host learns later how many tokens a step adds to a sequence. So the device computes the positions and
+slots of the next step.
 """
 
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Runs HTTP clients, each with one request at a time, as a program.
+"""Runs HTTP clients as a program. Each client sends one request at a time.
 
 The clients must not be the bottleneck, so `http.py` runs several processes, which import only the standard library.
 Each process receives pickled arguments of `drive`.

@@ -19,7 +19,7 @@ from nanovllm.utils.libraries import import_libraries
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
-    """Run the command with `arguments`, by default the process's. Ctrl-C exits with status 130."""
+    """Run the command. `arguments` defaults to the command line of the process. Ctrl-C exits with status 130."""
     try:
         _main(arguments, prog)
     except KeyboardInterrupt:

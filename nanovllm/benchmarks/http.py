@@ -33,7 +33,8 @@ LEAST_CPU = 5  # percent of a core; processes and threads that use less are not 
 class Load(NamedTuple):
     """A row of the workload's table.
 
-    `kind` is "" for streamed completions, "whole" for complete ones, and "chat" for streamed chat answers.
+    `kind` is "" for streamed completions, "whole" for completions that are not streamed, and "chat" for streamed chat
+    answers.
     """
 
     num_clients: int

@@ -12,7 +12,7 @@ Steps = list[tuple[float, float]]  # seconds of reading and seconds of multiplyi
 
 
 class Rates(NamedTuple):
-    """The rates that a GPU sustains, or with `times(n)` those of n ranks together."""
+    """The rates that a GPU sustains. `times(n)` returns the combined rates of n ranks."""
 
     bytes_per_s: float
     operations_per_s: float  # of GEMMs in bf16; FP8 units are twice as fast
@@ -63,7 +63,7 @@ def limits(requests: list[Request], config: Config, rates: Rates) -> Limits:
 def least_steps(requests: list[Request], config: Config, rates: Rates) -> tuple[Steps, Steps]:
     """Return the prompt steps and the decode steps of a run.
 
-    All requests arrive at once, and start in order when fewer than `max_num_seqs` run.
+    All requests arrive at once. They start in order, each as soon as fewer than `max_num_seqs` requests run.
     """
     costs, waiting = StepCosts(config, rates), iter(requests)
     running: list[list[int]] = []  # for each sequence: its number of tokens, and how many tokens are left to generate

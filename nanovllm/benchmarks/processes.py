@@ -49,7 +49,7 @@ def run_in_process(function, *arguments):
 
 
 def seconds_since_start() -> float:
-    """Return the age of this process in seconds, without the time in `run_in_process`.
+    """Return the age of this process in seconds, not counting the time in `run_in_process`.
 
     Outside Linux, return the time since the import of this file.
     """

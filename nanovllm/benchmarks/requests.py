@@ -85,7 +85,7 @@ def conversations(
     seed: int,
     vocab_size: int,
 ) -> list[Request]:
-    """Make conversations that share a system prompt, and end early at `max_model_len`.
+    """Make conversations that share a system prompt. A conversation ends early at `max_model_len`.
 
     turns: the least and the greatest number of turns.
     pause: the mean seconds from an answer to the next question. First questions arrive within five pauses.

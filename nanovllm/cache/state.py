@@ -40,7 +40,7 @@ class KeptDrafts(NamedTuple):
 
 
 class State:
-    """The states of one layer, in `tensors` with shapes [rows, *shape].
+    """The states of one layer. Each tensor in `tensors` has shape [rows, *shape].
 
     The state of a running sequence is in the row of its request index. For the i-th sequence of a step, a layer reads
     the initial state from row `Context.state_rows[0, i]`, which may be a snapshot or zeros. It writes the final state

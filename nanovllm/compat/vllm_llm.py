@@ -172,7 +172,7 @@ class LLM(PoolingCalls):
         return [BeamSearchOutput([*self._beams(output)]) for output in outputs]
 
     def _params(self, params: Any) -> Any:
-        """Apply the settings of this LLM to one set of parameters, or to each in a list.
+        """Apply the settings of this LLM to one set of parameters, or to each set in a list.
 
         The settings are `skip_tokenizer_init`, the reasoning format, and the restrictions of JSON schemas.
         """

@@ -77,7 +77,7 @@ class DecodeGraphs:
     ):
         """buffer: int32 device memory for a batch
         forward: runs the decode batch in `buffer`, without waiting for the device
-        pool: the memory pool of all graphs of a rank, which run one after the other
+        pool: the memory pool of the graphs. The graphs of a rank can share a pool, because they run one after the other
         few_layers: opens a context in which the model has just enough layers to compile all kernels
         """
         from nanovllm.kernels import ops
@@ -120,7 +120,7 @@ class DecodeGraphs:
     def replay(self, shape: BatchShape) -> tuple[torch.Tensor, ForwardOutput]:
         """Run the batch in the current host buffer. Return its results in host memory, and its output on the device.
 
-        The results are valid until the second replay after this one begins.
+        The results are valid until the second replay after this replay begins.
         """
         self.graphs[shape.graph_shape].replay()
         output = self.outputs[shape.graph_shape]

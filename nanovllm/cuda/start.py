@@ -142,7 +142,7 @@ def milliseconds_per_token(runner: "CUDAModelRunner") -> float:
 def compile_kernels(runner: "CUDAModelRunner") -> None:
     """Compile, in parallel, the kernels of the captured steps and of the longest step, without running them.
 
-    Otherwise, each kernel would be compiled at its first launch. A step may need other kernels when its number of
+    Without this, each kernel would be compiled at its first launch. A step may need other kernels when its number of
     tokens, or this number minus 128, passes a power of two. Kernels that are not compiled here are compiled at their
     first launch.
     """

@@ -3,7 +3,7 @@
 A state can't be rolled back, so unverified drafts never update it. The first token of a sequence in a step is certain:
 its state is stored, and the drafts are computed from it. The layer stores the inputs of the drafts, which need about a
 hundredth of the memory of a state. The next step computes the accepted drafts again to update the state. This
-definition reads the number of accepted drafts on the host, so only CPUs use it.
+definition is meant for a CPU, because it reads the number of accepted drafts on the host.
 """
 
 from typing import Any

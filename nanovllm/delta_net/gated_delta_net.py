@@ -116,8 +116,8 @@ class GatedDeltaNet(nn.Module):
     ):
         """Create the layer.
 
-        `weights` is a pair: the arguments of ScatteredColumnParallelLinear for q, k, v and z, and those for b and a.
-        `state_dtype` is the dtype of the stored matrices.
+        `weights` is (argument for q, k, v and z; argument for b and a): see the `weights` of
+        ScatteredColumnParallelLinear. `state_dtype` is the dtype of the stored matrices.
         """
         super().__init__()
         tp = get_construction().tp
@@ -138,7 +138,7 @@ class GatedDeltaNet(nn.Module):
     def captures_chunks(self) -> bool:
         """Whether CUDA graphs can contain chunks.
 
-        They cannot without kernels, because the definition reads lengths on the host.
+        They need kernels, because the definition reads lengths on the host.
         """
         return "delta_net_chunks" in ops_for(self.A_log.device)
 

@@ -44,9 +44,9 @@ class PeerMemory:
 
     One kernel writes the rank's summands to a buffer. The next kernel waits for the other ranks and reads all summands.
     The two buffers alternate within a forward pass, so a fast rank never overwrites what another rank still reads.
-    Before a rank writes to a buffer again, it passes the barrier of the other buffer, which the other ranks reach only
-    after they have read the first. A forward pass ends with an exchange of keys, which has a separate buffer and
-    barrier, so it always begins with the first buffer.
+    Before a rank writes to a buffer again, it passes the barrier of the other buffer. The other ranks reach that
+    barrier only after they have read the first buffer. A forward pass ends with an exchange of keys, which has a
+    separate buffer and barrier, so it always begins with the first buffer.
 
     CUDA IPC handles share the memory, without NVLink multicast.
     """

@@ -21,8 +21,8 @@ HEADER = 512  # words: the number of bytes of the pickled shape, then the pickle
 class StepChannel:
     """Rank 0's end of the channel.
 
-    A buffer is an int32 array: a batch's pickled shape, then the batch. Each reader has two semaphores: `free` counts
-    the buffers that it has read, and `filled` counts those that it must read.
+    A buffer is an int32 array: a batch's pickled shape, then the batch. Each reader has two semaphores. `free` counts
+    the buffers that the reader has read, and `filled` counts the buffers that it must still read.
     So no buffer is overwritten too early, and readers sleep while there is nothing to read. Rank 0 can always raise a
     semaphore, even if a reader was killed. The memory (an unnamed file) and the semaphores (eventfds) are inherited, so
     no named object can outlive the processes.

@@ -213,7 +213,7 @@ class BlockManager:
         return block_id
 
     def evict(self, block: Block, block_hash: int) -> None:
-        """Remove the block from the prefix cache. Lookups then find its duplicate, if there is one."""
+        """Remove the block from the prefix cache. If the block has a duplicate, lookups then find the duplicate."""
         duplicates = self.duplicates.get(block_hash, set())
         if self.hash_to_block_id[block_hash] != block.block_id:
             duplicates.remove(block.block_id)

@@ -22,8 +22,8 @@ class EngineThread:
     """Runs the steps of an engine. No other thread changes the engine's state.
 
     Callers submit requests and wait for outputs in other threads, so Ctrl-C interrupts a wait but never a step. Their
-    calls are queued as commands, which this thread executes between steps. It runs steps while a collector wants them,
-    and sleeps otherwise.
+    calls are queued as commands, which this thread executes between steps. The thread runs steps while a collector
+    wants them, and sleeps otherwise.
 
     Signal handlers and finalizers may call `submit`, `abort`, `discard` and `exit` at any moment. They can't deadlock,
     because the queues have no lock that the interrupted code might hold.

@@ -24,7 +24,7 @@ Ends = dict[Sequence, tuple[str, int | str | None]]  # finish reason and stop re
 
 
 class StepFeature:
-    """The hooks of a feature. Here, most hooks do nothing.
+    """The hooks of a feature. In this base class, most hooks do nothing.
 
     The class methods run on rank 0 and handle sequences. The other methods run on every rank, and handle batches on the
     device.
@@ -88,8 +88,8 @@ class StepFeature:
         and had not ended before. A new token is the last one in `seq.token_ids`. `result` is what `result(step)`
         returned, or None (see `after_forward`).
 
-        Do long work in another thread, and store its Future in `seq.awaited`. Its result is a value of `Ends`, or None.
-        The sequence must have set `waits_for_token`, and is held until the Future is done.
+        Do long work in another thread, and store its Future in `seq.awaited`. The Future's result is a value of `Ends`,
+        or None. The sequence must have set `waits_for_token`, and is held until the Future is done.
         """
 
     @classmethod

@@ -28,7 +28,7 @@ def start_others(scheduler: "Scheduler", seq: Sequence, step: ScheduledStep) -> 
 
 
 def pause(scheduler: "Scheduler", seq: Sequence) -> None:
-    """Pause a sequence whose token has arrived. It may be forked until `resume` is called."""
+    """Pause a sequence whose token has arrived. The sequence may be forked until `resume` is called."""
     seq.is_paused, seq.num_tokens = True, len(seq.token_ids)
     scheduler.waiting.discard(seq)  # if it was preempted while the step was in flight
 
@@ -36,7 +36,8 @@ def pause(scheduler: "Scheduler", seq: Sequence) -> None:
 def fork(scheduler: "Scheduler", seq: Sequence, index: int, token_id: int) -> Sequence:
     """Return a new answer: the tokens of the paused sequence `seq`, followed by `token_id`.
 
-    It shares the blocks of `seq` if a request index and a block are free. Otherwise its tokens are recomputed.
+    The answer shares the blocks of `seq` if a request index and a block are free. Otherwise the answer's tokens are
+    recomputed.
     """
     new_seq = _copy(seq, index, token_id)
     scheduler.live[seq.request_id][index] = new_seq

@@ -115,7 +115,7 @@ class StepResult(NamedTuple):
 
     token_ids: `tokens_per_row` ids for each sequence in the step's `sampled_seqs`.
     feature_results: the results of features, by feature name.
-    counts: how many of its `token_ids` each sequence gets, or None if each gets one.
+    counts: how many of its `token_ids` each sequence gets. None means that each sequence gets one.
     """
 
     token_ids: list[int]

@@ -25,8 +25,9 @@ class Scheduler:
 
     A mixed step decodes one token for each running sequence, and computes chunks of prompts. Prompts are computed in
     the order of `Sequence.order`, as far as the step's TokenBudget allows. A full engine admits new sequences in groups
-    (see AdmissionPause). `schedule` may be called once more before the tokens of the previous step have arrived. It
-    then leaves out the sequences that must wait for their tokens. The row of a sequence includes its drafts, if any.
+    (see AdmissionPause). `schedule` may be called once more before the tokens of the previous step have arrived. This
+    early call leaves out the sequences that must wait for their tokens. The row of a sequence includes its drafts, if
+    any.
 
     The answers to one prompt (`Sequence.group`) are queued together. The first answer is admitted when all of them fit,
     or when nothing else runs. Answers that fit share the computed prompt, and the remaining answers find it in the
@@ -224,7 +225,10 @@ class Scheduler:
         seq.record_time("scheduled")
 
     def preempt(self, seq: Sequence) -> None:
-        """Free the blocks of a running sequence, and queue the sequence again. Its tokens are recomputed later."""
+        """Free the blocks of a running sequence, and queue the sequence again.
+
+        The sequence's tokens are recomputed later.
+        """
         self.release(seq)
         seq.status = SequenceStatus.WAITING
         seq.limit_tokens()
@@ -285,8 +289,8 @@ class Scheduler:
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence, whatever its state. Only this method ends sequences.
 
-        A step in flight might still write to the sequence's blocks. This is safe: the device runs steps in order, so
-        the next owner of these blocks writes later.
+        A step in flight might still write to the sequence's blocks. This is safe, because the device runs steps in
+        order: the next owner of these blocks writes later.
         """
         self.waiting.discard(seq)
         self.held.pop(seq, None)

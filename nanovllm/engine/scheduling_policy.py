@@ -25,7 +25,7 @@ class SchedulingPolicy:
     def priority_key(self, seq: Sequence) -> Any:
         """Return the key of `seq`: a number, or anything that can be compared with the keys of other sequences.
 
-        The thread that adds a request calls this method once, with the request's first answer. Its errors are raised in
+        The thread that adds a request calls this method once, with the request's first answer. An error is raised in
         that thread. Useful attributes of `seq` are `num_prompt_tokens`, `max_num_tokens` (prompt and output together),
         `priority`, `params`, and `arrival`, a value of `time.perf_counter`.
         """
@@ -130,8 +130,9 @@ class TokenBudget(NamedTuple):
     def chunk_end(self, start: int, end: int, others_wait: bool) -> int:
         """Return where the next prefill chunk ends, given that the prompt tokens `start:end` remain.
 
-        If the budget is too small, the chunk uses all of it. If other prompts wait, it uses half of it, so that short
-        prompts are computed in the same steps as a long one. A chunk contains at least one token.
+        If the budget is too small for these tokens, the chunk uses the whole budget. If other prompts wait, the chunk
+        uses half of the budget, so that short prompts are computed in the same steps as a long prompt. A chunk contains
+        at least one token.
         """
         if self.cost(start, end) <= self.num_tokens:
             return end

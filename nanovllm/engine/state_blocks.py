@@ -59,10 +59,10 @@ class StateBlockManager(BlockManager):
     In `copies`, row `r` of the states has id `num_blocks + r`.
 
     A snapshot is stored for the end of a prompt's last full block. If there is no snapshot at the end of the prompt's
-    cached blocks, a second one is stored there, because this is the second prompt with these blocks. Chunks end at
-    these boundaries, so a snapshot costs a copy of the state and an additional step. The next step makes the copy, and
-    later steps can find the snapshot. If no row is free, the least recently found snapshot is dropped. A snapshot is
-    also dropped with its block.
+    cached blocks, a second snapshot is stored there, because this prompt is the second one to use these blocks. Chunks
+    end at these boundaries, so a snapshot costs a copy of the state and an additional step. The next step makes the
+    copy, and later steps can find the snapshot. If no row is free, the least recently found snapshot is dropped. A
+    snapshot is also dropped with its block.
 
     If the cached blocks end with an answer, the prompt continues a conversation. The conversation's next prompt will
     begin with this whole prompt. So no snapshot is stored for the end of the answer, and the snapshot that this prompt
@@ -157,7 +157,10 @@ class StateBlockManager(BlockManager):
         return block_ids
 
     def _take_snapshot(self, seq: Sequence, i: int) -> None:
-        """Request a snapshot of the state after block `i` of `seq`, which the step that is being scheduled computes."""
+        """Request a snapshot of the state after block `i` of `seq`.
+
+        The step that is being scheduled computes this state.
+        """
         block_id = self.hash_to_block_id[seq.block_hashes[i]]  # of the duplicates, the block that lookups find
         is_collision = self.blocks[block_id].token_ids != self._block_token_ids(seq, i)
         if is_collision or block_id in self.snapshots or block_id in self._untaken:

@@ -37,7 +37,7 @@ class BeamOutput(Record):
 class BeamSearchOutput(Record):
     """The beams that a search found, best first.
 
-    `finished` is False if the search was aborted. It may then have fewer than `beam_width` beams, or none.
+    `finished` is False if the search was aborted. An aborted search may return fewer than `beam_width` beams, or none.
     """
 
     request_id: int
@@ -81,7 +81,10 @@ class BeamRequest(Request):
         token_bytes: TokenBytes,
         eos_token_ids: frozenset[int],
     ):
-        """Begin the search with one beam, the sequence `root`. It contains the prompt and pauses after each token."""
+        """Begin the search with one beam, the sequence `root`.
+
+        `root` contains the prompt and pauses after each token.
+        """
         super().__init__([root], prompt, kind)
         self._root, self._params, self._token_bytes = root, params, token_bytes
         self._max_tokens = root.max_num_tokens - root.num_prompt_tokens

@@ -34,7 +34,7 @@ class OutputLogprobs:
         return LogprobTexts(self._token_bytes, self._params.detokenize)
 
     def of_event(self, seq: Sequence, start: int) -> list[dict[int, Logprob]] | None:
-        """Return the entries of the tokens from index `start` on, which belong to one stream event, or None."""
+        """Return the entries of a stream event with the tokens from index `start` on, or None if there are none."""
         if self._params.logprobs is None or not (kept := seq.feature_state["logprobs"].of_tokens):
             return None
         if seq.index not in self._streamed:
@@ -89,7 +89,7 @@ class DeferredList(abc.Sequence):
 class LogprobTexts:
     """Adds text to the log-probabilities of one answer, token by token.
 
-    If several tokens encode one character, it is in the text of the last of them.
+    If several tokens encode one character, the text of the last of these tokens contains it.
     """
 
     def __init__(self, token_bytes: Mapping[int, bytes], detokenize: bool):

@@ -3,8 +3,8 @@
 For generated tokens, the setting `logprobs_mode` selects which logits are used. For prompt tokens, these are always the
 model's raw logits. Requests with `SamplingParams.logprobs` or `prompt_logprobs` and beam searches need
 log-probabilities. A step contains a `LogprobRequest` for each token whose log-probabilities are needed. After the
-forward pass, every rank creates a `PendingLogprobs`, which computes them. They reach the host with the step's result,
-and logprob_outputs.py adds the text of the tokens.
+forward pass, every rank creates a `PendingLogprobs`, which computes the log-probabilities. The log-probabilities reach
+the host with the step's result, and logprob_outputs.py adds the text of the tokens.
 """
 
 from collections import defaultdict
@@ -104,7 +104,8 @@ class TokenLogprobs(StepFeature):
     def edit_logits(self, logits: torch.Tensor, rows: SamplingRows) -> None:
         """Record where a CUDA graph stores its logits, without editing the logits.
 
-        They stay valid until the next graph replay. The view does not own the memory, so other graphs can reuse it.
+        The logits stay valid until the next graph replay. The view does not own the memory, so other graphs can reuse
+        it.
         """
         if logits.is_cuda and torch.cuda.is_current_stream_capturing():
             memory, like, device = DeviceBytes(logits.data_ptr(), logits.nbytes), logits.to("meta"), logits.device
@@ -188,7 +189,7 @@ class PendingLogprobs:
     def __init__(self, requests: np.ndarray, runner: "ModelRunner", output: ForwardOutput, logits: torch.Tensor | None):
         """Each row of `requests` [n, 4] contains the fields of a `LogprobRequest`.
 
-        `logits` are those of the sampled rows, or None if they no longer exist.
+        `logits` contains the logits of the sampled rows, or is None if they no longer exist.
         """
         self._requests = requests.copy()  # a later step overwrites the original
         on_device = self._compute(runner, output, logits)

@@ -59,8 +59,8 @@ class StoppingDetokenizer(Detokenizer):
         """Decode the last token.
 
         If the last token completes a stop string, cut the text there and return the stop string. Stop strings within
-        the first `min_tokens` tokens are ignored. Of several matches, the one that ends first wins, or else the one
-        that was listed first.
+        the first `min_tokens` tokens are ignored. If several stop strings match, the one that ends first wins. If two
+        end at the same character, the one that was listed first wins.
         """
         piece, matches = self.decode(), []
         text = self._window + piece

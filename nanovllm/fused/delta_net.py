@@ -16,8 +16,8 @@ MAX_MERGED_ROWS = 2048  # with more rows, the last tiles of the merged matmul co
 class FusedGatedDeltaNet(Fused):
     """Replaces `GatedDeltaNet.forward`.
 
-    `in_proj` is the joint weight of both input projections, whose weights are views of it. It is None if a projection
-    is quantized or has a bias.
+    `in_proj` is the joint weight of both input projections. The weights of the projections are views of `in_proj`.
+    `in_proj` is None if a projection is quantized or has a bias.
     """
 
     what = "both input projections (up to 2,048 rows), with the norm before them (one row)"

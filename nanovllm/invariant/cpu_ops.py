@@ -1,12 +1,13 @@
 """CPU replacements for operations whose definitions depend on the number of rows.
 
 A runner computes a step in one thread, because the batch would determine how several threads divide loops over
-elements. Then elementwise operations and reductions over the last dimension compute each row independently of other
-rows. These operations do not, so they are replaced:
+elements. In one thread, elementwise operations and reductions over the last dimension compute each row independently of
+other rows. In the following operations, a row also depends on other rows, so these operations are replaced:
 
-- Matmuls, because the library chooses a method by shape. They are computed in blocks of a fixed shape, in all threads.
-- Functions of few elements, because PyTorch computes some elements in vectors, and the last ones one by one. They are
-  computed row by row.
+- Matmuls, because the library chooses a method by shape. Here, matmuls are computed in blocks of a fixed shape, in all
+  threads.
+- Functions of few elements, because PyTorch computes some elements in vectors, and the last ones one by one. Here,
+  these functions are computed row by row.
 - The chunked form of the gated delta rule, because its sums depend on where a chunk begins. Each token is computed
   alone, as in a decode step.
 """

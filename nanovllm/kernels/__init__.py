@@ -32,8 +32,8 @@ def ops_for(device: torch.device) -> Mapping[str, Callable]:
 def register_ops(device_type: str, table: Mapping[str, Callable]) -> None:
     """Register `table` for a device type ("cuda") or for a variant on a device type ("cuda-invariant").
 
-    A function in `table` replaces the operation with the same name, and takes the same arguments. If it returns
-    `NotImplemented`, the definition runs instead.
+    A function in `table` replaces the operation with the same name, and takes the same arguments. If the function
+    returns `NotImplemented`, the definition runs instead.
     """
     _tables[device_type] = table
     for forget in _forget:

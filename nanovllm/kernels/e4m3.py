@@ -69,7 +69,7 @@ def encode_e4m3(x, dtype: tl.constexpr):
 
 @triton.jit
 def encode_rows(x, dtype: tl.constexpr):
-    """Quantize rows x [R, D] to e4m3 in `dtype`. Return them and their scales [R].
+    """Quantize rows x [R, D] to e4m3 in `dtype`. Return the quantized rows and their scales [R].
 
     The scales are float32 values that bfloat16 represents exactly. A row that contains NaN or infinity gets an infinite
     scale, so it never decodes to finite values.
@@ -124,8 +124,8 @@ def unpack_scales(pairs, stored_dtype: tl.constexpr):
 def as_fp8_partner(x):
     """Convert bfloat16 queries to float16, so that they can be multiplied by e4m3 keys.
 
-    The hardware converts e4m3 to bfloat16 only through float16 and float32. float16 is more precise than bfloat16. Its
-    range is smaller, but far larger than the outputs of norms and projections.
+    The hardware converts e4m3 to bfloat16 only through float16 and float32. float16 is more precise than bfloat16. The
+    range of float16 is smaller, but far larger than the outputs of norms and projections.
     """
     if x.dtype == tl.bfloat16:
         x = tl.clamp(x.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)

@@ -22,7 +22,7 @@ class RotaryEmbedding(nn.Module):
     """
 
     def __init__(self, inv_freq: tuple[float, ...], scale: float, max_position: int):
-        """`scale` multiplies the cosines and sines. It is 1 except with YaRN and LongRoPE."""
+        """`scale` multiplies the cosines and sines. `scale` is 1 except with YaRN and LongRoPE."""
         super().__init__()
         positions = torch.arange(max_position, dtype=torch.float32)
         angles = torch.outer(positions, torch.tensor(inv_freq, dtype=torch.float32))

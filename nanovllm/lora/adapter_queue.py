@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 class AdapterSlots:
-    """The adapters that are stored on the devices. The least recently used one makes room for another."""
+    """The adapters that are stored on the devices.
+
+    The least recently used adapter leaves when another adapter needs its slot.
+    """
 
     def __init__(self, num_slots: int, write: Callable[[int, Adapter], None]):
         """`write(slot, adapter)` stores an adapter on all ranks, for steps that are launched later."""

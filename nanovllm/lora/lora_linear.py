@@ -33,9 +33,10 @@ class LoRAStack(NamedTuple):
 
 @operation
 def group_rows(slots: torch.Tensor, num_slots: int) -> Any:
-    """Return the rows of each slot for `add_lora`. In `slots` [T] int32, values below 0 mark rows without one.
+    """Return the rows of each slot for `add_lora`.
 
-    Here, a group is a slot and the indices of its rows.
+    In `slots` [T] int32, negative values mark rows without an adapter. In this definition, a group is a slot and the
+    indices of its rows.
     """
     present = [slot for slot in slots.unique().tolist() if slot >= 0]
     return [(slot, (slots == slot).nonzero().flatten()) for slot in present]

@@ -30,7 +30,7 @@ class LoRARequest:
 
 @dataclass(eq=False)
 class Adapter:
-    """The weights of an adapter in host memory, at most one Adapter for each LoRARequest.
+    """The weights of an adapter in host memory. An engine has at most one Adapter for each LoRARequest.
 
     ranks: the rank of each module in `AdapterStacks.targets`. 0 means that the adapter does not change the module.
     weights: the matrices A [rank, inputs] and B [outputs, rank] of each changed module, one after another in a flat

@@ -1,4 +1,4 @@
-"""A KV cache in FP8 (e4m3). It stores nearly twice as many tokens as a bfloat16 cache of the same size.
+"""A KV cache in FP8 (e4m3). An FP8 cache stores nearly twice as many tokens as a bfloat16 cache of the same size.
 
 The key and the value of each token and head have separate scales, which depend on nothing else, so the cache needs no
 calibration. What is stored for a token does not depend on other tokens, on chunks of the prompt, or on the number of

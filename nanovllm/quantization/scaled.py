@@ -43,7 +43,7 @@ class QuantScheme:
         return Block(self.block_rows or shape[0], self.block_columns or shape[1])
 
     def local_block(self, shards: list[Shard], columns: int) -> Block:
-        """Return the largest block size such that no block crosses the border of one of this rank's shards.
+        """Return the largest block size for this rank's shards such that no block crosses the border of a shard.
 
         Both sides of a block are powers of two, unless the block spans whole rows. If a border between
         ranks cuts a block of the checkpoint, several smaller blocks get copies of that block's scale.

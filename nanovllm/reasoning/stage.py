@@ -17,7 +17,8 @@ class Markers:
     """The markers of a reasoning format, and how a model's vocabulary represents them.
 
     If a model has a token for each marker, as most have, only tokens that contain the whole marker count. Several
-    tokens that spell it are then part of the reasoning. In other models, any tokens that spell it count.
+    tokens that together spell the marker are then part of the reasoning. In other models, any tokens that spell a
+    marker count as the marker.
     """
 
     def __init__(self, form: ReasoningFormat, tokenizer: Any, token_bytes: Mapping[int, bytes]):
@@ -118,8 +119,8 @@ class Reasoning:
 def _begins_or_ends_turn(token: Any) -> bool:
     """Return whether an added token may separate the turns of a conversation.
 
-    Other added tokens, such as `<tool_call>`, may occur inside reasoning. DeepSeek marks only some of its separators as
-    special, so every token that contains a bar counts as one, too.
+    Other added tokens, such as `<tool_call>`, may occur inside reasoning. DeepSeek does not mark all of its separators
+    as special, so every token that contains a bar counts as a separator, too.
     """
     return bool(token.content.strip()) and (token.special or any(bar in token.content for bar in "|\uff5c"))
 

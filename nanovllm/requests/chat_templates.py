@@ -26,9 +26,9 @@ GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")  # a tag of transform
 class TemplateForms(NamedTuple):
     """The forms in which a chat template reads messages.
 
-    content_parts: the template iterates over parts of the content. Otherwise, they are joined into one text.
+    content_parts: the template iterates over parts of the content. Otherwise, parts are joined into one text.
     content_text: the template accepts text as content. Otherwise, text becomes a list with one part.
-    arguments_text: the template needs a tool call's arguments as text. Otherwise, they become an object.
+    arguments_text: the template needs a tool call's arguments as text. Otherwise, the arguments become an object.
     roles: the names with which the template compares a message's role.
     reasoning: the names under which the template reads the reasoning.
     """

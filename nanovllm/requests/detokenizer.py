@@ -98,7 +98,7 @@ class Detokenizer:
         return piece
 
     def take_text(self, num_hidden: int = 0, is_last: bool = False) -> str:
-        """Return the text since the previous call of `take_text`, with the arguments of `decode`."""
+        """Return the text since the previous call of `take_text`. The arguments are the same as for `decode`."""
         if is_last or self._num_decoded < len(self._token_ids):
             self.decode(num_hidden, is_last)
         text, self._pending = self._pending, ""

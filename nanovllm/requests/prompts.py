@@ -13,7 +13,7 @@ KINDS = "a string, a list of token ids, a dict with 'prompt' or 'prompt_token_id
 
 
 def as_prompts(prompts) -> list:
-    """Return a list of prompts, of length one for a single prompt."""
+    """Return a list of prompts. A single prompt becomes a list."""
     if isinstance(prompts, (str, Mapping)) or is_conversation(prompts):
         return [prompts]
     if (items := as_list(prompts)) is None:
@@ -33,7 +33,7 @@ def as_priorities(priority: Any, num_prompts: int) -> list:
 
 
 def as_conversations(messages) -> list[list[Message]]:
-    """Return a list of conversations, of length one for a single one. Raises ValueError for anything else."""
+    """Return a list of conversations. A single conversation becomes a list. Raises ValueError for anything else."""
     conversations = [messages] if is_conversation(messages) else messages
     if not isinstance(conversations, (list, tuple)) or not all(map(is_conversation, conversations)):
         raise _not_a_conversation(messages)

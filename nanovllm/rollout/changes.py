@@ -28,8 +28,8 @@ class Dropped(str):
 def refusing_requests(llm: "LLMEngine", kind: str, reason: str) -> Iterator[None]:
     """Set `unavailable[kind]` to `reason`, so that new requests are refused while a `with` block changes the engine.
 
-    It stays set after the block, but an error in the block restores the previous reason. Raises UnavailableError if the
-    engine has requests and is not paused, or while weights are being replaced.
+    The reason stays set after the block. If the block raises an error, the previous reason is restored. Raises
+    UnavailableError if the engine has requests and is not paused, or while weights are being replaced.
     """
     unavailable = llm.core.unavailable
     if unavailable.get("weights") == LOADING:
@@ -51,8 +51,8 @@ def refusing_requests(llm: "LLMEngine", kind: str, reason: str) -> Iterator[None
 def in_engine(thread: EngineThread, work: Callable[[], T]) -> T:
     """Call `work` in the engine's thread, between two steps, and return its result.
 
-    If it raises ValueError, TypeError or UnavailableError, the error is raised again here, and the engine continues.
-    Any other error ends all requests, like an error in a step.
+    If `work` raises ValueError, TypeError or UnavailableError, the error is raised again here, and the engine
+    continues. Any other error ends all requests, like an error in a step.
     """
 
     def attempt() -> tuple[T | None, Exception | None]:

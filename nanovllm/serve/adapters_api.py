@@ -24,7 +24,7 @@ class UnloadBody(BaseModel):
 
 
 class ServedAdapters:
-    """The adapters by name. No adapter may have one of the `reserved` names, which belong to the model."""
+    """The adapters by name. `reserved` contains the names of the model, which no adapter may have."""
 
     def __init__(self, llm: EngineClient, modules: Iterable[str], reserved: Iterable[str]):
         """`modules` lists NAME=PATH. Raises ValueError for names that occur twice, or without `enable_lora`."""
@@ -39,9 +39,9 @@ class ServedAdapters:
             self.by_name[name] = LoRARequest(name, next(self._numbers), path)
 
     async def read(self) -> None:
-        """Read all adapters, so that startup reports a broken one. Replicas read them with their first request.
+        """Read all adapters, so that a broken adapter is reported at startup.
 
-        Raises ValueError for an adapter that can't be used.
+        Replicas read them with their first request. Raises ValueError for an adapter that can't be used.
         """
         for adapter in self.by_name.values() if self._llm.has_one_engine else ():
             await self._read(adapter)

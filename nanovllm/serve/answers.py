@@ -45,7 +45,7 @@ def server_sent_event(content: dict[str, Any]) -> bytes:
 
 
 class Answer:
-    """The answer to a client's request for one or several prompts, complete or streamed.
+    """The complete or streamed answer to a client's request, which has one or several prompts.
 
     A complete answer encodes log-probabilities in a thread, because this takes long.
     """

@@ -67,9 +67,10 @@ class AsyncRequest:
         return self.take_events()
 
     def take_events(self, max_events: float = inf) -> list[StreamEvent]:
-        """Return up to `max_events` merged events without waiting, and keep others for later.
+        """Return merged events without waiting.
 
-        Raises the error of a failed request.
+        At most `max_events` events are merged, and further events are kept for later. Raises the error of a failed
+        request.
         """
         self._check()
         taken, self._events = self._events, []

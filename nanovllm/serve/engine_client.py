@@ -43,9 +43,10 @@ class EngineDeadError(RuntimeError):
 class EngineClient(ABC):
     """Generates text for any number of tasks of one event loop: `async for output in llm.generate(prompt, params)`.
 
-    Four thread pools prepare requests: for templates and tokenization, for tokenization of long texts (one thread), for
-    grammars, and for templates that may be slow. Subclasses compute the answers: AsyncLLM with an engine in this
-    process, FrontClient and AsyncReplicas in other processes. They call `_forget` when a request has ended.
+    Four thread pools prepare requests. The first renders chat templates and tokenizes, the second (a single thread)
+    tokenizes long texts, the third compiles grammars, and the fourth renders templates that may be slow. Subclasses
+    compute the answers: AsyncLLM with an engine in this process, FrontClient and AsyncReplicas in other processes. They
+    call `_forget` when a request has ended.
     """
 
     engine: LLM | None = None  # the engine, if it runs in this process

@@ -134,7 +134,7 @@ def too_deep(error: Exception, body: bytes) -> Exception:
 
 
 def _validation_error(errors: Sequence[Any]) -> ApiError:
-    """Return an ApiError for the first invalid field, which has one error for each type that it may have."""
+    """Return an ApiError for the first invalid field. There is one error for each type that the field may have."""
     # leave out the names of our classes, which stand for alternative types
     path = [str(part) for part in errors[0]["loc"] if not str(part).endswith("Body")]
     param = path[0] if path else None

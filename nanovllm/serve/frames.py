@@ -4,7 +4,7 @@ A frame is a JSON-serializable dict of differences from the previous frame, with
 
 - `step`: the number of recorded steps.
 - `time`: seconds since the recording began.
-- `ms`: milliseconds that the step took. Without it, the frame belongs to no step, and shows requests that were added or
+- `ms`: milliseconds that the step took. A frame without `ms` belongs to no step, and shows requests that were added or
   aborted since the previous step.
 - `decodes`: names of the sequences that decode one token; left out if unchanged.
 - `chunks`: [name, start, end] for each sequence that computes the prompt tokens `start:end`.

@@ -38,8 +38,8 @@ def error_response(error: ApiError, path: str, **headers: str) -> Response:
 def endpoint(route: APIRoute, seconds: float) -> Endpoint:
     """Return a function that answers the requests of a route, which must have a body.
 
-    It bypasses FastAPI's layers, which would double the time per request. Work on a request stops when the client
-    disconnects, or after `seconds`.
+    The function bypasses FastAPI's layers, which would double the time per request. Work on a request stops when the
+    client disconnects, or after `seconds`.
     """
     kind: TypeAdapter[Any] = TypeAdapter(route.endpoint.__annotations__["body"])
 

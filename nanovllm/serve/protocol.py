@@ -64,7 +64,7 @@ IGNORED = IgnoredFields()
 
 
 def only(*allowed: Any) -> AfterValidator:
-    """Make a validator for a field without effect, which must be `null` or one of `allowed`."""
+    """Make a validator for a field that has no effect here. The field's value must be `null` or one of `allowed`."""
 
     def check(value: Any) -> Any:
         if value not in allowed:

@@ -164,8 +164,8 @@ class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 protocol, with limits on the size and the duration of headers, and without pipelining.
 
     uvicorn closes idle connections, but its timer stops at the first byte of a request. From then on, this class gives
-    the client `HEADER_SECONDS` to send all headers. It ignores requests to upgrade the protocol, as HTTP permits.
-    Invalid requests and requests refused before routing get errors in the usual format.
+    the client `HEADER_SECONDS` to send all headers. This class ignores requests to upgrade the protocol, as HTTP
+    permits. Invalid requests and requests refused before routing get errors in the usual format.
     """
 
     is_lost = False  # True when the client has closed the connection
@@ -212,8 +212,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def _parse(self, data: bytes) -> None:
         """Feed data to the parser. If a request asks for an upgrade, parse it again without this header.
 
-        The parser stops before the body of such a request. A new parser is needed, because the old one accepts no
-        further request after `connection: close` or an HTTP/1.0 request.
+        The parser stops before the body of such a request. A new parser then reads the request again, because the old
+        parser accepts no further request after `connection: close` or an HTTP/1.0 request.
         """
         while data:
             try:

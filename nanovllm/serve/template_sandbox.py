@@ -61,8 +61,8 @@ Process = subprocess.Popen[bytes]
 def may_take_long(body: Any, own_template: Any) -> bool:
     """Return whether a conversation (a protocol.ChatFields) may take long to render.
 
-    It may, if the client sends a template, or if the server's template could loop over many messages, or over arguments
-    other than bools and short texts.
+    Rendering may take long if the client sends a template, or if the server's template could loop over many messages,
+    or over arguments other than bools and short texts.
     """
     values = (body.chat_template_kwargs or {}).values()
     is_plain = all(x is None or isinstance(x, bool) or _is_short_text(x) for x in values)
@@ -84,7 +84,7 @@ class TemplateSandbox:
         self._is_closed = False
 
     def close(self) -> None:
-        """End the processes. Threads that wait for one get an error."""
+        """End the processes. Threads that wait for a process get an error."""
         self._is_closed = True  # before `_processes` is read; `_start` uses the two in the opposite order
         for process in [*self._processes]:
             process.kill()

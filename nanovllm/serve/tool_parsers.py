@@ -1,8 +1,8 @@
 """Finds tool calls in generated text, while the text arrives.
 
-A parser takes the pieces of one answer, and returns content and complete calls in order. It holds back text that may
-belong to a call. Text that turns out not to be a valid call becomes content. The result does not depend on how the
-answer is cut into pieces.
+A parser takes the pieces of one answer, and returns content and complete calls in order. The parser holds back text
+that may belong to a call. Text that turns out not to be a valid call becomes content. The result does not depend on how
+the answer is cut into pieces.
 """
 
 import json
@@ -490,7 +490,7 @@ def _plain_value(text: str) -> str:
 
 
 def _typed(text: str, schema: Any, key: str) -> Any:
-    """Convert a parameter to a type that its schema allows. It stays text if text is allowed or no type fits."""
+    """Convert a parameter to a type that its schema allows. A value stays text if text is allowed or no type fits."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     types = _types_of(properties.get(key) if isinstance(properties, dict) else None, schema)
     word = text.strip().lower()

@@ -278,7 +278,7 @@ class StepRecorder:
                 frame["released"].append([self._names.pop(seq), seq.finish_reason or "hidden"])
 
     def _name(self, seq: Sequence, frame: Frame) -> str:
-        """Return the name of a sequence. If it is new, add it to the frame."""
+        """Return the name of a sequence. If the sequence is new, add it to the frame."""
         if (name := self._names.get(seq)) is None:
             name = self._names[seq] = sequence_name(seq)
             num_tokens = len(seq.token_ids)

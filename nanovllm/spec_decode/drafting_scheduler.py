@@ -182,8 +182,8 @@ class DraftingScheduler(Scheduler):
     def _hold_for_others(self) -> bool:
         """Hold the sequences whose tokens have arrived, while other drafting sequences are still in flight.
 
-        Return whether there are any. Otherwise the two groups would run in alternating steps, and there would be twice
-        as many steps.
+        Return whether other sequences are in flight. If the two groups were not joined, they would run in alternating
+        steps, and there would be twice as many steps.
         """
         if not any(seq.waits_for_token and seq.num_tokens > len(seq.token_ids) for seq in self.paces):
             return False
@@ -200,7 +200,7 @@ class DraftingScheduler(Scheduler):
     def _drafts_of(self, seq: Sequence, pace: Pace) -> tuple[list[int], bool]:
         """Return the drafts of a sequence, and whether it may draft.
 
-        It may not during a pause, or if it must end before a draft could be used.
+        A sequence may not draft during a pause, or if it must end before a draft could be used.
         """
         k = min(self.settings.num_speculative_tokens, seq.max_num_tokens - len(seq.token_ids) - 1)
         if (self.proposer.on_host and pace.pause) or k <= 0:

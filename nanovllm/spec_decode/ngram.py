@@ -8,9 +8,9 @@ from nanovllm.spec_decode.proposer import Proposer
 
 
 class NGram(Proposer):
-    """Finds the longest n-gram at a sequence's end that occurred before, and drafts the tokens that followed it last.
+    """Finds the longest n-gram at a sequence's end that occurred before.
 
-    If too few tokens followed, they are repeated.
+    The drafts are the tokens that followed its latest occurrence. If too few tokens followed, they are repeated.
     """
 
     def __init__(self, settings):

@@ -26,7 +26,7 @@ DRAFTERS = {
 class Speculation(StepFeature):
     """Writes a step's drafts to `RequestTables` on each rank.
 
-    They come from the host, or from a model on the device.
+    The drafts come from the host, or from a model on the device.
     """
 
     @classmethod

@@ -93,7 +93,10 @@ class Constraint:
         return True
 
     def _restart(self) -> bool:
-        """Start again with larger automata, because small ones may cause errors. Return False if there are none."""
+        """Start again with larger automata, because small ones may cause errors.
+
+        Return False if there are no larger automata.
+        """
         self._automata.has_failed = True
         if self._automata.is_largest:
             return False

@@ -168,7 +168,7 @@ def _are_disjoint(schemas: Any, discriminator: Any, resource: dict[str, Any]) ->
 def _are_told_apart(objects: list[dict[str, Any]], tag: Any, resource: dict[str, Any]) -> bool:
     """Find a property with a different value in each of these schemas, and make this property required.
 
-    Return False if there is none. The property must be required already, or be named `tag`.
+    Return False if there is no such property. The property must be required already, or be named `tag`.
     """
     properties = [schema["properties"] if isinstance(schema.get("properties"), dict) else {} for schema in objects]
     required = [schema["required"] if isinstance(schema.get("required"), list) else [] for schema in objects]
@@ -192,7 +192,7 @@ def _differ(schemas: list[Any]) -> bool:
 def _values(schema: Any) -> set[tuple[type, Any]] | None:
     """Return the values of `const` or `enum` as (type, value) pairs.
 
-    Return None if there is neither, or if the type of a value is not supported.
+    Return None if the schema has neither keyword, or if the type of a value is not supported.
     """
     if not isinstance(schema, dict):
         return None

@@ -57,9 +57,9 @@ Process = subprocess.Popen[bytes]
 class CompileSandbox:
     """Compiles grammars in at most `MAX_PROCESSES` processes.
 
-    They start on demand, and end when `close` is called or this object is garbage-collected. Any thread may call the
-    methods. A grammar is compiled once, even if several threads ask for it at the same time. The results of the
-    `MAX_RESULTS` most recently used grammars are kept.
+    The processes start on demand, and end when `close` is called or this object is garbage-collected. Any thread may
+    call the methods. A grammar is compiled once, even if several threads ask for it at the same time. The results of
+    the `MAX_RESULTS` most recently used grammars are kept.
     """
 
     def __init__(self, vocab_size: int, special_tokens: dict[int, str]):
@@ -76,7 +76,8 @@ class CompileSandbox:
     def close(self) -> None:
         """End the processes, except in a forked child, which does not own them.
 
-        It does not wait for `error_of`, which the caller, a signal handler, may have interrupted.
+        The method does not wait for `error_of`, because the caller may be a signal handler that has interrupted
+        `error_of`.
         """
         if os.getpid() != self._pid:
             return

@@ -13,8 +13,8 @@ def interrupts_held() -> Iterator[list]:
     """Delay Ctrl-C to the end of the block, or of the outermost block.
 
     Yields a list, which is empty until the outermost block is interrupted. Lists of nested blocks stay empty. This does
-    nothing outside the main thread, where Python runs no signal handlers, and nothing if Python did not install the
-    handler, because it could not restore it.
+    nothing outside the main thread, because Python runs signal handlers in the main thread. If the handler was not
+    installed by Python, this does nothing either, because Python could not restore the handler.
     """
     global _is_held
     is_main = threading.current_thread() is threading.main_thread()

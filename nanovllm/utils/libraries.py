@@ -63,7 +63,8 @@ def _import_modules(native: Future) -> None:
 class _DistributionsOfPackages(Mapping[str, list[str]]):
     """A lazy `importlib.metadata.packages_distributions()`.
 
-    It reads the metadata of all packages only if a package's distribution has another name.
+    The metadata of all installed packages is read only if a package's distribution has a different name from the
+    package.
     """
 
     @cached_property

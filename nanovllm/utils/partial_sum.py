@@ -43,8 +43,8 @@ def sum_over_ranks(
 ) -> PartialSum:
     """Sum the result of `compute` over ranks.
 
-    It is [num_rows, width], or [split_k, num_rows, width] if `split_k` > 1. Ranks that read each other's memory
-    (`tp.sum`) pass `compute` a tensor [split_k, num_rows, width] to write to.
+    This result is [num_rows, width], or [split_k, num_rows, width] if `split_k` > 1. Ranks that read each other's
+    memory (`tp.sum`) pass `compute` a tensor [split_k, num_rows, width] to write to.
     """
     if hasattr(tp, "sum"):
         return tp.sum(compute, num_rows, width, dtype, split_k)

@@ -70,7 +70,8 @@ def scaled_rope(kind: str, theta: float, rope: dict, raw: Mapping, head_dim: int
 def _llama3_frequencies(inv_freq: torch.Tensor, rope: dict) -> torch.Tensor:
     """Return the frequencies of Llama 3.1, which are divided by a factor for slow pairs.
 
-    They do not change for fast pairs, which make many turns in the training length, and are interpolated in between.
+    The frequencies of fast pairs, which make many turns in the training length, do not change. In between, frequencies
+    are interpolated.
     """
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     num_turns = rope["original_max_position_embeddings"] / (2 * math.pi / inv_freq)

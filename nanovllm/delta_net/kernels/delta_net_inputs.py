@@ -123,8 +123,8 @@ def _inputs_kernel(
 def keep_inputs(source, written, head, certain, end, PLAN: tl.constexpr):
     """Store the window and the inputs of drafts for the next step.
 
-    The window ends before token `certain`, where the drafts begin. A call stores the channels of one value head, and
-    for the first value head of a group also the channels of its query and key heads.
+    The window ends before token `certain`, where the drafts begin. A call stores the channels of one value head. The
+    call for the first value head of a group also stores the channels of the query and key heads.
     """
     HEADS: tl.constexpr = PLAN.heads
     SIZE: tl.constexpr = HEADS.conv_size

@@ -81,7 +81,7 @@ def operands_of(qkvz: torch.Tensor, ba: torch.Tensor, layer: Any, states: Any) -
 
 
 def pad_of(num_seqs: int) -> int:
-    """Round up the number of sequences to one of few values, because kernels are compiled for each.
+    """Round up the number of sequences, because kernels are compiled for each result.
 
     All numbers up to 1,024 become 32 or 1,024.
     """

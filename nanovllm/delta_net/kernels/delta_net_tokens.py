@@ -57,8 +57,9 @@ def _tokens_kernel(
 ):
     """Each program computes the tokens of one value head of a sequence in order, then their gated norms.
 
-    A decoding sequence begins with the accepted drafts of the previous step and one more token. After them, the state
-    is stored. This step's drafts come last. The last tokens may be copies of the previous token.
+    For a decoding sequence, the accepted drafts of the previous step come first, followed by one token. Then the state
+    is stored. The drafts of this step follow, and do not change the stored state. The last tokens may be copies of the
+    previous token.
     """
     gdc_launch_dependents(PDL)
     HEADS: tl.constexpr = PLAN.heads

@@ -129,9 +129,10 @@ def _sum_rms_norm_kernel(
 def sum_rms_norm(
     parts: torch.Tensor, barrier: PeerBarrier, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add all ranks' `parts` and the residual. Return the RMS norm of the sum, and the sum itself, both [T, N].
+    """Add the summands of all ranks and the residual.
 
-    This rank's `parts` [split_k, T, N] lie at the barrier's data offset. The sum overwrites `residual` [T, N].
+    Return the RMS norm of the sum, and the sum itself, both [T, N]. `parts` [split_k, T, N] contains this rank's
+    summands, at the barrier's data offset. The sum overwrites `residual` [T, N].
     """
     split_k, num_rows, n = parts.shape
     total = torch.empty_like(parts[0]) if residual is None else residual

@@ -77,7 +77,7 @@ def _decode_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute one split of a sequence, which consists of whole segments, unlike in decode_attention.py.
+    """Compute one split of a sequence. Unlike in decode_attention.py, a split consists of whole segments.
 
     If a sequence has several segments, store the sums of each segment. Everything is transposed, so tensor cores
     multiply 64 keys at a time, as in prefill.

@@ -147,8 +147,9 @@ def _decode_kernel(
 ):
     """Compute the attention of ROWS rows of a sequence over one split of its keys.
 
-    The program (kv_head, sequence, split) handles all query heads of this key-value head. Before the wait, it reads no
-    memory that the previous kernel writes. If q is qkv, the program of the first split also stores the new token.
+    The program (kv_head, sequence, split) handles all query heads of this key-value head. Before the program waits, it
+    reads no memory that the previous kernel writes. If q is qkv, the program of the first split also stores the new
+    token.
     """
     gdc_launch_dependents(PDL)
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
@@ -277,7 +278,7 @@ def _decode_kernel(
 def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> bool:
     """Return whether `decode_attention` should get qkv, and normalize, rotate and store the new token.
 
-    This saves a kernel launch. If not all programs can run at once, it costs more time than it saves.
+    This saves a kernel launch. If not all programs can run at once, fusing costs more time than it saves.
     """
     return batch_size * kv_heads <= 2 * num_sms(device)
 
@@ -319,11 +320,11 @@ def decode_attention(
         of rows.
     num_seqs [1] int32: the number of rows to compute, at least 1. Later rows of the result stay unchanged.
     out: receives the result
-    tokens_per_row: the number of consecutive rows that belong to one sequence. They share a block table, and each sees
-        at least as many keys as the previous row.
+    tokens_per_row: the number of consecutive rows that belong to one sequence. These rows share a block table, and each
+        row sees at least as many keys as the previous row.
     norm_rope_inputs: the arguments `qk_norm_rope` and `slot_mapping` of `norm_rope_and_store`, which the kernel then
-        computes, too. Then q is qkv [B, heads + 2 kv_heads, head_dim] with any stride between tokens, and the result of
-        an empty sequence is finite but undefined.
+        computes, too. In this case, q is qkv [B, heads + 2 kv_heads, head_dim] with any stride between tokens, and the
+        result of an empty sequence is finite but undefined.
     """
     is_qkv, kv_heads = norm_rope_inputs is not NO_NORM_ROPE, cache.k.shape[2]
     out = torch.empty_like(q[:, 2 * kv_heads :] if is_qkv else q) if out is None else out

@@ -14,7 +14,7 @@ PER_PROGRAM = tl.constexpr(16)  # heads of a program
 
 
 class Rows(NamedTuple):
-    """The sizes of the rows of qkv, one per head of a token (a kernel constant)."""
+    """The sizes of the rows of qkv (a kernel constant). Each head of a token is a row."""
 
     heads: int  # query heads
     rotary: int  # this many elements of each head are rotated, from the first on
@@ -22,7 +22,7 @@ class Rows(NamedTuple):
 
 @triton.jit
 def norm_rope(x, x_swapped, cos, sin, eps, HAS_NORM: tl.constexpr):
-    """Normalize each row of x [R, D] if HAS_NORM, and rotate it, in float32 with one rounding.
+    """Normalize each row of x [R, D] if HAS_NORM, and rotate it. Compute in float32, and round once.
 
     `x_swapped` is x with its halves swapped. `cos` and `sin` [1 or R, D] come from FusedRotaryEmbedding, which negates
     the first half of `sin`. With a norm, the caller has multiplied `cos` by the norm's weight, and `sin` by the weight

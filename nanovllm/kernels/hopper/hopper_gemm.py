@@ -4,7 +4,7 @@ One warp loads, and two warpgroups multiply. A tile combines 128 rows of the wei
 tokens, so each weight is read once. The tokens are in two parts, because tensor sizes must be powers of two. A quarter
 of the registers is left to programs of the previous and the next kernel.
 
-This kernel is for GEMMs with many more inputs than outputs, such as down_proj. For others, cuBLAS is as fast.
+This kernel is for GEMMs with many more inputs than outputs, such as down_proj. For other GEMMs, cuBLAS is as fast.
 """
 
 import torch

@@ -4,8 +4,8 @@ Written in Gluon. One warp loads tiles, and two warpgroups compute attention. A 
 warpgroup), and each row is one query head of one token. A tile covers a *pack* of query heads that share a key-value
 head: the largest power of two that divides their number.
 
-The warpgroups alternate: one computes softmax while tensor cores run the other's matmuls, or its own with the previous
-softmax weights.
+The warpgroups alternate. While one computes softmax, the tensor cores run matmuls: the matmuls of the other warpgroup,
+or the first warpgroup's previous softmax weights times values.
 """
 
 from typing import NamedTuple
@@ -73,7 +73,7 @@ def _work(n, plan, SHAPE: gl.constexpr):
     """Return the n-th query tile of this program.
 
     The first field is the end of the key tiles, or 0 after the last query tile. Query tiles are sorted by descending
-    number of keys. They are dealt to the programs in alternating order: first program to last, then last to first.
+    number of keys. The tiles are dealt to the programs in alternating order: first program to last, then last to first.
     """
     plan_ptrs, num_tiles, _ = plan
     tiles_ptr, starts_ptr, lengths_ptr, _ = plan_ptrs
@@ -149,7 +149,7 @@ def _softmax(scores, state, position, key, MASKED: gl.constexpr, SHAPE: gl.const
 
 @gluon.jit
 def _scores(q, keys, i, SHAPE: gl.constexpr):
-    """Start the matmul of the queries and the i-th tile of keys, which must be loaded."""
+    """Start the matmul of the queries and the i-th tile of keys. The keys must already be loaded."""
     zeros = gl.full([64, SHAPE.tile], 0.0, gl.float32, sums_of(SHAPE.tile))
     k = keys[0].index(i % 2).permute((1, 0))
     return hopper.warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)

@@ -258,8 +258,8 @@ def product(x: torch.Tensor | QuantizedRows, weight, scales: torch.Tensor | None
     """Compute x W^T for x [T, K] and weight [N, K], and pass the accumulators and `out_ptrs` to the epilogue.
 
     Without `scales`, x and the weight have 16 bits, otherwise FP8. N is a multiple of 256. Without `y`, a tile has two
-    adjacent blocks of outputs. With `y`, it has one block from each half of the outputs, and the epilogue stores tiles
-    of `y`.
+    adjacent blocks of outputs. With `y`, a tile has one block from each half of the outputs, and the epilogue stores
+    tiles of `y`.
     """
     (n, k), step = weight.shape, 128 // weight.element_size()
     rows, scale_ptrs = (x, None) if scales is None else (x.values, (x.scales, scales, x.scales.stride(1)))

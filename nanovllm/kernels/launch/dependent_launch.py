@@ -1,16 +1,18 @@
 """Programmatic dependent launch (PDL): the programs of a kernel start while the previous kernel still runs.
 
-It hides the launch latency and the latency of the first reads. Every dependent kernel obeys this contract:
+PDL hides a kernel's launch latency and the latency of the kernel's first reads. Every dependent kernel obeys this
+contract:
 
-- The kernel lets the next kernel start at once (`gdc_launch_dependents`). It waits (`gdc_wait`) until the previous
-  kernel is complete and its writes are visible. A program without work need not wait, but at least one program must. So
-  when a kernel is complete, all earlier kernels are complete too.
-- Before the kernel waits, it writes nothing. It may prefetch any address, but may read only memory that no running
-  kernel can still write: weights, and the results of kernels that were launched before the last ordinary launch.
+- The kernel lets the next kernel start at once (`gdc_launch_dependents`). The kernel waits (`gdc_wait`) until the
+  previous kernel is complete and that kernel's writes are visible. A program without work may return without waiting,
+  but at least one program must wait. So when a kernel is complete, all earlier kernels are complete too.
+- Before the kernel waits, it writes nothing. The kernel may prefetch any address, but may read only memory that no
+  running kernel can still write: weights, and the results of kernels that were launched before the last ordinary
+  launch.
 
 An ordinary launch starts when all earlier kernels are complete. A dependent kernel can start while kernels after the
-last ordinary launch are running. Until it waits, even the writes of the last ordinary launch might not be visible to
-it.
+last ordinary launch are running. Until a dependent kernel waits, even the writes of the last ordinary launch might not
+be visible to it.
 
 The last ordinary launch before attention is the embedding or a later library kernel. So without waiting, attention may
 read what earlier launches wrote: rope lookup (`cos_sin`), slot mapping, block tables and lengths.

@@ -37,7 +37,8 @@ def read_windows(raw: dict, file: Path, interval: int, local_theta: float | None
     """Return the fields of ModelConfig for layers with a window of `sliding_window` tokens.
 
     In older checkpoints without `layer_types`, every `interval`-th layer attends to all tokens. Layers with a window
-    ignore `rope_scaling`. Their theta is the first that exists of `rope_parameters`, `local_theta` and `rope_theta`.
+    ignore `rope_scaling`. The theta of these layers is the first that exists of `rope_parameters`, `local_theta` and
+    `rope_theta`.
     """
     num_layers = raw["num_hidden_layers"]
     interval = check_int(f"{file}: sliding_window_pattern", raw.get("sliding_window_pattern", interval), low=1)

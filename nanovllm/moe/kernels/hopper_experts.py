@@ -88,7 +88,7 @@ def _next_tile(lookup, use):
 
 @gluon.jit
 def _load(x_tiles, w_tiles, num_blocks, lookup, rings, PLAN: gl.constexpr):
-    """Run the loading warp, which uses one thread. It also loads the unused rows after the end of a tile."""
+    """Run the loading warp, which uses one thread. Rows after the end of a tile are loaded, but not used."""
     x_ring, w_ring, full, empty = rings
     i, use = 0, 0
     tile = _next_tile(lookup, use)

@@ -61,8 +61,8 @@ def _grouped_kernel(
 ):
     """In each program, compute `tile_n` outputs of at most TILE_M rows of one expert.
 
-    With IS_GATED, this is the first GEMM, with SwiGLU. Then `x_tiles` is a plain pointer, because the kernel gathers
-    rows from x, which is in the order of tokens.
+    With IS_GATED, this is the first GEMM, with SwiGLU. In this case, `x_tiles` is a plain pointer: x is in the order of
+    tokens, so the kernel gathers rows one by one.
     """
     gdc_launch_and_wait(PDL)
     weights_ptr, pairs_ptr, table_ptr = routing_ptrs

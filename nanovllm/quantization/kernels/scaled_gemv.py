@@ -110,8 +110,8 @@ def scaled_gemv(
     are narrower than K, their sides are powers of two.
 
     If `gated`, W is [2N, K], bias is [2N], and the result is silu(first half of the outputs) * second half. No block
-    may contain rows of both halves. If `split_k` > 1, return summands [split_k, 1, N] of x W^T. This allows neither
-    `gated` nor `bias`. `out` [split_k, 1, N] receives the result.
+    may contain rows of both halves. If `split_k` > 1, return summands [split_k, 1, N] of x W^T. In that case, neither
+    `gated` nor `bias` is allowed. `out` [split_k, 1, N] receives the result.
     """
     assert split_k == 1 or (not gated and bias is None)
     matrices, (values, scales) = 2 if gated else 1, weight

@@ -55,7 +55,7 @@ def encode_request(new: NewRequest) -> tuple[int, bytes]:
 
 
 class Channel:
-    """One end of a socket pair. One thread may receive while others send, until `close` stops them all."""
+    """One end of a socket pair. One thread may receive while other threads send. `close` stops all these threads."""
 
     def __init__(self, end: socket.socket):
         self._socket, self._lock = end, threading.Lock()

@@ -41,7 +41,8 @@ BLOCKED = signal.SIGINT, signal.SIGTERM  # signals that are blocked while a fron
 
 class FrontPlan(NamedTuple):
     """num_live: the number of live answers of each front, in shared memory.
-    The sum over all fronts is limited. It may exceed the limit slightly if fronts accept requests at the same instant.
+    The sum over all fronts is limited. The sum may exceed the limit slightly if fronts accept requests at the same
+    instant.
 
     listener: the listening socket, or `None` if each front opens one at the address in `settings`.
     """

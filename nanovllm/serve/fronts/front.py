@@ -198,7 +198,7 @@ class FrontClient(EngineClient):
 
 
 def serve_front(plan: FrontPlan, index: int, end: socket.socket) -> None:
-    """Run a front until it ends. If it can't start, tell the engine's process why."""
+    """Run a front until it ends. If the front can't start, tell the engine's process why."""
     set_up_process()
     channel = Channel(end)
     with ExitStack() as ending:

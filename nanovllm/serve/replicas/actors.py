@@ -54,9 +54,9 @@ def check_node() -> None:
 def needs_of(settings: dict[str, Any], actor_options: dict[str, Any], num_replicas: int) -> dict[str, Any]:
     """Return the Ray options of a replica's actor.
 
-    They reserve one GPU, or one CPU for a CPU engine, for each rank. The actor starts the processes of its ranks. Ray
-    reserves an actor's resources on one node, so there is no placement group that could be left behind. Raises
-    ValueError if the cluster is too small, because Ray would wait forever for more nodes.
+    The options reserve one GPU for each rank, or one CPU for each rank of a CPU engine. The actor starts the processes
+    of its ranks. Ray reserves an actor's resources on one node, so there is no placement group that could be left
+    behind. Raises ValueError if the cluster is too small, because Ray would wait forever for more nodes.
     """
     device, num_ranks = settings.get("device", "auto"), settings.get("tensor_parallel_size", 1)
     if device not in ("auto", "cpu", "cuda"):
@@ -99,7 +99,7 @@ class ReplicaProcess(Replica):
 
 
 class ActorHandle:
-    """A `Handle` for a Ray actor. Its methods run one at a time, in call order, except for `reports`."""
+    """A `Handle` for a Ray actor. The actor's methods run one at a time, in call order, except for `reports`."""
 
     def __init__(self, replica_class: type, options: dict[str, Any], model: str, settings: dict[str, Any]):
         self._options, self._model, self._settings = options, model, settings

@@ -31,7 +31,7 @@ class ReplicaGroup:
     lost while computing it. After MAX_FAILURES - 1 losses, it may be the cause (a poison request), and runs alone on a
     replica. Poison requests run one at a time.
 
-    A replica is given up after MAX_FAILURES consecutive losses, without those during a poison request. A finished
+    A replica is given up after MAX_FAILURES consecutive losses. Losses during a poison request do not count. A finished
     request, or a few minutes of uptime, resets the count. If no replica is left, every request fails with an
     EngineDeadError that states the cause of the last loss.
     """
@@ -64,7 +64,7 @@ class ReplicaGroup:
     # -- start and end -------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start all replicas in parallel. If one fails, kill all and raise the error."""
+        """Start all replicas in parallel. If one replica fails, kill all replicas and raise the error."""
         try:
             await asyncio.gather(*[self._start(replica) for replica in self.replicas])
         except BaseException:

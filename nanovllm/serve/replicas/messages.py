@@ -72,7 +72,7 @@ _answer_fields = attrgetter(*CompletionOutput.__dataclass_fields__)
 
 
 def encode_requests(requests: list[NewRequest]) -> bytes:
-    """Encode requests, and parameters that several requests share only once."""
+    """Encode requests. Parameters that several requests share are encoded only once."""
     return pickle.dumps([tuple(request) for request in requests], protocol=5)
 
 

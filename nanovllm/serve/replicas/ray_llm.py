@@ -121,7 +121,10 @@ class RayLLM:
     def as_completed(
         self, prompts: Iterable[Prompt], sampling_params: SamplingParams | Iterable[SamplingParams] | None = None
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Yield pairs (prompt index, output) as outputs complete. Otherwise the same as `generate_iter`."""
+        """Yield pairs (prompt index, output) as outputs complete.
+
+        In all other respects, this works like `generate_iter`.
+        """
         for new_outputs in self._outputs(self._requests(prompts, sampling_params)):
             yield from new_outputs.items()
 

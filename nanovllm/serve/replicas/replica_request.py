@@ -47,8 +47,9 @@ class ReplicaRequest(AsyncRequest):
 
     The caller gets each delta once: a new replica sends the whole answer, and this class skips what the caller has
     received. The new replica samples only the tokens that the caller has not received, except with log-probabilities,
-    where it starts again. It samples the same tokens, because the noise depends only on the request, unless its
-    rounding errors differ. If they differ for a request with log-probabilities, the request ends with an error.
+    where it starts again. The noise depends only on the request, so the new replica samples the same tokens, unless
+    rounding errors differ. If rounding changes the tokens of a request with log-probabilities, the request ends with an
+    error.
     """
 
     num_cached_tokens = 0  # prompt tokens found in the replica's prefix cache; 0 until the request has ended

@@ -78,14 +78,14 @@ class RoundRobin:
 class PrefixRouter:
     """Chooses the replica that has cached the longest prefix of the prompt, unless the replica's load is too high.
 
-    A load is too high if it exceeds `imbalance * least + slack` answers, where `least` is the lowest load. Then, or
-    without a cached prefix, it chooses the least loaded replica, and among equal loads the one with the fewest requests
-    so far.
+    A load is too high if it exceeds `imbalance * least + slack` answers, where `least` is the lowest load. If the load
+    is too high, or if no replica has cached a prefix, the router chooses the least loaded replica. Among replicas with
+    equal loads, it chooses the one that has received the fewest requests so far.
 
-    It does not ask replicas what they have cached, but computes the block manager's hashes, a chain over full blocks of
-    `block_size` tokens.
-    For each replica, it remembers the hashes of prompts and answers in an LRU list of at most `max_blocks` hashes, one
-    for each cache block of the replica. A hash occupies about 150 bytes.
+    The router does not ask replicas what they have cached. Instead, it computes the same hashes as the block manager: a
+    chain over full blocks of `block_size` tokens.
+    For each replica, the router remembers the hashes of prompts and answers in an LRU list of at most `max_blocks`
+    hashes, one for each cache block. A hash occupies about 150 bytes.
     """
 
     def __init__(
