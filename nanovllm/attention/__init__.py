@@ -1,7 +1,6 @@
 """The table of attention backends, and validation of the selected one.
 
-`base` contains the interface, and each other module a backend, imported when it is used: `triton` contains
-`TritonBackend`.
+`base` contains the interface. Each other module contains a backend, and is imported when its backend is used.
 """
 
 import importlib.util

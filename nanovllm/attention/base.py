@@ -45,7 +45,7 @@ class AttentionBackend:
         return ()
 
     def attend(self, q, cache: KVCache, context: Context) -> torch.Tensor:
-        """Compute attention for a step's queries q [T, heads, head_dim], in the shape of q.
+        """Compute attention for a step's queries q [T, heads, head_dim]. The output has the shape of q.
 
         Decodes come first. `cache.spec` is the layer's AttentionSpec. Each query sees its sequence's keys up to its own
         position, or the last `window` of these keys. Scores are multiplied by `scale`, or by 1 / sqrt(head_dim) if

@@ -1,7 +1,7 @@
 """Defines the inputs of a step: a flat int32 buffer with named views.
 
-The host fills the buffer, and one copy sends it to the device, where it has the same views. Device code never uses a
-`Sequence`.
+The host fills the buffer. One copy sends the buffer to the device, where it has the same views. Device code never uses
+a `Sequence`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -74,7 +74,7 @@ class Batch(Generic[Array]):
     """The int32 arrays of a step: NumPy arrays on the host, tensors on the device.
 
     Fields with `chunks_only` are None in steps that only decode. For decode rows, the host fills the first three fields
-    after `buffer`, and the device the next five (`place_decodes`). Views whose shapes follow from
+    after `buffer`, and the device fills the next five (see `place_decodes`). Views whose shapes follow from
     `BatchShape.graph_shape` come first, because CUDA graphs read no other views.
     """
 
@@ -142,7 +142,7 @@ BATCH, BACKEND = "the batch itself", "the attention backend"  # owners of arrays
 
 @lru_cache(maxsize=1024)
 def _layout(shape: BatchShape) -> tuple[list[tuple[str, list[tuple[str, int, int, Dims]]]], int]:
-    """Return (name, begin, end, dimensions) of each owner's views, and the buffer's size, in words."""
+    """Return (name, begin, end, dimensions) of each owner's views, and the buffer's size. All numbers count words."""
     views_used = [view for view in VIEWS if shape.has_chunks or not view.metadata["chunks_only"]]
     batch_shapes = [(view.name, view.metadata["dims"](shape)) for view in views_used]
     layout, begin = [], 0
@@ -183,7 +183,7 @@ def prepare_batch(
     block_size: int,
     pad_req_index: int = 0,
 ) -> HostBatch:
-    """Fill a step's batch, including the arrays of the backend and of features, in memory from `host_buffer`.
+    """Fill a step's batch, including the arrays of the backend and of features. `host_buffer` returns the memory.
 
     If `shape` is larger than the step, empty sequences pad the batch. They store nothing, and their samples are
     dropped. The backend's arrays are padded with -1. The backend's arrays are padded with -1.

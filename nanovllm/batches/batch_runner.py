@@ -74,7 +74,7 @@ class BatchRunner(ModelRunner):
 
     @torch.inference_mode()
     def compute(self, batch: HostBatch) -> tuple[torch.Tensor, ForwardOutput]:
-        """Run a batch. Return the results in host memory, valid when the step ends, and the output on the device."""
+        """Run a batch. Return the results in host memory (valid when the step ends), and the output on the device."""
         with self.few_threads(batch.shape.num_tokens):
             output = self.forward(batch.to(self.device))
             return output.results.cpu(), output
@@ -86,7 +86,7 @@ class BatchRunner(ModelRunner):
     # -- on the device -------------------------------------------------------------------------------------------------
 
     def forward(self, batch: DeviceBatch) -> ForwardOutput:
-        """Compute a whole step on the device, without ever waiting for it, because CUDA graphs capture this method."""
+        """Compute a whole step on the device. CUDA graphs capture this method, so it never waits for the device."""
         self.upload(batch)
         hidden_states, x = self.run_batch(batch)
         return ForwardOutput(*self.sample_and_accept(x), hidden_states, x)

@@ -13,7 +13,7 @@ from nanovllm.kernels import operation
 
 
 class RequestTables(NamedTuple):
-    """Int32 arrays, indexed by request. The last row is for padding and contains zeros, which mean greedy sampling."""
+    """Int32 arrays, indexed by request. The last row is for padding, and contains zeros (greedy sampling)."""
 
     last_token_ids: torch.Tensor  # [requests, K]: the last token, then drafts; -1: no draft
     num_tokens: torch.Tensor  # [requests], including the last token
@@ -88,5 +88,5 @@ def accept(
 
 
 def arrays(*tensors: torch.Tensor) -> list[Any]:
-    """Return NumPy views of CPU tensors, which are much faster than the tensors and have the same operators."""
+    """Return NumPy views of CPU tensors. The views have the operators of tensors, but are much faster on a CPU."""
     return [x.numpy() if x.is_cpu else x for x in tensors]

@@ -97,7 +97,7 @@ def drive(
 ) -> tuple[float, float, float, list[list[float]]]:
     """Send the numbered requests. Each client sends its next request when its previous answer is complete.
 
-    Returns the start time, the end time, and the CPU time in between, in seconds, and the `Client.times` of each
+    Returns the start time, the end time, and the CPU time in between (all in seconds), and the `Client.times` of each
     request. Raises AnswerError unless every answer has exactly `num_tokens` tokens.
     """
     waiting = iter(requests)

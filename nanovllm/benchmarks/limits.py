@@ -124,8 +124,8 @@ class StepCosts:
     def _weight_bytes(self, num_tokens: float) -> float:
         """Return how many bytes of weights a step reads.
 
-        In a mixture of experts, it reads the experts that `num_tokens` tokens choose on average, with equal
-        probabilities.
+        In a mixture of experts, a step reads the experts that `num_tokens` tokens choose on average, if all experts are
+        equally likely.
         """
         num_weights: float = self.weights
         if moe := self.shape.moe:

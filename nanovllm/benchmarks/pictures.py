@@ -30,7 +30,7 @@ def svg_pyplot():
 def draw_figure(file: Path) -> None:
     """Draw a bar chart of the results in the JSON file next to `file`.
 
-    With results of vLLM, the bars show speeds relative to vLLM, and the labels tokens per second.
+    If the file contains results of vLLM, the bars show speeds relative to vLLM, and the labels show tokens per second.
     """
     plt = svg_pyplot()
     saved = json.loads(file.with_suffix(".json").read_text())

@@ -34,7 +34,7 @@ def show_engine_log() -> None:
 
 
 def run_in_process(function, *arguments):
-    """Call `function` in a new process, whose end frees all memory of the call."""
+    """Call `function` in a new process. When the process ends, all memory of the call is freed."""
     global _waited
     begin, context = time.perf_counter(), multiprocessing.get_context("spawn")
     try:

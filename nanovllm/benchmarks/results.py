@@ -45,7 +45,7 @@ def joined(results: list[Result]) -> Result:
 
 
 def percentile(values: list[float], p: float) -> float:
-    """Return a percentile, interpolated linearly between the two nearest values, or NaN without values."""
+    """Return a percentile, interpolated linearly between the two nearest values. Return NaN if there are no values."""
     return float(np.percentile(values, p)) if values else nan
 
 

@@ -45,11 +45,11 @@ def as_flags(settings: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def running_server(module: str, arguments: Sequence[str]) -> Iterator[Server]:
-    """Run the server `python -m module` on a free port during a `with` block, which starts when the server is ready.
+    """Run the server `python -m module` on a free port during a `with` block.
 
-    When the block ends, the server and its child processes stop. The server has a new session, so Ctrl-C does not reach
-    it. If the block fails, the last lines of the server's log are printed. Raises RuntimeError if the server does not
-    start.
+    The block starts when the server is ready. When the block ends, the server and its child processes stop. The server
+    has a new session, so Ctrl-C does not reach it. If the block fails, the last lines of the server's log are printed.
+    Raises RuntimeError if the server does not start.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

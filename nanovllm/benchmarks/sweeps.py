@@ -97,7 +97,7 @@ def add_turns(results: Results, workloads: Workloads) -> None:
 
 
 def latency_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, list[Panel]]:
-    """Make the workload `latency`, without lengths above the bounds.
+    """Make the workload `latency`. Leave out lengths above the bounds.
 
     All decode runs with the same context length have the same token ids. After the first run, the prefix cache contains
     them, so all sequences start to decode together.

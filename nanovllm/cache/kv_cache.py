@@ -13,7 +13,7 @@ SPAN_SIZE = 16  # tokens that `gather` copies as one row; every `kvcache_block_s
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What an attention layer stores and computes, as `cache.spec` for backends and kernels.
+    """What an attention layer stores and computes. Backends and kernels read it as `cache.spec`.
 
     The layer stores a key and a value per token and head, in blocks. cache/state.py explains specs, and lists the other
     specs. Specs that differ only in their sinks are equal, because such layers store the same.
@@ -65,7 +65,7 @@ class KVCache:
         return (torch.empty(shape, dtype=dtype, device="meta"),)
 
     def store_kvcache(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write keys and values [T, kv_heads, head_dim] to slots [T], which must not be -1."""
+        """Write keys and values [T, kv_heads, head_dim] to slots [T]. Slots must not be -1."""
         self.k.flatten(0, 1).index_copy_(0, slots, k)
         self.v.flatten(0, 1).index_copy_(0, slots, v)
 

@@ -79,7 +79,7 @@ class StateSpec(NamedTuple):
 
 
 def fit_states(runner: "ModelRunner") -> None:
-    """Set `Config.num_states`, and lower `Config.max_num_seqs` if needed, after the model is loaded.
+    """Set `Config.num_states`, and lower `Config.max_num_seqs` if needed. The runner's model must be loaded.
 
     Each of `max_num_seqs` sequences needs a state and, with the prefix cache, another one for a snapshot. If
     `num_kvcache_blocks` is set, states take as much memory as they need, otherwise at most half of the cache's memory.

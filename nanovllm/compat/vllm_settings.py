@@ -123,7 +123,7 @@ STRUCTURED_OUTPUTS_CONFIG = {
 
 
 def translate(settings: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Translate settings, which may have vLLM's names, to the names in `known`.
+    """Translate settings to the names in `known`. The given names may be vLLM's.
 
     Raises ValueError for an unsupported value of a vLLM setting. Raises TypeError for an unknown name, and for a
     setting that is given under both of its names.

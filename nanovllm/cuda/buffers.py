@@ -45,7 +45,7 @@ def to_device(batch: HostBatch, buffer: torch.Tensor) -> DeviceBatch:
 def host_memory(size: int, num_result_words: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate int32 memory for two steps: batches [2, size], and results [2, num_result_words].
 
-    The results of a sequence are up to `tokens_per_row` token ids and their number, or the bits of a vector.
+    The results of a sequence contain up to `tokens_per_row` token ids and their count, or the bits of a vector.
     """
     options = dict(dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     return torch.zeros(2, size, **options), torch.zeros(2, num_result_words, **options)

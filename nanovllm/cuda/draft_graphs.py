@@ -17,13 +17,13 @@ ROWS = 16, 64, 256, 1024, 2048
 class DraftGraphs:
     """CUDA graphs of a drafter, one per size in `capture_sizes` up to the largest batch that may draft.
 
-    Each graph computes the missing rows of the drafter, then all drafts of a step, and writes them to RequestTables for
-    the step's graph. More graphs, one per size in ROWS, compute rows of prompts, so that the drafter catches up with
-    the model.
+    Each graph computes the missing rows of the drafter, then all drafts of a step. It writes the drafts to
+    RequestTables, where the graph of the step reads them. More graphs, one per size in ROWS, compute rows of prompts,
+    so that the drafter catches up with the model.
     """
 
     def __init__(self, config: Config, drafter: Any, pad_req_index: int, pool: Any):
-        """Capture the graphs for a `spec_decode.draft_model.DraftModel`, in the shared memory `pool`."""
+        """Capture the graphs for a `spec_decode.draft_model.DraftModel`. All graphs share the memory `pool`."""
         self.drafter, self.num_steps = drafter, config.speculative_config.num_speculative_tokens
         self.sizes = capture_sizes(max_seqs_of(config, 1 + self.num_steps), config.batch_invariant)
         self.padding = torch.tensor([[pad_req_index], [0]], dtype=torch.int32, device=drafter.num_computed.device)
@@ -41,7 +41,7 @@ class DraftGraphs:
             self.chunks[size] = capture(partial(drafter.forward_chunks, *rows), pool)[0], *rows
 
     def run(self, req_indices: torch.Tensor, num_drafts: torch.Tensor, num_steps: int) -> None:
-        """Replay a graph of `DraftModel.draft_chains`, or call it if no graph is large enough."""
+        """Replay a graph of `DraftModel.draft_chains`. If no graph is large enough, call the method directly."""
         n = len(req_indices)
         size = next((size for size in self.sizes if size >= n), None)
         if size is None:
@@ -52,7 +52,7 @@ class DraftGraphs:
         self.graphs[size].replay()
 
     def run_chunks(self, context: Context, token_slots: torch.Tensor, positions: torch.Tensor) -> None:
-        """Replay a graph of `DraftModel.forward_chunks`, or call it if no graph is large enough."""
+        """Replay a graph of `DraftModel.forward_chunks`. If no graph is large enough, call the method directly."""
         n, num_seqs = len(positions), len(context.context_lens)
         size = min((size for size in self.chunks if size >= n), default=None)
         if size is None or num_seqs > MAX_CHUNKS:

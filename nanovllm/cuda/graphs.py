@@ -17,7 +17,7 @@ from nanovllm.utils.double_buffer import DoubleBuffer
 
 
 def capture_sizes(max_num_seqs: int, fills_tiles: bool) -> list[int]:
-    """Return the batch sizes to capture, ascending up to `max_num_seqs`, and closer together when small.
+    """Return the batch sizes to capture, in ascending order up to `max_num_seqs`. Small sizes are closer together.
 
     With `fills_tiles`, all sizes above 64 except the last fill whole tiles of our GEMM kernels, because partial tiles
     are slow.
@@ -29,7 +29,7 @@ def capture_sizes(max_num_seqs: int, fills_tiles: bool) -> list[int]:
 
 
 def capture(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Capture `work`. Return the graph, and the result of `work`, which each replay overwrites."""
+    """Capture `work`. Return the graph and the result of `work`. Each replay overwrites the result's tensors."""
     graph = torch.cuda.CUDAGraph()
     # thread_local: other threads may use CUDA during the capture
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):

@@ -49,8 +49,8 @@ def warm_up_rest(runner: "CUDAModelRunner") -> None:
 def threads_in_turn() -> Iterator[None]:
     """Within a `with` block, let a waiting thread get the GIL after 0.1 ms instead of 5 ms.
 
-    The tokenizer's imports hold the GIL for more than a second, and a thread that calls CUDA or reads a file must get
-    the GIL back each time.
+    The tokenizer's imports hold the GIL for more than a second. Meanwhile, a thread that calls CUDA or reads a file
+    must wait to get the GIL back.
     """
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
@@ -110,7 +110,7 @@ def largest_prefill(config: Config) -> ScheduledStep:
 
 
 def dummy_prefill(num_seqs: int, length: int, block_size: int, tokens_per_row: int = 1) -> ScheduledStep:
-    """Return a prefill step for warm-up and tests: `num_seqs` prompts of `length` tokens, without shared blocks."""
+    """Return a prefill step for warm-up and tests: `num_seqs` prompts of `length` tokens. They share no blocks."""
     per_seq = -(-length // block_size)
     step = ScheduledStep(tokens_per_row=tokens_per_row)
     for i in range(num_seqs):
@@ -140,7 +140,7 @@ def milliseconds_per_token(runner: "CUDAModelRunner") -> float:
 
 @torch.inference_mode()
 def compile_kernels(runner: "CUDAModelRunner") -> None:
-    """Compile, in parallel, the kernels of the captured steps and of the longest step, without running them.
+    """Compile the kernels of the captured steps and of the longest step in parallel. No kernel runs.
 
     Without this, each kernel would be compiled at its first launch. A step may need other kernels when its number of
     tokens, or this number minus 128, passes a power of two. Kernels that are not compiled here are compiled at their

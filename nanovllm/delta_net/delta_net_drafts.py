@@ -1,9 +1,10 @@
 """Draft tokens in a layer with the gated delta rule.
 
-A state can't be rolled back, so unverified drafts never update it. The first token of a sequence in a step is certain:
-its state is stored, and the drafts are computed from it. The layer stores the inputs of the drafts, which need about a
-hundredth of the memory of a state. The next step computes the accepted drafts again to update the state. This
-definition is meant for a CPU, because it reads the number of accepted drafts on the host.
+A state can't be rolled back, so unverified drafts never update it. The first token of a sequence in a step is certain.
+The state after this token is stored, and the drafts are computed from this state. For each draft, the layer stores the
+inputs instead of a state, because they need about a hundredth of the memory. The next step computes the accepted drafts
+again to update the state. This definition is meant for a CPU, because it reads the number of accepted drafts on the
+host.
 """
 
 from typing import Any
@@ -24,7 +25,7 @@ from nanovllm.kernels import operation
 
 @operation
 def delta_net_drafts(qkvz, ba, layer: GatedDeltaNet, states: State, rows, context_lens, out, count=None) -> None:
-    """Compute `delta_net_step` for a token and k - 1 drafts of each of B sequences, whose states are in `rows` [B].
+    """Compute `delta_net_step` for a token and k - 1 drafts of each of B sequences. The states are in `rows` [B].
 
     qkvz [B * k, channels + heads * value_dim]; ba [B * k, 2 heads]; out [B * k, heads * value_dim]
     context_lens [B * k]: the position of each token plus 1. If the value does not grow, the token is a copy of the

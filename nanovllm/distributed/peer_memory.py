@@ -45,8 +45,8 @@ class PeerMemory:
     One kernel writes the rank's summands to a buffer. The next kernel waits for the other ranks and reads all summands.
     The two buffers alternate within a forward pass, so a fast rank never overwrites what another rank still reads.
     Before a rank writes to a buffer again, it passes the barrier of the other buffer. The other ranks reach that
-    barrier only after they have read the first buffer. A forward pass ends with an exchange of keys, which has a
-    separate buffer and barrier, so it always begins with the first buffer.
+    barrier only after they have read the first buffer. Every forward pass ends with an exchange of keys, which has a
+    separate buffer and barrier. So every forward pass begins with the first buffer for sums.
 
     CUDA IPC handles share the memory, without NVLink multicast.
     """
@@ -96,7 +96,7 @@ class PeerMemory:
         self.aborted.fill_(1)
 
     def close(self) -> None:
-        """Free the memory, which no queued work may read."""
+        """Free the memory. Queued work must not read it."""
         with torch.cuda.device(self.device):
             for rank, pointer in enumerate(self._pointers):
                 name = "cuMemFree_v2" if rank == self.rank else "cuIpcCloseMemHandle"

@@ -45,9 +45,9 @@ class StepChannel:
         return self._file.fileno(), self._free[reader], self._filled[reader]
 
     def send(self, shape: Any, words: np.ndarray, timeout: float) -> None:
-        """Send a BatchShape and a batch's words, or any message that can be pickled as `shape`.
+        """Send a batch: its BatchShape and its words. In other messages, `shape` is any object that can be pickled.
 
-        Raises RuntimeError, and sends to no reader, if a reader frees no buffer for `timeout` seconds.
+        Raises RuntimeError if a reader frees no buffer for `timeout` seconds. In that case, no reader gets the message.
         """
         for rank, free in enumerate(self._free, 1):
             poll = select.poll()
@@ -74,7 +74,7 @@ class StepChannel:
 
 
 class StepReader:
-    """Another rank's end of the channel, with the inherited file descriptors of `StepChannel.fds_of`."""
+    """Another rank's end of the channel. That rank has inherited the file descriptors of `StepChannel.fds_of`."""
 
     def __init__(self, fds: tuple[int, int, int], capacity: int):
         memory, self._free, self._filled = fds

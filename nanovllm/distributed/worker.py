@@ -49,11 +49,11 @@ class Workers:
     """Rank 0's view of the other ranks, in the caller's process.
 
     A supervisor thread starts, watches and ends the processes, so an interrupt in the caller's thread can't leave this
-    half done. If a rank ends, reports an error or does not start in time, it kills all ranks, stores the reason in
-    `failure`, and makes rank 0's device stop waiting. If the caller is killed, the ranks end by themselves.
+    half done. If a rank ends, reports an error or does not start in time, the supervisor kills all ranks, stores the
+    reason in `failure`, and makes rank 0's device stop waiting. If the caller is killed, the ranks end by themselves.
 
-    The processes are plain subprocesses. `multiprocessing` would import the caller's script in each, and any forked
-    child of the caller would end them when it exits.
+    The processes are plain subprocesses. With `multiprocessing`, each process would import the caller's script, and any
+    forked child of the caller would end the processes when it exits.
     """
 
     def __init__(self, config: Config):

@@ -158,7 +158,7 @@ class BlockManager:
         return end
 
     def state_row(self, seq: Sequence) -> int:
-        """Return the row of the next chunk's initial state, which only layers with a state read."""
+        """Return the row of the next chunk's initial state. Only layers that keep a state read it."""
         return seq.req_index
 
     def deallocate(self, seq: Sequence) -> None:

@@ -66,7 +66,7 @@ class EngineThread:
         self._post(partial(self._output_processor.abort, request_id))
 
     def discard(self, request_ids: Collection[int]) -> None:
-        """End requests before the next step, without output."""
+        """End requests before the next step. They get no output."""
         self._post(partial(self._output_processor.discard, request_ids))
 
     def is_finished(self, collector: OutputCollector) -> bool:

@@ -1,4 +1,4 @@
-"""The interface of features, which only some requests use, each in a separate file.
+"""The interface of features, which only some requests use. Each feature is a class in a separate file.
 
 The table FEATURES lists all features. A feature is imported when a request first asks for it. On CUDA, startup imports
 all features, because CUDA graphs contain their logit edits.
@@ -62,7 +62,7 @@ class StepFeature:
         return 0
 
     def __init__(self, runner: "ModelRunner"):
-        """Allocate the feature's memory on the runner's device, on CUDA before graphs are captured."""
+        """Allocate the feature's memory on the runner's device. On CUDA, this runs before graphs are captured."""
 
     def upload(self, arrays: Arrays) -> None:
         """Receive the arrays from `prepare` on the device before the model runs, outside CUDA graphs."""
@@ -94,7 +94,7 @@ class StepFeature:
 
     @classmethod
     def forget(cls, seq: Sequence) -> None:
-        """Free what the feature stores for an ended sequence, whose object might live longer."""
+        """Free what the feature stores for an ended sequence. The sequence object might live longer."""
 
 
 _class_of = cache(resolve_name)  # cached, because every step with features needs it

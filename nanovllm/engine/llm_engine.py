@@ -42,8 +42,7 @@ class LLMEngine:
     an engine with one rank stays usable, and an engine with several ranks is closed. If another rank has failed, the
     error names that rank.
 
-    An engine is a context manager, whose `exit` frees its memory. `startup_seconds` contains the time of each startup
-    phase.
+    An engine is a context manager. `exit` frees its memory. `startup_seconds` contains the time of each startup phase.
     """
 
     @takes_settings_of(Config)

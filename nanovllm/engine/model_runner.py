@@ -232,7 +232,7 @@ class ModelRunner:
         return torch.tensor(temperatures_of(seqs), dtype=torch.float32, device=self.device)
 
     def run_model(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Run the model, which stores keys and values in the cache, and store the step's token ids in the cache.
+        """Run the model, which stores keys and values in the cache. Also store the step's token ids in the cache.
 
         Returns hidden states [T, hidden_size].
         """
@@ -343,7 +343,7 @@ class ModelRunner:
     def allocate_kv_cache(self, num_blocks: int, num_layers: int | None = None) -> None:
         """Allocate the cache tensors of each group of layers, and assign each layer its part.
 
-        With `num_layers=1`, all layers of a group share one part, for steps whose results do not matter.
+        With `num_layers=1`, all layers of a group share one part. Use this for steps whose results do not matter.
         """
         num_blocks *= self.config.num_block_tables
         for spec, layers in self.cache_groups.items():
@@ -369,7 +369,7 @@ class ModelRunner:
         return sum(tensor.nbytes for tensor in tensors)
 
     def recover(self) -> None:
-        """Wait for the queued steps, and drop their results, after errors. Never raises an error."""
+        """After an error, wait for the queued steps, and drop their results. Never raises an error."""
 
     def exit(self) -> None:
         """Free the device's memory."""

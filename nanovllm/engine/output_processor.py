@@ -71,7 +71,7 @@ class OutputProcessor:
             self._hand_over(request.collector)
 
     def discard(self, request_ids: Collection[int]) -> None:
-        """End requests whose caller no longer waits, without output."""
+        """End requests whose caller no longer waits. No output is delivered."""
         for request_id in request_ids:
             if (request := self.requests.get(request_id)) is not None:
                 self.scheduler.abort(request_id)

@@ -1,6 +1,6 @@
 """The outputs that callers get, and the collectors, which store outputs until the caller takes them.
 
-Output records are frozen, but the caller may change their lists, which the engine no longer uses.
+Output records are frozen. The caller may change their lists, because the engine no longer uses these lists.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ class OutputKind(Enum):
 
 
 class Record(Mapping):
-    """The base class of the output records, whose fields can be read as attributes or by key.
+    """The base class of the output records. Fields can be read as attributes or by key.
 
     Subclasses set `eq=False`, so that a record equals a dict with the same items.
     """
@@ -76,7 +76,7 @@ class CompletionOutput(Record):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestMetrics(Record):
-    """The times of a request's events, in seconds since the epoch, or None if an abort prevented the event.
+    """The times of a request's events, in seconds since the epoch. If an abort prevented an event, its time is None.
 
     If the request has several answers, `finished_time` is the latest of the answers' times, and the other fields are
     the earliest.
@@ -157,7 +157,8 @@ class StepOutput:
     the number of decoded tokens.
 
     finished: the outputs of the requests that ended.
-    new_tokens: (request id, token id) for every new token, in the order of arrival, if the caller uses `step`.
+    new_tokens: (request id, token id) for every new token, in the order of arrival. Empty unless the caller uses
+        `step`.
     events: a `stream_event.StreamEvent` for each new piece of an answer, if the caller uses `stream`.
     num_prefill_tokens, num_decode_tokens: how many tokens these steps computed, for all callers together.
     """

@@ -38,7 +38,7 @@ class CheckedPolicy(SchedulingPolicy):
 
 
 def _are_ordered(a: Any, b: Any) -> bool:
-    """Return whether `a` and `b` can be ordered, unlike None, NaN, or a number and a string."""
+    """Return whether `a` and `b` can be ordered. None and NaN can't be, and a number and a string can't be either."""
     with suppress(Exception):  # the operators of a user's class may raise anything
         return bool(a < b or b < a or a == b)
     return False

@@ -81,8 +81,8 @@ class Scheduler:
     def schedule(self, prompts_first: bool = False) -> ScheduledStep | None:
         """Return the next step, or None if no step is possible before tokens in flight arrive.
 
-        prompts_first: do not decode while prompts can be computed, which takes less time in total. Raises RuntimeError
-        if the number of cache blocks is not known yet.
+        prompts_first: do not decode while prompts can be computed. In this order, the requests take less time in total.
+        Raises RuntimeError if the number of cache blocks is not known yet.
         """
         if not self.block_manager.num_blocks:
             raise RuntimeError("num_kvcache_blocks is not known: make a ModelRunner with this Config first, or set it")
@@ -149,7 +149,7 @@ class Scheduler:
         return [i for i, (seq, _, end) in enumerate(rows) if needs_block(seq, end)]
 
     def schedule_chunks(self, step: ScheduledStep, is_mixed: bool = False) -> None:
-        """Schedule chunks of prompts, partly computed or newly admitted, in order."""
+        """Schedule chunks of prompts in order. The prompts are partly computed or newly admitted."""
         budget = self.budget
         if is_mixed:
             seqs = (*self.prefilling.values(), *islice(self.waiting, MAX_COUNTED_PROMPTS))

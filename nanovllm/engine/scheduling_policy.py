@@ -73,8 +73,8 @@ class WaitingQueue:
 class AdmissionPause:
     """Admits sequences in groups once the engine is full.
 
-    If each ended sequence were replaced at once, most steps would be mixed, and delay the running sequences. So when a
-    sequence does not fit, admission pauses until a sixteenth of the running sequences have ended or
+    If each ended sequence were replaced at once, most steps would be mixed. Mixed steps delay the running sequences. So
+    when a sequence does not fit, admission pauses until a sixteenth of the running sequences have ended or
     MAX_STEPS_WITHOUT_ADMISSION steps have passed.
     """
 

@@ -7,7 +7,7 @@ from nanovllm.engine.sequence import Sequence
 
 
 class StateRows:
-    """Tracks the rows of states that no running sequence uses, as the Scheduler's `free_req_indices`.
+    """Tracks the rows of states that no running sequence uses. A StateRows is the Scheduler's `free_req_indices`.
 
     The state of a running sequence is in the row of its request index, below `num_indices`. After these come a row for
     padding, a row of zeros (every sequence's initial state), and rows for snapshots. The row of an unused request index
@@ -36,7 +36,7 @@ class StateRows:
         (self.free_indices if row < self.num_indices else self.free_others).append(row)
 
     def pop_for_snapshot(self) -> int | None:
-        """Return a free row, dropping the least recently found snapshot if necessary, or None."""
+        """Return a free row. If none is free, drop the least recently found snapshot. None if that fails."""
         if not (self.free_others or self.free_indices) and self.snapshots:
             self.forget(next(iter(self.snapshots)))
         free = self.free_others or self.free_indices

@@ -145,8 +145,8 @@ class EditTables(NamedTuple):
     def write(self, arrays: Arrays) -> None:
         """Write rows into the tables.
 
-        `*_entries` contains indices into a table whose first two dimensions are flattened, and `mask_indices` request
-        indices. A mask is written for all rows of its request. `bias_bits` contains float32 biases as int32.
+        `*_entries` contains indices into a table whose first two dimensions are flattened. `mask_indices` contains
+        request indices. A mask is written for all rows of its request. `bias_bits` contains float32 biases as int32.
         """
         if "bias_entries" in arrays:
             self.bias_ids.view(-1)[arrays["bias_entries"]] = arrays["bias_ids"]

@@ -98,7 +98,10 @@ class LogprobTexts:
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
     def add(self, logprobs: Iterable[KeptLogprobs | None]) -> list[dict[int, Logprob]]:
-        """Return a dict for each of the next tokens, which starts with the token itself."""
+        """Return a dict for each of the next tokens.
+
+        The dict starts with the token itself, and the alternatives follow.
+        """
         result = []
         for kept in logprobs:
             assert kept, "a token without log-probabilities"

@@ -53,7 +53,7 @@ class SequenceLogprobs:
 
 
 class StepLogprobs(NamedTuple):
-    """The log-probabilities of a step, or None if no request asked for them.
+    """The log-probabilities of a step. An entry is None if no request asked for it.
 
     of_tokens: one entry for each token of `StepResult.token_ids`.
     of_prompts: for each chunk of the step, a list for the prompt tokens from `start + 1` to `end`, or None if there are
@@ -276,7 +276,7 @@ def token_logprobs(
     """Return the log-probabilities and the ranks of `token_ids` [S]: [S] float32 and [S] int32.
 
     Each row of `logits` [S, vocabulary] has one token, and is first divided by `temperatures` [S]. Tokens are ranked by
-    descending logit, and by ascending id among equal logits.
+    descending logit. Among equal logits, the lower id comes first.
     """
     logits, token_ids = divided(logits, temperatures), token_ids.unsqueeze(1).long()
     chosen = logits.gather(1, token_ids)

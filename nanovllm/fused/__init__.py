@@ -4,7 +4,7 @@ The plain layers define the results. `FORMS` maps their `forward` functions to f
 `forward` also gets the form, and a class that overrides `forward` stays plain. So does a module with a part that the
 form does not support (`Fused.matches`).
 
-Neighbouring forms exchange deferred norms (`NormInput`) and unfinished sums (`PartialSum`), and plain neighbours get
+Neighbouring forms exchange deferred norms (`NormInput`) and unfinished sums (`PartialSum`). Plain neighbours get
 tensors.
 
 On CUDA, `fuse` replaces all matching modules of a loaded model. `nanovllm show-fused MODEL` lists them.

@@ -1,4 +1,4 @@
-"""Defines fused forms of decoder layers, whose norms are computed with neighbouring matmuls, and of the whole model."""
+"""Defines fused forms of decoder layers and of the whole model. Norms are fused with neighbouring matmuls."""
 
 from functools import partial
 from typing import Any
@@ -40,7 +40,7 @@ class FusedMLP(Fused):
 
 
 class FusedDecoderLayer(Fused):
-    """Replaces `Qwen3DecoderLayer.forward`, and that of other layers whose norms have the same order."""
+    """Replaces `Qwen3DecoderLayer.forward`, and the `forward` of other layers whose norms have the same order."""
 
     what = "norms with the products after them, sums with the norms after them"
 

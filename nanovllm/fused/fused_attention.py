@@ -68,7 +68,7 @@ def norm_rope_and_store(
 
 
 def attend(attn: Attention, x: Any, qkv_proj: LinearBase | None, qk_norm_rope: QKNormRope) -> torch.Tensor:
-    """Compute attention from the norm `x`, or from the result `x` of the qkv matmul if `qkv_proj` is None.
+    """Compute attention from the norm `x`. If `qkv_proj` is None, `x` is the result of the qkv matmul instead.
 
     That result is [T, (heads + 2 kv_heads) * head_dim]. Return [T, heads * head_dim]. For small decode batches, one
     kernel computes q and k norms, RoPE, cache store and attention. For large prefills, one kernel computes qkv matmul,
@@ -118,7 +118,7 @@ class FusedAttention(Fused):
 
 
 class FusedGatedAttention(FusedAttention):
-    """Replaces `GatedAttention.forward`, whose qkv matmul returns the gates first."""
+    """Replaces `GatedAttention.forward`. The result of the qkv matmul starts with the gates."""
 
     def fused(self: Any, x: NormInput, rope: Rope) -> PartialSum:
         gate, qkv = product(self.qkv_proj, x).tensor_split((self.num_heads * self.head_dim,), 1)

@@ -107,7 +107,7 @@ def product(layer: Any, x: NormInput, act: nn.Module | None = None) -> Any:
 
 
 def partial_sum(layer: Any, x: Any) -> PartialSum:
-    """Return the output of a RowParallelLinear as an unfinished sum over the ranks, which the next norm completes.
+    """Return the output of a RowParallelLinear as an unfinished sum over the ranks. The next norm completes the sum.
 
     For a small batch, a rank may also split its inputs (split-K), if this is faster.
     """

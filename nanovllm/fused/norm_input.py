@@ -1,4 +1,4 @@
-"""Defines deferred norms, which the kernel of the following matmul may compute."""
+"""Defines deferred norms. The kernel of the following matmul may compute such a norm."""
 
 import torch
 

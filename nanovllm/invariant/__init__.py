@@ -1,7 +1,8 @@
 """The setting `batch_invariant`: no bit of a request's answer depends on what else the engine computes.
 
-A library may choose another method for another number of rows, and round each row differently. With `batch_invariant`,
-each operation computes a row in the same way in every batch, and in a prefill chunk or a decode step.
+If the number of rows of a matmul changes, a library may choose another method, which rounds each row differently. With
+`batch_invariant`, each operation computes a row in the same way everywhere: in a batch or alone, in a chunk or in a
+decode step.
 
 `engine/runners.py` chooses the runner in `cpu.py` or `cuda.py`, which selects operations (`cpu_ops.py` or
 `cuda_ops.py`) and an attention backend. The CUDA kernels explain why their results do not depend on the batch.

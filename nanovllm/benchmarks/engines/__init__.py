@@ -20,9 +20,10 @@ STEPPED_ENGINES: Engines = {"nanovllm": step_nanovllm, "vllm": step_vllm}  # for
 
 
 def run_engines(names: list[str], functions: Engines, model: str, settings: dict, workloads: Workloads) -> Results:
-    """Run the workloads on each installed engine, in separate processes if there are several names.
+    """Run the workloads on each installed engine.
 
-    After Ctrl-C, return only complete workloads, and start no further engine.
+    If there are several names, each engine runs in a separate process. After Ctrl-C, return only complete workloads,
+    and start no further engine.
     """
     results = {}
     missing = [engine for engine in names if importlib.util.find_spec(engine) is None]

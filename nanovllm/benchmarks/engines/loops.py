@@ -15,7 +15,7 @@ BAR = dict(leave=False, disable=None, dynamic_ncols=True)  # None: no bar unless
 
 
 def measure(engine: str, run: Run, workloads: Workloads, summary: Summary) -> dict[str, Result]:
-    """Do all runs of each workload, the first of which is a warm-up, and report when a workload starts and ends.
+    """Do all runs of each workload, and report when a workload starts and ends. The first run is a warm-up.
 
     After Ctrl-C, return the results of the complete workloads, if there are any.
     """

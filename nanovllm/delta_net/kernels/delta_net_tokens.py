@@ -3,7 +3,7 @@
 The first kernel computes convolution and gates of all tokens, and the second updates each state in registers. Memory
 bandwidth limits a decode step, which reads and writes each state once (64 KiB per head in the published models).
 
-A token is computed with the same instructions in a chunk, in a decode step and as a draft, but the bits of a result can
+A token is computed with the same instructions in a chunk, in a decode step and as a draft. The bits of a result can
 depend on the number of warps.
 """
 

@@ -25,7 +25,7 @@ ABORT_CHECK_INTERVAL = tl.constexpr(65536)
 
 
 class PeerBarrier(NamedTuple):
-    """The locations of the ranks' data, and of the flags that say that the data has been written."""
+    """The locations of the ranks' data, and of the flags that signal when the data has been written."""
 
     addresses: torch.Tensor  # [ranks] int64: where each rank's memory begins in this GPU's address space
     data_offset: int  # of the data to read, in bytes from the beginning of a rank's memory
