@@ -70,7 +70,7 @@ def _replay(layer: GatedDeltaNet, states: State, rows: torch.Tensor, counts: tor
 def _advance(inputs: torch.Tensor, layer: GatedDeltaNet, states: State, rows: torch.Tensor) -> tuple[Any, ...]:
     """Compute `inputs` [B, T, channels + 2 heads]: T tokens of B sequences, starting from the states in `rows` [B].
 
-    Return the convolution's inputs [B, conv_size - 1 + T, channels], the outputs [B, T, heads, value_dim], and the
+    Return the inputs of the convolution [B, conv_size - 1 + T, channels], the outputs [B, T, heads, value_dim], and the
     matrices after the last token.
     """
     windows, matrices = states.tensors

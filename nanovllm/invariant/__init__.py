@@ -4,8 +4,8 @@ If the number of rows of a matmul changes, a library may choose another method, 
 `batch_invariant`, each operation computes a row in the same way everywhere: in a batch or alone, in a chunk or in a
 decode step.
 
-`engine/runners.py` chooses the runner in `cpu.py` or `cuda.py`, which selects operations (`cpu_ops.py` or
-`cuda_ops.py`) and an attention backend. The CUDA kernels explain why their results do not depend on the batch.
+`cpu.py` and `cuda.py` contain the runners. A runner selects the variant of the operations (`cpu_ops.py` or
+`cuda_ops.py`) and the attention backend. The CUDA kernels explain why their results do not depend on the batch.
 """
 
 from collections.abc import Iterator

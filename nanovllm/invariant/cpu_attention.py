@@ -73,7 +73,7 @@ def _blocks(x: torch.Tensor) -> torch.Tensor:
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, spec: AttentionSpec
 ) -> torch.Tensor:
-    """Return the attention of at most QUERIES queries to blocks of keys and values, in the shape of q."""
+    """Return the attention of at most QUERIES queries over blocks of keys and values. The result has the shape of q."""
     num_queries = len(q)
     x = F.pad(q.float(), (0, 0, 0, 0, 0, QUERIES - num_queries)) * (spec.scale or q.shape[2] ** -0.5)
     x = x.unflatten(1, (k.shape[1], -1)).transpose(0, 1)  # [kv_heads, QUERIES, group, head_dim]

@@ -33,7 +33,7 @@ num_threads: ContextVar[int] = ContextVar("threads of a product")
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Use one thread within a `with` block, except for matmuls, which use as many threads as before."""
+    """Use one thread within a `with` block. Matmuls still use as many threads as before the block."""
     before = torch.get_num_threads()
     token = num_threads.set(before)
     torch.set_num_threads(1)

@@ -52,7 +52,7 @@ def decode_e4m3_pairs(pairs, stored_dtype: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def encode_e4m3(x, dtype: tl.constexpr):
-    """Convert float32 to float8e4nv, or to the bits in uint8, rounding to nearest even and saturating at 448."""
+    """Convert float32 to float8e4nv, or to its bits in uint8. Round to nearest even, and saturate at 448."""
     if dtype == tl.uint8:
         sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
         magnitude = tl.minimum(tl.abs(x), 448.0)
@@ -84,7 +84,7 @@ def encode_rows(x, dtype: tl.constexpr):
 
 @triton.jit
 def bfloat16_bits(x):
-    """Return the bits of float32 values, which bfloat16 must represent exactly, as int16."""
+    """Return the bfloat16 bits of float32 values as int16. bfloat16 must represent the values exactly."""
     return (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
 
 

@@ -1,4 +1,4 @@
-"""The table of operations for CUDA, which requires Triton.
+"""The table of operations for CUDA. Importing this module requires Triton.
 
 A function with the name of an operation replaces its definition, and returns `NotImplemented` if no kernel is faster.
 Other functions are helpers, or are called by CUDA code.

@@ -14,7 +14,7 @@ from nanovllm.utils.loader import Shard, parameter
 def embed_shard(
     token_ids: torch.Tensor, weight: torch.Tensor, first_id: int, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Look up embeddings [T, N] in a shard [n, N] of the weight, whose first row belongs to token `first_id`.
+    """Look up embeddings [T, N] in a shard [n, N] of the weight. The shard's first row belongs to token `first_id`.
 
     Ids outside the shard get zeros. Kernels write the result to `out`, if given: [1, T, N].
     """
@@ -46,7 +46,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ScaledEmbedding(VocabParallelEmbedding):
-    """Multiplies the embeddings of an existing layer, whose weight it shares, by a factor."""
+    """Multiplies the embeddings of an existing layer by a factor. The two layers share the weight."""
 
     def __init__(self, embedding: VocabParallelEmbedding, factor: float):
         nn.Module.__init__(self)  # the base class would allocate another weight

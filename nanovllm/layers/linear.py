@@ -134,6 +134,6 @@ class RowParallelLinear(LinearBase):
         return Shard((self.output_size, self.input_size), columns=self.tp.local_slice(self.input_size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map this rank's inputs [T, inputs] to outputs [T, outputs], which are equal on all ranks."""
+        """Map this rank's inputs [T, inputs] to outputs [T, outputs]. The outputs are equal on all ranks."""
         bias = self.bias if self.tp.rank == 0 else None  # the sum over ranks must contain it once
         return self.tp.all_reduce(self.multiply(x, bias))

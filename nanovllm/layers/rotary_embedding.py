@@ -18,7 +18,8 @@ def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 class RotaryEmbedding(nn.Module):
     """Rotates the first N numbers of every head. The angle of pair `i` is `position * inv_freq[i]`.
 
-    All layers share one float32 table [max_position, N], with the cosines, then the sines, of each position.
+    All layers share one float32 table [max_position, N]. The table's row for a position contains the cosines, then the
+    sines.
     """
 
     def __init__(self, inv_freq: tuple[float, ...], scale: float, max_position: int):

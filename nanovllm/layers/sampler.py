@@ -96,7 +96,7 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 def philox(counter: tuple, key: tuple, rounds: int = PHILOX_ROUNDS) -> tuple[torch.Tensor, ...]:
     """Compute Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
-    `counter` contains four int64 tensors, and `key` two, with values below 2^32. All shapes broadcast.
+    `counter` contains four int64 tensors, and `key` contains two. All values are below 2^32. All shapes broadcast.
     """
     words = *counter, *key
     # with hundreds of counters, NumPy takes a third of PyTorch's time; with more counters, it is not slower

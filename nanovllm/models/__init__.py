@@ -11,7 +11,7 @@ sequence. CONTRIBUTING.md shows how to add a family. The class has:
 - `packed_modules_mapping`: maps a checkpoint's module to (the merged module, the shard id in the merged module)
 - `config`: the ModelConfig
 - `lm_head`: a ParallelLMHead
-- `model`, or `model.language_model`, with an `nn.ModuleList` named `layers`, a few of which startup on CUDA runs
+- `model`, or `model.language_model`, with an `nn.ModuleList` named `layers`. Startup on CUDA runs a few of the layers
 - `forward(token_ids, positions)`: maps token ids [T] and positions [T] to hidden states [T, hidden_size]
 - `compute_logits(hidden_states)`: maps hidden states [S, hidden_size] to logits [S, vocabulary]
 
@@ -249,7 +249,7 @@ def dtype_in_use(wanted: str | torch.dtype, stored: torch.dtype, device: str, fo
 def cpu_multiplies(dtype: torch.dtype) -> bool:
     """Return whether the CPU has instructions for matmuls in a 16-bit dtype, and whether PyTorch uses them.
 
-    Emulated matmuls take up to seven times as long as float32 matmuls, or as long for a single row.
+    Emulated matmuls take up to seven times as long as float32 matmuls.
     """
     if not torch.backends.mkldnn.is_available():
         return False

@@ -30,7 +30,7 @@ class RowRMSNorm(nn.Module):
         return Shard((self.size,), self.heads.local_slice(self.size)).copy(param, loaded_weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the norm of x [T, heads, head_dim], this rank's heads, in the same shape."""
+        """Return the norm of x [T, heads, head_dim], which contains this rank's heads. The shape stays the same."""
         y = x.flatten(1).float()
         total = self.tp.all_reduce(y.square().sum(-1, keepdim=True))
         num_copies = self.tp.size // self.heads.size  # several ranks may hold the same head

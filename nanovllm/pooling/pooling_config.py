@@ -28,8 +28,8 @@ class PoolingConfig:
     normalize: whether embeddings are divided by their Euclidean norm by default.
     activation: maps logits to scores or probabilities: "sigmoid", "softmax" or "identity".
     labels: the names of the classes, or () for embeddings.
-    token_ids: the tokens whose logits score a text: (irrelevant, relevant), or only the latter. () with a
-        classification head or the task "embed".
+    token_ids: the tokens whose logits score a text: (irrelevant, relevant), or only the second. If it is (), the
+        checkpoint has a classification head, or the task is "embed".
     prompts: texts to put before a text, by name, from `config_sentence_transformers.json`.
     default_prompt_name: the prompt of texts for which no name is given.
     dimensions: the sizes to which embeddings may be shortened, or () for any size.

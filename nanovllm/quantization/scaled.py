@@ -138,7 +138,10 @@ class ScaledWeight:
         return _nan_of(shard.copy(values[index], weight))
 
     def must_quantize(self, weight) -> bool:
-        """Return whether a weight has no scales, because it is random, or from a trainer or an unquantized file."""
+        """Return whether a weight has no scales.
+
+        Such a weight may be random, or come from a trainer or an unquantized file.
+        """
         return callable(weight) or isinstance(weight, torch.Tensor) or self.scheme.scale_name is None
 
     def quantize_shard(self, weight: torch.Tensor, shard: Shard, index: tuple[int, ...]) -> torch.Tensor:

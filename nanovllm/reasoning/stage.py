@@ -16,9 +16,9 @@ class Stage(Enum):
 class Markers:
     """The markers of a reasoning format, and how a model's vocabulary represents them.
 
-    If a model has a token for each marker, as most have, only tokens that contain the whole marker count. Several
-    tokens that together spell the marker are then part of the reasoning. In other models, any tokens that spell a
-    marker count as the marker.
+    Most models have a token for each marker. In these models, only a token that contains the whole marker counts as the
+    marker. Several tokens that together spell the marker are then part of the reasoning. In other models, any tokens
+    that spell a marker count as the marker.
     """
 
     def __init__(self, form: ReasoningFormat, tokenizer: Any, token_bytes: Mapping[int, bytes]):
@@ -87,7 +87,7 @@ class Reasoning:
             self.take_text(self.markers.token_bytes[token_id])
 
     def take_text(self, piece: bytes) -> None:
-        """Process the text of the next token or, with `TextMarkers`, of any number of tokens."""
+        """Process the text of the next token. With `TextMarkers`, the text may comprise any number of tokens."""
         if self.stage is Stage.BEFORE:
             self._begin_with(piece)
         elif self.stage is Stage.INSIDE:

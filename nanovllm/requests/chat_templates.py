@@ -1,6 +1,6 @@
 """Determines which forms of messages a chat template reads, and converts conversations to these forms.
 
-Clients send content as text, as a list of parts, or not at all, and the arguments of tool calls as text. Only the
+Clients send content as text, as a list of parts, or not at all. They send the arguments of tool calls as text. Only the
 source code of a template shows which forms it supports.
 """
 
@@ -42,8 +42,8 @@ class TemplateForms(NamedTuple):
     def message(self, message: Message) -> Message:
         """Convert a message to these forms. Raises ValueError for parts that are not text.
 
-        Null entries are dropped, as in transformers 5. So is an empty list of tool calls, which templates would mistake
-        for calls.
+        Null entries are dropped, as in transformers 5. An empty list of tool calls is dropped too, because templates
+        would mistake the list for calls.
         """
         entries: dict[str, Any] = {name: value for name, value in message.items() if value is not None}
         if isinstance(role := entries.get("role"), str) and role not in self.roles:

@@ -16,7 +16,7 @@ _BYTES |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*
 
 
 class TokenBytes(dict[int, bytes]):
-    """Maps a token id to its bytes in the middle of a text, or to none for an id without text."""
+    """Maps a token id to its bytes in the middle of a text. An id without text has no bytes."""
 
     def __init__(self, tokenizer, skip_special_tokens: bool):
         """`tokenizer` is a fast tokenizer of transformers.

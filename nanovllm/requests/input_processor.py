@@ -30,7 +30,7 @@ MAX_PRIORITY = 2**63 - 1  # the minimum is -MAX_PRIORITY
 
 
 class InputProcessor:
-    """Makes requests, in any thread."""
+    """Makes requests. Any thread may call the methods at any time."""
 
     def __init__(self, config: Config, tokenizer, first_request_id: int = 0):
         assert config.max_model_len is not None, "it is resolved on construction"

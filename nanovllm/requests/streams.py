@@ -11,7 +11,7 @@ MAX_STEPS_AHEAD = 16  # steps in the collector; the reader may have taken, but n
 
 
 def events_of(requests: list[CompletionRequest], thread: EngineThread) -> Iterator[StreamEvent]:
-    """Yield the events of requests with `OutputKind.DELTA`, which the first call of `next` submits."""
+    """Yield the events of requests with `OutputKind.DELTA`. The first call of `next` submits the requests."""
     num_unfinished = sum(len(request.group) for request in requests)
     collector = OutputCollector(OutputKind.DELTA, MAX_STEPS_AHEAD)
     with Submission(thread, requests, collector):

@@ -16,8 +16,8 @@ def pause(llm: "LLMEngine", mode: str = "abort") -> None:
 
     With mode "abort", running requests end with the tokens generated so far, as after `LLM.abort`. With mode "keep",
     running requests release their cache blocks and wait until `resume` is called; their callers wait as well. The
-    engine then recomputes their tokens, with new weights if there are any, and continues to generate. Raises ValueError
-    for any other mode.
+    engine then recomputes the tokens of these requests, with the new weights if there are any, and continues to
+    generate. Raises ValueError for any other mode.
     """
     check_choice("mode", mode, ("abort", "keep"))
     core = llm.core

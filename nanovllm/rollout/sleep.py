@@ -53,7 +53,7 @@ def sleep(llm: "LLMEngine", level: int = 1) -> int:
 
 
 def wake_up(llm: "LLMEngine", tags: Collection[str] | None = None) -> None:
-    """Allocate the memory that `sleep` has freed, with an empty KV cache.
+    """Allocate the memory that `sleep` has freed. The new KV cache is empty.
 
     `tags` selects "weights", "kv_cache" or, by default, both.
 

@@ -2,12 +2,12 @@
 
 Prefill (invariant_prefill.py) and decode (invariant_decode.py) use the arithmetic of this file. A segment is a range of
 tiles of keys. Tiles and segments begin at fixed positions. The tiles of a segment are added in order, and at the end,
-the segments of a query are added in order. So one program may compute all segments, or several programs may share them
-(flash-decoding), with the same result.
+the segments of a query are added in order. So the result is the same whether one program or several programs
+(flash-decoding) compute the segments of a query.
 
-A matmul must compute the same result in tiles with any number of rows, transposed or not. Hopper's instructions for 64
-rows (wgmma) do so, as tests/test_invariant_kernels.py checks. The instruction `mma.sync` was observed to round
-differently.
+This requires that a matmul computes the same result in tiles with any number of rows, transposed or not. Hopper's
+instructions for 64 rows (wgmma) have this property, and tests/test_invariant_kernels.py checks it. The instruction
+`mma.sync` was observed to round differently.
 """
 
 import torch

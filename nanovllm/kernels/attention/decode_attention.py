@@ -322,9 +322,9 @@ def decode_attention(
     out: receives the result
     tokens_per_row: the number of consecutive rows that belong to one sequence. These rows share a block table, and each
         row sees at least as many keys as the previous row.
-    norm_rope_inputs: the arguments `qk_norm_rope` and `slot_mapping` of `norm_rope_and_store`, which the kernel then
-        computes, too. In this case, q is qkv [B, heads + 2 kv_heads, head_dim] with any stride between tokens, and the
-        result of an empty sequence is finite but undefined.
+    norm_rope_inputs: the arguments `qk_norm_rope` and `slot_mapping` of `norm_rope_and_store`. With these arguments,
+        the kernel also does the work of that function. In this case, q is qkv [B, heads + 2 kv_heads, head_dim] with
+        any stride between tokens, and the result of an empty sequence is finite but undefined.
     """
     is_qkv, kv_heads = norm_rope_inputs is not NO_NORM_ROPE, cache.k.shape[2]
     out = torch.empty_like(q[:, 2 * kv_heads :] if is_qkv else q) if out is None else out

@@ -101,8 +101,9 @@ def norm_rope_and_store(qkv: torch.Tensor, qk_norm_rope, slot_mapping: torch.Ten
     Return the queries: [T, heads, head_dim]. qkv is [T, heads + 2 kv_heads, head_dim], with any stride between tokens.
     `head_dim` is a power of two.
 
-    qk_norm_rope: (q weight, k weight, eps, cos_sin). The weights are [head_dim], or `None` for no norm. `cos_sin` [T,
-        2, N] float32 comes from FusedRotaryEmbedding, and rotates the first N elements of each head.
+    qk_norm_rope: (q weight, k weight, eps, cos_sin). The weights are [head_dim], or `None` if there is no norm.
+        `cos_sin` [T, 2, N] float32 comes from FusedRotaryEmbedding, and defines the rotation of the first N elements of
+        each head.
     slot_mapping [T]: each token's index into the cache with its first two dimensions flattened, or -1 to store nothing
     """
     num_tokens, num_rows, head_dim = qkv.shape

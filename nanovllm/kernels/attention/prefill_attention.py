@@ -170,8 +170,8 @@ def _is_for_hopper(head_dim: int, dtype: torch.dtype) -> bool:
 def query_tile_size(group: int, head_dim: int, dtype: torch.dtype) -> int:
     """Return how many tokens a query tile covers, if each key-value head serves `group` query heads.
 
-    On Hopper, hopper_prefill.py may compute a tile instead, with 128 rows. So this is the largest multiple of this
-    file's tile size that fits into 128 rows.
+    On Hopper, the kernel of hopper_prefill.py may compute a tile instead. Its tiles have 128 rows. So this is the
+    largest multiple of this file's tile size that fits into 128 rows.
     """
     tokens = _tile_sizes(head_dim, dtype)[0] // group
     if _is_for_hopper(head_dim, dtype):
@@ -190,8 +190,9 @@ def prefill_attention(
 ) -> torch.Tensor:
     """Return the causal attention of new tokens over the cached keys of their sequences, in the shape of q.
 
-    A query sees the cached tokens of its sequence up to its own position, or the last `window` of them. The cache
-    already contains all `context_lens[b]` tokens of sequence b, also this step's.
+    A query sees the tokens of its sequence up to its own position. If the cache has a window, a query sees only the
+    last `window` of these tokens. The cache already contains all `context_lens[b]` tokens of sequence b, also this
+    step's.
 
     q [T, heads, head_dim]: the queries of the last tokens of B sequences, contiguous. At most 64 query heads share a
         key-value head.

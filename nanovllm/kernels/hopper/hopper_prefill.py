@@ -38,7 +38,7 @@ class Shape(NamedTuple):
 
 @gluon.constexpr_function
 def _rows(head_dim):
-    """Return a layout for rows of `head_dim` elements, as vectors of 16 bytes."""
+    """Return a layout to load and store rows of `head_dim` elements as vectors of 16 bytes."""
     lanes = head_dim // 8
     return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
 
@@ -291,7 +291,7 @@ def _prefill_kernel(
 
 
 def attend(tokens: int, tile: int, q: torch.Tensor, cache, plan_ptrs, out: torch.Tensor) -> None:
-    """Fill `out` with the attention of q, both [T, heads, head_dim], as defined for `prefill_attention`.
+    """Compute `prefill_attention` of q [T, heads, head_dim]. Fill `out`, which has the same shape.
 
     `plan_ptrs` is (query_tiles, cu_seqlens_q, context_lens, block_tables). A query tile has at most `tokens` tokens.
     `cache` has 16-bit keys and values, and neither a soft cap nor sinks. `tile`, the number of keys per tile, is 64 or

@@ -1,10 +1,10 @@
 """A GEMM and its epilogue in one kernel for Hopper, written in Gluon.
 
-Operands have 16 bits or are in FP8, with quantized rows and a scale per 128 x 128 block of the weight. One warp loads,
-and two warpgroups multiply. A tile has 128 rows (64 for each warpgroup) and two blocks of 128 outputs.
+The operands have 16 bits or are in FP8. In FP8, rows are quantized, and each 128 x 128 block of the weight has a scale.
+One warp loads, and two warpgroups multiply. A tile has 128 rows (64 for each warpgroup) and two blocks of 128 outputs.
 
-The epilogue, in another file, gets the accumulators of a warpgroup: one tensor [64, 256] for 16-bit operands, or four
-quarters [64, 64] for FP8.
+The epilogue is a function in another file. It gets the accumulators of a warpgroup: one tensor [64, 256] for 16-bit
+operands, or four quarters [64, 64] for FP8.
 
 In FP8, tensor cores accumulate imprecisely, so each of their sums covers only 128 inputs. The warpgroup scales these
 sums and adds them in float32, for 64 outputs while the tensor cores compute the next 64.
@@ -98,7 +98,7 @@ def _load_scales(scale_ptrs, tile, k, sizes, W: gl.constexpr, PLAN: gl.constexpr
 
 @gluon.jit
 def _product(x, w, half: gl.constexpr):
-    """Start the matmul of rows x [64, 128], in registers, and one half of a weight block w [128, 128]."""
+    """Start the matmul of rows x [64, 128], which are in registers, and one half of a weight block w [128, 128]."""
     zeros = gl.full([64, 64], 0.0, gl.float32, SUMS)
     return hopper.warpgroup_mma(x, w.slice(half * 64, 64).permute((1, 0)), zeros, use_acc=False, is_async=True)
 

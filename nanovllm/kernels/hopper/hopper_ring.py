@@ -26,7 +26,7 @@ def gdc_wait(PDL: gl.constexpr):
 
 
 def tiles_of(x: torch.Tensor, *shape: int) -> TensorDescriptor:
-    """Return a TMA descriptor of x for tiles of the given shape, with rows swizzled over up to 128 bytes."""
+    """Return a TMA descriptor of x for tiles of the given shape. Rows are swizzled over up to 128 bytes."""
     size = x.element_size()
     layout = gl.NVMMASharedLayout(min(128, shape[-1] * size), 8 * size, len(shape))
     return TensorDescriptor.from_tensor(x, [*shape], layout)
@@ -57,5 +57,5 @@ def sums_of(columns, bits=16):
 
 @gluon.jit
 def halves(sums):
-    """Split sums [64, columns] into a left and a right half, without data exchange between threads."""
+    """Split sums [64, columns] into a left and a right half. Each thread keeps its values."""
     return gl.reshape(sums, [64, 2, sums.shape[1] // 2]).permute((0, 2, 1)).split()

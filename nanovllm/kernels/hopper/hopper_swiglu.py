@@ -1,7 +1,7 @@
 """A Hopper epilogue for hopper_product.py: SwiGLU in 16 bits, or in FP8 with quantized results.
 
-In 16 bits, gate, up and silu(gate) are each rounded, which costs no time. So the results equal those of separate
-kernels, except that values near 1e-36 become 0. In FP8, all results that share a scale are in the same tile.
+In 16 bits, gate, up and silu(gate) are each rounded, at no extra cost. So the results equal those of separate kernels,
+except that values near 1e-36 become 0. In FP8, all results that share a scale are in the same tile.
 """
 
 import torch
@@ -15,9 +15,10 @@ from nanovllm.kernels.linear.tiles import QuantizedRows
 
 @gluon.constexpr_function
 def _silu_of(x, y):
-    """Return PTX code for y = silu(x), which takes a few approximate instructions with errors of at most 2^-22.
+    """Return PTX code for y = silu(x).
 
-    Division and `gl.exp` would take several times as many instructions.
+    The code uses two approximate instructions, each with an error of at most 2^-22. Division and `gl.exp` would take
+    several times as many instructions.
     """
     return f"""
         mul.f32 y, {x}, 0fBFB8AA3B;  // -log2(e)

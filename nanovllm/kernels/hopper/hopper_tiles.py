@@ -86,8 +86,8 @@ def qkv_norm_rope_store(x, layer, qk_norm_rope, slot_mapping: torch.Tensor, cach
     """Compute the qkv matmul of x, a `NormInput`, and `norm_rope_and_store` in one kernel.
 
     Return `NotImplemented` if there is no such kernel, if separate kernels are as fast, or if CUDA graphs may contain
-    steps of this size. Graphs pad steps, but a step must use the same kernels with and without graphs. Other kernels
-    add in another order, which might lead to other tokens.
+    steps of this size. Graphs pad steps, but a step must use the same kernels with and without graphs. Different
+    kernels add values in different orders, which might lead to different tokens.
     """
     if isinstance(x, torch.Tensor) or len(x) <= MAX_CAPTURED_ROWS or not has_hopper_kernels():
         return NotImplemented

@@ -88,8 +88,8 @@ _launched: ContextVar[list | None] = ContextVar("launched", default=None)  # by 
 class _Loaders(ThreadPoolExecutor):
     """A pool of threads that compile kernels and load them onto the device.
 
-    To load a kernel, Triton 3.6 also compiles a C module, which always has the same name, so a lock lets only one
-    kernel be loaded at a time.
+    To load a kernel, Triton 3.6 also compiles a C module. All these modules have the same name, so a lock ensures that
+    only one kernel is loaded at a time.
     """
 
     lock = Lock()
@@ -105,7 +105,7 @@ class _Loaders(ThreadPoolExecutor):
 
 
 def compile_only(work: Callable[[], None]) -> None:
-    """Call `work`, but compile the kernels that it launches, in parallel threads, instead of running them.
+    """Call `work`, but compile the kernels that it launches (in parallel threads) instead of running them.
 
     The outputs of these kernels contain arbitrary values. Return when all kernels are loaded onto the device, or raise
     the compiler's error. Threads help because the compiler rarely holds the GIL.

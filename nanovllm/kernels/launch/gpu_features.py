@@ -1,4 +1,4 @@
-"""Features of devices, without importing Triton, so 8-bit weights and caches can use this on any device."""
+"""Features of devices. This module does not import Triton, so 8-bit weights and caches can use it on any device."""
 
 from functools import cache
 
@@ -22,7 +22,10 @@ def has_tma(device: torch.device) -> bool:
 
 @cache
 def has_hopper_kernels() -> bool:
-    """Return whether the Gluon kernels can run: on Hopper, with exactly Triton 3.6, because Gluon still changes."""
+    """Return whether the Gluon kernels can run.
+
+    They need Hopper and exactly Triton 3.6, because Gluon still changes.
+    """
     from triton import __version__
 
     is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9

@@ -1,4 +1,7 @@
-"""RMS norm kernels, which can first add split-K summands and a residual, and can quantize the result."""
+"""RMS norm kernels.
+
+They can add split-K summands and a residual before the norm, and can quantize the norm's result.
+"""
 
 import torch
 import triton

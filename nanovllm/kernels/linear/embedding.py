@@ -1,4 +1,4 @@
-"""The embedding lookup of a rank, which stores the embeddings of a range of token ids."""
+"""The embedding lookup of a rank. The rank stores the embeddings of a range of token ids."""
 
 import torch
 import triton
@@ -17,7 +17,7 @@ def _embed_shard_kernel(ids_ptr, weight_ptr, out_ptr, first_id, num_ids, N: tl.c
 
 
 def embed_shard(token_ids: torch.Tensor, weight: torch.Tensor, first_id: int, out: torch.Tensor | None = None):
-    """Fill `out` [T, N] with the embeddings of tokens, or zeros if another rank stores them.
+    """Fill `out` [T, N] with the embeddings of tokens. Tokens whose embeddings are on other ranks get zeros.
 
     Row 0 of the weight [ids, N] is the embedding of token `first_id`. The launch must be ordinary, so that the
     preceding rope lookup is complete: attention reads its result before waiting (dependent_launch.py).

@@ -86,10 +86,10 @@ def gemv(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return y = x W^T + bias in `out`, and x + residual, for a single row x.
 
-    x is [1, K], W is [N, K], `bias` is [N], and y is [1, N]. All tensors are contiguous. `norm` is the weight [K] and
-    the eps of an RMS norm of x + residual, which then replaces x in the matmul. A residual requires a norm. Without a
-    residual, the second result is x. If `gated`, the weight is [2N, K], the bias is [2N], and y is silu(first half of
-    the outputs) * second half.
+    x is [1, K], W is [N, K], `bias` is [N], and y is [1, N]. All tensors are contiguous. `norm` is a pair: the weight
+    [K] and the eps of an RMS norm. With `norm`, the norm of x + residual replaces x in the matmul. A residual requires
+    a norm. Without a residual, the second result is x. If `gated`, the weight is [2N, K], the bias is [2N], and y is
+    silu(first half of the outputs) * second half.
     """
     norm_weight, eps = norm
     assert norm_weight is not None or residual is None

@@ -89,7 +89,7 @@ def store_rows(x: torch.Tensor, outputs: tuple, scale_stride: int, groups: Group
 
 
 def quantize_rows(x: torch.Tensor, group: int, gated: bool = False) -> QuantizedRows:
-    """Quantize x [T, K] to e4m3, with one scale per `group` inputs, which divides K.
+    """Quantize x [T, K] to e4m3, with one scale per `group` inputs of a row. `group` divides K.
 
     If `gated`, quantize the SwiGLU of x [T, 2K].
     """

@@ -93,7 +93,7 @@ def scaled_tiles(num_rows: int, columns: int, sms: int) -> Tiles:
     """Return the tiles for 8-bit weights, for `columns` outputs times splits.
 
     A multiprocessor runs two programs at a time. If it gets only one, that program keeps more loads in flight. For 17
-    to 64 rows, tiles are twice as wide if more than 90% of the multiprocessors then get one tile each, which halves the
+    to 64 rows, tiles are twice as wide if more than 90% of the multiprocessors then get one tile each. This halves the
     reads of x.
     """
     tile_m = tile_m_of(num_rows)

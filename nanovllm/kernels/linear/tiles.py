@@ -41,7 +41,7 @@ class Shape(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """The scales of x and of the weight, or `None`."""
+    """The scales of x and of the weight. The field of a tensor without scales is `None`."""
 
     x: torch.Tensor | None
     x_stride: int  # between the scales of adjacent groups of inputs
@@ -102,7 +102,8 @@ def block_shape(values: torch.Tensor, scales: torch.Tensor | None) -> tuple[int,
 def load_tile(tiles, first_row, begin, is_row, K: tl.constexpr, TILES: tl.constexpr):
     """Load a tile [rows, tile_k] of a matrix with K columns.
 
-    `tiles` is a TMA descriptor, which returns zeros outside the matrix and ignores `is_row` [rows], or a pointer.
+    `tiles` is a TMA descriptor or, without TMA, a pointer. Loads through a descriptor ignore the mask `is_row` [rows],
+    and return zeros outside the matrix.
     """
     if TILES.tma:
         tile = tiles.load([first_row, begin])
@@ -179,7 +180,7 @@ def times_scales(y, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES: tl.co
 
 @triton.jit
 def add_product(acc, w, x, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES: tl.constexpr):
-    """Return acc [tile_n, M] + w [tile_n, C] x [C, M], with scales, if there are any (`times_scales`).
+    """Return acc [tile_n, M] + w [tile_n, C] x [C, M]. `times_scales` applies the scales, if there are any.
 
     `begin` is the index of the first of the C inputs.
     """

@@ -19,7 +19,10 @@ TEMPERATURE, TOP_K, TOP_P, MIN_P = column_constants("temperature", "top_k", "top
 
 @triton.jit
 def is_filtered(params_ptr):
-    """Return whether a row is sampled with min-p, top-k or top-p, which need the logits of the whole vocabulary."""
+    """Return whether a row is sampled with min-p, top-k or top-p.
+
+    These filters need the logits of the whole vocabulary.
+    """
     has_filter = (
         (tl.load(params_ptr + TOP_K) > 0) | (load_float(params_ptr, TOP_P) < 1) | (load_float(params_ptr, MIN_P) > 0)
     )

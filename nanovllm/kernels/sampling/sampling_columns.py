@@ -56,7 +56,7 @@ def seeds(params):
 
 
 def temperatures_of(seqs: Any) -> list[float]:
-    """Return the temperature of each sequence, or 0 (greedy) if it is too small to divide by."""
+    """Return the temperature of each sequence. Temperatures that are too small to divide by become 0 (greedy)."""
     return [seq.temperature if seq.temperature >= GREEDY_BELOW else 0.0 for seq in seqs]
 
 

@@ -25,7 +25,7 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 
 
 class GatedAttention(Qwen3Attention):
-    """Attention whose output is multiplied by the sigmoid of a gate, which the qkv projection also computes."""
+    """Attention whose output is multiplied by the sigmoid of a gate. The qkv projection also computes the gate."""
 
     def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding):
         super().__init__(config, rotary_emb)

@@ -20,7 +20,7 @@ def mix_experts(x, layer, slot_mapping):
 
 
 def _by_gemv(x, layer, slot_mapping):
-    """Compute the experts with matrix-vector kernels, which also compute the norm of a single row.
+    """Compute the experts with matrix-vector kernels. For a single row, these kernels also compute the norm.
 
     With 8-bit weights, the norm is separate (scaled_gemv.py explains why).
     """

@@ -61,8 +61,8 @@ def _grouped_kernel(
 ):
     """In each program, compute `tile_n` outputs of at most TILE_M rows of one expert.
 
-    With IS_GATED, this is the first GEMM, with SwiGLU. In this case, `x_tiles` is a plain pointer: x is in the order of
-    tokens, so the kernel gathers rows one by one.
+    With IS_GATED, the kernel computes the first GEMM and SwiGLU. In this case, `x_tiles` is a plain pointer: x is in
+    the order of tokens, so the kernel gathers rows one by one.
     """
     gdc_launch_and_wait(PDL)
     weights_ptr, pairs_ptr, table_ptr = routing_ptrs
@@ -196,7 +196,7 @@ def _sum_parts_kernel(
 def sum_local_parts(
     parts: torch.Tensor, routing: Routing, first_expert: int, num_experts: int, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the sum [T, hidden], in `out`, of the results [top_k, T, hidden] of this rank's experts.
+    """Add up the results [top_k, T, hidden] of this rank's experts. Return the sum [T, hidden] in `out`.
 
     On a single rank, the next norm adds the results instead. With several ranks, the norm would have to read `top_k`
     times as much from each rank.

@@ -156,7 +156,7 @@ class SortSizes(NamedTuple):
 
 @triton.jit
 def _load_keys(ids_ptr, pair, num_pairs, first_expert, SIZES: tl.constexpr):
-    """Return keys that sort the pairs of a share by expert, then by index, with other ranks' experts last."""
+    """Return keys that sort the pairs of a share by expert, then by index. Experts of other ranks come last."""
     expert = tl.load(ids_ptr + pair, pair < num_pairs, -1) - first_expert
     is_local = (expert >= 0) & (expert < SIZES.num_experts) & (pair < num_pairs)
     return tl.where(is_local, expert, SIZES.num_experts) * SIZES.share + pair % SIZES.share

@@ -33,7 +33,7 @@ def _packed_grouped_kernel(
 ):
     """In each program, compute `tile_n` outputs of at most `tile_m` rows of one expert.
 
-    With IS_GATED, this is the first GEMM, with SwiGLU, and x is in the order of tokens.
+    With IS_GATED, the kernel computes the first GEMM and SwiGLU, for tokens in their order.
     """
     gdc_launch_and_wait(PDL)
     weights_ptr, pairs_ptr, table_ptr = routing_ptrs

@@ -1,7 +1,7 @@
 """Computes y = x W^T with 4-bit W for any number of rows, or converts W to the dtype of the activations.
 
 packed.py defines the layout of W. A tile of 16 words from each row of W contains eight slices of 16 adjacent inputs.
-`tl.dot` multiplies slice after slice, so threads never exchange codes.
+`tl.dot` multiplies the slices one after another, so each thread keeps its codes.
 """
 
 from functools import cache
@@ -98,7 +98,7 @@ def _slice(words, zeros, j: tl.constexpr, dtype: tl.constexpr, SHAPE: tl.constex
 
 @triton.jit
 def _scales_and_zeros(w_ptrs, row, is_row, first_k, SHAPE: tl.constexpr):
-    """Load scales and zero points of the slice from input `first_k` on, as float32 [rows, 1].
+    """Load the scales and zero points of the slice that begins with input `first_k`, as float32 [rows, 1].
 
     If groups are not contiguous, the shape is [rows, WORDS].
     """
