@@ -38,7 +38,7 @@ class AsyncLLM(EngineClient):
     engine: LLM
 
     def __init__(self, model: str, *, max_queued_requests: int = 1024, **settings: Any) -> None:
-        """Load the model, with `settings` for `LLM`, which also defines the errors.
+        """Load the model. `settings` are the settings of `LLM`. Raises the same errors as `LLM`.
 
         max_queued_requests: how many answers may wait, in addition to `max_num_seqs` running answers. Each of the `n`
             answers to a prompt counts.

@@ -12,7 +12,7 @@ from nanovllm.requests.stream_event import StreamEvent
 
 
 class AsyncRequest:
-    """A request made by `AsyncLLM.submit`, which only the event loop's thread may use.
+    """A request that belongs to one event loop. Only the loop's thread may use it.
 
     If the caller falls behind, the events of several steps are merged, so the backlog never exceeds the answer.
     """
@@ -126,7 +126,7 @@ def _merge(events: list[StreamEvent]) -> StreamEvent:
 
 
 class PartialAnswer:
-    """The part of an answer that has arrived, with lists that grow in place."""
+    """The part of an answer that has arrived so far. Its lists grow in place."""
 
     def __init__(self, index: int):
         self.index = index
@@ -148,7 +148,7 @@ class PartialAnswer:
         self.finish_reason, self.stop_reason = event.finish_reason, event.stop_reason
 
     def output(self) -> CompletionOutput:
-        """Return a copy of the answer so far, which does not change when more tokens arrive."""
+        """Return the answer so far. Its lists are copies, so it does not change when more tokens arrive."""
         text, token_ids = "".join(self.texts), [*self.token_ids]
         self.texts = [text]
         logprobs = None if self.logprobs is None else [*self.logprobs]

@@ -34,7 +34,7 @@ def template_arguments(
     Raises ApiError for arguments that a client must not set.
 
     template: the server's template, or several templates by name.
-    is_trusting: whether the server renders templates from clients, which are programs.
+    is_trusting: whether the server renders templates from clients. Templates are programs.
     """
     kwargs = body.chat_template_kwargs or {}
     problem = "chat_template: is a program, which this server accepts only with --trust-request-chat-template"

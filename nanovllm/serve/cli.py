@@ -76,7 +76,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def make_parser() -> tuple[Parser, dict[str, Parser]]:
-    """Return the main parser, and a parser for each command, to which `parse` adds the flags of the chosen command."""
+    """Return the main parser, and a parser for each command. `parse` adds the flags of the chosen command later."""
     parser = Parser("nanovllm", description="LLM inference: an HTTP server, or answers right here.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {nanovllm.__version__}")
     group = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -1,4 +1,4 @@
-"""Defines the calls, other than requests, that the server makes to the engine, in the engine's process."""
+"""Defines the calls, other than requests, that the server makes to the engine. They run in the engine's process."""
 
 from bisect import bisect_left
 from typing import Any

@@ -93,7 +93,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     def _abort(self, request: AsyncRequest) -> None:
-        """End a request early, with the tokens generated so far as its answer."""
+        """End a request early. The answer consists of the tokens generated so far."""
 
     async def call(self, name: str, *arguments: Any) -> Any:
         """Call a method of the engine's EngineCalls. Raises NotImplementedError for several replicas."""
@@ -163,7 +163,7 @@ class EngineClient(ABC):
         cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
     ) -> AsyncRequest:
-        """Queue a request. Return an object to read from, and to pass to `discard` at the end.
+        """Queue a request. Return an object for its caller to read from, and to pass to `discard` at the end.
 
         Most arguments, and the errors, are the same as for `generate`. A `prompt` may be a function for a tokenizer
         thread. With `in_pieces=False`, the request has a `result` but no events, which saves host time. Requests share
@@ -259,7 +259,7 @@ class EngineClient(ABC):
         return await self._in_thread(self._pool, decode)
 
     async def _in_lane(self, call: Callable[[PromptLane], T]) -> T:
-        """Run `call` in the lane for short texts, or again in the lane for long texts if the text is long."""
+        """Run `call` in the lane for short texts. If the text is long, run `call` again in the lane for long texts."""
         try:
             return await self._in_thread(self._pool, partial(call, self._lane))
         except LongTextError:

@@ -39,7 +39,7 @@ class ApiError(Exception):
         self.headers = HEADERS.get(status, {})
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Replace the field's name with the client's name for it, which `names` contains."""
+        """Replace the field's name with the client's name for it. `names` maps field names to client names."""
         if self.param is not None and (client_name := names.get(self.param)) is not None:
             self.message, self.param = self.message.replace(self.param, client_name, 1), client_name
 
@@ -56,7 +56,7 @@ class ApiError(Exception):
 def require(value: T | Literal[False] | None, problem: str, code: str | None = None) -> T:
     """Return `value` if it is true.
 
-    Otherwise raise an ApiError with status 400 and `problem`, which begins with a field's name.
+    Otherwise raise an ApiError with status 400. `problem` begins with a field's name.
     """
     if not value:
         raise ApiError(400, problem, re.split(r"\W", problem)[0], code)
@@ -66,9 +66,9 @@ def require(value: T | Literal[False] | None, problem: str, code: str | None = N
 def api_error(error: BaseException, fields: Container[str] | None = None) -> ApiError:
     """Convert an error to an ApiError. Unexpected errors are logged, and the client gets no details.
 
-    fields: the field names of the request that is being checked, or `None` if it was already accepted. With `fields`,
-        ValueError, TypeError and FileNotFoundError are the client's fault. If the message begins with a field's name,
-        it refers to that field.
+    fields: the field names of the request that is being checked, or `None` if the request was already accepted. With
+        `fields`, ValueError, TypeError and FileNotFoundError are the client's fault. If the message begins with a
+        field's name, it refers to that field.
     """
     if isinstance(error, ApiError):
         return error

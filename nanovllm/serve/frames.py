@@ -1,6 +1,6 @@
 """Defines frames (what each step has changed) and `View` (the state after all frames so far).
 
-A frame is a JSON-serializable dict of differences from the previous frame, without empty fields.
+A frame is a JSON-serializable dict of differences from the previous frame. Empty fields are left out.
 
 - `step`: the number of recorded steps.
 - `time`: seconds since the recording began.
@@ -19,8 +19,8 @@ A frame is a JSON-serializable dict of differences from the previous frame, with
 - `free`: ids of blocks that the prefix cache can no longer find, or that a window table holds. Blocks in no table are
   free unless they are cached.
 - `counts`: totals of prompt tokens, cached tokens, output tokens and preemptions; left out if unchanged.
-- `windows`: the number of blocks in the block tables of layers with a window, which `tables` does not list; left out if
-  unchanged.
+- `windows`: the number of blocks that sequences hold in the block tables of layers with a window; left out if
+  unchanged. `tables` does not list these blocks.
 - `ttft`: seconds to the first token, for each sequence that got its first token.
 - `key`: facts about the engine. A frame with this field does not depend on earlier frames.
 

@@ -36,7 +36,7 @@ def error_response(error: ApiError, path: str, **headers: str) -> Response:
 
 
 def endpoint(route: APIRoute, seconds: float) -> Endpoint:
-    """Return a function that answers the requests of a route, which must have a body.
+    """Return a function that answers the requests of a route. The requests must have a body.
 
     The function bypasses FastAPI's layers, which would double the time per request. Work on a request stops when the
     client disconnects, or after `seconds`.
@@ -60,8 +60,8 @@ def endpoint(route: APIRoute, seconds: float) -> Endpoint:
 class EventStream(Response):
     """A response of server-sent events. An error after the first event becomes an event.
 
-    Outputs are written to the connection by the code that delivers them, so no task has to wake up. While the client
-    has not taken a piece, nothing more is written, and later events are merged.
+    Outputs are written to the connection by the code that delivers them, so no task has to wake up. Until the client
+    has taken a written piece, nothing more is written, and the events of later steps are merged.
     """
 
     def __init__(self, answer: Answer, end: Callable[[], None], until: float):
@@ -131,7 +131,7 @@ class EventStream(Response):
 def while_connected(connection: Any, until: float) -> Iterator[None]:
     """Cancel the `with` block if the client disconnects (ApiError) or the deadline passes (TimeoutError).
 
-    connection: the BoundedProtocol of the request, whose body must have been read.
+    connection: the BoundedProtocol of the request. The request's body must already have been read.
     until: the deadline, on the event loop's clock.
     """
     with CancelScope(deadline=until) as scope:

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, with vLLM's names where they have the same meaning as in vLLM."""
+"""Metrics for Prometheus. A metric has vLLM's name if it has the same meaning as in vLLM."""
 
 import os
 from collections import defaultdict
@@ -87,7 +87,7 @@ class Metrics:
         return generate_latest(self._shown)
 
     def observe(self, request: AsyncRequest) -> None:
-        """Count a request that has ended, without the times of a dropped request, which are meaningless."""
+        """Count a request that has ended. The times of a dropped request are left out, because they are meaningless."""
         final = request.final
         if final is None or (times := final.metrics).first_token_time is None or times.finished_time is None:
             self._aborted.inc(request.num_answers)
@@ -158,7 +158,7 @@ class Metrics:
 
 
 class AllFronts(MultiProcessCollector):
-    """Sums the metrics of all fronts, with the descriptions of a single process."""
+    """Sums the metrics of all fronts. The sums have the same descriptions as the metrics of a single process."""
 
     def __init__(self, registry: CollectorRegistry):
         super().__init__(None)

@@ -26,7 +26,7 @@ class LongTextError(Exception):
 
 
 class RenderedChat(str):
-    """The output of a chat template, which contains the special tokens, so the tokenizer adds none."""
+    """The output of a chat template. It already contains the special tokens, so the tokenizer adds none."""
 
 
 class PromptLane(InputProcessor):

@@ -76,7 +76,7 @@ def only(*allowed: Any) -> AfterValidator:
 
 
 class Item(BaseModel):
-    """A part of a body, whose unknown fields are ignored."""
+    """A part of a body. Unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=())
 
@@ -270,7 +270,7 @@ class ChatBody(ChatFields, GenerationBody):
 
 
 def translated(form: type[ChatBody], fields: dict[str, Any]) -> ChatBody:
-    """Make a chat body from the fields of another endpoint, which errors then name."""
+    """Make a chat body from the fields of another endpoint. An ApiError names the fields of the other endpoint."""
     try:
         return form.model_validate(fields)
     except ValidationError as validation_error:

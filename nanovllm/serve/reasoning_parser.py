@@ -8,7 +8,7 @@ class ReasoningParser:
     """Splits the text of one answer. The token ids determine where the reasoning ends."""
 
     def __init__(self, reasoning: Reasoning):
-        """reasoning: the state at the beginning of the answer, which no other object may use."""
+        """reasoning: the state at the beginning of the answer. No other object may use this state."""
         self.reasoning = reasoning
         self._begin, self._end = (marker.decode() for marker in (reasoning.markers.begin, reasoning.markers.end))
         self._held = ""  # text that may be part of a marker, or space between the reasoning and the answer
@@ -22,7 +22,7 @@ class ReasoningParser:
         return self._place == "after"
 
     def feed(self, text: str, is_last: bool = False, token_ids: list[int] | None = None) -> tuple[str, str]:
-        """Return the new reasoning and the new answer text, without text that may be part of a marker.
+        """Return the new reasoning and the new answer text. Text that may be part of a marker is held back.
 
         token_ids: all new token ids, even if their text comes later; `None` if unknown.
         """

@@ -119,7 +119,7 @@ class RequestLimits:
         return matches
 
     async def _read(self, request: Request, length: bytes) -> None:
-        """Read the body, which `request` caches. Raises ApiError (413 if it is too long, 408 if it is too slow)."""
+        """Read the body; `request` caches it. Raises ApiError (413 if it is too long, 408 if it is too slow)."""
         self._check_length(int(length[:20]) if length.isdigit() else 0)
         try:
             with fail_after(self.settings.body_timeout):
@@ -161,7 +161,7 @@ async def _answer_head(answer: ASGIApp, scope: Scope, receive: Receive, send: Se
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 protocol, with limits on the size and the duration of headers, and without pipelining.
+    """uvicorn's HTTP/1.1 protocol, with limits on the size and the duration of headers. It refuses pipelining.
 
     uvicorn closes idle connections, but its timer stops at the first byte of a request. From then on, this class gives
     the client `HEADER_SECONDS` to send all headers. This class ignores requests to upgrade the protocol, as HTTP

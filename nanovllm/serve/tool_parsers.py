@@ -50,8 +50,8 @@ class ToolParser:
 class MarkedParser(ToolParser):
     """A parser for any number of calls, each after a marker, with text between them.
 
-    A call is a head, which ends where the arguments begin, and a body. White space around calls is not content. The
-    time is linear in the length of the text, for pieces of any size.
+    A call consists of a head, which ends where the arguments begin, and a body. White space around calls is not
+    content. The time is linear in the length of the text, for pieces of any size.
     """
 
     HEAD: ClassVar[re.Pattern[str]]  # the head, from the marker on; at most MAX_HEAD characters
@@ -95,7 +95,7 @@ class MarkedParser(ToolParser):
         return [part for part in parts if part]
 
     def _read_call(self, is_last: bool) -> tuple[list[ToolCall], int] | None:
-        """Return the calls that begin at `_start`, and where they end, or None if more text is needed.
+        """Return the calls that begin at `_start`, and where they end. Return None if more text is needed.
 
         If the list of calls is empty, the text up to the end is content.
         """
@@ -432,7 +432,7 @@ class JsonScanner:
 
 
 def _calls_of(value: Any, may_lack: bool = True) -> list[ToolCall]:
-    """Return the calls in a value or a list of values, or none if any value is not a call.
+    """Return the calls in a value or a list of values. If any value is not a call, return no calls.
 
     may_lack: whether a call may omit its arguments.
     """

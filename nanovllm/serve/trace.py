@@ -151,7 +151,7 @@ class StepRecorder:
     def _guarded(self) -> Iterator[None]:
         """Guard a `with` block.
 
-        An error in the block is a bug in this class, and ends the recording, but no request.
+        An error in the block is a bug in this class. The error ends the recording, but no request.
         """
         try:
             yield

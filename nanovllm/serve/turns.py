@@ -13,14 +13,14 @@ CLIENT: ContextVar[Hashable] = ContextVar("client", default=None)  # the client 
 
 
 class ClientTurns:
-    """Runs at most `num_turns` calls at a time for each client, in the event loop's thread."""
+    """Runs at most `num_turns` calls at a time for each client. Only the event loop's thread may use the object."""
 
     def __init__(self, num_turns: int):
         self._num_turns = num_turns
         self._turns: WeakValueDictionary[Hashable, asyncio.Semaphore] = WeakValueDictionary()  # only those in use
 
     async def run(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Run `call`, which keeps its turn until it ends. If the client disconnects, the call's thread continues."""
+        """Run `call`. The call keeps its turn until it ends. If the client disconnects, the call's thread continues."""
         turn = self._turns.setdefault(CLIENT.get(), asyncio.Semaphore(self._num_turns))
         await turn.acquire()
         task = asyncio.ensure_future(call())

@@ -1,4 +1,7 @@
-"""Implements draft heads, which read the model's hidden states, cached with the model's keys and values."""
+"""Implements draft heads, which read the model's hidden states.
+
+The hidden states are cached with the model's keys and values.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -97,7 +100,7 @@ class Eagle3(Head):
 
 
 class Mtp(Head):
-    """A head for multi-token prediction (MTP), which uses the model's output head."""
+    """A head for multi-token prediction (MTP). It uses the model's output head."""
 
     def make_head(self, config: Any, max_len: int) -> MtpHead:
         self.decoder.register_forward_hook(lambda model, args, output: self.keep(output))

@@ -1,4 +1,7 @@
-"""Drafts with a smaller model, which has the vocabulary, block ids and sampling noise of the target model."""
+"""Drafts with a smaller model.
+
+The draft model shares the vocabulary, block ids and sampling noise of the target model.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class DraftModel:
-    """A draft model with a separate KV cache, which uses the target model's block ids.
+    """A draft model with a separate KV cache. The cache uses the target model's block ids.
 
     There is no second block manager: a block is allocated in both caches at once. Before the draft model drafts for a
     sequence, it computes the rows that its cache lacks. These are rows of the prompt, of blocks that a preemption has
@@ -125,10 +128,10 @@ class DraftModel:
         self.runner.tp.barrier(positions.device)  # ends a forward whose embeddings are a sum over ranks
 
     def draft_chains(self, req_indices: torch.Tensor, num_drafts: torch.Tensor, num_steps: int) -> None:
-        """Draft up to `num_steps` tokens for each of D sequences, which lack at most `width` rows.
+        """Draft up to `num_steps` tokens for each of D sequences. Each sequence lacks at most `width` rows.
 
-        Sequence i gets `num_drafts[i]` drafts, and padding gets none. The request tables receive them, with -1 for no
-        draft. CUDA graphs capture this method, so shapes are fixed and the host never waits.
+        Sequence i gets `num_drafts[i]` drafts, and padding gets none. The drafts are written to the request tables,
+        with -1 where there is no draft. CUDA graphs capture this method, so shapes are fixed and the host never waits.
         """
         runner, tables, n, drafts = self.runner, self.runner.tables, len(req_indices), []
         by_request = tables.last_token_ids[:, 0], tables.params, tables.block_tables[:, :-1]

@@ -1,4 +1,4 @@
-"""The scheduler for speculation, which appends several tokens per step to a sequence, and plans drafts."""
+"""The scheduler for speculation. It can append several tokens to a sequence in one step, and plans the next drafts."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -78,8 +78,8 @@ def width_that_pays(drafts: list[tuple[int, float]], num_seqs: int, cost: StepCo
 class DraftingScheduler(Scheduler):
     """A scheduler that plans drafts after each step.
 
-    The plan is in `Sequence.num_drafts`, which the base class reads, and in `feature_state["spec_decode"]`. Beams have
-    no drafts, and sequences with token masks only have drafts from the host, which makes the masks.
+    The plan is stored in `Sequence.num_drafts`, which the base class reads, and in `feature_state["spec_decode"]`.
+    Beams have no drafts. The host makes token masks, so sequences with token masks have drafts only from the host.
     """
 
     def __init__(self, config: "Config", block_manager: BlockManager | None = None):
@@ -106,7 +106,10 @@ class DraftingScheduler(Scheduler):
         return changed
 
     def _account(self, step: ScheduledStep, num_tokens: float) -> None:
-        """Add the loss of a step that generated `num_tokens` tokens per sequence, in units of a step without drafts."""
+        """Add the loss of a step that generated `num_tokens` tokens per sequence on average.
+
+        Losses are measured in units of a step without drafts.
+        """
         cost, n, k = self.settings.step_cost.of, step.num_decodes, step.tokens_per_row
         limit = LIMIT + LIMIT_OF_ONE / n
         self.lost = max(-limit, self.lost + cost(n, k - 1) / cost(n) - num_tokens - self.paid_per_step)

@@ -39,7 +39,7 @@ class Proposer:
 
 
 class DeviceProposer(Proposer):
-    """Stands in for a drafter on the device, which `spec_decode/speculation.py` calls."""
+    """Stands in for a drafter on the device. `spec_decode/speculation.py` calls the actual drafter."""
 
     on_host = False
 

@@ -27,7 +27,7 @@ def check_rates(name: str, value: Any) -> tuple[float, ...]:
 
 
 class StepCost(NamedTuple):
-    """Step times for some numbers of rows, in any unit, with interpolation between them."""
+    """Step times for some numbers of rows, in an arbitrary unit. Times for other numbers of rows are interpolated."""
 
     rows: tuple[int, ...]
     times: tuple[float, ...]  # of steps with these numbers of rows; on a CPU, rows of drafts count, too

@@ -1,4 +1,5 @@
-"""Drafts by suffix decoding: copies what followed the longest matching context, in the same or an earlier request.
+"""Drafts by suffix decoding, which copies the tokens that followed the longest matching context in the same request or
+an earlier one.
 
 Source: Oliaro et al., "SuffixDecoding: extreme speculative decoding for emerging AI applications" (2024). Instead of
 suffix trees, it uses suffix automata, from Blumer et al., "The smallest automaton recognizing the subwords of a text"

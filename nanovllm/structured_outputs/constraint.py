@@ -1,4 +1,4 @@
-"""Computes which tokens may come next in a constrained answer, which ends if there is none."""
+"""Computes which tokens may come next in a constrained answer. If no token is allowed, the answer ends."""
 
 import os
 from collections import deque
@@ -114,7 +114,7 @@ class Constraint:
         return is_allowed
 
     def set_mask(self, mask: np.ndarray | None, completion: list[int], reasoning: Reasoning | None = None) -> None:
-        """Add the bans of other parameters to `mask`, None if the grammar has failed, and store it."""
+        """Add the bans of other parameters to `mask`, and store it. `mask` is None if the grammar has failed."""
         if mask is None or self._matcher.is_error():
             self.next_mask = np.zeros_like(self._free)
             reason = _first_line(self._matcher.get_error())

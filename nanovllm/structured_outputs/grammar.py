@@ -13,7 +13,10 @@ Matcher = Any  # llguidance.LLMatcher, which is imported only where it is used
 
 
 class Automata:
-    """A matcher in its start state, whose copies share the automata for masks. `has_failed` is set if a copy fails."""
+    """A matcher in its start state.
+
+    The copies of the matcher share the automata for masks. `has_failed` is set if a copy fails.
+    """
 
     def __init__(self, start: Matcher, is_largest: bool):
         self.start, self.is_largest, self.has_failed = start, is_largest, False

@@ -63,7 +63,7 @@ class CompileSandbox:
     """
 
     def __init__(self, vocab_size: int, special_tokens: dict[int, str]):
-        """`special_tokens` maps ids to names, which grammars may use, like all ids below `vocab_size`."""
+        """`special_tokens` maps ids to names. Grammars may use these names, and all ids below `vocab_size`."""
         self._vocabulary = [vocab_size, [*special_tokens.items()]]
         self._processes: set[Process] = set()
         self._in_trial: dict[bytes, Process] = {}  # by hash of the grammar

@@ -30,7 +30,7 @@ def check_spec(value: Any, ignore_eos: bool) -> dict[str, Any]:
 
 
 def _schema(name: str, value: Any) -> str:
-    """Return a JSON schema as text, with its order of properties, which answers follow."""
+    """Return a JSON schema as text. The order of properties is preserved, because answers follow this order."""
     if not isinstance(value, (str, dict)):
         raise TypeError(f"{name}={value!r:.80}: must be a JSON schema, as a dict or as text")
     try:

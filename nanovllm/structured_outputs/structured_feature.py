@@ -17,7 +17,7 @@ MAX_SECONDS = 0.02  # that a step spends on masks; other threads make the remain
 
 
 class StructuredOutputs(StepFeature):
-    """Stores a `Constraint` for each sequence, whose mask `features.logit_edits` copies to the device."""
+    """Stores a `Constraint` for each sequence. `features.logit_edits` copies the constraint's mask to the device."""
 
     @classmethod
     def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:

@@ -1,4 +1,4 @@
-"""The context of a step, for layers to read, set only while the model runs."""
+"""The context of a step, for layers to read. It is set only while the model runs."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -43,7 +43,7 @@ _context: ContextVar[Context | None] = ContextVar("context", default=None)
 
 
 def get_context() -> Context:
-    """Return the context of the step that this thread computes, or an empty context outside a step."""
+    """Return the context of the step that this thread computes. Outside a step, return an empty context."""
     return _context.get() or Context()
 
 

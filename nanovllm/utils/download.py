@@ -33,7 +33,7 @@ def download(setting: str, hub_id: str, revision: str | None, with_weights: bool
 
 
 def broken_file(file: Path, problem: str) -> ValueError:
-    """Return the error for a file with the given problem, or for a pointer file of git-lfs."""
+    """Return the error for a file with the given problem. A pointer file of git-lfs gets a separate error."""
     with file.open("rb") as stream:
         if stream.read(len(LFS_POINTER)) == LFS_POINTER:
             problem = "is a git-lfs pointer, not the file itself; `git lfs pull` fetches it"

@@ -17,7 +17,7 @@ find_distributions = importlib.metadata.packages_distributions
 
 
 def import_libraries(settings: Mapping[str, Any]) -> None:
-    """Import transformers and PyTorch, whose native libraries are loaded in parallel, without the GIL.
+    """Import transformers and PyTorch. PyTorch's native libraries are loaded in parallel, without the GIL.
 
     Unless the engine's `settings` choose a CPU, this initializes CUDA, so forks of this process can't use CUDA. Garbage
     collection skips the imported objects. A missing library raises no error before it is used. After Ctrl-C, the
@@ -38,9 +38,10 @@ def import_libraries(settings: Mapping[str, Any]) -> None:
 
 
 def _load_native_libraries(device: str) -> None:
-    """Load PyTorch's native libraries through C functions, which ctypes calls without the GIL, unlike an import.
+    """Load PyTorch's native libraries through C functions, which ctypes calls without the GIL.
 
-    The libraries do not acquire the GIL while they are loaded, so there is no deadlock with an import.
+    An import would hold the GIL. The libraries do not acquire the GIL while they are loaded, so there is no deadlock
+    with an import.
     """
     folder = Path(find_spec("torch").origin).parent  # type: ignore[union-attr, arg-type]
     ctypes.CDLL(None).dlopen(str(folder / "lib" / "libtorch_python.so").encode(), os.RTLD_NOW)

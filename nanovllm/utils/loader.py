@@ -152,9 +152,9 @@ def load_model(
     """Fill `model` from the safetensors files in `folder`, or with random numbers if `load_format` is "dummy".
 
     `model.packed_modules_mapping` maps a module of the checkpoint to a pair: the merged module that contains it, and
-    its shard id in the merged module. Parameters load tensors with `weight_loader(parameter, weight)`, and a shard id
-    if several tensors share a parameter. `show_progress` shows a bar if there are several files and loading takes more
-    than BAR_DELAY.
+    its shard id in the merged module. Parameters load tensors with `weight_loader(parameter, weight)`. If several
+    tensors share a parameter, the loader also gets a shard id. `show_progress` shows a bar if there are several files
+    and loading takes more than BAR_DELAY.
 
     Raises a ValueError that names a tensor if the tensor is missing, surplus, in two files, of the wrong shape or not
     floating point, or contains NaN or infinity. Raises a ValueError or FileNotFoundError that names a broken or missing

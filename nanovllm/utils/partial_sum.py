@@ -14,7 +14,7 @@ class PartialSum:
     """A tensor [T, N] as a sum that its reader completes, ideally in a kernel that does other work as well.
 
     parts: [T, N], or [split_k, T, N] if split_k > 1, to be summed over the first dimension.
-    barrier: where the reading kernel waits for the other ranks' parts, which it adds, too (distributed/peer_memory.py);
+    barrier: where the reading kernel waits for the other ranks' parts, to add them too (distributed/peer_memory.py).
         None if only this rank has parts.
     """
 

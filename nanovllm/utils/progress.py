@@ -16,8 +16,8 @@ T = TypeVar("T")
 def progress_bar(total: int, **options) -> Iterator[Callable[..., None]]:
     """Show a tqdm bar. Yields a function `advance(n, **num_tokens)`, to be called when n more items are done.
 
-    `num_tokens` counts tokens since the previous call, by kind, whose rates the bar shows. Ctrl-C is delayed while tqdm
-    runs, because it could leave the process-wide lock of all bars locked.
+    `num_tokens` counts tokens since the previous call, by kind. The bar shows the rate of each kind. Ctrl-C is delayed
+    while tqdm runs, because it could leave the process-wide lock of all bars locked.
     """
     rates, last_time = {}, perf_counter()
 

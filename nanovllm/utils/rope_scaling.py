@@ -68,7 +68,7 @@ def scaled_rope(kind: str, theta: float, rope: dict, raw: Mapping, head_dim: int
 
 
 def _llama3_frequencies(inv_freq: torch.Tensor, rope: dict) -> torch.Tensor:
-    """Return the frequencies of Llama 3.1, which are divided by a factor for slow pairs.
+    """Return the frequencies of Llama 3.1. The frequencies of slow pairs are divided by a factor.
 
     The frequencies of fast pairs, which make many turns in the training length, do not change. In between, frequencies
     are interpolated.
@@ -80,7 +80,7 @@ def _llama3_frequencies(inv_freq: torch.Tensor, rope: dict) -> torch.Tensor:
 
 
 def _yarn_frequencies(periods: torch.Tensor, theta: float, rope: dict) -> torch.Tensor:
-    """Return the frequencies of YaRN (Peng et al., 2023), which interpolates by the pair's index, unlike Llama 3.1."""
+    """Return the frequencies of YaRN (Peng et al., 2023). Unlike Llama 3.1, YaRN interpolates by the pair's index."""
     num_pairs, original_len = len(periods), rope["original_max_position_embeddings"]
     num_turns = rope.get("beta_fast", 32), rope.get("beta_slow", 1)  # in the training length
     first, last = (num_pairs * math.log(original_len / (n * 2 * math.pi), theta) for n in num_turns)

@@ -6,7 +6,7 @@ STEP_TIMEOUT = 300.0  # seconds that a rank waits for other ranks within a step
 
 
 class TensorParallel:
-    """Splits a model over `size` ranks, including this `rank`, and defines their collective operations.
+    """Splits a model over `size` ranks and defines their collective operations. This process is rank `rank`.
 
     This class implements a single rank, which does not communicate. With `size` > 1, it only computes shards.
     """
@@ -38,7 +38,7 @@ class TensorParallel:
         return TensorParallel(self.rank * num_kv_heads // self.size, num_kv_heads)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of every rank's x, which may be overwritten."""
+        """Return the sum of every rank's x. May overwrite x."""
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -56,4 +56,4 @@ class TensorParallel:
         """Raise RuntimeError if a rank was lost."""
 
     def close(self) -> None:
-        """Disconnect from the other ranks, which no queued work may use."""
+        """Disconnect from the other ranks. Queued work must not use the other ranks."""

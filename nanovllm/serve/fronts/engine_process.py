@@ -192,7 +192,7 @@ class Fronts:
         self.end()
 
     def end(self, number: int = signal.SIGTERM, *_: Any) -> None:
-        """Let all fronts drain and end, without waiting for requests after a second Ctrl-C."""
+        """Let all fronts drain and end. After a second Ctrl-C, the fronts do not wait for running requests."""
         if is_urgent := self.is_ending and number == signal.SIGINT:
             self._deadline = monotonic() + URGENT_SECONDS
         self.is_ending = True

@@ -83,7 +83,7 @@ def _makes_text(params: SamplingParams) -> bool:
 
 
 class FrontClient(EngineClient):
-    """The engine client of a front, which sends one message per iteration of the event loop."""
+    """The engine client of a front. Everything sent within one iteration of the event loop goes into one message."""
 
     def __init__(self, plan: FrontPlan, index: int, channel: Channel):
         processor = make_processor(plan.model, plan.engine_settings, index * IDS_PER_FRONT)

@@ -114,5 +114,5 @@ class Session(Replica):
 
 
 def _as_text(error: Exception) -> str:
-    """Return the text of an error, without unpaired surrogates, which can't be encoded."""
+    """Return the text of an error. Unpaired surrogates are replaced, because they can't be encoded."""
     return str(error).encode(errors="replace").decode()

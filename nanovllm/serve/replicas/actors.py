@@ -128,7 +128,7 @@ class ActorHandle:
             yield await reference
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the actor, whose result need not be awaited."""
+        """Call a method of the actor. Awaiting the result is optional."""
         return getattr(self._actor, method).remote(*arguments)
 
     def kill(self) -> None:

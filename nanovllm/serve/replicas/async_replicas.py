@@ -16,7 +16,7 @@ from nanovllm.utils.checks import check_int
 
 
 class AsyncReplicas(EngineClient):
-    """Works like AsyncLLM, but with several engines, in the event loop that calls `start`."""
+    """Works like AsyncLLM, but with several engines. Only the event loop that calls `start` may use the object."""
 
     has_one_engine = False
 

@@ -22,5 +22,5 @@ def make_processor(model: str, settings: dict[str, Any], first_request_id: int =
 
 
 def absolute_path(path: str) -> str:
-    """Return the absolute path of a folder, because actors may run in another folder, or a hub id unchanged."""
+    """Return the absolute path of a folder, because actors may run in another folder. Return a hub id unchanged."""
     return str(Path(path).expanduser().absolute()) if Path(path).expanduser().is_dir() else path

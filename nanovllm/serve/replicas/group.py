@@ -26,10 +26,10 @@ class ReplicaGroup:
     Only the thread of one event loop may call the group's methods. Requests that arrive for a replica within one
     iteration of the loop are sent in one message.
 
-    A replica is lost if its process, GPU or host fails, or if a step raises an error. The group restarts it, and other
-    replicas compute its requests meanwhile. A request fails if it can't be queued, or if MAX_FAILURES replicas were
-    lost while computing it. After MAX_FAILURES - 1 losses, it may be the cause (a poison request), and runs alone on a
-    replica. Poison requests run one at a time.
+    A replica is lost if its process, GPU or host fails, or if a step raises an error. The group then restarts the
+    replica. Meanwhile, other replicas compute the requests of the lost replica. A request fails if it can't be queued,
+    or if MAX_FAILURES replicas were lost while computing it. After MAX_FAILURES - 1 losses, the request itself may be
+    the cause (a poison request), so it runs alone on a replica. Poison requests run one at a time.
 
     A replica is given up after MAX_FAILURES consecutive losses. Losses during a poison request do not count. A finished
     request, or a few minutes of uptime, resets the count. If no replica is left, every request fails with an
@@ -106,7 +106,7 @@ class ReplicaGroup:
         self._dispatch()
 
     def discard(self, requests: Iterable[ReplicaRequest]) -> None:
-        """Drop unfinished requests, without any output."""
+        """Drop unfinished requests. They get no output."""
         request_ids: dict[int, list[int]] = {}  # by the index of the replica
         waiting = set()
         for request in requests:

@@ -22,8 +22,8 @@ class NewRequest(NamedTuple):
     prompt_index: the index of the prompt in the call that submitted it.
     kind: DELTA if answers are sent as they grow.
     noise_seeds: the noise seed of each answer.
-    generated: for each answer, the tokens that the caller has received from a lost replica, which are not sampled
-        again.
+    generated: for each answer, the tokens that the caller has already received from a lost replica. These tokens are
+        not sampled again.
     beams: the parameters of a beam search; `None` for other requests.
     pooling: the parameters of a request for a vector; `None` for other requests.
     lora_request: the adapter, if any.
@@ -46,8 +46,8 @@ class NewRequest(NamedTuple):
 class Final(NamedTuple):
     """The result of a finished request. `answers` is empty if the answers were sent as deltas.
 
-    seconds: from the request's arrival at the replica until it is first scheduled, gets its first token, and finishes.
-        These are durations, because the clocks of two machines differ.
+    seconds: three durations from the request's arrival at the replica: until it is first scheduled, until its first
+        token, and until it finishes. These are durations, because the clocks of two machines differ.
     data: the bytes of a vector's float32 numbers; `None` for generated answers, and for an aborted request.
     """
 

@@ -22,7 +22,7 @@ class NanoVLLM:
     def __init__(
         self, model: str, sampling_params: dict[str, Any] | None = None, column: str = "prompt", **settings: Any
     ) -> None:
-        """Load the model, with `settings` for `LLM`.
+        """Load the model. `settings` are the settings of `LLM`.
 
         sampling_params: arguments of SamplingParams, or `None` for the parameters that the model recommends.
         column: the column that contains the prompts, which are strings, lists of token ids, or conversations (lists of

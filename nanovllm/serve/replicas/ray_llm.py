@@ -48,7 +48,7 @@ class RayLLM:
         restart_timeout: float = RESTART_TIMEOUT,
         **settings: Any,
     ) -> None:
-        """Start the replicas, with `settings` for each `LLM`. Raises the same errors as `LLM`.
+        """Start the replicas. `settings` are the settings of each replica's `LLM`. Raises the same errors as `LLM`.
 
         Ray chooses the devices. Unless the process has called `ray.init`, this joins the cluster at RAY_ADDRESS, or
         starts Ray on this machine.
@@ -261,7 +261,7 @@ class RayLLM:
 
 
 def _refused(prompt: Prompt, message: str) -> RequestOutput:
-    """Return the output, without a request id, for a refused prompt."""
+    """Return the output for a refused prompt. The output has no request id."""
     answer = CompletionOutput(0, "", [], None, None, "error", message)
     text = prompt if isinstance(prompt, str) else None
     return RequestOutput(-1, text, [], [answer], True, 0, None, RequestMetrics(time(), None, None, None))

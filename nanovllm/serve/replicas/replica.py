@@ -40,7 +40,7 @@ class Replica:
         return {"num_blocks": num_blocks, "startup_seconds": self.engine.startup_seconds}
 
     def attach(self, engine: LLM) -> None:
-        """Use a loaded engine, which several replicas can share if all request ids are unique."""
+        """Use an engine that is already loaded. Several replicas can share the engine if all request ids are unique."""
         self.engine, self._engine_thread = engine, engine.engine_thread
         self._collectors = {kind: NotifyingCollector(kind, self._notify, self._fail) for kind in OutputKind}
         self._requests: dict[int, CompletionRequest] = {}  # by the driver's id
@@ -62,7 +62,7 @@ class Replica:
             raise
 
     def _submit(self, messages: Iterable[NewRequest]) -> None:
-        """Queue requests, in another thread if they have `structured_outputs`, because grammars compile slowly."""
+        """Queue requests. Another thread handles `structured_outputs`, because grammars compile slowly."""
         plain = []
         for new in messages:
             if new.params.structured_outputs is None:
@@ -96,7 +96,7 @@ class Replica:
             self._changed.notify()
 
     def discard(self, request_ids: Iterable[int]) -> None:
-        """Drop requests, without any output."""
+        """Drop requests. They get no output."""
         request_ids = [*request_ids]
         if late := self._in_grammar_thread.intersection(request_ids):
             self._grammar_thread.submit(self.discard, late)  # after it has made them

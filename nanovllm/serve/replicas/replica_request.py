@@ -19,7 +19,10 @@ from nanovllm.serve.replicas.messages import Final, NewRequest
 
 
 class ResumableAnswer(PartialAnswer):
-    """The part of an answer that the caller has received, which is skipped if another replica sends it again."""
+    """The part of an answer that the caller has received.
+
+    If another replica sends this part again, the part is skipped.
+    """
 
     num_tokens_again = num_characters_again = 0  # tokens and characters that are still to be skipped
 
@@ -145,7 +148,7 @@ class ReplicaRequest(AsyncRequest):
         )
 
     def end_aborted(self) -> None:
-        """End a request that no replica computes, with the tokens that the caller has received."""
+        """End a request that no replica computes. The output contains the tokens that the caller has received."""
         for answer in self._answers:
             if answer.finish_reason is None:
                 ids = self.request.index, answer.index, self.request_id

@@ -1,4 +1,4 @@
-"""Defines routers, which choose a replica for each request, without Ray or torch."""
+"""Defines routers, which choose a replica for each request. Routers need neither Ray nor torch."""
 
 import logging
 from collections import OrderedDict
