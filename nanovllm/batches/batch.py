@@ -48,7 +48,6 @@ class BatchShape(NamedTuple):
 
     @property
     def has_chunks(self) -> bool:
-        """Whether the step computes prompt tokens."""
         return self.num_seqs > self.num_decode_rows
 
     @property
@@ -273,7 +272,6 @@ def _fill_windows(batch: HostBatch, step: ScheduledStep, block_size: int) -> Non
 
 
 def _fill_tables(tables: np.ndarray, seqs: Iterable[Sequence]) -> None:
-    """Write the sequences' block tables, padded with zeros."""
     tables[:] = 0
     for table, seq in zip(tables, seqs):
         table[: len(seq.block_table)] = seq.block_table

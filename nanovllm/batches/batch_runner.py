@@ -58,7 +58,6 @@ class BatchRunner(ModelRunner):
         return shape
 
     def host_buffer(self, shape: BatchShape) -> np.ndarray:
-        """Return memory for the next batch: at least `shape.size` words."""
         return np.empty(shape.size, np.int32)
 
     def launch(self, batch: HostBatch, step: ScheduledStep | None = None) -> PendingStep:

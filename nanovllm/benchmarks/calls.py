@@ -26,7 +26,6 @@ def time_alternately(calls: dict[str, Callable[[], object]], rounds: int) -> dic
 
 
 def compare_streaming(model: str, settings: dict, requests: list[Request], rounds: int = 7) -> None:
-    """Time the requests with `generate` and with `stream`, in `rounds` alternating runs."""
     prompts, params = inputs(requests)
     num_tokens = sum(r.max_tokens for r in requests)
     with LLM(model, **settings, enable_prefix_caching=False) as llm:

@@ -21,8 +21,6 @@ class AnswerError(Exception):
 
 
 class Client:
-    """A connection that carries one request at a time."""
-
     def __init__(self, port: int):
         self.socket = socket.create_connection(("127.0.0.1", port))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

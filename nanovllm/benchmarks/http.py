@@ -202,7 +202,6 @@ def print_results(results: Results) -> None:
 
 
 def row(load: str, engine: str, result: LoadResult) -> list[str]:
-    """Return a row's cells, in the order of HEADER."""
     times = [number(latency_ms(result, kind, p), 1) for kind in ("TTFT", "ITL", "longest gap") for p in (50, 99)]
     rates = [number(result.rate, 0), number(result.num_requests / result.seconds, 1)]
     cpu = sum(seconds for _, seconds in result.threads.values()) or nan

@@ -21,7 +21,6 @@ def report(line: str) -> None:
 
 @contextmanager
 def progress(label: str) -> Iterator[None]:
-    """Report when the `with` block starts, and when it ends without an error."""
     report(f"{label} starts")
     begin = time.perf_counter()
     yield

@@ -91,7 +91,6 @@ def row(times: Counter[str], num_steps: int, least: Steps) -> list[str]:
 
 
 def read_trace(file: Path) -> list[Event]:
-    """Return the GPU's events, sorted by end time."""
     kinds = "kernel", "gpu_memcpy", "gpu_memset"
     events = [event for event in json.loads(file.read_text())["traceEvents"] if event.get("cat") in kinds]
     return sorted(Event(event["ts"] + event["dur"], event["ts"], event["name"]) for event in events)

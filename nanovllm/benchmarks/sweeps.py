@@ -89,7 +89,6 @@ def conversations_sweep(args: argparse.Namespace, config: Config) -> tuple[Workl
 
 
 def add_turns(results: Results, workloads: Workloads) -> None:
-    """Add a result for each turn of `conversations`."""
     for by_name in results.values():
         if (whole := by_name.get(CONVERSATIONS)) is not None:
             for turn, indices in by_turn(workloads[CONVERSATIONS][-1]).items():

@@ -125,8 +125,6 @@ class SamplingParams(ours.SamplingParams):
 
 
 class BeamSearchParams(beam_params.BeamSearchParams):
-    """Our BeamSearchParams with vLLM's names."""
-
     def __init__(self, beam_width: int, max_tokens: int, ignore_eos: bool = False, **params: Any):
         """Raises the same errors as `SamplingParams`."""
         params = select("parameter", params, ("length_penalty",), BEAM_ACCEPTED)

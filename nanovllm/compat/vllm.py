@@ -70,7 +70,6 @@ def get_tokenizer(tokenizer_name: str, **options: Any) -> Any:
 def resolve_chat_template(
     tokenizer: Any, chat_template: str | None = None, tools: list[dict] | None = None, *, model_config: Any = None
 ) -> str | None:
-    """Return `chat_template`, else the tokenizer's template, else None."""
     try:
         return tokenizer.get_chat_template(chat_template, tools=tools)
     except ValueError:
@@ -82,8 +81,6 @@ def cleanup_dist_env_and_memory(*args: Any) -> None:
 
 
 class VllmDistribution(Distribution, DistributionFinder):
-    """Makes `importlib.metadata` report a version of vLLM."""
-
     def read_text(self, filename: str) -> str | None:
         return f"Name: vllm\nVersion: {__version__}\n" if filename == "METADATA" else None
 

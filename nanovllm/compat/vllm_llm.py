@@ -28,8 +28,6 @@ UNUSED: dict[str, tuple] = {  # arguments and prompt keys that only vLLM has, wi
 
 @dataclass
 class BeamSearchSequence:
-    """A beam, whose `tokens` and `text` include the prompt."""
-
     tokens: list[int]
     cum_logprob: float
     text: str

@@ -84,7 +84,6 @@ class Arena(TorchDispatchMode):
         self._copies = copies
 
     def unmap(self) -> int:
-        """Free the memory, and return the number of freed bytes."""
         ranges = [*self._ranges.values()]
         _synchronize(self.device)  # queued kernels may still use them
         for found in ranges:

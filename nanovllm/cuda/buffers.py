@@ -16,7 +16,6 @@ class StepBuffers(NamedTuple):
     results: torch.Tensor  # large enough for any ForwardOutput.results
 
     def results_like(self, on_device: torch.Tensor) -> torch.Tensor:
-        """Return a view of `results` with the shape of `on_device`."""
         return self.results[: on_device.numel()].view_as(on_device)
 
 

@@ -110,8 +110,6 @@ class DecodeGraphs:
         return shape.graph_shape in self.graphs
 
     def shape_for(self, step: BatchShape) -> BatchShape | None:
-        """Return the smallest captured shape into which a step fits, or None."""
-
         def fits(shape: BatchShape) -> bool:
             return shape.tokens_per_row == step.tokens_per_row and shape.num_decode_rows >= step.num_decode_rows
 
@@ -236,7 +234,6 @@ class MixedGraphs:
         return rows._replace(req_indices=self.input.req_indices[:num_seqs])
 
     def shape_for(self, step: BatchShape) -> BatchShape | None:
-        """Return the smallest captured shape into which a step fits, or None."""
         num_chunks = step.num_seqs - step.num_decode_rows
         for shape in self.shapes:
             if (
@@ -251,7 +248,6 @@ class MixedGraphs:
         return None
 
     def replay(self, shape: BatchShape, write_requests: Callable[[], None]) -> ForwardOutput:
-        """Call `write_requests`, then run the batch in the device's buffer."""
         write_requests()
         self.models[shape.graph_shape].replay()
         k, num_seqs = shape.tokens_per_row, shape.num_sampled_seqs

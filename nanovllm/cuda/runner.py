@@ -171,7 +171,6 @@ class CUDAModelRunner(BatchRunner):
         torch.cuda.empty_cache()
 
     def _becomes_idle(self, timeout: float = 5.0) -> bool:
-        """Return whether the device's stream becomes idle within `timeout` seconds."""
         begin = perf_counter()
         with torch.cuda.device(self.device):
             while not torch.cuda.current_stream().query():

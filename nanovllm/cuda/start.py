@@ -124,7 +124,6 @@ def dummy_prefill(num_seqs: int, length: int, block_size: int, tokens_per_row: i
 
 
 def milliseconds_per_token(runner: "CUDAModelRunner") -> float:
-    """Measure the time of a prefill in milliseconds per prompt token."""
     config = runner.config
     length = max(1, min(4096, config.max_num_batched_tokens // 2, config.max_model_len - 1))
     num_fitting = config.num_kvcache_blocks // -(-length // config.kvcache_block_size)
@@ -181,7 +180,6 @@ def compile_kernels(runner: "CUDAModelRunner") -> None:
 
 
 def measure_drafts(runner: "CUDAModelRunner") -> None:
-    """Measure the time of steps with and without drafts, and set `SpeculativeConfig.step_cost`."""
     from nanovllm.spec_decode.proposer import Drafts
     from nanovllm.spec_decode.speculative_config import StepCost  # few engines draft tokens
 

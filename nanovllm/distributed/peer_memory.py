@@ -92,7 +92,6 @@ class PeerMemory:
         return PeerBarrier(self.addresses, data_offset, flags_offset, MAX_PROGRAMS, self.aborted, self.rank)
 
     def abort(self) -> None:
-        """Make kernels stop waiting for other ranks, now and later."""
         self.aborted.fill_(1)
 
     def close(self) -> None:

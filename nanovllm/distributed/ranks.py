@@ -20,7 +20,6 @@ class Ranks(TensorParallel):
             raise RuntimeError("another rank was lost")
 
     def abort(self) -> None:
-        """Make the device stop waiting for a lost rank."""
         self.lost = True
 
     def leave_in_child(self) -> None:

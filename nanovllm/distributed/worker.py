@@ -101,7 +101,6 @@ class Workers:
             sleep(0.002)
 
     def check(self) -> None:
-        """Raise RuntimeError if the ranks have failed."""
         if self.failure:
             raise RuntimeError(self.failure)
 
@@ -200,7 +199,6 @@ class Workers:
             process.kill()
 
     def _end(self, sockets: dict[int, socket.socket]) -> None:
-        """Clean up after a failure, or after `exit`."""
         self._fail("the ranks were ended")  # again, because an earlier `_fail` may have come while processes started
         if not self._is_closing:
             self.tp.abort()
@@ -291,7 +289,6 @@ def work(fd: int) -> None:
 
 
 def serve(runner: ModelRunner, reader: StepReader) -> None:
-    """Run the steps that rank 0 sends, forever."""
     in_flight: list[PendingStep] = []
     incoming: dict[str, Any] = {}  # parts of messages whose other parts have not arrived
     while True:

@@ -117,7 +117,6 @@ class BlockManager:
             self.copies[other.block_table[-1]] = seq.block_table[num_full]
 
     def needs_block(self, seq: Sequence, num_tokens: int) -> bool:
-        """Return whether `seq` needs another block to hold `num_tokens` tokens."""
         return len(seq.block_table) * self.block_size < num_tokens
 
     def can_append(self, seq: Sequence) -> bool:

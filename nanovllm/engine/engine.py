@@ -55,13 +55,11 @@ class Engine:
             wait_for_one(self.scheduler)
 
     def check_open(self) -> None:
-        """Raise RuntimeError if the engine was closed or has failed."""
         if self.model_runner is None:
             raise RuntimeError(CLOSED)
         self.workers.check()
 
     def check_available(self) -> None:
-        """Raise UnavailableError if the engine can't run steps now."""
         if reasons := [*self.unavailable.values()]:
             raise UnavailableError(reasons[0])
 
@@ -84,7 +82,6 @@ class Engine:
             raise cause from error
 
     def exit(self) -> None:
-        """Stop the other ranks, and free the device's memory."""
         self.workers.exit()
         if self.model_runner is not None:
             self.model_runner.exit()

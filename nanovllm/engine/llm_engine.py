@@ -172,7 +172,6 @@ class LLMEngine:
         return self._step_callers.step()
 
     def is_finished(self) -> bool:
-        """Return whether `step` has nothing more to return to the calling thread."""
         return self._step_callers.is_finished()
 
     @property
@@ -186,7 +185,6 @@ class LLMEngine:
 
     @property
     def model_runner(self) -> ModelRunner | None:
-        """The model runner of rank 0, or None after the engine was closed."""
         return self.core.model_runner
 
     def exit(self) -> None:

@@ -41,7 +41,6 @@ class OutputProcessor:
             self._hand_over(collector, num_prefilled, num_decoded)
 
     def release_held(self) -> None:
-        """Resume the held sequences whose feature has finished its work."""
         if not self.scheduler.held:
             return
         self._deliver(release(self.scheduler))
@@ -63,7 +62,6 @@ class OutputProcessor:
                 self._finish(request)
 
     def abort(self, request_id: int) -> None:
-        """End an unfinished request with the tokens generated so far."""
         if (request := self.requests.get(request_id)) is not None:
             for seq in self.scheduler.abort(request_id):
                 request.deliver(seq)

@@ -89,7 +89,6 @@ class RequestMetrics(Record):
 
     @property
     def time_in_queue(self) -> float | None:
-        """Seconds from arrival to the first step that computes the request."""
         return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
 
 
@@ -211,7 +210,6 @@ class OutputCollector:
 
     @property
     def is_ready(self) -> bool:
-        """Whether outputs or an error are ready for the caller."""
         return self.error is not None or not self._outputs.empty()
 
     # -- for the engine's thread ---------------------------------------------------------------------------------------

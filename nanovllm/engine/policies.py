@@ -17,8 +17,6 @@ class Priority(SchedulingPolicy):
 
 
 class CheckedPolicy(SchedulingPolicy):
-    """Wraps a user's policy, and checks its keys."""
-
     def __init__(self, policy: Any):
         self._policy = policy
         self._last_key: Any = None  # the last accepted key

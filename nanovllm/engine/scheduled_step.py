@@ -59,7 +59,6 @@ class ScheduledStep:
 
     @property
     def req_indices(self) -> list[int]:
-        """The request index of each decode row."""
         return [seq.req_index for seq, _, _ in self.decodes]
 
     @property
@@ -69,7 +68,6 @@ class ScheduledStep:
 
     @property
     def watched(self) -> list[int]:
-        """The indices of watched sequences in `sampled_seqs`."""
         return [i for i, seq in enumerate(self.sampled_seqs) if seq.is_watched]
 
     @property
@@ -83,7 +81,6 @@ class ScheduledStep:
 
     @property
     def rows(self) -> list[ScheduledSequence]:
-        """All rows: decodes, then chunks."""
         return [*self.decodes, *self.chunks]
 
     def __iter__(self) -> Iterator[Any]:

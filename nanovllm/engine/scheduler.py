@@ -53,7 +53,6 @@ class Scheduler:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all sequences and the contents of all blocks."""
         self.block_manager.reset()
         for seq in self.held:
             seq.awaited.cancel()
@@ -66,7 +65,6 @@ class Scheduler:
         self.free_req_indices = self.block_manager.req_indices(self.max_num_seqs)
 
     def add(self, *group: Sequence) -> None:
-        """Queue the answers to one prompt."""
         if not self.waiting:  # the sequence that paused admission was admitted or aborted
             self.admission.resume()
         for seq in group:
@@ -144,7 +142,6 @@ class Scheduler:
         ]
 
     def _rows_that_need_a_block(self, rows: list[ScheduledSequence]) -> list[int]:
-        """Return the indices of the rows that need a block."""
         needs_block = self.block_manager.needs_block
         return [i for i, (seq, _, end) in enumerate(rows) if needs_block(seq, end)]
 
@@ -314,7 +311,6 @@ class Scheduler:
         return seqs
 
     def release(self, seq: Sequence) -> None:
-        """Free the blocks and the request index of a running sequence."""
         self.block_manager.deallocate(seq)
         self.free_req_indices.append(seq.req_index)
         seq.req_index = -1

@@ -64,7 +64,6 @@ class WaitingQueue:
         return self._seqs[index]
 
     def discard(self, seq: Sequence) -> None:
-        """Remove a sequence if it is in the queue."""
         i = bisect_left(self._seqs, seq.order, key=attrgetter("order"))
         if i < len(self._seqs) and self._seqs[i] is seq:
             del self._seqs[i]
@@ -124,7 +123,6 @@ class TokenBudget(NamedTuple):
         return (end - start) * (1 + (start + end) / 2 / self.context_of_equal_cost)
 
     def minus(self, start: int, end: int) -> "TokenBudget":
-        """Return the budget that remains after the chunk `start:end`."""
         return self._replace(num_tokens=self.num_tokens - self.cost(start, end))
 
     def chunk_end(self, start: int, end: int, others_wait: bool) -> int:

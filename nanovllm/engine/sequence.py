@@ -137,7 +137,6 @@ class Sequence:
 
     @property
     def last_token(self) -> int:
-        """The last token that has reached the host."""
         return self.token_ids[-1]
 
     def append_token(self, token_id: int) -> None:
@@ -156,7 +155,6 @@ class Sequence:
         return self.num_tokens - (self.num_blocks - 1) * self.block_size
 
     def block(self, i: int) -> list[int]:
-        """Return the token ids of the i-th block."""
         return self.token_ids[i * self.block_size : (i + 1) * self.block_size]
 
     @property

@@ -23,7 +23,6 @@ class StateRows:
         self.being_read: set[int] = set()  # rows that the scheduled step reads; no sequence may write there
 
     def __bool__(self) -> bool:
-        """Return whether a sequence can get a request index."""
         return bool(self.free_indices) or self._least_recent_index() is not None
 
     def pop(self) -> int:

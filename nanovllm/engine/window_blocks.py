@@ -176,7 +176,6 @@ class WindowBlockManager(BlockManager):
                 self.blocks[block_id].ref_count += 1
 
     def _free_before(self, seq: Sequence, position: int) -> None:
-        """Free the columns that the token at `position` does not see."""
         end = min(self.first_column(position), len(seq.window_columns))
         for i in range(self._num_freed[seq], end):
             self._release_column(seq.window_columns[i])

@@ -34,8 +34,6 @@ MAX_PENALTY_PROGRAMS = 128  # programs of the penalty kernel; each counts every 
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """The edits that one request asks for."""
-
     biases: tuple[tuple[int, float], ...]  # token ids and biases; -inf for stop ids, which come last
     bad_words: tuple[tuple[int, ...], ...]  # token ids
     allowed_mask: np.ndarray | None  # of token ids, as `mask_of` returns it

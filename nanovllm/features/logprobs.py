@@ -65,8 +65,6 @@ class StepLogprobs(NamedTuple):
 
 
 class TokenLogprobs(StepFeature):
-    """Computes log-probabilities for the requests that ask for them."""
-
     @classmethod
     def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
         params = request.params

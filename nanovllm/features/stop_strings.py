@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 
 class StopStrings(StepFeature):
-    """Ends a sequence when its text contains a stop string."""
-
     @classmethod
     def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
         for seq in request.group:

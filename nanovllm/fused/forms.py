@@ -30,7 +30,6 @@ class Fused:
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        """Return whether this form supports the parts of the module."""
         return True
 
     def prepare(self) -> None:

@@ -53,15 +53,12 @@ class WeightFormat:
     """
 
     def linear(self, layer: LinearBase, x: Any, bias=None, split_k: int = 1, out=None) -> torch.Tensor:
-        """Compute `split_linear` with this layer's weight."""
         return split_linear(x, layer.weight, bias, split_k, out)
 
     def norm_linear(self, layer: LinearBase, x: NormInput, act: SiluAndMul | None) -> Any:
-        """Compute `norm_linear` with this layer's weight and bias."""
         return norm_linear(x, layer.weight, layer.bias, act)
 
     def best_split_k(self, layer: LinearBase, x: Any, max_split_k: int) -> int:
-        """Return `best_split_k` for this layer's weight."""
         return best_split_k(x, layer.weight, max_split_k)
 
     def factors(self, layer: LinearBase, x: NormInput) -> tuple[Any, torch.Tensor, torch.Tensor | None] | None:

@@ -41,7 +41,6 @@ class LinearBase(nn.Module):
         return [()]
 
     def shard(self, *shard_id: int | str) -> Shard:
-        """Return this rank's part of a checkpoint weight."""
         raise NotImplementedError
 
     def weight_loader(self, param: torch.Tensor, loaded_weight, *shard_id: int | str) -> torch.Tensor:

@@ -86,12 +86,10 @@ class AdapterStacks:
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """The inputs and outputs of each target."""
         return {name: target.shape for name, target in self.targets.items()}
 
     @torch.inference_mode()
     def write(self, slot: int, ranks: list[int], weights: torch.Tensor) -> None:
-        """Store the `ranks` and `weights` of an Adapter in a slot."""
         begin = 0
         for rank, target in zip(ranks, self.targets.values(), strict=True):
             if rank:

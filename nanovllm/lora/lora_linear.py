@@ -70,8 +70,6 @@ def slots_of_tokens(slots_of_requests: torch.Tensor) -> torch.Tensor:
 
 
 class LoRAFormat(WeightFormat):
-    """Multiplies with another format, and adds the results of adapters."""
-
     def __init__(self, base: WeightFormat, stack: LoRAStack, slots_of_requests: torch.Tensor):
         self.base, self.stack, self.slots_of_requests = base, stack, slots_of_requests
 

@@ -50,7 +50,6 @@ class ExpertsFormat:
     quantizes_activations = False  # whether steps with many tokens quantize activations
 
     def weight(self, experts: "Experts", name: str, index: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return one expert's weight as a matrix in `dtype`."""
         return getattr(experts, name)[index]
 
     def stacks(self, experts: "Experts") -> tuple[Any, Any]:

@@ -82,7 +82,6 @@ def read_pooling_config(folder: Path, tokenizer: Path, task: str, model: "ModelC
 
 
 def _read_saved(file: Path) -> dict:
-    """Read the settings of sentence-transformers, if there are any."""
     saved = read_json(file) if file.is_file() else {}
     prompts = saved.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
@@ -91,7 +90,6 @@ def _read_saved(file: Path) -> dict:
 
 
 def _prompts(saved: dict) -> dict[str, Any]:
-    """Return the fields of a PoolingConfig about prompts."""
     prompts = {name: text for name, text in (saved.get("prompts") or {}).items() if text}
     return {"prompts": prompts, "default_prompt_name": saved.get("default_prompt_name")}
 

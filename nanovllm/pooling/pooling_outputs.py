@@ -35,12 +35,10 @@ class PoolingOutput(Record):
 
     @property
     def probs(self) -> list[float]:
-        """The probability of each class."""
         return self.data.tolist()
 
     @property
     def label(self) -> str:
-        """The name of the most probable class."""
         return self.labels[int(self.data.argmax())]
 
     @property
@@ -49,5 +47,4 @@ class PoolingOutput(Record):
 
     @property
     def outputs(self) -> list[CompletionOutput]:
-        """An answer without tokens, for code that counts answers and their tokens."""
         return [CompletionOutput(0, "", [], None, None, "stop" if self.finished else "abort", None)]

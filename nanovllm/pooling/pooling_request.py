@@ -15,8 +15,6 @@ from nanovllm.requests.request import Prompt, Request
 
 
 class PoolingRequest(Request):
-    """A text, and the vector that is computed for it."""
-
     index = 0  # as of a CompletionRequest
     group: list[Any]
 
@@ -40,7 +38,6 @@ class PoolingRequest(Request):
         return PoolingOutput(self.request_id, self.prompt, ids, data, pooling.labels, num_cached_tokens, metrics)
 
     def _data(self, vector: np.ndarray) -> np.ndarray:
-        """Turn the vector of a step into the data of the output."""
         params, pooling = self.params, self._config.pooling
         if not pooling.labels:
             vector = vector[: params.dimensions]

@@ -12,8 +12,6 @@ NO_TOKENS = SamplingParams(temperature=0, max_tokens=1)  # the scheduler ends a 
 
 
 class PooledSequence(Sequence):
-    """A prompt, and the vector that a step computed for it."""
-
     vector: Any = None  # [N] float32, a NumPy array
 
     def __init__(self, token_ids: list[int], **options: Any):
@@ -46,7 +44,6 @@ class PoolingScheduler(Scheduler):
         return super().schedule(prompts_first=True)
 
     def start_decoding(self, seq: Sequence, step: ScheduledStep) -> None:
-        """Compute the vector of `seq` in this step, which completes its prompt."""
         self.prefilling.pop(seq.key, None)
         self.running[seq.key] = seq
         step.add_sampled(seq)

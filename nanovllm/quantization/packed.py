@@ -45,7 +45,6 @@ class Packed(NamedTuple):
         return self.words.device
 
     def of(self, index: int) -> "Packed":
-        """Return the weight at `index` of a stack."""
         return self._replace(**{name: x[index] for name, x in zip(self._fields, self[:5]) if x is not None})
 
 

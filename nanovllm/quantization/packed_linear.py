@@ -31,7 +31,6 @@ def packed_linear(
 
 @operation
 def best_packed_split_k(x: torch.Tensor, weight: Packed, max_split_k: int) -> int:
-    """Return the best `split_k` for `packed_linear`, at most `max_split_k`."""
     return 1
 
 
@@ -57,8 +56,6 @@ class PackedLinear(WeightFormat):
 
 
 class PackedExperts(ExpertsFormat):
-    """The format of experts with 4-bit weights."""
-
     is_packed = True
 
     def __init__(self, experts: Experts, scheme: PackedScheme):

@@ -39,7 +39,6 @@ class QuantScheme:
     quantizes: ClassVar[bool] = True  # weights without scales are quantized
 
     def block_of(self, shape: tuple[int, int]) -> Block:
-        """Return the checkpoint's block size for a whole weight."""
         return Block(self.block_rows or shape[0], self.block_columns or shape[1])
 
     def local_block(self, shards: list[Shard], columns: int) -> Block:

@@ -142,7 +142,6 @@ class _Entry:
             yield from ((keyword.key, keyword.value) for keyword in call.kwargs if keyword.key in names)
 
     def _is(self, node: nodes.Node) -> bool:
-        """Return whether an expression might refer to the entry."""
         if isinstance(node, nodes.Name):
             return node.name in self._variables
         if isinstance(node, nodes.Getattr):
@@ -159,13 +158,11 @@ class _Entry:
         return isinstance(node, nodes.Filter) and node.name in ("default", "d") and self._is(node.node)
 
     def is_split(self) -> bool:
-        """Return whether the template iterates over the entry's items."""
         filters = [node for node in self._tree.find_all(nodes.Filter) if node.name in PART_FILTERS]
         loops = [node.iter for node in self._tree.find_all(nodes.For)]
         return any(self._is(_unfiltered(node)) for node in (*filters, *loops))
 
     def is_joined(self) -> bool:
-        """Return whether the template concatenates the entry with text."""
         sums = [(node.left, node.right) for node in self._tree.find_all(nodes.Add)]
         joined = [*sums, *(node.nodes for node in self._tree.find_all(nodes.Concat))]
         return any(self._is(node) for parts in joined for node in parts)
@@ -175,7 +172,6 @@ class _Entry:
         return {node.name for node in self._tree.find_all(nodes.Test) if self._is(node.node)}
 
     def compared(self) -> set[str]:
-        """Return the strings with which the template compares the entry."""
         comparisons = self._tree.find_all(nodes.Compare)
         operands = [[node.expr, *(operand.expr for operand in node.ops)] for node in comparisons]
         compared = [x for expressions in operands if any(map(self._is, expressions)) for x in expressions]

@@ -54,7 +54,6 @@ def as_list(value) -> list | None:
 
 
 def is_conversation(value: object) -> TypeGuard[list[Message]]:
-    """Return whether `value` is a list of messages."""
     return (
         isinstance(value, (list, tuple)) and bool(value) and all(isinstance(x, Mapping) and "role" in x for x in value)
     )

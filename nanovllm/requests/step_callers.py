@@ -15,7 +15,6 @@ class StepCallers:
         self._step_callers: set[threading.Thread] = set()  # threads in `collectors` that also call `step`
 
     def own_collector(self) -> OutputCollector:
-        """Return the collector of the requests that this thread adds."""
         thread = threading.current_thread()
         if thread not in self.collectors:
             for known_thread, collector in [*self.collectors.items()]:
@@ -55,11 +54,9 @@ class StepCallers:
         return output
 
     def is_finished(self) -> bool:
-        """Return whether `step` has nothing more to return to this thread."""
         return all(map(self._engine_thread.is_finished, self._collectors_to_read()))
 
     def _collectors_to_read(self) -> list[OutputCollector]:
-        """Return the collectors whose outputs `step` returns to this thread."""
         if (collector := self.collectors.get(threading.current_thread())) is not None:
             return [collector]
         return [

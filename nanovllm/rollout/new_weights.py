@@ -198,7 +198,6 @@ class ModelWeights:
             self._quantized.add(name)
 
     def has_all(self) -> bool:
-        """Return whether every weight of the model was loaded."""
         loaders = weight_loaders(self.model)
         split_experts(loaders, self.model, self._loaded)
         missing = loaders.keys() - self._loaded

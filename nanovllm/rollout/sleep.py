@@ -76,7 +76,6 @@ def wake_up(llm: "LLMEngine", tags: Collection[str] | None = None) -> None:
 
 
 def is_sleeping(llm: "LLMEngine") -> bool:
-    """Return whether the weights or the KV cache are asleep."""
     return "asleep" in llm.core.unavailable
 
 
@@ -152,7 +151,6 @@ def take(runner: "ModelRunner", tags: Collection[str]) -> bool:
 
 
 def _all_can(runner: "ModelRunner", work: Callable[[], None]) -> bool:
-    """Call `work`, and return whether all ranks had enough memory for it."""
     try:
         work()
         lacks_memory = 0

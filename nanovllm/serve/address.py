@@ -60,7 +60,6 @@ def reserved_address(settings: ServerSettings) -> Iterator[socket.socket]:
 
 
 def announce(settings: ServerSettings, model: str, listener: socket.socket) -> None:
-    """Print where the server listens."""
     address = f"unix:{settings.uds}"
     if settings.uds is None:
         host, port = listener.getsockname()[:2]

@@ -76,7 +76,6 @@ class Answer:
         return dump_json(content)
 
     def begin(self) -> bytes:
-        """Return the server-sent events that precede the answer."""
         return b""
 
     def take(self) -> bytes:
@@ -137,7 +136,6 @@ class Answer:
         return before, after
 
     def choice(self, prompt_index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
-        """Return the entry of `choices` for one answer to a prompt."""
         raise NotImplementedError
 
     def chunk_choices(self, prompt_index: int, event: StreamEvent) -> list[dict[str, Any]]:
@@ -171,7 +169,6 @@ class Answer:
         return chunk | {"usage": usage} if self._has_usage else chunk
 
     def _usage(self, num_completion_tokens: int, prompt_index: int | None = None) -> dict[str, Any]:
-        """Return the usage of one prompt or, without `prompt_index`, of all prompts."""
         requests = self.requests if prompt_index is None else [self.requests[prompt_index]]
         num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         return {

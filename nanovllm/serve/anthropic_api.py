@@ -217,7 +217,6 @@ class MessagesAnswer(chat.ChatAnswer):
         return {"id": self.id, "type": "message", "role": "assistant", "model": self._head["model"], "content": content}
 
     def _blocks(self, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the blocks of a message or of a delta."""
         if thinking := message.get("reasoning_content"):
             # without a signature, clients do not send the block back
             yield {"type": "thinking", "thinking": thinking, "signature": self.id}

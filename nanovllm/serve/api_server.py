@@ -64,7 +64,6 @@ def create_app(
 
 
 def add_info_routes(app: FastAPI, api: Api) -> None:
-    """Add routes for models, health, version, load and metrics."""
     llm, metrics, started = api.llm, Metrics(api.llm, api.model_names[0]), int(time())
 
     def entry(name: str) -> dict[str, Any]:

@@ -76,18 +76,15 @@ class AsyncLLM(EngineClient):
         return await asyncio.to_thread(getattr(self._calls, name), *arguments)
 
     async def sleep(self, level: int = 1) -> int:
-        """Call `LLM.sleep` without blocking the event loop."""
         return await asyncio.to_thread(self.engine.sleep, level)
 
     async def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Call `LLM.wake_up` without blocking the event loop."""
         await asyncio.to_thread(self.engine.wake_up, tags)
 
     async def is_sleeping(self) -> bool:
         return self.engine.is_sleeping()
 
     def _take(self) -> None:
-        """Deliver the outputs that have arrived since the last call."""
         self._told = None
         output = StepOutput()
         self._collector.take_into(output)  # after an error, `_fail_all` follows

@@ -83,13 +83,11 @@ class AsyncRequest:
         return bool(self._events)
 
     async def result(self) -> RequestOutput:
-        """Wait for the complete answers."""
         while self.final is None:
             await self._wait()
         return self.final
 
     def output(self, answers: Iterable["PartialAnswer"]) -> RequestOutput:
-        """Return the answers so far, complete or not."""
         if self.final is not None:
             return self.final
         metrics, outputs = RequestMetrics(self.arrival_time, None, None, None), [answer.output() for answer in answers]
@@ -97,7 +95,6 @@ class AsyncRequest:
         return RequestOutput(self.request_id, prompt, ids, outputs, False, self.num_cached_tokens, None, metrics)
 
     async def _wait(self) -> None:
-        """Wait until `tell` is called."""
         self._check()
         self._has_news.clear()
         await self._has_news.wait()

@@ -81,7 +81,6 @@ class AnswerParser:
 
     @property
     def passes_text(self) -> bool:
-        """Whether all further text is content."""
         return type(self._tools) is ToolParser and (self._reasoning is None or self._reasoning.is_over)
 
     @property

@@ -36,7 +36,6 @@ class EngineCalls:
         self._recorder = StepRecorder(engine)
 
     def stats(self) -> dict[str, Any]:
-        """Return `LLM.stats()` plus the `step_sizes`."""
         sizes = self._sizes
         return stats_of(self._engine.scheduler) | {"step_sizes": {"counts": [*sizes.counts], "total": sizes.total}}
 

@@ -80,7 +80,6 @@ class EngineClient(ABC):
     # -- what computes the requests ------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Prepare to serve requests in the running event loop."""
         self.check_open()
 
     @abstractmethod
@@ -317,7 +316,6 @@ class EngineClient(ABC):
             observe(request)
 
     def _deliver(self, events: Iterable[StreamEvent], finals: Iterable[Any]) -> None:
-        """Pass new events and final outputs to their requests."""
         news: dict[Callable[[], None], None] = {}  # a set, so that a stream of several requests is told only once
         find = self._live.get
         for event in events:

@@ -106,7 +106,6 @@ class View:
                 seq.tokens += 1
 
     def copy(self) -> "View":
-        """Return a copy that does not change with this view."""
         view = copy(self)
         view.seqs = {name: copy(seq) for name, seq in self.seqs.items()}
         for seq in view.seqs.values():

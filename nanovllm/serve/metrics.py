@@ -82,7 +82,6 @@ class Metrics:
         llm.on_end.append(self.observe)
 
     async def text(self) -> bytes:
-        """Return the metrics in the text format of Prometheus."""
         self._stats = await self._llm.stats()
         return generate_latest(self._shown)
 

@@ -35,8 +35,6 @@ MakeAnswer = Callable[[Sequence[AsyncRequest]], Awaitable[Answer]]
 
 
 class Api:
-    """The routes, and the state that they share."""
-
     def __init__(self, llm: EngineClient, settings: ServerSettings, model_names: Sequence[str], root: str):
         """root: the model that is served under `model_names`."""
         self.llm, self.settings, self.model_names, self.root = llm, settings, model_names, root
@@ -125,7 +123,6 @@ class Api:
             return EventStream(answer, ending.pop_all().close, until)
 
     async def _submit(self, body: protocol.GenerationBody, prepared: Prepared, requests: list[AsyncRequest]) -> None:
-        """Queue a request for each prompt, and add it to `requests`."""
         lora_request = self.adapters.by_name.get(self.model_name(body.model))
         require(body.stream or body.stream_options is None, "stream_options: needs stream=true")
         require(not (body.stream and body.prompt_logprobs), "prompt_logprobs: can't be streamed")

@@ -96,7 +96,6 @@ def add_routes(app: FastAPI, api: Api) -> None:
     llm = api.llm
 
     async def respond(body: PoolingBody, compute: Callable[[], Awaitable[list[PoolingOutput]]]) -> dict[str, Any]:
-        """Compute the outputs, and return the fields that all answers have, except `outputs`."""
         model = api.model_name(body.model)
         try:
             outputs = await compute()

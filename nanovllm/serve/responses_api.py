@@ -192,7 +192,6 @@ def _content(content: Any, index: int) -> str | list[dict[str, Any]]:
 
 
 def _texts(content: Any, index: int) -> list[str]:
-    """Return the texts in a string or a list of parts."""
     parts = content if isinstance(content, list) else [] if content is None else [{"text": content}]
     texts: list[Any] = [part.get("text", part.get("refusal")) if isinstance(part, dict) else None for part in parts]
     is_text = all(isinstance(text, str) for text in texts)

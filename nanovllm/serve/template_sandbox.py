@@ -131,8 +131,6 @@ class TemplateSandbox:
 
 
 class _Renderer(NamedTuple):
-    """A stand-in for a tokenizer, with the methods that `render_chat` needs."""
-
     process: Process
     tokenizer: Any
 

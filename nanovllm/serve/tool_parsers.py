@@ -110,7 +110,6 @@ class MarkedParser(ToolParser):
         return result
 
     def _begin_body(self, head: re.Match[str]) -> None:
-        """Prepare to look for the end of the call."""
         raise NotImplementedError
 
     def _read_body(self, head: re.Match[str], is_last: bool) -> tuple[list[ToolCall], int] | None:

@@ -245,7 +245,6 @@ def update_fast(constraints: Iterable[Constraint], seconds: float) -> list[Const
 
 
 def _update_together(constraints: list[Constraint]) -> None:
-    """Update constraints of different grammars in parallel."""
     completions = [constraint._seq.completion_token_ids for constraint in constraints]
     ready = [pair for pair in zip(constraints, completions) if pair[0].consume(pair[1], pair[0].reasoning)]
     if len(ready) == 1:

@@ -55,7 +55,6 @@ class Grammar:
         return (self._mask_seconds or 0) > SLOW_SECONDS
 
     def add_mask(self, seconds: float) -> None:
-        """Add the time that a mask took to the moving average."""
         mean = seconds if self._mask_seconds is None else self._mask_seconds
         self._mask_seconds = mean + (seconds - mean) / 8
 

@@ -47,7 +47,6 @@ class Grammars:
         self.threads = MaskThreads()
 
     def close(self) -> None:
-        """Stop compiling grammars and computing masks."""
         self._sandbox.close()
         self.threads.close()
 

@@ -70,7 +70,6 @@ def given(arguments: argparse.Namespace, settings: type, skip: Container[str] = 
 
 
 def _items(values: list[str]) -> list[str]:
-    """Return the values, with JSON lists expanded."""
     return [item for value in values for item in (json.loads(value) if value.startswith('["') else [value])]
 
 

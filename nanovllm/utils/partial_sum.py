@@ -25,7 +25,6 @@ class PartialSum:
         self.parts, self.split_k, self.device = parts, split_k, parts.device
 
     def __len__(self) -> int:
-        """Return T, the number of rows."""
         return self.parts.shape[-2]
 
     @property

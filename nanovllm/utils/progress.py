@@ -42,7 +42,6 @@ def progress_bar(total: int, **options) -> Iterator[Callable[..., None]]:
 
 
 def with_bar(items: list[T], **options) -> Iterable[T]:
-    """Yield the items, and show a progress bar."""
     with progress_bar(len(items), **options) as advance:
         for item in items:
             yield item

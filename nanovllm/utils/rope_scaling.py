@@ -15,8 +15,6 @@ KINDS = "default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportio
 
 
 class RopeFrequencies(NamedTuple):
-    """The parameters of a rotary embedding."""
-
     inv_freq: torch.Tensor  # [rotated numbers of a head / 2]
     scale: float  # of cos and sin
     max_len: int  # maximum sequence length

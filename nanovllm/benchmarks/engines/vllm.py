@@ -85,8 +85,6 @@ def run_vllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Resu
 
 
 class VllmSteps:
-    """Adapts an `LLMEngine` of vLLM to `serve`."""
-
     def __init__(self, engine):
         self.engine, self.num_requests, self.num_cached_tokens = engine, 0, 0
 

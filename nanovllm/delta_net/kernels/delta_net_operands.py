@@ -13,8 +13,6 @@ import triton.language as tl
 
 
 class Heads(NamedTuple):
-    """The DeltaHeads of a layer, and sizes derived from them."""
-
     num_keys: int
     num_values: int
     key_dim: int

@@ -37,7 +37,6 @@ class PeerBarrier(NamedTuple):
 
     @property
     def arguments(self) -> tuple:
-        """The arguments of kernels that use this barrier."""
         return (self.addresses, self.aborted), self.data_offset, self.flags_offset, self.rank
 
 
@@ -72,8 +71,6 @@ def _wait(peer_ptrs, flags_offset, rank, SIZE: tl.constexpr):
 
 
 class SumShape(NamedTuple):
-    """The constants with which the sum kernel is compiled."""
-
     n: int
     width: int  # a power of two, at least n
     split_k: int

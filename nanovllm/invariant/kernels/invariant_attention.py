@@ -106,5 +106,4 @@ def store_attended(out_ptr, at, done, mask, sinks_ptr, head):
 
 
 def tile_sizes(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Return (query rows per prefill tile, keys per prefill or decode tile)."""
     return (64 if dtype == torch.float32 or head_dim > 128 else 128), 64

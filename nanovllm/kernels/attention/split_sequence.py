@@ -48,8 +48,6 @@ def split_sequence(context_lens_ptr, seq, splits, IS_QKV: tl.constexpr, ROWS: tl
 
 
 class SplitRows(NamedTuple):
-    """The sizes of the partial results (a kernel constant)."""
-
     heads: int
     tokens: int  # of a sequence
     is_qkv: bool  # the key of the new token was not in the cache when the splits started

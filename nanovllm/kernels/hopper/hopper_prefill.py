@@ -23,8 +23,6 @@ from nanovllm.kernels.launch.gpu_features import num_sms
 
 
 class Shape(NamedTuple):
-    """The constants of the kernel."""
-
     packs: int  # per token
     pack: int  # query heads per pack
     group: int  # query heads that share a key-value head

@@ -37,8 +37,6 @@ SUMS = gl.constexpr(sums_of(64, 8))  # the layout of a quarter
 
 
 class Plan(NamedTuple):
-    """The constants of the kernel."""
-
     k: int
     step: int  # inputs per buffer; a row of them has 128 bytes
     adjacent: bool  # the two blocks of a tile are adjacent; otherwise one is in each half of the outputs

@@ -34,7 +34,6 @@ def tiles_of(x: torch.Tensor, *shape: int) -> TensorDescriptor:
 
 @gluon.jit
 def buffers(tiles, COUNT: gl.constexpr):
-    """Allocate shared memory for COUNT tiles."""
     SHAPE: gl.constexpr = [COUNT] + tiles.block_shape  # noqa: RUF005 (Gluon has no star)
     return gl.allocate_shared_memory(tiles.dtype, SHAPE, tiles.layout)
 

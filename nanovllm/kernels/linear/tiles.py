@@ -16,8 +16,6 @@ Weight = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # [.., N, K]; or 8-bi
 
 
 class Tiles(NamedTuple):
-    """The tile sizes of a matmul (a kernel constant)."""
-
     tile_n: int
     tile_k: int
     stages: int

@@ -23,8 +23,6 @@ MAX_PROGRAMS_PER_ROW = 16  # programs that share the computation of a row's tile
 
 
 class Row(NamedTuple):
-    """A row of logits within the kernel."""
-
     logits_ptr: tl.tensor
     tile_maxima: tl.tensor
     tiles_ptr: tl.tensor  # memory for a list of tiles

@@ -25,8 +25,6 @@ IN_PROMPT = tl.constexpr(1 << 30)  # a flag in a count; the lower bits count tok
 
 
 class Sizes(NamedTuple):
-    """The sizes for which the kernel is compiled."""
-
     max_biases: int
     max_words: int
     word_tokens: int

@@ -29,8 +29,6 @@ class RowGroups(NamedTuple):
 
 
 class LoRATiles(NamedTuple):
-    """Sizes of tiles and stacks (a kernel constant)."""
-
     tile_m: int  # rows
     tile_r: int  # of the adapters' rank
     tile_k: int  # inputs

@@ -31,8 +31,6 @@ class Routing(NamedTuple):
 
 
 class ExpertRows(NamedTuple):
-    """The rows of the grouped GEMMs."""
-
     pairs: torch.Tensor  # [T * top_k] int32: the index of each row's pair
     table: torch.Tensor  # [num_tiles, TILE_FIELDS] int32; unused tiles have an expert of -1
     tile_m: int

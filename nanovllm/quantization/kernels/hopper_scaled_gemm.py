@@ -44,7 +44,6 @@ class Plan(NamedTuple):
 
 @gluon.constexpr_function
 def _boxes(PLAN):
-    """Return how many boxes of 64 rows a tile contains."""
     return PLAN.groups * PLAN.parts
 
 

@@ -187,7 +187,6 @@ class Fronts:
         self._begin(index)
 
     def fail(self) -> None:
-        """End all fronts, because the engine has failed."""
         self.has_failed = True
         self.end()
 

@@ -139,7 +139,6 @@ class FrontClient(EngineClient):
     # -- received messages ---------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Receive messages, in a separate thread."""
         try:
             while True:
                 self._arrived.append(self._channel.receive())
@@ -183,7 +182,6 @@ class FrontClient(EngineClient):
             self._lose(message.failure)
 
     def _lose(self, problem: str) -> None:
-        """Fail all requests and calls, because the engine or its process has ended."""
         if self.error is None and not self._is_closing:
             logger.error("the engine is lost, so this HTTP process ends: %s", problem)
             self._fail(RuntimeError(problem))

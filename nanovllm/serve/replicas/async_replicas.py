@@ -44,7 +44,6 @@ class AsyncReplicas(EngineClient):
         self._group_loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
-        """Load the model in all replicas in parallel, then accept requests."""
         self._group_loop, self._group_thread = asyncio.get_running_loop(), threading.get_ident()
         await self.group.start()
 

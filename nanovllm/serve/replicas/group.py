@@ -157,7 +157,6 @@ class ReplicaGroup:
     # -- where requests are computed -----------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
-        """Send waiting requests while any replica accepts more."""
         self._dispatch_poison_request()
         while self._waiting:
             loads = [replica.load(self._max_answers) for replica in self.replicas]
@@ -297,7 +296,6 @@ class ReplicaGroup:
         self._dispatch()
 
     def _fail_group(self, error: Exception) -> None:
-        """Kill all replicas, and fail every request with this error."""
         if self.error is None:
             self.error = error
             self.kill()

@@ -113,7 +113,6 @@ class Replica:
         return stats_of(self.engine.scheduler)
 
     def reports(self) -> Iterator[bytes]:
-        """Yield each of the `new_reports`, encoded as bytes."""
         for report in self.new_reports():  # not `yield from`: Ray calls `send`, which `map` does not have
             yield encode_report(report)
 
@@ -138,7 +137,6 @@ class Replica:
         self.engine.exit()
 
     def close(self) -> None:
-        """End `reports`, but not the engine."""
         with self._changed:
             self.is_closed = True
             self._failure = self._failure or RuntimeError("it was closed")

@@ -167,7 +167,6 @@ class Answer:
         write(piece.text, sys.stdout)
 
     def close(self) -> None:
-        """End the line, and print the summary on the next line."""
         write("" if self.text.endswith("\n") else "\n", sys.stdout)
         write(self.summary() + "\n", sys.stderr, is_dim=True)
 
@@ -184,7 +183,6 @@ class Answer:
 
 
 def _value(text: str) -> Any:
-    """Parse the text as JSON, or return it unchanged."""
     try:
         return json.loads(text)
     except ValueError:

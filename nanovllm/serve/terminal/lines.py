@@ -19,7 +19,6 @@ class LineReader:
     """Reads lines from standard input. On a terminal, readline can edit, search and complete the lines."""
 
     def __init__(self, commands: Collection[str]):
-        """commands: the words that Tab completes at the start of a line."""
         self.is_terminal = sys.stdin.isatty()
         self._edits = self.is_terminal and sys.stdout.isatty()
         self._commands = sorted(commands)
@@ -58,7 +57,6 @@ class LineReader:
         return found[index] if index < len(found) else None
 
     def close(self) -> None:
-        """Save the history, if its file can be written."""
         if self._history is not None:
             with suppress(OSError):
                 self._history.parent.mkdir(parents=True, exist_ok=True)
