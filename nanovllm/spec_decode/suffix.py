@@ -1,5 +1,6 @@
-"""Drafts by suffix decoding, which copies the tokens that followed the longest matching context in the same request or
-an earlier one.
+"""Drafts by suffix decoding, which copies the tokens that followed the longest matching context.
+
+The context may have occurred in the same request or in an earlier request.
 
 Source: Oliaro et al., "SuffixDecoding: extreme speculative decoding for emerging AI applications" (2024). Instead of
 suffix trees, it uses suffix automata, from Blumer et al., "The smallest automaton recognizing the subwords of a text"
