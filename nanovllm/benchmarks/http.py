@@ -64,7 +64,7 @@ NUM_ROUNDS = 4  # requests of each client, for other loads
 class LoadResult(Result):
     """`gpu` is the utilization of the busiest GPU, and `client` is the CPU time of the busiest client process.
 
-    Both are percentages of the elapsed time.
+    `gpu` and `client` are percentages of the elapsed time.
     """
 
     num_requests: int = 0

@@ -1,6 +1,6 @@
 """Frees GPU memory, and allocates it again at the same addresses, through CUDA's virtual memory management.
 
-So CUDA graphs that use this memory stay valid. Nothing may use it while it is freed.
+So CUDA graphs that use this memory stay valid. Nothing may use the memory while it is freed.
 """
 
 import ctypes

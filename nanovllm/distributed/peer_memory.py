@@ -95,7 +95,7 @@ class PeerMemory:
         self.aborted.fill_(1)
 
     def close(self) -> None:
-        """Free the memory. Queued work must not read it."""
+        """Free the memory. Queued work must not read the memory."""
         with torch.cuda.device(self.device):
             for rank, pointer in enumerate(self._pointers):
                 name = "cuMemFree_v2" if rank == self.rank else "cuIpcCloseMemHandle"

@@ -90,7 +90,7 @@ def bfloat16_bits(x):
 
 @triton.jit
 def store_row(x, row_ptr, scale_ptr, slot):
-    """Quantize a row x [1, D]. Unless `slot` is -1, store it and its scale (bfloat16 bits in int16).
+    """Quantize a row x [1, D]. Unless `slot` is -1, store the quantized row and its scale (bfloat16 bits in int16).
 
     Return the quantized values [1, D] as float32, not yet multiplied by the scale, and the scale [1].
     """

@@ -7,7 +7,10 @@ from nanovllm.engine.outputs import OutputCollector, OutputKind, StepOutput
 
 
 class StepCallers:
-    """Manages one collector for each thread that adds requests. `step` returns their outputs to this thread."""
+    """Manages one collector for each thread that adds requests.
+
+    `step` returns the outputs of these requests to the thread.
+    """
 
     def __init__(self, engine_thread: EngineThread):
         self._engine_thread = engine_thread

@@ -1,6 +1,6 @@
 """Defines routes with which trainers pause the engine, load weights, let it sleep, and reset the prefix cache.
 
-They exist only with `--enable-dev-endpoints`, because other clients must not use them.
+Other clients must not use these routes, so they exist only with `--enable-dev-endpoints`.
 """
 
 from asyncio import to_thread

@@ -101,7 +101,7 @@ class StepRecorder:
     # -- what threads call ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start recording from the current state, after the current step."""
+        """Start recording from the state after the current step."""
         self._engine_thread.call(self._start)
 
     def stop(self) -> None:

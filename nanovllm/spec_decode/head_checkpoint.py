@@ -71,7 +71,7 @@ def read_eagle3_config(folder: Path, target: ModelConfig, dtype: torch.dtype, wi
 def _layer_ids(file: Path, raw: dict, num_layers: int) -> tuple[int, ...]:
     """Return the ids of the layers whose inputs the head reads.
 
-    `eagle_config` contains ids of layer outputs instead.
+    In `eagle_config`, ids refer to layer outputs.
     """
     name = "eagle_aux_hidden_state_layer_ids"
     top_level, of_authors = raw.get(name), (raw.get("eagle_config") or {}).get(name)

@@ -99,7 +99,7 @@ class RayLLM:
     def generate_iter(
         self, prompts: Iterable[Prompt], sampling_params: SamplingParams | Iterable[SamplingParams] | None = None
     ) -> Iterator[RequestOutput]:
-        """Yield the outputs in prompt order, while any number of prompts is still being read.
+        """Yield the outputs in prompt order, while prompts are still being read. There may be any number of prompts.
 
         Prompts (and parameters, if they are iterable) are read only when replicas can take more requests, so memory use
         is bounded. For an invalid prompt or invalid parameters, the output has the `finish_reason` "error", and its

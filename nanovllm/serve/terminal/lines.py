@@ -35,7 +35,7 @@ class LineReader:
                 readline.read_history_file(self._history)
 
     def read(self) -> str:
-        """Return the next line. A backslash at its end continues it on the following line.
+        """Return the next line. A line that ends with a backslash continues on the following line.
 
         Raises EOFError at the end of the input, and KeyboardInterrupt on Ctrl-C.
         """
