@@ -72,7 +72,7 @@ class KVCache:
     def gather(self, spans: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values, each [B, L, kv_heads, head_dim], in the model's `dtype`.
 
-        Both are read from `spans` [B, L / SPAN_SIZE] int32.
+        Keys and values are read from `spans` [B, L / SPAN_SIZE] int32.
         """
         return gather_spans(self.k, spans), gather_spans(self.v, spans)
 

@@ -1,8 +1,8 @@
 """Implements vLLM's interface for offline generation.
 
 Use it with `from nanovllm.compat.vllm import LLM, SamplingParams`. If a program imports vLLM itself, call `install()`
-first. Then `import vllm` returns this module. So do imports of the submodules in MODULES. A name that this module lacks
-raises ImportError or AttributeError.
+first. Then `import vllm` returns this module. Imports of the submodules in MODULES do the same. A name that this module
+lacks raises ImportError or AttributeError.
 """
 
 import gc

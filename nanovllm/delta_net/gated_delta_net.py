@@ -138,7 +138,7 @@ class GatedDeltaNet(nn.Module):
     def captures_chunks(self) -> bool:
         """Whether CUDA graphs can contain chunks.
 
-        They need kernels, because the definition reads lengths on the host.
+        Kernels allow this, but the definition reads lengths on the host.
         """
         return "delta_net_chunks" in ops_for(self.A_log.device)
 

@@ -1,8 +1,8 @@
 """Fused forms replace the `forward` of modules, so that one kernel computes several operations of plain layers.
 
 The plain layers define the results. `FORMS` maps their `forward` functions to forms. A class that inherits a plain
-`forward` also gets the form, and a class that overrides `forward` stays plain. So does a module with a part that the
-form does not support (`Fused.matches`).
+`forward` also gets the form, and a class that overrides `forward` stays plain. A module also stays plain if the form
+does not support one of the module's parts (`Fused.matches`).
 
 Neighbouring forms exchange deferred norms (`NormInput`) and unfinished sums (`PartialSum`). Plain neighbours get
 tensors.

@@ -70,9 +70,9 @@ def norm_rope_and_store(
 def attend(attn: Attention, x: Any, qkv_proj: LinearBase | None, qk_norm_rope: QKNormRope) -> torch.Tensor:
     """Compute attention from the norm `x`. If `qkv_proj` is None, `x` is the result of the qkv matmul instead.
 
-    That result is [T, (heads + 2 kv_heads) * head_dim]. Return [T, heads * head_dim]. For small decode batches, one
-    kernel computes q and k norms, RoPE, cache store and attention. For large prefills, one kernel computes qkv matmul,
-    norms, RoPE and cache store.
+    The result of the qkv matmul is [T, (heads + 2 kv_heads) * head_dim]. Return [T, heads * head_dim]. For small decode
+    batches, one kernel computes q and k norms, RoPE, cache store and attention. For large prefills, one kernel computes
+    qkv matmul, norms, RoPE and cache store.
     """
     backend, cache, context = attn.backend, attn.cache, get_context().of_table(attn.table)
     kernels, slots = getattr(backend, "ops", None), context.slot_mapping  # only the backend with our kernels has `ops`

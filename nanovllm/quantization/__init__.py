@@ -6,7 +6,7 @@ Each module in `formats/` defines the format with its name (with dashes instead 
 both of these functions:
 
 - `read_config(raw, file)` turns the `quantization_config` of a config.json into a QuantConfig, if `quant_method` is the
-  format's name. It raises a ValueError that names `file` if the configuration is not supported.
+  format's name. The function raises a ValueError that names `file` if the configuration is not supported.
 - `config_on_load()` returns the QuantConfig if the setting `quantization` is the format's name: weights are quantized
   while they are loaded.
 """

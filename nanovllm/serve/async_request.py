@@ -145,7 +145,10 @@ class PartialAnswer:
         self.finish_reason, self.stop_reason = event.finish_reason, event.stop_reason
 
     def output(self) -> CompletionOutput:
-        """Return the answer so far. Its lists are copies, so it does not change when more tokens arrive."""
+        """Return the answer so far.
+
+        The returned lists are copies, so the returned answer does not change when more tokens arrive.
+        """
         text, token_ids = "".join(self.texts), [*self.token_ids]
         self.texts = [text]
         logprobs = None if self.logprobs is None else [*self.logprobs]

@@ -45,8 +45,8 @@ class EngineClient(ABC):
 
     Four thread pools prepare requests. The first renders chat templates and tokenizes, the second (a single thread)
     tokenizes long texts, the third compiles grammars, and the fourth renders templates that may be slow. Subclasses
-    compute the answers: AsyncLLM with an engine in this process, FrontClient and AsyncReplicas in other processes. They
-    call `_forget` when a request has ended.
+    compute the answers: AsyncLLM with an engine in this process, FrontClient and AsyncReplicas in other processes.
+    Subclasses call `_forget` when a request has ended.
     """
 
     engine: LLM | None = None  # the engine, if it runs in this process
@@ -268,7 +268,7 @@ class EngineClient(ABC):
     def _long_lane(self) -> PromptLane:
         """The lane for long texts.
 
-        Its thread creates the lane on first use, because copying a large tokenizer takes 1 s.
+        The lane's thread creates it on first use, because copying a large tokenizer takes 1 s.
         """
         return PromptLane(self.input_processor, takes_long_texts=True)
 

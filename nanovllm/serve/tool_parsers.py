@@ -378,7 +378,7 @@ def parsed(text: str) -> Any:
 class JsonScanner:
     """Finds the end of a JSON object or list whose text is still arriving, reading each character once.
 
-    It detects some invalid JSON early, such as a word after a string. `parsed` detects the remaining errors.
+    The scanner detects some invalid JSON early, such as a word after a string. `parsed` detects the remaining errors.
     """
 
     _NEXT = re.compile(r"[ \t\r\n]*([\w.+-]+|[^ \t\r\n]?)")  # a word is a number, true, false or null

@@ -29,8 +29,8 @@ class DraftModel:
     """A draft model with a separate KV cache. The cache uses the target model's block ids.
 
     There is no second block manager: a block is allocated in both caches at once. Before the draft model drafts for a
-    sequence, it computes the rows that its cache lacks. These are rows of the prompt, of blocks that a preemption has
-    freed, or of tokens that were generated without drafts.
+    sequence, it computes the rows that its cache lacks. The cache may lack rows of the prompt, of blocks that a
+    preemption has freed, or of tokens that were generated without drafts.
 
     Each rank has the whole draft model. The results may differ in their last bits, so an all-reduce makes the ranks
     agree on each draft.

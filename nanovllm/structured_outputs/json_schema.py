@@ -1,10 +1,10 @@
 """Rewrites JSON schemas that llguidance would refuse needlessly.
 
 llguidance ignores keywords that JSON Schema does not define. However, it refuses an unknown `format`, an unknown
-dialect, and some keywords whose values allow everything. This module removes them. llguidance does not support
-`propertyNames`, and it supports `oneOf` only if it can tell that no value is valid for two of the schemas. Where
-possible, this module expresses both with other keywords. Any other unsupported keyword stays, and llguidance's error
-names it.
+dialect, and some keywords whose values allow everything. This module removes such formats, dialects and keywords.
+llguidance does not support `propertyNames`, and it supports `oneOf` only if it can tell that no value is valid for two
+of the schemas. Where possible, this module expresses both with other keywords. Any other unsupported keyword stays, and
+llguidance's error names it.
 """
 
 import json

@@ -5,9 +5,9 @@ tiles of keys. Tiles and segments begin at fixed positions. The tiles of a segme
 the segments of a query are added in order. So the result is the same whether one program or several programs
 (flash-decoding) compute the segments of a query.
 
-This requires that a matmul computes the same result in tiles with any number of rows, transposed or not. Hopper's
-instructions for 64 rows (wgmma) have this property, and tests/test_invariant_kernels.py checks it. The instruction
-`mma.sync` was observed to round differently.
+This kind of attention requires that a matmul computes the same result in tiles with any number of rows, transposed or
+not. Hopper's instructions for 64 rows (wgmma) have this property, and tests/test_invariant_kernels.py checks it. The
+instruction `mma.sync` was observed to round differently.
 """
 
 import torch

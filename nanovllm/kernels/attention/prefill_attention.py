@@ -170,8 +170,8 @@ def _is_for_hopper(head_dim: int, dtype: torch.dtype) -> bool:
 def query_tile_size(group: int, head_dim: int, dtype: torch.dtype) -> int:
     """Return how many tokens a query tile covers, if each key-value head serves `group` query heads.
 
-    On Hopper, the kernel of hopper_prefill.py may compute a tile instead. Its tiles have 128 rows. So this is the
-    largest multiple of this file's tile size that fits into 128 rows.
+    On Hopper, the kernel of hopper_prefill.py may compute a tile instead. Its tiles have 128 rows. So the returned size
+    is the largest multiple of this file's tile size that fits into 128 rows.
     """
     tokens = _tile_sizes(head_dim, dtype)[0] // group
     if _is_for_hopper(head_dim, dtype):

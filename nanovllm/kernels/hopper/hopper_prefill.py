@@ -192,7 +192,7 @@ def _attend_tiles(sums, begin, end, args, W: gl.constexpr, MASKED: gl.constexpr,
 def _forget_stale(v, key, length, SHAPE: gl.constexpr):
     """Zero the values from position `length` on, because 0 times a stale NaN is NaN.
 
-    Both warpgroups may do this at the same time.
+    Both warpgroups may zero values at the same time.
     """
     ROWS: gl.constexpr = _rows(SHAPE.head_dim)
     for part in gl.static_range(SHAPE.tile // 32):

@@ -1,6 +1,6 @@
 """RMS norm kernels.
 
-They can add split-K summands and a residual before the norm, and can quantize the norm's result.
+The kernels can add split-K summands and a residual before the norm, and can quantize the norm's result.
 """
 
 import torch

@@ -66,7 +66,7 @@ def values_and_scales(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None
 def operands_of(x: torch.Tensor | QuantizedRows, weight: Weight) -> tuple[torch.Tensor, torch.Tensor, Scales, Shape]:
     """Return the arguments with which activations x and a weight [.., N, K] are passed to a kernel.
 
-    These are the elements of x, the elements of the weight, all scales, and the shape.
+    The arguments are the elements of x, the elements of the weight, all scales, and the shape.
     """
     values, scales = values_and_scales(weight)
     values, shape = as_loadable(values), shape_of(values, scales)

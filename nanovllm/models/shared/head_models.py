@@ -141,8 +141,7 @@ class MtpHead(nn.Module):
         self.norm = ZeroCenteredRMSNorm(size, config.rms_norm_eps)
 
     def forward(self, embeddings: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Compute hidden states [T, hidden_size], which replace the model's final hidden states at the next positions.
-        """
+        """Compute hidden states [T, hidden_size] that replace the model's final hidden states at the next positions."""
         normed = self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden_states)
         x, residual = self.layers[0](positions, self.fc(torch.cat(normed, -1)), None)
         return self.norm(x, residual)[0]

@@ -105,7 +105,7 @@ class Fronts:
         self._deadline = inf  # when all fronts must have ended
 
     def begin(self) -> None:
-        """Start all fronts in parallel. They listen only after the engine has started."""
+        """Start all fronts in parallel. The fronts listen only after the engine has started."""
         for index in range(len(self._num_failures)):
             self._begin(index)
 

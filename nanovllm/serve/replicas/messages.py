@@ -47,7 +47,7 @@ class Final(NamedTuple):
     """The result of a finished request. `answers` is empty if the answers were sent as deltas.
 
     seconds: three durations from the request's arrival at the replica: until it is first scheduled, until its first
-        token, and until it finishes. These are durations, because the clocks of two machines differ.
+        token, and until it finishes. The times are durations, because the clocks of two machines differ.
     data: the bytes of a vector's float32 numbers; `None` for generated answers, and for an aborted request.
     """
 
