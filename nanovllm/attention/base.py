@@ -41,9 +41,7 @@ class AttentionBackend:
         return {}
 
     def array_shapes(self, num_tokens: int, num_chunks: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Return the names and largest shapes of the arrays from `prepare_chunks` in a CUDA graph. -1 stands for
-        padding.
-        """
+        """Return the names and largest shapes of the arrays from `prepare_chunks` in a CUDA graph."""
         return ()
 
     def attend(self, q, cache: KVCache, context: Context) -> torch.Tensor:

@@ -191,7 +191,7 @@ class LLM(PoolingCalls):
             yield BeamSearchSequence(tokens, beam.cumulative_logprob, self.tokenizer.decode(tokens))
 
     def _prompt(self, prompt: Any, add_special_tokens: bool = True, truncate_prompt_tokens: int | None = None) -> Any:
-        """Drop unused keys from a prompt. Tokenize it here if an option differs from its default."""
+        """Drop unused keys from a prompt."""
         if isinstance(prompt, dict):
             prompt = select("key of a prompt", prompt, PROMPT_KEYS, UNUSED)
         given_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt

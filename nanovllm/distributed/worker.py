@@ -191,7 +191,7 @@ class Workers:
                 self._fail(f"the ranks did not start within {START_TIMEOUT:.0f} s")
 
     def _fail(self, reason: str) -> None:
-        """Kill all ranks. The supervisor notices and cleans up."""
+        """Kill all ranks."""
         if os.getpid() != self._caller_pid:
             return
         self.failure = self.failure or reason

@@ -189,7 +189,7 @@ class EngineThread:
         self._is_asleep = False
 
     def _recover(self, error: BaseException) -> None:
-        """Drop all requests after an error in a step. With several ranks, also close the engine."""
+        """Drop all requests after an error in a step."""
         try:
             self.engine.drop_requests()
             if self.engine.workers.processes:

@@ -111,7 +111,7 @@ class Scheduler:
         return bool(step.num_decodes) or any(seq.waits_for_token and not seq.is_paused for seq in self.running.values())
 
     def _schedule_decodes(self, step: ScheduledStep) -> None:
-        """Decode all ready sequences. If blocks run out, preempt sequences, beginning with the last in order."""
+        """Decode all ready sequences."""
         rows = self._ready()
         while len(growing := self._rows_that_need_a_block(rows)) > self.block_manager.num_free:
             self.preempt(max((*self.running.values(), *self.prefilling.values()), key=attrgetter("order")))
@@ -128,9 +128,8 @@ class Scheduler:
     def _ready(self) -> list[ScheduledSequence]:
         """Return a row for each running sequence that can decode.
 
-        The row contains the sequence's next token and its drafts. The longest contexts come first, so that short
-        contexts balance the load at the end of attention. Sequences of equal length stay in the order in which they
-        began to decode.
+        The longest contexts come first, so that short contexts balance the load at the end of attention. Sequences of
+        equal length stay in the order in which they began to decode.
         """
         ready = [
             seq for seq in self.running.values() if seq.num_tokens < seq.token_limit and not seq.pauses_after_token
@@ -195,7 +194,7 @@ class Scheduler:
         seq.num_tokens += 1
 
     def _admit(self, seq: Sequence) -> bool:
-        """Admit the first waiting sequence if it fits and admission is not paused. Return whether it was admitted."""
+        """Admit the first waiting sequence if it fits and admission is not paused."""
         num_running = len(self.running) + len(self.prefilling)
         if not self.admission.may_admit(num_running) or len(seq.token_ids) < seq.num_tokens:  # its token is in flight
             return False

@@ -156,10 +156,7 @@ class StateBlockManager(BlockManager):
         return block_ids
 
     def _take_snapshot(self, seq: Sequence, i: int) -> None:
-        """Request a snapshot of the state after block `i` of `seq`.
-
-        The step that is being scheduled computes this state.
-        """
+        """Request a snapshot of the state after block `i` of `seq`."""
         block_id = self.hash_to_block_id[seq.block_hashes[i]]  # of the duplicates, the block that lookups find
         is_collision = self.blocks[block_id].token_ids != self._block_token_ids(seq, i)
         if is_collision or block_id in self.snapshots or block_id in self._untaken:

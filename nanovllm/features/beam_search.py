@@ -123,7 +123,7 @@ class BeamRequest(Request):
         self._branch(scheduler, beams, survivors)
 
     def _branch(self, scheduler: Scheduler, beams: list[Sequence], survivors: list[Candidate]) -> None:
-        """Extend each beam with the tokens of its surviving candidates. The next step computes these tokens."""
+        """Extend each beam with the tokens of its surviving candidates."""
         survivors_of: dict[int, list[Candidate]] = {}
         for candidate in survivors:
             survivors_of.setdefault(candidate.beam.index, []).append(candidate)

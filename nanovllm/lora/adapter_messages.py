@@ -48,7 +48,7 @@ def use_adapters(engine: Engine) -> None:
 
 
 def _write(engine: Engine, slot: int, adapter: Adapter) -> None:
-    """Store an adapter on all ranks. On CUDA, the copies are queued after earlier steps."""
+    """Store an adapter on all ranks."""
     runner = engine.model_runner
     assert runner is not None, "the engine is open"
     if engine.workers.processes:

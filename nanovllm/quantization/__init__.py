@@ -34,10 +34,7 @@ def find_quantization(raw: dict | None, file: Path, setting: str | None) -> Any:
 
 
 def _format(name: str, value: Any, maker: str) -> Callable:
-    """Return the function `maker` of the format `value`.
-
-    If there is none, raise a ValueError whose message begins with `name`.
-    """
+    """Return the function `maker` of the format `value`."""
     names = [module.name for module in iter_modules([f"{path}/formats" for path in __path__])]
     modules = {name.replace("_", "-"): import_module(f"{__name__}.formats.{name}") for name in names}
     known = {name: getattr(module, maker) for name, module in modules.items() if hasattr(module, maker)}

@@ -194,7 +194,7 @@ class PackedWeight:
         return torch.cat(filled[1::3])
 
     def _load(self, field: str, read: Callable, _: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
-        """Load a shard of a stored tensor. Return the shard if it is floating-point."""
+        """Load a shard of a stored tensor."""
         if (selected := self.select(*arguments)) is None:
             return None
         shard, index = selected
@@ -215,7 +215,7 @@ class PackedWeight:
         return torch.cat(filled) if field in ("scales", "row_scales") else None
 
     def _load_groups(self, target: torch.Tensor | None, index: tuple[int, ...], ids: torch.Tensor) -> None:
-        """Load the group of each input. Without a target, check that the groups are contiguous."""
+        """Load the group of each input."""
         if target is None:
             first = torch.arange(len(ids), device=ids.device) // self.packed.group_size
             if not torch.equal(first + self.first_group, ids.long()):

@@ -101,10 +101,7 @@ class PackedStack(PackedWeight):
         return self.packed.scales
 
     def _load(self, field: str, read: Callable, target: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
-        """Load a tensor of one expert, or of all experts if `arguments` is empty.
-
-        The weights of all experts may be random.
-        """
+        """Load a tensor of one expert, or of all experts if `arguments` is empty."""
         if arguments:
             return super()._load(field, read, target, weight, *arguments)
         if callable(weight):

@@ -130,7 +130,7 @@ class Answer:
         return not (self._has_logprobs or self._has_usage_everywhere or self.body.return_token_ids)
 
     def _frame(self, prompt_index: int, event: StreamEvent) -> tuple[bytes, bytes]:
-        """Return the bytes before and after the text of a chunk. Most chunks differ only in their text."""
+        """Return the bytes before and after the text of a chunk."""
         (choice,) = self.chunk_choices(prompt_index, replace(event, text=MARK))
         before, after = server_sent_event(self._chunk([choice], None)).split(dump_json(MARK))
         return before, after

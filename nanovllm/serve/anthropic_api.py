@@ -227,10 +227,7 @@ class MessagesAnswer(chat.ChatAnswer):
             yield {"type": "tool_use", "id": call["id"], "name": name, "input": arguments}
 
     def _add(self, block: dict[str, Any]) -> Iterator[bytes]:
-        """Yield the events of a block.
-
-        Text and thinking extend an open block of their type, and a call begins a new block.
-        """
+        """Yield the events of a block."""
         kind = block["type"]
         if kind == "tool_use":
             yield from self._next_block(block | {"input": {}})

@@ -175,10 +175,7 @@ class ChatAnswer(Answer):
     def _found(
         self, parser: AnswerParser, piece: CompletionOutput | StreamEvent, is_last: bool
     ) -> Iterator[dict[str, Any]]:
-        """Yield what the parser finds, except for reasoning that the client does not want.
-
-        Yield calls in OpenAI's older form if the client sent `functions`.
-        """
+        """Yield what the parser finds, except for reasoning that the client does not want."""
         for part in parser.feed(piece.text, piece.token_ids, is_last):
             if self.body.functions is not None and "tool_calls" in part:
                 yield {"function_call": part["tool_calls"][0]["function"]}

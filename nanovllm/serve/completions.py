@@ -81,7 +81,6 @@ class CompletionAnswer(Answer):
     ) -> dict[str, list]:
         """Return log-probabilities in the format of the API.
 
-        offset: the number of characters before the first token.
         first_token: the text of the first token, if it has no log-probabilities.
         """
         result: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}

@@ -92,7 +92,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     def _abort(self, request: AsyncRequest) -> None:
-        """End a request early. The answer consists of the tokens generated so far."""
+        """End a request early."""
 
     async def call(self, name: str, *arguments: Any) -> Any:
         """Call a method of the engine's EngineCalls. Raises NotImplementedError for several replicas."""
@@ -258,7 +258,7 @@ class EngineClient(ABC):
         return await self._in_thread(self._pool, decode)
 
     async def _in_lane(self, call: Callable[[PromptLane], T]) -> T:
-        """Run `call` in the lane for short texts. If the text is long, run `call` again in the lane for long texts."""
+        """Run `call` in the lane for short texts."""
         try:
             return await self._in_thread(self._pool, partial(call, self._lane))
         except LongTextError:

@@ -260,7 +260,7 @@ class ChatBody(ChatFields, GenerationBody):
 
     @model_validator(mode="after")
     def _use_functions_as_tools(self) -> "ChatBody":
-        """Convert `functions`, OpenAI's older form of tools. ChatAnswer then answers in the older form."""
+        """Convert `functions`, OpenAI's older form of tools."""
         if self.functions is not None:
             tools = [Tool(type="function", function=function) for function in self.functions]
             self.tools = [*(self.tools or ()), *tools]

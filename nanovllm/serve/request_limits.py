@@ -107,7 +107,7 @@ class RequestLimits:
             raise ApiError(403, "the Origin header is of a web page that may not call this server")
 
     def _checked_keys(self, headers: dict[bytes, bytes]) -> list[bytes]:
-        """Return the client's valid API keys. Raises ApiError if a key is needed but none is valid."""
+        """Return the client's valid API keys."""
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         # clients of Anthropic's API send x-api-key
         sent_keys = (bearer.strip() if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b""))
@@ -245,7 +245,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _close_idle_connection(self) -> None:
-        """Close the connection that has been idle longest. Raises ApiError (503) if none is idle."""
+        """Close the connection that has been idle longest."""
         all_protocols: set[Any] = self.connections  # type: ignore[assignment]
         idle = [protocol for protocol in all_protocols if protocol.timeout_keep_alive_task is not None]
         if not idle:

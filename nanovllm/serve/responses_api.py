@@ -200,7 +200,7 @@ def _texts(content: Any, index: int) -> list[str]:
 
 
 def _tools(body: ResponsesBody) -> dict[str, Any]:
-    """Translate the tools and the tool choice. If the tool choice lists tools, keep only these."""
+    """Translate the tools and the tool choice."""
     tools, choice = body.tools, cast(Any, body.tool_choice)
     if isinstance(choice, dict) and isinstance(allowed := choice.get("tools"), list):  # "allowed_tools"
         names = [tool.get("name") for tool in allowed if isinstance(tool, dict)]

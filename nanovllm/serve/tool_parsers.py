@@ -95,7 +95,7 @@ class MarkedParser(ToolParser):
         return [part for part in parts if part]
 
     def _read_call(self, is_last: bool) -> tuple[list[ToolCall], int] | None:
-        """Return the calls that begin at `_start`, and where they end. Return None if more text is needed.
+        """Return the calls that begin at `_start`, and where they end.
 
         If the list of calls is empty, the text up to the end is content.
         """
@@ -136,7 +136,7 @@ class MarkedParser(ToolParser):
         return len(held) - len(tail) + min(length_before(marker, tail, is_last) for marker in self.markers)
 
     def _passes_closers(self, is_last: bool) -> bool:
-        """Skip the texts in `closers` that follow a call. Return False if more text is needed."""
+        """Skip the texts in `closers` that follow a call."""
         while True:
             self._content(_end_of(self.BLANK, self._held, self._start))
             following = self._held[self._start : self._start + max(map(len, self.closers), default=0)]
@@ -417,7 +417,7 @@ class JsonScanner:
         return None
 
     def _passes_string(self, text: str) -> bool:
-        """Skip to the end of the current string. Return False if it has not arrived."""
+        """Skip to the end of the current string."""
         while (match := self._IN_STRING.search(text, self._place)) is not None:
             if match[0] == "\\" and match.end() == len(text):
                 self._place = match.start()
@@ -431,7 +431,7 @@ class JsonScanner:
 
 
 def _calls_of(value: Any, may_lack: bool = True) -> list[ToolCall]:
-    """Return the calls in a value or a list of values. If any value is not a call, return no calls.
+    """Return the calls in a value or a list of values.
 
     may_lack: whether a call may omit its arguments.
     """
@@ -489,7 +489,7 @@ def _plain_value(text: str) -> str:
 
 
 def _typed(text: str, schema: Any, key: str) -> Any:
-    """Convert a parameter to a type that its schema allows. A value stays text if text is allowed or no type fits."""
+    """Convert a parameter to a type that its schema allows."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     types = _types_of(properties.get(key) if isinstance(properties, dict) else None, schema)
     word = text.strip().lower()

@@ -151,7 +151,7 @@ class StepRecorder:
     def _guarded(self) -> Iterator[None]:
         """Guard a `with` block.
 
-        An error in the block is a bug in this class. The error ends the recording, but no request.
+        An error in the block ends the recording, but no request.
         """
         try:
             yield
@@ -191,7 +191,7 @@ class StepRecorder:
                 self._first += 1
 
     def _frame(self, step: ScheduledStep | None) -> Frame:
-        """Make the next frame. Without a step, it contains only changes to requests and blocks."""
+        """Make the next frame."""
         end = perf_counter()
         self._num_steps += step is not None
         frame: Frame = {"step": self._num_steps, "time": round(end - self._began, 4)}
@@ -278,7 +278,7 @@ class StepRecorder:
                 frame["released"].append([self._names.pop(seq), seq.finish_reason or "hidden"])
 
     def _name(self, seq: Sequence, frame: Frame) -> str:
-        """Return the name of a sequence. If the sequence is new, add it to the frame."""
+        """Return the name of a sequence."""
         if (name := self._names.get(seq)) is None:
             name = self._names[seq] = sequence_name(seq)
             num_tokens = len(seq.token_ids)

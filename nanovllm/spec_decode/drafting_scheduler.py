@@ -185,8 +185,7 @@ class DraftingScheduler(Scheduler):
     def _hold_for_others(self) -> bool:
         """Hold the sequences whose tokens have arrived, while other drafting sequences are still in flight.
 
-        Return whether other sequences are in flight. If the two groups were not joined, they would run in alternating
-        steps, and there would be twice as many steps.
+        If the two groups were not joined, they would run in alternating steps, and there would be twice as many steps.
         """
         if not any(seq.waits_for_token and seq.num_tokens > len(seq.token_ids) for seq in self.paces):
             return False

@@ -93,10 +93,7 @@ class Constraint:
         return True
 
     def _restart(self) -> bool:
-        """Start again with larger automata, because small ones may cause errors.
-
-        Return False if there are no larger automata.
-        """
+        """Start again with larger automata, because small ones may cause errors."""
         self._automata.has_failed = True
         if self._automata.is_largest:
             return False

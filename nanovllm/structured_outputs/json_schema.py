@@ -166,10 +166,7 @@ def _are_disjoint(schemas: Any, discriminator: Any, resource: dict[str, Any]) ->
 
 
 def _are_told_apart(objects: list[dict[str, Any]], tag: Any, resource: dict[str, Any]) -> bool:
-    """Find a property with a different value in each of these schemas, and make this property required.
-
-    Return False if there is no such property. The property must be required already, or be named `tag`.
-    """
+    """Find a property with a different value in each of these schemas, and make this property required."""
     properties = [schema["properties"] if isinstance(schema.get("properties"), dict) else {} for schema in objects]
     required = [schema["required"] if isinstance(schema.get("required"), list) else [] for schema in objects]
     for name in properties[0]:
@@ -190,10 +187,7 @@ def _differ(schemas: list[Any]) -> bool:
 
 
 def _values(schema: Any) -> set[tuple[type, Any]] | None:
-    """Return the values of `const` or `enum` as (type, value) pairs.
-
-    Return None if the schema has neither keyword, or if the type of a value is not supported.
-    """
+    """Return the values of `const` or `enum` as (type, value) pairs."""
     if not isinstance(schema, dict):
         return None
     values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -214,10 +208,7 @@ def _types(schema: Any) -> set[str] | None:
 
 
 def _resolved(schema: Any, resource: dict[str, Any]) -> Any:
-    """Follow a schema's references and return the last target, or None if the target is unknown.
-
-    The target allows every value that the schema allows.
-    """
+    """Follow a schema's references and return the last target, or None if the target is unknown."""
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, dict) or "$ref" not in schema:
             return schema

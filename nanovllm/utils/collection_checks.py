@@ -49,7 +49,7 @@ def check_biases(name: str, value: Any) -> dict[int, float] | None:
 
 
 def _tuple_of(kind: type, name: str, value: Any) -> tuple:
-    """Return a tuple. `value` is a single value of type `kind`, a collection of such values, or None."""
+    """Return a tuple."""
     value = value.tolist() if hasattr(value, "tolist") else value  # a NumPy array or a tensor
     values = () if value is None else (value,) if isinstance(value, kind) else value
     if not isinstance(values, (list, tuple, set, frozenset, range)) or not all(isinstance(v, kind) for v in values):

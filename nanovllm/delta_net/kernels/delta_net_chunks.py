@@ -141,8 +141,7 @@ def _chunks_kernel(rule_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.co
 def _states_kernel(x_rows, rule_ptrs, seq_ptrs, state_ptrs, stride, PLAN: tl.constexpr, PDL: tl.constexpr):
     """Each program computes `tile` values of one head of one sequence, from the first chunk to the last.
 
-    v is replaced by the error of the state. The windows are written here, because no later kernel reads the old
-    windows.
+    v is replaced by the error of the state.
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads

@@ -56,7 +56,7 @@ def _signal(peer_ptrs, flags_offset, rank, SIZE: tl.constexpr):
 
 @triton.jit
 def _wait(peer_ptrs, flags_offset, rank, SIZE: tl.constexpr):
-    """Wait until every other rank has signalled. The program clears its flags before they can be set again."""
+    """Wait until every other rank has signalled."""
     addresses_ptr, aborted_ptr = peer_ptrs
     mine = _pointer_to_rank(addresses_ptr, rank, flags_offset, tl.int32) + tl.program_id(0) * SIZE
     for other in tl.static_range(SIZE):

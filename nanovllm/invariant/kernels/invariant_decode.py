@@ -79,8 +79,7 @@ def _decode_kernel(
 ):
     """Compute one split of a sequence. Unlike in decode_attention.py, a split consists of whole segments.
 
-    If a sequence has several segments, store the sums of each segment. Everything is transposed, so tensor cores
-    multiply 64 keys at a time, as in prefill.
+    Everything is transposed, so tensor cores multiply 64 keys at a time, as in prefill.
     """
     gdc_launch_dependents(PDL)
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
@@ -170,7 +169,7 @@ def _decode_kernel(
 @dependent_kernel(early=("seq_ptrs",))
 @triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(seq_ptrs, sinks_ptr, out_ptrs, splits, HEADS: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr):
-    """In each program, add the segments of one query head. If one program has computed all segments, do nothing."""
+    """In each program, add the segments of one query head."""
     gdc_launch_dependents(PDL)
     num_seqs_ptr, context_lens_ptr = seq_ptrs
     out_ptr, part_ptrs = out_ptrs

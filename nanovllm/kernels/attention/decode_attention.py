@@ -148,8 +148,7 @@ def _decode_kernel(
     """Compute the attention of ROWS rows of a sequence over one split of its keys.
 
     The program (kv_head, sequence, split) handles all query heads of this key-value head. Before the program waits, it
-    reads no memory that the previous kernel writes. If q is qkv, the program of the first split also stores the new
-    token.
+    reads no memory that the previous kernel writes.
     """
     gdc_launch_dependents(PDL)
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
@@ -287,7 +286,7 @@ def _choose_programs(batch_size, tokens_per_row, cache, row_bytes, is_qkv) -> tu
     """Return (programs per multiprocessor, warps per program, tiles loaded ahead).
 
     The choice was measured. With two programs of four warps, a multiprocessor reads fastest, but has no space for a
-    program of the next kernel. `row_bytes` is the size of a key.
+    program of the next kernel.
     """
     has_few_splits = batch_size * cache.k.shape[2] * 3 > 2 * num_sms(cache.k.device)  # at most two
     are_fastest = is_qkv and (row_bytes > 256 or (row_bytes == 256 and has_few_splits))

@@ -21,7 +21,7 @@ from nanovllm.kernels.launch.gpu_features import has_hopper_kernels
 def _attend_tiles(
     state, q, begin, end, position, keys, kv_head, scale, length, CACHE: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Attend to the keys from `begin` to `end`. Return the new (value sums, weight sums, maximum scores)."""
+    """Attend to the keys from `begin` to `end`."""
     acc, l_i, m_i = state
     k_tiles, v_tiles, scales_ptr, table_ptr = keys
     IS_FP8: tl.constexpr = scales_ptr is not None
@@ -157,7 +157,7 @@ def _prefill_kernel(
 
 
 def _tile_sizes(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Return (query rows, keys) per tile. A row is one query head of one token."""
+    """Return (query rows, keys) per tile."""
     if head_dim > 256:
         return 32, 32
     return (64, 32) if dtype == torch.float32 or head_dim > 128 else (128, 64)

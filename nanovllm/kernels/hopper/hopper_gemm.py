@@ -33,7 +33,7 @@ def _outputs(tokens):
 
 @gluon.jit
 def _load_weights(i, w_tiles, rings, row, first_k, TOKENS: gl.constexpr, BUFFERS: gl.constexpr):
-    """Start loading the weights of the i-th step. The buffer is full when the tokens have arrived, too."""
+    """Start loading the weights of the i-th step."""
     weights, _, _, full, _ = rings
     buffer = i % BUFFERS
     mbarrier.expect(full.index(buffer), (TILE_N + TOKENS) * 2 * TILE_K)
@@ -44,7 +44,7 @@ def _load_weights(i, w_tiles, rings, row, first_k, TOKENS: gl.constexpr, BUFFERS
 
 @gluon.jit
 def _load(tiles, rings, row, first_k, steps, TOKENS: gl.constexpr, BUFFERS: gl.constexpr):
-    """Run the loading warp, which uses one thread. The first weights are already being loaded."""
+    """Run the loading warp, which uses one thread."""
     w_tiles, first_tiles, second_tiles = tiles
     _, firsts, seconds, full, empty = rings
     for i in range(steps):

@@ -163,10 +163,7 @@ def _add_values(acc, p, values, i, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _attend_tiles(sums, begin, end, args, W: gl.constexpr, MASKED: gl.constexpr, SHAPE: gl.constexpr):
-    """Attend to the key tiles from `begin` to `end`, counted backwards from the last key tile.
-
-    The values of a tile are added one iteration after its scores.
-    """
+    """Attend to the key tiles from `begin` to `end`, counted backwards from the last key tile."""
     q, position, rings, turns, counts = args
     _, keys, values = rings
     last, count, base = counts

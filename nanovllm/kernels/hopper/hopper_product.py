@@ -112,7 +112,7 @@ def _add(acc, product, scale, RUNNING: gl.constexpr):
 
 @gluon.jit
 def _add_block(sums, stage, use, scales, rings, W: gl.constexpr):
-    """Multiply a block of inputs by the weights, and add the results. Two matmuls run at a time."""
+    """Multiply a block of inputs by the weights, and add the results."""
     x_ring, w_ring, full, empty = rings
     a0, a1, b0, b1 = sums
     a_scale, b_scale = scales
@@ -174,10 +174,7 @@ def _compute(out, rings, sizes, W: gl.constexpr, EPILOGUE: gl.constexpr, PLAN: g
 
 @gluon.jit
 def _compute_scaled(out, scale_ptrs, rings, sizes, W: gl.constexpr, EPILOGUE: gl.constexpr, PLAN: gl.constexpr):
-    """Run one warpgroup: multiply FP8 operands and call the epilogue for each tile.
-
-    Scales are loaded one block ahead, even across tiles.
-    """
+    """Run one warpgroup: multiply FP8 operands and call the epilogue for each tile."""
     zeros = gl.full([64, 64], 0.0, gl.float32, SUMS)
     stage, use = 0, 0
     index = gl.program_id(0)

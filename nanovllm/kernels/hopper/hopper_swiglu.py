@@ -31,10 +31,7 @@ def _silu_of(x, y):
 
 @gluon.constexpr_function
 def _swiglu_of(dtype):
-    """Return PTX code for two SwiGLU results that one instruction rounds.
-
-    The compiler would round each result separately.
-    """
+    """Return PTX code for two SwiGLU results that one instruction rounds."""
     half = "bf16" if dtype == gl.bfloat16 else "f16"
     return f"""
     {{

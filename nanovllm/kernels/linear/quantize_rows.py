@@ -55,7 +55,7 @@ def store_groups(x, out_ptrs, row, first_group, stride, GROUPS: tl.constexpr):
 @dependent_kernel()
 @triton.jit(do_not_specialize=["scale_stride"])
 def _groups_kernel(x_ptr, out_ptrs, scale_stride, GROUPS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr):
-    """In each program, store `count` groups of one row. If GATED, store the SwiGLU of a row of 2 n elements."""
+    """In each program, store `count` groups of one row."""
     gdc_launch_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     first_group = tl.program_id(1) * GROUPS.count

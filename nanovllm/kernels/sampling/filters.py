@@ -102,8 +102,7 @@ def _probe(quarters, iteration, low, high, row, LOW: tl.constexpr):
 def _search(row, lower_bound, target, BY_MASS: tl.constexpr, LOW: tl.constexpr):
     """Find the smallest number >= `lower_bound` for which the amount above the number is less than `target`.
 
-    Return the number and the amount. An amount is a count of entries or, with BY_MASS, the sum of their weights (see
-    `_sum_above`).
+    Return the number and the amount: a count of entries or, with BY_MASS, the sum of their weights (see `_sum_above`).
     """
     low, high = _key(lower_bound, LOW), _key(row.max, LOW)
     above = 0.0  # the amount above `high`

@@ -49,7 +49,7 @@ def group_rows(slots: torch.Tensor, num_slots: int) -> RowGroups:
 def _rows_of_tile(starts_ptr, TILES: tl.constexpr):
     """Return the slot of this program's tile, and the tile's first and end index in the order of rows.
 
-    The tiles of the first slot come first. A surplus tile gets a slot that does not exist.
+    A surplus tile gets a slot that does not exist.
     """
     tile = tl.program_id(0)
     slots = tl.arange(0, TILES.padded_slots)

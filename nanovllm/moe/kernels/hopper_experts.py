@@ -88,7 +88,7 @@ def _next_tile(lookup, use):
 
 @gluon.jit
 def _load(x_tiles, w_tiles, num_blocks, lookup, rings, PLAN: gl.constexpr):
-    """Run the loading warp, which uses one thread. Rows after the end of a tile are loaded, but not used."""
+    """Run the loading warp, which uses one thread."""
     x_ring, w_ring, full, empty = rings
     i, use = 0, 0
     tile = _next_tile(lookup, use)
@@ -116,10 +116,7 @@ def _load_pairs(pairs_ptr, tile, rows):
 
 @gluon.jit
 def _multiply(weights_ptr, pairs_ptr, lookup, rings, out, W: gl.constexpr, PLAN: gl.constexpr):
-    """Run one warpgroup: multiply 64 rows of each tile, and scale the results by the routing weights of their pairs.
-
-    The pairs are loaded one tile ahead.
-    """
+    """Run one warpgroup: multiply 64 rows of each tile, and scale the results by the routing weights of their pairs."""
     x_ring, w_ring, full, empty = rings
     out_ring, ready, free = out
     rows = W * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))

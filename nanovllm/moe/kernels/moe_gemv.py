@@ -95,7 +95,7 @@ def _down_gemv_kernel(
 def _scales_of_parts(scale_ptr, begin, k, SHAPE: tl.constexpr):
     """Load the scales [parts] of columns `begin + k`, or ones if a block spans the row.
 
-    `scale_ptr` points to a row of scales. `k` [parts, LANE] comes from `columns_of_parts`.
+    `k` [parts, LANE] comes from `columns_of_parts`.
     """
     part = tl.arange(0, k.shape[0])
     if SHAPE.block_k < SHAPE.k:
@@ -110,7 +110,7 @@ def _scales_of_parts(scale_ptr, begin, k, SHAPE: tl.constexpr):
 def _load_parts(ptr, k, is_row, SHAPE: tl.constexpr, TILE_K: tl.constexpr):
     """Load columns `k` [parts, LANE] of weights from pointers [rows, parts, LANE].
 
-    Return 0 outside the matrix. `is_row` [rows] masks the existing rows.
+    `is_row` [rows] masks the existing rows.
     """
     inside = is_row[:, None, None]
     if SHAPE.k % TILE_K > 0:

@@ -52,7 +52,7 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _load_logits(ptr, is_inside, part_size, SPLIT_K: tl.constexpr):
-    """Load the logits, summed over `SPLIT_K`. NaN, which unused rows may contain, becomes -inf."""
+    """Load the logits, summed over `SPLIT_K`."""
     logits = tl.load(ptr, is_inside, float("-inf")).to(tl.float32)
     for part in tl.static_range(1, SPLIT_K):
         logits += tl.load(ptr + part * part_size, is_inside, 0.0).to(tl.float32)
@@ -196,8 +196,7 @@ def _scan_kernel(rows_ptr, num_shares, SIZES: tl.constexpr, PDL: tl.constexpr):
 def _sort_kernel(in_ptrs, out_ptrs, num_pairs, first_expert, num_tiles, tile_m, SIZES: tl.constexpr, PDL: tl.constexpr):
     """The first program writes the table of tiles, and each other program writes the rows of a block of pairs.
 
-    The row of a pair is the number of pairs that sort before it. Only pairs of a share are compared. Without
-    `rows_ptr`, there is one share, and the two kernels above are not needed.
+    The row of a pair is the number of pairs that sort before it.
     """
     gdc_launch_and_wait(PDL)
     ids_ptr, rows_ptr = in_ptrs

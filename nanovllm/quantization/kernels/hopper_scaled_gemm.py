@@ -69,7 +69,7 @@ def _place(tile, sizes, PLAN: gl.constexpr):
 
 @gluon.jit
 def _load_weights(w_tiles, rings, i, n, block, X_ROWS: gl.constexpr, PLAN: gl.constexpr):
-    """Load the weights of the burst that begins with the i-th block. A full buffer also contains rows and scales."""
+    """Load the weights of the burst that begins with the i-th block."""
     _, w_ring, _, full, empty = rings
     BURST: gl.constexpr = PLAN.burst
     CHUNKS: gl.constexpr = PLAN.chunks
@@ -98,7 +98,7 @@ def _load_scales(scale_ptrs, row, n, block, sizes, PLAN: gl.constexpr):
 
 @gluon.jit
 def _load(tiles, scale_ptrs, rings, sizes, PLAN: gl.constexpr):
-    """Run the loading warpgroup. Loading the weights of the first buffers has already begun."""
+    """Run the loading warpgroup."""
     x_tiles, w_tiles = tiles
     x_ring, scale_ring, full = rings[0], rings[2], rings[3]
     ROWS: gl.constexpr = x_tiles.block_shape[0]
@@ -127,10 +127,7 @@ def _load(tiles, scale_ptrs, rings, sizes, PLAN: gl.constexpr):
 
 @gluon.jit
 def _add_block(sums, rings, stage, phase, n, G: gl.constexpr, PLAN: gl.constexpr):
-    """Multiply a block of inputs by the weights, and add the result to the accumulators.
-
-    If there are enough registers, two matmuls run at once.
-    """
+    """Multiply a block of inputs by the weights, and add the result to the accumulators."""
     x_ring, w_ring, scale_ring, full, empty = rings
     PARTS: gl.constexpr = PLAN.parts
     CHUNKS: gl.constexpr = PLAN.chunks

@@ -78,7 +78,7 @@ def run_front(plan: FrontPlan, index: int, end: socket.socket) -> None:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Delay the signals in `BLOCKED` until a `with` block ends. Processes started in the block inherit this mask."""
+    """Delay the signals in `BLOCKED` until a `with` block ends."""
     resource_tracker.ensure_running()  # its start would unblock the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     try:
@@ -129,7 +129,7 @@ class Fronts:
 
     @staticmethod
     def _say_that_the_engine_has_started(channel: Channel) -> float:
-        """Tell a front that the engine has started. Return the time by which it must be ready."""
+        """Tell a front that the engine has started."""
         with suppress(OSError):  # the front has ended, which `_turn` notices
             channel.send(FromEngine())
         return monotonic() + START_SECONDS
@@ -147,7 +147,7 @@ class Fronts:
         self._starting[index] = channel, until
 
     def _turn(self, max_failures: int) -> None:
-        """Handle fronts that became ready or ended. Raises RuntimeError after `max_failures` failed starts in a row."""
+        """Handle fronts that became ready or ended."""
         channels = [channel.fileno() for channel, _ in self._starting.values()]
         changed = wait([*channels, *(process.sentinel for process in self._processes.values())], TURN_SECONDS)
         for index, (channel, deadline) in [*self._starting.items()]:

@@ -95,10 +95,7 @@ class Session(Replica):
                 self._on_failure()
 
     def _send_singly(self, message: FromEngine) -> None:
-        """Send the parts of a message that can't be encoded as a whole.
-
-        If a request's part can't be sent, the request fails.
-        """
+        """Send the parts of a message that can't be encoded as a whole."""
         parts = [(delta.request_id, FromEngine(deltas=[delta])) for delta in message.deltas]
         parts += [(final.request_id, FromEngine(finals=[final])) for final in message.finals]
         for request_id, part in parts:

@@ -199,8 +199,6 @@ class RayLLM:
     ) -> Iterator[dict[int, RequestOutput]]:
         """Yield dicts from request index to output, as requests complete.
 
-        Requests are sent after every few outputs, so that replicas do not run out of work when the caller is slow.
-
         end: returns the index of the first request that must not be made yet.
         """
         done: SimpleQueue[ReplicaRequest] = SimpleQueue()
@@ -261,7 +259,7 @@ class RayLLM:
 
 
 def _refused(prompt: Prompt, message: str) -> RequestOutput:
-    """Return the output for a refused prompt. The output has no request id."""
+    """Return the output for a refused prompt."""
     answer = CompletionOutput(0, "", [], None, None, "error", message)
     text = prompt if isinstance(prompt, str) else None
     return RequestOutput(-1, text, [], [answer], True, 0, None, RequestMetrics(time(), None, None, None))

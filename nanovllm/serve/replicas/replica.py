@@ -193,7 +193,7 @@ class Replica:
         return deltas, finals
 
     def _end_answers(self, request_id: int, count: int) -> bool:
-        """Count the ended answers of a request. After the last one, forget the request and return True."""
+        """Count the ended answers of a request."""
         with self._changed:
             if request_id not in self._num_unfinished:  # it was discarded
                 return False
