@@ -14,8 +14,8 @@ class Request:
     """A request of a benchmark.
 
     arrival: when the request is due, in seconds from the start of the run.
-    previous: the index of the previous turn of a conversation, if there is one. The prompt then follows that turn's
-        prompt and answer, and `arrival` counts from the end of that answer.
+    previous: the index of the previous turn of a conversation, if there is one. The prompt then follows the previous
+        turn's prompt and answer, and `arrival` counts from the end of the answer.
     """
 
     prompt: list[int]

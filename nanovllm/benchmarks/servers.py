@@ -84,7 +84,7 @@ def ended_by_exceptions() -> Iterator[None]:
 
 
 def wait_until_ready(process: subprocess.Popen, port: int) -> None:
-    """Wait until the server answers. Raises RuntimeError if its process ends, or if this takes too long."""
+    """Wait until the server answers. Raises RuntimeError if the process ends, or if the start takes too long."""
     until = monotonic() + START_SECONDS
     while process.poll() is None and monotonic() < until:
         with suppress(OSError, HTTPException), closing(HTTPConnection("127.0.0.1", port, timeout=10)) as connection:

@@ -30,7 +30,7 @@ class HybridConfig:
         return f" without its {' and '.join(self.unused_parts)} part" if self.unused_parts else ""
 
     def more_weights(self, queries: int, keys: int) -> float:
-        """Return how many weights an average layer has per input element, not counting attention and experts."""
+        """Return how many weights an average layer has in addition to attention and experts, per input element."""
         state_inputs, fraction = sum(self.heads.sizes), len(self.attention_layers) / self.num_layers
         values = self.heads.sizes[2]
         state = state_inputs + 2 * values + 2 * self.heads.num_values - 2 * (queries + keys)

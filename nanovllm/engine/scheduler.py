@@ -29,7 +29,7 @@ class Scheduler:
     early call leaves out the sequences that must wait for their tokens. The row of a sequence includes its drafts, if
     any.
 
-    The answers to one prompt (`Sequence.group`) are queued together. The first answer is admitted when all of them fit,
+    The answers to one prompt (`Sequence.group`) are queued together. The first answer is admitted when all answers fit,
     or when nothing else runs. Answers that fit share the computed prompt, and the remaining answers find it in the
     prefix cache.
     """

@@ -7,7 +7,7 @@ does not support one of the module's parts (`Fused.matches`).
 Neighbouring forms exchange deferred norms (`NormInput`) and unfinished sums (`PartialSum`). Plain neighbours get
 tensors.
 
-On CUDA, `fuse` replaces all matching modules of a loaded model. `nanovllm show-fused MODEL` lists them.
+On CUDA, `fuse` replaces all matching modules of a loaded model. `nanovllm show-fused MODEL` lists the replaced modules.
 """
 
 from pkgutil import resolve_name

@@ -33,7 +33,7 @@ class Fused:
         return True
 
     def prepare(self) -> None:
-        """Prepare the module, once, after its weights are loaded."""
+        """Prepare the module. This is called once, after the module's weights are loaded."""
 
 
 class FusedRotaryEmbedding(Fused):

@@ -151,5 +151,5 @@ class PoolingRunner(BatchRunner):
 
 
 def pooling_runner(base: type[BatchRunner]) -> type[BatchRunner]:
-    """Return the class of a runner for the same device as `base`, whose steps compute vectors."""
+    """Return the class of a runner whose steps compute vectors, for the same device as `base`."""
     return type(f"Pooling{base.__name__}", (PoolingRunner, base), {})

@@ -234,7 +234,10 @@ def stored_dtypes(file: Path) -> dict[str, str]:
 
 
 def open_safetensors(file: Path, device: torch.device | str = "cpu"):
-    """Return a context manager with the tensors of a file. Raises a ValueError that names a file it can't read."""
+    """Return a context manager with the tensors of a file.
+
+    Raises a ValueError that names the file if it can't be read.
+    """
     try:
         return safe_open(file, framework="pt", device=str(device))
     except SafetensorError as error:

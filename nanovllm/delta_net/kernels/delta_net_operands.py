@@ -57,7 +57,10 @@ class States(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """The data that kernels read about the sequences of a step: either all decode, or all have prefill chunks."""
+    """The data that kernels read about the sequences of a step.
+
+    Either all sequences decode, or all have prefill chunks.
+    """
 
     rows: torch.Tensor  # of states [B]; for chunks [2, B]: rows to read, and rows to write
     count: torch.Tensor | None  # [1] int32: the number of decode rows, if a batch is padded
