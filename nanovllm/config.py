@@ -26,7 +26,8 @@ LOGPROBS_MODES = ("raw_logprobs", "temperature_logprobs", "processed_logprobs")
 class Config:
     """The settings of an engine. On construction, most `None` and `"auto"` values are replaced by resolved values.
 
-    Constructing a Config imports PyTorch. Importing this module does not, so that `nanovllm --help` needs no PyTorch.
+    Constructing a Config imports PyTorch. Importing this module does not import PyTorch, so that `nanovllm --help`
+    needs no PyTorch.
 
     model: a folder in the Hugging Face layout, a hub id, or `"tiny-qwen3"`, the model in this package.
     max_num_batched_tokens: maximum number of tokens in a step. Longer prompts are computed in chunks over several

@@ -1,7 +1,6 @@
 """The table of attention backends, and validation of the selected one.
 
-`base` contains the interface. Each other module contains a backend: `triton` contains the class `TritonBackend`. A
-module is imported when its backend is used.
+`base` contains the interface. Each other module contains a backend, and is imported when its backend is used.
 """
 
 import importlib.util

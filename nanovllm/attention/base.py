@@ -12,7 +12,7 @@ from nanovllm.utils.context import Context
 
 
 class AttentionBackend:
-    """Computes the attention of a step. The cache already contains the keys and values of the step's tokens.
+    """Computes the attention of a step, whose keys and values are already in the cache.
 
     `heads` is a multiple of `kv_heads`, and query head `h` reads key-value head `h // (heads / kv_heads)`.
     """
@@ -25,7 +25,7 @@ class AttentionBackend:
 
     @staticmethod
     def devices() -> tuple[str, ...] | None:
-        """Return the supported device types. None means all devices of PyTorch."""
+        """Return the supported device types, or None for all devices of PyTorch."""
         return None
 
     @staticmethod
@@ -34,22 +34,22 @@ class AttentionBackend:
         return not spec.is_special
 
     def set_head_shape(self, group: int, head_dim: int, dtype: torch.dtype) -> None:
-        """Prepare for an attention layer with `group` query heads per key-value head. Called before any step."""
+        """Prepare for an attention layer with `group` query heads per key-value head, before any step."""
 
     def prepare_chunks(self, chunks: list[tuple[int, int]], first_row: int) -> dict[str, np.ndarray]:
         """Return int32 arrays for `Context.backend_arrays`. Row `first_row` is the first of the chunks (start, end)."""
         return {}
 
     def array_shapes(self, num_tokens: int, num_chunks: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Return the names and largest shapes of the arrays from `prepare_chunks` in a CUDA graph. -1 is padding."""
+        """Return the names and largest shapes of the arrays from `prepare_chunks` in a CUDA graph."""
         return ()
 
     def attend(self, q, cache: KVCache, context: Context) -> torch.Tensor:
         """Compute attention for a step's queries q [T, heads, head_dim]. The output has the shape of q.
 
-        Decodes come first. `cache.spec` is the layer's AttentionSpec. Each query sees its sequence's keys up to the
-        query's position, or the last `window` of these keys. Scores are multiplied by `scale`, or by 1 / sqrt(head_dim)
-        if `scale` is None. Padding rows see no keys, and their results are undefined.
+        Decodes come first. `cache.spec` is the layer's AttentionSpec. Each query sees its sequence's keys up to its own
+        position, or the last `window` of these keys. Scores are multiplied by `scale`, or by 1 / sqrt(head_dim) if
+        `scale` is None. Padding rows see no keys, and their results are undefined.
         """
         raise NotImplementedError
 

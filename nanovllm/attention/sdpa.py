@@ -142,9 +142,7 @@ def _mask(bounds: torch.Tensor, num_keys: int, window: int | None, dtype: torch.
 
 
 def spans_of(block_tables: torch.Tensor, length: int, block_size: int) -> torch.Tensor:
-    """Return the spans that contain the first `length` tokens of each row of `block_tables` [B, W].
-
-    The result is [B, L / SPAN_SIZE] int32."""
+    """Return the spans of the first `length` tokens of each row of `block_tables` [B, W]: [B, L / SPAN_SIZE] int32."""
     per_block = block_size // SPAN_SIZE
     offsets = torch.arange(per_block, device=block_tables.device, dtype=torch.int32)
     tables = block_tables[:, : -(-length // block_size), None]

@@ -9,7 +9,7 @@ from nanovllm.attention.base import AttentionBackend
 
 
 class TritonBackend(AttentionBackend):
-    """Calls the paged kernels in `kernels/attention/`. The kernels are imported when the backend is constructed."""
+    """Calls the paged kernels in `kernels/attention/`, imported on construction."""
 
     package, install = "triton", "pip install triton"
     kv_cache_dtypes = ("auto", "fp8")
@@ -58,7 +58,7 @@ class TritonBackend(AttentionBackend):
 def query_tiles(chunks: list[tuple[int, int]], first_row: int, size: int) -> np.ndarray:
     """Return the query tiles of the prefill kernel's programs as [N, 2] int32: row, first new token.
 
-    A chunk is given by its positions (start, end) in the sequence. A tile covers `size` tokens. Tiles with the most
+    A chunk is given by its positions (start, end) in the sequence, and a tile covers `size` tokens. Tiles with the most
     keys come first.
     """
     starts, ends = np.array(chunks, np.int64).T

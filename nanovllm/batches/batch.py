@@ -1,7 +1,7 @@
 """Defines the inputs of a step: a flat int32 buffer with named views.
 
-The host fills the buffer from the scheduler's decisions. A single copy sends the buffer to the device, where the buffer
-has the same views. Code for the device never uses a `Sequence`.
+The host fills the buffer. One copy sends the buffer to the device, where it has the same views. Device code never uses
+a `Sequence`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -28,7 +28,7 @@ ArrayShapes = tuple[tuple[str, Dims], ...]  # names and dimensions
 
 
 class BatchShape(NamedTuple):
-    """The numbers that determine the layout of a Batch."""
+    """The sizes that determine the layout of a Batch."""
 
     num_tokens: int
     num_seqs: int
@@ -48,7 +48,6 @@ class BatchShape(NamedTuple):
 
     @property
     def has_chunks(self) -> bool:
-        """Whether the step computes prompt tokens."""
         return self.num_seqs > self.num_decode_rows
 
     @property
@@ -58,7 +57,6 @@ class BatchShape(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The size of the buffer in words."""
         return _layout(self)[1]
 
 
@@ -72,12 +70,11 @@ def _view(dims: Callable[[BatchShape], Dims], chunks_only: bool = False) -> Any:
 
 @dataclass(slots=True, eq=False)
 class Batch(Generic[Array]):
-    """The int32 arrays of a step: NumPy arrays on the host, tensors on the device. Each field defines its array's
-    shape.
+    """The int32 arrays of a step: NumPy arrays on the host, tensors on the device.
 
     Fields with `chunks_only` are None in steps that only decode. For decode rows, the host fills the first three fields
     after `buffer`, and the device fills the next five (see `place_decodes`). Views whose shapes follow from
-    `BatchShape.graph_shape` alone come first, because CUDA graphs read no other views.
+    `BatchShape.graph_shape` come first, because CUDA graphs read no other views.
     """
 
     shape: BatchShape
@@ -116,7 +113,7 @@ class Batch(Generic[Array]):
 
     @property
     def new_req_indices(self) -> Array:
-        """The last part of `req_indices`: the indices of new requests."""
+        """The indices of new requests, which are the last part of `req_indices`."""
         end = self.shape.num_sampled_seqs
         return self.req_indices[end - self.shape.num_new_requests : end]
 
@@ -132,7 +129,6 @@ class Batch(Generic[Array]):
         return cls(shape, buffer[:size], **batch_arrays, feature_arrays=arrays, backend_arrays=backend_arrays)
 
     def to(self, device: torch.device) -> "Batch[torch.Tensor]":
-        """Copy this host batch to a device."""
         return Batch.from_buffer(self.shape, torch.from_numpy(self.buffer).to(device))
 
 
@@ -160,7 +156,7 @@ def _layout(shape: BatchShape) -> tuple[list[tuple[str, list[tuple[str, int, int
 def shape_of(
     step: ScheduledStep, block_size: int, backend_arrays: Mapping[str, np.ndarray], num_window_tables: int = 0
 ) -> BatchShape:
-    """Return the unpadded shape of a step. All fields outside `graph_shape` keep their defaults."""
+    """Return the shape of a step without padding. Fields outside `graph_shape` keep their defaults."""
     k, chunk_lens = step.tokens_per_row, step.chunk_lens
     n, prompt_seqs = step.num_decodes * k, (*step.new_seqs, *(seq for seq, _, _ in step.chunks))
     longest_decode = max((end for _, _, end in step.decodes), default=0)
@@ -188,8 +184,8 @@ def prepare_batch(
 ) -> HostBatch:
     """Fill a step's batch, including the arrays of the backend and of features. `host_buffer` returns the memory.
 
-    If `shape` is larger than the step, the batch is padded with empty sequences. These sequences store nothing, and
-    their samples are dropped. The backend's arrays are padded with -1.
+    If `shape` is larger than the step, empty sequences pad the batch. Padding stores nothing, and its samples are
+    dropped. The backend's arrays are padded with -1. The backend's arrays are padded with -1.
     """
     new = step.new_seqs
     shape = shape._replace(
@@ -226,13 +222,12 @@ def prepare_batch(
 
 
 def _fill(array: np.ndarray, values: Any, padding: int) -> None:
-    """Write `values` to the beginning of an array, and `padding` to the remaining elements."""
     array[: len(values)] = values
     array[len(values) :] = padding
 
 
 def _fill_chunks(batch: HostBatch, step: ScheduledStep, block_size: int, pad_req_index: int) -> None:
-    """Fill the rows and tokens of chunks, and the arrays that locate the chunks. Chunks follow the decode rows."""
+    """Fill the rows and tokens of chunks, which follow the decode rows, and the arrays that locate the chunks."""
     k, n = step.tokens_per_row, step.num_decodes * step.tokens_per_row
     lengths = np.array([1] * n + step.chunk_lens)
     ends = lengths.cumsum(dtype=np.int32)  # [B], into the flat tokens of the step
@@ -277,7 +272,6 @@ def _fill_windows(batch: HostBatch, step: ScheduledStep, block_size: int) -> Non
 
 
 def _fill_tables(tables: np.ndarray, seqs: Iterable[Sequence]) -> None:
-    """Write the sequences' block tables, padded with zeros."""
     tables[:] = 0
     for table, seq in zip(tables, seqs):
         table[: len(seq.block_table)] = seq.block_table

@@ -21,8 +21,7 @@ from nanovllm.utils.context import Context, attention_context
 class BatchRunner(ModelRunner):
     """Replaces the plain ModelRunner if steps overlap, if there are several ranks, or if tokens are drafted.
 
-    The inputs of a step share one int32 buffer, so a single copy sends them to the device or to another rank. Sampled
-    tokens stay on the device, in RequestTables. The next step reads them from RequestTables, so the step can be queued
+    Sampled tokens stay on the device in RequestTables, where the next step reads them. So the next step can be queued
     before the host knows the tokens.
 
     On a CPU, this class computes each step immediately. On CUDA, the subclass in cuda/runner.py queues steps and
@@ -46,7 +45,6 @@ class BatchRunner(ModelRunner):
     # -- on the host ---------------------------------------------------------------------------------------------------
 
     def prepare(self, step: ScheduledStep) -> HostBatch:
-        """Prepare the batch of a step."""
         if step.tokens_per_row > 1:
             step.feature_names.add("spec_decode")
         block_size, first_row = self.config.kvcache_block_size, step.num_decodes * step.tokens_per_row
@@ -60,11 +58,10 @@ class BatchRunner(ModelRunner):
         return shape
 
     def host_buffer(self, shape: BatchShape) -> np.ndarray:
-        """Return memory for the next batch: at least `shape.size` words."""
         return np.empty(shape.size, np.int32)
 
     def launch(self, batch: HostBatch, step: ScheduledStep | None = None) -> PendingStep:
-        """Launch a prepared batch. On CUDA, only queue the batch."""
+        """Launch a prepared batch. On CUDA, only queue it."""
         self.tp.check()
         with self.on_device():
             if batch.shape.num_block_copies:

@@ -1,7 +1,7 @@
-"""Defines the device's tables of running requests. Each step reads and updates them. The host learns the result later.
+"""Defines the device's tables of running requests, which each step reads and updates.
 
-With drafts, a step adds the accepted drafts and one more token to a sequence. When the next step is queued, only
-the device knows the sequence's length. So the device computes the positions and slots of the next step.
+With drafts, the host learns later how many tokens a step adds to a sequence. So the device computes the positions and
+slots of the next step.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from nanovllm.kernels import operation
 
 
 class RequestTables(NamedTuple):
-    """Int32 arrays, indexed by request. The last row is for padding, and its parameters are zeros (greedy sampling)."""
+    """Int32 arrays, indexed by request. The last row is for padding, and contains zeros (greedy sampling)."""
 
     last_token_ids: torch.Tensor  # [requests, K]: the last token, then drafts; -1: no draft
     num_tokens: torch.Tensor  # [requests], including the last token
@@ -44,7 +44,7 @@ class RequestTables(NamedTuple):
 def place_decodes(tables: RequestTables, batch: DeviceBatch, block_size: int) -> None:
     """Fill in the decode rows of a batch: token ids, positions, slots, lengths and block tables.
 
-    A sequence has one row for its last token or, with drafts, `tokens_per_row` rows. Padding has length 0 and slot -1.
+    A sequence has one row or, with drafts, `tokens_per_row` rows. Padding has length 0 and slot -1.
     """
     k = batch.shape.tokens_per_row
     n = int(batch.num_decode_rows) if batch.shape.is_padded else batch.shape.num_decode_rows
@@ -74,8 +74,8 @@ def accept(
 ) -> torch.Tensor | None:
     """Make each sampled token the next input of its sequence, and increase the sequence's length.
 
-    `req_indices` is [S]. `positions` and `token_ids` are [S * k]. With drafts (k > 1), return how many tokens each
-    sequence gets: [S] int32. This is one more than the number of its accepted drafts.
+    `req_indices` is [S], and `positions` and `token_ids` are [S * k]. With drafts (k > 1), return the number of tokens
+    that each sequence gets, [S] int32: its accepted drafts plus one.
     """
     if len(token_ids) > len(req_indices):
         from nanovllm.spec_decode.rows import accept_drafts
@@ -88,5 +88,5 @@ def accept(
 
 
 def arrays(*tensors: torch.Tensor) -> list[Any]:
-    """Replace CPU tensors with NumPy views. The views have the operators of tensors, but are much faster on a CPU."""
+    """Return NumPy views of CPU tensors. The views have the operators of tensors, but are much faster on a CPU."""
     return [x.numpy() if x.is_cpu else x for x in tensors]

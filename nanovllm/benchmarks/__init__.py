@@ -1,7 +1,6 @@
-"""Measures throughput and latency for `nanovllm bench`. `nanovllm bench --help` lists workloads and flags.
+"""Measures throughput and latency for `nanovllm bench`, whose `--help` lists workloads and flags.
 
-`command.py` reads the arguments, gets requests from `throughput.py` or `sweeps.py`, runs them on each engine in
-`engines/`, and prints or draws the results. Four more modules measure something else. `host.py` measures the host time
-of a step, `profiling.py` measures kernels, and `calls.py` compares two calls. `http.py` starts servers with
-`servers.py`, and measures them with several processes of `clients.py`.
+`command.py` gets requests from `throughput.py` or `sweeps.py`, runs them on each engine in `engines/`, and prints or
+draws the results. `host.py` measures the host time of a step, `profiling.py` measures kernels, and `calls.py` compares
+two calls. `http.py` starts servers with `servers.py`, and measures them with several processes of `clients.py`.
 """

@@ -224,7 +224,6 @@ def workload_names(text: str) -> list[str]:
 
 
 def other_engines(text: str) -> list[str]:
-    """Parse comma-separated names of engines to compare with this package."""
     other_names = [name for name in ENGINES if name != "nanovllm"]
     names = list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
     for name in names:
@@ -254,14 +253,12 @@ positive = checked(float, "a number", lambda value: 0 < value < inf, "greater th
 
 
 def load(text: str) -> Load:
-    """Parse a row of the workload `http`."""
     if not (match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)/([1-9]\d*)(?:-(whole|chat))?", text)):
         raise ArgumentTypeError(f"{text!r}: must be CLIENTSxINPUT/OUTPUT, and -whole or -chat after it, or nothing")
     return Load(*map(int, match.groups()[:3]), match[4] or "")
 
 
 def words(text: str) -> list[str]:
-    """Split words as a shell does."""
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -280,7 +277,6 @@ def each(parse: Callable[[str], Any]) -> Callable[[str], list]:
 
 
 def writable_folder(text: str) -> Path:
-    """Create the folder if necessary, and check that it is writable."""
     folder = Path(text)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -304,7 +300,6 @@ def results_file(text: str) -> Path:
 
 
 def svg_file(text: str) -> Path:
-    """Check that an svg file can be written."""
     file = Path(text)
     if file.suffix != ".svg":
         raise ArgumentTypeError(f"{text!r}: must end in .svg")

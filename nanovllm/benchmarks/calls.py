@@ -12,7 +12,10 @@ from nanovllm.benchmarks.requests import Request
 
 
 def time_alternately(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each call in each round, after a warm-up round. Every other round reverses their order."""
+    """Return the seconds of each call in each round, after a warm-up.
+
+    Every other round reverses the order of the calls.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(rounds + 1):
         for name in list(calls)[:: 1 if i % 2 else -1]:
@@ -23,7 +26,6 @@ def time_alternately(calls: dict[str, Callable[[], object]], rounds: int) -> dic
 
 
 def compare_streaming(model: str, settings: dict, requests: list[Request], rounds: int = 7) -> None:
-    """Time the requests with `generate` and with `stream`, in `rounds` alternating runs."""
     prompts, params = inputs(requests)
     num_tokens = sum(r.max_tokens for r in requests)
     with LLM(model, **settings, enable_prefix_caching=False) as llm:

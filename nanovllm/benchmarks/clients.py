@@ -1,7 +1,7 @@
 """Runs HTTP clients as a program. Each client sends one request at a time.
 
-The clients must not be the bottleneck. So `http.py` runs this file in several processes, and the file imports nothing
-but the standard library. Each process receives jobs, which are pickled arguments of `drive`.
+The clients must not be the bottleneck, so `http.py` runs several processes, which import only the standard library.
+Each process receives pickled arguments of `drive`.
 """
 
 import pickle
@@ -21,8 +21,6 @@ class AnswerError(Exception):
 
 
 class Client:
-    """A connection that carries one request at a time."""
-
     def __init__(self, port: int):
         self.socket = socket.create_connection(("127.0.0.1", port))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -35,10 +33,7 @@ class Client:
         self.socket.sendall(request)
 
     def receive(self) -> bool:
-        """Read the data that has arrived, and return whether the answer is complete.
-
-        `times` records when data with new tokens arrived, in seconds since the request was sent.
-        """
+        """`times` records when data with new tokens arrived, in seconds since the request was sent."""
         data = self.socket.recv(65536)
         if b"[{" in data:  # a list of choices; in the event with the usage, this list is empty
             self.times.append(perf_counter() - self._begin)
@@ -66,7 +61,7 @@ class Client:
         self._status, self._num_missing = int(match[1]), int(length[1]) if length else -1
 
     def _read_chunks(self, data: bytes) -> bool:
-        """Add all complete chunks to the body, and return whether the last chunk is among them."""
+        """Add all complete chunks to the body, and return whether they include the last chunk."""
         while data:
             size_text, _, chunk = data.partition(b"\r\n")
             try:
@@ -133,7 +128,7 @@ def drive(
 
 
 def main() -> None:
-    """Run jobs from standard input until it closes. Write each job's result or error message to standard output."""
+    """Run jobs from standard input until it closes, and write their results or error messages to standard output."""
     while True:
         try:
             job = pickle.load(sys.stdin.buffer)

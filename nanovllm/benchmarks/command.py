@@ -55,7 +55,6 @@ def _main(arguments: Sequence[str] | None, prog: str | None) -> None:
 
 
 def run(args: argparse.Namespace, settings: dict[str, Any], config: Config) -> None:
-    """Run the workloads, or the measurement that a flag selects instead."""
     from nanovllm.benchmarks import calls, host, profiling  # they import PyTorch, which --help does not need
 
     if args.profile:
@@ -79,7 +78,6 @@ def run(args: argparse.Namespace, settings: dict[str, Any], config: Config) -> N
 
 
 def compare_engines(args: argparse.Namespace, settings: dict[str, Any], config: Config) -> None:
-    """Run the workloads on every engine, and print, draw and save the results."""
     if "online" in args.workload and config.device == "cpu" and not args.request_rate:
         args.request_rate = sweeps.rates_of_cpu(args, settings, config)
     workloads, swept, panels = requested(args, config)
@@ -120,7 +118,7 @@ def compare_engines(args: argparse.Namespace, settings: dict[str, Any], config: 
 
 
 def requested(args: argparse.Namespace, config: Config) -> tuple[Workloads, Workloads, list[Panel]]:
-    """Return the workloads that have one table each, the workloads of the sweeps, and the tables of the sweeps."""
+    """Return the workloads that have one table each, the workloads of sweeps, and the tables of sweeps."""
     workloads = throughput.workloads(args, config)
     swept: Workloads = {}
     panels: list[Panel] = []

@@ -52,7 +52,7 @@ def show_fused(options: argparse.Namespace) -> int:
 
 
 def make_fused(model: str, settings: dict[str, Any]) -> Any:
-    """Return the model with its fused forms. The model is on the meta device, which allocates no memory for weights."""
+    """Return the model with its fused forms. The model is on the meta device, where weights take no memory."""
     import torch
 
     from nanovllm.fused import fuse

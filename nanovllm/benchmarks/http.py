@@ -31,8 +31,10 @@ LEAST_CPU = 5  # percent of a core; processes and threads that use less are not 
 
 
 class Load(NamedTuple):
-    """A row of the workload's table. `kind` is "" for streamed completions, "whole" for completions that are not
-    streamed, and "chat" for streamed chat answers.
+    """A row of the workload's table.
+
+    `kind` is "" for streamed completions, "whole" for completions that are not streamed, and "chat" for streamed chat
+    answers.
     """
 
     num_clients: int
@@ -60,8 +62,9 @@ NUM_ROUNDS = 4  # requests of each client, for other loads
 
 @dataclass
 class LoadResult(Result):
-    """`gpu` is the utilization of the busiest GPU. `client` is the CPU time of the busiest client process. `gpu` and
-    `client` are percentages of the elapsed time.
+    """`gpu` is the utilization of the busiest GPU, and `client` is the CPU time of the busiest client process.
+
+    `gpu` and `client` are percentages of the elapsed time.
     """
 
     num_requests: int = 0
@@ -199,7 +202,6 @@ def print_results(results: Results) -> None:
 
 
 def row(load: str, engine: str, result: LoadResult) -> list[str]:
-    """Return a row's cells, in the order of HEADER."""
     times = [number(latency_ms(result, kind, p), 1) for kind in ("TTFT", "ITL", "longest gap") for p in (50, 99)]
     rates = [number(result.rate, 0), number(result.num_requests / result.seconds, 1)]
     cpu = sum(seconds for _, seconds in result.threads.values()) or nan
@@ -208,7 +210,7 @@ def row(load: str, engine: str, result: LoadResult) -> list[str]:
 
 
 def busy(result: LoadResult) -> list[str]:
-    """Describe each busy process and its busy threads. Threads are numbered in the order of their creation."""
+    """Describe each busy process and its busy threads, numbered in the order of their creation."""
     shares: dict[int, list[tuple[str, float]]] = {}
     for (pid, _), (name, seconds) in sorted(result.threads.items()):
         shares.setdefault(pid, []).append((name, 100 * seconds / result.seconds))

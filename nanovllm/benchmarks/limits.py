@@ -22,7 +22,7 @@ class Rates(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """The shortest times that a run can take, in seconds, under two assumptions.
+    """The shortest times that a run can take, in seconds.
 
     stepwise: each step computes either prompts or decodes, and reading overlaps with multiplying within the step.
     overlap: all reading of the run overlaps with all multiplying of the run.
@@ -63,7 +63,7 @@ def limits(requests: list[Request], config: Config, rates: Rates) -> Limits:
 def least_steps(requests: list[Request], config: Config, rates: Rates) -> tuple[Steps, Steps]:
     """Return the prompt steps and the decode steps of a run.
 
-    All requests arrive at once. Requests start in order, each as soon as fewer than `max_num_seqs` requests run.
+    All requests arrive at once. They start in order, each as soon as fewer than `max_num_seqs` requests run.
     """
     costs, waiting = StepCosts(config, rates), iter(requests)
     running: list[list[int]] = []  # for each sequence: its number of tokens, and how many tokens are left to generate
@@ -124,8 +124,8 @@ class StepCosts:
     def _weight_bytes(self, num_tokens: float) -> float:
         """Return how many bytes of weights a step reads.
 
-        In a mixture of experts, a step reads the experts that `num_tokens` tokens choose on average. Every expert is
-        assumed to be equally likely.
+        In a mixture of experts, a step reads the experts that `num_tokens` tokens choose on average, if all experts are
+        equally likely.
         """
         num_weights: float = self.weights
         if moe := self.shape.moe:

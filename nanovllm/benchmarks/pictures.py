@@ -30,7 +30,7 @@ def svg_pyplot():
 def draw_figure(file: Path) -> None:
     """Draw a bar chart of the results in the JSON file next to `file`.
 
-    If the file contains results of vLLM, the bars show speeds relative to vLLM. The labels show tokens per second.
+    If the file contains results of vLLM, the bars show speeds relative to vLLM, and the labels show tokens per second.
     """
     plt = svg_pyplot()
     saved = json.loads(file.with_suffix(".json").read_text())
@@ -54,7 +54,7 @@ def draw_figure(file: Path) -> None:
 
 
 def draw_panels(file: Path, title: str, panels: list[Panel], results: Results) -> None:
-    """Draw the curves of all panels. Each engine has a colour and a marker. Dashed curves have hollow markers."""
+    """Draw the curves of all panels. Each engine has a colour and a marker, and dashed curves have hollow markers."""
     plt = svg_pyplot()
     from matplotlib.ticker import LogLocator
 

@@ -15,13 +15,12 @@ _waited = 0.0  # seconds that this process has spent in `run_in_process`
 
 
 def report(line: str) -> None:
-    """Print a progress line to stderr, because results go to stdout."""
+    """Print a progress line to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def progress(label: str) -> Iterator[None]:
-    """Report when the `with` block starts, and when it ends without an error."""
     report(f"{label} starts")
     begin = time.perf_counter()
     yield
@@ -49,9 +48,9 @@ def run_in_process(function, *arguments):
 
 
 def seconds_since_start() -> float:
-    """Return the age of this process in seconds, minus the time that it spent waiting for `run_in_process`.
+    """Return the age of this process in seconds, not counting the time in `run_in_process`.
 
-    Outside Linux, the age counts from the import of this file.
+    Outside Linux, return the time since the import of this file.
     """
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

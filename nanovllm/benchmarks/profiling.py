@@ -36,7 +36,7 @@ MAX_TOKENS = 65
 
 
 class Event(NamedTuple):
-    """A kernel, copy or memset on the GPU. Times are in microseconds."""
+    """A kernel, copy or memset on the GPU, with times in microseconds."""
 
     end: float
     begin: float
@@ -51,8 +51,8 @@ def kind_of(name: str) -> str:
 def profile_workloads(model: str, settings: dict, config: Config, workloads: Workloads, folder: Path) -> None:
     """Trace the last run of each workload, with at most MAX_TOKENS per output, and print the mean time per step.
 
-    The first run is a warm-up. If both runs have the same prompts, the traced run finds them in the prefix cache. In
-    that case, the table leaves out the prompt step.
+    The first run is a warm-up. With the same prompts, the second run finds them in the prefix cache, so the table
+    leaves out the prompt step.
     """
     profiles = {}
     with started_nanovllm(model, settings) as llm:
@@ -85,21 +85,20 @@ def shortened(requests: list[Request]) -> list[Request]:
 
 
 def row(times: Counter[str], num_steps: int, least: Steps) -> list[str]:
-    """Return the cells of a row, from the one after the number of steps. `least` comes from `least_steps`."""
+    """Return the cells of a row after the number of steps. `least` comes from `least_steps`."""
     reads, multiplies = map(sum, zip(*least))
     cells = [*(times[kind] for kind in COLUMNS), sum(times.values()), sum(map(max, least)) * 1e6]
     return [*(number(us / num_steps, 0) for us in cells), "reading" if reads > multiplies else "multiplying"]
 
 
 def read_trace(file: Path) -> list[Event]:
-    """Return the GPU's events, sorted by end time."""
     kinds = "kernel", "gpu_memcpy", "gpu_memset"
     events = [event for event in json.loads(file.read_text())["traceEvents"] if event.get("cat") in kinds]
     return sorted(Event(event["ts"] + event["dur"], event["ts"], event["name"]) for event in events)
 
 
 def split(events: list[Event]) -> tuple[list[Event], list[Event]]:
-    """Split events after the last step that computes prompts. The second part contains decode steps only."""
+    """Split events after the last step that computes prompts."""
     end = max((i for i, event in enumerate(events) if OF_PROMPTS in event.name), default=0)
     while end < len(events) and kind_of(events[end].name) != SAMPLER:
         end += 1
@@ -109,9 +108,10 @@ def split(events: list[Event]) -> tuple[list[Event], list[Event]]:
 
 
 def times_by_kind(events: list[Event]) -> Counter[str]:
-    """Return the microseconds of each kind of kernel. Kernels overlap, so a kernel's time counts from the end of the
-    previous kernel. The last GEMM before a sampler kernel counts as the output head. Time without a running kernel
-    counts as idle.
+    """Return the microseconds of each kind of kernel.
+
+    Kernels overlap, so a kernel's time counts from the end of the previous kernel. The last GEMM before a sampler
+    kernel is the output head. Time without a kernel is idle.
     """
     times: Counter[str] = Counter()
     now, last_product = events[0].begin if events else 0.0, 0.0

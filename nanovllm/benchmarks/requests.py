@@ -14,8 +14,8 @@ class Request:
     """A request of a benchmark.
 
     arrival: when the request is due, in seconds from the start of the run.
-    previous: the index of the previous turn, if the request is a later turn of a conversation. The prompt then follows
-        the previous turn's prompt and answer, and `arrival` counts from the end of the answer.
+    previous: the index of the previous turn of a conversation, if there is one. The prompt then follows the previous
+        turn's prompt and answer, and `arrival` counts from the end of the answer.
     """
 
     prompt: list[int]
@@ -41,7 +41,7 @@ def random_ids(rng: random.Random, length: int, vocab_size: int) -> list[int]:
 def headline(num_seqs: int, max_input_len: int, max_output_len: int, seed: int, vocab_size: int) -> list[Request]:
     """Make the requests of the workload `headline`. One random generator draws all prompts, then all output lengths.
 
-    With seed 0 and the default lengths, the requests have 133,966 output tokens in total.
+    With seed 0 and the default lengths, there are 133,966 output tokens.
     """
     rng = random.Random(seed)
     num_ids = min(10_001, vocab_size)
@@ -51,7 +51,7 @@ def headline(num_seqs: int, max_input_len: int, max_output_len: int, seed: int, 
 
 
 def same_lengths(num_seqs: int, input_len: int, output_len: int, seed: int | str, vocab_size: int) -> list[Request]:
-    """Make requests of equal lengths. Each workload needs its own seed, because prompts stay in the prefix cache."""
+    """Make requests of equal lengths. Each workload needs another seed, because prompts stay in the prefix cache."""
     rng = random.Random(seed)
     return [Request(random_ids(rng, input_len, vocab_size), output_len) for _ in range(num_seqs)]
 
@@ -88,7 +88,7 @@ def conversations(
     """Make conversations that share a system prompt. A conversation ends early at `max_model_len`.
 
     turns: the least and the greatest number of turns.
-    pause: the mean time from an answer to the next question, in seconds. First questions arrive within five pauses.
+    pause: the mean seconds from an answer to the next question. First questions arrive within five pauses.
     medians: the median lengths of a question and of an answer, in tokens.
     """
     rng = random.Random(f"conversations {seed}")

@@ -29,7 +29,7 @@ class Server(NamedTuple):
 
 
 def as_flags(settings: dict[str, Any]) -> list[str]:
-    """Return settings as flags: `--name=value` (dicts as JSON). A bool becomes `--name` or `--no-name`.
+    """Return settings as flags: `--name=value` (dicts as JSON), or `--name` and `--no-name` for bools.
 
     A setting of None is left out.
     """
@@ -45,12 +45,11 @@ def as_flags(settings: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def running_server(module: str, arguments: Sequence[str]) -> Iterator[Server]:
-    """Run the server `python -m module` on a free port during a `with` block. The block starts when the server is
-    ready.
+    """Run the server `python -m module` on a free port during a `with` block.
 
-    The server always stops when the block ends, and so do its child processes. The server runs in a new session, so
-    Ctrl-C does not reach it. If the block fails, the last lines of the server's log are printed. Raises RuntimeError if
-    the server does not start.
+    The block starts when the server is ready. When the block ends, the server and its child processes stop. The server
+    has a new session, so Ctrl-C does not reach it. If the block fails, the last lines of the server's log are printed.
+    Raises RuntimeError if the server does not start.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -85,7 +84,7 @@ def ended_by_exceptions() -> Iterator[None]:
 
 
 def wait_until_ready(process: subprocess.Popen, port: int) -> None:
-    """Wait until the server answers. Raises RuntimeError if its process ends, or if the start takes too long."""
+    """Wait until the server answers. Raises RuntimeError if the process ends, or if the start takes too long."""
     until = monotonic() + START_SECONDS
     while process.poll() is None and monotonic() < until:
         with suppress(OSError, HTTPException), closing(HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
@@ -98,7 +97,7 @@ def wait_until_ready(process: subprocess.Popen, port: int) -> None:
 
 
 def end(process: subprocess.Popen) -> None:
-    """End the server with SIGTERM, as a user would. Then kill all remaining processes of its session."""
+    """End the server with SIGTERM, as a user would. Then kill the remaining processes of its session."""
     try:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -115,7 +114,7 @@ Threads = dict[tuple[int, int], tuple[str, float]]  # by the ids of process and 
 
 
 def cpu_times(server: Server, since: Threads | None = None) -> Threads:
-    """Return the CPU time of each server thread since the reading `since`. Outside Linux, return {}."""
+    """Return the CPU time of each server thread since the reading `since`, or {} outside Linux."""
     threads: Threads = {}
     for stat in Path("/proc").glob("[0-9]*/task/[0-9]*/stat"):
         with suppress(OSError):  # a thread that has ended

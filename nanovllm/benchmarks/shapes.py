@@ -1,4 +1,4 @@
-"""Lists published model shapes. `--shape NAME` runs a model of that shape with random weights, without a download."""
+"""Lists published model shapes, which `--shape NAME` runs with random weights, without a download."""
 
 import json
 from pathlib import Path
@@ -71,11 +71,9 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %
 
 
 def write_shape(name: str, folder: Path, with_text: bool = False) -> None:
-    """Make a model folder without weights. The folder contains a shape's config.json, and a tokenizer with one token
-    per byte.
+    """Make a model folder without weights: a shape's config.json, and a tokenizer with one token per byte.
 
-    with_text: if True, ids that are not bytes decode to words, because a server does not stream tokens without text. No
-        text encodes to these ids.
+    with_text: if True, ids that are not bytes decode to words, because a server does not stream tokens without text.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

@@ -31,7 +31,7 @@ DECODE_SEQS = {1: "1 sequence", 8: "8 sequences"}
 
 
 def online_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, list[Panel]]:
-    """Make the workload `online`. The warm-up is the workload's first quarter, with different token ids."""
+    """Make the workload `online`. The warm-up is its first quarter, with other token ids."""
     vocab_size, on_cpu = config.model_config.vocab_size, config.device == "cpu"
     medians = median_lengths(args, config)
     names = {rate: f"online {rate:g}/s" for rate in args.request_rate or (8, 16, 24)}
@@ -55,7 +55,10 @@ def median_lengths(args: argparse.Namespace, config: Config) -> tuple[int, int]:
 
 
 def rates_of_cpu(args: argparse.Namespace, settings: dict[str, Any], config: Config) -> list[float]:
-    """Briefly measure this CPU's highest request rate. Return 30, 60 and 90% of that. No fixed rates suit all CPUs."""
+    """Briefly measure this CPU's highest request rate.
+
+    Return 30, 60 and 90% of it, because no fixed rates suit all CPUs.
+    """
     vocab_size, medians, highest = config.model_config.vocab_size, median_lengths(args, config), 0.0
     with progress("the highest rate of requests:"):
         for num_seqs in (12, 96):  # more only on a CPU that computes these quickly
@@ -70,7 +73,7 @@ def rates_of_cpu(args: argparse.Namespace, settings: dict[str, Any], config: Con
 
 
 def conversations_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, list[Panel]]:
-    """Make the workload `conversations`. The warm-up is the workload's first quarter, with different token ids."""
+    """Make the workload `conversations`. The warm-up is its first quarter, with other token ids."""
     vocab_size, on_cpu = config.model_config.vocab_size, config.device == "cpu"
     number, turns, pause = (6, (2, 5), 0.2) if on_cpu else (64, (3, 20), 2.0)
     sizes = median_lengths(args, config), config.max_model_len, args.seed, vocab_size
@@ -86,7 +89,6 @@ def conversations_sweep(args: argparse.Namespace, config: Config) -> tuple[Workl
 
 
 def add_turns(results: Results, workloads: Workloads) -> None:
-    """Add a result for each turn of `conversations`."""
     for by_name in results.values():
         if (whole := by_name.get(CONVERSATIONS)) is not None:
             for turn, indices in by_turn(workloads[CONVERSATIONS][-1]).items():
@@ -97,7 +99,7 @@ def latency_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, 
     """Make the workload `latency`. Leave out lengths above the bounds.
 
     All decode runs with the same context length have the same token ids. After the first run, the prefix cache contains
-    these contexts, so all sequences start to decode together.
+    them, so all sequences start to decode together.
     """
     vocab_size, max_input_len = config.model_config.vocab_size, args.max_input_len or config.max_model_len
     num_runs = args.num_seqs or (5 if config.device == "cpu" else 20)

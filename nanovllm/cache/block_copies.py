@@ -10,7 +10,7 @@ import torch
 def copy_blocks(copies: np.ndarray, token_ids: torch.Tensor, caches: dict[Any, list[torch.Tensor]]) -> None:
     """Copy cache blocks (with their token ids) and states.
 
-    copies: sources and targets, as [2, C] int32. Ids below the number of blocks denote blocks. Other ids denote states.
+    copies: sources and targets, as [2, C] int32. Ids from the number of blocks on denote states.
     token_ids: [blocks, block_size] int32.
     caches: maps the spec of each group of layers to the group's tensors.
     """

@@ -43,10 +43,10 @@ class AttentionSpec:
 
 
 class KVCache:
-    """The keys and values of one layer, in the model's dtype. Subclasses store other formats: see `quantization/`.
+    """The keys and values of one layer, in the model's dtype. Subclasses store other formats (`quantization/`).
 
-    `k` and `v` have shape [blocks, block_size, kv_heads, head_dim]. Quantized subclasses store `scales`, too. `spec` is
-    the layer's AttentionSpec.
+    `k` and `v` are [blocks, block_size, kv_heads, head_dim]. Quantized subclasses store `scales`, too. `spec` is the
+    layer's AttentionSpec.
     """
 
     scales: torch.Tensor | None = None
@@ -72,14 +72,15 @@ class KVCache:
     def gather(self, spans: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values, each [B, L, kv_heads, head_dim], in the model's `dtype`.
 
-        Both are read from `spans` [B, L / SPAN_SIZE] int32."""
+        Keys and values are read from `spans` [B, L / SPAN_SIZE] int32.
+        """
         return gather_spans(self.k, spans), gather_spans(self.v, spans)
 
 
 def gather_spans(cache: torch.Tensor, spans: torch.Tensor) -> torch.Tensor:
     """Return the tokens of `spans` [B, L / SPAN_SIZE] as [B, L, kv_heads, head_dim].
 
-    On a CPU, if the spans of a single sequence are adjacent, the result is a view, not a copy.
+    On a CPU, the result for a single sequence with adjacent spans is a view, not a copy.
     """
     rows = cache.view(-1, SPAN_SIZE * cache.shape[2] * cache.shape[3])
     if len(spans) == 1 and cache.is_cpu:

@@ -1,4 +1,4 @@
-"""The memory of layers between steps. Some layers keep a state, which is a set of fixed-size tensors per sequence.
+"""The memory of layers between steps: keys and values, or a state (fixed-size tensors per sequence).
 
 A layer with a method `cache_spec()` gets its part of the engine's memory as `layer.cache`. Layers with equal specs form
 a group, which the ModelRunner allocates together. A spec is an `AttentionSpec` (cache/kv_cache.py), a `PagedHidden`
@@ -6,7 +6,7 @@ a group, which the ModelRunner allocates together. A spec is an `AttentionSpec` 
 
 - `of_states`: True for one state per sequence, False for blocks of tokens
 - `tensors(num_layers, num_blocks, config)`: the tensors of the whole group, on the meta device. Dimension 1 is the
-  layer, and dimension 2 the block or the state.
+  layer, and dimension 2 is the block or the state.
 - `make(parts, config)`: makes `layer.cache` from the layer's part of each tensor
 
 | what happens to a sequence | keys and values in blocks | a state (engine/state_blocks.py) |
@@ -60,7 +60,7 @@ class State:
 
 
 class StateSpec(NamedTuple):
-    """The spec of a layer that keeps a state. It contains the shape and dtype of each tensor."""
+    """The spec of a layer that keeps a state: the shape and dtype of each tensor."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
@@ -82,9 +82,8 @@ def fit_states(runner: "ModelRunner") -> None:
     """Set `Config.num_states`, and lower `Config.max_num_seqs` if needed. The runner's model must be loaded.
 
     Each of `max_num_seqs` sequences needs a state and, with the prefix cache, another one for a snapshot. If
-    `num_kvcache_blocks` is set, states take as much memory as they need. Otherwise states take at most half of the
-    cache's memory. If not all states fit, sequences get at most three quarters of those that fit, and `max_num_seqs` is
-    lowered.
+    `num_kvcache_blocks` is set, states take as much memory as they need, otherwise at most half of the cache's memory.
+    If not all states fit, sequences get at most three quarters of those that fit, and `max_num_seqs` is lowered.
     """
     config, has_snapshots = runner.config, runner.config.enable_prefix_caching
     num_seqs, num_states = config.max_num_seqs, config.max_num_seqs * (1 + has_snapshots)

@@ -1,8 +1,8 @@
 """Block tables for layers with a window, whose old blocks can then be freed.
 
-If a model has layers with a window and layers without, the layers are divided into tables of equally many layers.
-Table 0 contains the layers without a window, and the window tables contain the others. A block stores the keys and
-values of one table's layers, so any table can use any block. engine/window_blocks.py decides which blocks are freed.
+If only some layers have a window, the layers are divided into tables of equally many layers. Table 0 contains the
+layers without a window. A block stores the keys and values of one table's layers, so any table can use any block.
+engine/window_blocks.py decides which blocks are freed.
 """
 
 from collections.abc import Iterable
@@ -32,8 +32,8 @@ class DividedSpec(AttentionSpec):
 def divide_layers(runner: "ModelRunner") -> None:
     """Give layers with a window tables of their own, if the longest sequence then needs fewer bytes.
 
-    All layers must store keys and values of the same shape. Sets `Config.num_window_tables`, `Config.cache_window` and
-    each layer's `table`, and merges the runner's `cache_groups`. The runner's model must be loaded.
+    All layers must store keys and values of the same shape. The runner's model must be loaded. Sets
+    `Config.num_window_tables`, `Config.cache_window` and each layer's `table`, and merges the runner's `cache_groups`.
     """
     config, groups = runner.config, runner.cache_groups
     windows = {spec: layers for spec, layers in groups.items() if getattr(spec, "window", None) is not None}
@@ -78,10 +78,10 @@ def set_window_contexts(rows: Iterable[Any], block_size: int, int_tensor: Any) -
 
 
 def place_windows(tables: Any, batch: Any, block_size: int) -> None:
-    """Fill in the window tables and slots of a batch's decode rows, after `place_decodes` has filled in the rest.
+    """Fill in the window tables and slots of a batch's decode rows, after `place_decodes`.
 
-    `tables` is a `RequestTables`, and `batch` a `Batch`, both on the device. The chunks' rows and slots are already
-    there. Nothing waits for the device, because CUDA graphs contain this function.
+    `tables` is a `RequestTables`, and `batch` a `Batch`, both on the device. The host has filled in the chunks. CUDA
+    graphs contain this function, so it never waits for the device.
     """
     shape, requests = batch.shape, tables.window_tables  # [requests, window tables, W + 1]
     k, num_rows, width = shape.tokens_per_row, shape.num_decode_rows, shape.max_blocks_per_seq

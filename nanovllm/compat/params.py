@@ -98,7 +98,7 @@ class FlatLogprobs(list):
 
 
 class SamplingParams(ours.SamplingParams):
-    """Our SamplingParams with vLLM's names and vLLM's default for `max_tokens`. As in vLLM, objects are mutable."""
+    """Our SamplingParams with vLLM's names and default for `max_tokens`. As in vLLM, objects are mutable."""
 
     flat_logprobs = False
 
@@ -125,8 +125,6 @@ class SamplingParams(ours.SamplingParams):
 
 
 class BeamSearchParams(beam_params.BeamSearchParams):
-    """Our BeamSearchParams with vLLM's names."""
-
     def __init__(self, beam_width: int, max_tokens: int, ignore_eos: bool = False, **params: Any):
         """Raises the same errors as `SamplingParams`."""
         params = select("parameter", params, ("length_penalty",), BEAM_ACCEPTED)

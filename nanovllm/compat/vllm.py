@@ -1,8 +1,8 @@
 """Implements vLLM's interface for offline generation.
 
 Use it with `from nanovllm.compat.vllm import LLM, SamplingParams`. If a program imports vLLM itself, call `install()`
-first. Then `import vllm`, and imports of the submodules in MODULES, return this module. The use of a name that this
-module lacks raises ImportError or AttributeError.
+first. Then `import vllm` returns this module. Imports of the submodules in MODULES do the same. A name that this module
+lacks raises ImportError or AttributeError.
 """
 
 import gc
@@ -70,7 +70,6 @@ def get_tokenizer(tokenizer_name: str, **options: Any) -> Any:
 def resolve_chat_template(
     tokenizer: Any, chat_template: str | None = None, tools: list[dict] | None = None, *, model_config: Any = None
 ) -> str | None:
-    """Return `chat_template` or, if it is None, the tokenizer's template. Return None if there is neither."""
     try:
         return tokenizer.get_chat_template(chat_template, tools=tools)
     except ValueError:
@@ -82,8 +81,6 @@ def cleanup_dist_env_and_memory(*args: Any) -> None:
 
 
 class VllmDistribution(Distribution, DistributionFinder):
-    """Makes `importlib.metadata` report a version of vLLM."""
-
     def read_text(self, filename: str) -> str | None:
         return f"Name: vllm\nVersion: {__version__}\n" if filename == "METADATA" else None
 

@@ -54,7 +54,6 @@ def translate_flags(arguments: Iterable[str], known: Container[str]) -> tuple[li
 
 
 def _long(argument: str) -> str:
-    """Convert short flags, and flags with underscores, to the form `--like-this`. Return other arguments unchanged."""
     if argument.startswith("--"):
         flag, separator, value = argument.partition("=")
         return flag.replace("_", "-") + separator + value
@@ -64,7 +63,6 @@ def _long(argument: str) -> str:
 
 
 def _value(text: str) -> Any:
-    """Parse a value as JSON or as None. If neither works, return the text."""
     try:
         return json.loads(text)
     except ValueError:

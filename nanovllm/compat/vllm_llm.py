@@ -28,8 +28,6 @@ UNUSED: dict[str, tuple] = {  # arguments and prompt keys that only vLLM has, wi
 
 @dataclass
 class BeamSearchSequence:
-    """A beam. `tokens` and `text` include the prompt."""
-
     tokens: list[int]
     cum_logprob: float
     text: str
@@ -57,8 +55,8 @@ class LLM(PoolingCalls):
         """Raises the same errors as our LLM.
 
         chat_template: the default template of `chat`.
-        skip_tokenizer_init: if True, prompts must be token ids, and answers have no text. The tokenizer files must
-        still exist.
+        skip_tokenizer_init: if True, prompts must be token ids, and answers have no text. Tokenizer files must still
+        exist.
         reasoning_parser: the model's reasoning format, which structured outputs and reasoning budgets need.
         """
         check_choice("reasoning_parser", reasoning_parser, ("", *FORMATS))
@@ -83,7 +81,7 @@ class LLM(PoolingCalls):
 
     @property
     def model_executor(self) -> SimpleNamespace:
-        """The attributes through which trainers reach vLLM's model. Here, the model's only method is `load_weights`."""
+        """The attributes through which trainers reach vLLM's model, here only its `load_weights`."""
         model = SimpleNamespace(load_weights=self.load_weights)
         return SimpleNamespace(driver_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)))
 
@@ -158,7 +156,7 @@ class LLM(PoolingCalls):
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """Run beam search. At most `concurrency_limit` prompts are searched at once. `None` means no limit."""
+        """Run beam search for at most `concurrency_limit` prompts at once; `None` means no limit."""
         prompts = [self._prompt(prompt) for prompt in as_prompts(prompts)]
         lora_request = lora_request or None
         adapters = lora_request if isinstance(lora_request, list) else [lora_request] * len(prompts)
@@ -193,7 +191,7 @@ class LLM(PoolingCalls):
             yield BeamSearchSequence(tokens, beam.cumulative_logprob, self.tokenizer.decode(tokens))
 
     def _prompt(self, prompt: Any, add_special_tokens: bool = True, truncate_prompt_tokens: int | None = None) -> Any:
-        """Drop unused keys from a prompt. Tokenize the prompt here if an option differs from its default."""
+        """Drop unused keys from a prompt."""
         if isinstance(prompt, dict):
             prompt = select("key of a prompt", prompt, PROMPT_KEYS, UNUSED)
         given_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt

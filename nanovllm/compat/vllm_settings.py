@@ -144,7 +144,7 @@ def translate(settings: dict[str, Any], known: Collection[str]) -> dict[str, Any
 def select(
     kind: str, values: dict[str, Any], known: Collection[str], accepted: dict[str, tuple[Any, ...]]
 ) -> dict[str, Any]:
-    """Return the values whose names are in `known`. Check all other values against `accepted`, and drop them.
+    """Return the values whose names are in `known`, after checking the remaining values against `accepted`.
 
     Raises TypeError for a name that is in neither `known` nor `accepted`. Raises ValueError for a value that is not
     accepted.

@@ -36,10 +36,10 @@ class _AccessDesc(ctypes.Structure):
 
 
 class Arena(TorchDispatchMode):
-    """A set of tensors whose physical memory is freed and allocated together. Each tensor has a separate address range.
+    """A set of tensors whose memory is freed and allocated together.
 
-    Within a `with` block, `torch.empty` on the device allocates from the arena, unless the tensor is smaller than the
-    granularity of physical memory (2 MiB). When a tensor is no longer used, its range is released.
+    Within a `with` block, `torch.empty` on the device allocates from the arena, except for tensors below 2 MiB, the
+    granularity of physical memory. The address range of a tensor is released with the tensor.
     """
 
     def __init__(self, device: torch.device):
@@ -64,7 +64,6 @@ class Arena(TorchDispatchMode):
         return func(*args, **options)
 
     def empty(self, like: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialized tensor with the shape and dtype of `like`."""
         assert self.is_mapped
         size = -(-like.nbytes // self._granularity) * self._granularity
         new = _Range(size, like.nbytes, self.device)
@@ -85,7 +84,6 @@ class Arena(TorchDispatchMode):
         self._copies = copies
 
     def unmap(self) -> int:
-        """Free the physical memory. Return the number of freed bytes."""
         ranges = [*self._ranges.values()]
         _synchronize(self.device)  # queued kernels may still use them
         for found in ranges:
@@ -95,7 +93,7 @@ class Arena(TorchDispatchMode):
         return sum(found.size for found in ranges)
 
     def drop_copies(self) -> int:
-        """Drop the host copies that `keep` made. Return 0, the number of freed bytes of device memory."""
+        """Drop the host copies. Return 0, the number of freed device bytes."""
         self._copies = {}
         return 0
 
@@ -109,7 +107,7 @@ class Arena(TorchDispatchMode):
         self.is_mapped = True
 
     def fill(self) -> None:
-        """Restore the contents that `keep` copied, and fill all other tensors with zeros."""
+        """Restore the contents that `keep` copied, and fill other tensors with zeros."""
         for found in [*self._ranges.values()]:
             tensor = found.tensor(self.device)
             copy = self._copies.get(found.address)
@@ -119,7 +117,7 @@ class Arena(TorchDispatchMode):
 
 
 class _Range(DeviceBytes):
-    """An address range of `size` bytes, with or without physical memory. A tensor uses the first `num_bytes` bytes."""
+    """An address range of `size` bytes, with or without memory. A tensor uses the first `num_bytes` bytes."""
 
     def __init__(self, size: int, num_bytes: int, device: torch.device):
         address = ctypes.c_uint64()

@@ -1,4 +1,4 @@
-"""Allocates host and device buffers for batches and results once, with the sizes of the largest step."""
+"""Allocates buffers for batches and results once, with the sizes of the largest step."""
 
 from typing import NamedTuple
 
@@ -10,18 +10,17 @@ from nanovllm.utils.double_buffer import DoubleBuffer
 
 
 class StepBuffers(NamedTuple):
-    """Pinned host memory for the batch and the results of one step, as int32 words."""
+    """Pinned host memory for the batch and the results of one step, in int32 words."""
 
     batch: torch.Tensor
     results: torch.Tensor  # large enough for any ForwardOutput.results
 
     def results_like(self, on_device: torch.Tensor) -> torch.Tensor:
-        """Return a view of `results` with the shape of `on_device`."""
         return self.results[: on_device.numel()].view_as(on_device)
 
 
 class Buffers(NamedTuple):
-    """Memory for the batches and results of two steps on the host, and for one batch on the device."""
+    """Memory for batches and results: two steps on the host, one batch on the device."""
 
     host: DoubleBuffer[StepBuffers]
     device: torch.Tensor

@@ -15,11 +15,11 @@ ROWS = 16, 64, 256, 1024, 2048
 
 
 class DraftGraphs:
-    """CUDA graphs that draft. Each graph computes the rows that the drafter still lacks, then all drafts of a step.
+    """CUDA graphs of a drafter, one per size in `capture_sizes` up to the largest batch that may draft.
 
-    There is one graph per size in `capture_sizes`, up to the largest batch that may draft. A graph reads its sequences
-    from a buffer, and writes its drafts to RequestTables, where the graph of the step reads them. A second set of
-    graphs, one per size in ROWS, computes rows of prompts, so that the drafter catches up with the model.
+    Each graph computes the missing rows of the drafter, then all drafts of a step. A graph writes the drafts to
+    RequestTables, where the graph of the step reads them. More graphs, one per size in ROWS, compute rows of prompts,
+    so that the drafter catches up with the model.
     """
 
     def __init__(self, config: Config, drafter: Any, pad_req_index: int, pool: Any):
@@ -71,7 +71,7 @@ class DraftGraphs:
 
 
 def padded_chunks(config: Config, drafter: Any, num_rows: int) -> tuple[Context, torch.Tensor, torch.Tensor]:
-    """Return arguments for `DraftModel.forward_chunks`: buffers for `num_rows` rows, filled with padding."""
+    """Return the arguments of `DraftModel.forward_chunks` with `num_rows` rows of padding."""
     num_seqs = min(num_rows, MAX_CHUNKS)
     ints = lambda *dims, value=0: torch.full(dims, value, dtype=torch.int32, device=drafter.num_computed.device)
     arrays = drafter.backend.array_shapes(num_rows, num_seqs)
@@ -89,6 +89,6 @@ def padded_chunks(config: Config, drafter: Any, num_rows: int) -> tuple[Context,
 
 
 def fill(tensor: torch.Tensor, values: torch.Tensor, padding: int) -> None:
-    """Write `values` to the beginning of a tensor, and fill the remainder with `padding`."""
+    """Write `values` to the beginning of a tensor, and `padding` to the remaining elements."""
     tensor[: len(values)] = values
     tensor[len(values) :] = padding

@@ -19,7 +19,8 @@ from nanovllm.utils.double_buffer import DoubleBuffer
 def capture_sizes(max_num_seqs: int, fills_tiles: bool) -> list[int]:
     """Return the batch sizes to capture, in ascending order up to `max_num_seqs`. Small sizes are closer together.
 
-    With `fills_tiles`, all sizes above 64 except the last fill whole tiles of our GEMM kernels. Partial tiles are slow.
+    With `fills_tiles`, all sizes above 64 except the last fill whole tiles of our GEMM kernels, because partial tiles
+    are slow.
     """
     sizes = [1, 2, 4, 8, *range(16, 256, 16), *range(256, max_num_seqs, 32)]
     if fills_tiles:
@@ -28,7 +29,7 @@ def capture_sizes(max_num_seqs: int, fills_tiles: bool) -> list[int]:
 
 
 def capture(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Capture `work`. Return the graph, and the result of `work`. Each replay overwrites the result's tensors."""
+    """Capture `work`. Return the graph and the result of `work`. Each replay overwrites the result's tensors."""
     graph = torch.cuda.CUDAGraph()
     # thread_local: other threads may use CUDA during the capture
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -39,20 +40,18 @@ def capture(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, A
 def decode_shape(
     num_seqs: int, max_blocks_per_seq: int, tokens_per_row: int = 1, num_window_tables: int = 0
 ) -> BatchShape:
-    """Return the shape of a step that only decodes."""
     n = num_seqs * tokens_per_row
     more = dict(tokens_per_row=tokens_per_row, num_window_tables=num_window_tables)
     return BatchShape(n, n, n, n, max_blocks_per_seq, **more)
 
 
 def max_seqs_of(config: Config, tokens_per_row: int) -> int:
-    """Return the maximum number of sequences in a step with `tokens_per_row` tokens per sequence."""
     limit = config.speculative_config.disable_by_batch_size if tokens_per_row > 1 else config.max_num_seqs
     return min(config.max_num_seqs, limit)
 
 
 def decode_shapes(config: Config) -> list[BatchShape]:
-    """Return the shapes of decode steps to capture. If the engine drafts, some shapes have several tokens per row."""
+    """Return the shapes of decode steps to capture. With drafts, some have several tokens per row."""
     return [
         decode_shape(size, config.max_blocks_per_seq, k, config.num_window_tables)
         for k in sorted({1, config.tokens_per_row})
@@ -61,12 +60,11 @@ def decode_shapes(config: Config) -> list[BatchShape]:
 
 
 class DecodeGraphs:
-    """CUDA graphs of decode steps, one per shape in `decode_shapes`. Each graph computes the model and the sampler.
+    """CUDA graphs of decode steps with the model and the sampler, one per shape in `decode_shapes`.
 
-    A graph copies its batch from pinned host memory, and its results back to host memory. Between two steps, the host
-    does nothing but launch the next graph. Host memory is double-buffered, so the host prepares a step while the
-    previous step runs. Host and device each store the index of their current buffer, and each replay advances both
-    indices.
+    A graph copies its batch from pinned host memory, and its results to host memory. Between two steps, the host only
+    launches the next graph. There are two host buffers, so the host prepares a step while the previous step runs. Host
+    and device each store the index of their current buffer, and each replay advances both.
     """
 
     def __init__(
@@ -77,12 +75,9 @@ class DecodeGraphs:
         pool: Any,
         few_layers: Callable[[], AbstractContextManager] = nullcontext,
     ):
-        """Capture the graphs.
-
-        buffer: device memory for a batch, as int32 words
-        forward: runs a decode batch in `buffer`, without waiting for the device
-        pool: the memory pool of the graphs. All graphs of a rank can share a pool, because they run one after the
-        other.
+        """buffer: int32 device memory for a batch
+        forward: runs the decode batch in `buffer`, without waiting for the device
+        pool: the memory pool of the graphs. The graphs of a rank can share a pool, because they run one after the other
         few_layers: opens a context in which the model has just enough layers to compile all kernels
         """
         from nanovllm.kernels import ops
@@ -115,8 +110,6 @@ class DecodeGraphs:
         return shape.graph_shape in self.graphs
 
     def shape_for(self, step: BatchShape) -> BatchShape | None:
-        """Return the smallest captured shape into which a step fits, or None."""
-
         def fits(shape: BatchShape) -> bool:
             return shape.tokens_per_row == step.tokens_per_row and shape.num_decode_rows >= step.num_decode_rows
 
@@ -125,7 +118,7 @@ class DecodeGraphs:
     def replay(self, shape: BatchShape) -> tuple[torch.Tensor, ForwardOutput]:
         """Run the batch in the current host buffer. Return its results in host memory, and its output on the device.
 
-        The results are valid from the end of this replay until the second replay after it begins.
+        The results are valid until the second replay after this replay begins.
         """
         self.graphs[shape.graph_shape].replay()
         output = self.outputs[shape.graph_shape]
@@ -143,11 +136,10 @@ TOKEN_SIZES = (16, 32, 64, *range(128, 2048, 128), *range(2048, 4096, 512), *ran
 
 
 def graph_shapes(config: Config, backend: AttentionBackend) -> list[BatchShape]:
-    """Return the shapes to capture for steps with prefill chunks. A step should use the first shape into which it fits.
+    """Return the shapes to capture for steps with prefill chunks. A step uses the first shape into which it fits.
 
-    These steps are short: without graphs, launching their kernels would take longer than running them. Until
-    `max_num_mixed_tokens` is known, return all shapes that might be captured. If the engine drafts, additional
-    shapes have several tokens per row.
+    In these short steps, launching kernels would take longer than running them. Before `max_num_mixed_tokens` is known,
+    return all shapes that might be captured. With drafts, there are more shapes, with several tokens per row.
     """
     largest = min(config.max_num_mixed_tokens or TOKEN_SIZES[-1], config.max_num_batched_tokens, TOKEN_SIZES[-1])
     sizes = [*(size for size in TOKEN_SIZES if size < largest), largest]
@@ -177,10 +169,9 @@ def graph_shapes(config: Config, backend: AttentionBackend) -> list[BatchShape]:
 class MixedGraphs:
     """CUDA graphs of steps with prefill chunks.
 
-    There is one model graph per `graph_shape`, and one sampler graph per number of rows. Separate graphs avoid
-    computing logits for all tokens of a chunk. Before the model graph runs, `replay` writes the sampling parameters of
-    new requests and the arrays of features. No graph can contain these writes, because their sizes differ from step to
-    step.
+    One graph per `graph_shape` runs the model, and one graph per number of rows runs the sampler. A joint graph would
+    compute logits for all tokens of a chunk. `replay` first writes the sampling parameters of new requests and the
+    arrays of features, because their sizes differ from step to step.
     """
 
     def __init__(
@@ -194,9 +185,7 @@ class MixedGraphs:
         pool: Any,
         few_layers: Callable[[], AbstractContextManager] = nullcontext,
     ):
-        """Capture the graphs.
-
-        run_model: returns the hidden states of a batch in `buffer`, and the sampler's input
+        """run_model: returns the hidden states of a batch in `buffer`, and the sampler's input
         sample: returns the first two fields of a `ForwardOutput`
         pool, few_layers: see DecodeGraphs
         """
@@ -245,7 +234,6 @@ class MixedGraphs:
         return rows._replace(req_indices=self.input.req_indices[:num_seqs])
 
     def shape_for(self, step: BatchShape) -> BatchShape | None:
-        """Return the smallest captured shape into which a step fits, or None."""
         num_chunks = step.num_seqs - step.num_decode_rows
         for shape in self.shapes:
             if (
@@ -260,7 +248,6 @@ class MixedGraphs:
         return None
 
     def replay(self, shape: BatchShape, write_requests: Callable[[], None]) -> ForwardOutput:
-        """Call `write_requests`, then run the batch in the device's buffer."""
         write_requests()
         self.models[shape.graph_shape].replay()
         k, num_seqs = shape.tokens_per_row, shape.num_sampled_seqs

@@ -1,4 +1,4 @@
-"""Defines the runner of a rank on CUDA. It queues steps, and replays captured steps as CUDA graphs."""
+"""Defines the runner of a rank on CUDA, which queues steps and replays CUDA graphs."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -102,7 +102,10 @@ class CUDAModelRunner(BatchRunner):
         return super().prepare(step)
 
     def host_buffer(self, shape: BatchShape) -> np.ndarray:
-        """Return pinned memory for a batch. Two buffers alternate, so the step before last must have finished."""
+        """Return pinned memory for a batch.
+
+        Two buffers alternate, so the step before the previous step must have finished.
+        """
         buffers = self.graphs.host_buffers if self._has_decode_graph(shape) else self.buffers.host
         return buffers.current.batch.numpy()
 
@@ -150,7 +153,6 @@ class CUDAModelRunner(BatchRunner):
         return torch.empty(like.shape, dtype=like.dtype, device=self.device).zero_()  # an Arena replaces torch.empty
 
     def synchronize(self) -> None:
-        """Wait until the device is idle."""
         torch.cuda.synchronize(self.device)
 
     def recover(self) -> None:
@@ -160,7 +162,7 @@ class CUDAModelRunner(BatchRunner):
                 self.graphs.reset()
 
     def exit(self) -> None:
-        """Free the device's memory. If another rank is lost and the device hangs, do nothing."""
+        """Free the device's memory, unless another rank is lost and the device hangs."""
         if self.tp.lost and not self._becomes_idle():
             return
         self.graphs = self.mixed_graphs = None
@@ -169,7 +171,6 @@ class CUDAModelRunner(BatchRunner):
         torch.cuda.empty_cache()
 
     def _becomes_idle(self, timeout: float = 5.0) -> bool:
-        """Return whether the device's current stream becomes idle within `timeout` seconds."""
         begin = perf_counter()
         with torch.cuda.device(self.device):
             while not torch.cuda.current_stream().query():

@@ -1,6 +1,6 @@
 """Starts a rank on CUDA: compiles kernels, measures memory and time, and captures graphs.
 
-A CUDAModelRunner calls these functions after it has loaded its model, and passes itself as `runner`.
+A CUDAModelRunner passes itself as `runner`, after it has loaded its model.
 """
 
 import sys
@@ -34,7 +34,7 @@ def has_graphs(runner: "CUDAModelRunner") -> bool:
 
 
 def warm_up_rest(runner: "CUDAModelRunner") -> None:
-    """After graphs are captured, compile the remaining kernels, time drafts, and reset the tables to zeros."""
+    """After graphs are captured, compile the remaining kernels, time drafts, and clear the tables."""
     if runner.mixed_graphs is None:
         warm_up_kernels(runner)
     for length in warm_up_lengths(runner.config):
@@ -49,8 +49,8 @@ def warm_up_rest(runner: "CUDAModelRunner") -> None:
 def threads_in_turn() -> Iterator[None]:
     """Within a `with` block, let a waiting thread get the GIL after 0.1 ms instead of 5 ms.
 
-    The tokenizer's imports hold the GIL for more than a second. Meanwhile, a thread that releases the GIL to call
-    CUDA or to read a file would have to wait 5 ms to get it back.
+    The tokenizer's imports hold the GIL for more than a second. Meanwhile, a thread that calls CUDA or reads a file
+    must wait to get the GIL back.
     """
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
@@ -69,7 +69,7 @@ def hash_compiler() -> None:
 
 
 def memory_left(runner: "CUDAModelRunner", memory_before: int) -> int:
-    """Return the cache's size limit in bytes: our share of device memory minus the peak use of the largest step."""
+    """Return the cache's size limit in bytes: our share of device memory minus the peak of the largest step."""
     config = runner.config
     peak = peak_of_largest_step(runner)
     free, total = torch.cuda.mem_get_info(runner.device)
@@ -81,7 +81,7 @@ def memory_left(runner: "CUDAModelRunner", memory_before: int) -> int:
 
 
 def peak_of_largest_step(runner: "CUDAModelRunner") -> int:
-    """Run the largest possible prefill. Return the peak of allocated memory without the cache, in bytes."""
+    """Run the largest prefill. Return the peak of allocated memory in bytes, without the cache."""
     step = largest_prefill(runner.config)
     num_blocks = sum(len(row.seq.block_table) for row in step.chunks)
     runner.allocate_kv_cache(num_blocks, num_layers=1)
@@ -95,7 +95,7 @@ def peak_of_largest_step(runner: "CUDAModelRunner") -> int:
 
 
 def free_kv_cache(runner: "CUDAModelRunner") -> None:
-    """Free the cache before a new cache is allocated, so that there are never two at once."""
+    """Free the cache before a new cache is allocated."""
     for layer in chain(*runner.cache_groups.values()):
         layer.cache = None
     runner.caches = {}
@@ -124,7 +124,6 @@ def dummy_prefill(num_seqs: int, length: int, block_size: int, tokens_per_row: i
 
 
 def milliseconds_per_token(runner: "CUDAModelRunner") -> float:
-    """Measure the time of a prefill in milliseconds per prompt token."""
     config = runner.config
     length = max(1, min(4096, config.max_num_batched_tokens // 2, config.max_model_len - 1))
     num_fitting = config.num_kvcache_blocks // -(-length // config.kvcache_block_size)
@@ -142,9 +141,9 @@ def milliseconds_per_token(runner: "CUDAModelRunner") -> float:
 def compile_kernels(runner: "CUDAModelRunner") -> None:
     """Compile the kernels of the captured steps and of the longest step in parallel. No kernel runs.
 
-    Otherwise, each kernel would be compiled at its first launch, one after the other. A step may need different kernels
-    when its number of tokens, or this number minus 128, passes a power of two. All remaining kernels are compiled at
-    their first launch.
+    Without this, each kernel would be compiled at its first launch. A step may need other kernels when its number of
+    tokens, or this number minus 128, passes a power of two. Kernels that are not compiled here are compiled at their
+    first launch.
     """
     from nanovllm.kernels.launch.dependent_launch import compile_only
 
@@ -181,7 +180,6 @@ def compile_kernels(runner: "CUDAModelRunner") -> None:
 
 
 def measure_drafts(runner: "CUDAModelRunner") -> None:
-    """Measure the time of steps with and without drafts, and set `SpeculativeConfig.step_cost`."""
     from nanovllm.spec_decode.proposer import Drafts
     from nanovllm.spec_decode.speculative_config import StepCost  # few engines draft tokens
 
@@ -220,7 +218,7 @@ def captures_chunks(runner: "CUDAModelRunner") -> bool:
 
 
 def few_layers(runner: "CUDAModelRunner") -> Callable[[], AbstractContextManager]:
-    """Return a function that opens a context. Within it, the model has just enough layers to compile all kernels."""
+    """Return a function that opens a context in which the model has just enough layers to compile all kernels."""
     model = getattr(runner.model.model, "language_model", runner.model.model)
     layers, few = model.layers, first_layers_of_each_kind(model.layers)
 
@@ -250,7 +248,7 @@ def warm_up_kernels(runner: "CUDAModelRunner") -> None:
 
 @torch.inference_mode()
 def catch_up_drafter(runner: "CUDAModelRunner", num_seqs: int, length: int) -> None:
-    """If there is a drafter, compute its first `length` rows for each of the first `num_seqs` request indices."""
+    """If there is a drafter, compute its first `length` rows for each of the first `num_seqs` requests."""
     if (drafter := runner.features["spec_decode"].drafter) is not None:
         req_indices = torch.arange(num_seqs, device=runner.device)
         drafter.compute_chunks(req_indices, 0 * req_indices, 0 * req_indices + length)

@@ -1,10 +1,10 @@
 """Draft tokens in a layer with the gated delta rule.
 
-A state can't be rolled back, so unverified drafts never update it. The first token of a sequence in a step is certain,
-and the state after this token is stored. The drafts are computed from this state. For each draft, the layer stores the
-inputs instead of a state, because they need about a hundredth of the memory. In the next step, the sequence has grown
-by the accepted drafts, which are computed again to update the state. This definition reads the number of accepted
-drafts on the host, so it is meant for a CPU.
+A state can't be rolled back, so unverified drafts never update it. The first token of a sequence in a step is certain.
+The state after this token is stored, and the drafts are computed from this state. For each draft, the layer stores the
+inputs instead of a state, because they need about a hundredth of the memory. The next step computes the accepted drafts
+again to update the state. This definition is meant for a CPU, because it reads the number of accepted drafts on the
+host.
 """
 
 from typing import Any
@@ -25,14 +25,12 @@ from nanovllm.kernels import operation
 
 @operation
 def delta_net_drafts(qkvz, ba, layer: GatedDeltaNet, states: State, rows, context_lens, out, count=None) -> None:
-    """Compute `delta_net_step` for a token and k - 1 drafts of each of B sequences.
-
-    The states are in `rows` [B].
+    """Compute `delta_net_step` for a token and k - 1 drafts of each of B sequences. The states are in `rows` [B].
 
     qkvz [B * k, channels + heads * value_dim]; ba [B * k, 2 heads]; out [B * k, heads * value_dim]
-    context_lens [B * k]: the number of tokens up to and including each token. If the number does not grow, the token is
-        a copy of the previous token.
-    count [1] int32: if given, how many of the B * k rows are not padding
+    context_lens [B * k]: the position of each token plus 1. If the value does not grow, the token is a copy of the
+        previous token.
+    count [1] int32: if given, how many of the B * k tokens are not padding
     """
     assert states.kept_drafts is not None
     (inputs, num_tokens), k = states.kept_drafts, len(qkvz) // len(rows)
@@ -70,10 +68,10 @@ def _replay(layer: GatedDeltaNet, states: State, rows: torch.Tensor, counts: tor
 
 
 def _advance(inputs: torch.Tensor, layer: GatedDeltaNet, states: State, rows: torch.Tensor) -> tuple[Any, ...]:
-    """Compute T tokens of B sequences, starting from the states in `rows` [B].
+    """Compute `inputs` [B, T, channels + 2 heads]: T tokens of B sequences, starting from the states in `rows` [B].
 
-    `inputs` is [B, T, channels + 2 heads]. Return the inputs of the convolution [B, conv_size - 1 + T, channels], the
-    outputs [B, T, heads, value_dim], and the matrices after the tokens.
+    Return the inputs of the convolution [B, conv_size - 1 + T, channels], the outputs [B, T, heads, value_dim], and the
+    matrices after the last token.
     """
     windows, matrices = states.tensors
     qkv, ba = inputs.split((windows.shape[2], inputs.shape[2] - windows.shape[2]), 2)

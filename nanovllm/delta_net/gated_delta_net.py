@@ -1,7 +1,8 @@
 """The gated delta rule: a layer with a fixed-size state instead of attention (Yang et al. 2024, arXiv:2412.06464).
 
-Each head stores a matrix S [value_dim, key_dim], which is an associative memory. A token decays S. Then it moves S's
-value for the token's key towards the token's value, by the fraction beta. Finally, it reads S with the token's query:
+Each head stores an associative memory: a matrix S [value_dim, key_dim]. For each token, S first decays. Then the value
+that S returns for the token's key moves towards the token's value, by the fraction beta. Finally, S is multiplied by
+the token's query:
 
     S = exp(log_decay) S;  S = S + beta (v - S k) k^T;  out = S q
 
@@ -40,7 +41,7 @@ class DeltaHeads(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """The number of elements of a token's queries, keys and values."""
+        """The number of elements in a token's queries, keys and values."""
         return *2 * (self.num_keys * self.key_dim,), self.num_values * self.value_dim
 
     def of_rank(self, tp: TensorParallel) -> "DeltaHeads":
@@ -53,7 +54,7 @@ def delta_rule_step(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, torc
     """Process one token in float32, by the definition. Return the output [..., value_dim] and the new state.
 
     q and k are [..., key_dim], v is [..., value_dim], `log_decay` and `beta` are [...], and `state` is [..., value_dim,
-    key_dim]. The new state is rounded to the dtype of `state`.
+    key_dim]. The new state has the dtype of `state`.
     """
     dtype = state.dtype
     state = state * log_decay.exp()[..., None, None]  # float32
@@ -63,7 +64,7 @@ def delta_rule_step(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, torc
 
 
 def _read(state: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return `state @ key`: [..., value_dim]. On a CPU, computing it as `key @ state.mT` is much faster."""
+    """Return `state @ key`: [..., value_dim]. On a CPU, `key @ state.mT` is much faster."""
     return (key[..., None, :] @ state.mT)[..., 0, :]
 
 
@@ -79,7 +80,7 @@ def recurrent_delta_rule(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor,
 def chunk_delta_rule(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `recurrent_delta_rule` for inputs [T, heads, ...], with matmuls over CHUNK tokens at a time.
 
-    The state is rounded to its dtype only after the last token.
+    The state stays in float32 until the last token.
     """
     by_head = (x.transpose(0, 1).split(CHUNK, 1) for x in (q, k, v, log_decay, beta))  # [heads, C, ...] each
     outputs, dtype, state = [], state.dtype, state.float()
@@ -97,11 +98,10 @@ def chunk_delta_rule(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, tor
 
 
 class GatedDeltaNet(nn.Module):
-    """A layer with the gated delta rule: the projections before and after it, and the state of each sequence.
+    """A layer with the gated delta rule: its projections, and the state of each sequence.
 
-    `layer.cache.tensors` contains `windows` [rows, conv_size - 1, channels] and `matrices` [rows, heads, value_dim,
-    key_dim]. A window contains the last inputs of the convolution, oldest first. The channels are queries, keys and
-    values.
+    `layer.cache.tensors` contains `windows` [rows, conv_size - 1, channels], the last inputs of the convolution, and
+    `matrices` [rows, heads, value_dim, key_dim].
     """
 
     l2_eps = 1e-6  # of the norms of queries and keys
@@ -114,10 +114,10 @@ class GatedDeltaNet(nn.Module):
         weights: tuple,
         state_dtype: torch.dtype = torch.float32,
     ):
-        """Create the layer. `weights` contains an argument of ScatteredColumnParallelLinear for each input projection.
+        """Create the layer.
 
-        The first argument is for q, k, v and z, and the second is for b and a. `state_dtype` is the dtype in which
-        matrices are stored.
+        `weights` is (argument for q, k, v and z; argument for b and a): see the `weights` of
+        ScatteredColumnParallelLinear. `state_dtype` is the dtype of the stored matrices.
         """
         super().__init__()
         tp = get_construction().tp
@@ -136,7 +136,10 @@ class GatedDeltaNet(nn.Module):
 
     @property
     def captures_chunks(self) -> bool:
-        """Whether CUDA graphs can contain chunks. Kernels allow this, but the definition reads lengths on the host."""
+        """Whether CUDA graphs can contain chunks.
+
+        Kernels allow this, but the definition reads lengths on the host.
+        """
         return "delta_net_chunks" in ops_for(self.A_log.device)
 
     def cache_spec(self) -> StateSpec:
@@ -201,9 +204,9 @@ def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -
 def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, num_seqs: int, out, count=None) -> None:
     """Compute `delta_net_step` for each token in the chunks of B sequences.
 
-    Sequence i has the tokens from `starts[i]` to `starts[i + 1]`. Its state is read from row `state_rows[0, i]`, and
-    written to row `state_rows[1, i]`. If `count` [1] int32 is given, the first `count` entries of `starts` and
-    `state_rows` belong to decode rows, and are skipped. Rows of `out` after the last token become 0.
+    Rows of `out` after the last token become 0. Sequence i has the tokens from `starts[i]` to `starts[i + 1]`. Its
+    state is read from row `state_rows[0, i]`, and written to row `state_rows[1, i]`. If given, `count` [1] int32 is the
+    number of decode rows, which are skipped: they are first in `starts` and `state_rows`.
     """
     windows, matrices = states.tensors
     qkv, z = qkvz.split((windows.shape[2], layer.heads.sizes[2]), 1)
@@ -222,9 +225,9 @@ def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, nu
 
 
 def convolve(inputs: torch.Tensor, layer: GatedDeltaNet) -> torch.Tensor:
-    """Convolve each channel of `inputs` over time, and apply SiLU. Return [B, T, channels] float32.
+    """Convolve each channel of `inputs` over time, and apply SiLU. `inputs` is [B, conv_size - 1 + T, channels].
 
-    `inputs` is [B, conv_size - 1 + T, channels].
+    Return [B, T, channels] float32.
     """
     taps = layer.conv1d.weight[:, 0].float().T  # [conv_size, channels]
     num_tokens = inputs.shape[1] - len(taps) + 1
@@ -232,10 +235,7 @@ def convolve(inputs: torch.Tensor, layer: GatedDeltaNet) -> torch.Tensor:
 
 
 def rule_inputs(qkv: torch.Tensor, ba: torch.Tensor, layer: GatedDeltaNet) -> tuple[torch.Tensor, ...]:
-    """Return the queries, keys, values, log decays and betas of each value head.
-
-    All of them are float32 [T, heads, ...].
-    """
+    """Return the queries, keys, values, log decays and betas of each value head, as float32 [T, heads, ...]."""
     heads, (num_queries, _, num_values) = layer.heads, layer.heads.sizes
     qk, v = qkv.split((2 * num_queries, num_values), 1)
     qk = qk.unflatten(1, (2, heads.num_keys, heads.key_dim))

@@ -1,4 +1,4 @@
-"""Reads from config.json which layers use the gated delta rule, and which heads these layers have."""
+"""Reads from config.json which layers use the gated delta rule, and the sizes of their heads."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ class HybridConfig:
         return f" without its {' and '.join(self.unused_parts)} part" if self.unused_parts else ""
 
     def more_weights(self, queries: int, keys: int) -> float:
-        """Return how many weights an average layer adds to those of attention and experts, per element of its input."""
+        """Return how many weights an average layer has in addition to attention and experts, per input element."""
         state_inputs, fraction = sum(self.heads.sizes), len(self.attention_layers) / self.num_layers
         values = self.heads.sizes[2]
         state = state_inputs + 2 * values + 2 * self.heads.num_values - 2 * (queries + keys)
@@ -49,7 +49,10 @@ class HybridConfig:
 
 
 def read_hybrid(raw: dict, file: Path) -> HybridConfig:
-    """Read the content of config.json. Raise ValueError or TypeError for unsupported entries; errors name `file`."""
+    """Read config.json, whose content is `raw`.
+
+    Raise ValueError or TypeError, which name `file`, for unsupported entries.
+    """
     names = "num_key_heads num_value_heads key_head_dim value_head_dim conv_kernel_dim"
     heads = DeltaHeads(*(check_int(f"{file}: linear_{n}", raw[f"linear_{n}"], low=1) for n in names.split()))
     if heads.num_values % heads.num_keys:

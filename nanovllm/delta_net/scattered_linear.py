@@ -10,7 +10,7 @@ from nanovllm.utils.loader import Shard, check_shape
 
 
 class RowRanges(NamedTuple):
-    """A Shard with several row ranges of a checkpoint's weight. The ranges become contiguous in the rank's weight."""
+    """A Shard that joins several row ranges of a checkpoint's weight."""
 
     shape: tuple[int, ...]  # of the whole weight of the checkpoint
     ranges: tuple[range, ...]
@@ -25,7 +25,6 @@ class RowRanges(NamedTuple):
         return parts
 
     def copy(self, target: torch.Tensor, weight) -> torch.Tensor:
-        """Copy the ranges to `target`, like `Shard.copy`."""
         weight = check_shape(weight, self.shape[: target.dim()])
         for part in self.parts:
             part.copy(target, weight)
@@ -33,9 +32,9 @@ class RowRanges(NamedTuple):
 
 
 class ScatteredColumnParallelLinear(LinearBase):
-    """A column-parallel layer that concatenates several ranges of rows.
+    """A column-parallel layer that joins several ranges of rows from each weight of the checkpoint.
 
-    `weights` lists (number of rows, row ranges of this rank) for each weight of the checkpoint.
+    `weights` contains a pair for each weight: its number of rows, and the row ranges of this rank.
     """
 
     def __init__(self, input_size: int, weights: Iterable[tuple[int, tuple[range, ...]]]):
@@ -52,10 +51,10 @@ class ScatteredColumnParallelLinear(LinearBase):
 
 
 class GatedQKVParallelLinear(QKVParallelLinear):
-    """A projection to gates, queries, keys and values.
+    """A projection to gates, queries, keys and values, where each of `num_heads` heads has a query and a gate.
 
-    Each of the `num_heads` heads has a query and a gate. In a checkpoint's weight, each head's gate follows the head's
-    query. In the result, the gates of all heads come first, then the queries.
+    A checkpoint stores the gate of each head after its query. The result contains the gates of all heads, then the
+    queries, keys and values.
     """
 
     def __init__(self, hidden_size: int, head_size: int, num_heads: int, num_kv_heads: int, bias: bool = False):

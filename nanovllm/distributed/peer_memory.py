@@ -20,8 +20,7 @@ KEYS = 2  # the index of the barrier for keys; barriers 0 and 1 belong to the tw
 class PeerAllReduce(PartialSum):
     """A sum over all ranks. `parts` [split_k, T, N] holds this rank's summands, in memory that the other ranks read.
 
-    Every rank writes its parts. The kernel that reads the sum waits at the barrier until all ranks have written their
-    parts.
+    The kernel that reads the sum waits at the barrier until all ranks have written their summands.
     """
 
     __slots__ = ("barrier",)
@@ -32,7 +31,7 @@ class PeerAllReduce(PartialSum):
 
     @property
     def tensor(self) -> None:
-        """Always None, because the other ranks' parts are not added yet."""
+        """Always None, because the other ranks' summands are not added yet."""
         return None
 
     def reduce(self) -> torch.Tensor:
@@ -41,20 +40,18 @@ class PeerAllReduce(PartialSum):
 
 
 class PeerMemory:
-    """Memory for the kernels in peers.py: flags, keys, and two buffers for sums. Every rank uses the same layout.
+    """Memory for the kernels in peers.py, with the same layout on all ranks: flags, keys, and two buffers for sums.
 
-    On each rank, one kernel writes the rank's part of a sum to a buffer. The next kernel waits for the other ranks and
-    reads all parts. The buffers alternate from sum to sum within a forward pass, so a fast rank never overwrites data
-    that another rank still reads. Before a rank writes to a buffer again, it passes the barrier of the other buffer.
-    The other ranks reach that barrier only after they have read the first buffer. Every forward pass ends with an
-    exchange of keys, which has a separate buffer and barrier. So every forward pass begins with the first buffer for
-    sums.
+    One kernel writes the rank's summands to a buffer. The next kernel waits for the other ranks and reads all summands.
+    The two buffers alternate within a forward pass, so a fast rank never overwrites what another rank still reads.
+    Before a rank writes to a buffer again, it passes the barrier of the other buffer. The other ranks reach that
+    barrier only after they have read the first buffer. Every forward pass ends with an exchange of keys, which has a
+    separate buffer and barrier. So every forward pass begins with the first buffer for sums.
 
-    The memory is shared through CUDA IPC handles, and does not need NVLink multicast.
+    CUDA IPC handles share the memory, without NVLink multicast.
     """
 
     def __init__(self, rank: int, size: int, store: Store, device: torch.device, max_sum_bytes: int):
-        """Allocate the memory, and wait until all ranks have done so."""
         self.rank, self.size, self.device = rank, size, device
         self.keys_offset = (KEYS + 1) * MAX_PROGRAMS * size * 4
         self.sums_offset = self.keys_offset + MAX_KEYS * 8
@@ -95,7 +92,6 @@ class PeerMemory:
         return PeerBarrier(self.addresses, data_offset, flags_offset, MAX_PROGRAMS, self.aborted, self.rank)
 
     def abort(self) -> None:
-        """Make kernels stop waiting for other ranks, now and later."""
         self.aborted.fill_(1)
 
     def close(self) -> None:
@@ -107,7 +103,7 @@ class PeerMemory:
 
 
 class PeerTensorParallel(Ranks):
-    """Ranks on GPUs that read each other's memory. The kernel that reads a sum also adds up the sum's parts."""
+    """Ranks on GPUs that read each other's memory. The kernel that reads a sum also computes it."""
 
     def __init__(self, peers: PeerMemory):
         super().__init__(peers.rank, peers.size)
@@ -132,9 +128,9 @@ class PeerTensorParallel(Ranks):
     def gather(
         self, compute: Compute, num_rows: int, width: int, dtype: torch.dtype, params: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Concatenate the columns of all ranks' results of `compute`. Return [num_rows, ranks * width].
+        """Return the results of `compute` of all ranks, side by side: [num_rows, ranks * width].
 
-        If sampling `params` are given, rows without filters might not contain the other ranks' columns.
+        If sampling `params` are given, rows without filters may lack the other ranks' columns.
         """
         y = self.sum(compute, num_rows, width, dtype)
         return ops.gather_columns(y.parts[0], y.barrier, params)

@@ -18,10 +18,10 @@ from nanovllm.utils.tensor_parallel import STEP_TIMEOUT
 
 
 def connect(rank: int, size: int, folder: Path, device: torch.device, max_sum_bytes: int) -> Ranks:
-    """Connect to the other ranks through a file in `folder`. Returns when all ranks have connected.
+    """Connect to the other ranks through a file in `folder`. Return when all ranks have connected.
 
-    This function uses no port and no default process group. `max_sum_bytes` is the size of the largest sum of a forward
-    pass. GPUs use PeerMemory if they can read each other's memory, and NCCL otherwise. CPUs use gloo.
+    There is no port and no default process group. `max_sum_bytes` is the size of the largest sum of a forward pass.
+    GPUs use PeerMemory if they can read each other's memory, otherwise NCCL. CPUs use gloo.
     """
     store = dist.FileStore(str(folder / "store"), size)
     tp: Ranks
@@ -36,7 +36,7 @@ def connect(rank: int, size: int, folder: Path, device: torch.device, max_sum_by
 
 
 def check_order_of_sums(config: Config) -> None:
-    """Raise ValueError if `batch_invariant` is on, but the ranks' parts of a sum are not added in a fixed order."""
+    """Raise ValueError if `batch_invariant` is on, but the ranks' summands are not added in a fixed order."""
     device, size = config.device_of(0), config.tensor_parallel_size
     if config.batch_invariant and device.type == "cuda" and not _can_read_peers(device, 0, size):
         problem = "must be 1, as these GPUs can't read each other's memory: NCCL's order of sums depends on the batch"

@@ -1,4 +1,4 @@
-"""Defines the base class for running on several ranks. It handles lost ranks and forked child processes."""
+"""Defines the base class of several ranks, which handles lost ranks and forked child processes."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 
 
 class Ranks(TensorParallel):
-    """One of several ranks. The base class itself stands for a rank that is not connected yet."""
+    """One of several ranks. The base class stands for a rank that is not connected yet."""
 
     folder: Path | None = None  # where the ranks' communication still needs files
 
@@ -20,7 +20,6 @@ class Ranks(TensorParallel):
             raise RuntimeError("another rank was lost")
 
     def abort(self) -> None:
-        """Make the device stop waiting for a lost rank."""
         self.lost = True
 
     def leave_in_child(self) -> None:

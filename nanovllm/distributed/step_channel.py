@@ -21,11 +21,11 @@ HEADER = 512  # words: the number of bytes of the pickled shape, then the pickle
 class StepChannel:
     """Rank 0's end of the channel.
 
-    A buffer is a flat int32 array that contains a batch's pickled shape and the batch's contents. Each reader has two
-    semaphores: `free` counts the buffers that the reader has read, and `filled` counts those that it has yet to read.
-    So no buffer is overwritten before all readers have read it, and readers sleep while there is nothing to read. Rank
-    0 can always raise a semaphore, even if a reader was killed. Readers inherit the file descriptors of the memory (an
-    unnamed file) and of the semaphores (eventfds), so no named object can outlive the processes.
+    A buffer is an int32 array: a batch's pickled shape, then the batch. Each reader has two semaphores. `free` counts
+    the buffers that the reader has read, and `filled` counts the buffers that it must still read.
+    So no buffer is overwritten too early, and readers sleep while there is nothing to read. Rank 0 can always raise a
+    semaphore, even if a reader was killed. The memory (an unnamed file) and the semaphores (eventfds) are inherited, so
+    no named object can outlive the processes.
     """
 
     def __init__(self, capacity: int, num_readers: int):
@@ -82,7 +82,7 @@ class StepReader:
 
     @contextmanager
     def receive(self) -> Iterator[tuple[Any, np.ndarray]]:
-        """Open a context with the next message: (shape, words). `words` extends to the end of the buffer."""
+        """Open a context with the next message: (shape, words up to the end of the buffer)."""
         os.eventfd_read(self._filled)
         buffer = next(self._buffers)
         shape = pickle.loads(buffer.view(np.uint8)[4 : 4 + buffer[0]])

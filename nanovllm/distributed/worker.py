@@ -48,10 +48,9 @@ BOOTSTRAP = (
 class Workers:
     """Rank 0's view of the other ranks, in the caller's process.
 
-    A supervisor thread starts, watches and ends the processes of the ranks, so that an interrupt in the caller's thread
-    can't leave this work half done. If a rank ends, reports an error or does not start in time, the supervisor kills
-    all ranks, stores the reason in `failure`, and makes rank 0's device stop waiting for them. If the caller is killed,
-    the ranks end by themselves.
+    A supervisor thread starts, watches and ends the processes, so an interrupt in the caller's thread can't leave this
+    half done. If a rank ends, reports an error or does not start in time, the supervisor kills all ranks, stores the
+    reason in `failure`, and makes rank 0's device stop waiting. If the caller is killed, the ranks end by themselves.
 
     The processes are plain subprocesses. With `multiprocessing`, each process would import the caller's script, and any
     forked child of the caller would end the processes when it exits.
@@ -74,7 +73,6 @@ class Workers:
         self._folder: Path | None = None
 
     def connect(self) -> Ranks:
-        """Start the processes, and connect rank 0 to them."""
         self._deadline = monotonic() + START_TIMEOUT
         self.supervisor = threading.Thread(target=self._supervise, name="nanovllm ranks", daemon=True)
         with interrupts_held():  # a thread whose start was interrupted can't be joined
@@ -103,15 +101,13 @@ class Workers:
             sleep(0.002)
 
     def check(self) -> None:
-        """Raise RuntimeError if the ranks have failed."""
         if self.failure:
             raise RuntimeError(self.failure)
 
     def launch(self, runner: ModelRunner, step: ScheduledStep) -> PendingStep:
-        """Prepare a step and launch it on all ranks.
+        """Launch a step on all ranks. Raises RuntimeError if the ranks have failed, or if another thread calls `exit`.
 
-        Raises RuntimeError if the ranks have failed, or if another thread calls `exit`. If an error occurs after the
-        other ranks have received the step, but before rank 0 launches it, the ranks can't continue.
+        If rank 0 fails after sending the step and before launching it, the ranks can't continue.
         """
         channel = self._channel
         self.check()
@@ -126,9 +122,9 @@ class Workers:
         self._channel.send(message, words, STEP_TIMEOUT)
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """Kill all ranks after an error of rank 0. Returns the error to raise: `error`, or the failure that caused it.
+        """Kill all ranks after an error of rank 0. Return the error to raise: `error`, or the failure that caused it.
 
-        Rank 0 may notice a lost rank before the supervisor does, so this method waits for the supervisor.
+        Rank 0 may notice a lost rank first, so this method waits for the supervisor.
         """
         may_be_theirs = os.getpid() == self._caller_pid and isinstance(error, RuntimeError)
         deadline = monotonic() + 2.0
@@ -139,7 +135,6 @@ class Workers:
         return cause
 
     def _supervise(self) -> None:
-        """Start, watch and end the ranks, in the supervisor thread."""
         # the ranks inherit this mask: SIGINT is only for the caller, and `end_with_caller` handles SIGTERM
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         sockets: dict[int, socket.socket] = {}
@@ -196,7 +191,7 @@ class Workers:
                 self._fail(f"the ranks did not start within {START_TIMEOUT:.0f} s")
 
     def _fail(self, reason: str) -> None:
-        """Kill all ranks. The supervisor notices that the ranks have ended, and cleans up."""
+        """Kill all ranks."""
         if os.getpid() != self._caller_pid:
             return
         self.failure = self.failure or reason
@@ -204,7 +199,6 @@ class Workers:
             process.kill()
 
     def _end(self, sockets: dict[int, socket.socket]) -> None:
-        """Clean up after a failure, or after `exit`."""
         self._fail("the ranks were ended")  # again, because an earlier `_fail` may have come while processes started
         if not self._is_closing:
             self.tp.abort()
@@ -226,8 +220,8 @@ class Workers:
     def exit(self) -> None:
         """End the processes and clean up. In a forked child, do nothing.
 
-        Any thread may call this method, any number of times. If another thread is in `launch`, `launch` raises
-        RuntimeError. An interrupt that arrives meanwhile is raised at the end.
+        Any thread may call this method at any time. A `launch` in another thread raises RuntimeError. An interrupt that
+        arrives meanwhile is raised at the end.
         """
         if self.supervisor is None or os.getpid() != self._caller_pid:
             return
@@ -248,7 +242,7 @@ class Workers:
 
 
 def _without_policy(config: Config) -> Config:
-    """Return a copy of the config without its policy, which other ranks never use and may be unable to import."""
+    """Return a copy of the config without its policy, which other ranks do not need and may be unable to import."""
     config = copy(config)
     object.__setattr__(config, "scheduling_policy", "fcfs")  # `replace` would resolve the settings again
     return config
@@ -269,7 +263,7 @@ def _describe_end(rank: int, code: int) -> str:
 
 
 def connect(rank: int, config: Config, folder: Path) -> Ranks:
-    """Connect a rank to the other ranks through files in `folder`. Returns when all ranks are connected."""
+    """Connect a rank to the other ranks through files in `folder`, and return when all are connected."""
     model, size = config.model_config, config.tensor_parallel_size
     sums = max(config.max_num_batched_tokens, config.max_num_seqs) * model.hidden_size
     logits = max(config.max_num_seqs * config.tokens_per_row, MAX_TOP_ROWS) * model.vocab_size // size
@@ -278,7 +272,7 @@ def connect(rank: int, config: Config, folder: Path) -> Ranks:
 
 
 def work(fd: int) -> None:
-    """Run the process of a rank until it is killed. `fd` is the process's socket to rank 0."""
+    """Run the process of a rank, with the socket `fd` to rank 0, until it is killed."""
     sock = socket.socket(fileno=fd)
     rank, caller, config, folder, fds = pickle.loads(sock.recv(MAX_MESSAGE_BYTES))
     end_with_caller(caller, folder)
@@ -295,7 +289,6 @@ def work(fd: int) -> None:
 
 
 def serve(runner: ModelRunner, reader: StepReader) -> None:
-    """Run the steps that rank 0 sends, forever."""
     in_flight: list[PendingStep] = []
     incoming: dict[str, Any] = {}  # parts of messages whose other parts have not arrived
     while True:
@@ -313,7 +306,7 @@ def serve(runner: ModelRunner, reader: StepReader) -> None:
 def end_with_caller(caller: int, folder: Path) -> None:
     """End this process, and remove `folder`, when the caller is gone or SIGTERM arrives.
 
-    SIGTERM must be blocked; `Workers` blocks it before starting the processes.
+    `Workers` must have blocked SIGTERM.
     """
 
     def watch() -> None:

@@ -15,7 +15,7 @@ MAX_WAIT_SECONDS = 0.02  # short, because callers' commands have to wait
 
 
 def hold(scheduler: "Scheduler", seq: Sequence) -> None:
-    """Hold a running or waiting sequence whose tokens have arrived. No step computes it until `release` is called."""
+    """Hold a running or waiting sequence whose tokens have arrived, until `release` is called."""
     seq.is_paused, scheduler.held[seq] = True, None
     scheduler.waiting.discard(seq)  # if it was preempted while the step was in flight
 
@@ -47,5 +47,5 @@ def outcome(future: Any) -> tuple[str, int | str | None] | None:
 
 
 def wait_for_one(scheduler: "Scheduler") -> None:
-    """Wait until a held sequence can continue, or briefly. Called when no step can be scheduled."""
+    """Wait briefly for a held sequence, because no step can be scheduled."""
     wait([seq.awaited for seq in scheduler.held], MAX_WAIT_SECONDS, FIRST_COMPLETED)

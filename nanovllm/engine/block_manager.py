@@ -9,7 +9,10 @@ from nanovllm.engine.sequence import Sequence, packed_ids
 
 
 class Block:
-    """A block of the paged KV cache. If it has a hash, it is in the prefix cache. Lookups also compare token ids."""
+    """A block of the paged KV cache.
+
+    A block with a hash is in the prefix cache, where lookups also compare token ids.
+    """
 
     __slots__ = ("block_id", "hash", "ref_count", "token_ids")
 
@@ -23,7 +26,6 @@ class Block:
         self.hash, self.token_ids = block_hash, token_ids
 
     def reset(self) -> None:
-        """Prepare the block for a sequence that allocates it."""
         self.ref_count, self.hash, self.token_ids = 1, -1, []
 
 
@@ -31,8 +33,8 @@ class BlockManager:
     """Allocates and frees cache blocks, each in constant time.
 
     A freed block keeps its contents until it is allocated again, so that a later sequence with the same prefix can
-    reuse it. Free blocks outside the prefix cache are allocated first. Cached blocks follow, the least recently freed
-    one first.
+    reuse it. Free blocks outside the prefix cache are allocated first, then cached blocks, the least recently freed
+    first.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
@@ -42,7 +44,6 @@ class BlockManager:
         self.reset()
 
     def reset(self) -> None:
-        """Free all blocks and forget their contents."""
         self.blocks = [Block(block_id) for block_id in range(self.num_blocks)]
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
         self.hash_to_block_id: dict[int, int] = {}
@@ -73,7 +74,7 @@ class BlockManager:
         return sum(self.blocks[i].ref_count == 0 for i in [*self.hash_to_block_id.values()])
 
     def groups(self) -> list[dict]:
-        """Return the groups of layers with block tables of their own, for statistics. A single group is not listed."""
+        """Return the groups of layers with separate block tables, for statistics. A single group is not listed."""
         return []
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -100,10 +101,10 @@ class BlockManager:
             seq.block_table.append(self._allocate_block())
 
     def fork(self, seq: Sequence, other: Sequence) -> None:
-        """Share the full blocks of `seq` with `other`, and add a block to `other`. Both sequences have the same
-        computed tokens.
+        """Share the full blocks of `seq` with `other`, and add a block to `other`.
 
-        If the last block of `seq` is not full, it is copied into the added block before the next step: see `copies`.
+        Both have the same computed tokens. If the last block of `seq` is not full, it is copied into the added block
+        before the next step (`copies`).
         """
         num_full = seq.num_computed_tokens // self.block_size
         other.block_table = seq.block_table[:num_full]
@@ -116,7 +117,6 @@ class BlockManager:
             self.copies[other.block_table[-1]] = seq.block_table[num_full]
 
     def needs_block(self, seq: Sequence, num_tokens: int) -> bool:
-        """Return whether `seq` needs another block to hold `num_tokens` tokens."""
         return len(seq.block_table) * self.block_size < num_tokens
 
     def can_append(self, seq: Sequence) -> bool:
@@ -132,8 +132,7 @@ class BlockManager:
         """Put the full blocks of `seq`, or of its first `num_tokens` tokens, into the prefix cache.
 
         A prompt's blocks enter the cache when the step that computes them is scheduled, so that other sequences of this
-        step can share them. That is safe, because each layer stores a step's keys and values before it attends.
-        Only this step and later steps on the same stream read the block.
+        step can share them. This is safe, because each layer stores a step's keys and values before it attends.
         """
         if not self.enable_prefix_caching:
             return
@@ -149,7 +148,7 @@ class BlockManager:
                 self.duplicates.setdefault(block.hash, set()).add(block.block_id)
 
     def take_copies(self) -> dict[int, int]:
-        """Return and clear `copies`. The next call returns the copies of steps scheduled after this call."""
+        """Return and clear `copies`. The next call returns the copies of later steps."""
         copies, self.copies = self.copies, {}
         return copies
 
@@ -183,7 +182,7 @@ class BlockManager:
             block.hash = -1
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
-        """Return the ids of the cached blocks with which `seq` begins. At least one token is left to compute."""
+        """Return the ids of the cached blocks with which `seq` begins, leaving at least one token to compute."""
         block_ids: list[int] = []
         if not self.enable_prefix_caching or seq.skips_prefix_hits:
             return block_ids
@@ -213,7 +212,7 @@ class BlockManager:
         return block_id
 
     def evict(self, block: Block, block_hash: int) -> None:
-        """Remove the block from the prefix cache. If it has a duplicate, lookups then find the duplicate."""
+        """Remove the block from the prefix cache. If the block has a duplicate, lookups then find the duplicate."""
         duplicates = self.duplicates.get(block_hash, set())
         if self.hash_to_block_id[block_hash] != block.block_id:
             duplicates.remove(block.block_id)

@@ -1,4 +1,4 @@
-"""The engine loop. It schedules a step, launches it, and processes the result of this step or of the previous one."""
+"""The engine loop: schedules a step, launches it, and processes the result of this step or of the previous one."""
 
 from collections.abc import Callable
 from typing import Any
@@ -55,18 +55,16 @@ class Engine:
             wait_for_one(self.scheduler)
 
     def check_open(self) -> None:
-        """Raise RuntimeError if the engine was closed or has failed."""
         if self.model_runner is None:
             raise RuntimeError(CLOSED)
         self.workers.check()
 
     def check_available(self) -> None:
-        """Raise UnavailableError if the engine can't run steps now."""
         if reasons := [*self.unavailable.values()]:
             raise UnavailableError(reasons[0])
 
     def drop_requests(self) -> None:
-        """Drop all requests and reset the state. Called on exit, and after an error, possibly during a step."""
+        """Drop all requests and reset the state, on exit or after an error, possibly during a step."""
         reset_context()
         if self.model_runner is not None:
             self.model_runner.recover()  # queued steps still read the host's buffers
@@ -74,7 +72,7 @@ class Engine:
         self.output_processor.reset()
 
     def close_after(self, error: BaseException) -> None:
-        """Close the engine. If `error` was caused by another rank's failure, raise that failure."""
+        """Close the engine. If another rank's failure caused `error`, raise that failure."""
         cause = self.workers.cause_of(error)
         has_runner = self.model_runner is not None
         self.exit()
@@ -84,7 +82,6 @@ class Engine:
             raise cause from error
 
     def exit(self) -> None:
-        """Stop the other ranks, and free the device's memory."""
         self.workers.exit()
         if self.model_runner is not None:
             self.model_runner.exit()

@@ -1,4 +1,4 @@
-"""The thread that owns an engine. It executes commands and runs steps."""
+"""The thread that owns an engine, executes commands and runs steps."""
 
 import os
 import threading
@@ -85,9 +85,10 @@ class EngineThread:
         return output
 
     def call(self, work: Callable[[], T]) -> T:
-        """Call `work` between two steps, and return its result. An error in `work` is treated like an error in a step.
+        """Call `work` between two steps, and return its result.
 
-        If the engine thread itself is the caller, as in a hook, `work` is called at once.
+        An error in `work` is treated like an error in a step. If the engine thread itself is the caller, as in a hook,
+        `work` is called at once.
         """
         if threading.current_thread() is self._thread:
             return work()
@@ -127,8 +128,8 @@ class EngineThread:
     def exit(self) -> None:
         """Drop all requests, free the device's memory, and end the thread. Waiting callers get a RuntimeError.
 
-        A finalizer might call this method in the engine thread or in the thread that supervises the ranks. The call
-        then returns at once, and takes effect after the step. In a forked child, the method does nothing.
+        If a finalizer calls this method in the engine thread or in the ranks' supervisor, it returns at once and takes
+        effect after the step. In a forked child, it does nothing.
         """
         if os.getpid() != self._pid:
             return
@@ -151,7 +152,7 @@ class EngineThread:
     # -- for this thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Until the engine closes, repeat: execute queued commands, then run a step. If no step is wanted, sleep."""
+        """Until the engine closes, repeat: execute queued commands, then run a step, or sleep if no step is wanted."""
         try:
             while not self._is_closing:
                 try:
@@ -188,7 +189,7 @@ class EngineThread:
         self._is_asleep = False
 
     def _recover(self, error: BaseException) -> None:
-        """Drop all requests after an error in a step. With several ranks, also close the engine."""
+        """Drop all requests after an error in a step."""
         try:
             self.engine.drop_requests()
             if self.engine.workers.processes:

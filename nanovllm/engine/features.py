@@ -1,7 +1,7 @@
 """The interface of features, which only some requests use. Each feature is a class in a separate file.
 
-The table FEATURES lists all features. A feature is imported when a request first asks for it. On CUDA, all features
-are imported at startup, because CUDA graphs contain their logit edits.
+The table FEATURES lists all features. A feature is imported when a request first asks for it. On CUDA, startup imports
+all features, because CUDA graphs contain their logit edits.
 """
 
 from collections.abc import Mapping
@@ -26,20 +26,20 @@ Ends = dict[Sequence, tuple[str, int | str | None]]  # finish reason and stop re
 class StepFeature:
     """The hooks of a feature. In this base class, most hooks do nothing.
 
-    The class methods run on rank 0 and handle sequences. The other methods run on every rank, in the rank's own
-    instance. They handle batches on the device, and know no sequences.
+    The class methods run on rank 0 and handle sequences. The other methods run on every rank, and handle batches on the
+    device.
     """
 
     fields: tuple[str, ...] = ()  # numeric parameters of a registered feature; 0 means not asked for
 
     @classmethod
     def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
-        """Check a request in its caller's thread, and set up its sequences. Raise ValueError or TypeError to reject it.
+        """Check a request in its caller's thread, and set up its sequences.
 
-        The feature stores its state for a sequence in `seq.feature_state[name]`, which is initially None. The feature
-        may set these attributes of a sequence:
+        Raise ValueError or TypeError to reject it. The feature's state for a sequence is `seq.feature_state[name]`,
+        initially None. The feature may set these attributes of a sequence:
 
-        columns: numbers for the device, by column name. This base method sets the columns named in `fields`.
+        columns: values for the device, by column name. This base method sets the columns named in `fields`.
         is_watched: `after_step` sees each token.
         waits_for_token: no token is decoded before `after_step` has seen the previous token.
         skips_prefix_hits: the prompt is computed without reading the prefix cache.
@@ -51,8 +51,8 @@ class StepFeature:
     def prepare(cls, step: ScheduledStep) -> Arrays | None:
         """Return a step's int32 arrays (or lists of arrays of equal length), or None if the feature needs no arrays.
 
-        Each rank creates its instance of a feature when the first arrays arrive. So if there are new sequences, a
-        feature that edits logits must return a dict, which may be empty.
+        Each rank creates its instance of a feature when the first arrays arrive. So with new sequences, a feature that
+        edits logits must return a dict, which may be empty.
         """
         return {} if step.new_seqs and cls.edit_logits is not StepFeature.edit_logits else None
 
@@ -65,16 +65,16 @@ class StepFeature:
         """Allocate the feature's memory on the runner's device. On CUDA, this runs before graphs are captured."""
 
     def upload(self, arrays: Arrays) -> None:
-        """Receive the arrays from `prepare` on the device before the model runs. No CUDA graph contains this call."""
+        """Receive the arrays from `prepare` on the device before the model runs, outside CUDA graphs."""
 
     def edit_logits(self, logits: Any, rows: Any) -> None:
         """Edit logits [S, vocabulary] in place. `rows` is a `layers.sampler.SamplingRows`.
 
-        CUDA graphs contain this method. So it must not wait for the device, and it runs even if no request needs it.
+        CUDA graphs contain this method, so it must not wait for the device, and it runs even if no request needs it.
         """
 
     def after_forward(self, arrays: Arrays, output: Any) -> Any:
-        """Compute further results from a ForwardOutput and the arrays from `prepare`. No CUDA graph contains this call.
+        """Compute further results from a ForwardOutput and the arrays from `prepare`, outside CUDA graphs.
 
         Every rank calls this method if `prepare` returned arrays. Return None or an object with a method
         `result(step)`, which rank 0 calls when the device has finished.
@@ -84,12 +84,12 @@ class StepFeature:
     def after_step(cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: Any) -> None:
         """Inspect the new tokens, and add the sequences that must end to `ends`.
 
-        `arrived` maps the index of a new token in `StepResult.token_ids` to its sequence. The mapping contains the
-        watched sequences that had not ended before. A new token is the last one in `seq.token_ids`. `result` is the
-        return value of `result(step)`, or None: see `after_forward`.
+        `arrived` maps the index of a new token in `StepResult.token_ids` to its sequence, if the sequence is watched
+        and had not ended before. A new token is the last one in `seq.token_ids`. `result` is what `result(step)`
+        returned, or None (see `after_forward`).
 
-        Do long work in another thread, and store its Future in `seq.awaited`. The sequence must have set
-        `waits_for_token`, and is held until the Future is done. The Future's result is a value of `Ends`, or None.
+        Do long work in another thread, and store its Future in `seq.awaited`. The Future's result is a value of `Ends`,
+        or None. The sequence must have set `waits_for_token`, and is held until the Future is done.
         """
 
     @classmethod

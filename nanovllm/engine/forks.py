@@ -1,6 +1,6 @@
 """Forks sequences for several answers to one prompt (`n` > 1) and for beam search. Beams pause after each token.
 
-These functions belong to the Scheduler. They are in a separate file because most requests have a single answer.
+These functions belong to the Scheduler, but most requests do not need them.
 """
 
 from copy import copy, deepcopy
@@ -51,7 +51,6 @@ def fork(scheduler: "Scheduler", seq: Sequence, index: int, token_id: int) -> Se
 
 
 def resume(scheduler: "Scheduler", seq: Sequence, token_id: int) -> None:
-    """Continue a paused sequence with `token_id` in the next step."""
     seq.append_token(token_id)
     seq.num_tokens, seq.is_paused = len(seq.token_ids), False
     if seq.block_table and scheduler.block_manager.can_append(seq):
@@ -74,7 +73,6 @@ def preempt_paused(scheduler: "Scheduler", step: ScheduledStep) -> None:
 
 
 def _copy(seq: Sequence, index: int, token_id: int) -> Sequence:
-    """Copy `seq` without its blocks, and append `token_id`."""
     new_seq = copy(seq)
     new_seq.index, new_seq.token_ids = index, [*seq.token_ids, token_id]
     new_seq.set_order(seq.order[0])

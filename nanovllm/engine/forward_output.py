@@ -18,8 +18,6 @@ class SamplerInput(NamedTuple):
 
 
 class ForwardOutput(NamedTuple):
-    """The output of a step on the device."""
-
     token_ids: torch.Tensor  # [S * k] int32, sampled
     results: torch.Tensor  # for the host: token_ids, or if k > 1, [S, k + 1]: k ids and how many of them are valid
     hidden_states: torch.Tensor  # [T, hidden_size]

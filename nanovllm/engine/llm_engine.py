@@ -38,9 +38,9 @@ class LLMEngine:
     themselves use `add_request`, `step`, `abort` and `is_finished`. All methods are thread-safe, and each caller gets
     only the outputs of its requests. A background thread runs the steps.
 
-    A failed step drops all requests, and every waiting caller gets a RuntimeError whose cause is the error. After
-    that, an engine with one rank stays usable, and an engine with several ranks is closed. If another rank has failed,
-    the error names that rank.
+    A failed step drops all requests, and every waiting caller gets a RuntimeError whose cause is the error. After that,
+    an engine with one rank stays usable, and an engine with several ranks is closed. If another rank has failed, the
+    error names that rank.
 
     An engine is a context manager. `exit` frees its memory. `startup_seconds` contains the time of each startup phase.
     """
@@ -141,8 +141,8 @@ class LLMEngine:
     ) -> int:
         """Queue a request and return its id. `step` returns the output to the thread that added the request.
 
-        With `scheduling_policy="priority"`, the request with the lowest `priority` is served first. With "fcfs",
-        `priority` must be 0.
+        With `scheduling_policy="priority"`, the request with the lowest `priority` is served first. With "fcfs", it
+        must be 0.
 
         Raises ValueError if the prompt is empty, is not shorter than `max_model_len`, or contains a token id outside
         the vocabulary. Raises TypeError for anything that is not a prompt. Errors of a custom scheduling policy
@@ -164,7 +164,7 @@ class LLMEngine:
         self.engine_thread.abort(check_int("request_id", request_id, low=0, high=num_requests - 1))
 
     def step(self) -> StepOutput:
-        """Return the new outputs of the calling thread's requests. If there are no new outputs, run a step first.
+        """Return the new outputs of the calling thread's requests. If there are none, run a step first.
 
         A thread that has added no request, such as the loop of a server, gets the outputs of all threads that do not
         call `step` themselves. Ctrl-C drops no request.
@@ -172,7 +172,6 @@ class LLMEngine:
         return self._step_callers.step()
 
     def is_finished(self) -> bool:
-        """Return whether `step` has nothing more to return to the calling thread."""
         return self._step_callers.is_finished()
 
     @property
@@ -181,12 +180,11 @@ class LLMEngine:
 
     @property
     def workers(self) -> Any:
-        """The other ranks, as a `distributed.worker.Workers`. A `SingleRank` if there are no other ranks."""
+        """The other ranks: a `distributed.worker.Workers`, or a `SingleRank` if there are none."""
         return self.core.workers
 
     @property
     def model_runner(self) -> ModelRunner | None:
-        """The model runner of rank 0, or None after the engine was closed."""
         return self.core.model_runner
 
     def exit(self) -> None:
@@ -197,10 +195,10 @@ class LLMEngine:
     def stats(self) -> dict[str, Any]:
         """Return counts since the start, and the current state.
 
-        `requests`: the numbers of waiting and running sequences. Each of the `n` answers to a prompt is a sequence.
-        `blocks`: the numbers of used, cached and free blocks. A cached block is free, but in the prefix cache.
-        `block_groups`: if layers with a window have block tables of their own, the blocks that each group uses.
-        `prefix_hit_rate`: the fraction of prompt tokens that were found in the prefix cache.
+        `requests`: the numbers of waiting and running sequences, where each of the `n` answers to a prompt is a
+        sequence. `blocks`: the numbers of used, cached and free blocks. A cached block is free, but in the prefix
+        cache. `block_groups`: the blocks that each group of layers uses, if there is more than one. `prefix_hit_rate`:
+        the fraction of prompt tokens that were found in the prefix cache.
         `preemptions`: how often a sequence was preempted.
         `tokens`: the numbers of prompt tokens (`in`) and generated tokens (`out`).
         `steps`: the numbers of `prefill` steps (chunks of prompts), `decode` steps and `mixed` steps (both).

@@ -1,4 +1,4 @@
-"""The model runner of a rank. It holds the rank's weights and part of the KV cache, and runs steps on its device."""
+"""The model runner of a rank, which holds the rank's weights and part of the KV cache, and runs steps on its device."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -37,7 +37,7 @@ MIN_MIXED_TOKENS = 64  # the least `max_num_mixed_tokens`, even on a slow device
 class ModelRunner:
     """Loads the model, owns the KV cache, and runs one step at a time. The host provides each step's tokens.
 
-    Subclasses overlap steps or run them on several ranks: see runners.py.
+    Subclasses overlap steps or run them on several ranks (runners.py).
     """
 
     budget_name = "the budget on a CPU is"  # for error messages about the cache size
@@ -118,8 +118,10 @@ class ModelRunner:
         return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
     def size_kv_cache(self, available: int) -> None:
-        """Set `num_kvcache_blocks` so that the cache fills `available` bytes. Raises ValueError if the longest sequence
-        does not fit."""
+        """Set `num_kvcache_blocks` so that the cache fills `available` bytes.
+
+        Raises ValueError if the longest sequence does not fit.
+        """
         config, state_bytes = self.config, self.cache_bytes(num_blocks=0)
         block_bytes = self.cache_bytes(num_blocks=1) - state_bytes
         num_blocks = self.min_of_ranks((available - state_bytes) // block_bytes)
@@ -170,7 +172,7 @@ class ModelRunner:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Set the context of a step with prompts. Return the step's token ids and positions, each [T] int32.
 
-        The first `num_decodes` rows decode. A row can be a Sequence instead: see `ScheduledSequence.of`.
+        The first `num_decodes` rows decode. A row can be a Sequence (`ScheduledSequence.of`).
         """
         rows = [x if isinstance(x, ScheduledSequence) else ScheduledSequence.of(x) for x in rows]
         block_size = self.config.kvcache_block_size
@@ -232,7 +234,8 @@ class ModelRunner:
     def run_model(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Run the model, which stores keys and values in the cache. Also store the step's token ids in the cache.
 
-        Returns hidden states [T, hidden_size]."""
+        Returns hidden states [T, hidden_size].
+        """
         # padding has slot -1, which is the extra slot at the end
         self.slot_token_ids[get_context().slot_mapping] = input_ids
         return self.model(input_ids, positions)
@@ -286,7 +289,7 @@ class ModelRunner:
     # -- features ------------------------------------------------------------------------------------------------------
 
     def add_features(self, names: Collection[str]) -> None:
-        """Load features. Features edit logits in the order of FEATURES."""
+        """Load features, which edit logits in the order of FEATURES."""
         loaded = self.features | {name: FEATURES[name].load()(self) for name in names if name not in self.features}
         self.features = {name: loaded[name] for name in [*FEATURES] if name in loaded}
 
@@ -301,7 +304,7 @@ class ModelRunner:
         return host_arrays
 
     def prepare_features(self, step: ScheduledStep) -> dict[str, Arrays]:
-        """Return the arrays of a step's features, by feature name. The names are sorted to make runs repeatable."""
+        """Return the arrays of a step's features, by feature name, sorted to make runs repeatable."""
         prepared = {name: FEATURES[name].load().prepare(step) for name in sorted(step.feature_names)}
         return {name: arrays for name, arrays in prepared.items() if arrays is not None}
 
@@ -366,7 +369,7 @@ class ModelRunner:
         return sum(tensor.nbytes for tensor in tensors)
 
     def recover(self) -> None:
-        """Wait for the queued steps, and drop their results. This is called after errors, and never raises one."""
+        """After an error, wait for the queued steps, and drop their results. Never raises an error."""
 
     def exit(self) -> None:
         """Free the device's memory."""

@@ -20,7 +20,7 @@ class OutputProcessor:
 
     @property
     def serves_one_batch(self) -> bool:
-        """Whether the only caller waits for complete answers. If so, only the time of the last answer matters."""
+        """Whether the only caller waits for complete answers, so that only the time of the last answer matters."""
         return [collector.kind for collector in self.collectors] == [OutputKind.FINAL_ONLY]
 
     def add(self, requests: Collection[Request]) -> None:
@@ -33,7 +33,7 @@ class OutputProcessor:
             self.scheduler.add(*request.group)
 
     def process(self, step: ScheduledStep, result: StepResult, changed: Collection[Sequence]) -> None:
-        """Deliver a step's outputs to the callers. `changed` is the return value of `Scheduler.postprocess`."""
+        """Deliver a step's outputs to the callers. `changed` comes from `Scheduler.postprocess`."""
         self._deliver(changed)
         num_prefilled = sum(step.chunk_lens)
         num_decoded = step.num_decodes if result.counts is None else sum(result.counts[: step.num_decodes])
@@ -41,7 +41,6 @@ class OutputProcessor:
             self._hand_over(collector, num_prefilled, num_decoded)
 
     def release_held(self) -> None:
-        """Resume the held sequences whose feature has finished the work that they wait for."""
         if not self.scheduler.held:
             return
         self._deliver(release(self.scheduler))
@@ -63,7 +62,6 @@ class OutputProcessor:
                 self._finish(request)
 
     def abort(self, request_id: int) -> None:
-        """End an unfinished request with the tokens generated so far."""
         if (request := self.requests.get(request_id)) is not None:
             for seq in self.scheduler.abort(request_id):
                 request.deliver(seq)

@@ -89,7 +89,6 @@ class RequestMetrics(Record):
 
     @property
     def time_in_queue(self) -> float | None:
-        """Seconds from arrival to the first step that computes the request."""
         return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
 
 
@@ -97,10 +96,10 @@ class RequestMetrics(Record):
 class RequestOutput(Record):
     """The answers to one request. `output.text` and `output["text"]` read fields of the first answer.
 
-    prompt: the prompt's text, with the chat template applied. None if the prompt was passed as token ids alone.
+    prompt: the prompt's text, with the chat template applied; None if it was passed as token ids alone.
     outputs: the `n` answers.
     num_cached_tokens: how many prompt tokens were found in the prefix cache.
-    prompt_logprobs: a dict for each prompt token, as in `CompletionOutput.logprobs`. For the first token, it is None.
+    prompt_logprobs: a dict for each prompt token, as in `CompletionOutput.logprobs`, and None for the first token.
     """
 
     request_id: int
@@ -153,13 +152,13 @@ class StepOutput:
     """The new outputs for one caller from one or more steps.
 
     A StepOutput unpacks into a pair, as in `outputs, num_tokens = llm.step()`. `outputs` contains a pair (request id,
-    token ids) for each ended request. `num_tokens` is the number of computed prompt tokens. If the steps computed no
-    prompt tokens, `num_tokens` is minus the number of decoded tokens.
+    token ids) for each ended request. `num_tokens` is the number of computed prompt tokens or, if there are none, minus
+    the number of decoded tokens.
 
     finished: the outputs of the requests that ended.
     new_tokens: (request id, token id) for every new token, in the order of arrival. Empty unless the caller uses
         `step`.
-    events: a `stream_event.StreamEvent` for each new piece of an answer. Empty unless the caller uses `stream`.
+    events: a `stream_event.StreamEvent` for each new piece of an answer, if the caller uses `stream`.
     num_prefill_tokens, num_decode_tokens: how many tokens these steps computed, for all callers together.
     """
 
@@ -211,7 +210,6 @@ class OutputCollector:
 
     @property
     def is_ready(self) -> bool:
-        """Whether outputs or an error are ready for the caller."""
         return self.error is not None or not self._outputs.empty()
 
     # -- for the engine's thread ---------------------------------------------------------------------------------------
@@ -221,14 +219,11 @@ class OutputCollector:
         return bool(self.live) and self._outputs.qsize() < self.max_steps_ahead
 
     def end(self, request_id: int) -> None:
-        """Mark a request as ended. The next call of `put` makes the request's last output available."""
+        """Mark a request as ended. The next call of `put` makes its last output available."""
         self._ended.add(request_id)
 
     def put(self, num_prefill_tokens: int = 0, num_decode_tokens: int = 0) -> None:
-        """Make the outputs of a step available to the caller.
-
-        If the step has no outputs, only add up the token counts.
-        """
+        """Make the outputs of a step available to the caller. If there are none, only add up the token counts."""
         new = self.new
         new.num_prefill_tokens += num_prefill_tokens
         new.num_decode_tokens += num_decode_tokens

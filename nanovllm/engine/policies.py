@@ -17,8 +17,6 @@ class Priority(SchedulingPolicy):
 
 
 class CheckedPolicy(SchedulingPolicy):
-    """Wraps a user's policy, and checks its keys."""
-
     def __init__(self, policy: Any):
         self._policy = policy
         self._last_key: Any = None  # the last accepted key
@@ -45,7 +43,7 @@ def _are_ordered(a: Any, b: Any) -> bool:
 
 
 def make_policy(policy: Any) -> SchedulingPolicy:
-    """Make the policy for `policy`, the value of `scheduling_policy`: the name of a policy or a user's object."""
+    """Make the policy for `policy`, a policy's name or a user's object."""
     if isinstance(policy, str):
         return resolve_name(POLICIES[policy])()
     return policy if type(policy) in (FCFS, Priority) else CheckedPolicy(policy)

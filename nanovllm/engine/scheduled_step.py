@@ -9,7 +9,7 @@ from nanovllm.engine.sequence import Sequence
 
 
 class ScheduledSequence(NamedTuple):
-    """A row of a step. The row computes the tokens `start:end` of `seq`."""
+    """A row of a step, which computes the tokens `start:end` of `seq`."""
 
     seq: Sequence
     start: int
@@ -27,19 +27,18 @@ class ScheduledSequence(NamedTuple):
 class ScheduledStep:
     """A step: first its decode rows, with one token each, then its prefill chunks.
 
-    With `speculative_config`, a decode row contains `tokens_per_row` tokens. On a first reading, assume that
-    `tokens_per_row` is 1.
+    With `speculative_config`, a decode row contains `tokens_per_row` tokens, otherwise one.
 
-    decodes: the rows of the sequences that decode. If rows contain drafts, `end` is an upper bound.
+    decodes: the rows of the sequences that decode. With drafts, `end` is an upper bound.
     new_blocks: (index into `decodes`, column in the block table, block id) of each block allocated to a decode row.
-    chunks: the rows that compute part or all of a prompt. After a preemption, the prompt includes generated tokens.
-    state_rows: for each chunk, the index of its initial state. Layers that keep a state use it (see cache/state.py).
-    sampled_seqs: the sequences that get a token from this step. The decoding sequences come first.
-    sampled_rows: for each sequence in `sampled_seqs`, the row to sample from. Indices ascend. The answers to a prompt
-        that are newly admitted together share a row.
+    chunks: the rows that compute part or all of a prompt, after a preemption including generated tokens.
+    state_rows: for each chunk, the index of its initial state, for layers with a state (cache/state.py).
+    sampled_seqs: the sequences that get a token from this step, decoding sequences first.
+    sampled_rows: for each sequence in `sampled_seqs`, the row to sample from, in ascending order. Answers to a prompt
+        that are admitted together share a row.
     feature_names: the features that have work to do on the host in this step.
     copies: (source, target) for each cache block or state that is copied before the step stores keys and values.
-    tokens_per_row: the width of all decode rows. It is the largest number in `num_reserved`, and at least 1.
+    tokens_per_row: the width of all decode rows: the maximum of `num_reserved`, and at least 1.
     scheduled_at: the value of `time.perf_counter` when scheduling began.
     """
 
@@ -60,7 +59,6 @@ class ScheduledStep:
 
     @property
     def req_indices(self) -> list[int]:
-        """The request index of each decode row."""
         return [seq.req_index for seq, _, _ in self.decodes]
 
     @property
@@ -70,7 +68,6 @@ class ScheduledStep:
 
     @property
     def watched(self) -> list[int]:
-        """The indices of watched sequences in `sampled_seqs`."""
         return [i for i, seq in enumerate(self.sampled_seqs) if seq.is_watched]
 
     @property
@@ -84,7 +81,6 @@ class ScheduledStep:
 
     @property
     def rows(self) -> list[ScheduledSequence]:
-        """All rows: decodes, then chunks."""
         return [*self.decodes, *self.chunks]
 
     def __iter__(self) -> Iterator[Any]:
@@ -100,7 +96,7 @@ class ScheduledStep:
         return "mixed" if self.num_decodes else "prefill"
 
     def decode(self, rows: list[ScheduledSequence]) -> None:
-        """Set the decode rows. Call this before adding chunks."""
+        """Set the decode rows, before chunks are added."""
         self.decodes, self.sampled_rows = rows, [*range(len(rows))]
         self.sampled_seqs = [seq for seq, _, _ in rows]
         self.tokens_per_row = max((end - start for _, start, end in rows), default=1)

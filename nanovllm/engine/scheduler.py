@@ -26,11 +26,12 @@ class Scheduler:
     A mixed step decodes one token for each running sequence, and computes chunks of prompts. Prompts are computed in
     the order of `Sequence.order`, as far as the step's TokenBudget allows. A full engine admits new sequences in groups
     (see AdmissionPause). `schedule` may be called once more before the tokens of the previous step have arrived. This
-    call leaves out the sequences that must wait for their tokens. The row of a sequence includes its drafts, if any.
+    early call leaves out the sequences that must wait for their tokens. The row of a sequence includes its drafts, if
+    any.
 
-    The answers to one prompt (`Sequence.group`) are queued together. The first answer is admitted when all of them fit,
-    or when nothing else runs. Answers that fit share the computed prompt. The other answers later find the prompt in
-    the prefix cache.
+    The answers to one prompt (`Sequence.group`) are queued together. The first answer is admitted when all answers fit,
+    or when nothing else runs. Answers that fit share the computed prompt, and the remaining answers find it in the
+    prefix cache.
     """
 
     make_queue: Callable[[], WaitingQueue] = WaitingQueue  # lora/ replaces it
@@ -52,7 +53,6 @@ class Scheduler:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all sequences and the contents of all blocks."""
         self.block_manager.reset()
         for seq in self.held:
             seq.awaited.cancel()
@@ -65,7 +65,6 @@ class Scheduler:
         self.free_req_indices = self.block_manager.req_indices(self.max_num_seqs)
 
     def add(self, *group: Sequence) -> None:
-        """Queue the answers to one prompt."""
         if not self.waiting:  # the sequence that paused admission was admitted or aborted
             self.admission.resume()
         for seq in group:
@@ -112,7 +111,7 @@ class Scheduler:
         return bool(step.num_decodes) or any(seq.waits_for_token and not seq.is_paused for seq in self.running.values())
 
     def _schedule_decodes(self, step: ScheduledStep) -> None:
-        """Decode all ready sequences. If blocks run out, preempt sequences, beginning with the last in order."""
+        """Decode all ready sequences."""
         rows = self._ready()
         while len(growing := self._rows_that_need_a_block(rows)) > self.block_manager.num_free:
             self.preempt(max((*self.running.values(), *self.prefilling.values()), key=attrgetter("order")))
@@ -129,9 +128,8 @@ class Scheduler:
     def _ready(self) -> list[ScheduledSequence]:
         """Return a row for each running sequence that can decode.
 
-        The row contains the sequence's next token and its drafts. The longest contexts come first, so that short
-        contexts balance the load at the end of attention. Sequences of equal length stay in the order in which they
-        began to decode.
+        The longest contexts come first, so that short contexts balance the load at the end of attention. Sequences of
+        equal length stay in the order in which they began to decode.
         """
         ready = [
             seq for seq in self.running.values() if seq.num_tokens < seq.token_limit and not seq.pauses_after_token
@@ -143,7 +141,6 @@ class Scheduler:
         ]
 
     def _rows_that_need_a_block(self, rows: list[ScheduledSequence]) -> list[int]:
-        """Return the indices of the rows that need a block."""
         needs_block = self.block_manager.needs_block
         return [i for i, (seq, _, end) in enumerate(rows) if needs_block(seq, end)]
 
@@ -190,17 +187,14 @@ class Scheduler:
                 forks.start_others(self, seq, step)
 
     def start_decoding(self, seq: Sequence, step: ScheduledStep) -> None:
-        """Sample a token of `seq` from the step's last row, which completes the prompt of `seq`.
-
-        Later steps decode `seq`.
-        """
+        """Sample a token of `seq` from the step's last row, which completes its prompt. Later steps decode `seq`."""
         self.prefilling.pop(seq.key, None)
         self.running[seq.key] = seq
         step.add_sampled(seq)
         seq.num_tokens += 1
 
     def _admit(self, seq: Sequence) -> bool:
-        """Admit the first waiting sequence if it fits and admission is not paused. Return whether it was admitted."""
+        """Admit the first waiting sequence if it fits and admission is not paused."""
         num_running = len(self.running) + len(self.prefilling)
         if not self.admission.may_admit(num_running) or len(seq.token_ids) < seq.num_tokens:  # its token is in flight
             return False
@@ -241,7 +235,7 @@ class Scheduler:
     def postprocess(self, step: ScheduledStep, result: StepResult) -> Collection[Sequence]:
         """Append the tokens of a step to their sequences, run features, and end sequences.
 
-        Returns the watched sequences that got a token, and all sequences that ended. Beam search appends tokens to its
+        Return the watched sequences that got a token, and all sequences that ended. Beam search appends tokens to its
         sequences itself.
         """
         arrived, ends = self.append_tokens(step.sampled_seqs, result.token_ids)
@@ -250,7 +244,7 @@ class Scheduler:
     def append_tokens(self, seqs: list[Sequence], token_ids: list[int]) -> tuple[dict[int, Sequence], Ends]:
         """Append each token to its sequence, unless the sequence has ended or its `pauses_after_token` is set.
 
-        Returns the watched sequences by the index of their token, and the sequences that end with their token.
+        Return the watched sequences by the index of their token, and the sequences that end with their token.
         """
         arrived, ends, num_late = dict[int, Sequence](), Ends(), 0
         block_size = self.block_manager.block_size
@@ -291,8 +285,8 @@ class Scheduler:
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence, whatever its state. Only this method ends sequences.
 
-        A step in flight might still write to the sequence's blocks. That is safe: the device runs steps in order, so
-        the next owner of these blocks writes later.
+        A step in flight might still write to the sequence's blocks. This is safe, because the device runs steps in
+        order: the next owner of these blocks writes later.
         """
         self.waiting.discard(seq)
         self.held.pop(seq, None)
@@ -316,7 +310,6 @@ class Scheduler:
         return seqs
 
     def release(self, seq: Sequence) -> None:
-        """Free the blocks and the request index of a running sequence."""
         self.block_manager.deallocate(seq)
         self.free_req_indices.append(seq.req_index)
         seq.req_index = -1

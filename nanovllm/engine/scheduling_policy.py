@@ -40,7 +40,7 @@ class FCFS(SchedulingPolicy):
 
 
 class WaitingQueue:
-    """The waiting sequences, sorted by `order`. The first is served next."""
+    """The waiting sequences, sorted by `order`, the next one first."""
 
     def __init__(self) -> None:
         self._seqs: list[Sequence] = []
@@ -64,7 +64,6 @@ class WaitingQueue:
         return self._seqs[index]
 
     def discard(self, seq: Sequence) -> None:
-        """Remove a sequence if it is in the queue."""
         i = bisect_left(self._seqs, seq.order, key=attrgetter("order"))
         if i < len(self._seqs) and self._seqs[i] is seq:
             del self._seqs[i]
@@ -73,9 +72,9 @@ class WaitingQueue:
 class AdmissionPause:
     """Admits sequences in groups once the engine is full.
 
-    If each ended sequence were replaced at once, most steps would be mixed. Mixed steps delay the running
-    sequences. So when a sequence does not fit, admission pauses until a sixteenth of the running sequences have ended
-    or MAX_STEPS_WITHOUT_ADMISSION steps have passed.
+    If each ended sequence were replaced at once, most steps would be mixed. Mixed steps delay the running sequences. So
+    when a sequence does not fit, admission pauses until a sixteenth of the running sequences have ended or
+    MAX_STEPS_WITHOUT_ADMISSION steps have passed.
     """
 
     def __init__(self) -> None:
@@ -90,11 +89,11 @@ class AdmissionPause:
         return self._num_steps > MAX_STEPS_WITHOUT_ADMISSION
 
     def pause(self, num_running: int) -> None:
-        """Pause admission. Call this when a sequence did not fit."""
+        """Pause admission, because a sequence did not fit."""
         self._max_running, self._num_steps = max(0, num_running - max(1, num_running // 16)), 0
 
     def resume(self) -> None:
-        """Resume admission. Call this when a sequence was admitted or none waits."""
+        """Resume admission, because a sequence was admitted or none waits."""
         self._max_running, self._num_steps = None, 0
 
 
@@ -109,9 +108,10 @@ class TokenBudget(NamedTuple):
     context_of_equal_cost: float = inf
 
     def for_mixed_step(self, num_decodes: int, num_left: int) -> "TokenBudget":
-        """Return the budget for the prompts of a step with `num_decodes` decoded tokens. `num_left` prompt tokens wait.
+        """Return the budget for the prompts of a step that decodes `num_decodes` tokens.
 
-        Short steps keep inter-token latency low, and long steps shorten the queue. So the size of
+        `num_left` prompt tokens wait. Short steps keep inter-token latency low, and long steps shorten the queue. So
+        the size of
         a step is a quarter of `num_left`, but at least half of this budget and at most all of it. Prompts always get at
         least a quarter of this budget.
         """
@@ -123,15 +123,14 @@ class TokenBudget(NamedTuple):
         return (end - start) * (1 + (start + end) / 2 / self.context_of_equal_cost)
 
     def minus(self, start: int, end: int) -> "TokenBudget":
-        """Return the budget that remains after the chunk `start:end`."""
         return self._replace(num_tokens=self.num_tokens - self.cost(start, end))
 
     def chunk_end(self, start: int, end: int, others_wait: bool) -> int:
         """Return where the next prefill chunk ends, given that the prompt tokens `start:end` remain.
 
-        If the budget is too small for these tokens, the chunk uses the whole budget. If other prompts are waiting, the
-        chunk uses half of the budget, so that short prompts are computed in the same steps as a long one. A chunk
-        contains at least one token.
+        If the budget is too small for these tokens, the chunk uses the whole budget. If other prompts wait, the chunk
+        uses half of the budget, so that short prompts are computed in the same steps as a long prompt. A chunk contains
+        at least one token.
         """
         if self.cost(start, end) <= self.num_tokens:
             return end

@@ -1,4 +1,4 @@
-"""A sequence in the engine, with its token ids, counts and block ids. A sequence contains no tensors and no text."""
+"""A sequence in the engine, with its token ids, counts and block ids, but no tensors or text."""
 
 import struct
 from collections.abc import Collection
@@ -29,9 +29,9 @@ def packed_ids(token_ids: list[int]) -> bytes:
 class Sequence:
     """A prompt and the tokens generated for it.
 
-    Counts are updated before contents. `num_tokens` and `len` count a token as soon as the step that samples it is
-    scheduled, but `token_ids` gets the token when it reaches the host. Once a sequence is queued, nobody may change it
-    except the Scheduler, its block manager and its features.
+    A token is counted before it is known. `num_tokens` and `len` count it as soon as the step that samples it is
+    scheduled, and `token_ids` gets it when it reaches the host. Only the Scheduler, its block manager and its features
+    may change a queued sequence.
     """
 
     block_size = 256  # tokens per cache block; the scheduler sets the engine's value
@@ -137,7 +137,6 @@ class Sequence:
 
     @property
     def last_token(self) -> int:
-        """The last token that has reached the host."""
         return self.token_ids[-1]
 
     def append_token(self, token_id: int) -> None:
@@ -156,7 +155,6 @@ class Sequence:
         return self.num_tokens - (self.num_blocks - 1) * self.block_size
 
     def block(self, i: int) -> list[int]:
-        """Return the token ids of the i-th block."""
         return self.token_ids[i * self.block_size : (i + 1) * self.block_size]
 
     @property

@@ -1,7 +1,4 @@
-"""The block manager for models with layers that keep a state.
-
-For such a model, a prefix hit needs a snapshot of the state.
-"""
+"""The block manager for models with states, where a prefix hit needs a snapshot of the state."""
 
 from collections import OrderedDict
 
@@ -12,10 +9,10 @@ from nanovllm.engine.sequence import Sequence
 class StateRows:
     """Tracks the rows of states that no running sequence uses. A StateRows is the Scheduler's `free_req_indices`.
 
-    The state of a running sequence is in the row of its request index, below `num_indices`. These rows are followed by
-    a row for padding, a row of zeros (every sequence's initial state), and rows for snapshots. If a request index is
-    unused, its row may store a snapshot. When a sequence needs a row and only such rows are left, the least recently
-    found of their snapshots is dropped.
+    The state of a running sequence is in the row of its request index, below `num_indices`. After these come a row for
+    padding, a row of zeros (every sequence's initial state), and rows for snapshots. The row of an unused request index
+    may store a snapshot. When a sequence needs a row and only such rows are left, the least recently found of these
+    snapshots is dropped.
     """
 
     def __init__(self, num_indices: int, num_states: int):
@@ -26,11 +23,10 @@ class StateRows:
         self.being_read: set[int] = set()  # rows that the scheduled step reads; no sequence may write there
 
     def __bool__(self) -> bool:
-        """Return whether a sequence can get a request index."""
         return bool(self.free_indices) or self._least_recent_index() is not None
 
     def pop(self) -> int:
-        """Return a free request index. If necessary, drop a snapshot to free one."""
+        """Return a free request index, dropping a snapshot if necessary."""
         if not self.free_indices:
             self.forget(self._least_recent_index())
         return self.free_indices.pop()
@@ -57,15 +53,15 @@ class StateRows:
 
 
 class StateBlockManager(BlockManager):
-    """Shares cached blocks up to a snapshot of the state. Tracks which rows of states are read and copied.
+    """Shares cached blocks up to a snapshot of the state, and tracks which rows of states are read and copied.
 
     In `copies`, row `r` of the states has id `num_blocks + r`.
 
     A snapshot is stored for the end of a prompt's last full block. If there is no snapshot at the end of the prompt's
     cached blocks, a second snapshot is stored there, because this prompt is the second one to use these blocks. Chunks
     end at these boundaries, so a snapshot costs a copy of the state and an additional step. The next step makes the
-    copy, and later steps can find the snapshot. If no row is free, the least recently found snapshot is dropped. When a
-    block leaves the prefix cache, its snapshot is dropped.
+    copy, and later steps can find the snapshot. If no row is free, the least recently found snapshot is dropped. A
+    snapshot is also dropped with its block.
 
     If the cached blocks end with an answer, the prompt continues a conversation. The conversation's next prompt will
     begin with this whole prompt. So no snapshot is stored for the end of the answer, and the snapshot that this prompt
@@ -160,10 +156,7 @@ class StateBlockManager(BlockManager):
         return block_ids
 
     def _take_snapshot(self, seq: Sequence, i: int) -> None:
-        """Request a snapshot of the state after block `i` of `seq`.
-
-        The step that is being scheduled computes this state.
-        """
+        """Request a snapshot of the state after block `i` of `seq`."""
         block_id = self.hash_to_block_id[seq.block_hashes[i]]  # of the duplicates, the block that lookups find
         is_collision = self.blocks[block_id].token_ids != self._block_token_ids(seq, i)
         if is_collision or block_id in self.snapshots or block_id in self._untaken:

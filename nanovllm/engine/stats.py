@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def stats_of(scheduler: Scheduler) -> dict:
-    """Return what `LLMEngine.stats` returns. Do not call this while a step runs."""
+    """Return what `LLMEngine.stats` returns, but not while a step runs."""
     totals, blocks = scheduler.totals, scheduler.block_manager
     num_free = len(blocks.free_block_ids)
     num_cached, groups = blocks.num_cached, blocks.groups()

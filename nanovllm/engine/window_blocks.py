@@ -13,20 +13,20 @@ Column = tuple[int, ...]  # one block id for each window table; all of them stor
 class WindowBlockManager(BlockManager):
     """Manages one pool of blocks for all tables. A block stores the keys and values of one table's layers.
 
-    `Sequence.block_table` is the table of the layers without a window. Column `i` of all tables stores the same tokens.
-    `Sequence.window_columns` contains the columns of the window tables. A freed column contains zeros.
+    `Sequence.block_table` is the table of the layers without a window, and `Sequence.window_columns` contains the
+    columns of the window tables. Column `i` of all tables stores the same tokens. A freed column contains zeros.
 
     While a prompt is computed, each chunk allocates its columns, and shortens itself if blocks run out. Columns behind
-    the window are freed before the next chunk. A decoding sequence frees columns when it needs a new one. A step that
-    is in flight may still read freed blocks. That is safe, because the device runs steps in order, and a later step
-    writes to these blocks.
+    the window are freed before the next chunk. A decoding sequence frees columns when it needs a new one. A step in
+    flight may still read freed blocks, which is safe: the device runs steps in order, and a later step writes to these
+    blocks.
 
     A cached prefix is valid if the prefix cache contains all its blocks of `block_table`, and the columns that the
     next token sees.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool, num_tables: int, window: int):
-        """`num_blocks` counts blocks for all layers. `num_tables` is the number of window tables."""
+        """`num_blocks` counts blocks for all layers, and `num_tables` counts window tables."""
         self.num_tables, self.window = num_tables, window
         super().__init__(num_blocks * (1 + num_tables), block_size, enable_prefix_caching)
 
@@ -58,7 +58,7 @@ class WindowBlockManager(BlockManager):
         ]
 
     def can_allocate(self, seq: Sequence, num_spare: int = 0) -> bool:
-        """Return whether `seq` fits. It then has at least enough columns to compute its prompt in small chunks."""
+        """Return whether `seq` fits, with at least enough columns to compute its prompt in small chunks."""
         cached_ids = self._cached_prefix(seq)
         num_hit, num_blocks = len(cached_ids), self.num_blocks_for(seq.num_tokens + 1)
         hit = self._hit_columns(seq, num_hit)
@@ -176,7 +176,6 @@ class WindowBlockManager(BlockManager):
                 self.blocks[block_id].ref_count += 1
 
     def _free_before(self, seq: Sequence, position: int) -> None:
-        """Free the columns that the token at `position` does not see."""
         end = min(self.first_column(position), len(seq.window_columns))
         for i in range(self._num_freed[seq], end):
             self._release_column(seq.window_columns[i])

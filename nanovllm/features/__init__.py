@@ -1,4 +1,4 @@
-"""Features that only some requests use. Features cost nothing in a step without such requests."""
+"""Features that only some requests use, and that cost nothing in a step without such requests."""
 
 from nanovllm.engine.features import FEATURES, Feature, StepFeature
 from nanovllm.sampling_params import SamplingParams
@@ -8,8 +8,8 @@ def register_feature(feature: type[StepFeature]) -> None:
     """Add a feature to every engine that this process creates from now on.
 
     Each of these engines must have a single rank. The feature's `fields` are attributes of a subclass of
-    SamplingParams. Each field gets a column on the device. `rows.column(name)` returns the field's value for each row.
-    The value is 0 in rows of requests that do not use the feature.
+    SamplingParams, each with a column on the device. `rows.column(name)` returns the field's value for each row, or 0
+    for requests that do not use the feature.
 
     Raises ValueError if the feature's name or the name of a field is taken, or if no column is left.
     """

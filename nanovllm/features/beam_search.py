@@ -25,7 +25,7 @@ from nanovllm.utils.checks import check_int
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BeamOutput(Record):
-    """A beam in the result. `score` is computed as `cumulative_logprob / len(token_ids) ** length_penalty`."""
+    """A beam in the result. `score` is `cumulative_logprob / len(token_ids) ** length_penalty`."""
 
     text: str
     token_ids: list[int]
@@ -66,11 +66,10 @@ class Candidate(NamedTuple):
 class BeamRequest(Request):
     """Searches for the most likely answers to a prompt, exactly like `generate(num_beams=...)` in transformers.
 
-    A candidate is a beam extended by one token. Some candidates end with their new token. Among the candidates that do
-    not end, the best `beam_width` become the beams of the next step. A candidate that ends becomes a finished beam if
-    it is among the best `beam_width` of all candidates in its step. Only the best `beam_width` finished beams are kept.
-    The search is over when there are `beam_width` finished beams and no live beam has a better score than the worst
-    finished beam.
+    A candidate is a beam extended by one token. Some candidates end with it. The best `beam_width` candidates that do
+    not end become the beams of the next step. A candidate that ends becomes a finished beam if it is among the best
+    `beam_width` of all candidates in its step. Only the best `beam_width` finished beams are kept. The search is over
+    when there are `beam_width` finished beams and no live beam has a better score than the worst finished beam.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class BeamRequest(Request):
         return not self._cumulative_logprobs
 
     def advance(self, scheduler: Scheduler) -> None:
-        """Choose the next beams from all candidates. Do nothing until the candidates of every beam have arrived."""
+        """Choose the next beams from all candidates, if the candidates of every beam have arrived."""
         beams = [*scheduler.live[self.request_id].values()]
         if not all(seq.is_paused for seq in beams):
             return
@@ -124,7 +123,7 @@ class BeamRequest(Request):
         self._branch(scheduler, beams, survivors)
 
     def _branch(self, scheduler: Scheduler, beams: list[Sequence], survivors: list[Candidate]) -> None:
-        """Extend each beam with the tokens of its surviving candidates. The next step computes these tokens."""
+        """Extend each beam with the tokens of its surviving candidates."""
         survivors_of: dict[int, list[Candidate]] = {}
         for candidate in survivors:
             survivors_of.setdefault(candidate.beam.index, []).append(candidate)

@@ -1,8 +1,7 @@
 """Edits logits as vLLM does, for `logit_bias`, penalties, bad words, allowed token ids and `min_tokens`.
 
-A request's numeric parameters are stored on the device in columns of its row (kernels/sampling/sampling_columns.py).
-The request's lists are stored in tables, which are indexed by request. `penalize` applies all edits. On CUDA,
-`penalize` is a single kernel. Elsewhere it uses plain PyTorch.
+On the device, a request's numeric parameters are in columns of its row (kernels/sampling/sampling_columns.py), and its
+lists are in tables. `penalize` applies all edits: on CUDA in one kernel, elsewhere in plain PyTorch.
 """
 
 from collections.abc import Iterable
@@ -35,15 +34,13 @@ MAX_PENALTY_PROGRAMS = 128  # programs of the penalty kernel; each counts every 
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """The edits that one request asks for."""
-
     biases: tuple[tuple[int, float], ...]  # token ids and biases; -inf for stop ids, which come last
     bad_words: tuple[tuple[int, ...], ...]  # token ids
     allowed_mask: np.ndarray | None  # of token ids, as `mask_of` returns it
 
 
 class LogitEdits(StepFeature):
-    """Edits logits, and applies the masks of structured outputs. Filters such as top-p are in layers/sampler.py."""
+    """Edits logits, and applies the masks of structured outputs. layers/sampler.py contains filters such as top-p."""
 
     @classmethod
     def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
@@ -147,8 +144,7 @@ class EditTables(NamedTuple):
         """Write rows into the tables.
 
         `*_entries` contains indices into a table whose first two dimensions are flattened. `mask_indices` contains
-        request indices. A mask is written for all rows of its request. `bias_bits` contains float32 biases,
-        reinterpreted as int32.
+        request indices. A mask is written for all rows of its request. `bias_bits` contains float32 biases as int32.
         """
         if "bias_entries" in arrays:
             self.bias_ids.view(-1)[arrays["bias_entries"]] = arrays["bias_ids"]
@@ -173,7 +169,7 @@ def mask_of(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
 
 @operation
 def penalize(logits: torch.Tensor, rows: SamplingRows, tables: EditTables) -> None:
-    """Add biases, apply penalties and ban tokens. Edits the logits [S, vocabulary] in place and preserves their dtype.
+    """Add biases, apply penalties and ban tokens. Edits logits [S, vocabulary] in place.
 
     As in vLLM and transformers, the repetition penalty applies to every token id in the prompt or the output. A
     positive logit is divided by the penalty, and any other logit is multiplied by it. As in vLLM, frequency and
@@ -232,7 +228,7 @@ def early_stops(params: SamplingParams, eos_token_ids: frozenset[int]) -> set[in
 def check_edits(
     params: SamplingParams, vocab_size: int, eos_token_ids: frozenset[int], bad_words: tuple[tuple[int, ...], ...] = ()
 ) -> None:
-    """Raise ValueError if the parameters do not fit the model. `bad_words` is the result of `bad_word_token_ids`."""
+    """Raise ValueError if the parameters do not fit the model. `bad_words` comes from `bad_word_token_ids`."""
     for name in ("logit_bias", "allowed_token_ids"):
         check_token_ids(name, getattr(params, name), vocab_size)
     early_stop_ids = early_stops(params, eos_token_ids)

@@ -34,10 +34,7 @@ class OutputLogprobs:
         return LogprobTexts(self._token_bytes, self._params.detokenize)
 
     def of_event(self, seq: Sequence, start: int) -> list[dict[int, Logprob]] | None:
-        """Return the entries of the tokens from index `start` on, or None if there are no entries.
-
-        A stream event with the same tokens contains these entries.
-        """
+        """Return the entries of a stream event with the tokens from index `start` on, or None if there are none."""
         if self._params.logprobs is None or not (kept := seq.feature_state["logprobs"].of_tokens):
             return None
         if seq.index not in self._streamed:
@@ -62,10 +59,7 @@ class OutputLogprobs:
 
 
 class DeferredList(abc.Sequence):
-    """A list that is built when it is first read, by the thread that reads it.
-
-    Building it in the engine's thread would delay a step.
-    """
+    """A list that is built by the thread that reads it first, because this would delay a step."""
 
     def __init__(self, make: Callable[[], list]):
         self._list = cache(make)

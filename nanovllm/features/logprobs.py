@@ -1,11 +1,10 @@
 """Computes log-probabilities of generated tokens and of prompt tokens.
 
-For generated tokens, the setting `logprobs_mode` selects which logits are used. For prompt tokens, the model's raw
-logits are always used. A request asks for log-probabilities with `SamplingParams.logprobs` or `prompt_logprobs`. A beam
-search needs log-probabilities for its candidates. A step contains a `LogprobRequest` for each token whose
-log-probabilities are needed. After the forward pass, every rank creates a `PendingLogprobs`, which computes the
-log-probabilities. The log-probabilities reach the host with the step's result, and logprob_outputs.py adds the text of
-the tokens.
+For generated tokens, the setting `logprobs_mode` selects which logits are used. For prompt tokens, these are always the
+model's raw logits. Requests with `SamplingParams.logprobs` or `prompt_logprobs` and beam searches need
+log-probabilities. A step contains a `LogprobRequest` for each token whose log-probabilities are needed. After the
+forward pass, every rank creates a `PendingLogprobs`, which computes the log-probabilities. The log-probabilities reach
+the host with the step's result, and logprob_outputs.py adds the text of the tokens.
 """
 
 from collections import defaultdict
@@ -57,9 +56,8 @@ class StepLogprobs(NamedTuple):
     """The log-probabilities of a step. An entry is None if no request asked for it.
 
     of_tokens: one entry for each token of `StepResult.token_ids`.
-    of_prompts: one list for each chunk of the step. The list covers the prompt tokens from `start + 1` to `end`,
-        inclusive. The list is None if there are no such tokens. If a chunk is recomputed after a preemption, its list
-        is computed again.
+    of_prompts: for each chunk of the step, a list for the prompt tokens from `start + 1` to `end`, or None if there are
+        none. A recomputed chunk gets its list again.
     """
 
     of_tokens: list[KeptLogprobs | None]
@@ -67,8 +65,6 @@ class StepLogprobs(NamedTuple):
 
 
 class TokenLogprobs(StepFeature):
-    """Computes log-probabilities for the requests that ask for them."""
-
     @classmethod
     def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
         params = request.params
@@ -106,8 +102,8 @@ class TokenLogprobs(StepFeature):
     def edit_logits(self, logits: torch.Tensor, rows: SamplingRows) -> None:
         """Record where a CUDA graph stores its logits, without editing the logits.
 
-        The logits stay valid until the next graph replay. The record is a view that does not own the memory, so other
-        graphs can reuse the memory.
+        The logits stay valid until the next graph replay. The view does not own the memory, so other graphs can reuse
+        it.
         """
         if logits.is_cuda and torch.cuda.is_current_stream_capturing():
             memory, like, device = DeviceBytes(logits.data_ptr(), logits.nbytes), logits.to("meta"), logits.device
@@ -125,10 +121,7 @@ class TokenLogprobs(StepFeature):
     def after_step(
         cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: StepLogprobs | None
     ) -> None:
-        """Store each sequence's log-probabilities.
-
-        If a sequence pauses, the log-probabilities become its candidates.
-        """
+        """Store each sequence's log-probabilities, or its candidates if it pauses."""
         if result is None:
             return
         for (seq, start, _), prompt_logprobs in zip(step.chunks, result.of_prompts):
@@ -157,7 +150,7 @@ def check_num_logprobs(name: str, value: int, config: "Config") -> None:
 class LogprobRequest(NamedTuple):
     """Asks for the log-probabilities of a token, and of the `num_top` most likely tokens at its position.
 
-    For a sampled token, `token_id` is -1, because the host does not know the token yet.
+    `token_id` is -1 for a sampled token, which the host does not know yet.
     """
 
     num_top: int
@@ -194,7 +187,7 @@ class PendingLogprobs:
     def __init__(self, requests: np.ndarray, runner: "ModelRunner", output: ForwardOutput, logits: torch.Tensor | None):
         """Each row of `requests` [n, 4] contains the fields of a `LogprobRequest`.
 
-        `logits` contains the logits of the sampled rows, or is None if these logits no longer exist.
+        `logits` contains the logits of the sampled rows, or is None if they no longer exist.
         """
         self._requests = requests.copy()  # a later step overwrites the original
         on_device = self._compute(runner, output, logits)
@@ -207,9 +200,8 @@ class PendingLogprobs:
     ) -> tuple[torch.Tensor, ...]:
         """Return the tensors of `log_probabilities` for all requests.
 
-        Logits that no longer exist are recomputed. Logits of prompt tokens are recomputed in pieces. Logits of sampled
-        rows are recomputed in one GEMM, exactly as in the step. This matters because a greedily chosen token must have
-        rank 1, and the rounding of a GEMM depends on its number of rows.
+        Logits that no longer exist are recomputed: for prompt tokens in pieces, for sampled rows in one GEMM, exactly
+        as in the step. A GEMM's rounding depends on its number of rows, but a greedily chosen token must have rank 1.
         """
         requests, hidden_states = self._requests, output.hidden_states
         columns = torch.from_numpy(requests.T.copy())
@@ -256,8 +248,8 @@ class PendingLogprobs:
 def sampled_logits(runner: "ModelRunner", x: SamplerInput, logits: torch.Tensor | None) -> list[torch.Tensor]:
     """Return the logits [S, vocabulary] that `logprobs_mode` selects, and the temperatures [S] to divide the logits by.
 
-    In the mode "raw_logprobs", only the logits are returned. The argument `logits` contains the model's raw logits, or
-    is None if they no longer exist.
+    In the mode "raw_logprobs", there are no temperatures. `logits` are the model's raw logits, or None if they no
+    longer exist.
     """
     mode = runner.config.logprobs_mode
     if logits is None or mode == "processed_logprobs":
@@ -281,8 +273,8 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probabilities and the ranks of `token_ids` [S]: [S] float32 and [S] int32.
 
-    There is one token for each row of `logits` [S, vocabulary]. The logits are first divided by `temperatures` [S].
-    Tokens are ranked by descending logit. Among equal logits, the lower id comes first.
+    Each row of `logits` [S, vocabulary] has one token, and is first divided by `temperatures` [S]. Tokens are ranked by
+    descending logit. Among equal logits, the lower id comes first.
     """
     logits, token_ids = divided(logits, temperatures), token_ids.unsqueeze(1).long()
     chosen = logits.gather(1, token_ids)
@@ -297,9 +289,9 @@ def log_probabilities(
     """Return the log-probabilities of `token_ids` [S] and of the `num_top` most likely tokens in each row.
 
     The `logits` [S, vocabulary] are first divided by `temperatures` [S]. `num_top` is capped at the vocabulary size.
-    Returns three tensors: ids [S, 1 + num_top] int32, log-probabilities [S, 1 + num_top] float32, and ranks [S] int32.
-    Column 0 contains `token_ids`. The other columns contain the top tokens, in descending order of `token_keys`. A rank
-    is the position of the row's token in this order, where the most likely token has rank 1.
+    Return ids [S, 1 + num_top] int32, log-probabilities [S, 1 + num_top] float32, and ranks [S] int32. Column 0
+    contains `token_ids`, and the other columns contain the top tokens in descending order of `token_keys`. A rank is
+    the position of the row's token in this order, from 1 on.
     """
     if num_top == 0:
         logprobs, ranks = token_logprobs(logits, token_ids, temperatures)
@@ -314,13 +306,10 @@ def log_probabilities(
 
 @operation
 def gather_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return the log-probabilities of the ids in each row: [S, n] float32.
-
-    `ids` is [S, n], and `logits` is [S, vocabulary] float32.
-    """
+    """Return the log-probabilities of `ids` [S, n] in each row of `logits` [S, vocabulary] float32: [S, n] float32."""
     return logits.log_softmax(-1).gather(1, ids)
 
 
 def divided(logits: torch.Tensor, temperatures: torch.Tensor | None) -> torch.Tensor:
-    """Convert the logits [S, vocabulary] to float32. If there are temperatures [S], divide the logits by them."""
+    """Convert the logits [S, vocabulary] to float32, and divide them by the temperatures [S], if given."""
     return logits.float() if temperatures is None else logits.float() / temperatures.unsqueeze(1)

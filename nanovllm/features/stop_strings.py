@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 
 class StopStrings(StepFeature):
-    """Ends a sequence when its text contains a stop string."""
-
     @classmethod
     def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
         for seq in request.group:
@@ -58,9 +56,9 @@ class StoppingDetokenizer(Detokenizer):
     def cut_at_stop(self) -> str | None:
         """Decode the last token.
 
-        If the token completes a stop string, cut the text at the stop string and return the stop string. Stop strings
-        within the first `min_tokens` tokens are ignored. If several stop strings match, the one that ends first wins.
-        If two of them end at the same character, the one that was listed first wins.
+        If the last token completes a stop string, cut the text there and return the stop string. Stop strings within
+        the first `min_tokens` tokens are ignored. If several stop strings match, the one that ends first wins. If two
+        end at the same character, the one that was listed first wins.
         """
         piece, matches = self.decode(), []
         text = self._window + piece

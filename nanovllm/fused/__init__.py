@@ -1,14 +1,13 @@
 """Fused forms replace the `forward` of modules, so that one kernel computes several operations of plain layers.
 
-A plain layer defines the results, and the layer's form computes the same results. `FORMS` maps `forward` functions to
-forms. A class that inherits a plain `forward` gets the form of that function, and a class that overrides `forward`
-stays plain. A module also stays plain if the form does not support one of the module's parts (`Fused.matches`).
+The plain layers define the results. `FORMS` maps their `forward` functions to forms. A class that inherits a plain
+`forward` also gets the form, and a class that overrides `forward` stays plain. A module also stays plain if the form
+does not support one of the module's parts (`Fused.matches`).
 
-Neighbouring forms exchange deferred norms (`NormInput`), and sums whose parts are not added yet (`PartialSum`).
-Plain neighbours get tensors.
+Neighbouring forms exchange deferred norms (`NormInput`) and unfinished sums (`PartialSum`). Plain neighbours get
+tensors.
 
-On CUDA, all matching modules of a model are replaced when the model is loaded. fused/README.md shows how much time the
-forms save. `nanovllm show-fused MODEL` lists the replaced modules.
+On CUDA, `fuse` replaces all matching modules of a loaded model. `nanovllm show-fused MODEL` lists the replaced modules.
 """
 
 from pkgutil import resolve_name
@@ -40,10 +39,7 @@ FORMS = {
 
 
 def find_form(module: nn.Module) -> str | None:
-    """Return the entry of a module's `forward` in FORMS, or None if there is none. A wrapped `forward` has no entry.
-
-    This function does not check the parts of the module.
-    """
+    """Return the entry of a module's `forward` in FORMS, or None if there is none or `forward` is wrapped."""
     forward = getattr(type(module), "forward", None)  # not a function if TorchScript made the module
     key = f"{getattr(forward, '__module__', '')}:{getattr(forward, '__qualname__', '')}"
     if key not in FORMS or resolve_name(key) is not forward or "forward" in vars(module):
@@ -54,7 +50,7 @@ def find_form(module: nn.Module) -> str | None:
 def form_of(module: nn.Module) -> Any:
     """Return the form that replaces a module's `forward`, or None if the module stays plain.
 
-    The parts of the module must already be replaced by their forms.
+    The module's parts must already have their forms.
     """
     home = find_form(module)
     form = home and resolve_name(f"{__name__}.{home}")
@@ -62,10 +58,7 @@ def form_of(module: nn.Module) -> Any:
 
 
 def fuse(model: nn.Module) -> None:
-    """In a loaded model, replace the `forward` of every module that has a fused form.
-
-    The parts of a module are replaced before the module.
-    """
+    """In a loaded model, replace the `forward` of every module that has a fused form, parts first."""
     from nanovllm.fused.forms import Fused
     from nanovllm.fused.fused_linear import set_format
     from nanovllm.layers.linear import LinearBase

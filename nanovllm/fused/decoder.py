@@ -63,14 +63,13 @@ class FusedDecoderLayer(Fused):
         return x.reduce(), residual
 
     def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
-        """Return the output of the layer's last part, and the residual to which the next norm adds this output."""
+        """Return the output of the MLP, and the residual to which the next norm adds this output."""
         normed = self.input_layernorm(x, residual)
         x = self.mix(normed, rope)
         normed = self.post_attention_layernorm(x, normed.residual)
         return run_fused(self.mlp, normed), normed.residual
 
     def mix(self: Any, x: NormInput, rope: Rope) -> PartialSum:
-        """Compute the part of the layer that mixes information between tokens."""
         return run_fused(self.self_attn, x, rope)
 
 
@@ -99,8 +98,8 @@ class FusedEmbedding(Fused):
 class FusedLMHead(Fused):
     """Replaces `ParallelLMHead.forward`.
 
-    While logits are computed for sampling, `sampling_params` is set to `SamplingRows.params`. In that case, rows
-    without filters might lack the logits of other ranks, because such rows do not need them.
+    While logits for sampling are computed, `sampling_params` is `SamplingRows.params`. In that case, rows without
+    filters might lack the logits of other ranks, because such rows do not need them.
     """
 
     what = "the product and the exchange of logits between ranks, without those that are not needed"

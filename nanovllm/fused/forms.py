@@ -19,33 +19,28 @@ class Rope(NamedTuple):
 
 
 class Fused:
-    """The base class of forms. A form overrides a module's methods, and uses the module's attributes.
+    """The base class of forms.
 
-    Plain neighbours call `forward`, which takes and returns the same values as the plain `forward`. Fused neighbours
-    call `fused`, which the forms of a layer's parts define. The argument of `fused` is a norm from FusedRMSNorm, which
-    might not be computed yet. Its result is a sum whose parts might not be added yet. FusedRotaryEmbedding defines
-    `rows` instead of `fused`. utils/replace.py replaces the methods.
+    A form overrides methods of a module, and uses the module's attributes (utils/replace.py). Plain neighbours call
+    `forward`, as for a plain module. Fused neighbours call `fused`, which takes a norm from FusedRMSNorm and returns a
+    sum. Neither needs to be computed yet. FusedRotaryEmbedding defines `rows` instead of `fused`.
     """
 
     what = ""  # what is fused, for `nanovllm show-fused`
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        """Return whether this form supports the parts of a module whose `forward` it replaces."""
         return True
 
     def prepare(self) -> None:
-        """Prepare the module.
-
-        This is called once, when the module has become this form and the module's weights are loaded.
-        """
+        """Prepare the module. This is called once, after the module's weights are loaded."""
 
 
 class FusedRotaryEmbedding(Fused):
-    """Adds a table of cosines and sines in the order that kernels use. FusedModel reads the table once per step.
+    """Adds a table of cosines and sines in the order that kernels use, read once per step by FusedModel.
 
-    The table is [max_position, 2, N], with N cosines and N sines per position. The first half of the sines is negated,
-    so that the rotation of x is x * cos + (x with its halves swapped) * sin.
+    The table is [max_position, 2, N]: N cosines and N sines per position. The first half of the sines is negated, so
+    the rotation of x is x * cos + (x with its halves swapped) * sin.
     """
 
     what = "the lookup of cos and sin: once a step, if the model is fused"
@@ -64,7 +59,7 @@ class FusedRotaryEmbedding(Fused):
 
 
 class FusedRMSNorm(Fused):
-    """Replaces `RMSNorm.forward`. The norm of a PartialSum is deferred: the layer that reads the norm computes it."""
+    """Replaces `RMSNorm.forward`. The norm of a PartialSum is deferred to the layer that reads it."""
 
     what = "the sum of what ranks or splits of a product have computed, with the residual and the norm"
 
@@ -80,10 +75,7 @@ class FusedRMSNorm(Fused):
 
 
 def rope_at(rotary_emb: Any, positions: torch.Tensor) -> Rope:
-    """Look up the `Rope` for a form between plain layers.
-
-    The result's `cos_sin` is None without a fused rotary embedding.
-    """
+    """Return the `Rope` for a form between plain layers. Its `cos_sin` is None without a fused rotary embedding."""
     if not isinstance(rotary_emb, FusedRotaryEmbedding):
         return Rope(positions, None)
     rope = rotary_emb.rows(positions)
@@ -92,18 +84,18 @@ def rope_at(rotary_emb: Any, positions: torch.Tensor) -> Rope:
 
 
 def shared_rope(module: nn.Module) -> Any:
-    """Return the rotary embedding that all attention layers of a module share, or None if they do not share one."""
+    """Return the rotary embedding that all attention layers of a module share, or None."""
     found = {part.rotary_emb for part in module.modules() if hasattr(part, "rotary_emb")}
     return found.pop() if len(found) == 1 else None
 
 
 def takes_fused(module: nn.Module) -> bool:
-    """Return whether neighbours call `module.fused`. If the module has hooks, neighbours call the module itself."""
+    """Return whether neighbours call `module.fused`, not the module: it has no hooks."""
     return isinstance(module, Fused) and not (module._forward_hooks or module._forward_pre_hooks)
 
 
 def run_fused(module: nn.Module, x: NormInput, *rope: Rope) -> PartialSum:
-    """Call a fused or plain part of a layer. The part lies between two norms. Only attention takes `rope`."""
+    """Call a fused or plain part of a layer, between two norms. Only attention takes `rope`."""
     if takes_fused(module):
         return module.fused(x, *rope)  # type: ignore[operator]
     positions = [x.positions for x in rope]

@@ -20,7 +20,7 @@ from nanovllm.utils.partial_sum import PartialSum
 
 
 class QKNormRope(NamedTuple):
-    """The parameters of the query and key norms, and the cosines and sines of the rotary embedding."""
+    """The parameters of the query and key norms, and the table of the rotary embedding."""
 
     q_weight: torch.Tensor | None  # [head_dim]; None: no norm
     k_weight: torch.Tensor | None  # [head_dim]; None if and only if q_weight is None
@@ -39,8 +39,7 @@ def apply_rotary(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
 def norm_rope(x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos_sin: torch.Tensor) -> torch.Tensor:
     """Apply the RMS norm and then `apply_rotary` to each head of x [T, heads, head_dim].
 
-    The norm's `weight` is [heads, head_dim]. If the weight is None, there is no norm. The computation is in float32,
-    and the result is rounded once.
+    The norm's `weight` is [heads, head_dim], or None for no norm. The result is computed in float32 and rounded once.
     """
     y = x.float()
     if weight is not None:
@@ -52,11 +51,10 @@ def norm_rope(x: torch.Tensor, weight: torch.Tensor | None, eps: float, cos_sin:
 def norm_rope_and_store(
     qkv: torch.Tensor, qk_norm_rope: QKNormRope, slot_mapping: torch.Tensor, cache: KVCache
 ) -> torch.Tensor:
-    """Normalize and rotate the queries and keys, store the keys and values, and return the queries.
+    """Normalize and rotate queries and keys, store keys and values, and return the queries [T, heads, head_dim].
 
-    `qkv` is [T, heads + 2 kv_heads, head_dim], and the result is [T, heads, head_dim]. `slot_mapping` [T] contains the
-    cache slots. A slot of -1 marks padding. Kernels do not store keys and values of padding. This definition does not
-    support padding.
+    `qkv` is [T, heads + 2 kv_heads, head_dim], and `slot_mapping` [T] contains cache slots. Kernels do not store
+    padding, whose slot is -1. This definition does not support padding.
     """
     q_weight, k_weight, eps, cos_sin = qk_norm_rope
     num_kv_heads = cache.k.shape[2]
@@ -72,9 +70,9 @@ def norm_rope_and_store(
 def attend(attn: Attention, x: Any, qkv_proj: LinearBase | None, qk_norm_rope: QKNormRope) -> torch.Tensor:
     """Compute attention from the norm `x`. If `qkv_proj` is None, `x` is the result of the qkv matmul instead.
 
-    That result is [T, (heads + 2 kv_heads) * head_dim]. Return [T, heads * head_dim]. For small decode batches, one
-    kernel computes the q and k norms, RoPE, the cache store and attention. For prefills with many rows, one kernel
-    computes the qkv matmul, the norms, RoPE and the cache store.
+    The result of the qkv matmul is [T, (heads + 2 kv_heads) * head_dim]. Return [T, heads * head_dim]. For small decode
+    batches, one kernel computes q and k norms, RoPE, cache store and attention. For large prefills, one kernel computes
+    qkv matmul, norms, RoPE and cache store.
     """
     backend, cache, context = attn.backend, attn.cache, get_context().of_table(attn.table)
     kernels, slots = getattr(backend, "ops", None), context.slot_mapping  # only the backend with our kernels has `ops`

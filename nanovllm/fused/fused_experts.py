@@ -1,7 +1,4 @@
-"""Fuses mixtures of experts with the norm before the router.
-
-These forms return a PartialSum, whose parts the next norm adds.
-"""
+"""Fuses mixtures of experts with the norm before the router. The next norm completes the sums."""
 
 from typing import Any
 
@@ -22,8 +19,7 @@ from nanovllm.utils.partial_sum import Compute, PartialSum, sum_over_ranks
 def mix_experts(x: NormInput, layer: Any, slot_mapping: torch.Tensor) -> PartialSum:
     """Compute a MoE layer for the norm x [T, hidden]. Return a sum over the ranks: [T, hidden].
 
-    The result of a row is the weighted sum of the results of the row's experts and of shared experts. Tokens with a
-    negative slot are padding, and their results are undefined.
+    Tokens with a negative slot are padding, whose results are undefined.
     """
     rows = x.tensor()
     routing = route(layer.gate(rows), layer.top_k, layer.renormalize, layer.num_shared)
@@ -49,7 +45,6 @@ class FusedMoE(Fused):
         return mix_experts(x, self, get_context().slot_mapping)
 
     def sum_over_ranks(self: Any, compute: Compute, *rows_width_dtype: Any) -> PartialSum:
-        """Call the function `sum_over_ranks` in utils/partial_sum.py."""
         return sum_over_ranks(self.tp, compute, *rows_width_dtype)
 
 

@@ -21,7 +21,7 @@ class FusedEagle3Layer(FusedDecoderLayer):
     def fused(self: Any, x: PartialSum, residual: torch.Tensor | None, rope: Rope) -> tuple[PartialSum, torch.Tensor]:
         """Compute the layer for embeddings `x` and hidden states `residual`, both [T, hidden].
 
-        The hidden states may be overwritten.
+        The latter may be overwritten.
         """
         assert residual is not None
         normed = self.hidden_norm(PartialSum(residual)).tensor()
@@ -32,7 +32,7 @@ class FusedEagle3Layer(FusedDecoderLayer):
 
 
 class FusedEagle3Head(Fused):
-    """Replaces `Eagle3Head.forward`. This form may overwrite the argument `hidden_states`."""
+    """Replaces `Eagle3Head.forward`, and may overwrite `hidden_states`."""
 
     what = "the last sum with the residual"
 

@@ -21,10 +21,10 @@ def split_linear(
     split_k: int = 1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `linear`.
+    """Compute `linear`. Return [T, outputs] or, if `split_k` > 1, summands [split_k, T, outputs].
 
-    Return [T, outputs]. If `split_k` > 1, return parts [split_k, T, outputs], which the caller adds. `split_k` must
-    come from `best_split_k`, whose plain definition always returns 1. `out` [split_k, T, outputs] receives the result.
+    `split_k` must come from `best_split_k`, whose plain definition returns 1. `out` [split_k, T, outputs] receives the
+    result.
     """
     if out is None:
         return linear(x, weight, bias)
@@ -35,39 +35,36 @@ def split_linear(
 def norm_linear(
     x: NormInput, weight: torch.Tensor, bias: torch.Tensor | None = None, act: SiluAndMul | None = None
 ) -> torch.Tensor:
-    """Compute `linear` for the norm `x` [T, inputs]. Then apply the activation, which may return quantized rows."""
+    """Compute `linear` for the norm `x` [T, inputs], then the activation, which may return quantized rows."""
     y = linear(x.tensor(), weight, bias)
     return y if act is None else act(y)
 
 
 @operation
 def best_split_k(x: torch.Tensor, weight: torch.Tensor, max_split_k: int) -> int:
-    """Return the best `split_k` for `split_linear`. It is at most `max_split_k`."""
+    """Return the best `split_k` for `split_linear`, at most `max_split_k`."""
     return 1
 
 
 class WeightFormat:
-    """Defines how a fused form multiplies by a weight. The base class multiplies in the dtype of the activations.
+    """Defines how a fused form multiplies by a weight.
 
-    quantization/ contains formats for 8-bit and 4-bit weights.
+    This class multiplies in the dtype of the activations. quantization/ contains formats for 8-bit and 4-bit weights.
     """
 
     def linear(self, layer: LinearBase, x: Any, bias=None, split_k: int = 1, out=None) -> torch.Tensor:
-        """Compute `split_linear` with this layer's weight."""
         return split_linear(x, layer.weight, bias, split_k, out)
 
     def norm_linear(self, layer: LinearBase, x: NormInput, act: SiluAndMul | None) -> Any:
-        """Compute `norm_linear` with this layer's weight and bias."""
         return norm_linear(x, layer.weight, layer.bias, act)
 
     def best_split_k(self, layer: LinearBase, x: Any, max_split_k: int) -> int:
-        """Return `best_split_k` for this layer's weight."""
         return best_split_k(x, layer.weight, max_split_k)
 
     def factors(self, layer: LinearBase, x: NormInput) -> tuple[Any, torch.Tensor, torch.Tensor | None] | None:
-        """Return (rows, weight, scales), for kernels that compute this matmul. `scales` is None without FP8.
+        """Return (rows, weight, scales) for kernels that compute this matmul, or None if only `linear` can.
 
-        Return None if only `linear` can multiply by this weight.
+        `scales` is None without FP8.
         """
         return (x.tensor(), layer.weight, None) if type(self) is WeightFormat else None
 
@@ -82,9 +79,9 @@ def set_format(layer: LinearBase) -> None:
 
 
 def are_known(*layers: nn.Module, output: nn.Module | None = None) -> bool:
-    """Return whether forms can use these layers. Each must have a plain `forward` and a format.
+    """Return whether all layers have a plain `forward` and a format.
 
-    The results of the layer `output` are summed over the ranks, so `output` must be a plain RowParallelLinear.
+    `output` must also be a RowParallelLinear, because its results are summed over the ranks.
     """
     forwards = [(layer, LinearBase.forward) for layer in layers]
     forwards += [] if output is None else [(output, RowParallelLinear.forward)]
@@ -107,9 +104,9 @@ def product(layer: Any, x: NormInput, act: nn.Module | None = None) -> Any:
 
 
 def partial_sum(layer: Any, x: Any) -> PartialSum:
-    """Return the output of a RowParallelLinear as a sum over the ranks. The next norm adds the parts of the sum.
+    """Return the output of a RowParallelLinear as an unfinished sum over the ranks. The next norm completes the sum.
 
-    For a small batch, a rank may also split its matmul into parts (split-K), if this is faster.
+    For a small batch, a rank may also split its inputs (split-K), if this is faster.
     """
     bias = layer.bias if layer.tp.rank == 0 else None  # the sum over ranks must contain it once
     num_rows, split_k = len(x), 1

@@ -1,7 +1,4 @@
-"""Defines deferred norms.
-
-A layer that reads a deferred norm may compute the norm in the kernel of the layer's matmul.
-"""
+"""Defines deferred norms. The kernel of the following matmul may compute such a norm."""
 
 import torch
 
@@ -14,7 +11,7 @@ from nanovllm.utils.partial_sum import PartialSum
 def add_rms_norm(
     x: PartialSum, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm of x + residual, and x + residual itself, both [T, N]. The sum may overwrite the residual."""
+    """Return the norm of x + residual, and x + residual itself, both [T, N]. The latter may overwrite the residual."""
     total = x.reduce() if residual is None else residual.add_(x.reduce())
     return rms_norm(total, weight, eps), total
 
@@ -31,11 +28,10 @@ class NormInput:
         self.total: torch.Tensor | None = None  # x + residual; set by the code that computes the norm
 
     def __len__(self) -> int:
-        """Return T, the number of rows."""
         return len(self.x)
 
     def tensor(self) -> torch.Tensor:
-        """Return the norm [T, N]. The first call computes it."""
+        """Return the norm [T, N], computed by the first call."""
         if self.normed is None:
             x, residual = (self.x, self.residual_before) if self.total is None else (PartialSum(self.total), None)
             self.normed, self.total = add_rms_norm(x, residual, self.weight, self.eps)
@@ -43,15 +39,15 @@ class NormInput:
 
     @property
     def residual(self) -> torch.Tensor:
-        """The residual [T, N] for the next norm: x + residual. This sum may have overwritten the old residual."""
+        """The residual [T, N] for the next norm: x + residual, which may have overwritten the old residual."""
         if self.total is None:
             self.tensor()
         return self.total
 
     def summands(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Return (x, residual), or None if x is still a sum of parts.
+        """Return (x, residual), or None if x is still an unfinished sum.
 
-        The returned residual is None if nothing must be added to x.
+        The residual is None if nothing must be added to x.
         """
         if self.total is not None:
             return self.total, None

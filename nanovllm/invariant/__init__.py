@@ -4,10 +4,8 @@ If the number of rows of a matmul changes, a library may choose another method, 
 `batch_invariant`, each operation computes a row in the same way everywhere: in a batch or alone, in a chunk or in a
 decode step.
 
-`cpu.py` and `cuda.py` contain the runners. `engine/runners.py` chooses the runner by device type. A runner selects the
-variant of the operations (`cpu_ops.py` or `cuda_ops.py`) and the attention backend. `kernels/invariant_gemm.py`,
-`kernels/invariant_attention.py` and `delta_net/kernels/delta_net_tokens.py` explain why the results of the CUDA kernels
-do not depend on the batch.
+`cpu.py` and `cuda.py` contain the runners. A runner selects the variant of the operations (`cpu_ops.py` or
+`cuda_ops.py`) and the attention backend. The CUDA kernels explain why their results do not depend on the batch.
 """
 
 from collections.abc import Iterator
@@ -35,8 +33,8 @@ def invariant_operations() -> Iterator[None]:
 def refuse_states(runner: "ModelRunner", *known: type) -> None:
     """Raise ValueError if a layer with a state has a type that is not in `known`.
 
-    The state of a layer of another type might depend on how prompts are divided into chunks. `runner` is a ModelRunner
-    whose model is loaded.
+    The state of a layer of another type might depend on how prompts are divided into chunks. The model of `runner` must
+    be loaded.
     """
     layers = (layer for spec, layers in runner.cache_groups.items() if spec.of_states for layer in layers)
     for layer in layers:

@@ -38,8 +38,7 @@ class Runner(BatchRunner):
 def check_products(model: nn.Module, dtype: torch.dtype) -> None:
     """Raise RuntimeError if this CPU's library computes different results for equal rows of a block.
 
-    Batch invariance on a CPU relies on two facts: equal rows of a block have equal results, and equal calls have equal
-    results.
+    Batch invariance on a CPU also relies on equal calls having equal results.
     """
     random = torch.Generator().manual_seed(0)
     results = {}  # by what is multiplied

@@ -1,4 +1,4 @@
-"""Attention in which each query processes its keys in the order of the keys' positions."""
+"""Attention in which each query processes its keys in the order of their positions."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -25,9 +25,8 @@ class _Sequence(NamedTuple):
 class InvariantBackend(AttentionBackend):
     """A backend that multiplies blocks of a sequence's queries by blocks of its keys, in float32.
 
-    All matmuls have the same shape. The largest score of all blocks is subtracted from the scores before exponentials
-    are computed. The results of the blocks are added in the order of their positions. If a query does not see a block
-    of keys, the block adds zeros.
+    All matmuls have the same shape, and results are added in the order of positions. The scores' maximum is computed
+    over all blocks before any exponential. A block whose keys a query does not see adds zeros.
     """
 
     uses_cuda_graphs = False
@@ -66,10 +65,7 @@ def _plan(context: Context, window: int | None, block_size: int) -> Iterator[_Se
 
 
 def _blocks(x: torch.Tensor) -> torch.Tensor:
-    """Divide x [L, kv_heads, head_dim] into blocks, padded with zeros.
-
-    The blocks are float32 [blocks, kv_heads, KEYS, head_dim].
-    """
+    """Divide x [L, kv_heads, head_dim] into float32 blocks [blocks, kv_heads, KEYS, head_dim], padded with zeros."""
     x = F.pad(x.float(), (0, 0, 0, 0, 0, -len(x) % KEYS))
     return x.unflatten(0, (-1, KEYS)).transpose(1, 2).contiguous()
 
@@ -77,7 +73,7 @@ def _blocks(x: torch.Tensor) -> torch.Tensor:
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, spec: AttentionSpec
 ) -> torch.Tensor:
-    """Return the attention of at most QUERIES queries over blocks of keys and values, in the shape of q."""
+    """Return the attention of at most QUERIES queries over blocks of keys and values. The result has the shape of q."""
     num_queries = len(q)
     x = F.pad(q.float(), (0, 0, 0, 0, 0, QUERIES - num_queries)) * (spec.scale or q.shape[2] ** -0.5)
     x = x.unflatten(1, (k.shape[1], -1)).transpose(0, 1)  # [kv_heads, QUERIES, group, head_dim]

@@ -1,16 +1,15 @@
 """CPU replacements for operations whose definitions depend on the number of rows.
 
-A runner computes a step in one thread. Otherwise, the batch would determine where loops over elements are divided among
-threads. In one thread, each row of an elementwise operation or of a reduction over the last dimension depends only on
-the same row of the input. In the following operations, a row also depends on other rows, so these operations are
-replaced:
+A runner computes a step in one thread, because the batch would determine how several threads divide loops over
+elements. In one thread, elementwise operations and reductions over the last dimension compute each row independently of
+other rows. In the following operations, a row also depends on other rows, so these operations are replaced:
 
 - Matmuls, because the library chooses a method by shape. Here, matmuls are computed in blocks of a fixed shape, in all
   threads.
-- Functions of few elements, because PyTorch computes some elements in vectors and the remaining elements one by one.
-  Here, these functions are computed row by row.
-- The chunked form of the gated delta rule, because its sums depend on where a chunk begins. Here, each token is
-  computed alone, as in a decode step.
+- Functions of few elements, because PyTorch computes some elements in vectors, and the last ones one by one. Here,
+  these functions are computed row by row.
+- The chunked form of the gated delta rule, because its sums depend on where a chunk begins. Each token is computed
+  alone, as in a decode step.
 """
 
 from collections.abc import Iterator
@@ -62,14 +61,14 @@ gate_scores = linear
 
 
 def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Compute the gate row by row, because a row of gates may be a single number."""
+    """Compute the gate row by row, because a row of gates may be a single value."""
     if len(x) <= 1:
         return NotImplemented
     return torch.cat([gates.sigmoid_gate(*row) for row in zip(x.split(1), gate.split(1))])
 
 
 def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -> None:
-    """Compute the tokens one by one, in order. Several tokens of a sequence may use the same state."""
+    """Compute the tokens in order, because several tokens of a sequence may use the same state."""
     if len(rows) == 1:
         return NotImplemented
     for x, gates_of_x, row, y in zip(qkvz.split(1), ba.split(1), rows.split(1), out.split(1)):
@@ -78,7 +77,7 @@ def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -
 
 
 def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, num_seqs: int, out, count=None) -> None:
-    """Compute chunks in the same way as decode steps, so that results do not depend on where a chunk begins.
+    """Compute chunks token by token, so results do not depend on where a chunk begins.
 
     Steps on a CPU have no padding.
     """
@@ -92,9 +91,9 @@ def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, nu
 
 
 def delta_net_drafts(qkvz, ba, layer: Any, states: State, rows, context_lens, out, count=None) -> None:
-    """Compute the tokens one by one: accepted drafts of the previous step, one certain token, then new drafts.
+    """Compute the accepted drafts of the previous step, one certain token and the new drafts, one by one.
 
-    The new drafts do not change the stored state.
+    New drafts leave the stored state unchanged.
     """
     (kept, num_tokens), k = states.kept_drafts, len(qkvz) // len(rows)
     sizes = qkvz.shape[1] - out.shape[1], ba.shape[1]
@@ -145,7 +144,7 @@ def logit_cutoffs(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, temperatures: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute log-probabilities in the same way as in a step in which a request asks for the most likely tokens."""
+    """Compute log-probabilities in the same way as `gather_logprobs`."""
     _, ranks = logprobs.token_logprobs.__wrapped__(logits, token_ids, temperatures)  # the definition
     values = logprobs.divided(logits, temperatures).log_softmax(-1)
     return values.gather(1, token_ids.unsqueeze(1).long()).squeeze(1), ranks

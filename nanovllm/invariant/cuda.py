@@ -47,7 +47,7 @@ class Runner(CUDAModelRunner):
     def size_kv_cache(self, available: int) -> None:
         """Reserve memory for the partial sums of decode attention.
 
-        The memory that was measured for the largest prefill does not include these sums.
+        The largest prefill, which has been measured, does not have them.
         """
         num_rows, max_len = self.config.max_num_seqs * self.config.tokens_per_row, self.config.max_model_len
         layers = (layer for layer in self.model.modules() if isinstance(layer, Attention))

@@ -1,7 +1,4 @@
-"""Replacements for CUDA operations whose kernels depend on the number of rows.
-
-All other CUDA operations already compute a row in the same way in every batch.
-"""
+"""Replacements for CUDA operations whose kernels depend on the number of rows. No other operation does."""
 
 from functools import partial
 
@@ -95,5 +92,5 @@ def token_logprobs(logits, token_ids, temperatures=None):
 
 
 def gather_logprobs(logits, ids):
-    """Compute log-probabilities of several tokens per row, with the same results as `token_logprobs` for each token."""
+    """Compute log-probabilities of several tokens per row, with the same results as `token_logprobs`."""
     return logits.gather(1, ids) - log_sums_and_ranks(logits, ids[:, 0])[0].unsqueeze(1)

@@ -1,7 +1,7 @@
 """Operations: functions that are defined in plain PyTorch and that a device may replace with kernels.
 
-The definitions are next to their callers, mostly in `layers/`. A CPU runs the definitions. CUDA replaces them with the
-Triton kernels listed in `ops.py`. `register_ops` adds a table of replacements for another device.
+The definitions are next to their callers, mostly in `layers/`. A CPU runs them. CUDA replaces them with the Triton
+kernels listed in `ops.py`. `register_ops` adds a table of replacements for another device.
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ _forget: list[Callable[[], None]] = []  # each clears the cached choices of one 
 
 
 def ops_for(device: torch.device) -> Mapping[str, Callable]:
-    """Return the replacements on `device` by operation name. A CPU has no replacements unless a variant is set."""
+    """Return the replacements on `device` by operation name: none on a CPU, unless a variant is set."""
     if (kind := device.type + variant.get()) not in _tables:
         has_kernels = kind == "cuda" and importlib.util.find_spec("triton") is not None
         _tables[kind] = vars(importlib.import_module("nanovllm.kernels.ops")) if has_kernels else {}
@@ -32,9 +32,8 @@ def ops_for(device: torch.device) -> Mapping[str, Callable]:
 def register_ops(device_type: str, table: Mapping[str, Callable]) -> None:
     """Register `table` for a device type ("cuda") or for a variant on a device type ("cuda-invariant").
 
-    A function in `table` replaces the operation with the same name. The function takes the same arguments as the
-    definition, and returns the same kind of result. If the function returns `NotImplemented`, the definition runs
-    instead.
+    A function in `table` replaces the operation with the same name, and takes the same arguments. If the function
+    returns `NotImplemented`, the definition runs instead.
     """
     _tables[device_type] = table
     for forget in _forget:
@@ -42,10 +41,7 @@ def register_ops(device_type: str, table: Mapping[str, Callable]) -> None:
 
 
 def operation(definition: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a definition so that the device of its first argument can replace it.
-
-    The first argument must have an attribute `device`.
-    """
+    """Decorate a definition so that the device of its first argument can replace it."""
 
     @cache  # a small model on a CPU calls 50 operations per token
     def choose(device: torch.device, variant: str) -> Callable:

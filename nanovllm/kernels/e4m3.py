@@ -1,12 +1,10 @@
 """FP8 (e4m3) in kernels: conversions, and rows of numbers that share one scale.
 
-GPUs of compute capability 8.9 or higher convert e4m3 in hardware. On them, tensors are `torch.float8_e4m3fn`.
-On other devices, kernels get the bits as uint8 and convert these with the functions below. The reason is that Triton
-has no e4m3 for older GPUs, and that Triton's interpreter rounds e4m3 wrongly.
+GPUs of compute capability 8.9 or higher convert `torch.float8_e4m3fn` in hardware. On other devices, the functions
+below convert the bits as uint8. Triton has no e4m3 for older GPUs, and its interpreter rounds e4m3 wrongly.
 
-The largest e4m3 number is 448. So the scale of a row is the row's largest magnitude divided by 448. The scale is
-rounded to bfloat16. The largest number of a row is then almost exact. The other numbers have a relative error of up to
-1/16, or more if they are close to 0.
+The scale of a row is its largest magnitude divided by 448, the largest e4m3 value, rounded to bfloat16. So the largest
+value of a row is almost exact. Other values have a relative error of up to 1/16, or more if they are close to 0.
 """
 
 import triton
@@ -19,7 +17,7 @@ ONES = tl.constexpr(0x3F803F80)  # a pair of scales, bfloat16
 
 @triton.jit
 def decode_e4m3(x, dtype: tl.constexpr):
-    """Convert e4m3 numbers, or their bits as uint8, to `dtype` without rounding."""
+    """Convert e4m3 values, or their bits as uint8, to `dtype` without rounding."""
     if x.dtype == tl.uint8:
         bits = x.to(tl.int16)
         # a float16 with these bits has an exponent that is 8 too small
@@ -30,7 +28,7 @@ def decode_e4m3(x, dtype: tl.constexpr):
 
 @triton.jit
 def decode_e4m3_pairs(pairs, stored_dtype: tl.constexpr, dtype: tl.constexpr):
-    """Unpack uint16 words, each with two e4m3 numbers. Return the first and the second numbers in `dtype`."""
+    """Unpack uint16 words with two e4m3 values each. Return the first and the second values in `dtype`."""
     if stored_dtype == tl.uint8 or dtype != tl.float16:
         first = (pairs & 0xFF).to(tl.uint8).to(stored_dtype, bitcast=True)
         second = (pairs >> 8).to(tl.uint8).to(stored_dtype, bitcast=True)
@@ -54,10 +52,7 @@ def decode_e4m3_pairs(pairs, stored_dtype: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def encode_e4m3(x, dtype: tl.constexpr):
-    """Convert float32 to e4m3.
-
-    The result is float8e4nv, or the bits in uint8. Round to nearest even, and saturate at 448.
-    """
+    """Convert float32 to float8e4nv, or to its bits in uint8. Round to nearest even, and saturate at 448."""
     if dtype == tl.uint8:
         sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
         magnitude = tl.minimum(tl.abs(x), 448.0)
@@ -76,8 +71,8 @@ def encode_e4m3(x, dtype: tl.constexpr):
 def encode_rows(x, dtype: tl.constexpr):
     """Quantize rows x [R, D] to e4m3 in `dtype`. Return the quantized rows and their scales [R].
 
-    The scales are float32 numbers that bfloat16 can represent exactly. A row that contains NaN or infinity gets an
-    infinite scale, so that it never decodes to finite numbers.
+    The scales are float32 values that bfloat16 represents exactly. A row that contains NaN or infinity gets an infinite
+    scale, so it never decodes to finite values.
     """
     x = x.to(tl.float32)
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # integers sort like magnitudes, with NaN at the top
@@ -89,7 +84,7 @@ def encode_rows(x, dtype: tl.constexpr):
 
 @triton.jit
 def bfloat16_bits(x):
-    """Return the bfloat16 bits of float32 numbers as int16. bfloat16 must represent the numbers exactly."""
+    """Return the bfloat16 bits of float32 values as int16. bfloat16 must represent the values exactly."""
     return (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
 
 
@@ -97,7 +92,7 @@ def bfloat16_bits(x):
 def store_row(x, row_ptr, scale_ptr, slot):
     """Quantize a row x [1, D]. Unless `slot` is -1, store the quantized row and its scale (bfloat16 bits in int16).
 
-    Return the quantized numbers [1, D] as float32, not yet multiplied by the scale, and the scale [1].
+    Return the quantized values [1, D] as float32, not yet multiplied by the scale, and the scale [1].
     """
     y, scale = encode_rows(x, row_ptr.dtype.element_ty)
     i = tl.arange(0, 1)
@@ -108,12 +103,12 @@ def store_row(x, row_ptr, scale_ptr, slot):
 
 @triton.jit
 def unpack_scales(pairs, stored_dtype: tl.constexpr):
-    """Unpack int32 words [N]. Each word contains the bfloat16 scales of a key and of its value.
+    """Unpack int32 words [N] that contain the bfloat16 scales of a key and of its value.
 
-    Return the key scales and log2 of the value scales, both float32 [N]. Attention does not multiply values by their
-    scales. Instead, it adds log2(scale) to the scores before it computes their maximum m. Then p = 2 ** (score +
-    log2(scale) - m) already includes the scale. p lies between 0 and 1 for values of any size, so it is accurate in
-    float16. The denominator of the softmax is the sum of p / scale.
+    Return the key scales, and log2 of the value scales, both float32 [N]. Attention adds log2(scale) to the scores
+    instead of multiplying values by their scales. Then p = 2 ** (score + log2(scale) - m) includes the scale, where m
+    is the maximum of score + log2(scale). p lies between 0 and 1 for values of any size, so float16 is accurate. The
+    denominator of the softmax is the sum of p / scale.
     """
     k_scale = (pairs << 16).to(tl.float32, bitcast=True)
     v_scale = (pairs & -0x10000).to(tl.float32, bitcast=True)
@@ -129,8 +124,8 @@ def unpack_scales(pairs, stored_dtype: tl.constexpr):
 def as_fp8_partner(x):
     """Convert bfloat16 queries to float16, so that they can be multiplied by e4m3 keys.
 
-    The hardware converts e4m3 to float16 directly, but to bfloat16 only through float16 and float32. float16 is more
-    precise than bfloat16. The range of float16 is smaller, but far larger than the outputs of norms and projections.
+    The hardware converts e4m3 to bfloat16 only through float16 and float32. float16 is more precise than bfloat16. The
+    range of float16 is smaller, but far larger than the outputs of norms and projections.
     """
     if x.dtype == tl.bfloat16:
         x = tl.clamp(x.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)

@@ -1,8 +1,7 @@
 """The table of operations for CUDA. Importing this module requires Triton.
 
-A function with the name of an operation replaces the definition of that operation. If no kernel is faster than the
-definition, such a function returns `NotImplemented`. Functions with other names are helpers, or are called by CUDA
-code.
+A function with the name of an operation replaces its definition, and returns `NotImplemented` if no kernel is faster.
+Other functions are helpers, or are called by CUDA code.
 """
 
 import torch
@@ -60,9 +59,9 @@ def split_linear(x, weight, bias=None, split_k=1, out=None):
 
 
 def norm_linear(x, weight, bias=None, act=None):
-    """Compute the norm, matmul and activation of a single row in one kernel, unless the row is still a sum of parts.
+    """Compute the norm, matmul and activation of a single row in one kernel, unless the row is an unfinished sum.
 
-    For more rows, a separate kernel computes the norm. For many rows on Hopper, one kernel computes matmul and SwiGLU.
+    For more rows, the norm is separate. For many rows on Hopper, one kernel computes matmul and SwiGLU.
     """
     if len(x) != 1:
         return NotImplemented if act is None or bias is not None else swiglu(x.tensor(), weight)
@@ -92,7 +91,7 @@ def rms_norm(x, weight, eps):
 
 
 def store_kvcache(k, v, cache, slot_mapping):
-    """Store keys and values by calling `norm_rope_and_store` with angles of 0 and without norm weights."""
+    """Store keys and values with `norm_rope_and_store`, angles of 0, and no norm weights."""
     cos = torch.ones(len(k), 1, 2, dtype=torch.float32, device=k.device)
     cos_sin = torch.cat((cos, 0 * cos), 1)  # the kernel may read it early: an ordinary launch, torch.cat, follows
     norm_rope_and_store(torch.cat((k, v), 1), (None, None, 0.0, cos_sin), slot_mapping, cache)

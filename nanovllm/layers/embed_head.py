@@ -25,7 +25,7 @@ def embed_shard(
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Embeds token ids. Each rank stores an equal share of the vocabulary, and the results of the ranks are summed."""
+    """Embeds token ids. Each rank stores an equal share of the vocabulary, and the ranks' results are summed."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int):
         super().__init__()

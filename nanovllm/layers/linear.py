@@ -21,10 +21,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def _padded_rows(num_rows: int) -> int:
-    """Round up to the next size. Every number up to 64 is a size.
-
-    Above 64, there are eight sizes per power of two. Adjacent sizes are at most 256 apart.
-    """
+    """Round up to the next size. All numbers up to 64 are sizes, then eight per power of two, at most 256 apart."""
     step = 1 if num_rows <= 64 else min(256, 1 << ((num_rows - 1).bit_length() - 4))
     return -(-num_rows // step) * step
 
@@ -44,7 +41,6 @@ class LinearBase(nn.Module):
         return [()]
 
     def shard(self, *shard_id: int | str) -> Shard:
-        """Return this rank's part of a checkpoint weight."""
         raise NotImplementedError
 
     def weight_loader(self, param: torch.Tensor, loaded_weight, *shard_id: int | str) -> torch.Tensor:
@@ -61,7 +57,7 @@ class LinearBase(nn.Module):
 
 
 class ReplicatedLinear(LinearBase):
-    """A linear layer that is not split. Every rank holds the whole layer."""
+    """A linear layer that every rank holds whole."""
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False):
         self.shape = output_size, input_size
@@ -81,7 +77,7 @@ class MergedColumnParallelLinear(LinearBase):
         bias: bool = False,
         divisions: list[TensorParallel] | None = None,
     ):
-        """divisions: how each layer is split over ranks. By default, each layer is split over all ranks."""
+        """divisions: how each layer is split over ranks, by default over all ranks."""
         self.input_size, self.output_sizes = input_size, output_sizes
         self.divisions = divisions or [get_construction().tp] * len(output_sizes)
         pairs = zip(self.divisions, output_sizes)

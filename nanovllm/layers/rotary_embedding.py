@@ -44,7 +44,7 @@ class RotaryEmbedding(nn.Module):
 def get_rope(
     head_size: int, rotary_dim: int, max_position: int, base: float, rope_scaling: dict | None = None
 ) -> RotaryEmbedding:
-    """Make a RotaryEmbedding for the first `rotary_dim` numbers of each head. A head has `head_size` numbers.
+    """Make a RotaryEmbedding for the first `rotary_dim` elements of each head.
 
     `rope_scaling` is the `rope_scaling` entry in config.json: a "rope_type" and its parameters. Raises ValueError if
     the entry is invalid.

@@ -10,8 +10,8 @@ As in vLLM, logits are edited in this order:
 
 Edits 1 to 3 are in features/logit_edits.py. By default, log-probabilities are computed from the unedited logits.
 
-With several ranks, each rank computes and edits the logits of its range of the vocabulary, and draws a token from this
-range. The best draw of all ranks wins. Only min-p, top-k and top-p need complete rows of logits.
+With several ranks, each rank draws a token from the logits of its range of the vocabulary, and the best draw wins. Only
+min-p, top-k and top-p need complete rows of logits.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 class Sampler(nn.Module):
     """Samples with Gumbel noise: `argmax(logits / temperature + noise)` is a draw from `softmax(logits / temperature)`.
 
-    A draw needs no sum over the vocabulary and no generator. The noise does not depend on the batch. Temperature 0
+    A draw needs no sum over the vocabulary and no generator, and the noise does not depend on the batch. Temperature 0
     means greedy sampling.
     """
 
@@ -70,7 +70,7 @@ def sample(
     first_id: int = 0,
     cutoffs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a token for each row from this rank's shard. Return the scores [S] and ids [S] of the drawn tokens."""
+    """Draw a token for each row from this rank's shard. Return scores [S] and ids [S]."""
     scores = logits.float()
     filtered_rows = () if cutoffs is None else (cutoffs > KEEPS_ALL).nonzero().squeeze(-1)
     if len(filtered_rows):
@@ -96,8 +96,7 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 def philox(counter: tuple, key: tuple, rounds: int = PHILOX_ROUNDS) -> tuple[torch.Tensor, ...]:
     """Compute Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
-    `counter` contains four int64 tensors, and `key` contains two. All values are below 2^32, and all shapes broadcast.
-    Returns four tensors like those in `counter`.
+    `counter` contains four int64 tensors, and `key` contains two. All values are below 2^32. All shapes broadcast.
     """
     words = *counter, *key
     # with hundreds of counters, NumPy takes a third of PyTorch's time; with more counters, it is not slower
@@ -111,10 +110,11 @@ def philox(counter: tuple, key: tuple, rounds: int = PHILOX_ROUNDS) -> tuple[tor
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, quads: torch.Tensor) -> torch.Tensor:
-    """Return standard Gumbel noise [N, 4] float32. Each quad in `quads` [N] denotes the ids 4 * quad to 4 * quad + 3.
+    """Return standard Gumbel noise [N, 4] float32.
 
-    Noise depends only on the seed, the position and the token id. Philox gets the seed as its key, and (token id // 4,
-    position, 0, 0) as its counter. The noise is computed from word (token id % 4) of the output.
+    A quad in `quads` [N] stands for the ids 4 * quad to 4 * quad + 3. Noise depends only on the seed, the position and
+    the token id. Philox gets the seed as its key and (token id // 4, position, 0, 0) as its counter, and word (token id
+    % 4) of the output becomes the noise.
     """
     zero = torch.zeros_like(quads)
     words = philox((quads, positions.long(), zero, zero), (seeds.long() & _WORD).unbind(-1))
@@ -144,7 +144,7 @@ def add_noise(
 
 
 def token_keys(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Return int64 keys that order tokens by their float32 logits. Among equal logits, the lower id has the larger key.
+    """Return int64 keys that order tokens by their float32 logits, and by descending id among equal logits.
 
     The high word of a key orders tokens by logit. The low word is `~token_id`.
     """
@@ -161,8 +161,8 @@ KEEPS_ALL = token_keys(*_LEAST_LIKELY).item()  # no token's key is below this cu
 class SamplingRows(NamedTuple):
     """The rows of the S sequences that get a token in this step.
 
-    Token ids are cached in the same blocks as keys and values. So penalties find the ids of a cached prefix, too. A
-    preempted sequence writes its ids again when it is recomputed.
+    Token ids are cached in the same blocks as keys and values, so penalties find the ids of a cached prefix, too. A
+    recomputed sequence writes its ids again.
     """
 
     params: torch.Tensor  # [S, WIDTH] int32

@@ -12,7 +12,7 @@ from nanovllm.utils.loader import default_weight_loader, parameter
 def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """Multiply x [T, N] by the sigmoid of the gate, [T, N] or [T, 1].
 
-    The product is computed in float32, and rounded once.
+    The result is computed in float32, and rounded once.
     """
     return (x.float() * gate.float().sigmoid()).to(x.dtype)
 
@@ -24,9 +24,7 @@ def gate_scores(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 class SigmoidGate(nn.Module):
-    """Multiplies each row by a gate: the sigmoid of the dot product of the layer's input and a weight vector.
-
-    The vector is never quantized."""
+    """Multiplies each row by a gate: the sigmoid of the dot product of the layer's input and a weight vector."""
 
     def __init__(self, input_size: int):
         super().__init__()

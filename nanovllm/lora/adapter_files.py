@@ -41,7 +41,7 @@ class AdapterRegistry:
         self._lock = threading.Lock()  # so that no adapter is read twice at once
 
     def get(self, request: LoRARequest) -> Adapter:
-        """Return an adapter, and read it if it is not in memory. Raises the errors of `read_adapter`."""
+        """Return an adapter, reading it if necessary. Raises the errors of `read_adapter`."""
         if (adapter := self._loaded.get(request)) is not None:  # without waiting while another one is read
             return adapter
         with self._lock:
@@ -54,7 +54,7 @@ class AdapterRegistry:
         self._added[request.lora_int_id] = self.get(request)
 
     def remove(self, lora_int_id: int) -> bool:
-        """Stop keeping an adapter in memory. Requests that use it can end. Return whether it was kept."""
+        """Stop keeping an adapter in memory, while requests that use it end. Return whether it was kept."""
         return self._added.pop(lora_int_id, None) is not None
 
 

@@ -20,7 +20,10 @@ RANKS, WEIGHTS = "ranks of an adapter", "weights of an adapter"
 
 
 class AdapterPart(NamedTuple):
-    """A message to another rank, which stores the adapter when all parts have arrived. The ranks come first."""
+    """A message to another rank, which stores the adapter when all parts have arrived.
+
+    The ranks of its matrices come first.
+    """
 
     slot: int
     part: TensorPart
@@ -45,7 +48,7 @@ def use_adapters(engine: Engine) -> None:
 
 
 def _write(engine: Engine, slot: int, adapter: Adapter) -> None:
-    """Store an adapter on all ranks. On CUDA, the copies are queued after the steps that were launched before."""
+    """Store an adapter on all ranks."""
     runner = engine.model_runner
     assert runner is not None, "the engine is open"
     if engine.workers.processes:

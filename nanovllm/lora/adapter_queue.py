@@ -14,10 +14,13 @@ if TYPE_CHECKING:
 
 
 class AdapterSlots:
-    """The adapters that are stored on the devices. The least recently used one leaves when another needs its slot."""
+    """The adapters that are stored on the devices.
+
+    The least recently used adapter leaves when another adapter needs its slot.
+    """
 
     def __init__(self, num_slots: int, write: Callable[[int, Adapter], None]):
-        """`write(slot, adapter)` stores an adapter on all ranks. Steps that are launched later can use it."""
+        """`write(slot, adapter)` stores an adapter on all ranks, for steps that are launched later."""
         self.num_slots, self._write = num_slots, write
         self._stored: OrderedDict[Adapter, None] = OrderedDict()  # the least recently used one first
         self._free = [*reversed(range(num_slots))]
@@ -53,8 +56,7 @@ class AdapterQueue(WaitingQueue):
     """A waiting queue whose `first` skips sequences that can't get a slot for their adapter.
 
     A slot is in use while a sequence with its adapter runs. If a sequence waits for a slot, later sequences may
-    overtake it, but at most `max_num_seqs` of them may use adapters. So the slots become free after a while, and the
-    sequence can't wait forever.
+    overtake it, but at most `max_num_seqs` of them may use adapters. So a slot becomes free after a while.
     """
 
     def __init__(self, scheduler: "Scheduler", slots: AdapterSlots):

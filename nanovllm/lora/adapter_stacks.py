@@ -47,8 +47,8 @@ class Target(NamedTuple):
 class AdapterStacks:
     """The adapters on a rank's device.
 
-    targets: the modules of the checkpoint that can have an adapter, by name. The order is the same on all ranks.
-    slots_of_requests: the slot of each request index, or -1 without an adapter. The last request index is for padding.
+    targets: the modules of the checkpoint that can have an adapter, by name, in the same order on all ranks.
+    slots_of_requests: the slot of each request index (the last is for padding), or -1 without an adapter.
     """
 
     def __init__(self, model: Any, config: Config, device: torch.device):
@@ -86,12 +86,10 @@ class AdapterStacks:
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """The inputs and outputs of each target."""
         return {name: target.shape for name, target in self.targets.items()}
 
     @torch.inference_mode()
     def write(self, slot: int, ranks: list[int], weights: torch.Tensor) -> None:
-        """Store the `ranks` and `weights` of an Adapter in a slot."""
         begin = 0
         for rank, target in zip(ranks, self.targets.values(), strict=True):
             if rank:
@@ -116,7 +114,7 @@ def _local_sizes(shards: list[Any]) -> tuple[int, int]:
 
 
 def add_adapters(model: Any, config: Config, device: torch.device) -> None:
-    """Let the linear layers of a loaded model have adapters. Embeddings, experts and routers can't have any."""
+    """Let the linear layers of a loaded model have adapters, but not embeddings, experts and routers."""
     model.adapters = AdapterStacks(model, config, device)
     for module in model.modules():
         act = getattr(module, "act_fn", None)

@@ -14,8 +14,8 @@ def set_adapters(requests: Sequence["Request"], lora_request: Any, processor: "I
     """Give the sequences of each request its adapter, or none.
 
     `lora_request` is a LoRARequest or None for all requests, or a list with one of these for each. Raises TypeError for
-    other types. Raises ValueError for a list of another length, and for adapters without `enable_lora`. Raises the
-    errors of `read_adapter`.
+    other types, and ValueError for a list of another length, or adapters without `enable_lora`. Raises the errors of
+    `read_adapter`.
     """
     found = lora_request if isinstance(lora_request, (list, tuple)) else [lora_request] * len(requests)
     if len(found) != len(requests):

@@ -1,7 +1,7 @@
 """Adds the results of low-rank adapters to the results of linear layers.
 
 A layer's adapter computes B (A x), where A is [rank, inputs] and B is [outputs, rank]. The rows of a step may have
-different adapters, or none. If a layer merges several layers, each of them is a part, which has its own A and B.
+different adapters, or none. Each layer that the checkpoint stores separately has its own A and B.
 """
 
 from typing import Any, NamedTuple
@@ -33,9 +33,10 @@ class LoRAStack(NamedTuple):
 
 @operation
 def group_rows(slots: torch.Tensor, num_slots: int) -> Any:
-    """Return the rows of each slot, in the form that `add_lora` needs. Slots [T] int32 below 0 mark rows without one.
+    """Return the rows of each slot for `add_lora`.
 
-    In this definition, a group is a slot and the indices of its rows.
+    In `slots` [T] int32, negative values mark rows without an adapter. In this definition, a group is a slot and the
+    indices of its rows.
     """
     present = [slot for slot in slots.unique().tolist() if slot >= 0]
     return [(slot, (slots == slot).nonzero().flatten()) for slot in present]
@@ -69,8 +70,6 @@ def slots_of_tokens(slots_of_requests: torch.Tensor) -> torch.Tensor:
 
 
 class LoRAFormat(WeightFormat):
-    """Multiplies with another format, and adds the results of adapters."""
-
     def __init__(self, base: WeightFormat, stack: LoRAStack, slots_of_requests: torch.Tensor):
         self.base, self.stack, self.slots_of_requests = base, stack, slots_of_requests
 

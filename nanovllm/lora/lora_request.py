@@ -11,7 +11,7 @@ class LoRARequest:
     """Names an adapter, as in vLLM.
 
     lora_name: a name for people.
-    lora_int_id: a number that identifies the adapter. If the files of an adapter change, use a new number.
+    lora_int_id: a number that identifies the adapter. Use a new number if its files change.
     lora_path: the adapter's folder, as PEFT saves it, or "tiny-qwen3-descending", the adapter in this package.
 
     Raises TypeError or ValueError for other types, an empty name or path, or a number below 1.
@@ -34,9 +34,9 @@ class Adapter:
 
     ranks: the rank of each module in `AdapterStacks.targets`. 0 means that the adapter does not change the module.
     weights: the matrices A [rank, inputs] and B [outputs, rank] of each changed module, one after another in a flat
-        tensor. B is already multiplied by the scale of the adapter.
+        tensor. B includes the scale of the adapter.
     salt: 64 bits that depend on the contents, so that adapters share no cached prefixes.
-    slot: where the adapter is stored on the devices. None if it is stored nowhere.
+    slot: where the adapter is stored on the devices, or None.
     """
 
     request: LoRARequest

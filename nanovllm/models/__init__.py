@@ -1,11 +1,11 @@
 """Finds the model family of a checkpoint, and reads the checkpoint's shape.
 
-A family is a module of this package. The module's name is the `model_type` in config.json. The module is imported on
-first use. Its class has the architecture's name in transformers: the module `qwen3_moe` contains `Qwen3MoeForCausalLM`.
-The class is constructed as `cls(config)`, where `config` is a ModelConfig whose `max_position_embeddings` is the length
-of the engine's longest sequence. CONTRIBUTING.md shows how to add a family. The class has:
+A family is a module of this package, named after the `model_type` in config.json and imported on first use. Its class
+has the architecture's name in transformers: the module `qwen3_moe` contains `Qwen3MoeForCausalLM`. The class is
+constructed as `cls(config)`, with a ModelConfig whose `max_position_embeddings` is the length of the engine's longest
+sequence. CONTRIBUTING.md shows how to add a family. The class has:
 
-- `read_config(raw, file)`: returns the family's fields of ModelConfig as a dict. `raw` is the content of config.json.
+- `read_config(raw, file)`: returns the family's fields of ModelConfig as a dict, from the content `raw` of config.json.
   Raises a ValueError that names `file` if the class does not support the model
 - `hidden_acts`: supported values of `hidden_act` in config.json
 - `packed_modules_mapping`: maps a checkpoint's module to (the merged module, the shard id in the merged module)
@@ -17,7 +17,7 @@ of the engine's longest sequence. CONTRIBUTING.md shows how to add a family. The
 
 It may have:
 
-- `layer_types`: supported values in config.json's `layer_types`. The default is `full_attention`
+- `layer_types`: supported values in config.json's `layer_types`, by default `full_attention`
 - `defaults`: values of entries that may be absent from config.json or its `text_config`
 - `unused_prefixes`: name prefixes of tensors that the class ignores
 - `may_be_nested`: whether the class also computes the text model of multimodal checkpoints
@@ -59,7 +59,7 @@ MODELS |= {
 
 
 def find_model_type(raw: dict, file: Path) -> str:
-    """Return the key in MODELS for a config.json. The key depends on `model_type` or, failing that, on `architectures`.
+    """Return the key in MODELS for a config.json, by its `model_type` or else its `architectures`.
 
     Raises ValueError if neither is supported.
     """
@@ -75,7 +75,7 @@ def model_class(model_type: str) -> type:
 
 
 def make_model(config: "ModelConfig", max_len: int, tp: TensorParallel = TensorParallel()) -> nn.Module:
-    """Make a rank's model on the default device, for sequences of up to `max_len` tokens. No weights are loaded."""
+    """Make a rank's model on the default device, without weights, for sequences of up to `max_len` tokens."""
     config = replace(config, max_position_embeddings=max_len)
     if config.rope_long is not None and max_len > config.rope_long[1]:
         config = replace(config, rope_inv_freq=config.rope_long[0])
@@ -116,7 +116,7 @@ class ModelConfig:
 
     @classmethod
     def read(cls, folder: Path, quantization: str | None = None, raw: dict | None = None) -> "ModelConfig":
-        """Read the config.json in `folder`, or use its content `raw`. `quantization` is the setting `quantization`.
+        """Read the config.json in `folder`, or use its content `raw`. `quantization` is the setting.
 
         If the file is invalid or the model is not supported, raises a ValueError or TypeError that names the file.
         """
@@ -176,7 +176,7 @@ class ModelConfig:
 
     @property
     def layer_operations(self) -> int:
-        """The number of operations in a layer's matmuls for one token. If layers differ, the mean is returned."""
+        """The number of operations in a layer's matmuls for one token, on average over the layers."""
         queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         feed_forward = 3 * self.intermediate_size
         if self.moe:
@@ -200,7 +200,7 @@ def read_rope(raw: dict, head_dim: int, file: Path) -> tuple[tuple[float, ...], 
     """Return ModelConfig's fields `rope_inv_freq`, `rope_scale`, `max_position_embeddings` and `rope_long`.
 
     Transformers 5 writes RoPE's settings to `rope_parameters`, and older versions to `rope_theta` and `rope_scaling`.
-    `rope_scaling` overrides `rope_parameters`, because users add it to enable longer contexts.
+    `rope_scaling` overrides it, because users add it to enable longer contexts.
     """
     rope = {name: raw[name] for name in ("rope_theta", "partial_rotary_factor") if raw.get(name) is not None}
     for name in ("rope_parameters", "rope_scaling"):
@@ -220,7 +220,6 @@ def read_rope(raw: dict, head_dim: int, file: Path) -> tuple[tuple[float, ...], 
 
 
 def _eos_token_ids(file: Path, raw: dict, vocab_size: int) -> frozenset[int]:
-    """Return the end-of-sequence ids in `file`."""
     ids = raw.get("eos_token_id")
     ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
     try:
@@ -233,7 +232,7 @@ def _eos_token_ids(file: Path, raw: dict, vocab_size: int) -> frozenset[int]:
 
 
 def dtype_in_use(wanted: str | torch.dtype, stored: torch.dtype, device: str, folder: Path) -> tuple[torch.dtype, str]:
-    """Return the dtype for the setting `dtype` and the checkpoint in `folder`. With "auto", also return the reason."""
+    """Return the dtype for the setting `dtype` and the checkpoint in `folder` and, with "auto", the reason."""
     if wanted != "auto":
         name = str(wanted).removeprefix("torch.")
         check_choice("dtype", name, ("auto", *DTYPES))
@@ -249,8 +248,7 @@ def dtype_in_use(wanted: str | torch.dtype, stored: torch.dtype, device: str, fo
 def cpu_multiplies(dtype: torch.dtype) -> bool:
     """Return whether the CPU has instructions for matmuls in a 16-bit dtype, and whether PyTorch uses them.
 
-    Emulated matmuls take up to seven times as long as float32 matmuls. For a single row, emulated matmuls take as long
-    as float32 matmuls, or less time if memory is slow.
+    Emulated matmuls take up to seven times as long as float32 matmuls.
     """
     if not torch.backends.mkldnn.is_available():
         return False

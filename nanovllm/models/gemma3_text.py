@@ -18,7 +18,7 @@ from nanovllm.utils.nested_names import IMAGE_PREFIXES
 
 
 class GeluAndMul(nn.Module):
-    """Multiplies GELU of the first half by the second half: [T, 2n] -> [T, n]. GELU is approximated with tanh."""
+    """Multiplies GELU (approximated with tanh) of the first half by the second half: [T, 2n] -> [T, n]."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = x.chunk(2, -1)

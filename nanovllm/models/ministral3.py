@@ -34,8 +34,6 @@ class QueryScale(NamedTuple):
 
 
 class ScaledRotaryEmbedding(nn.Module):
-    """Applies a rotary embedding, then scales queries."""
-
     def __init__(self, rotary_emb: RotaryEmbedding, scale: QueryScale):
         super().__init__()
         self.rotary_emb, self.scale = rotary_emb, scale

@@ -12,8 +12,6 @@ from nanovllm.utils.checks import check_int
 
 
 class NoRope(nn.Module):
-    """Replaces a RotaryEmbedding, and does nothing."""
-
     def forward(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return q, k
 

@@ -7,9 +7,9 @@ from torch import nn
 
 
 def split_experts(loaders: dict[str, tuple[Callable, list[int]]], model: nn.Module, stored: Collection[str]) -> None:
-    """If a checkpoint has no stacked experts, replace the loaders of stacks with loaders for single experts.
+    """If the checkpoint has no stacked experts, replace the loaders of stacks with loaders for single experts.
 
-    `loaders` is the result of `weight_loaders`. `stored` contains the names of the checkpoint's tensors.
+    `loaders` comes from `weight_loaders`, and `stored` contains the names of the checkpoint's tensors.
     """
     for path, experts in model.named_modules():
         if not hasattr(experts, "tensors_of_experts"):

@@ -19,12 +19,12 @@ GATE, UP, DOWN = 0, 1, 2  # the shard ids of an expert's weights
 def route(
     logits: torch.Tensor, top_k: int, renormalize: bool, num_shared: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose the experts of each token from logits [T, experts].
+    """Choose `top_k` experts for each token from logits [T, experts].
 
-    Return weights (float32) and expert ids, both [T, top_k + num_shared]. The last `num_shared` experts are shared:
-    every token uses them. The `top_k` chosen experts come first, by descending logit and then by ascending id. The
-    weights of the chosen experts are values of a softmax over all experts that are not shared. With `renormalize`,
-    these weights add up to 1. The shared experts come last. The weight of a shared expert is the sigmoid of its logit.
+    Return weights (float32) and expert ids, both [T, top_k + num_shared]. Chosen experts come first, by descending
+    logit and then by ascending id. The shared experts, which every token uses, come last. The weight of a chosen expert
+    is its probability in a softmax over all experts that are not shared. With `renormalize`, the weights of the chosen
+    experts add up to 1. The weight of a shared expert is the sigmoid of its logit.
     """
     logits, gates = logits.float().tensor_split((logits.shape[1] - num_shared,), 1)
     expert_ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
@@ -40,7 +40,7 @@ def route(
 class ExpertsFormat:
     """The weight format of `Experts`.
 
-    Here, weights have the dtype of activations; quantization/ defines formats of 8 and 4 bits.
+    This class keeps the dtype of activations; quantization/ defines formats of 8 and 4 bits.
     """
 
     # suffix of a checkpoint's tensor of one expert -> suffix of the stacked parameter that contains it
@@ -50,7 +50,6 @@ class ExpertsFormat:
     quantizes_activations = False  # whether steps with many tokens quantize activations
 
     def weight(self, experts: "Experts", name: str, index: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return one expert's weight as a matrix in `dtype`."""
         return getattr(experts, name)[index]
 
     def stacks(self, experts: "Experts") -> tuple[Any, Any]:
@@ -59,11 +58,11 @@ class ExpertsFormat:
 
 
 class Experts(nn.Module):
-    """This rank's part of the experts, with stacked weights. Each expert is a SwiGLU network, divided over the ranks.
+    """This rank's part of the experts, with stacked weights.
 
-    Shared experts come last in the stacks. Checkpoints store shared experts under other names, so other modules load
-    them through views of the stacks. With `config.expert_parallel`, experts are not divided. Instead, all ranks have
-    the same number of whole experts, and the stacks contain no shared experts.
+    Each expert is a SwiGLU network, divided over the ranks. Shared experts come last in the stacks. Checkpoints name
+    shared experts differently, so other modules load them through views of the stacks. With `config.expert_parallel`,
+    each rank has the same number of whole experts, and no shared experts.
     """
 
     def __init__(self, hidden_size: int, config: MoEConfig):
@@ -86,9 +85,8 @@ class Experts(nn.Module):
     def tensors_of_experts(self) -> dict[str, tuple[nn.Parameter, tuple[int, int]]]:
         """Map the name of each single expert's tensor to (parameter, (expert, shard id)).
 
-        Names are relative to this module. The names are for checkpoints that store experts one by one; other
-        checkpoints contain the two stacked parameters. The parameter's `weight_loader` takes the tensor, the expert and
-        the shard id.
+        Names are relative to this module. The parameter's `weight_loader` takes the tensor, the expert and the shard
+        id.
         """
         projections = ("gate_proj", "gate_up_proj"), ("up_proj", "gate_up_proj"), ("down_proj", "down_proj")
         return {
@@ -106,10 +104,7 @@ class Experts(nn.Module):
         return Shard((self.size, self.hidden_size), self.size_tp.local_slice(self.size), first_row=first_row)
 
     def _load_gate_up(self, target: torch.Tensor, weight, *expert_and_shard_id: int) -> torch.Tensor | None:
-        """Load the gate and up weights of all experts, or call `_load_one` for a single weight.
-
-        The weights of all experts are [experts, 2 * size, hidden].
-        """
+        """Load the gate and up weights of all experts, [experts, 2 * size, hidden], or of one expert."""
         if expert_and_shard_id:
             return self._load_one(target, weight, *expert_and_shard_id)
         weight = check_shape(weight, (self.num_experts, 2 * self.size, self.hidden_size))
@@ -121,10 +116,7 @@ class Experts(nn.Module):
         return target
 
     def _load_down(self, target: torch.Tensor, weight, *expert_and_shard_id: int) -> torch.Tensor | None:
-        """Load the down weights of all experts, or call `_load_one` for a single weight.
-
-        The weights of all experts are [experts, hidden, size].
-        """
+        """Load the down weights of all experts, [experts, hidden, size], or of one expert."""
         if expert_and_shard_id:
             return self._load_one(target, weight, *expert_and_shard_id)
         weight = check_shape(weight, (self.num_experts, self.hidden_size, self.size))
@@ -138,9 +130,9 @@ class Experts(nn.Module):
         return self.shard(shard_id).copy(stacked[index], weight) if 0 <= index < self.num_local else None
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum of the outputs of this rank's experts. x and the sum are [T, hidden].
+        """Return the weighted sum of the outputs of this rank's experts for x [T, hidden]: [T, hidden].
 
-        `weights` and `expert_ids` [T, choices] come from `route`. Each expert computes the tokens routed to it.
+        `weights` and `expert_ids` [T, choices] come from `route`.
         """
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         order = expert_ids.flatten().argsort(stable=True)
@@ -157,7 +149,7 @@ class Experts(nn.Module):
 
 
 class Router(ReplicatedLinear):
-    """A layer that computes each token's logits for all experts, including shared experts.
+    """A layer that computes each token's logits for all experts.
 
     Checkpoints store the rows of shared experts separately.
     """

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig:
-    """The configuration of the layers with experts. A model family's `read_config` creates it."""
+    """The configuration of the layers with experts, created by a model family's `read_config`."""
 
     layers: frozenset[int]  # indices of the layers with experts
     num_experts: int
@@ -17,5 +17,5 @@ class MoEConfig:
 
     @property
     def weights_per_input(self) -> int:
-        """The number of router and expert weights that a token uses, per element of the layer's input."""
+        """Return the number of router and expert weights that a token uses, divided by the hidden size."""
         return self.num_experts + 3 * self.top_k * self.intermediate_size

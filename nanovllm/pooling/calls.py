@@ -1,4 +1,4 @@
-"""The calls of `LLM` that compute vectors. `LLM` has methods with the same names."""
+"""The calls of `LLM` that compute vectors, named like its methods."""
 
 from typing import TYPE_CHECKING
 

@@ -32,7 +32,7 @@ class PoolingConfig:
         checkpoint has a classification head, or the task is "embed".
     prompts: texts to put before a text, by name, from `config_sentence_transformers.json`.
     default_prompt_name: the prompt of texts for which no name is given.
-    dimensions: the sizes to which embeddings may be shortened. If it is (), any size is allowed.
+    dimensions: the sizes to which embeddings may be shortened, or () for any size.
     """
 
     num_values: int
@@ -82,7 +82,6 @@ def read_pooling_config(folder: Path, tokenizer: Path, task: str, model: "ModelC
 
 
 def _read_saved(file: Path) -> dict:
-    """Read the settings of sentence-transformers, if there are any."""
     saved = read_json(file) if file.is_file() else {}
     prompts = saved.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
@@ -91,16 +90,12 @@ def _read_saved(file: Path) -> dict:
 
 
 def _prompts(saved: dict) -> dict[str, Any]:
-    """Return the fields of a PoolingConfig about prompts."""
     prompts = {name: text for name, text in (saved.get("prompts") or {}).items() if text}
     return {"prompts": prompts, "default_prompt_name": saved.get("default_prompt_name")}
 
 
 def _read_embedding(folder: Path, modules: dict[str, Path], raw: dict) -> dict[str, Any]:
-    """Return the fields of a PoolingConfig that the modules of sentence-transformers define.
-
-    Without modules, the default is the normalized hidden state of the last token.
-    """
+    """Return the fields of a PoolingConfig that the modules of sentence-transformers define."""
     fields: dict[str, Any] = {"dimensions": tuple(raw.get("matryoshka_dimensions") or ())}
     if not modules:
         return fields

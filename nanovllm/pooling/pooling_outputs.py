@@ -10,8 +10,8 @@ from nanovllm.engine.outputs import CompletionOutput, Record, RequestMetrics
 class PoolingOutput(Record):
     """The vector that was computed for a text: an embedding, a score, or the probabilities of classes.
 
-    prompt: the text, with its instruction or template. None if the prompt was passed as token ids.
-    data: a NumPy array of float32. None if the request was aborted.
+    prompt: the text, with its instruction or template; None if it was passed as token ids.
+    data: a NumPy array of float32; None if the request was aborted.
     labels: the names of the classes, in the order of `data`.
     """
 
@@ -35,12 +35,10 @@ class PoolingOutput(Record):
 
     @property
     def probs(self) -> list[float]:
-        """The probability of each class."""
         return self.data.tolist()
 
     @property
     def label(self) -> str:
-        """The name of the most probable class."""
         return self.labels[int(self.data.argmax())]
 
     @property
@@ -49,5 +47,4 @@ class PoolingOutput(Record):
 
     @property
     def outputs(self) -> list[CompletionOutput]:
-        """An answer without tokens, for code that counts answers and their tokens."""
         return [CompletionOutput(0, "", [], None, None, "stop" if self.finished else "abort", None)]

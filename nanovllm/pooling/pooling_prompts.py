@@ -24,7 +24,7 @@ RERANKER_FAMILIES = ("qwen3",)  # their rerankers use this template, unless the 
 
 
 def prefix_of(config: Config, prompt_name: str | None, instruction: str | None) -> str:
-    """Return the text to put before a text that is embedded. Raises ValueError for an unknown `prompt_name`."""
+    """Return the text to put before an embedded text. Raises ValueError for an unknown `prompt_name`."""
     prompts = config.pooling.prompts
     if instruction is not None:
         if prompt_name is not None:

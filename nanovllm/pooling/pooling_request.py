@@ -15,8 +15,6 @@ from nanovllm.requests.request import Prompt, Request
 
 
 class PoolingRequest(Request):
-    """A text, and the vector that is computed for it."""
-
     index = 0  # as of a CompletionRequest
     group: list[Any]
 
@@ -40,7 +38,6 @@ class PoolingRequest(Request):
         return PoolingOutput(self.request_id, self.prompt, ids, data, pooling.labels, num_cached_tokens, metrics)
 
     def _data(self, vector: np.ndarray) -> np.ndarray:
-        """Turn the vector of a step into the data of the output."""
         params, pooling = self.params, self._config.pooling
         if not pooling.labels:
             vector = vector[: params.dimensions]
@@ -59,7 +56,7 @@ class PoolingRequest(Request):
 def pooling_request(
     processor: InputProcessor, prompt: Prompt, params: PoolingParams, kind: OutputKind, priority: int = 0
 ) -> PoolingRequest:
-    """Make a request for one text. Raises the same errors as `InputProcessor.request`, and those of `params`."""
+    """Make a request for one text. Raises the errors of `InputProcessor.request` and of `params`."""
     params.check(processor.config)
     if priority:
         priority = processor.check_priority(priority)

@@ -80,14 +80,14 @@ class AnswerHead(ClassificationHead):
 class PoolingRunner(BatchRunner):
     """Computes a vector for each prompt that a step completes.
 
-    With the mode "last", the vector depends on the hidden state of the last token only. With the other modes, a table
-    on the device holds a part of each vector, until the last chunk of the prompt is computed.
+    With the mode "last", a vector depends on the last hidden state only. Otherwise, a table on the device holds a part
+    of each vector, until the last chunk of the prompt is computed.
     """
 
     partial_vectors: Any = None  # [requests + 1, hidden_size] float32, by request index
 
     def make_model(self) -> nn.Module:
-        """Make the model, without weights. The head of the task replaces its output head."""
+        """Make the model, without weights, with the head of the task as its output head."""
         model: Any = super().make_model()
         config, pooling = model.config, self.config.pooling
         model.config = replace(config, tie_word_embeddings=False)
@@ -112,16 +112,17 @@ class PoolingRunner(BatchRunner):
             self.partial_vectors = torch.zeros(size, dtype=torch.float32, device=self.device)
 
     def run_batch(self, batch: DeviceBatch) -> tuple[torch.Tensor, SamplerInput]:
-        """Run the model. The hidden states that are returned with the sampled rows are pooled: [S, hidden_size]."""
+        """Run the model. Pool the hidden states that are returned with the sampled rows: [S, hidden_size]."""
         hidden_states, x = super().run_batch(batch)
         if self.config.pooling.mode != "last":
             x = x._replace(hidden_states=self.pool(hidden_states, batch))
         return hidden_states, x
 
     def pool(self, hidden_states: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
-        """Add a step's hidden states [T, hidden_size] to the table. Return the vectors of the sampled rows, in float32.
+        """Add a step's hidden states [T, hidden_size] to the table.
 
-        The vector is the mean of all hidden states of a prompt, or the first one.
+        Return the vectors of the sampled rows, in float32. The vector is the mean of all hidden states of a prompt, or
+        the first one.
         """
         starts, lengths, rows = batch.cu_seqlens_q, batch.context_lens, batch.state_rows[1].long()
         is_first_chunk = (lengths == starts.diff()).unsqueeze(1)
@@ -150,5 +151,5 @@ class PoolingRunner(BatchRunner):
 
 
 def pooling_runner(base: type[BatchRunner]) -> type[BatchRunner]:
-    """Return the class of a runner for the same device as `base`, whose steps compute vectors."""
+    """Return the class of a runner whose steps compute vectors, for the same device as `base`."""
     return type(f"Pooling{base.__name__}", (PoolingRunner, base), {})

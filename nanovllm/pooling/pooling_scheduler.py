@@ -12,8 +12,6 @@ NO_TOKENS = SamplingParams(temperature=0, max_tokens=1)  # the scheduler ends a 
 
 
 class PooledSequence(Sequence):
-    """A prompt, and the vector that a step computed for it."""
-
     vector: Any = None  # [N] float32, a NumPy array
 
     def __init__(self, token_ids: list[int], **options: Any):
@@ -22,7 +20,7 @@ class PooledSequence(Sequence):
 
 
 class PooledResult(NamedTuple):
-    """The result of a step, after it was copied to the host. It takes the place of a `StepResult`.
+    """The result of a step on the host, instead of a `StepResult`.
 
     vectors: a vector for each sequence in the step's `sampled_seqs`.
     """
@@ -35,8 +33,8 @@ class PooledResult(NamedTuple):
 class PoolingScheduler(Scheduler):
     """A scheduler that ends a sequence when its vector has arrived. No step decodes.
 
-    The next step may use the blocks of a prompt that this step completes, because the device runs steps in order. So
-    a full step of short prompts can follow another before the vectors of the first one have arrived.
+    The next step may use the blocks of a prompt that this step completes, because the device runs steps in order. So a
+    full step of short prompts can follow another before its vectors have arrived.
     """
 
     def schedule(self, prompts_first: bool = False) -> ScheduledStep | None:
@@ -46,7 +44,6 @@ class PoolingScheduler(Scheduler):
         return super().schedule(prompts_first=True)
 
     def start_decoding(self, seq: Sequence, step: ScheduledStep) -> None:
-        """Compute the vector of `seq` in this step, which completes its prompt."""
         self.prefilling.pop(seq.key, None)
         self.running[seq.key] = seq
         step.add_sampled(seq)

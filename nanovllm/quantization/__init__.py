@@ -1,15 +1,14 @@
-"""Defines the formats of 8-bit and 4-bit weights. `fp8_cache.py` defines the format of an 8-bit cache.
+"""Defines the formats of 8-bit and 4-bit weights, and of an 8-bit cache (`fp8_cache.py`).
 
 See docs/quantization.md.
 
-Each format is a module in `formats/`. The format has the module's name, with dashes instead of underscores. The module
-defines one or both of these functions:
+Each module in `formats/` defines the format with its name (with dashes instead of underscores). The module has one or
+both of these functions:
 
-- `read_config(raw, file)` turns the `quantization_config` of a config.json into a QuantConfig. This function is called
-  if `quant_method` is the format's name. If the configuration is not supported, it raises a ValueError that names
-  `file`.
-- `config_on_load()` returns the QuantConfig for weights that are quantized while they are loaded. This function is
-  called if the setting `quantization` is the format's name.
+- `read_config(raw, file)` turns the `quantization_config` of a config.json into a QuantConfig, if `quant_method` is the
+  format's name. The function raises a ValueError that names `file` if the configuration is not supported.
+- `config_on_load()` returns the QuantConfig if the setting `quantization` is the format's name: weights are quantized
+  while they are loaded.
 """
 
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from typing import Any
 
 
 def find_quantization(raw: dict | None, file: Path, setting: str | None) -> Any:
-    """Return the QuantConfig for `raw` (`quantization_config` in config.json) and `setting` (`quantization`).
+    """Return the QuantConfig for `raw` (`quantization_config` in config.json) and the setting `quantization`.
 
     Return None if both are None. Raise ValueError if the format is not supported, or if the setting differs from the
     checkpoint's format.
@@ -35,10 +34,7 @@ def find_quantization(raw: dict | None, file: Path, setting: str | None) -> Any:
 
 
 def _format(name: str, value: Any, maker: str) -> Callable:
-    """Return the function named `maker` in the module of the format `value`.
-
-    If there is no such function, raise a ValueError whose message begins with `name`.
-    """
+    """Return the function `maker` of the format `value`."""
     names = [module.name for module in iter_modules([f"{path}/formats" for path in __path__])]
     modules = {name.replace("_", "-"): import_module(f"{__name__}.formats.{name}") for name in names}
     known = {name: getattr(module, maker) for name, module in modules.items() if hasattr(module, maker)}

@@ -1,9 +1,9 @@
-"""A KV cache in FP8 (e4m3). In the same memory, it stores nearly twice as many tokens as a bfloat16 cache.
+"""A KV cache in FP8 (e4m3). An FP8 cache stores nearly twice as many tokens as a bfloat16 cache of the same size.
 
 For each token and head, the key has a scale, and the value has a scale. A scale depends only on the key or value that
-it scales, so the cache needs no calibration. The cached numbers of a token do not depend on its neighbours in a block,
-on how the prompt is chunked, or on the number of ranks. Attention always reads the cache, even in the step that stores
-a token. So a prefix hit, a preemption or a copy of blocks does not change an answer.
+it scales, so the cache needs no calibration. What is stored for a token does not depend on other tokens, on chunks of
+the prompt, or on the number of ranks. Attention always reads the cache, even in the step that stores a token. So a
+prefix hit, a preemption or a copy of blocks does not change an answer.
 
 With heads of dimension 128, a key, its value and their scales (`kernels/e4m3.py`) take 260 bytes, compared
 with 512 bytes in bfloat16.
@@ -20,12 +20,11 @@ MIN_SCALE = 2.0**-32  # as in kernels/e4m3.py
 class FP8KVCache(KVCache):
     """The keys and values of one layer in e4m3.
 
-    The dtype is `torch.float8_e4m3fn` on devices with FP8 units. On other devices, the dtype is uint8, with the same
-    bits.
+    The dtype is `torch.float8_e4m3fn` on devices with FP8 units, and uint8 with the same bits on other devices.
 
-    `scales` is [blocks, kv_heads, block_size] int32. Each word packs the bfloat16 scale of a key and the bfloat16 scale
-    of its value. Kernels can load 32-bit words in advance. The words of a head are adjacent, because each program of
-    a kernel reads the tokens of one head.
+    `scales` is [blocks, kv_heads, block_size] int32. Each word packs the bfloat16 scales of a key and its value,
+    because kernels can load 32-bit words in advance. The words of a head are adjacent, because a program of a kernel
+    reads the tokens of one head.
     """
 
     def __init__(self, data: torch.Tensor, scales: torch.Tensor):
@@ -34,7 +33,7 @@ class FP8KVCache(KVCache):
 
     @staticmethod
     def tensors(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """See KVCache. Keys and values are uint8, because PyTorch can't copy rows of float8 on every device."""
+        """Return uint8, because PyTorch can't copy rows of float8 on every device."""
         _, layers, blocks, block_size, kv_heads, _ = shape
         scales = torch.empty((1, layers, blocks, kv_heads, block_size), dtype=torch.int32, device="meta")
         return torch.empty(shape, dtype=torch.uint8, device="meta"), scales
@@ -61,8 +60,8 @@ class FP8KVCache(KVCache):
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize rows x [..., head_dim] to e4m3. Return the bits as uint8 [..., head_dim], and bfloat16 scales [...].
 
-    A scale is the largest magnitude in a row, divided by the largest e4m3 number (448). The scale is infinite if the
-    row contains NaN or infinity.
+    A scale is the row's largest magnitude divided by the largest e4m3 value (448), or infinite if the row contains NaN
+    or infinity.
     """
     x = x.float()
     largest = x.abs().amax(-1)
@@ -74,7 +73,7 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dequantize(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Invert `quantize`. Return float32 [..., head_dim].
 
-    No number of a row is finite if the original row contained NaN or infinity.
+    A row that contained NaN or infinity has no finite values.
     """
     # Read as float16, these bits have an exponent that is 8 too small. PyTorch would convert one number at a time.
     bits = data.view(torch.int8).short().bitwise_left_shift_(7).bitwise_and_(-0x4080)

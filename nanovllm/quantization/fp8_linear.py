@@ -1,7 +1,7 @@
-"""Implements linear layers with FP8 weights on GPUs with FP8 units. Activations are quantized too (W8A8).
+"""Implements linear layers with FP8 weights and FP8 activations (W8A8) on GPUs with FP8 units.
 
-A single row is not quantized, because reading the weights limits the speed of its matmul. Several rows are quantized
-in the kernel of the preceding norm or activation. If there is no such kernel, a separate kernel quantizes the rows.
+A single row is not quantized, because reading the weights limits the speed of its matmul. Several rows are quantized in
+the kernel of the preceding norm or activation, or in a separate kernel if there is no such kernel.
 """
 
 from functools import cache
@@ -22,7 +22,7 @@ MAX_GEMM_ROWS = 32  # with more rows, the library computes the matmuls that `qua
 
 
 class FP8Linear(ScaledLinear):
-    """A format that quantizes rows, unless the preceding norm or activation has already quantized them."""
+    """A format that quantizes rows, unless the preceding kernel has quantized them."""
 
     max_split_k_rows = 160  # up to this many rows, a split GEMM with few output tiles is faster than the library
     min_rows = 2  # fewer rows are not quantized: for one row, reading the weights is the limit
@@ -69,13 +69,13 @@ class FP8Linear(ScaledLinear):
         return (self._quantized(x), self.values, self.scales) if self.group == self.block.rows == 128 else None
 
     def _swiglu(self, layer: LinearBase, rows: ops.QuantizedRows, act: "FP8SiluAndMul") -> Any:
-        """Compute the matmul and the activation in one kernel. Return NotImplemented if there is no such kernel."""
+        """Compute the matmul and the activation in one kernel, or return NotImplemented if there is none."""
         if variant.get() or layer.bias is not None or act.consumer.group != ops.SWIGLU_GROUP:
             return NotImplemented
         return ops.swiglu_quantize(rows, self.values, self.scales)
 
     def _quantized(self, x: NormInput) -> ops.QuantizedRows:
-        """Quantize x in the norm's kernel, unless the norm is already computed or must add parts of several ranks."""
+        """Quantize x in the norm's kernel, unless the norm is already computed or must add several ranks' results."""
         parts, residual = x.x, x.residual_before
         if x.total is not None or parts.barrier is not None:
             return ops.quantize_rows(x.tensor(), self.group)
@@ -119,7 +119,7 @@ SWIGLU.add(FP8SiluAndMul.forward)
 
 @cache
 def _has_scaled_mm(device: torch.device, is_row: bool) -> bool:
-    """Return whether PyTorch's library multiplies e4m3 matrices that have a scale per row (`is_row`) or per block."""
+    """Return whether PyTorch multiplies e4m3 matrices that have a scale per row (`is_row`) or per block."""
     if device.type != "cuda":
         return False
     size = 512

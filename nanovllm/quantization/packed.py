@@ -1,8 +1,8 @@
-"""Stores, loads and dequantizes weights of 4 bits, whatever the format of the checkpoint.
+"""Stores, loads and dequantizes 4-bit weights of any checkpoint format.
 
-A weight [N, K] consists of 4-bit codes. A code stands for a value: an integer ("int4"), or a floating-point number with
-two bits of exponent and one bit of mantissa ("e2m1", OCP Microscaling Formats 1.0). A group of adjacent inputs of an
-output shares a scale and, if the format has zero points, a zero point. So a weight is (value - zero) * scale.
+A weight [N, K] consists of 4-bit codes for values. A value is an integer ("int4"), or a floating-point number with two
+exponent bits and one mantissa bit ("e2m1", OCP Microscaling Formats 1.0). A group of adjacent inputs of an output
+shares a scale and, in some formats, a zero point. The weight is (value - zero) * scale.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ DUMMY = {"scales": 2.0**-8, "zeros": MIDDLE, "row_scales": 1.0}  # every scale f
 
 
 class Packed(NamedTuple):
-    """The tensors of a weight [N, K], or of a stack of such weights, whose dimension then precedes N."""
+    """The tensors of a weight [N, K], or of a stack of weights [..., N, K]."""
 
     words: torch.Tensor  # [N, 16 * ceil(K / CHUNK)] int32, each with eight codes; padded with arbitrary codes
     scales: torch.Tensor  # [N, groups]: a float dtype of the model, float8_e4m3fn or float8_e8m0fnu
@@ -45,20 +45,19 @@ class Packed(NamedTuple):
         return self.words.device
 
     def of(self, index: int) -> "Packed":
-        """Return the weight at `index` of a stack."""
         return self._replace(**{name: x[index] for name, x in zip(self._fields, self[:5]) if x is not None})
 
 
 @dataclass(frozen=True)
 class PackedScheme:
-    """Describes a 4-bit weight, and the tensors with which a checkpoint stores it.
+    """Describes a 4-bit weight, and the tensors that store it in a checkpoint.
 
-    tensors: (name, field of Packed, reader) of each tensor in the checkpoint. `name` is the last part of its name.
-    `reader` converts the stored tensor: to codes [N, K] for the field `words`, otherwise to the shape of the field for
-    a whole weight. The field "contiguous" stands for a tensor of group ids that must be in order. Without tensors,
-    16-bit weights are quantized while they are loaded.
+    tensors: (name, field of Packed, reader) of each tensor in the checkpoint. `name` is the end of the tensor's name.
+    `reader` converts the tensor of a whole weight to codes [N, K] for the field `words`, and to the field's shape for
+    other fields. The field "contiguous" stands for a tensor of group ids that must be in order. Without tensors, 16-bit
+    weights are quantized while they are loaded.
 
-    alternates: whether rows of gate and up alternate, where one tensor contains the weights of all experts.
+    alternates: whether rows of gate and up alternate in a tensor that contains all experts.
     """
 
     codes: str
@@ -72,12 +71,11 @@ class PackedScheme:
 
     @property
     def quantizes(self) -> bool:
-        """Return whether the scheme quantizes 16-bit weights."""
         return not self.tensors
 
 
 def nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Unpack the codes in the last dimension of integers, low bits first. Return uint8."""
+    """Unpack the codes in the last dimension of integers to uint8, low bits first."""
     if packed.is_floating_point():
         raise ValueError(f"the checkpoint has dtype {str(packed.dtype)[6:]}, packed 4-bit values must be integers")
     values = packed.reshape(-1).view(torch.uint8)
@@ -115,7 +113,7 @@ def dequantize_packed(weight: Packed, dtype: torch.dtype) -> torch.Tensor:
 def quantize(weight: torch.Tensor, group_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Round a weight [N, K] to integers with zero points. Return words, scales in `dtype`, and zero points.
 
-    The integers of a group range from its smallest weight to its largest weight. A scale is not finite if a weight of
+    The integers of a group span the range from its smallest to its largest weight. A scale is not finite if a weight of
     its group is not finite.
     """
     parts = [_quantize(part, group_size, dtype) for part in weight.split(ROWS_AT_A_TIME)]
@@ -135,8 +133,8 @@ def _quantize(weight: torch.Tensor, group_size: int, dtype: torch.dtype) -> tupl
 class PackedWeight:
     """The parameters of a layer's 4-bit weight, with loaders.
 
-    `parameters` maps the checkpoint's name of each tensor to a parameter. `select` is the same as for ScaledWeight.
-    Raises ValueError if this rank's inputs begin or end within a group.
+    `parameters` maps the checkpoint's name of each tensor to a parameter. `select` is as in ScaledWeight. Raise
+    ValueError if this rank's inputs begin or end within a group.
     """
 
     def __init__(self, shape: tuple[int, ...], scheme: PackedScheme, shards: list[Shard], select: Callable):
@@ -187,7 +185,7 @@ class PackedWeight:
         return made
 
     def _quantize(self, _: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
-        """Quantize a shard of a 16-bit weight. Return its scales."""
+        """Quantize a shard of a 16-bit weight, and return its scales."""
         if (selected := self.select(*arguments)) is None:
             return None
         shard, index = selected
@@ -198,7 +196,7 @@ class PackedWeight:
         return torch.cat(filled[1::3])
 
     def _load(self, field: str, read: Callable, _: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
-        """Load a shard of a stored tensor. Return its part if it contains floating-point numbers."""
+        """Load a shard of a stored tensor."""
         if (selected := self.select(*arguments)) is None:
             return None
         shard, index = selected
@@ -219,7 +217,7 @@ class PackedWeight:
         return torch.cat(filled) if field in ("scales", "row_scales") else None
 
     def _load_groups(self, target: torch.Tensor | None, index: tuple[int, ...], ids: torch.Tensor) -> None:
-        """Load the group of each input, or check that the groups are contiguous if there is no target."""
+        """Load the group of each input."""
         if target is None:
             first = torch.arange(len(ids), device=ids.device) // self.packed.group_size
             if not torch.equal(first + self.first_group, ids.long()):

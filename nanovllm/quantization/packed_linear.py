@@ -31,7 +31,6 @@ def packed_linear(
 
 @operation
 def best_packed_split_k(x: torch.Tensor, weight: Packed, max_split_k: int) -> int:
-    """Return the best `split_k` for `packed_linear`, at most `max_split_k`."""
     return 1
 
 
@@ -57,8 +56,6 @@ class PackedLinear(WeightFormat):
 
 
 class PackedExperts(ExpertsFormat):
-    """The format of experts with 4-bit weights."""
-
     is_packed = True
 
     def __init__(self, experts: Experts, scheme: PackedScheme):
@@ -96,7 +93,7 @@ class PackedStack(PackedWeight):
         return (self.shards[shard_id], (index,)) if 0 <= index < self.num_local else None
 
     def _quantize(self, target: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
-        """Quantize the weight of one expert. If `arguments` is empty, quantize the weights of all experts."""
+        """Quantize the weight of one expert, or of all experts if `arguments` is empty."""
         if arguments:
             return super()._quantize(target, weight, *arguments)
         for part, *arguments in self._parts(weight):
@@ -104,7 +101,7 @@ class PackedStack(PackedWeight):
         return self.packed.scales
 
     def _load(self, field: str, read: Callable, target: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
-        """Load a tensor of one expert. If `arguments` is empty, load the tensors of all experts, or random numbers."""
+        """Load a tensor of one expert, or of all experts if `arguments` is empty."""
         if arguments:
             return super()._load(field, read, target, weight, *arguments)
         if callable(weight):
@@ -123,7 +120,7 @@ class PackedStack(PackedWeight):
         return torch.cat([part for part in filled if part is not None]) if field == "scales" else None
 
     def _parts(self, weight) -> Iterator[tuple[torch.Tensor, int, int]]:
-        """Yield the weights of this rank's experts from a stack, each with its expert and shard id."""
+        """Yield (weight, expert, shard id) for each of this rank's experts in a stack."""
         sizes = [shard.shape[0] for shard in self.shards.values()]
         weight = check_shape(weight, (self.num_experts, sum(sizes), next(iter(self.shards.values())).shape[1]))
         for expert in range(self.first_expert, self.first_expert + self.num_local):

@@ -1,4 +1,4 @@
-"""Finds the quantization scheme of each layer of a model by the layer's name in the checkpoint."""
+"""Finds the quantization scheme of each layer by the layer's name in the checkpoint."""
 
 import re
 from collections.abc import Callable
@@ -31,12 +31,12 @@ Scheme = QuantScheme | PackedScheme  # all layers of a model have the same kind
 class QuantConfig:
     """The quantization scheme of each linear layer of a model.
 
-    groups: pairs of (name patterns, scheme). A layer gets the scheme of the first group that has a matching pattern.
+    groups: pairs of (name patterns, scheme). A layer gets the scheme of the first group with a matching pattern.
     ignore: name patterns of layers that are not quantized.
 
     A pattern can be the name of a module in the checkpoint, the end of this name, or the name of a parent module.
-    "Linear" matches all layers. After "re:", a pattern is a regular expression that must match the beginning of the
-    name. Embeddings, the output head and routers are never quantized.
+    "Linear" matches all layers. A pattern that begins with "re:" is a regular expression for the beginning of the name.
+    Embeddings, the output head and routers are never quantized.
     """
 
     name: str  # its name in the setting `quantization`
@@ -48,23 +48,22 @@ class QuantConfig:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the quantized values. All groups have the same dtype."""
+        """The dtype of the quantized values, equal in all groups."""
         return self.groups[0][1].dtype
 
     @property
     def bits(self) -> int:
-        """The number of bits of a quantized value."""
         return self.groups[0][1].bits
 
     @property
     def quantizes(self) -> bool:
-        """Return whether unquantized weights can be loaded, and are quantized then."""
+        """Return whether weights that are not quantized can be loaded, to be quantized then."""
         return all(scheme.quantizes for _, scheme in self.groups)
 
     def own_name(self, name: str) -> str:
         """Return the model's name for a tensor.
 
-        Some checkpoints name the only scale of a weight as if the weight had blocks.
+        Some checkpoints name the only scale of a weight as if it had blocks.
         """
         has_one_scale = self.groups[0][1].scale_name == "weight_scale"
         return name.removesuffix("_inv") if has_one_scale and name.endswith(".weight_scale_inv") else name
@@ -78,10 +77,7 @@ class QuantConfig:
         return next(found, None)
 
     def prepare(self, model: nn.Module, device: torch.device) -> None:
-        """Set the format of each linear layer and mixture of experts in `model`.
-
-        Allocate the weights of these layers on `device`.
-        """
+        """Set the format of each linear layer and mixture of experts in `model`. Allocate their weights on `device`."""
         is_packed = isinstance(self.groups[0][1], PackedScheme)
         make_linear: Callable = PackedLinear if is_packed else ScaledLinear
         make_experts: Callable = PackedExperts if is_packed else ScaledExperts
@@ -126,7 +122,7 @@ class QuantConfig:
 
 
 def _checkpoint_names(path: str, packed_modules_mapping: dict) -> list[str]:
-    """Return the names of the checkpoint's modules that are merged into the model's module at `path`."""
+    """Return the checkpoint's names for the modules that are merged into the module at `path`."""
     parent, _, own = path.rpartition(".")
     parts = [name for name, (merged, _) in packed_modules_mapping.items() if merged == own] or [own]
     return [f"{parent}.{name}" for name in parts]

@@ -20,7 +20,7 @@ ROWS_AT_A_TIME = 2048  # rows that are quantized together; few, because float32 
 
 
 class Block(NamedTuple):
-    """The size of a block. The values in a block share a scale."""
+    """The size of a block of values that share a scale."""
 
     rows: int
     columns: int
@@ -39,7 +39,6 @@ class QuantScheme:
     quantizes: ClassVar[bool] = True  # weights without scales are quantized
 
     def block_of(self, shape: tuple[int, int]) -> Block:
-        """Return the checkpoint's block size for a whole weight."""
         return Block(self.block_rows or shape[0], self.block_columns or shape[1])
 
     def local_block(self, shards: list[Shard], columns: int) -> Block:
@@ -56,9 +55,9 @@ class QuantScheme:
         return Block(power_of_two(self.block_rows, *(len(range(p.shape[0])[p.rows]) for p in parts)), columns)
 
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantize a weight [N, K]. Return values [N, K], and scales [ceil(N / rows), ceil(K / columns)].
+        """Quantize a weight [N, K].
 
-        The last blocks may be smaller than the others.
+        Return values [N, K], and scales [ceil(N / rows), ceil(K / columns)]; the last blocks may be smaller.
         """
         rows, columns = self.block_of(tuple(weight.shape))
         parts = [self._quantize(part, rows, columns) for part in weight.split(-(-ROWS_AT_A_TIME // rows) * rows)]
@@ -104,9 +103,9 @@ class ScaledWeight:
     `values` is [..., N, K], and `scales` is [..., N / rows, K / columns]. If the checkpoint has no scales, `scales` is
     a tensor, not a parameter.
 
-    `select` takes the arguments of a `weight_loader`. It returns a shard of the checkpoint's weight, and the index of
-    the matrix that contains the shard. The index is () if there is only one matrix. `select` returns None if the shard
-    belongs to another rank.
+    `select` takes the arguments of a `weight_loader`, and returns a shard of the checkpoint's weight, and the index of
+    the shard's matrix. The index is () if there is only one matrix. `select` returns None if the shard belongs to
+    another rank.
     """
 
     def __init__(
@@ -157,7 +156,7 @@ class ScaledWeight:
         return self._copy_scales(weight[...], *selected)
 
     def _copy_scales(self, scales: torch.Tensor, shard: Shard, index: tuple[int, ...]) -> torch.Tensor:
-        """Copy a shard's part of `scales` (the scales of the whole weight). Return the copied part."""
+        """Copy a shard's part of the whole weight's scales, and return the copy."""
         (n, k), block = shard.shape, self.scheme.block_of(shard.shape)
         needed = -(-n // block.rows), -(-k // block.columns)
         if scales.numel() != needed[0] * needed[1]:
@@ -183,7 +182,7 @@ def _slice_of(indices: list[int]) -> slice | list[int]:
 
 
 def _nan_of(values: torch.Tensor) -> torch.Tensor:
-    """Return a one-element tensor that is NaN if any value is NaN. PyTorch has no `aminmax` for float8."""
+    """Return a one-element tensor that is NaN if any value is NaN, because PyTorch has no `aminmax` for float8."""
     if values.dtype == torch.int8:
         return torch.zeros(1, device=values.device)
     has_nan = (values.view(torch.uint8) & 0x7F).amax() == 0x7F

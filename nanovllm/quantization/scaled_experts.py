@@ -35,12 +35,12 @@ class ScaledExperts(ExpertsFormat):
         return dequantize(weight.values[index], weight.scales[index], dtype)
 
     def stacks(self, experts: Experts) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-        """Return (values, scales) of `gate_up_proj`, and (values, scales) of `down_proj`."""
+        """Return (values, scales) of `gate_up_proj`, and of `down_proj`."""
         return tuple((weight.values, weight.scales) for weight in self.weights.values())
 
 
 class FP8Experts(ScaledExperts):
-    """The format for GPUs with FP8 units. On these GPUs, steps with many tokens quantize the activations too (W8A8)."""
+    """The format for GPUs with FP8 units: steps with many tokens quantize the activations too (W8A8)."""
 
     quantizes_activations = True
 
@@ -59,7 +59,7 @@ class StackedWeight(ScaledWeight):
         return (self.shards[shard_id], (index,)) if 0 <= index < self.num_local else None
 
     def _load_values(self, values: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
-        """Load the weight of one expert. If `arguments` is empty, load the unquantized weights of all experts."""
+        """Load the weight of one expert, or the unquantized weights of all experts if `arguments` is empty."""
         if arguments:
             return super()._load_values(values, weight, *arguments)
         if not self.must_quantize(weight):

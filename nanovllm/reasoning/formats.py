@@ -1,4 +1,4 @@
-"""The formats in which models mark their reasoning. The formats are named after vLLM's reasoning parsers."""
+"""The formats in which models mark their reasoning, named after vLLM's reasoning parsers."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -7,8 +7,8 @@ from typing import NamedTuple
 class ReasoningFormat(NamedTuple):
     """The two markers that enclose the reasoning before an answer.
 
-    is_open: whether the model starts inside the reasoning by default, so that it writes no begin marker. Whatever
-        `is_open` says, the prompt may already have opened or ended the reasoning.
+    is_open: whether the model starts inside the reasoning by default, so that it writes no begin marker. The prompt may
+        still open or end the reasoning.
     """
 
     begin: str

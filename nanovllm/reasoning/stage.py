@@ -17,8 +17,8 @@ class Markers:
     """The markers of a reasoning format, and how a model's vocabulary represents them.
 
     Most models have a token for each marker. In these models, only a token that contains the whole marker counts as the
-    marker. Several tokens that together spell the marker are then part of the reasoning. In a model without such a
-    token, any tokens that spell the marker count.
+    marker. Several tokens that together spell the marker are then part of the reasoning. In other models, any tokens
+    that spell a marker count as the marker.
     """
 
     def __init__(self, form: ReasoningFormat, tokenizer: Any, token_bytes: Mapping[int, bytes]):
@@ -63,7 +63,7 @@ class Reasoning:
     """The state of an answer's reasoning after the tokens processed so far.
 
     stage: whether the answer is before, inside or after its reasoning.
-    num_tokens: the number of reasoning tokens, including markers. This number is 0 until reasoning begins.
+    num_tokens: the number of reasoning tokens, including markers.
     num_thoughts: the number of reasoning tokens after the begin marker.
     num_ends: how often the text of the end marker has occurred. Only the last occurrence ends the reasoning.
     """

@@ -1,7 +1,7 @@
 """Determines which forms of messages a chat template reads, and converts conversations to these forms.
 
-Clients send content as text, as a list of parts, or not at all. Clients send the arguments of tool calls as text. Only
-the source code of a template shows which forms it supports.
+Clients send content as text, as a list of parts, or not at all. They send the arguments of tool calls as text. Only the
+source code of a template shows which forms it supports.
 """
 
 import json
@@ -26,10 +26,9 @@ GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")  # a tag of transform
 class TemplateForms(NamedTuple):
     """The forms in which a chat template reads messages.
 
-    content_parts: the template iterates over the parts of the content. Otherwise, parts are joined into one text.
+    content_parts: the template iterates over parts of the content. Otherwise, parts are joined into one text.
     content_text: the template accepts text as content. Otherwise, text becomes a list with one part.
-    arguments_text: the template concatenates a tool call's arguments with text. Otherwise, the arguments become an
-        object.
+    arguments_text: the template needs a tool call's arguments as text. Otherwise, the arguments become an object.
     roles: the names with which the template compares a message's role.
     reasoning: the names under which the template reads the reasoning.
     """
@@ -43,8 +42,8 @@ class TemplateForms(NamedTuple):
     def message(self, message: Message) -> Message:
         """Convert a message to these forms. Raises ValueError for parts that are not text.
 
-        Entries that are null are dropped, as in transformers 5. An empty list of tool calls is dropped too, because
-        templates would mistake the list for calls.
+        Null entries are dropped, as in transformers 5. An empty list of tool calls is dropped too, because templates
+        would mistake the list for calls.
         """
         entries: dict[str, Any] = {name: value for name, value in message.items() if value is not None}
         if isinstance(role := entries.get("role"), str) and role not in self.roles:
@@ -97,10 +96,7 @@ def _text_part(part: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def forms_of(template: str) -> TemplateForms:
-    """Return the forms that a chat template reads, or the defaults if the template is very long or invalid.
-
-    Rendering raises the error for an invalid template.
-    """
+    """Return the forms that a chat template reads, or the defaults if the template is very long or invalid."""
     if len(template) > MAX_CHARACTERS:
         return TemplateForms()
     try:
@@ -125,7 +121,7 @@ def _forms_in(tree: nodes.Template) -> TemplateForms:
 class _Entry:
     """Finds where a template reads the entry `name` of a message or tool call, directly or through a variable.
 
-    Scopes are ignored. Two variables with the same name are treated as one variable.
+    Scopes are ignored, so variables with the same name are treated as one.
     """
 
     def __init__(self, name: str, tree: nodes.Template):
@@ -146,7 +142,6 @@ class _Entry:
             yield from ((keyword.key, keyword.value) for keyword in call.kwargs if keyword.key in names)
 
     def _is(self, node: nodes.Node) -> bool:
-        """Return whether an expression might refer to the entry."""
         if isinstance(node, nodes.Name):
             return node.name in self._variables
         if isinstance(node, nodes.Getattr):
@@ -163,13 +158,11 @@ class _Entry:
         return isinstance(node, nodes.Filter) and node.name in ("default", "d") and self._is(node.node)
 
     def is_split(self) -> bool:
-        """Return whether the template iterates over the entry's items."""
         filters = [node for node in self._tree.find_all(nodes.Filter) if node.name in PART_FILTERS]
         loops = [node.iter for node in self._tree.find_all(nodes.For)]
         return any(self._is(_unfiltered(node)) for node in (*filters, *loops))
 
     def is_joined(self) -> bool:
-        """Return whether the template concatenates the entry with text."""
         sums = [(node.left, node.right) for node in self._tree.find_all(nodes.Add)]
         joined = [*sums, *(node.nodes for node in self._tree.find_all(nodes.Concat))]
         return any(self._is(node) for parts in joined for node in parts)
@@ -179,7 +172,6 @@ class _Entry:
         return {node.name for node in self._tree.find_all(nodes.Test) if self._is(node.node)}
 
     def compared(self) -> set[str]:
-        """Return the strings with which the template compares the entry."""
         comparisons = self._tree.find_all(nodes.Compare)
         operands = [[node.expr, *(operand.expr for operand in node.ops)] for node in comparisons]
         compared = [x for expressions in operands if any(map(self._is, expressions)) for x in expressions]
@@ -188,7 +180,7 @@ class _Entry:
 
 
 def _constant(node: nodes.Node) -> Any:
-    """Return the value of a constant. For any other expression, return an object that equals no string."""
+    """Return the value of a constant or, for other expressions, an object that equals no string."""
     return node.value if isinstance(node, nodes.Const) else node
 
 

@@ -1,4 +1,4 @@
-"""Turns token ids into text as they arrive. No character is split.
+"""Turns token ids into text as they arrive, without splitting characters.
 
 Two kinds of tokenizers are supported. Byte-level BPE (GPT-2, Qwen, Llama 3) writes each byte of a token as a character.
 SentencePiece (Llama 2, Mistral) writes a space as U+2581, and has tokens such as `<0x0A>` for single bytes.
@@ -16,7 +16,7 @@ _BYTES |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*
 
 
 class TokenBytes(dict[int, bytes]):
-    """Maps a token id to its bytes in the middle of a text. Computed on first use. An id without text has no bytes."""
+    """Maps a token id to its bytes in the middle of a text. An id without text has no bytes."""
 
     def __init__(self, tokenizer, skip_special_tokens: bool):
         """`tokenizer` is a fast tokenizer of transformers.
@@ -54,14 +54,14 @@ def _byte_level_bytes(token: str) -> bytes:
 class Detokenizer:
     """Decodes the text of an answer in time linear in its length.
 
-    The text is `decode(prompt + answer)` without its prefix `decode(prompt)`. Here, `decode` is the tokenizer's method
+    The text is `decode(prompt + answer)` without its prefix `decode(prompt)`. `decode` is the tokenizer's method
     without `clean_up_tokenization_spaces`. The tokens' bytes form a UTF-8 stream, so a character becomes text when its
     last byte arrives. Invalid bytes become U+FFFD. (SentencePiece's `decode` also replaces valid bytes that are next to
     invalid bytes.)
     """
 
     def __init__(self, token_ids: list[int], num_prompt_tokens: int, token_bytes: TokenBytes):
-        """`token_ids` is the sequence's list of prompt tokens and generated tokens. It grows between calls."""
+        """`token_ids` is the sequence's list of prompt tokens and generated tokens, which grows between calls."""
         self._token_ids, self._token_bytes = token_ids, token_bytes
         self._bytes_of = token_bytes.__getitem__
         self._num_decoded = num_prompt_tokens
@@ -98,7 +98,7 @@ class Detokenizer:
         return piece
 
     def take_text(self, num_hidden: int = 0, is_last: bool = False) -> str:
-        """Return the text since the previous call of `take_text`. The arguments are as in `decode`."""
+        """Return the text since the previous call of `take_text`. The arguments are the same as for `decode`."""
         if is_last or self._num_decoded < len(self._token_ids):
             self.decode(num_hidden, is_last)
         text, self._pending = self._pending, ""

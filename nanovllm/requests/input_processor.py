@@ -52,7 +52,7 @@ class InputProcessor:
 
     @property
     def num_requests(self) -> int:
-        """How many requests have been made so far. All request ids are below this number."""
+        """How many requests have been made so far. All request ids are below this."""
         return MAX_REQUESTS - operator.length_hint(self._unused_ids)
 
     def next_request_id(self) -> int:
@@ -70,7 +70,10 @@ class InputProcessor:
     def requests(
         self, prompts, sampling_params, kind: OutputKind, template_arguments: Mapping | None = None, priority=None
     ) -> list[CompletionRequest]:
-        """Make a request for each prompt. `sampling_params` is an object or a list. `priority` is a list or None."""
+        """Make a request for each prompt.
+
+        `sampling_params` is an object or a list, and `priority` is a list or None.
+        """
         prompts = [prompts] if isinstance(prompts, str) else prompts
         is_plain = isinstance(prompts, list) and all(isinstance(prompt, (str, list)) for prompt in prompts)
         if not is_plain or priority is not None:
@@ -95,7 +98,7 @@ class InputProcessor:
         template_arguments: Mapping | None = None,
         priority: int = 0,
     ) -> CompletionRequest:
-        """Make a request for one prompt. `index` is the prompt's position in the caller's list."""
+        """Make a request for one prompt. `index` is its position in the caller's list."""
         check_task(self.config, "generate")
         priority = self.check_priority(priority)
         params = self.default_sampling_params() if params is None else params
@@ -148,7 +151,7 @@ class InputProcessor:
             seq.set_order(priority_key)
 
     def tokenize(self, prompt: Prompt, template_arguments: Mapping | None = None) -> tuple[str | None, list[int]]:
-        """Return the prompt's text and token ids. If the prompt consists of token ids, the text is None."""
+        """Return the prompt's text and token ids. The text is None for a prompt of token ids."""
         if not isinstance(template_arguments, Mapping | None):
             raise TypeError(f"chat_template_kwargs={template_arguments!r:.80}: must be a dict")
         text: str | None = None

@@ -22,7 +22,7 @@ def as_prompts(prompts) -> list:
 
 
 def as_priorities(priority: Any, num_prompts: int) -> list:
-    """Return the priority of each prompt, unchecked. If `priority` is None, each is 0."""
+    """Return the priority of each prompt, unchecked. Without `priority`, each is 0."""
     if priority is None:
         return [0] * num_prompts
     if (priorities := as_list(priority)) is None:
@@ -48,13 +48,12 @@ def check_template_arguments(arguments: Mapping | None) -> dict:
 
 
 def as_list(value) -> list | None:
-    """Return the items of a list, tuple, iterator, array or tensor as a list. For anything else, return None."""
+    """Return the items of a list, tuple, iterator, array or tensor as a list, or None for anything else."""
     value = value.tolist() if hasattr(value, "tolist") else value
     return list(value) if isinstance(value, (list, tuple, Iterator)) else None
 
 
 def is_conversation(value: object) -> TypeGuard[list[Message]]:
-    """Return whether `value` is a list of messages."""
     return (
         isinstance(value, (list, tuple)) and bool(value) and all(isinstance(x, Mapping) and "role" in x for x in value)
     )
@@ -63,7 +62,7 @@ def is_conversation(value: object) -> TypeGuard[list[Message]]:
 def read_prompt(
     prompt: Prompt, template_arguments: Mapping, processor: "InputProcessor"
 ) -> tuple[str | None, list[int]]:
-    """Return the text and the token ids of a prompt that is not a string. The text is None if it is unknown."""
+    """Return the text (None if unknown) and the token ids of a prompt that is not a string."""
     if is_conversation(prompt):
         with processor.tokenizer_lock:
             chat = render_chat(processor.tokenizer, prompt, template_arguments)
@@ -86,7 +85,7 @@ def read_prompt(
 
 
 def render_chat(tokenizer, messages: list[Message], template_arguments: Mapping) -> str:
-    """Render a conversation with the chat template. Raises ValueError if the template fails or content is not text."""
+    """Render a conversation with the chat template. Raises ValueError if it fails or content is not text."""
     if not is_conversation(messages):
         raise _not_a_conversation(messages)
     arguments = {"add_generation_prompt": True} | dict(template_arguments) | {"tokenize": False}

@@ -1,4 +1,4 @@
-"""The sampling parameters that a model recommends. Imported for a request without parameters."""
+"""The sampling parameters that a model recommends, for requests without parameters."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The bytes of SentencePiece tokens. This module is not imported for other tokenizers."""
+"""The bytes of SentencePiece tokens."""
 
 import re
 from collections.abc import Callable

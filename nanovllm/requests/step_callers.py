@@ -9,7 +9,7 @@ from nanovllm.engine.outputs import OutputCollector, OutputKind, StepOutput
 class StepCallers:
     """Manages one collector for each thread that adds requests.
 
-    If a thread has added requests, `step` returns the outputs of these requests to the thread.
+    `step` returns the outputs of these requests to the thread.
     """
 
     def __init__(self, engine_thread: EngineThread):
@@ -18,7 +18,6 @@ class StepCallers:
         self._step_callers: set[threading.Thread] = set()  # threads in `collectors` that also call `step`
 
     def own_collector(self) -> OutputCollector:
-        """Return the collector of the requests that this thread adds."""
         thread = threading.current_thread()
         if thread not in self.collectors:
             for known_thread, collector in [*self.collectors.items()]:
@@ -58,11 +57,9 @@ class StepCallers:
         return output
 
     def is_finished(self) -> bool:
-        """Return whether `step` has nothing more to return to this thread."""
         return all(map(self._engine_thread.is_finished, self._collectors_to_read()))
 
     def _collectors_to_read(self) -> list[OutputCollector]:
-        """Return the collectors whose outputs `step` returns to this thread."""
         if (collector := self.collectors.get(threading.current_thread())) is not None:
             return [collector]
         return [

@@ -1,4 +1,4 @@
-"""The events of a stream. `generate` does not import this file."""
+"""The events of a stream."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ class StreamEvent(Record):
     index: the prompt's position in the caller's list.
     output_index: the answer's index among the `n` answers to its prompt.
     text: the new text. Text that might begin a stop string is held back for a later event.
-    token_ids: the new tokens. The text of these tokens might be in a later event.
+    token_ids: the new tokens, whose text might be in a later event.
     logprobs: the log-probabilities of `token_ids`, or None unless the request has `logprobs`.
     """
 

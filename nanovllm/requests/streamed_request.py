@@ -1,4 +1,4 @@
-"""Requests whose answers reach the caller piece by piece. `generate` does not use this file."""
+"""Requests whose answers reach the caller piece by piece."""
 
 from typing import Any
 
@@ -9,8 +9,6 @@ from nanovllm.requests.stream_event import StreamEvent
 
 
 class StreamedRequest(CompletionRequest):
-    """A request with `OutputKind.TOKENS` or `OutputKind.DELTA`."""
-
     def __init__(self, group: list[Sequence], *arguments: Any):
         super().__init__(group, *arguments)
         # by sequence index: how many of its tokens were delivered, including the prompt

@@ -1,7 +1,4 @@
-"""Implements sleep mode on a CPU, where tensors may move to other addresses.
-
-cuda/arena.py implements sleep mode on CUDA.
-"""
+"""Implements sleep mode on a CPU, where tensors may move. cuda/arena.py implements sleep mode on CUDA."""
 
 from typing import TYPE_CHECKING
 
@@ -54,7 +51,7 @@ class HostWeights:
 
 
 class HostCache:
-    """Manages the KV cache of a `ModelRunner`, with the interface of `Arena`. A sleeping cache has a single block."""
+    """Manages the KV cache of a `ModelRunner`, with the interface of `Arena`. A sleeping cache has one block."""
 
     is_mapped = True
 

@@ -1,7 +1,4 @@
-"""Replaces the weights of a running engine in place.
-
-The addresses of the weights stay the same, so CUDA graphs stay valid.
-"""
+"""Replaces the weights of a running engine in place, so that CUDA graphs stay valid."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -40,19 +37,19 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 def load_weights(llm: "LLMEngine", weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Replace some or all weights of a running engine with tensors from any device, and empty the prefix cache.
 
-    `weights` yields (name, tensor) pairs as in a checkpoint or in the state dict of the transformers model. So layers
-    are not merged, and tensors are not split over ranks. An engine with 8-bit weights accepts 8-bit values with scales,
-    as in its checkpoint. It also accepts unquantized tensors, and quantizes them. An engine with a 4-bit checkpoint
-    accepts no weights; an engine with `quantization="int4"` accepts unquantized tensors. The caller's thread iterates
-    over `weights`, so a generator that creates one tensor at a time needs memory for only one tensor.
+    `weights` yields (name, tensor) pairs as in a checkpoint or in the transformers model's state dict, neither merged
+    nor split over ranks. An engine with 8-bit weights accepts 8-bit values with scales, as in its checkpoint. Such an
+    engine also accepts unquantized tensors, and quantizes them. An engine with a 4-bit checkpoint accepts no weights;
+    an engine with `quantization="int4"` accepts unquantized tensors. The caller's thread iterates over `weights`, so a
+    generator that creates one tensor at a time needs memory for only one tensor.
 
     Raises UnavailableError if there are requests and the engine is not paused, or if the weights are asleep. New
     requests raise UnavailableError until this function returns.
 
-    Each tensor is checked before it is written. Raises TypeError if a value is not a tensor. Raises ValueError if the
-    model has no such tensor, or if the tensor has a wrong shape, a wrong dtype, NaN or infinite values. The message
-    names the tensor. If an error occurs after a tensor was written, the engine refuses requests until a single call has
-    loaded all weights.
+    Each tensor is checked before it is written. Raises TypeError if a value is not a tensor. Raises a ValueError that
+    names the tensor if the model has no such tensor, or if it has a wrong shape, a wrong dtype, NaN or infinite values.
+    If an error occurs after a tensor was written, the engine refuses requests until a single call has loaded all
+    weights.
     """
     update = WeightUpdate(llm)
     in_engine(llm.engine_thread, update.begin)
@@ -68,7 +65,7 @@ def load_weights(llm: "LLMEngine", weights: Iterable[tuple[str, torch.Tensor]]) 
 
 
 def weights_of(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the (name, tensor) pairs of the checkpoint in `folder`. Each tensor is read when the caller asks for it.
+    """Yield the (name, tensor) pairs of the checkpoint in `folder`, reading each tensor when it is asked for.
 
     If a file is missing or broken, raises a FileNotFoundError or ValueError that names the file.
     """
@@ -80,7 +77,7 @@ def weights_of(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class WeightUpdate:
-    """One call of `load_weights`. The engine's thread calls `begin` and `load`; the caller's thread calls `end`."""
+    """One call of `load_weights`. The engine's thread calls `begin` and `load`, and the caller's thread calls `end`."""
 
     def __init__(self, llm: "LLMEngine"):
         self.llm, self.core = llm, llm.core
@@ -154,7 +151,7 @@ class ModelWeights:
     def check_tied_head(self, name: str, tensor: torch.Tensor) -> None:
         """Raise ValueError if `tensor` is an output head that should be tied to the embedding, but differs from it.
 
-        A head that arrives before the embedding is not compared, because storing the head until then would cost memory.
+        A head before its embedding is not compared, because storing it would cost memory.
         """
         is_tied = self.model.config.tie_word_embeddings  # otherwise, an engine that pools ignores the head
         if name != HEAD or not is_tied or head_name(self.model) not in self._loaded:
@@ -201,7 +198,6 @@ class ModelWeights:
             self._quantized.add(name)
 
     def has_all(self) -> bool:
-        """Return whether every weight of the model was loaded."""
         loaders = weight_loaders(self.model)
         split_experts(loaders, self.model, self._loaded)
         missing = loaders.keys() - self._loaded

@@ -1,4 +1,4 @@
-"""Pauses the engine. Running requests are aborted or kept; new requests are refused."""
+"""Pauses the engine: running requests are aborted or kept, and new requests are refused."""
 
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,7 @@ def pause(llm: "LLMEngine", mode: str = "abort") -> None:
 
 
 def reset_prefix_cache(llm: "LLMEngine") -> bool:
-    """Empty the prefix cache and return True. If any sequence holds blocks, do nothing and return False."""
+    """Empty the prefix cache and return True, or return False if any sequence holds blocks."""
 
     def work() -> bool:
         scheduler = llm.core.scheduler

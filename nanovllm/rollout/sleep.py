@@ -55,11 +55,10 @@ def sleep(llm: "LLMEngine", level: int = 1) -> int:
 def wake_up(llm: "LLMEngine", tags: Collection[str] | None = None) -> None:
     """Allocate the memory that `sleep` has freed. The new KV cache is empty.
 
-    `tags` selects "weights", "kv_cache" or both. `None` selects both.
+    `tags` selects "weights", "kv_cache" or, by default, both.
 
-    A part that is already awake stays unchanged. The engine generates once both parts are awake. After level 2, all
-    weights must be loaded as well. Raises UnavailableError and changes no rank if a device lacks memory. Raises
-    ValueError for any other tag.
+    A part that is awake stays unchanged. The engine generates once both are awake and, after level 2, all weights are
+    loaded. Raises UnavailableError and changes no rank if a device lacks memory. Raises ValueError for any other tag.
     """
     for tag in TAGS if tags is None else tags:
         check_choice("tags", tag, TAGS)
@@ -77,7 +76,6 @@ def wake_up(llm: "LLMEngine", tags: Collection[str] | None = None) -> None:
 
 
 def is_sleeping(llm: "LLMEngine") -> bool:
-    """Return whether the weights or the KV cache are asleep."""
     return "asleep" in llm.core.unavailable
 
 
@@ -90,7 +88,7 @@ def _check_enabled(llm: "LLMEngine") -> None:
 
 
 class MemoryCall(NamedTuple):
-    """A call that every rank makes. Rank 0 sends this object to the other ranks as a message."""
+    """A call that every rank makes, sent by rank 0 as a message."""
 
     name: str  # "release" or "take"
     level: int = 0
@@ -118,14 +116,14 @@ def open_runner(core: Engine) -> "ModelRunner":
 
 
 def sleepers_of(runner: "ModelRunner") -> dict[str, Any]:
-    """Return the objects that manage a rank's memory, by tag. On CUDA, each object is an `Arena`."""
+    """Return the objects that manage a rank's memory, by tag, on CUDA each an `Arena`."""
     if not runner.sleepers:
         runner.sleepers = {"weights": HostWeights(runner.model), "kv_cache": HostCache(runner)}
     return runner.sleepers
 
 
 def release(runner: "ModelRunner", level: int) -> int | None:
-    """Free this rank's memory. Returns the number of freed bytes, or None if any rank could not keep its weights."""
+    """Free this rank's memory. Return the number of freed bytes, or None if any rank could not keep its weights."""
     sleepers = sleepers_of(runner)
     weights = sleepers["weights"]
     if level == 1 and weights.is_mapped and not _all_can(runner, weights.keep):
@@ -136,7 +134,7 @@ def release(runner: "ModelRunner", level: int) -> int | None:
 
 
 def take(runner: "ModelRunner", tags: Collection[str]) -> bool:
-    """Allocate this rank's memory again. If any rank lacks memory, changes nothing and returns False."""
+    """Allocate this rank's memory again. If any rank lacks memory, change nothing and return False."""
     woken = [sleeper for tag, sleeper in sleepers_of(runner).items() if tag in tags and not sleeper.is_mapped]
 
     def map_all() -> None:
@@ -153,7 +151,6 @@ def take(runner: "ModelRunner", tags: Collection[str]) -> bool:
 
 
 def _all_can(runner: "ModelRunner", work: Callable[[], None]) -> bool:
-    """Call `work`, and return whether all ranks had enough memory for it."""
     try:
         work()
         lacks_memory = 0

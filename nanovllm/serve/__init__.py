@@ -10,7 +10,7 @@ __all__ = ["AsyncLLM", "EngineDeadError", "QueueFullError"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of `__all__` on first use, so that the command line can print help without importing the engine."""
+    """Import a name of `__all__` on first use, so that the command line can print help without the engine."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("nanovllm.serve.async_llm"), name)

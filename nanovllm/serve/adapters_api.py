@@ -1,6 +1,6 @@
 """The adapters that the server offers as models, and the routes that add and remove adapters.
 
-The routes exist only with `--allow-runtime-lora-updating`.
+These routes exist only with `--allow-runtime-lora-updating`.
 """
 
 from collections.abc import Iterable
@@ -39,9 +39,9 @@ class ServedAdapters:
             self.by_name[name] = LoRARequest(name, next(self._numbers), path)
 
     async def read(self) -> None:
-        """Read all adapters, so that a broken one is reported at startup. Replicas read them with their first request.
+        """Read all adapters, so that a broken adapter is reported at startup.
 
-        Raises ValueError for an adapter that can't be used.
+        Replicas read them with their first request. Raises ValueError for an adapter that can't be used.
         """
         for adapter in self.by_name.values() if self._llm.has_one_engine else ():
             await self._read(adapter)

@@ -1,6 +1,6 @@
 """Reserves the address at which the server listens.
 
-Importing this module takes only 20 ms, because it needs no HTTP library.
+Takes only 20 ms to import, because it needs no HTTP library.
 """
 
 import errno
@@ -14,12 +14,12 @@ from nanovllm.serve.settings import ServerSettings
 
 
 def listening_socket(settings: ServerSettings, is_of_front: bool = False) -> socket.socket:
-    """Reserve the address before the model loads.
+    """Reserve the address, before the model loads.
 
     Raises OSError if the address is in use or does not belong to this machine.
 
-    is_of_front: if True, other fronts of this server may already use the address. The system assigns each connection to
-        the socket of one front.
+    is_of_front: whether other fronts of this server may use the address, too. The system assigns each connection to the
+        socket of one front.
     """
     family, address, is_unix = socket.AF_UNIX, cast(Any, settings.uds), settings.uds is not None
     try:
@@ -50,7 +50,7 @@ def _bound_socket(family: int, address: Any, is_shared: bool) -> socket.socket:
 
 @contextmanager
 def reserved_address(settings: ServerSettings) -> Iterator[socket.socket]:
-    """Keep a `listening_socket` open during a `with` block. Afterwards, remove the file of a Unix domain socket."""
+    """Keep a `listening_socket` open during a `with` block, then remove the file of a Unix domain socket."""
     with listening_socket(settings) as listener:
         try:
             yield listener
@@ -60,7 +60,6 @@ def reserved_address(settings: ServerSettings) -> Iterator[socket.socket]:
 
 
 def announce(settings: ServerSettings, model: str, listener: socket.socket) -> None:
-    """Print where the server listens."""
     address = f"unix:{settings.uds}"
     if settings.uds is None:
         host, port = listener.getsockname()[:2]

@@ -20,11 +20,11 @@ logger = logging.getLogger("nanovllm")
 class Formats(NamedTuple):
     """The formats in which a model writes its answers.
 
-    tool_calls: the name of the tool-call format in PARSERS; `None` if the format is unknown.
+    tool_calls: the name of the tool-call format in PARSERS; `None` if unknown.
     reasoning_parser: the name of the reasoning format; `None` if reasoning stays in the content.
     reasoning: the markers of the reasoning format.
-    special: the markers that are special tokens. By default, the text omits special tokens.
-    token_bytes: the bytes of each token id, for log-probabilities. A token may end in the middle of a character.
+    special: the markers that are special tokens, which the text omits by default.
+    token_bytes: the bytes of each token id, for log-probabilities (a token may end within a character).
     """
 
     tool_calls: str | None
@@ -36,7 +36,7 @@ class Formats(NamedTuple):
     def chat_params(self, body: ChatBody, has_structure: bool) -> dict[str, Any]:
         """Return the sampling parameters that a conversation needs for its reasoning and tool calls.
 
-        Raises ApiError if the model may choose to call tools, but the format of its calls is unknown.
+        Raises ApiError if the model may call tools, but the format of its calls is unknown.
         """
         is_known = self.tool_calls is not None or not body.tools or body.tool_choice not in (None, "auto")
         require(is_known, "tools: how this model writes calls is unknown: see --tool-call-parser")
@@ -56,7 +56,7 @@ class Formats(NamedTuple):
 
 
 def find_formats(processor: InputProcessor, settings: ServerSettings) -> Formats:
-    """Return and log the formats. The formats come from the settings or, by default, from the chat template."""
+    """Return and log the formats, from the settings or else from the chat template."""
     tokenizer = processor.tokenizer
     template = template_text(getattr(tokenizer, "chat_template", None))
     tools: str | None = settings.tool_call_parser

@@ -25,7 +25,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def dump_json(content: Any) -> bytes:
-    """Encode content as JSON. A lone surrogate becomes a question mark. Only a client can have sent one."""
+    """Encode content as JSON. A lone surrogate, which only a client can have sent, becomes a question mark."""
     try:
         return _encode(content)
     except UnicodeEncodeError:
@@ -39,16 +39,15 @@ def encoded(content: Any) -> msgspec.Raw:
 
 
 def server_sent_event(content: dict[str, Any]) -> bytes:
-    """Encode a server-sent event. If the content has a "type", it becomes the name of the event."""
+    """Encode a server-sent event. The "type" of the content, if any, becomes the event's name."""
     head = f"event: {content['type']}\n".encode() if "type" in content else b""
     return head + b"data: " + dump_json(content) + b"\n\n"
 
 
 class Answer:
-    """The answer to a client's request. The request has one or several prompts; the answer is complete or streamed.
+    """The complete or streamed answer to a client's request, which has one or several prompts.
 
-    Log-probabilities of many tokens take long to encode. A complete answer encodes log-probabilities in a thread, so
-    that other clients do not wait.
+    A complete answer encodes log-probabilities in a thread, because this takes long.
     """
 
     id_prefix: str
@@ -67,7 +66,6 @@ class Answer:
         self._num_streamed: dict[tuple[int, int], int] = {}  # streamed tokens by (prompt index, answer index)
 
     async def complete(self) -> bytes:
-        """Return the whole answer as JSON."""
         outputs = [await request.result() for request in self.requests]
         return await asyncio.to_thread(self._whole, outputs) if self._has_logprobs else self._whole(outputs)
 
@@ -78,7 +76,6 @@ class Answer:
         return dump_json(content)
 
     def begin(self) -> bytes:
-        """Return the server-sent events that precede the answer."""
         return b""
 
     def take(self) -> bytes:
@@ -90,13 +87,12 @@ class Answer:
         return b"".join(data)
 
     def _max_events(self, request: AsyncRequest) -> float:
-        """Return how many events to encode now. Further events wait for the next iteration of the event loop."""
+        """Return how many events to encode now. The rest waits for the next iteration of the event loop."""
         if (num_top := request.request.params.logprobs) is None:
             return inf
         return max(1, MANY_LOGPROBS // (num_top + 1)) if num_top >= 0 else 1
 
     async def end(self) -> bytes:
-        """Return the server-sent events that end the answer."""
         return await asyncio.to_thread(self._end) if self._has_logprobs else self._end()
 
     def _end(self) -> bytes:
@@ -134,19 +130,18 @@ class Answer:
         return not (self._has_logprobs or self._has_usage_everywhere or self.body.return_token_ids)
 
     def _frame(self, prompt_index: int, event: StreamEvent) -> tuple[bytes, bytes]:
-        """Return the bytes before and after the text of a chunk. Most chunks differ only in their text."""
+        """Return the bytes before and after the text of a chunk."""
         (choice,) = self.chunk_choices(prompt_index, replace(event, text=MARK))
         before, after = server_sent_event(self._chunk([choice], None)).split(dump_json(MARK))
         return before, after
 
     def choice(self, prompt_index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
-        """Return the entry of `choices` for one answer to a prompt."""
         raise NotImplementedError
 
     def chunk_choices(self, prompt_index: int, event: StreamEvent) -> list[dict[str, Any]]:
-        """Return an entry of `choices` for each chunk of an event. There may be none.
+        """Return entries of `choices` for the chunks of an event, if any.
 
-        The last entry contains the tokens of the event.
+        The last entry contains the event's tokens.
         """
         raise NotImplementedError
 
@@ -166,7 +161,7 @@ class Answer:
         return {"prompt_token_ids": token_ids, "prompt_logprobs": logprobs}
 
     def token_text(self, token_id: int, text: str | None) -> str:
-        """Return the name of a token in a list of log-probabilities: its text or, on request, its id."""
+        """Return a token's name in a list of log-probabilities: its text or, on request, its id."""
         return f"token_id:{token_id}" if self.body.return_tokens_as_token_ids else text or ""
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
@@ -174,7 +169,6 @@ class Answer:
         return chunk | {"usage": usage} if self._has_usage else chunk
 
     def _usage(self, num_completion_tokens: int, prompt_index: int | None = None) -> dict[str, Any]:
-        """Return the usage of one prompt or, without `prompt_index`, of all prompts."""
         requests = self.requests if prompt_index is None else [self.requests[prompt_index]]
         num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         return {

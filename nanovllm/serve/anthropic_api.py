@@ -1,6 +1,6 @@
-"""Serves Anthropic's API, `/v1/messages`. Translates requests to chat requests, and chat answers to Anthropic's format.
+"""Serves Anthropic's API, `/v1/messages`, by translating to chat requests, and from chat answers.
 
-Content types that have no class here, such as images, are refused. The error names the type.
+Content types without a class here, such as images, are refused with an error that names the type.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class ThinkingBlock(TypedDict):
 
 
 class RedactedThinkingBlock(TypedDict):
-    """Encrypted reasoning from another server. This server can't read it."""
+    """Encrypted reasoning from another server, which this server can't read."""
 
     type: Literal["redacted_thinking"]
 
@@ -117,7 +117,6 @@ class TranslatedMessages(ChatBody):
 
 
 def chat_body(body: CountTokensBody) -> ChatBody:
-    """Translate a request to a chat request."""
     problem = "thread: this server stores no conversations; send the whole one"
     require(not body.thread, problem, "thread_unsupported_request")  # clients know this code: they then send everything
     system = InputMessage.model_construct(role="system", content=body.system or [])
@@ -143,7 +142,7 @@ def chat_body(body: CountTokensBody) -> ChatBody:
 
 
 def _function(tool: dict[str, Any]) -> dict[str, Any]:
-    """Translate a tool. The fields keep the client's order; fields without a counterpart are left out."""
+    """Translate a tool. The fields keep their order, and fields without a counterpart are left out."""
     function = {OF_FUNCTIONS[name]: value for name, value in tool.items() if name in OF_FUNCTIONS and value is not None}
     if "type" not in function["parameters"]:
         function["parameters"] = {"type": "object", **function["parameters"]}
@@ -151,7 +150,7 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chat_messages(message: InputMessage) -> Iterator[dict[str, Any]]:
-    """Translate a message. Each tool result becomes a message. All other blocks form one message, which comes last."""
+    """Translate a message: each tool result becomes a message, and all other blocks form the last message."""
     blocks = defaultdict[str, list[Any]](list)
     for block in message.content:
         blocks[block["type"]].append(block)
@@ -174,7 +173,7 @@ def _chat_messages(message: InputMessage) -> Iterator[dict[str, Any]]:
 
 
 class MessagesAnswer(chat.ChatAnswer):
-    """A chat answer as a list of blocks. The list is either complete, or built by streamed events."""
+    """A chat answer as a list of blocks, complete or as streamed events."""
 
     id_prefix = "msg_"
     _num_tokens = 0  # streamed so far
@@ -218,7 +217,6 @@ class MessagesAnswer(chat.ChatAnswer):
         return {"id": self.id, "type": "message", "role": "assistant", "model": self._head["model"], "content": content}
 
     def _blocks(self, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the blocks of a message or of a delta."""
         if thinking := message.get("reasoning_content"):
             # without a signature, clients do not send the block back
             yield {"type": "thinking", "thinking": thinking, "signature": self.id}
@@ -229,10 +227,7 @@ class MessagesAnswer(chat.ChatAnswer):
             yield {"type": "tool_use", "id": call["id"], "name": name, "input": arguments}
 
     def _add(self, block: dict[str, Any]) -> Iterator[bytes]:
-        """Yield the events of a block.
-
-        Text and thinking extend an open block of their type; a call begins a new block.
-        """
+        """Yield the events of a block."""
         kind = block["type"]
         if kind == "tool_use":
             yield from self._next_block(block | {"input": {}})

@@ -28,9 +28,7 @@ METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")  # methods that a route may 
 def create_app(
     llm: EngineClient, settings: ServerSettings, model: str, is_closing: Callable[[], bool] = lambda: False
 ) -> FastAPI:
-    """Create the application.
-
-    model: the model as it was given on the command line.
+    """model: the model as given on the command line.
     is_closing: returns True when the endless streams of the page must end.
     """
     app = FastAPI(
@@ -66,7 +64,6 @@ def create_app(
 
 
 def add_info_routes(app: FastAPI, api: Api) -> None:
-    """Add routes for models, health, version, load and metrics."""
     llm, metrics, started = api.llm, Metrics(api.llm, api.model_names[0]), int(time())
 
     def entry(name: str) -> dict[str, Any]:
@@ -112,10 +109,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> list[str]:
-    """Return the HTTP methods that a path allows.
-
-    Included routers do not list their methods, so each method is tried.
-    """
+    """Return the HTTP methods that a path allows, by trying each, because included routers do not list them."""
 
     def has(method: str) -> bool:
         scope = {**request.scope, "method": method}

@@ -1,4 +1,7 @@
-"""An asyncio interface to the engine. Any number of tasks can submit requests; the engine's thread runs the steps."""
+"""An asyncio interface to the engine.
+
+Any number of tasks can submit requests, and the engine's thread runs the steps.
+"""
 
 import asyncio
 import logging
@@ -23,13 +26,13 @@ class AsyncLLM(EngineClient):
     """Generates text for any number of tasks of one event loop: `async for output in llm.generate(prompt, params)`.
 
     Three kinds of threads share the work. The event loop's thread submits requests and receives events. A small pool
-    renders chat templates and tokenizes. The engine's thread runs the steps, and notifies the event loop of new events
-    after each step. The engine's thread detokenizes, too, which takes a few microseconds per token. With
-    `async_scheduling`, the thread detokenizes while the device computes the next step.
+    renders chat templates and tokenizes. The engine's thread runs the steps, detokenizes, and notifies the event loop
+    after each step. Detokenizing takes a few microseconds per token. With `async_scheduling`, the device computes the
+    next step meanwhile.
 
-    When a task is cancelled or leaves its `async for` loop, its request ends. The request's cache blocks are freed
-    before the next step. An error in a request is raised in the task of that request. An error in a step ends the
-    engine, and raises EngineDeadError in all tasks.
+    When a task is cancelled or leaves its `async for` loop, its request ends, and its cache blocks are freed before the
+    next step. An error in a request is raised in its task. An error in a step ends the engine, and raises
+    EngineDeadError in all tasks.
     """
 
     engine: LLM
@@ -37,8 +40,8 @@ class AsyncLLM(EngineClient):
     def __init__(self, model: str, *, max_queued_requests: int = 1024, **settings: Any) -> None:
         """Load the model. `settings` are the settings of `LLM`. Raises the same errors as `LLM`.
 
-        max_queued_requests: the maximum number of waiting answers, in addition to `max_num_seqs` running answers. Each
-            of the `n` answers to a prompt counts.
+        max_queued_requests: how many answers may wait, in addition to `max_num_seqs` running answers. Each of the `n`
+            answers to a prompt counts.
         """
         max_queued = check_int("max_queued_requests", max_queued_requests, low=0)
         self.engine = LLM(model, **settings)
@@ -73,18 +76,15 @@ class AsyncLLM(EngineClient):
         return await asyncio.to_thread(getattr(self._calls, name), *arguments)
 
     async def sleep(self, level: int = 1) -> int:
-        """Call `LLM.sleep` without blocking the event loop."""
         return await asyncio.to_thread(self.engine.sleep, level)
 
     async def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Call `LLM.wake_up` without blocking the event loop."""
         await asyncio.to_thread(self.engine.wake_up, tags)
 
     async def is_sleeping(self) -> bool:
         return self.engine.is_sleeping()
 
     def _take(self) -> None:
-        """Deliver the outputs that have arrived since the last call."""
         self._told = None
         output = StepOutput()
         self._collector.take_into(output)  # after an error, `_fail_all` follows

@@ -1,4 +1,4 @@
-"""A request as its asyncio caller sees it. Events accumulate in a list until the caller takes them."""
+"""A request as its asyncio caller sees it. Events accumulate until the caller takes them."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -12,13 +12,13 @@ from nanovllm.requests.stream_event import StreamEvent
 
 
 class AsyncRequest:
-    """A request that belongs to one event loop. `AsyncLLM.submit` creates it, and only the loop's thread may use it.
+    """A request that belongs to one event loop. Only the loop's thread may use it.
 
-    If the caller falls behind, the events of several steps are merged, so the backlog never exceeds the answer itself.
+    If the caller falls behind, the events of several steps are merged, so the backlog never exceeds the answer.
     """
 
     def __init__(self, request: CompletionRequest, name: str):
-        """name: the id under which the caller knows the request. The engine uses `request_id` instead."""
+        """name: the id under which the caller knows the request, instead of the engine's `request_id`."""
         self.request, self.name = request, name
         self.request_id, self.num_answers = request.request_id, len(request.group)
         self.arrival_time = time()
@@ -39,7 +39,7 @@ class AsyncRequest:
     # -- what the AsyncLLM calls ---------------------------------------------------------------------------------------
 
     def add_event(self, event: StreamEvent) -> None:
-        """Add an event. After adding all new events, the AsyncLLM calls `tell` once."""
+        """Add an event. After all new events, the AsyncLLM calls `tell` once."""
         self._events.append(event)
         if event.finish_reason is not None:
             self._num_unfinished -= 1
@@ -61,15 +61,16 @@ class AsyncRequest:
     # -- what the caller calls -----------------------------------------------------------------------------------------
 
     async def next_events(self) -> list[StreamEvent]:
-        """Wait for new events, and merge them into one event per answer. An empty list means that no events follow."""
+        """Wait for new events, and merge them into one event per answer. An empty list means that none follow."""
         while not (self._events or self.final):
             await self._wait()
         return self.take_events()
 
     def take_events(self, max_events: float = inf) -> list[StreamEvent]:
-        """Return merged events without waiting. At most `max_events` events are merged; others are kept for later.
+        """Return merged events without waiting.
 
-        Raises the error of a failed request.
+        At most `max_events` events are merged, and further events are kept for later. Raises the error of a failed
+        request.
         """
         self._check()
         taken, self._events = self._events, []
@@ -79,17 +80,14 @@ class AsyncRequest:
 
     @property
     def has_events(self) -> bool:
-        """Whether there are events to take."""
         return bool(self._events)
 
     async def result(self) -> RequestOutput:
-        """Wait for the complete answers."""
         while self.final is None:
             await self._wait()
         return self.final
 
     def output(self, answers: Iterable["PartialAnswer"]) -> RequestOutput:
-        """Return the answers so far, complete or not."""
         if self.final is not None:
             return self.final
         metrics, outputs = RequestMetrics(self.arrival_time, None, None, None), [answer.output() for answer in answers]
@@ -97,7 +95,6 @@ class AsyncRequest:
         return RequestOutput(self.request_id, prompt, ids, outputs, False, self.num_cached_tokens, None, metrics)
 
     async def _wait(self) -> None:
-        """Wait until `tell` is called."""
         self._check()
         self._has_news.clear()
         await self._has_news.wait()
@@ -108,7 +105,7 @@ class AsyncRequest:
 
 
 def merged(events: list[StreamEvent]) -> list[StreamEvent]:
-    """Merge events into one event per answer, in the order in which the answers first occur."""
+    """Merge events into one event per answer, in the order of the answers' first events."""
     if len(events) < 2:
         return events
     pieces: dict[int, list[StreamEvent]] = {}
@@ -126,7 +123,7 @@ def _merge(events: list[StreamEvent]) -> StreamEvent:
 
 
 class PartialAnswer:
-    """The part of an answer that has arrived so far. The lists of a PartialAnswer grow in place."""
+    """The part of an answer that has arrived so far. Its lists grow in place."""
 
     def __init__(self, index: int):
         self.index = index

@@ -21,7 +21,7 @@ TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "documents
 
 
 def conversation(body: ChatFields) -> list[prompts.Message]:
-    """Return the client's messages unchanged, except that tool calls are converted to OpenAI's newer form."""
+    """Return the client's messages, with tool calls converted to OpenAI's newer form."""
     sent = body.as_sent("messages")
     return [_message(message, sent[i], i) for i, message in enumerate(body.messages)]
 
@@ -53,7 +53,7 @@ def template_arguments(
 def make_tool_parser(body: ChatBody, name: str | None) -> Callable[[], ToolParser]:
     """Return a function that makes a tool parser for one answer.
 
-    name: the name of the model's tool-call format; `None` if it is unknown.
+    `name` is the model's tool-call format, or `None` if unknown.
     """
     choice = body.tool_choice
     if not body.tools or choice == "none":
@@ -75,13 +75,12 @@ class AnswerParser:
         new_id: Callable[[], str] = ToolParser.new_id,
         max_calls: int | None = None,
     ):
-        """new_id: makes an id for each call. max_calls: how many calls to keep; `None` keeps all calls."""
+        """new_id: makes an id for each call. max_calls: how many calls to keep; `None` keeps all."""
         self._reasoning, self._tools, self._new_id, self._max_calls = reasoning, tools, new_id, max_calls
         self.num_calls = 0
 
     @property
     def passes_text(self) -> bool:
-        """Whether all further text is content."""
         return type(self._tools) is ToolParser and (self._reasoning is None or self._reasoning.is_over)
 
     @property
@@ -89,7 +88,7 @@ class AnswerParser:
         return 0 if self._reasoning is None else self._reasoning.reasoning.num_tokens
 
     def feed(self, text: str, token_ids: list[int], is_last: bool) -> Iterator[dict[str, Any]]:
-        """Yield new fields in order. Reasoning comes first; after it, content alternates with lists of calls.
+        """Yield new fields in order: reasoning first, then content alternating with lists of calls.
 
         "reasoning_content" is an older name of "reasoning".
         """
@@ -176,9 +175,7 @@ class ChatAnswer(Answer):
     def _found(
         self, parser: AnswerParser, piece: CompletionOutput | StreamEvent, is_last: bool
     ) -> Iterator[dict[str, Any]]:
-        """Yield what the parser finds, except for reasoning that the client does not want. If the client sent
-        `functions`, yield calls in OpenAI's older form.
-        """
+        """Yield what the parser finds, except for reasoning that the client does not want."""
         for part in parser.feed(piece.text, piece.token_ids, is_last):
             if self.body.functions is not None and "tool_calls" in part:
                 yield {"function_call": part["tool_calls"][0]["function"]}
@@ -211,7 +208,7 @@ class ChatAnswer(Answer):
 
 
 def _message(message: Message, sent: dict[str, Any], index: int) -> dict[str, Any]:
-    """Return a message as it was sent, but convert calls from OpenAI's older form to the newer form."""
+    """Return a message as it was sent, except that calls in OpenAI's older form become the newer form."""
     plain = dict(sent)
     old_call, calls, name = plain.pop("function_call", None), message.tool_calls, "tool_calls"
     if old_call is not None and not calls:
@@ -222,7 +219,7 @@ def _message(message: Message, sent: dict[str, Any], index: int) -> dict[str, An
 
 
 def _text(content: str | list[dict[str, Any]] | None) -> str:
-    """Return the text of a message. The chat template has already accepted its parts."""
+    """Return the text of a message whose parts the chat template has accepted."""
     return "\n".join([part["text"] for part in content]) if isinstance(content, list) else content or ""
 
 

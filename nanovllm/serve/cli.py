@@ -41,7 +41,7 @@ SMALL_CACHE_MESSAGE = (
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run a command, and exit with its status. The status is 2 for an invalid command line or setting."""
+    """Run a command, and exit with its status: 2 for an invalid command line or setting."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] == "bench":  # this command parses its arguments itself
         from nanovllm.benchmarks.command import main as bench
@@ -110,7 +110,7 @@ def add_flags_of(name: str, command: Parser) -> None:
 
 
 def complete_parsers() -> dict[str, argparse.ArgumentParser]:
-    """Return one parser per command, with all flags of the command."""
+    """Return one parser per command, with all its flags."""
     from nanovllm.benchmarks.arguments import make_parser as make_bench_parser
 
     _, commands = make_parser()
@@ -160,7 +160,7 @@ def serve_alone(
     prepare: Callable[[], None],
     on_start: Callable[[], None],
 ) -> int:
-    """Serve HTTP in this process. The arguments are the same as for `serve_by_fronts`."""
+    """Serve HTTP in this process, with the arguments of `serve_by_fronts`."""
     prepare()
     from nanovllm.serve.server import run_server  # lazy, because PyTorch must be imported first
 

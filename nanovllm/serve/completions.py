@@ -73,7 +73,7 @@ class CompletionAnswer(Answer):
         return {"index": number, "text": text, "logprobs": logprobs, **reasons, "token_ids": token_ids}
 
     def _number(self, prompt_index: int, answer_index: int) -> int:
-        """Return the index of a choice. All answers to the first prompt precede the answers to the second prompt."""
+        """Return the index of a choice: all answers to the first prompt come first, then those to the second."""
         return prompt_index * (self.body.n or 1) + answer_index
 
     def _logprobs(
@@ -81,7 +81,6 @@ class CompletionAnswer(Answer):
     ) -> dict[str, list]:
         """Return log-probabilities in the format of the API.
 
-        offset: the number of characters before the first token.
         first_token: the text of the first token, if it has no log-probabilities.
         """
         result: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
@@ -98,7 +97,7 @@ class CompletionAnswer(Answer):
 
 
 def _without_tokens(answer: Any) -> Any:
-    """If `max_tokens=0`, remove the generated token. The engine always generates at least one token."""
+    """If `max_tokens=0`, remove the generated token, because the engine always generates one."""
     logprobs: list | None = None if answer.logprobs is None else []
     reason = answer.finish_reason and "length"
     return replace(answer, text="", token_ids=[], logprobs=logprobs, finish_reason=reason, stop_reason=None)

@@ -1,7 +1,4 @@
-"""Defines the calls, other than requests, that the server makes to the engine.
-
-These calls run in the engine's process.
-"""
+"""Defines the calls, other than requests, that the server makes to the engine. They run in the engine's process."""
 
 from bisect import bisect_left
 from typing import Any
@@ -16,10 +13,7 @@ STEP_TOKENS = (1, 8, *(2**i for i in range(4, 15)))  # upper bounds of the bucke
 
 
 class StepSizes:
-    """Counts an engine's steps by size.
-
-    The size of a step is the number of computed prompt tokens plus the number of sampled tokens.
-    """
+    """Counts an engine's steps by size: computed prompt tokens plus sampled tokens."""
 
     def __init__(self, engine: LLM):
         self.counts, self.total = [0] * (len(STEP_TOKENS) + 1), 0
@@ -32,8 +26,9 @@ class StepSizes:
 
 
 class EngineCalls:
-    """The methods that `EngineClient.call` calls by name. Results are plain data, because they may be sent to another
-    process.
+    """The methods that `EngineClient.call` calls by name.
+
+    They return plain data, which may be sent to another process.
     """
 
     def __init__(self, engine: LLM, sizes: StepSizes):
@@ -41,7 +36,6 @@ class EngineCalls:
         self._recorder = StepRecorder(engine)
 
     def stats(self) -> dict[str, Any]:
-        """Return `LLM.stats()` plus the `step_sizes`."""
         sizes = self._sizes
         return stats_of(self._engine.scheduler) | {"step_sizes": {"counts": [*sizes.counts], "total": sizes.total}}
 
@@ -65,10 +59,9 @@ class EngineCalls:
             self._recorder.stop()
 
     def frames(self, last: int) -> tuple[str, int, bool, bool]:
-        """Return the frames after frame `last`.
+        """Return the frames after frame `last` as JSON text, and the number of the last frame.
 
-        Returns the frames as JSON text, the number of the last frame, and two flags: whether the recording continues,
-        and whether the engine is idle.
+        Two flags follow: whether the recording continues, and whether the engine is idle.
         """
         recorder = self._recorder
         return *recorder.json_since(last), recorder.is_recording, recorder.is_idle

@@ -1,4 +1,4 @@
-"""The interface between the server and an engine. The client checks, tokenizes and tracks requests."""
+"""The interface between the server and an engine: checks, tokenizes and tracks requests."""
 
 import asyncio
 import itertools
@@ -37,7 +37,7 @@ class QueueFullError(RuntimeError):
 
 
 class EngineDeadError(RuntimeError):
-    """The engine was closed, or a step has failed. The engine accepts no further requests."""
+    """The engine was closed or a step has failed, so it accepts no further requests."""
 
 
 class EngineClient(ABC):
@@ -45,8 +45,8 @@ class EngineClient(ABC):
 
     Four thread pools prepare requests. The first renders chat templates and tokenizes, the second (a single thread)
     tokenizes long texts, the third compiles grammars, and the fourth renders templates that may be slow. Subclasses
-    compute the answers: AsyncLLM with an engine in this process, FrontClient and AsyncReplicas with engines in other
-    processes. A subclass calls `_forget` when a request has ended.
+    compute the answers: AsyncLLM with an engine in this process, FrontClient and AsyncReplicas in other processes.
+    Subclasses call `_forget` when a request has ended.
     """
 
     engine: LLM | None = None  # the engine, if it runs in this process
@@ -80,7 +80,6 @@ class EngineClient(ABC):
     # -- what computes the requests ------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Prepare to serve requests in the running event loop."""
         self.check_open()
 
     @abstractmethod
@@ -93,7 +92,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     def _abort(self, request: AsyncRequest) -> None:
-        """End a request early. The answer consists of the tokens generated so far."""
+        """End a request early."""
 
     async def call(self, name: str, *arguments: Any) -> Any:
         """Call a method of the engine's EngineCalls. Raises NotImplementedError for several replicas."""
@@ -104,7 +103,7 @@ class EngineClient(ABC):
         return [await self.call("stats")]
 
     def exit(self) -> None:
-        """End the engine. All waiting tasks get an EngineDeadError. Any thread may call this."""
+        """End the engine, from any thread. All waiting tasks get an EngineDeadError."""
         self._is_closing = True
         self._template_sandbox.close()
         for pool in (self._pool, self._long_pool, self._grammar_pool, self._template_pool):
@@ -125,11 +124,10 @@ class EngineClient(ABC):
     ) -> AsyncIterator[RequestOutput]:
         """Yield the answers to a prompt each time they grow. The last output has `finished=True`.
 
-        `prompt`, `sampling_params` and the options `priority` and `lora_request` have the same meaning, and raise the
-        same errors, as in `LLM.add_request`. Other options are `chat_template_kwargs` (see `LLM.chat`), `cache_salt`
-        (see `submit`), and a `request_id` for `abort`. Raises QueueFullError if too many requests wait, and
-        EngineDeadError if the engine has failed or was closed. Before the last output, `metrics` contains only the
-        `arrival_time`.
+        `prompt`, `sampling_params`, `priority` and `lora_request` are the same as for `LLM.add_request`, and raise the
+        same errors. Other options are `chat_template_kwargs` (see `LLM.chat`), `cache_salt` (see `submit`), and a
+        `request_id` for `abort`. Raises QueueFullError if too many requests wait, and EngineDeadError if the engine has
+        failed or was closed. Before the last output, `metrics` contains only the `arrival_time`.
         """
         request = await self.submit(prompt, sampling_params, **options)
         try:
@@ -164,12 +162,12 @@ class EngineClient(ABC):
         cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
     ) -> AsyncRequest:
-        """Queue a request. Return an object for its caller to read from, and later pass to `discard`.
+        """Queue a request. Return an object for its caller to read from, and to pass to `discard` at the end.
 
-        Most arguments, and the errors, are the same as for `generate`. A `prompt` may be a function, which a tokenizer
-        thread calls. With `in_pieces=False`, the request has a `result` but no events, which saves host time. Requests
-        share cached prefixes only with requests that have the same `cache_salt` and the same adapter. Beam searches
-        and requests with PoolingParams have a `result` but no events. Beam searches do not work with replicas.
+        Most arguments, and the errors, are the same as for `generate`. A `prompt` may be a function for a tokenizer
+        thread. With `in_pieces=False`, the request has a `result` but no events, which saves host time. Requests share
+        cached prefixes only with requests that have the same `cache_salt` and adapter. Beam searches and requests with
+        PoolingParams have a `result` but no events. Beam searches do not work with replicas.
         """
         self.check_open()
         self._use_running_loop()
@@ -220,7 +218,7 @@ class EngineClient(ABC):
         return request
 
     def discard(self, request: AsyncRequest) -> None:
-        """Drop a request. Does nothing if the request has ended."""
+        """Drop a request, unless it has ended."""
         if request.request_id in self._live:
             self._forget(request)
             self._drop(request)
@@ -239,9 +237,9 @@ class EngineClient(ABC):
         return (await self._in_lane(lambda lane: lane.tokens_of(prompt, chat_template_kwargs)))["prompt_token_ids"]
 
     async def render(self, messages: list[Message], template_arguments: Mapping[str, Any]) -> RenderedChat:
-        """Render a conversation in the sandbox, so that a slow template does not delay other requests.
+        """Render a conversation in the sandbox, so that it can't delay other requests.
 
-        Raises ValueError if rendering takes too long.
+        Raises ValueError if it takes too long.
         """
         self.check_open()
         render = partial(self._template_sandbox.render, messages, template_arguments)
@@ -260,7 +258,7 @@ class EngineClient(ABC):
         return await self._in_thread(self._pool, decode)
 
     async def _in_lane(self, call: Callable[[PromptLane], T]) -> T:
-        """Run `call` in the lane for short texts. If the text is long, run `call` again in the lane for long texts."""
+        """Run `call` in the lane for short texts."""
         try:
             return await self._in_thread(self._pool, partial(call, self._lane))
         except LongTextError:
@@ -270,12 +268,12 @@ class EngineClient(ABC):
     def _long_lane(self) -> PromptLane:
         """The lane for long texts.
 
-        The lane's thread creates the lane on first use, because copying a large tokenizer takes 1 s.
+        The lane's thread creates it on first use, because copying a large tokenizer takes 1 s.
         """
         return PromptLane(self.input_processor, takes_long_texts=True)
 
     async def _in_thread(self, pool: ThreadPoolExecutor, call: Callable[[], T]) -> T:
-        """Run `call` in a thread of `pool`. Raises EngineDeadError if the engine ends before `call` returns."""
+        """Run `call` in a thread of `pool`. Raises EngineDeadError if the engine ends first."""
 
         def checked_call() -> T:
             self.check_open()
@@ -289,7 +287,6 @@ class EngineClient(ABC):
 
     @property
     def num_requests(self) -> int:
-        """The number of running and waiting requests, each with one or several answers."""
         return len(self._names)
 
     @property
@@ -298,7 +295,6 @@ class EngineClient(ABC):
         return sum(self._num_live)
 
     def check_open(self) -> None:
-        """Raise EngineDeadError if the engine has failed or was closed."""
         if self.error is not None:
             raise EngineDeadError(f"the engine has failed: {self.error!r}") from self.error
         if self._is_closing:
@@ -320,7 +316,6 @@ class EngineClient(ABC):
             observe(request)
 
     def _deliver(self, events: Iterable[StreamEvent], finals: Iterable[Any]) -> None:
-        """Pass new events and final outputs to their requests."""
         news: dict[Callable[[], None], None] = {}  # a set, so that a stream of several requests is told only once
         find = self._live.get
         for event in events:

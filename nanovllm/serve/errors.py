@@ -1,4 +1,4 @@
-"""Defines the errors of the HTTP API in OpenAI's format, `{"error": {"message", "type", "param", "code"}}`.
+"""Defines the errors of the HTTP API, in OpenAI's format `{"error": {"message", "type", "param", "code"}}`.
 
 `/v1/messages` uses Anthropic's format, `{"type": "error", "error": {"type", "message", "details": {"error_code"}}}`.
 """
@@ -54,18 +54,21 @@ class ApiError(Exception):
 
 
 def require(value: T | Literal[False] | None, problem: str, code: str | None = None) -> T:
-    """Return `value` if it is true, or else raise an ApiError with status 400. `problem` begins with a field's name."""
+    """Return `value` if it is true.
+
+    Otherwise raise an ApiError with status 400. `problem` begins with a field's name.
+    """
     if not value:
         raise ApiError(400, problem, re.split(r"\W", problem)[0], code)
     return value
 
 
 def api_error(error: BaseException, fields: Container[str] | None = None) -> ApiError:
-    """Convert an error to an ApiError for the client. Unexpected errors are logged, and the client gets no details.
+    """Convert an error to an ApiError. Unexpected errors are logged, and the client gets no details.
 
-    fields: the field names of the request that was being checked. ValueError, TypeError and FileNotFoundError are then
-        the client's fault, and a message that begins with a field's name refers to that field. `None` means that the
-        request was already accepted, so these errors are unexpected.
+    fields: the field names of the request that is being checked, or `None` if the request was already accepted. With
+        `fields`, ValueError, TypeError and FileNotFoundError are the client's fault. If the message begins with a
+        field's name, it refers to that field.
     """
     if isinstance(error, ApiError):
         return error
@@ -89,7 +92,7 @@ def api_error(error: BaseException, fields: Container[str] | None = None) -> Api
 
 @contextmanager
 def about(fields: Container[str]) -> Iterator[None]:
-    """Convert the errors of a `with` block with `api_error`. The block checks a request that has these fields."""
+    """Convert the errors of a `with` block that checks a request with these fields, using `api_error`."""
     try:
         yield
     except Exception as error:
@@ -119,7 +122,7 @@ def body_error(error: Exception) -> ApiError:
 
 
 def too_deep(error: Exception, body: bytes) -> Exception:
-    """Return an ApiError that names a field nested too deeply. If there is no such field, return `error`."""
+    """Return an ApiError that names a field nested too deeply, or `error` if there is none."""
     for name, value in json.loads(body).items():
         level = [value]
         for _ in range(MAX_LEVELS):

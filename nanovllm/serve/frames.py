@@ -4,27 +4,25 @@ A frame is a JSON-serializable dict of differences from the previous frame. Empt
 
 - `step`: the number of recorded steps.
 - `time`: seconds since the recording began.
-- `ms`: milliseconds that the step took. A frame without `ms` belongs to no step. Such a frame shows the requests that
-  were added or aborted since the previous step.
+- `ms`: milliseconds that the step took. A frame without `ms` belongs to no step, and shows requests that were added or
+  aborted since the previous step.
 - `decodes`: names of the sequences that decode one token; left out if unchanged.
 - `chunks`: [name, start, end] for each sequence that computes the prompt tokens `start:end`.
 - `sampled`: names of the sequences that got a token, except for the sequences in `decodes`.
-- `seqs`: [name, prompt tokens, maximum tokens, current tokens, computed tokens] for each sequence that was not
-  shown before. The numbers describe the state after this step.
+- `seqs`: [name, prompt tokens, maximum tokens, current tokens, computed tokens] after this step, for each new sequence.
 - `admitted`: names of the sequences that hold blocks from now on.
 - `released`: [name, reason] for each sequence that no longer holds blocks or is no longer shown. The reason is
-  "preempted", "hidden" (many other sequences are ahead of it in the queue), or the finish reason.
+  "preempted", "hidden" (far behind in the queue), or the finish reason.
 - `waiting`: [number of waiting sequences, name of the first one, name of the second one, ...]; left out if unchanged.
-- `tables`: [name, n, block id, ...] for each block table that has changed. The table keeps its first n entries, and
-  the listed ids follow them.
-- `cached`: ids of blocks that no sequence holds any more, but that the prefix cache can still find.
-- `free`: ids of blocks that the prefix cache can no longer find, or that a window table holds. Other blocks in no
-  table are free, unless they are cached.
+- `tables`: [name, n, block id, ...] for each block table that keeps its first n entries and continues with these ids.
+- `cached`: ids of blocks that no sequence holds, but that the prefix cache can find.
+- `free`: ids of blocks that the prefix cache can no longer find, or that a window table holds. Blocks in no table are
+  free unless they are cached.
 - `counts`: totals of prompt tokens, cached tokens, output tokens and preemptions; left out if unchanged.
 - `windows`: the number of blocks that sequences hold in the block tables of layers with a window; left out if
   unchanged. `tables` does not list these blocks.
 - `ttft`: seconds to the first token, for each sequence that got its first token.
-- `key`: facts about the engine. This field marks a key frame, which does not depend on earlier frames.
+- `key`: facts about the engine. A frame with this field does not depend on earlier frames.
 
 The name of a sequence is its request's id, such as "12", or "12.3" if the request has several answers. Neither text nor
 token ids are recorded.
@@ -42,7 +40,7 @@ Frame = dict[str, Any]
 class SequenceView:
     """A sequence in a `View`.
 
-    `tokens` counts prompt tokens and generated tokens; `max_tokens` is the upper bound of `tokens`.
+    `tokens` counts prompt tokens and generated tokens, up to `max_tokens`.
     """
 
     prompt: int
@@ -108,7 +106,6 @@ class View:
                 seq.tokens += 1
 
     def copy(self) -> "View":
-        """Return a copy that does not change when this view changes."""
         view = copy(self)
         view.seqs = {name: copy(seq) for name, seq in self.seqs.items()}
         for seq in view.seqs.values():

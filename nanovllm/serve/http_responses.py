@@ -1,4 +1,4 @@
-"""Defines HTTP responses. The work for a client is cancelled when the client disconnects."""
+"""Defines HTTP responses. A client's disconnection cancels the work for it."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ WRITE_SECONDS = 30.0  # added to the request's time limit, for clients that read
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Make a JSON response. Content of type bytes must already be JSON."""
+    """Make a JSON response. Content of type bytes must be JSON."""
     data = content if isinstance(content, bytes) else dump_json(content)
     return Response(data, status, headers, media_type="application/json")
 
@@ -58,10 +58,10 @@ def endpoint(route: APIRoute, seconds: float) -> Endpoint:
 
 
 class EventStream(Response):
-    """A response of server-sent events. An error that occurs after the first event is itself sent as an event.
+    """A response of server-sent events. An error after the first event becomes an event.
 
-    The code that delivers the outputs of a step writes them to the connection in one piece, so no task has to wake
-    up. Until the client has taken a written piece, nothing more is written, and the events of later steps are merged.
+    Outputs are written to the connection by the code that delivers them, so no task has to wake up. Until the client
+    has taken a written piece, nothing more is written, and the events of later steps are merged.
     """
 
     def __init__(self, answer: Answer, end: Callable[[], None], until: float):
@@ -101,7 +101,7 @@ class EventStream(Response):
             request.on_news = write
 
     def _write(self) -> None:
-        """Write new events. This is called when events arrive, and when the client has taken the previous piece."""
+        """Write new events, when they arrive and when the client has taken the previous piece."""
         if not self._connection.is_writable or self._is_over.done():
             return
         try:
@@ -120,7 +120,7 @@ class EventStream(Response):
             self._is_over.set_exception(error)
 
     def _send_heartbeat(self) -> None:
-        """Write a comment unless an event was written since the last call. Clients ignore comments."""
+        """Write a comment, which clients ignore, unless an event was written since the last call."""
         if self._is_silent and self._connection.is_writable and not self._is_over.done():
             self._connection.write_chunk(COMMENT)
         self._is_silent = True

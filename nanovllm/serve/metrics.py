@@ -53,9 +53,9 @@ ZEROS = dict.fromkeys((*GAUGES, *COUNTERS, "blocks"), 0)
 
 
 class Metrics:
-    """The metrics of a server. Each answer is counted when it ends; `text` reads the engines' metrics.
+    """The metrics of a server. Each answer is counted when it ends, and `text` reads the engines' metrics.
 
-    Step sizes are reported for a single engine, but not for replicas.
+    Step sizes are reported for a single engine, not for replicas.
     """
 
     def __init__(self, llm: EngineClient, model: str):
@@ -82,12 +82,11 @@ class Metrics:
         llm.on_end.append(self.observe)
 
     async def text(self) -> bytes:
-        """Return the metrics in the text format of Prometheus."""
         self._stats = await self._llm.stats()
         return generate_latest(self._shown)
 
     def observe(self, request: AsyncRequest) -> None:
-        """Count a request that has ended. The times of a dropped request are meaningless, so they are left out."""
+        """Count a request that has ended. The times of a dropped request are left out, because they are meaningless."""
         final = request.final
         if final is None or (times := final.metrics).first_token_time is None or times.finished_time is None:
             self._aborted.inc(request.num_answers)

@@ -1,4 +1,4 @@
-"""An output collector that calls functions, so that no thread has to wait for outputs."""
+"""An output collector that calls functions in the engine's thread, so that no thread has to wait for outputs."""
 
 from collections.abc import Callable
 
@@ -6,10 +6,7 @@ from nanovllm.engine.outputs import OutputCollector, OutputKind
 
 
 class NotifyingCollector(OutputCollector):
-    """Calls `on_output` for new output, and `on_failure` when the engine fails.
-
-    Both functions are called in the engine's thread.
-    """
+    """Calls `on_output` for new output, and `on_failure` when the engine fails."""
 
     def __init__(self, kind: OutputKind, on_output: Callable[[], None], on_failure: Callable[[RuntimeError], None]):
         super().__init__(kind)

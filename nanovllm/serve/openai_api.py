@@ -35,8 +35,6 @@ MakeAnswer = Callable[[Sequence[AsyncRequest]], Awaitable[Answer]]
 
 
 class Api:
-    """The routes, and the state that they share."""
-
     def __init__(self, llm: EngineClient, settings: ServerSettings, model_names: Sequence[str], root: str):
         """root: the model that is served under `model_names`."""
         self.llm, self.settings, self.model_names, self.root = llm, settings, model_names, root
@@ -103,7 +101,7 @@ class Api:
     async def _respond(
         self, body: protocol.GenerationBody, request: Request, prepare: Prepare, make_answer: MakeAnswer
     ) -> Response:
-        """Check and queue a request for each prompt. Then return the complete answer, or a stream."""
+        """Check and queue a request for each prompt, then return the complete answer, or a stream."""
         if self.settings.enable_force_include_usage and body.stream:
             body.stream_options = protocol.StreamOptions(include_usage=True, continuous_usage_stats=True)
         body.return_tokens_as_token_ids = body.return_tokens_as_token_ids or self.settings.return_tokens_as_token_ids
@@ -125,7 +123,6 @@ class Api:
             return EventStream(answer, ending.pop_all().close, until)
 
     async def _submit(self, body: protocol.GenerationBody, prepared: Prepared, requests: list[AsyncRequest]) -> None:
-        """Queue a request for each prompt, and add it to `requests`."""
         lora_request = self.adapters.by_name.get(self.model_name(body.model))
         require(body.stream or body.stream_options is None, "stream_options: needs stream=true")
         require(not (body.stream and body.prompt_logprobs), "prompt_logprobs: can't be streamed")
@@ -158,7 +155,7 @@ class Api:
         return chat.template_arguments(body, self.chat_template, self.settings.trust_request_chat_template)
 
     async def _rendered(self, body: protocol.TextBody, prompt: Any, template_arguments: dict[str, Any] | None) -> Any:
-        """Render a conversation in the sandbox if rendering may take long. Return any other prompt unchanged."""
+        """Render a conversation in the sandbox if this may take long. Return other prompts unchanged."""
         if isinstance(body, protocol.ChatFields) and may_take_long(body, self.chat_template):
             return await self.llm.render(prompt, template_arguments or {})
         return prompt
@@ -178,7 +175,7 @@ class Api:
         return json_response(lengths | {"tokens": tokens, "token_strs": names})
 
     async def prompt_token_ids(self, body: protocol.TextBody) -> list[int]:
-        """Tokenize the prompt of a body. Raises ApiError for an unknown model, or a prompt that can't be tokenized."""
+        """Tokenize a prompt. Raises ApiError for an unknown model, or a prompt that can't be tokenized."""
         self.model_name(body.model)
         with about(type(body).model_fields):
             prompt, arguments = getattr(body, "prompt", None), None

@@ -1,7 +1,4 @@
-"""Renders the page, an HTML file that loads nothing from other addresses.
-
-The page shows a live engine or a recording.
-"""
+"""Renders the page, an HTML file that shows a live engine or a recording, and loads nothing from other addresses."""
 
 import json
 from base64 import b64encode
@@ -37,7 +34,7 @@ def content_security_policy(is_live: bool) -> str:
 
 
 def render_page(frames: list[dict[str, Any]] | None = None) -> str:
-    """Return the page. The page shows the recorded `frames`. If there are none, it shows the server's live engine."""
+    """Return the page. It shows the recorded `frames` or, if there are none, the server's live engine."""
     policy = f'<meta http-equiv="Content-Security-Policy" content="{content_security_policy(frames is None)}">'
     page = source().replace(META, f"{META}\n{policy}")
     if frames is not None:  # inside a script element, only "<" could end it

@@ -1,6 +1,6 @@
 """Defines the HTTP routes that compute vectors: embeddings (OpenAI's API), reranking (Cohere's, Jina's) and classes.
 
-A server has one task. Its engine refuses the requests of the other routes, and the error names the task.
+A server has one task, and its engine refuses other requests with an error that names the task.
 """
 
 import asyncio
@@ -96,7 +96,6 @@ def add_routes(app: FastAPI, api: Api) -> None:
     llm = api.llm
 
     async def respond(body: PoolingBody, compute: Callable[[], Awaitable[list[PoolingOutput]]]) -> dict[str, Any]:
-        """Compute the outputs, and return the fields that all answers have. The caller adds `outputs` to them."""
         model = api.model_name(body.model)
         try:
             outputs = await compute()

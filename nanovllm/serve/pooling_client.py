@@ -1,4 +1,4 @@
-"""The calls of an EngineClient that compute vectors. They have the arguments of `LLM.embed`, `score` and `classify`."""
+"""The calls of an EngineClient that compute vectors, with the arguments of `LLM.embed`, `score` and `classify`."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ async def embed(
     instruction: str | None = None,
     **options: Any,
 ) -> list[PoolingOutput]:
-    """Return embeddings, as `LLM.embed` does. `options` are options of `submit`. Raises the errors of both."""
+    """Return embeddings, as `LLM.embed` does. `options` are options of `submit`."""
     config = self.input_processor.config
     check_task(config, "embed")
     prefix = prefix_of(config, prompt_name, instruction)
@@ -44,7 +44,7 @@ async def score(
     use_activation: bool = True,
     **options: Any,
 ) -> list[PoolingOutput]:
-    """Score documents, as `LLM.score` does. `options` are options of `submit`. Raises the errors of both."""
+    """Score documents, as `LLM.score` does. `options` are options of `submit`."""
     check_task(self.input_processor.config, "score")
     pairs = pairs_of(query, documents)
     prompts = [partial(_pair_prompt, *pair, instruction, template) for pair in pairs]
@@ -54,7 +54,7 @@ async def score(
 async def classify(
     self: "EngineClient", prompts: Prompt | list[Prompt], use_activation: bool = True, **options: Any
 ) -> list[PoolingOutput]:
-    """Classify texts, as `LLM.classify` does. `options` are options of `submit`. Raises the errors of both."""
+    """Classify texts, as `LLM.classify` does. `options` are options of `submit`."""
     check_task(self.input_processor.config, "classify", "score")
     return await pool(self, as_prompts(prompts), PoolingParams(use_activation=use_activation), **options)
 

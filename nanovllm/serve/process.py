@@ -1,4 +1,4 @@
-"""Sets up a serving process. This module runs before anything else in the process."""
+"""Sets up a serving process, before anything else runs in it."""
 
 import logging
 import sys

@@ -1,4 +1,4 @@
-"""Tokenizes prompts. Long texts do not delay short texts.
+"""Tokenizes prompts, so that long texts do not delay short texts.
 
 A text that exceeds the context length is refused before it is tokenized.
 """
@@ -26,7 +26,7 @@ class LongTextError(Exception):
 
 
 class RenderedChat(str):
-    """The output of a chat template. The output already contains the special tokens, so the tokenizer adds none."""
+    """The output of a chat template. It already contains the special tokens, so the tokenizer adds none."""
 
 
 class PromptLane(InputProcessor):
@@ -40,7 +40,7 @@ class PromptLane(InputProcessor):
         self.takes_long_texts, self._longest_token = takes_long_texts, longest_token(tokenizer)
 
     def encode(self, text: str, add_special_tokens: bool = True, is_cut: bool = False) -> list[int]:
-        """Return the token ids of a text. Raises LongTextError if the text belongs in the other lane.
+        """Return the token ids of a text. Raises LongTextError if it belongs in the other lane.
 
         Raises ValueError if the text can't fit into the context, unless the caller truncates the tokens (`is_cut`).
         """
@@ -52,7 +52,7 @@ class PromptLane(InputProcessor):
         return super().encode(text, add_special_tokens)
 
     def tokens_of(self, prompt: PromptSource, chat_template_kwargs: Mapping | None) -> TokensPrompt:
-        """Return the token ids of a prompt, and the prompt's text if there is one.
+        """Return the token ids of a prompt, and its text if there is one.
 
         If `prompt` is a function, call it first.
         """
@@ -103,9 +103,9 @@ def _tokens_prompt(token_ids: list[int], text: str | None) -> TokensPrompt:
 
 
 def longest_token(tokenizer: Any) -> int | None:
-    """Return the maximum number of bytes of normalized UTF-8 that a token can represent; `None` if there is no bound.
+    """Return the maximum number of bytes of normalized UTF-8 in a token; `None` if there is no bound.
 
-    A bound exists under three conditions. The vocabulary contains every byte, so no token represents unknown text.
+    There is a bound under three conditions. The vocabulary contains every byte, so no token represents unknown text.
     Normalizers and pre-tokenizers remove nothing, and treat the parts of a text between special tokens as they treat a
     whole text. No special token absorbs the spaces around it.
     """

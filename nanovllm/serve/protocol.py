@@ -1,8 +1,8 @@
-"""Request bodies of the HTTP API, with OpenAI's fields and vLLM's additional fields. Other fields are ignored.
+"""Request bodies of the HTTP API, with OpenAI's and vLLM's fields. Other fields are ignored.
 
-Bodies are checked in the event loop, so the time of the checks must be bounded. The check of a list stops at the first
-wrong item, and the contents of large dicts are not checked here. If every item were checked, two megabytes of wrong
-items would produce a million errors, which would take seconds.
+Bodies are checked in the event loop, so the time must be bounded: two megabytes of wrong items would produce a million
+errors, which take seconds. The check of a list stops at the first wrong item, and the contents of large dicts are not
+checked here.
 """
 
 import logging
@@ -82,7 +82,7 @@ class Item(BaseModel):
 
 
 class Body(Item):
-    """A request body. A field that is `null` gets its default value."""
+    """A request body. A field that is `null` gets its default."""
 
     # the client's names for engine parameters and translated fields, where these differ
     own_names: ClassVar[Mapping[str, str]] = {}
@@ -94,7 +94,7 @@ class Body(Item):
     _kept: Mapping[str, Any] = PrivateAttr(default_factory=dict)
 
     def as_sent(self, name: str) -> Any:
-        """Return the value that the client sent for one of the `kept_fields`, or `None` if it sent no value."""
+        """Return the value that the client sent for one of the `kept_fields`, or `None`."""
         assert name in self.kept_fields, name
         return self._kept.get(name)
 
@@ -260,7 +260,7 @@ class ChatBody(ChatFields, GenerationBody):
 
     @model_validator(mode="after")
     def _use_functions_as_tools(self) -> "ChatBody":
-        """Convert `functions`, OpenAI's older form of tools, to tools. ChatAnswer then answers in the older form."""
+        """Convert `functions`, OpenAI's older form of tools."""
         if self.functions is not None:
             tools = [Tool(type="function", function=function) for function in self.functions]
             self.tools = [*(self.tools or ()), *tools]
@@ -304,8 +304,8 @@ def sampling_params(
 ) -> SamplingParams:
     """Return the parameters of a request.
 
-    Each parameter comes from `special`, else from the body, else from `defaults`. `special` contains parameters such as
-    `logprobs`, which endpoints define differently. Raises the same errors as SamplingParams.
+    Each parameter comes from `special`, else from the body, else from `defaults`. `special` contains parameters that
+    endpoints define differently, such as `logprobs`. Raises the errors of SamplingParams.
     """
     names = SamplingParams.__dataclass_fields__
     sent = {name: value for name in names if (value := getattr(body, name, None)) is not None}
@@ -321,7 +321,7 @@ def sampling_params(
 
 
 def beam_search_params(body: GenerationBody, params: SamplingParams, max_model_len: int) -> BeamSearchParams:
-    """Return parameters for a search with `n` beams. Raises ApiError for options that beam search does not support."""
+    """Return parameters for a search with `n` beams. Raises ApiError for options that it does not support."""
     unsupported = {name: getattr(params, name) for name in ("logprobs", "prompt_logprobs", "structured_outputs")}
     unsupported |= {"stream": body.stream or None, "stop": params.stop or None, "cache_salt": body.cache_salt}
     for name, value in unsupported.items():

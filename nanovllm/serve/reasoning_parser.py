@@ -24,7 +24,7 @@ class ReasoningParser:
     def feed(self, text: str, is_last: bool = False, token_ids: list[int] | None = None) -> tuple[str, str]:
         """Return the new reasoning and the new answer text. Text that may be part of a marker is held back.
 
-        token_ids: all new token ids, even if their text comes later; `None` if they are unknown.
+        token_ids: all new token ids, even if their text comes later; `None` if unknown.
         """
         if token_ids is None:
             self.reasoning.take_text(text.encode())
@@ -55,7 +55,7 @@ class ReasoningParser:
         return self._place != "before"
 
     def _passes_repetition(self, is_last: bool) -> bool:
-        """Drop the begin marker if the model repeats it after the prompt has already opened the reasoning."""
+        """Drop the begin marker if the model repeats it, although the prompt has already opened the reasoning."""
         begun = self._held.lstrip()
         if not is_last and self._begin.startswith(begun):
             return False

@@ -34,14 +34,13 @@ UNREAD_SECONDS = 120.0  # a connection is reset after this time if its client do
 class RequestLimits:
     """ASGI middleware that checks the host and the API key, and reads the whole body within limits on size and time.
 
-    Routes therefore never wait for a client that sends slowly.
+    So routes never wait for a client that sends slowly.
     """
 
     def __init__(self, app: Any, settings: ServerSettings, endpoints: Mapping[str, Endpoint]):
-        """endpoints: for some paths, the function that answers POST requests instead of `app`.
+        """endpoints: by path, the function that answers POST requests instead of `app`.
 
-        Each iteration of the event loop admits only a few such POST requests, so that a burst does not delay other
-        work.
+        Each iteration of the event loop admits only a few of these requests, so that a burst does not delay other work.
         """
         self._endpoints, self._turns = endpoints, LoopTurns(*ADMITTED_PER_TURN, REQUEST_SECONDS)
         self.app, self.settings, self._root_path = app, settings, settings.root_path.rstrip("/")
@@ -108,7 +107,7 @@ class RequestLimits:
             raise ApiError(403, "the Origin header is of a web page that may not call this server")
 
     def _checked_keys(self, headers: dict[bytes, bytes]) -> list[bytes]:
-        """Return the valid API keys that the client sent. Raises ApiError if a key is needed but none is valid."""
+        """Return the client's valid API keys."""
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         # clients of Anthropic's API send x-api-key
         sent_keys = (bearer.strip() if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b""))
@@ -149,7 +148,7 @@ class RequestLimits:
 
 
 async def _answer_head(answer: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send the headers of the answer to a GET. Cancel the body of the answer, which may be an endless stream."""
+    """Send only the headers of the answer to a GET, because its body may be an endless stream."""
     with CancelScope() as body:
 
         async def send_headers(message: Message) -> None:
@@ -164,9 +163,9 @@ async def _answer_head(answer: ASGIApp, scope: Scope, receive: Receive, send: Se
 class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 protocol, with limits on the size and the duration of headers. It refuses pipelining.
 
-    uvicorn closes idle connections, but its timer stops at the first byte of a request. From the first byte on, this
-    class gives the client `HEADER_SECONDS` to send all headers. This class ignores requests to upgrade the protocol, as
-    HTTP permits. Invalid requests and requests refused before routing get errors in the usual format.
+    uvicorn closes idle connections, but its timer stops at the first byte of a request. From then on, this class gives
+    the client `HEADER_SECONDS` to send all headers. This class ignores requests to upgrade the protocol, as HTTP
+    permits. Invalid requests and requests refused before routing get errors in the usual format.
     """
 
     is_lost = False  # True when the client has closed the connection
@@ -211,10 +210,10 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._refuse(ApiError(400, LONG_HEADERS))
 
     def _parse(self, data: bytes) -> None:
-        """Feed data to the parser. If a request asks for an upgrade, parse it again without the header `upgrade`.
+        """Feed data to the parser. If a request asks for an upgrade, parse it again without this header.
 
-        The parser stops before the body of a request with this header. A new parser then reads the request again,
-        because the old parser accepts no further request after `connection: close` or an HTTP/1.0 request.
+        The parser stops before the body of such a request. A new parser then reads the request again, because the old
+        parser accepts no further request after `connection: close` or an HTTP/1.0 request.
         """
         while data:
             try:
@@ -246,7 +245,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _close_idle_connection(self) -> None:
-        """Close the connection that has been idle the longest. Raises ApiError (503) if no connection is idle."""
+        """Close the connection that has been idle longest."""
         all_protocols: set[Any] = self.connections  # type: ignore[assignment]
         idle = [protocol for protocol in all_protocols if protocol.timeout_keep_alive_task is not None]
         if not idle:

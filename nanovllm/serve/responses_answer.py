@@ -67,7 +67,6 @@ class ResponsesAnswer(ChatAnswer):
         return self._event(self._status, response=response)
 
     def _kept(self) -> bytes:
-        """Pass the JSON of the complete response to `keep`, and return it."""
         data = dump_json(self._response())
         self._keep(self.id, data)
         return data
@@ -99,7 +98,6 @@ class ResponsesAnswer(ChatAnswer):
             yield from self._close(self._status)
 
     def _place(self) -> dict[str, Any]:
-        """Return the id and the index of the last item."""
         return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
 
     def _item_event(self, name: str, **changes: Any) -> bytes:
@@ -155,7 +153,6 @@ class ResponsesAnswer(ChatAnswer):
     # -- the response --------------------------------------------------------------------------------------------------
 
     def _response(self) -> dict[str, Any]:
-        """Return the response so far, complete or not."""
         params = self.requests[0].request.params
         return {
             "id": self.id,

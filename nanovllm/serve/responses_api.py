@@ -58,10 +58,10 @@ class Conversation(ChatBody):
 
 
 class ResponseStore:
-    """Stores each response by its id, together with the conversation items that precede it. Both are JSON.
+    """Stores each response by its id, and the conversation items that precede it, as JSON.
 
-    If there are too many responses or bytes, the least recently used responses are dropped. Only the event loop's
-    thread may use the store.
+    If there are too many responses or bytes, the least recently used ones are dropped. Only the event loop's thread may
+    use the store.
     """
 
     def __init__(self, max_number: int = MAX_STORED, max_bytes: int = MAX_STORED_BYTES):
@@ -122,7 +122,7 @@ def add_routes(app: FastAPI, api: Api) -> None:
 def _translate(body: ResponsesBody, previous: tuple[bytes, bytes] | None) -> tuple[ChatBody, bytes]:
     """Return the conversation, and the JSON of its items.
 
-    The new items follow the items and the output of the previous response, if there is one.
+    The new items follow the items and the output of the previous response.
     Instructions of previous requests are ignored. Raises ApiError for unsupported input.
     """
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
@@ -157,7 +157,7 @@ def _translate(body: ResponsesBody, previous: tuple[bytes, bytes] | None) -> tup
 
 
 def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Translate items to messages. The reasoning, text and call items of one answer become one message."""
+    """Translate items to messages. Reasoning, text and call items of one answer become one message."""
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(items):
         kind, last_message = item.get("type") or "message", messages[-1] if messages else {}
@@ -192,7 +192,6 @@ def _content(content: Any, index: int) -> str | list[dict[str, Any]]:
 
 
 def _texts(content: Any, index: int) -> list[str]:
-    """Return the texts in a string or a list of parts."""
     parts = content if isinstance(content, list) else [] if content is None else [{"text": content}]
     texts: list[Any] = [part.get("text", part.get("refusal")) if isinstance(part, dict) else None for part in parts]
     is_text = all(isinstance(text, str) for text in texts)
@@ -201,7 +200,7 @@ def _texts(content: Any, index: int) -> list[str]:
 
 
 def _tools(body: ResponsesBody) -> dict[str, Any]:
-    """Translate the tools and the tool choice. If the tool choice lists tools, keep only the listed tools."""
+    """Translate the tools and the tool choice."""
     tools, choice = body.tools, cast(Any, body.tool_choice)
     if isinstance(choice, dict) and isinstance(allowed := choice.get("tools"), list):  # "allowed_tools"
         names = [tool.get("name") for tool in allowed if isinstance(tool, dict)]

@@ -24,7 +24,6 @@ OTHER_FILES = 256  # open files other than connections: for devices, libraries, 
 
 
 def allow_connections(number: int) -> None:
-    """Raise the limit on open files to fit `number` connections. Many systems allow 1,024 files by default."""
     limits, needed = resource.getrlimit(resource.RLIMIT_NOFILE), number + OTHER_FILES
     granted, maximum = [inf if limit == resource.RLIM_INFINITY else limit for limit in limits]
     if granted < needed:

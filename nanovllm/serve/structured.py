@@ -67,8 +67,9 @@ def _of_tool_choice(body: ChatBody) -> dict[str, Any] | None:
 
 
 def _call_schema(tool: Tool, uri: str) -> dict[str, Any]:
-    """Return the schema of a call. `uri` becomes the `$id` of its parameters, so that a reference such as
-    `#/$defs/Item` is resolved within the parameters.
+    """Return the schema of a call.
+
+    `uri` becomes the `$id` of its parameters, within which references such as `#/$defs/Item` are resolved.
     """
     # without $schema, the newest draft applies to all; before 2019-09, a `$ref` would hide the `$id` next to it
     parameters = {name: value for name, value in _parameters(tool).items() if name != "$schema"} | {"$id": uri}

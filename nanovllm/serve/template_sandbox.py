@@ -1,7 +1,7 @@
 """Renders chat templates in separate processes if a template or its arguments may make rendering slow.
 
-A template is a program. jinja2's sandbox limits neither the time nor the memory of a template: `'a' * 10**10`, a format
-width, or a few nested loops can exhaust them. A rendering process can be killed; a thread can't.
+A template is a program. jinja2's sandbox limits neither its time nor its memory: `'a' * 10**10`, a format width, or a
+few nested loops can exhaust them. A process can be killed, but a thread can't.
 """
 
 import json
@@ -62,7 +62,7 @@ def may_take_long(body: Any, own_template: Any) -> bool:
     """Return whether a conversation (a protocol.ChatFields) may take long to render.
 
     Rendering may take long if the client sends a template, or if the server's template could loop over many messages,
-    or over arguments that are neither bools nor short texts.
+    or over arguments other than bools and short texts.
     """
     values = (body.chat_template_kwargs or {}).values()
     is_plain = all(x is None or isinstance(x, bool) or _is_short_text(x) for x in values)
@@ -93,7 +93,7 @@ class TemplateSandbox:
     def render(self, messages: list[Message], template_arguments: Mapping[str, Any]) -> str:
         """Call `render_chat` in a process.
 
-        Raises ValueError if the call exceeds a limit, and RuntimeError after `close` is called.
+        Raises ValueError if the call exceeds a limit, and RuntimeError after `close`.
         """
         process = self._take()
         try:
@@ -131,8 +131,6 @@ class TemplateSandbox:
 
 
 class _Renderer(NamedTuple):
-    """A stand-in for a tokenizer, with the methods that `render_chat` needs."""
-
     process: Process
     tokenizer: Any
 
@@ -152,7 +150,7 @@ class _Renderer(NamedTuple):
 
 
 def _ask(process: Process, question: str) -> bytes:
-    """Return a process's answer, or b"" if the process has ended. If the wait is interrupted, kill the process."""
+    """Return a process's answer, or b"" if it has ended. If the wait is interrupted, kill the process."""
     assert process.stdin is not None and process.stdout is not None
     answer = b""
     try:

@@ -35,7 +35,7 @@ class ToolParser:
         self._held = ""  # text that may belong to a call
 
     def feed(self, text: str, is_last: bool = False) -> list[Part]:
-        """Return the content and the complete calls in `text` and in the text that was held back.
+        """Return the content and the complete calls in `text` and the text that was held back.
 
         With `is_last`, nothing is held back.
         """
@@ -43,16 +43,15 @@ class ToolParser:
 
     @staticmethod
     def new_id() -> str:
-        """Return a new id for a call. The model reads the id in the next turn."""
+        """Return a new id for a call, which the model reads in the next turn."""
         return f"call_{secrets.token_hex(12)}"
 
 
 class MarkedParser(ToolParser):
-    """A parser for any number of calls with text between them. Each call follows a marker.
+    """A parser for any number of calls, each after a marker, with text between them.
 
-    A call consists of a head, which ends where the arguments begin, and a body. White space between two calls, or
-    between a call and the beginning or end of the answer, is not content. The time is linear in the length of the text,
-    for pieces of any size.
+    A call consists of a head, which ends where the arguments begin, and a body. White space around calls is not
+    content. The time is linear in the length of the text, for pieces of any size.
     """
 
     HEAD: ClassVar[re.Pattern[str]]  # the head, from the marker on; at most MAX_HEAD characters
@@ -96,7 +95,7 @@ class MarkedParser(ToolParser):
         return [part for part in parts if part]
 
     def _read_call(self, is_last: bool) -> tuple[list[ToolCall], int] | None:
-        """Return the calls that begin at `_start`, and where they end. Returns None if more text is needed.
+        """Return the calls that begin at `_start`, and where they end.
 
         If the list of calls is empty, the text up to the end is content.
         """
@@ -111,11 +110,10 @@ class MarkedParser(ToolParser):
         return result
 
     def _begin_body(self, head: re.Match[str]) -> None:
-        """Prepare to look for the end of the call."""
         raise NotImplementedError
 
     def _read_body(self, head: re.Match[str], is_last: bool) -> tuple[list[ToolCall], int] | None:
-        """Continue `_read_call` after the head. Only new text is searched."""
+        """Continue `_read_call` after the head, searching only new text."""
         raise NotImplementedError
 
     def _takes_bare_call(self) -> bool:
@@ -138,7 +136,7 @@ class MarkedParser(ToolParser):
         return len(held) - len(tail) + min(length_before(marker, tail, is_last) for marker in self.markers)
 
     def _passes_closers(self, is_last: bool) -> bool:
-        """Skip the texts in `closers` that follow a call. Returns False if more text is needed."""
+        """Skip the texts in `closers` that follow a call."""
         while True:
             self._content(_end_of(self.BLANK, self._held, self._start))
             following = self._held[self._start : self._start + max(map(len, self.closers), default=0)]
@@ -201,7 +199,9 @@ class HermesParser(JsonParser):
 
 
 class XmlParser(HermesParser):
-    """Parses XML with a tag for each parameter (Qwen3-Coder, Qwen3.5 and later). Schemas define the arguments' types.
+    """Parses XML with a tag for each parameter (Qwen3-Coder, Qwen3.5 and later).
+
+    Schemas define the arguments' types.
 
         <tool_call>
         <function=NAME>
@@ -307,7 +307,7 @@ class WholeParser(ToolParser):
     """A parser for structured outputs, where the whole answer is JSON. An answer that was cut off becomes content.
 
     With `tool_choice="required"`, the answer is `[{"name": ..., "parameters": {...}}, ...]`. With a named
-    `tool_choice`, `name` is the name of the function, and the answer contains only the arguments of one call.
+    `tool_choice`, the answer contains only the arguments of a call of the function `name`.
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -376,10 +376,9 @@ def parsed(text: str) -> Any:
 
 
 class JsonScanner:
-    """Finds the end of a JSON object or list whose text is still arriving.
+    """Finds the end of a JSON object or list whose text is still arriving, reading each character once.
 
-    The search reads each character once. It detects some invalid JSON early, such as a word after a string. `parsed`
-    detects all other errors.
+    The scanner detects some invalid JSON early, such as a word after a string. `parsed` detects the remaining errors.
     """
 
     _NEXT = re.compile(r"[ \t\r\n]*([\w.+-]+|[^ \t\r\n]?)")  # a word is a number, true, false or null
@@ -394,7 +393,7 @@ class JsonScanner:
     def end(self, text: str) -> int | None:
         """Return the end of the JSON, or None if `text` does not contain the end.
 
-        `text` must begin with the text of the previous call. Raises ValueError if the text is not JSON.
+        `text` must begin with the text of the previous call. Raises ValueError if it is not JSON.
         """
         while not self._is_in_string or self._passes_string(text):
             match: Any = self._NEXT.match(text, self._place)
@@ -418,7 +417,7 @@ class JsonScanner:
         return None
 
     def _passes_string(self, text: str) -> bool:
-        """Skip to the end of the current string. Returns False if the end has not arrived."""
+        """Skip to the end of the current string."""
         while (match := self._IN_STRING.search(text, self._place)) is not None:
             if match[0] == "\\" and match.end() == len(text):
                 self._place = match.start()
@@ -432,7 +431,7 @@ class JsonScanner:
 
 
 def _calls_of(value: Any, may_lack: bool = True) -> list[ToolCall]:
-    """Return the calls in a value or a list of values. If any value is not a call, return no calls.
+    """Return the calls in a value or a list of values.
 
     may_lack: whether a call may omit its arguments.
     """
@@ -466,7 +465,7 @@ def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
 
 
 def length_before(tag: str, text: str, is_last: bool) -> int:
-    """Return how many characters precede the tag. Unless `is_last`, a partial tag at the end counts as the tag."""
+    """Return how many characters precede the tag. Unless `is_last`, a partial tag at the end counts, too."""
     if (begin := text.find(tag)) >= 0 or is_last:
         return begin if begin >= 0 else len(text)
     longest = min(len(text), len(tag) - 1)
@@ -490,7 +489,7 @@ def _plain_value(text: str) -> str:
 
 
 def _typed(text: str, schema: Any, key: str) -> Any:
-    """Convert a parameter to a type that its schema allows. A value stays text if text is allowed or no type fits."""
+    """Convert a parameter to a type that its schema allows."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     types = _types_of(properties.get(key) if isinstance(properties, dict) else None, schema)
     word = text.strip().lower()

@@ -1,4 +1,4 @@
-"""Records the engine step by step. The page shows the recording live, or step by step from a file.
+"""Records the engine step by step, for a page that shows the recording live or from a file.
 
 ```python
 with trace(llm, "run.html"):
@@ -33,7 +33,7 @@ logger = logging.getLogger("nanovllm")
 def trace(llm: LLM, path: str | Path, max_steps: int = 20_000) -> Iterator["StepRecorder"]:
     """Record the engine's steps during a `with` block, and write them to an HTML file that works without a network.
 
-    The file contains the last `max_steps` steps. The file is written even if the block raises an error. Raises
+    The file contains the last `max_steps` steps, and is written even if the block raises an error. Raises
     FileNotFoundError if the folder of `path` does not exist.
     """
     if not (path := Path(path)).absolute().parent.is_dir():
@@ -50,9 +50,9 @@ def trace(llm: LLM, path: str | Path, max_steps: int = 20_000) -> Iterator["Step
 class StepRecorder:
     """Makes a frame of the engine's state after each step, and stores the last `max_frames` frames.
 
-    A frame stores differences, so the time per step depends on the number of running sequences and changed blocks, but
-    not on the size of the cache. Any number of threads may read the frames. Dropped frames are merged into a key
-    frame, from which every reader starts.
+    A frame stores differences, so its time depends on the running sequences and changed blocks, not on the size of the
+    cache. Any number of threads may read the frames. Dropped frames are merged into a key frame, from which every
+    reader starts.
     """
 
     def __init__(self, llm: LLM, max_frames: int = 512):
@@ -101,7 +101,7 @@ class StepRecorder:
     # -- what threads call ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start recording from the current state. Waits until the current step has ended."""
+        """Start recording from the state after the current step."""
         self._engine_thread.call(self._start)
 
     def stop(self) -> None:
@@ -109,10 +109,7 @@ class StepRecorder:
         self._engine_thread.call(self._stop)
 
     def refresh(self) -> None:
-        """Add a frame if the state has changed without a step.
-
-        This happens when the last running request is aborted.
-        """
+        """Add a frame if the state has changed without a step, because the last running request was aborted."""
         self._engine_thread.call(self._refresh)
 
     @property
@@ -154,7 +151,7 @@ class StepRecorder:
     def _guarded(self) -> Iterator[None]:
         """Guard a `with` block.
 
-        An error in the block is a bug in this class. The error ends the recording, but no request.
+        An error in the block ends the recording, but no request.
         """
         try:
             yield
@@ -194,7 +191,7 @@ class StepRecorder:
                 self._first += 1
 
     def _frame(self, step: ScheduledStep | None) -> Frame:
-        """Make the next frame. Without a step, the frame contains only changes to requests and blocks."""
+        """Make the next frame."""
         end = perf_counter()
         self._num_steps += step is not None
         frame: Frame = {"step": self._num_steps, "time": round(end - self._began, 4)}
@@ -246,9 +243,9 @@ class StepRecorder:
         return unused
 
     def _release(self, seq: Sequence, frame: Frame) -> list[int]:
-        """Add a released sequence to the frame, and return the ids of the blocks that the sequence used.
+        """Add a released sequence to the frame, and return the ids of the blocks that it used.
 
-        The old table still contains the ids, because the sequence has received a new table.
+        The old table still contains them, because the sequence has received a new table.
         """
         frame["released"].append([self._names[seq], seq.finish_reason or "preempted"])
         if seq.is_finished:
@@ -281,7 +278,7 @@ class StepRecorder:
                 frame["released"].append([self._names.pop(seq), seq.finish_reason or "hidden"])
 
     def _name(self, seq: Sequence, frame: Frame) -> str:
-        """Return the name of a sequence. If the sequence is new, add it to the frame."""
+        """Return the name of a sequence."""
         if (name := self._names.get(seq)) is None:
             name = self._names[seq] = sequence_name(seq)
             num_tokens = len(seq.token_ids)
@@ -291,10 +288,7 @@ class StepRecorder:
         return name
 
     def _has_missed(self, step: ScheduledStep) -> bool:
-        """Return whether a sequence came and went between two frames.
-
-        The blocks that such a sequence evicted are unknown.
-        """
+        """Return whether a sequence came and went between two frames, because its evicted blocks are unknown."""
         seqs = chain((seq for seq, _, _ in step.chunks), step.sampled_seqs[step.num_decodes :])
         return any(seq not in self._tables and seq not in self._just_released for seq in seqs)
 

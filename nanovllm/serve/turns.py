@@ -31,9 +31,9 @@ class ClientTurns:
 class LoopTurns:
     """Admits a few tasks in each iteration of the event loop, in order of arrival.
 
-    An iteration admits at least `least` and at most `most` tasks. Within these bounds, it admits as many tasks as fit
-    into half the duration of the previous iteration, if each task takes `seconds`. With a fixed number of tasks per
-    iteration, tasks would wait too long when other work makes iterations long.
+    An iteration admits between `least` and `most` tasks: as many as fit into half the duration of the previous
+    iteration, if each takes `seconds`. With a fixed number, tasks would wait too long when other work makes iterations
+    long.
     """
 
     def __init__(self, least: int, most: int = 0, seconds: float = 1.0):

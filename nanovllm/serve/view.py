@@ -1,4 +1,4 @@
-"""Defines two HTTP routes: one for the page, and one for frames as server-sent events."""
+"""Defines two HTTP routes: for the page, and for frames as server-sent events."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,7 +24,7 @@ def view_router(
     """Make the routes `GET /` (the page) and `GET /view/events` (its frames).
 
     call: `EngineClient.call`. authorize: a FastAPI dependency of `/view/events`. Streams end when `is_closing()`
-    returns True. While no stream is open, nothing is recorded.
+    returns True. While none is open, nothing is recorded.
     """
     router = APIRouter()
     watchers = Watchers(call)

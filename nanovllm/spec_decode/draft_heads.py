@@ -1,6 +1,6 @@
-"""Implements draft heads.
+"""Implements draft heads, which read the model's hidden states.
 
-Draft heads read the model's hidden states, which are cached with the model's keys and values.
+The hidden states are cached with the model's keys and values.
 """
 
 from functools import partial
@@ -23,20 +23,19 @@ from nanovllm.utils.tensor_parallel import TensorParallel
 class Head(DraftModel):
     """A draft head with one layer and a cache of the model's hidden states.
 
-    Each step of the model writes hidden states to this cache, even if nothing is drafted. The cache is indexed by
-    the model's cache slots, so it stays correct after a prefix hit, a fork or a preemption. Like a draft model, the
-    draft head computes its rows when it drafts. Each row needs the token at the next position. If sequences share a
-    block, the block's last row belongs to the sequence that computed it last, so the drafts of the other sequences may
-    be slightly worse.
+    Each step of the model writes hidden states to this cache, indexed by the model's cache slots, even if nothing is
+    drafted. So the cache stays correct after a prefix hit, a fork or a preemption. The head computes its rows when it
+    drafts, and each row needs the token at the next position. The last row of a shared block belongs to the sequence
+    that computed it last, so drafts of other sequences may be slightly worse.
 
-    In a chain of drafts, the head itself computes hidden states and writes them to the cache. Later in the same step,
-    the model computes the same positions and overwrites the head's hidden states.
+    In a chain of drafts, the head writes its own hidden states to the cache. Later in the step, the model overwrites
+    them.
     """
 
     shift = 1
 
     def make_model(self) -> nn.Module:
-        """Return the head's module, which has a `HiddenStates` cache. Hooks call `keep` in each step of the model."""
+        """Return the head's module, with a `HiddenStates` cache and hooks that call `keep` in each step."""
         model = self.runner.model.model
         self.decoder = getattr(model, "language_model", model)  # a multimodal checkpoint has it
         self.embed_tokens = self.decoder.embed_tokens
@@ -48,7 +47,7 @@ class Head(DraftModel):
         raise NotImplementedError
 
     def keep(self, hidden_states: torch.Tensor) -> None:
-        """Store a step's hidden states [T, size] in the head's cache. CUDA graphs of the model include this copy."""
+        """Store a step's hidden states [T, size] in the head's cache. The model's CUDA graphs include this copy."""
         self.model.hidden_states.cache[get_context().slot_mapping] = hidden_states
 
     def compute(self, slots: torch.Tensor, token_slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -71,7 +70,7 @@ class Head(DraftModel):
 
 
 class Eagle3(Head):
-    """An EAGLE-3 head. The head reads the hidden states that are the inputs of some of the model's layers."""
+    """An EAGLE-3 head, which reads the inputs of some of the model's layers."""
 
     def make_head(self, config: Any, max_len: int) -> Eagle3Head:
         head = Eagle3Head(config, max_len)
@@ -101,10 +100,7 @@ class Eagle3(Head):
 
 
 class Mtp(Head):
-    """A head for multi-token prediction (MTP).
-
-    The MTP head uses the model's output head, which is split over the ranks.
-    """
+    """A head for multi-token prediction (MTP). It uses the model's output head."""
 
     def make_head(self, config: Any, max_len: int) -> MtpHead:
         self.decoder.register_forward_hook(lambda model, args, output: self.keep(output))
@@ -121,7 +117,7 @@ class Mtp(Head):
 def fill(head: nn.Module, tensors: dict[str, torch.Tensor], folder: Path) -> None:
     """Load tensors from `folder` into a head.
 
-    If tensors are missing, unexpected or wrong, raise ValueError with their names.
+    Raise ValueError with the names of missing, unexpected or wrong tensors.
     """
     loaders = weight_loaders(head)
     if any(name.startswith("layers.0.mlp.experts.") for name in loaders):

@@ -28,15 +28,14 @@ if TYPE_CHECKING:
 class DraftModel:
     """A draft model with a separate KV cache. The cache uses the target model's block ids.
 
-    The draft model needs no block manager, because a block of the target model is allocated in both caches at once.
-    Before the draft model drafts for a sequence, it computes all positions that are missing in its cache. These may be
-    the positions of the prompt, of blocks that a preemption has freed, or of tokens that were generated without drafts.
-    If several sequences share a block, each of them recomputes the same values.
+    There is no second block manager: a block is allocated in both caches at once. Before the draft model drafts for a
+    sequence, it computes the rows that its cache lacks. The cache may lack rows of the prompt, of blocks that a
+    preemption has freed, or of tokens that were generated without drafts.
 
-    Each rank has the whole draft model. The ranks' results may differ in their last bits, so an all-reduce makes the
-    ranks agree on each draft.
+    Each rank has the whole draft model. The results may differ in their last bits, so an all-reduce makes the ranks
+    agree on each draft.
 
-    A row computes one position. The row's input is the token at `position + shift`.
+    A row computes one position, from the token at `position + shift`.
     """
 
     shift = 0
@@ -80,7 +79,7 @@ class DraftModel:
     def draft(self, arrays: Arrays) -> None:
         """Draft from the arrays of `Speculation.prepare`, and write the drafts to `RequestTables`.
 
-        On CUDA, the host waits for the device only if a sequence must catch up.
+        On CUDA, the host waits only if a sequence must catch up.
         """
         if len(arrays["new_blocks"]):
             rows, columns, block_ids = arrays["new_blocks"].long().unbind(1)
@@ -90,7 +89,7 @@ class DraftModel:
         self.run(arrays["req_indices"], arrays["num_drafts"], arrays["drafts"].shape[1])
 
     def _catch_up(self, req_indices: torch.Tensor, are_new: torch.Tensor) -> None:
-        """Compute the missing rows of each sequence in pieces, but leave out the last row."""
+        """Compute the missing rows of each sequence in pieces, except for the last row."""
         ends = self.runner.tables.num_tokens[req_indices].long() - self.shift - 1
         starts = self.num_computed[req_indices].minimum(ends) * (are_new == 0)
         piece = max(1, self.runner.config.max_num_batched_tokens // len(req_indices))
@@ -101,7 +100,7 @@ class DraftModel:
         self.num_computed[req_indices] = ends
 
     def compute_chunks(self, req_indices: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor) -> None:
-        """Compute the rows `starts:ends` of each sequence, like chunks of a prompt. Each argument is [S] int64."""
+        """Compute the rows `starts:ends` of each sequence as chunks. Each argument is [S] int64."""
         counts, config = ends - starts, self.runner.config
         rows = torch.arange(len(starts), device=starts.device).repeat_interleave(counts)
         cu_seqlens_q = F.pad(counts.cumsum(0), (1, 0))
@@ -123,7 +122,7 @@ class DraftModel:
         self.run_chunks(context, token_slots, positions.int())
 
     def forward_chunks(self, context: Context, token_slots: torch.Tensor, positions: torch.Tensor) -> None:
-        """Compute the rows of `context`. A CUDA graph can capture this call."""
+        """Compute the rows of `context`, so that a CUDA graph can capture the call."""
         with attention_context(context):
             self.compute(context.slot_mapping, token_slots, positions)
         self.runner.tp.barrier(positions.device)  # ends a forward whose embeddings are a sum over ranks
@@ -132,8 +131,7 @@ class DraftModel:
         """Draft up to `num_steps` tokens for each of D sequences. Each sequence lacks at most `width` rows.
 
         Sequence i gets `num_drafts[i]` drafts, and padding gets none. The drafts are written to the request tables,
-        with -1 where there is no draft. CUDA graphs capture this operation, so all shapes are fixed and the host never
-        waits for the device.
+        with -1 where there is no draft. CUDA graphs capture this method, so shapes are fixed and the host never waits.
         """
         runner, tables, n, drafts = self.runner, self.runner.tables, len(req_indices), []
         by_request = tables.last_token_ids[:, 0], tables.params, tables.block_tables[:, :-1]
@@ -162,14 +160,11 @@ class DraftModel:
         tables.last_token_ids[req_indices, 1 : 1 + num_steps] = torch.stack(drafts).where(newest_slots >= 0, -1).T
 
     def compute(self, slots: torch.Tensor, token_slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Compute rows from their cache slots and the slots of their tokens. Returns hidden states [T, hidden_size]."""
+        """Compute rows from their cache slots and the slots of their tokens. Return hidden states [T, hidden_size]."""
         return self.model(self.runner.slot_token_ids[token_slots], positions)
 
     def chain(self, token_slots: torch.Tensor, hidden_states: torch.Tensor) -> None:
-        """Do nothing.
-
-        Draft heads override this method to store the hidden states of each sequence's last row at `token_slots`.
-        """
+        """Do nothing. Draft heads store the hidden states of each sequence's last row at `token_slots`."""
 
     def compute_logits(self, hidden_states: torch.Tensor, sampling_params: torch.Tensor) -> torch.Tensor:
         return self.model.compute_logits(hidden_states)

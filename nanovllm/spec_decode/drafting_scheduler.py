@@ -1,7 +1,4 @@
-"""The scheduler for speculation.
-
-The scheduler can append several tokens to a sequence in one step, and plans the next drafts.
-"""
+"""The scheduler for speculation. It can append several tokens to a sequence in one step, and plans the next drafts."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -55,7 +52,7 @@ class Pace:
             self.next_pause = PAUSES[0]
 
     def missed(self) -> None:
-        """Record that the sequence waited for its token, but that nothing was drafted."""
+        """Record that the sequence waited for its token, but nothing was drafted."""
         self.misses += 1
         if self.misses == MEMORY // 2:
             self._rest()
@@ -65,10 +62,10 @@ class Pace:
 
 
 def width_that_pays(drafts: list[tuple[int, float]], num_seqs: int, cost: StepCost) -> int:
-    """Return the number of drafts per sequence that maximizes throughput.
+    """Return the number of drafts per sequence that maximizes throughput, if all sequences have equally many rows.
 
-    In the step, every sequence has rows for this number of drafts. `drafts` contains one pair for each sequence with
-    drafts: the number of drafts, and the expected number of accepted drafts.
+    `drafts` contains a pair for each sequence that drafts: the number of drafts, and the expected number of accepted
+    drafts.
     """
 
     def rate(width: int) -> float:
@@ -82,8 +79,7 @@ class DraftingScheduler(Scheduler):
     """A scheduler that plans drafts after each step.
 
     The plan is stored in `Sequence.num_drafts`, which the base class reads, and in `feature_state["spec_decode"]`.
-    Beams have no drafts. The host makes token masks, so sequences with token masks have drafts only if the host makes
-    the drafts, too.
+    Beams have no drafts. The host makes token masks, so sequences with token masks have drafts only from the host.
     """
 
     def __init__(self, config: "Config", block_manager: BlockManager | None = None):
@@ -126,7 +122,7 @@ class DraftingScheduler(Scheduler):
             self.paid_per_step = PAID_PER_STEP
 
     def _postprocess_rounds(self, step: ScheduledStep, result: StepResult, counts: list[int]) -> Collection[Sequence]:
-        """Process the tokens in rounds. Round i appends token i of each sequence that gets more than i tokens."""
+        """Process the tokens in rounds: round i appends token i of each sequence that gets more than i tokens."""
         k = step.tokens_per_row
         self._settle(step, counts)
         changed = dict[Sequence, None]()
@@ -139,10 +135,7 @@ class DraftingScheduler(Scheduler):
         return changed
 
     def _settle(self, step: ScheduledStep, counts: list[int]) -> None:
-        """Undo the step's reservations for rejected drafts.
-
-        Entry i of `counts` is the number of tokens that sequence i gets.
-        """
+        """Undo the reservations for rejected drafts. Sequence i gets `counts[i]` tokens."""
         totals = self.totals
         for seq, num_reserved, count in zip(step.sampled_seqs, step.num_reserved, counts):
             if num_reserved == 1 or seq.status is SequenceStatus.FINISHED:
@@ -190,10 +183,9 @@ class DraftingScheduler(Scheduler):
             self._plan(seq, drafts, all_wait or (may_draft and not self.paces[seq].pause))
 
     def _hold_for_others(self) -> bool:
-        """Hold the sequences whose tokens have arrived, while other sequences that draft are still in flight.
+        """Hold the sequences whose tokens have arrived, while other drafting sequences are still in flight.
 
         If the two groups were not joined, they would run in alternating steps, and there would be twice as many steps.
-        Returns whether other sequences are in flight.
         """
         if not any(seq.waits_for_token and seq.num_tokens > len(seq.token_ids) for seq in self.paces):
             return False
@@ -210,7 +202,7 @@ class DraftingScheduler(Scheduler):
     def _drafts_of(self, seq: Sequence, pace: Pace) -> tuple[list[int], bool]:
         """Return the drafts of a sequence, and whether it may draft.
 
-        The second value is False during a pause, or if the sequence must end before a draft could be used.
+        A sequence may not draft during a pause, or if it must end before a draft could be used.
         """
         k = min(self.settings.num_speculative_tokens, seq.max_num_tokens - len(seq.token_ids) - 1)
         if (self.proposer.on_host and pace.pause) or k <= 0:

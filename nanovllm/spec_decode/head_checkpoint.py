@@ -1,7 +1,6 @@
 """Reads EAGLE-3 heads and MTP heads.
 
-An EAGLE-3 head is stored in the format of its authors or in the format of `speculators`. An MTP head is part of the
-model's checkpoint.
+An EAGLE-3 head has its authors' format or the format of `speculators`. An MTP head is part of the model's checkpoint.
 """
 
 from dataclasses import dataclass, replace
@@ -34,8 +33,7 @@ class Eagle3Config:
 def read_eagle3_config(folder: Path, target: ModelConfig, dtype: torch.dtype, with_weights: bool) -> Eagle3Config:
     """Read the config of the EAGLE-3 head in `folder`, for the target model `target` and the engine's `dtype`.
 
-    Raises ValueError or TypeError if the head is unsupported or made for another model. The error names the file and
-    the value.
+    Raises ValueError or TypeError, with the file and the value, if the head is unsupported or made for another model.
     """
     file = folder / "config.json"
     raw = read_json(file)
@@ -71,7 +69,10 @@ def read_eagle3_config(folder: Path, target: ModelConfig, dtype: torch.dtype, wi
 
 
 def _layer_ids(file: Path, raw: dict, num_layers: int) -> tuple[int, ...]:
-    """Return the ids of the layers whose inputs the head reads. In `eagle_config`, ids refer to layer outputs."""
+    """Return the ids of the layers whose inputs the head reads.
+
+    In `eagle_config`, ids refer to layer outputs.
+    """
     name = "eagle_aux_hidden_state_layer_ids"
     top_level, of_authors = raw.get(name), (raw.get("eagle_config") or {}).get(name)
     offset = int(top_level is None and of_authors is not None)
@@ -85,10 +86,10 @@ def _layer_ids(file: Path, raw: dict, num_layers: int) -> tuple[int, ...]:
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors on the CPU, under the names that `models/shared/head_models.py` uses. Files are memory-mapped.
+    """Return the memory-mapped tensors, under the names that `models/shared/head_models.py` uses.
 
-    One format names the layer `midlayer`, and the other names it `layers.0`. Many heads are stored as
-    `pytorch_model.bin`, which is unpickled with `weights_only=True`.
+    The name of the layer is `midlayer` or `layers.0`. Many heads are stored as `pytorch_model.bin`, which is unpickled
+    with `weights_only=True`.
     """
     tensors: dict[str, torch.Tensor] = {}
     pickled = folder / "pytorch_model.bin"
@@ -117,7 +118,7 @@ def check_mtp(folder: Path, target: ModelConfig, with_weights: bool) -> None:
 def find_mtp_tensors(folder: Path, quantization: Any) -> dict[str, Path]:
     """Return the file of each tensor of the MTP head, by its name in the checkpoint.
 
-    `quantization` is the checkpoint's QuantConfig, or None.
+    `quantization` is the checkpoint's QuantConfig or None.
     """
     files = find_tensors(folder, FLOAT_DTYPES + (quantization.dtypes if quantization else ()))
     unused = quantization.unused_tensors if quantization else ()
@@ -127,7 +128,7 @@ def find_mtp_tensors(folder: Path, quantization: Any) -> dict[str, Path]:
 def read_mtp_tensors(folder: Path, quantization: Any) -> dict[str, torch.Tensor]:
     """Return the tensors of the MTP head on the CPU, under the names that `models/shared/head_models.py` uses.
 
-    Quantized weights are dequantized to float32, because the head is a single layer.
+    Weights are dequantized to float32, because the head is a single layer.
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, file in find_mtp_tensors(folder, quantization).items():

@@ -10,8 +10,7 @@ from nanovllm.spec_decode.proposer import Proposer
 class NGram(Proposer):
     """Finds the longest n-gram at a sequence's end that occurred before.
 
-    The drafts are the tokens that followed the latest occurrence of this n-gram. If too few tokens followed, these
-    tokens are repeated.
+    The drafts are the tokens that followed its latest occurrence. If too few tokens followed, they are repeated.
     """
 
     def __init__(self, settings):

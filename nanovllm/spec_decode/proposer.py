@@ -1,4 +1,4 @@
-"""Defines the interface of drafting methods. Each method is implemented in a separate file."""
+"""Defines the interface of drafting methods, one per file."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from nanovllm.engine.sequence import Sequence
 
 @dataclass
 class Drafts:
-    """What the host knows about a sequence's drafts. The object is stored in `seq.feature_state["spec_decode"]`."""
+    """What the host knows about a sequence's drafts, stored in `seq.feature_state["spec_decode"]`."""
 
     token_ids: list[int] = field(default_factory=list)  # -1: a token that the device drafts
     is_new: bool = True  # no step has drafted for the sequence since it was admitted
@@ -17,10 +17,9 @@ class Drafts:
 
 
 class Proposer:
-    """Drafts on the host. Sequences must wait until their tokens have arrived on the host.
+    """Drafts on the host, so sequences must wait until their tokens have arrived.
 
-    A proposer may draft wrong tokens or no tokens, because drafts never change the text. `settings` is a
-    `SpeculativeConfig`.
+    A proposer may draft wrong tokens or no tokens. `settings` is a `SpeculativeConfig`.
     """
 
     on_host = True  # False: the device drafts `num_drafts` tokens, and `draft` is not called

@@ -1,7 +1,7 @@
-"""Handles steps that verify drafts. Such steps have several rows per sequence.
+"""Handles steps that verify drafts, with several rows per sequence.
 
-Each sequence gets its accepted drafts and one more token. The number of rows per sequence is `tokens_per_row`, or k for
-short. On CUDA, kernels do the same work as these functions.
+Each sequence gets its accepted drafts and one more token. There are k = `tokens_per_row` rows per sequence. On CUDA,
+kernels replace these functions.
 """
 
 from functools import partial
@@ -14,10 +14,10 @@ from nanovllm.kernels import operation
 
 
 def rows_of_drafts(k: int, req_indices: Any, num_reserved: Any, lengths: Any, last_token_ids: Any) -> tuple[Any, ...]:
-    """Create k rows for each of D sequences. Returns their request indices, `num_reserved`, lengths and token ids.
+    """Return k rows for each of D sequences, [D * k]: request indices, `num_reserved`, lengths and token ids.
 
-    Each result is [D * k]. The first row of a sequence contains the sequence's last token, and each further row
-    contains the next draft. Rows from index `num_reserved` on are copies of row `num_reserved - 1`.
+    The first row contains the sequence's last token, and each further row contains the next draft. Rows from index
+    `num_reserved` on are copies of the previous row.
     """
     (steps,) = arrays(torch.arange(k, device=getattr(num_reserved, "device", "cpu")))
     offsets = (steps - (steps - num_reserved[:, None] + 1).clip(0)).clip(0)  # [D, k]
@@ -31,9 +31,8 @@ def accept_drafts(
 ) -> torch.Tensor:
     """Return the number of tokens that each sequence gets from its k sampled tokens: [S] int32.
 
-    A draft is accepted if it equals the token sampled at its position, and if all earlier drafts are accepted. A row at
-    the same position as the previous row contains no draft. The tables receive each sequence's new length and last
-    token.
+    A draft is accepted if it and all earlier drafts equal the tokens sampled at their positions. A row at the same
+    position as the previous row contains no draft. The tables receive each sequence's new length and last token.
     """
     k = len(token_ids) // len(req_indices)
     req_indices, positions, tokens = arrays(req_indices, positions.reshape(-1, k), token_ids.reshape(-1, k))
@@ -47,7 +46,7 @@ def accept_drafts(
 
 
 class ChainShape(NamedTuple):
-    """The shape of the draft chains in a step. The shape is a compile-time constant of the kernel."""
+    """The shape of the draft chains in a step, a constant of the kernel."""
 
     num_steps: int  # maximum drafts per sequence
     width: int  # rows of a sequence in the first step; each further step has one row
@@ -77,10 +76,9 @@ def place_chains(
     - the position of its token, int32
     - the slot to which its token is written, int64; -1 for padding, or if the token has already been written
 
-    The first step has `width` rows per sequence. These rows begin with the rows that the sequence lacks. Copies of the
-    sequence's last row fill the remaining rows. Each further step has one row per sequence, for the next draft. If
-    there is no next draft, this row is a copy of the sequence's previous row. `num_computed` is indexed by request. It
-    is set to the number of computed rows, not counting drafts.
+    In the first step, a sequence has `width` rows: the rows that it lacks, then copies of its last row. In each further
+    step, a sequence has one row for the next draft, or a copy of its previous row if there is no next draft.
+    `num_computed`, indexed by request, becomes the number of computed rows without drafts.
     """
     num_steps, width, shift, block_size = shape
     indices, steps = req_indices.long(), torch.arange(max(width, num_steps), device=req_indices.device)
@@ -101,7 +99,7 @@ def place_chains(
 def slots_of(
     tables: RequestTables, block_size: int, req_indices: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Return the cache slot of each position in the blocks of its request.
+    """Return the cache slots of positions of requests.
 
     `req_indices`, `positions` and the result are int64 tensors of the same shape.
     """

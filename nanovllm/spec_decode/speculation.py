@@ -1,4 +1,4 @@
-"""Implements speculation as a step feature. The feature writes drafts to the tables that the step reads."""
+"""Implements speculation as a step feature, which writes drafts to the tables that the step reads."""
 
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
@@ -26,17 +26,17 @@ DRAFTERS = {
 class Speculation(StepFeature):
     """Writes a step's drafts to `RequestTables` on each rank.
 
-    The drafts come from the host or from a model on the device.
+    The drafts come from the host, or from a model on the device.
     """
 
     @classmethod
     def prepare(cls, step: ScheduledStep) -> Arrays | None:
-        """Return arrays with the drafts of D sequences, and with all new blocks.
+        """Return the drafts of D sequences, and all new blocks.
 
         `drafts` is [D, tokens_per_row - 1], with -1 where there is no draft.
 
-        A drafter on the device needs `behind` [B, 2], too. Each row of `behind` contains the request index of a
-        sequence that must catch up, and whether the sequence is new.
+        For a drafter on the device, each row of `behind` [B, 2] contains the request index of a sequence that must
+        catch up, and whether the sequence is new.
         """
         req_indices, all_reserved = (np.array(x, np.int64) for x in (step.req_indices, step.num_reserved))
         rows = (all_reserved > 1).nonzero()[0]

@@ -144,7 +144,6 @@ def read_speculative_config(config: "Config") -> SpeculativeConfig:
 
 
 def _resolve(settings: SpeculativeConfig, config: "Config") -> None:
-    """Replace None with defaults, and check values that depend on several settings."""
     set_ = lambda name, value: object.__setattr__(settings, name, value)
     if settings.method == "ngram":
         given_min, given_max = settings.prompt_lookup_min, settings.prompt_lookup_max

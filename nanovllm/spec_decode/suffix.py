@@ -1,8 +1,10 @@
 """Drafts by suffix decoding, which copies the tokens that followed the longest matching context.
 
-The context may have occurred in the same request or in an earlier request. Source: Oliaro et al., "SuffixDecoding:
-extreme speculative decoding for emerging AI applications" (2024). Instead of suffix trees, this module uses suffix
-automata, from Blumer et al., "The smallest automaton recognizing the subwords of a text" (1985).
+The context may have occurred in the same request or in an earlier request.
+
+Source: Oliaro et al., "SuffixDecoding: extreme speculative decoding for emerging AI applications" (2024). Instead of
+suffix trees, it uses suffix automata, from Blumer et al., "The smallest automaton recognizing the subwords of a text"
+(1985).
 """
 
 from dataclasses import dataclass, field
@@ -18,12 +20,12 @@ ROOT = 0  # the state of the empty context
 class SuffixAutomaton:
     """An index of all contexts (token sequences) in a set of texts.
 
-    The time and the memory for the index are linear in the length of the texts.
+    Building it takes time and memory linear in the length of the texts.
 
-    A state stands for all contexts that occur at the same positions. For a state s, `lengths[s]` is the length of the
-    longest of these contexts. `links[s]` is the state of the longest suffix of this context that also occurs at other
-    positions. `next[s]` maps a token to the state of the contexts followed by this token. `counts[s]` is the
-    approximate number of occurrences.
+    A state stands for all contexts that end at the same positions. `lengths[s]` is the length of the longest of these
+    contexts. `links[s]` is the state of the longest suffix of this context that also ends at other positions. `next[s]`
+    maps a token to the state of the contexts followed by this token. `counts[s]` is the approximate number of
+    occurrences.
     """
 
     def __init__(self) -> None:
@@ -32,10 +34,7 @@ class SuffixAutomaton:
         self.num_tokens = 0
 
     def extend(self, state: int, token_id: int) -> int:
-        """Append a token to a text in state `state`, and return the text's new state.
-
-        A text starts in the state `ROOT`.
-        """
+        """Append a token to a text in state `state`, at first `ROOT`. Return the text's new state."""
         self.num_tokens += 1
         if (new := self.next[state].get(token_id)) is not None:  # another text has the same context
             if self.lengths[new] > self.lengths[state] + 1:
@@ -66,7 +65,10 @@ class SuffixAutomaton:
         return len(self.links) - 1
 
     def _split(self, state: int, before: int, token_id: int) -> int:
-        """Move the contexts of `state` with at most `lengths[before] + 1` tokens to a new state. Return that state."""
+        """Move the contexts of `state` with at most `lengths[before] + 1` tokens to a new state.
+
+        Return the new state.
+        """
         copied = {**self.next[state]}, self.links[state], self.lengths[before] + 1, self.counts[state]
         self.links[state] = new = self._add(*copied)
         while before >= 0 and self.next[before].get(token_id) == state:
@@ -109,7 +111,7 @@ class SuffixAutomaton:
 class Memory:
     """The remembered texts.
 
-    New texts are added to the automaton `growing`. Older texts are in `old`, which no longer changes.
+    New texts are added to the automaton `growing`. The automaton `old` contains older texts, and no longer changes.
     """
 
     growing: SuffixAutomaton = field(default_factory=SuffixAutomaton)
@@ -163,7 +165,7 @@ class Suffix(Proposer):
             self._renew(memory)
 
     def _renew(self, memory: Memory) -> None:
-        """Start a new automaton with the last tokens of the live sequences, and drop the older of the two automata."""
+        """Start a new automaton with the last tokens of the live sequences, and drop the oldest automaton."""
         memory.old, memory.growing, memory.num_texts = memory.growing, SuffixAutomaton(), 0
         for seq, place in self.places.items():
             if place.memory is memory:

@@ -26,10 +26,9 @@ TOKEN_MARKER = 0xFF  # in llguidance's texts, a token that a grammar names begin
 class Constraint:
     """Restricts the next token of one sequence by a grammar, by a budget for its reasoning, or by both.
 
-    The grammar applies to the answer. If the sequence reasons first, the grammar begins after the reasoning, and
-    end-of-sequence ids are banned inside the reasoning. The mask includes the bans of other parameters, too, because
-    only the combined mask shows whether any token is left. The ids in `stop_token_ids` are treated like end-of-sequence
-    ids. These ids are allowed only where the grammar may end.
+    The grammar begins after the reasoning, inside which end-of-sequence ids are banned. The mask includes the bans of
+    other parameters, because only their combination shows whether any token is left. The ids in `stop_token_ids` are
+    treated like end-of-sequence ids: they are allowed only where the grammar may end.
 
     The state depends only on the sequence's token ids, so a preemption loses nothing.
     """
@@ -42,7 +41,7 @@ class Constraint:
         vocab_size: int,
         eos_token_ids: frozenset[int],
     ):
-        """`queue` computes the masks that would take too long in a step. It is None if there is no grammar."""
+        """`queue` computes masks that take too long in a step. It is None if there is no grammar."""
         # a proxy, because a reference cycle would keep both objects until the garbage collector runs
         self._seq, self._grammar = proxy(seq), cast(Grammar, grammar)
         self._queue, self._vocab_size, self.has_grammar = queue, vocab_size, grammar is not None
@@ -70,17 +69,14 @@ class Constraint:
         self.error: str | None = None  # why there is no next token
 
     def start_update(self) -> Future:
-        """Run `update` in another thread, after earlier updates.
-
-        Do not read this object until `update` has finished.
-        """
+        """Run `update` in another thread, after earlier updates. Do not read this object before it has finished."""
         update = partial(self.update, self._seq.completion_token_ids, copy(self.reasoning))
         return cast(MaskQueue, self._queue).submit(update)
 
     def update(self, completion: list[int], reasoning: Reasoning | None = None) -> tuple[str, str] | None:
         """Compute the mask for the next token from the generated tokens and the current stage of the reasoning.
 
-        Returns None if a token can follow. Otherwise, returns a finish reason and a message.
+        Return None if a token can follow, otherwise a finish reason and a message.
         """
         if not self.set_without_grammar(reasoning):
             if self.consume(completion, reasoning):
@@ -90,17 +86,14 @@ class Constraint:
         return None if self.error is None else ("error", self.error)
 
     def set_without_grammar(self, reasoning: Reasoning | None) -> bool:
-        """If no grammar applies (for example inside reasoning), set the mask. Returns False if a grammar applies."""
+        """If no grammar applies (for example inside reasoning), set the mask. Return False if a grammar applies."""
         if (mask := self._mask_without_grammar(reasoning)) is None:
             return False
         self._set(mask)
         return True
 
     def _restart(self) -> bool:
-        """Start again with larger automata, because small ones may cause errors.
-
-        Returns False if there are no larger automata.
-        """
+        """Start again with larger automata, because small ones may cause errors."""
         self._automata.has_failed = True
         if self._automata.is_largest:
             return False
@@ -109,7 +102,7 @@ class Constraint:
         return True
 
     def consume(self, completion: list[int], reasoning: Reasoning | None = None) -> bool:
-        """Feed the matcher the tokens that it has not consumed yet. Returns False if the grammar refuses them."""
+        """Feed the matcher the tokens that it has not consumed yet. Return False if the grammar refuses them."""
         new = completion[cast(int, _num_in_reasoning(reasoning)) + self._num_consumed :]
         is_allowed = self._matcher.consume_tokens(new)
         self._num_consumed += len(new)
@@ -155,8 +148,7 @@ class Constraint:
     def draft(self, drafts: list[int], num_drafts: int) -> list[int]:
         """Return the drafts before the first draft that is not allowed or ends the answer. Sets `draft_masks`.
 
-        If no draft is allowed, return up to `num_drafts` tokens that the grammar forces. If the grammar's masks are
-        slow, return no drafts.
+        If no draft is allowed, return up to `num_drafts` tokens that the grammar forces, unless its masks are slow.
         """
         if self._mask_without_grammar(self.reasoning) is not None:
             return self._allowed_of(drafts)
@@ -191,10 +183,7 @@ class Constraint:
     # -- masks ---------------------------------------------------------------------------------------------------------
 
     def _grammar_mask(self) -> np.ndarray:
-        """Return the mask for the grammar's current state.
-
-        The caller checks whether the current state is an error state.
-        """
+        """Return the mask for the grammar's current state. The caller checks whether it is an error state."""
         mask = np.empty_like(self.next_mask)
         begin = thread_time()
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -204,9 +193,9 @@ class Constraint:
     def _with_text(self, mask: np.ndarray) -> np.ndarray:
         """Correct an llguidance mask that allows a single token if the grammar refuses this token.
 
-        If only one text can follow, llguidance tokenizes this text and allows its first token. This token may be an
-        added token, which the grammar does not accept as text. If the tokenizer normalizes texts, the token may even
-        belong to a different text. In both cases, the corrected mask allows the token of the text's first byte instead.
+        If only one text can follow, llguidance allows its first token. This token may be an added token, which the
+        grammar does not accept as text. If the tokenizer normalizes texts, the token may even belong to a different
+        text. In both cases, the corrected mask allows the token of the text's first byte instead.
         """
         text = self._matcher.compute_ff_bytes()
         if text and text[0] != TOKEN_MARKER and not self._matcher.validate_tokens([_first_id(mask)]):
@@ -228,12 +217,11 @@ class Constraint:
 
 
 def update_fast(constraints: Iterable[Constraint], seconds: float) -> list[Constraint]:
-    """Update the constraints whose masks are fast, for about `seconds` seconds. Returns the updated constraints.
+    """Update the constraints whose masks are fast, for about `seconds` seconds. Return the updated constraints.
 
     An update takes almost no time if the sequence is inside its reasoning, or if there is no grammar. Masks of
     different grammars are computed in parallel, but llguidance computes masks of the same grammar one after another.
-    Any mask may turn out to be slow. A parallel call therefore computes at most one mask per grammar, and at most one
-    mask per core.
+    Any mask may turn out to be slow, so a parallel call computes at most one mask per grammar and per core.
     """
     end, updated = perf_counter() + seconds, []
     waiting: dict[Grammar, deque[Constraint]] = {}
@@ -254,7 +242,6 @@ def update_fast(constraints: Iterable[Constraint], seconds: float) -> list[Const
 
 
 def _update_together(constraints: list[Constraint]) -> None:
-    """Update constraints of different grammars in parallel."""
     completions = [constraint._seq.completion_token_ids for constraint in constraints]
     ready = [pair for pair in zip(constraints, completions) if pair[0].consume(pair[1], pair[0].reasoning)]
     if len(ready) == 1:
@@ -273,7 +260,7 @@ def _update_together(constraints: list[Constraint]) -> None:
 
 @cache
 def _executor(pid: int) -> Any:
-    """Return the thread pool of process `pid`. A forked process needs its own pool."""
+    """Return the thread pool of process `pid`, because a forked process needs a separate pool."""
     from llguidance import LLExecutor
 
     return LLExecutor(num_cores())

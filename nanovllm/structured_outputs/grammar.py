@@ -13,9 +13,9 @@ Matcher = Any  # llguidance.LLMatcher, which is imported only where it is used
 
 
 class Automata:
-    """A matcher in its start state. The copies of the matcher share the automata for masks.
+    """A matcher in its start state.
 
-    `has_failed` is set if a copy fails.
+    The copies of the matcher share the automata for masks. `has_failed` is set if a copy fails.
     """
 
     def __init__(self, start: Matcher, is_largest: bool):
@@ -25,8 +25,8 @@ class Automata:
 class Grammar:
     """A compiled grammar. The small automata have at most `MAX_KEPT_STATES` states, enough for most grammars.
 
-    Sequences that need more states share larger automata, up to llguidance's limit. The larger automata are freed when
-    the last sequence that uses them ends.
+    Sequences that need more states share larger automata, up to llguidance's limit, freed when the last of these
+    sequences ends.
     """
 
     def __init__(self, tokenizer: Any, text: str):
@@ -55,15 +55,11 @@ class Grammar:
         return (self._mask_seconds or 0) > SLOW_SECONDS
 
     def add_mask(self, seconds: float) -> None:
-        """Add the time that a mask took to the moving average."""
         mean = seconds if self._mask_seconds is None else self._mask_seconds
         self._mask_seconds = mean + (seconds - mean) / 8
 
     def token_ids_of_byte(self, byte: int) -> list[int]:
-        """Return a list with the id of the token that consists of this single byte.
-
-        The list is empty if there is no such token.
-        """
+        """Return a list with the id of the token that consists of this byte, or an empty list."""
         tokenizer = self._tokenizer
         ids = tokenizer.greedy_tokenize(chr(byte)) if byte < 128 else tokenizer.tokenize_bytes(bytes([byte]))
         return ids if tokenizer.decode_bytes(ids) == bytes([byte]) else []

@@ -22,7 +22,7 @@ JSON_OPTIONS: Any = {"whitespace_pattern": " "}
 
 
 class Grammars:
-    """An LRU cache of an engine's compiled grammars. Its methods are thread-safe."""
+    """An LRU cache of an engine's compiled grammars, with thread-safe methods."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]):
         """`tokenizer` is a `tokenizers.Tokenizer` that must not be used elsewhere, because this object modifies it."""
@@ -47,7 +47,6 @@ class Grammars:
         self.threads = MaskThreads()
 
     def close(self) -> None:
-        """Stop compiling grammars and computing masks."""
         self._sandbox.close()
         self.threads.close()
 

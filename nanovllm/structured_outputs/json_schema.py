@@ -1,10 +1,10 @@
 """Rewrites JSON schemas that llguidance would refuse needlessly.
 
-llguidance ignores keywords that JSON Schema does not define. However, llguidance refuses an unknown `format`, an
-unknown dialect, and some keywords whose values allow everything. This module removes such formats, dialects and
-keywords. llguidance does not support `propertyNames`, and it supports `oneOf` only if it can tell that no value is
-valid for two of the schemas. Where possible, this module expresses `propertyNames` and `oneOf` with other keywords. Any
-other unsupported keyword is left in place, and llguidance's error names it.
+llguidance ignores keywords that JSON Schema does not define. However, it refuses an unknown `format`, an unknown
+dialect, and some keywords whose values allow everything. This module removes such formats, dialects and keywords.
+llguidance does not support `propertyNames`, and it supports `oneOf` only if it can tell that no value is valid for two
+of the schemas. Where possible, this module expresses both with other keywords. Any other unsupported keyword stays, and
+llguidance's error names it.
 """
 
 import json
@@ -58,7 +58,7 @@ LOOK_AROUND = re.compile(r"\(\?<?[=!]")
 
 
 def for_llguidance(schema: str) -> str:
-    """Rewrite a schema for llguidance. Raises ValueError if a reference is circular, or if rewriting is impossible."""
+    """Rewrite a schema for llguidance. Raises ValueError if a reference is circular, or if this is impossible."""
     try:
         root = json.loads(schema)
         seen: dict[int, Any] = {}  # rewritten schemas by id; a live object's id is not used again
@@ -166,10 +166,7 @@ def _are_disjoint(schemas: Any, discriminator: Any, resource: dict[str, Any]) ->
 
 
 def _are_told_apart(objects: list[dict[str, Any]], tag: Any, resource: dict[str, Any]) -> bool:
-    """Find a property with a different value in each of these schemas, and make this property required.
-
-    Returns False if there is no such property. The property must be required already, or its name must be `tag`.
-    """
+    """Find a property with a different value in each of these schemas, and make this property required."""
     properties = [schema["properties"] if isinstance(schema.get("properties"), dict) else {} for schema in objects]
     required = [schema["required"] if isinstance(schema.get("required"), list) else [] for schema in objects]
     for name in properties[0]:
@@ -190,10 +187,7 @@ def _differ(schemas: list[Any]) -> bool:
 
 
 def _values(schema: Any) -> set[tuple[type, Any]] | None:
-    """Return the values of `const` or `enum` as (type, value) pairs.
-
-    Returns None if the schema has neither keyword, or if the type of a value is not supported.
-    """
+    """Return the values of `const` or `enum` as (type, value) pairs."""
     if not isinstance(schema, dict):
         return None
     values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -203,7 +197,7 @@ def _values(schema: Any) -> set[tuple[type, Any]] | None:
 
 
 def _types(schema: Any) -> set[str] | None:
-    """Return the types of all valid values, or None if the schema does not list them. Integers count as "number"."""
+    """Return the types of all valid values, or None if the schema does not list them. Integers are "number"."""
     if (values := _values(schema)) is not None:
         return {{str: "string", bool: "boolean", int: "number", NoneType: "null"}[kind] for kind, _ in values}
     types = schema.get("type") if isinstance(schema, dict) else None
@@ -214,10 +208,7 @@ def _types(schema: Any) -> set[str] | None:
 
 
 def _resolved(schema: Any, resource: dict[str, Any]) -> Any:
-    """Follow a schema's references and return the last target, or None if the target is unknown.
-
-    The target allows every value that the schema allows.
-    """
+    """Follow a schema's references and return the last target, or None if the target is unknown."""
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, dict) or "$ref" not in schema:
             return schema
@@ -264,7 +255,7 @@ def _restrict_names(schema: dict[str, Any], names: Any, resource: dict[str, Any]
 
 
 def _allowed_strings(schema: Any, resource: dict[str, Any]) -> str | dict[str, None] | None:
-    """Return the strings that a schema allows, as a pattern or as the keys of a dict. None means all strings."""
+    """Return the strings that a schema allows, as a pattern or as the keys of a dict, or None for all strings."""
     rules = _rules(schema)
     for _ in range(MAX_REFERENCES):
         if [*rules] == ["$ref"] and isinstance(target := referred(rules["$ref"], resource), (dict, bool)):
@@ -292,7 +283,7 @@ def _rules(schema: Any) -> dict[str, Any]:
 
 
 def _listed(schema: Any) -> list[str] | None:
-    """Return the strings of `enum` or `const`. Returns None unless this keyword alone constrains strings."""
+    """Return the strings of `enum` or `const`, or None unless this keyword alone constrains strings."""
     rules = _rules(schema)
     values = [rules["const"]] if [*rules] == ["const"] else rules["enum"] if [*rules] == ["enum"] else None
     return [value for value in values if isinstance(value, str)] if isinstance(values, list) else None

@@ -22,7 +22,7 @@ def num_cores() -> int:
 
 
 class MaskThreads:
-    """The threads that compute masks for an engine. Grammars with slow masks have separate threads."""
+    """The threads that compute masks for an engine, separately for grammars with slow masks."""
 
     def __init__(self) -> None:
         self._fast, self._slow = (ThreadPoolExecutor(max(1, num_cores() // n), "nanovllm-masks") for n in (2, 4))
@@ -39,7 +39,7 @@ class MaskThreads:
 
 
 class MaskQueue:
-    """Queues the masks that one request needs. Requests take turns, and each turn computes at least one mask."""
+    """Queues the masks that one request needs. Requests take turns, with at least one mask each."""
 
     def __init__(self, threads: MaskThreads, grammar: Grammar):
         self._threads, self._grammar = threads, grammar
@@ -47,9 +47,9 @@ class MaskQueue:
         self._has_turn, self._lock = False, Lock()
 
     def submit(self, make: Callable[[], Any]) -> Future:
-        """Queue a mask. `make` computes the mask after the request's earlier masks.
+        """Queue a mask. `make` computes it after the request's earlier masks.
 
-        The returned `Future` can be cancelled until the computation starts.
+        The returned `Future` can be cancelled until this starts.
         """
         future: Future = Future()
         with self._lock:

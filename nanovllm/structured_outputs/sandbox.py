@@ -2,7 +2,7 @@
 
 llguidance limits the time for each mask, but not the time to compile an intersection. A few patterns in one `allOf`, a
 large `multipleOf`, or `&` and `~` in a Lark grammar can take minutes to compile. A process can be killed while it
-compiles; a thread can't.
+compiles, but a thread can't.
 """
 
 import json
@@ -57,9 +57,9 @@ Process = subprocess.Popen[bytes]
 class CompileSandbox:
     """Compiles grammars in at most `MAX_PROCESSES` processes.
 
-    The processes start on demand, and end when `close` is called or when this object is garbage-collected. Any
-    thread may call the methods. A grammar is compiled once, even if several threads ask for it at the same time. The
-    results of the `MAX_RESULTS` most recently used grammars are kept.
+    The processes start on demand, and end when `close` is called or this object is garbage-collected. Any thread may
+    call the methods. A grammar is compiled once, even if several threads ask for it at the same time. The results of
+    the `MAX_RESULTS` most recently used grammars are kept.
     """
 
     def __init__(self, vocab_size: int, special_tokens: dict[int, str]):
@@ -74,7 +74,7 @@ class CompileSandbox:
         weakref.finalize(self, _end_all, self._processes, self._pid)
 
     def close(self) -> None:
-        """End the processes. Does nothing in a forked child, which does not own the processes.
+        """End the processes, except in a forked child, which does not own them.
 
         The method does not wait for `error_of`, because the caller may be a signal handler that has interrupted
         `error_of`.

@@ -33,7 +33,7 @@ class StructuredOutputs(StepFeature):
 
         A sequence with an empty mask ends with the finish reason "error".
 
-        While another thread computes the mask of a sequence, steps leave the sequence out.
+        Steps leave a sequence out while another thread computes its mask.
         """
         seqs = [seq for seq in arrived.values() if "structured_outputs" in seq.feature_state and seq not in ends]
         constraints = [seq.feature_state["structured_outputs"] for seq in seqs]

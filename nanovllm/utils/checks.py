@@ -1,4 +1,4 @@
-"""Checks arguments and files. Each error states the name, the value and the bound.
+"""Checks arguments and files, with errors that state the name, the value and the bound.
 
 Numbers are converted to Python types, because arithmetic on fixed-width NumPy integers could overflow later.
 """
@@ -24,7 +24,7 @@ def checked(default: Any, check: Callable | str, **bounds: Any) -> Any:
 
 
 def check_fields(params: Any) -> None:
-    """Replace the values of `checked` fields with the results of their checks. The dataclass may be frozen."""
+    """Replace the values of `checked` fields with the results of their checks, even in a frozen dataclass."""
     for each in fields(params):
         if each.metadata and (value := getattr(params, each.name)) is not each.default:
             check = resolve_name(home) if isinstance(home := each.metadata["check"], str) else home
@@ -87,7 +87,7 @@ def _check_range(name, value, low, high):
 
 
 def read_json(file: Path) -> dict:
-    """Read the JSON object in `file`. If the file contains anything else, raise a ValueError that names the file."""
+    """Read the JSON object in `file`. Raises a ValueError that names the file if it contains anything else."""
     try:
         content = json.loads(file.read_bytes())
     except ValueError as error:  # the syntax or the encoding is wrong

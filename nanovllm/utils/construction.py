@@ -26,7 +26,6 @@ def get_construction() -> Construction:
 
 @contextmanager
 def constructing(tp: TensorParallel, dtype: torch.dtype | None = None, is_quantized: bool = False) -> Iterator[None]:
-    """Construct the layers in a `with` block for this rank."""
     token = _construction.set(Construction(tp, dtype, is_quantized))
     try:
         yield

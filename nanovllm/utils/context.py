@@ -1,4 +1,4 @@
-"""The context of a step, for layers to read. The context is set before the model runs, and reset afterwards."""
+"""The context of a step, for layers to read. It is set only while the model runs."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -48,7 +48,6 @@ def get_context() -> Context:
 
 
 def set_context(is_prefill: bool = False, **fields: Any) -> None:
-    """Fill a Context for the step that this thread computes."""
     _context.set(Context(is_prefill, **fields))
 
 
@@ -58,7 +57,6 @@ def reset_context() -> None:
 
 @contextmanager
 def attention_context(context: Context) -> Iterator[None]:
-    """Set `context` for a `with` block."""
     _context.set(context)
     try:
         yield

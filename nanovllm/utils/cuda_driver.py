@@ -9,7 +9,7 @@ OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 def call_driver(name: str, *arguments: Any) -> None:
-    """Call a driver function. Failures raise RuntimeError, or torch.OutOfMemoryError if memory is exhausted."""
+    """Call a driver function. Failures raise RuntimeError, or torch.OutOfMemoryError."""
     if error := getattr(_driver(), name)(*arguments):
         kind = torch.OutOfMemoryError if error == OUT_OF_MEMORY else RuntimeError
         raise kind(f"{name}: CUDA error {error}")

@@ -15,7 +15,7 @@ METAVARS = {"stop": "TEXT", "uds": "PATH", "speculative_config": "JSON"}
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports errors in one line. Flags can't be abbreviated, because new flags could make abbreviations ambiguous."""
+    """Reports errors in one line, and forbids abbreviations, which new flags could make ambiguous."""
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, allow_abbrev=False, **options)
@@ -44,8 +44,7 @@ def add_flags(
 ) -> None:
     """Add a group with a flag `--like-this` for each field. Unused flags are absent from the namespace.
 
-    several: fields whose flag takes all values that follow it. For any other field with several values, users repeat
-        the flag for each value.
+    several: fields whose flag takes all values that follow it. Flags of other fields are repeated for each value.
     defaults: descriptions of defaults that differ from the field's default.
     """
     group = parser.add_argument_group(title)
@@ -64,14 +63,13 @@ def add_flags(
 
 
 def given(arguments: argparse.Namespace, settings: type, skip: Container[str] = ()) -> dict[str, Any]:
-    """Return the values of the flags that were used, by field name. Fields in `skip` are left out."""
+    """Return the values of the flags that were used, by field name, without the fields in `skip`."""
     names = {field.name for field in fields(settings) if field.name not in skip}
     values = {name: value for name, value in vars(arguments).items() if name in names}
     return {name: tuple(_items(value)) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def _items(values: list[str]) -> list[str]:
-    """Return the values, with JSON lists expanded."""
     return [item for value in values for item in (json.loads(value) if value.startswith('["') else [value])]
 
 
@@ -104,7 +102,7 @@ def _in_words_of_a_shell(text: str, flags: Mapping[str, str]) -> str:
 def _options(field: Field) -> dict[str, Any]:
     """Return argparse's options for a field.
 
-    For a union, the options are those of the type that is tested first below. Other types are text.
+    For a union, these are the options of the type that is tested first below. Other types are text.
     """
     hint = field.type
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)

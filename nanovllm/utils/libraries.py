@@ -1,4 +1,4 @@
-"""Imports the libraries of an engine faster than plain imports do. Command-line tools use this."""
+"""Imports the libraries of an engine faster than plain imports do, for command-line tools."""
 
 import ctypes
 import gc
@@ -19,9 +19,9 @@ find_distributions = importlib.metadata.packages_distributions
 def import_libraries(settings: Mapping[str, Any]) -> None:
     """Import transformers and PyTorch. PyTorch's native libraries are loaded in parallel, without the GIL.
 
-    Unless the engine's `settings` choose a CPU, this initializes CUDA, so forks of this process can't use CUDA.
-    Garbage collection skips the imported objects. A missing library raises no error before it is used. After Ctrl-C,
-    the process ends when the imports are done.
+    Unless the engine's `settings` choose a CPU, this initializes CUDA, so forks of this process can't use CUDA. Garbage
+    collection skips the imported objects. A missing library raises no error before it is used. After Ctrl-C, the
+    process ends when the imports are done.
     """
     if "torch" in sys.modules:
         return
@@ -40,8 +40,8 @@ def import_libraries(settings: Mapping[str, Any]) -> None:
 def _load_native_libraries(device: str) -> None:
     """Load PyTorch's native libraries through C functions, which ctypes calls without the GIL.
 
-    An import would hold the GIL. PyTorch's libraries do not acquire the GIL while they are loaded. If they did, loading
-    them could deadlock with an import.
+    An import would hold the GIL. The libraries do not acquire the GIL while they are loaded, so there is no deadlock
+    with an import.
     """
     folder = Path(find_spec("torch").origin).parent  # type: ignore[union-attr, arg-type]
     ctypes.CDLL(None).dlopen(str(folder / "lib" / "libtorch_python.so").encode(), os.RTLD_NOW)
@@ -64,7 +64,7 @@ def _import_modules(native: Future) -> None:
 class _DistributionsOfPackages(Mapping[str, list[str]]):
     """A lazy `importlib.metadata.packages_distributions()`.
 
-    The metadata of all installed packages is read only when a package's distribution has a different name from the
+    The metadata of all installed packages is read only if a package's distribution has a different name from the
     package.
     """
 

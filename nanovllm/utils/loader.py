@@ -34,10 +34,10 @@ BAR_DELAY = 1  # seconds until the progress bar is shown
 
 
 def find_model(model: str, revision: str | None = None, with_weights: bool = True) -> Path:
-    """Return the absolute path of `model`'s folder. A hub id is downloaded, with the hub client's progress bar.
+    """Return the absolute path of `model`'s folder, after downloading a hub id with the hub client's progress bar.
 
-    `revision` is a branch, tag or commit on the hub. Raises FileNotFoundError, with advice, if no folder is found
-    or downloaded.
+    `revision` is a branch, tag or commit on the hub. Raises FileNotFoundError, with advice, if no folder is found or
+    downloaded.
     """
     folder = _find("model", model, revision, with_weights)
     if not (folder / "config.json").is_file():
@@ -128,7 +128,7 @@ def check_shape(weight, shape: tuple[int, ...]):
 
 
 class Shard(NamedTuple):
-    """A rank's part of a checkpoint weight, and the position of this part in the rank's weight."""
+    """A rank's part of a checkpoint weight, and its position in the rank's weight."""
 
     shape: tuple[int, ...]  # of the whole weight
     rows: slice = slice(None)  # of the whole weight
@@ -138,7 +138,7 @@ class Shard(NamedTuple):
     def copy(self, target: torch.Tensor, weight) -> torch.Tensor:
         """Copy this part of a weight or bias to `target`. Return the part of `target` that was filled.
 
-        `weight` has the same type as in `check_shape`. Only this part of a safetensors slice is read.
+        `weight` is as in `check_shape`. Only this part of a safetensors slice is read.
         """
         weight = check_shape(weight, self.shape[: target.dim()])
         weight = weight[self.rows, self.columns] if target.dim() == 2 else weight[self.rows]
@@ -234,7 +234,10 @@ def stored_dtypes(file: Path) -> dict[str, str]:
 
 
 def open_safetensors(file: Path, device: torch.device | str = "cpu"):
-    """Return a context manager with the tensors of a file. Raises a ValueError that names a file it can't read."""
+    """Return a context manager with the tensors of a file.
+
+    Raises a ValueError that names the file if it can't be read.
+    """
     try:
         return safe_open(file, framework="pt", device=str(device))
     except SafetensorError as error:
@@ -242,9 +245,9 @@ def open_safetensors(file: Path, device: torch.device | str = "cpu"):
 
 
 def weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[Any]]]:
-    """Return (loader, shard id) of every tensor by the tensor's name in the checkpoint.
+    """Return (loader, shard id) of every tensor by its name in the checkpoint.
 
-    The shard id is empty if the parameter is not shared.
+    Without sharing, the shard id is empty.
     """
     shards_of: dict[str, list[tuple]] = {}
     for module, (merged, shard_id) in model.packed_modules_mapping.items():

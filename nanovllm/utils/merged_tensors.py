@@ -9,7 +9,7 @@ WHOLE = "whole"  # the shard id of such a tensor in `packed_modules_mapping`
 
 
 class RowsOf:
-    """Some rows of a safetensors slice. Indexing reads them. `get_dtype` shows whether they are quantized."""
+    """Some rows of a safetensors slice, read by indexing. `get_dtype` shows whether they are quantized."""
 
     def __init__(self, weight: Any, first: int, end: int):
         self._weight, self._first, self._num_rows = weight, first, end - first
@@ -28,7 +28,7 @@ def load_whole(load: Callable, layer: Any, weight) -> torch.Tensor | None:
     """Load a weight, a bias, or scales that contain the rows of all parts, one part after another.
 
     load: the parameter's `weight_loader`, which takes a part and its shard id. A single scale is passed to all parts.
-    Returns the smallest and the largest number of each part as one tensor, or None if `load` returns None.
+    Return the smallest and the largest value of each part as one tensor, or None if `load` returns None.
     """
     sizes, bounds, first = layer.output_sizes, [], 0
     for shard_id, size in zip(layer.shard_ids(), sizes, strict=True):

@@ -19,7 +19,7 @@ def text_name(name: str) -> str:
 
 
 def nested_names(module: str) -> list[str]:
-    """Return the possible names of a text model's module in a checkpoint. The first name is the module's own name."""
+    """Return the possible names of a text model's module in a checkpoint, its own name first."""
     return [module] + [
         prefix + module.removeprefix(own) for prefix, own in TEXT_PREFIXES.items() if module.startswith(own)
     ]

@@ -1,4 +1,4 @@
-"""Sums whose parts are added by the kernel that reads the sum."""
+"""Sums that are completed by the kernel that reads them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +11,11 @@ Compute = Callable[[torch.Tensor | None], torch.Tensor]  # writes its result to 
 
 
 class PartialSum:
-    """A tensor [T, N] as a sum of parts.
-
-    The reader of the tensor adds the parts, ideally in a kernel that does other work as well.
+    """A tensor [T, N] as a sum that its reader completes, ideally in a kernel that does other work as well.
 
     parts: [T, N], or [split_k, T, N] if split_k > 1, to be summed over the first dimension.
-    barrier: where the reading kernel waits for the other ranks' parts; the kernel adds these parts, too
-        (distributed/peer_memory.py). None if only this rank has parts.
+    barrier: where the reading kernel waits for the other ranks' parts, to add them too (distributed/peer_memory.py).
+        None if only this rank has parts.
     """
 
     __slots__ = ("device", "parts", "split_k")
@@ -27,7 +25,6 @@ class PartialSum:
         self.parts, self.split_k, self.device = parts, split_k, parts.device
 
     def __len__(self) -> int:
-        """Return T, the number of rows."""
         return self.parts.shape[-2]
 
     @property

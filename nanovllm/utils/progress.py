@@ -17,7 +17,7 @@ def progress_bar(total: int, **options) -> Iterator[Callable[..., None]]:
     """Show a tqdm bar. Yields a function `advance(n, **num_tokens)`, to be called when n more items are done.
 
     `num_tokens` counts tokens since the previous call, by kind. The bar shows the rate of each kind. Ctrl-C is delayed
-    while tqdm runs, because it could leave the process-wide lock of all bars locked forever.
+    while tqdm runs, because it could leave the process-wide lock of all bars locked.
     """
     rates, last_time = {}, perf_counter()
 
@@ -42,7 +42,6 @@ def progress_bar(total: int, **options) -> Iterator[Callable[..., None]]:
 
 
 def with_bar(items: list[T], **options) -> Iterable[T]:
-    """Yield the items, and show a progress bar."""
     with progress_bar(len(items), **options) as advance:
         for item in items:
             yield item

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def cache_too_small(config: "Config", block_bytes: int, state_bytes: int, available: int, limit: str) -> ValueError:
-    """Return the error if `available` bytes of cache can't hold the longest sequence. `limit` names the limit."""
+    """Return the error if `available` bytes of cache, limited by `limit`, can't hold the longest sequence."""
     needed = config.max_blocks_per_seq * block_bytes + state_bytes
     return ValueError(
         f"max_model_len={config.max_model_len}: one sequence needs {needed / 2**30:.2f} GiB of cache, and {limit} "

@@ -15,8 +15,6 @@ KINDS = "default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportio
 
 
 class RopeFrequencies(NamedTuple):
-    """The parameters of a rotary embedding."""
-
     inv_freq: torch.Tensor  # [rotated numbers of a head / 2]
     scale: float  # of cos and sin
     max_len: int  # maximum sequence length
@@ -24,17 +22,17 @@ class RopeFrequencies(NamedTuple):
 
 
 def inverse_frequencies(theta: float, size: int) -> torch.Tensor:
-    """Return the angle per position for each pair of rotated numbers: [size / 2]."""
+    """Return the angle per position for each rotated pair: [size / 2]."""
     return 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size)
 
 
 def scaled_rope(kind: str, theta: float, rope: dict, raw: Mapping, head_dim: int, file: Path) -> RopeFrequencies:
-    """Return the frequencies for a rope type. Raises ValueError, TypeError or KeyError for bad or missing parameters.
+    """Return the frequencies for a rope type.
 
-    `raw` is the content of config.json. `rope` contains the other entries of its `rope_parameters` or `rope_scaling`.
-    The result has the same `max_len` as in vLLM. For "dynamic", `max_len` is the training length, because longer
-    sequences would change all frequencies. For "longrope", `max_model_len` selects the short or the long factors, as in
-    vLLM.
+    Raises ValueError, TypeError or KeyError for bad or missing parameters. `raw` is the content of config.json. `rope`
+    contains its other `rope_parameters` or `rope_scaling`. `max_len` is the same as in vLLM. For "dynamic", `max_len`
+    is the training length, because longer sequences would change all frequencies. For "longrope", `max_model_len`
+    selects the short or the long factors, as in vLLM.
     """
     trained_len, name = raw["max_position_embeddings"], "original_max_position_embeddings"
     if raw.get(name) is not None:
@@ -70,8 +68,8 @@ def scaled_rope(kind: str, theta: float, rope: dict, raw: Mapping, head_dim: int
 def _llama3_frequencies(inv_freq: torch.Tensor, rope: dict) -> torch.Tensor:
     """Return the frequencies of Llama 3.1. The frequencies of slow pairs are divided by a factor.
 
-    The frequencies of fast pairs do not change. A pair is fast if it makes many turns in the training length. The
-    frequencies of the pairs in between are interpolated.
+    The frequencies of fast pairs, which make many turns in the training length, do not change. In between, frequencies
+    are interpolated.
     """
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     num_turns = rope["original_max_position_embeddings"] / (2 * math.pi / inv_freq)
@@ -93,10 +91,7 @@ def _yarn_frequencies(periods: torch.Tensor, theta: float, rope: dict) -> torch.
 
 
 def _yarn_scale(rope: dict) -> float:
-    """Return the scale of cos and sin.
-
-    Attention scores are multiplied by the square of this scale, which keeps attention sharp.
-    """
+    """Return the scale of cos and sin. Attention scores are multiplied by its square, which keeps attention sharp."""
 
     def scale(weight: float) -> float:
         return 1.0 if rope["factor"] <= 1 else 0.1 * weight * math.log(rope["factor"]) + 1.0

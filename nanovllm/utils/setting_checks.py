@@ -1,4 +1,4 @@
-"""Checks rarely used settings. This module is imported when such a setting differs from its default."""
+"""Checks rarely used settings."""
 
 from typing import Any
 

@@ -8,8 +8,7 @@ STEP_TIMEOUT = 300.0  # seconds that a rank waits for other ranks within a step
 class TensorParallel:
     """Splits a model over `size` ranks and defines their collective operations. This process is rank `rank`.
 
-    This class implements a single rank, which does not communicate. With `size` > 1, this class computes shards and
-    nothing else. The subclasses in `distributed/` communicate.
+    This class implements a single rank, which does not communicate. With `size` > 1, it only computes shards.
     """
 
     lost = False  # whether another rank is gone, so that this rank's results are invalid
@@ -20,13 +19,13 @@ class TensorParallel:
         self.size = size
 
     def shard_size(self, what: str, total: int) -> int:
-        """Return an equal share of `total`. If ranks can't share it equally, raise a ValueError that names `what`."""
+        """Return an equal share of `total`. If there is none, raise a ValueError that names `what`."""
         if total % self.size:
             raise ValueError(f"tensor_parallel_size={self.size}: does not divide the {what} ({total})")
         return total // self.size
 
     def local_slice(self, total: int) -> slice:
-        """Return this rank's equal share of `total` elements. Raises ValueError if ranks can't share them equally."""
+        """Return this rank's equal share of `total` elements. Raises ValueError if there is none."""
         size = self.shard_size("checkpoint tensor", total)
         return slice(self.rank * size, (self.rank + 1) * size)
 
@@ -47,7 +46,7 @@ class TensorParallel:
         return x
 
     def all_reduce_max(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the elementwise maximum of every rank's keys [S] int64. S may be 0. This ends each forward."""
+        """Return the elementwise maximum of every rank's keys [S] int64, at the end of each forward. S may be 0."""
         return keys
 
     def barrier(self, device: torch.device) -> None:
@@ -57,4 +56,4 @@ class TensorParallel:
         """Raise RuntimeError if a rank was lost."""
 
     def close(self) -> None:
-        """Disconnect from the other ranks. Work that is still queued must not use the other ranks."""
+        """Disconnect from the other ranks. Queued work must not use the other ranks."""

@@ -33,14 +33,14 @@ def untie_other_head(model: nn.Module, files: dict[str, Path], stored_names: dic
 
 
 def head_name(model: nn.Module) -> str:
-    """Return the name of the output head's parameter. If the head is tied, this is the embedding's name."""
+    """Return the name of the output head's parameter, which is the embedding's name if the head is tied."""
     return next(name for name, weight in model.named_parameters() if weight is model.lm_head.weight)
 
 
 def _are_equal(
     files: dict[str, Path], stored_names: dict[str, str], names: tuple[str, str], dtype: torch.dtype
 ) -> bool:
-    """Return whether two tensors have equal shapes and bits. Tensors with different dtypes are compared in `dtype`."""
+    """Return whether two tensors have equal shapes and bits, in `dtype` if their dtypes differ."""
     name, other = names
     with open_safetensors(files[name]) as file, open_safetensors(files[other]) as other_file:
         slices = file.get_slice(stored_names[name]), other_file.get_slice(stored_names[other])

@@ -1,4 +1,4 @@
-"""Defines the engines to compare. Each engine is a function that runs workloads on a model with our settings."""
+"""Defines the engines to compare: functions that run workloads on a model with our settings."""
 
 import importlib.metadata
 import importlib.util
@@ -20,9 +20,10 @@ STEPPED_ENGINES: Engines = {"nanovllm": step_nanovllm, "vllm": step_vllm}  # for
 
 
 def run_engines(names: list[str], functions: Engines, model: str, settings: dict, workloads: Workloads) -> Results:
-    """Run the workloads on each installed engine. If there are several names, each engine runs in a separate process.
+    """Run the workloads on each installed engine.
 
-    After Ctrl-C, the results contain only the complete workloads, and no further engine is started.
+    If there are several names, each engine runs in a separate process. After Ctrl-C, return only complete workloads,
+    and start no further engine.
     """
     results = {}
     missing = [engine for engine in names if importlib.util.find_spec(engine) is None]

@@ -15,9 +15,9 @@ BAR = dict(leave=False, disable=None, dynamic_ncols=True)  # None: no bar unless
 
 
 def measure(engine: str, run: Run, workloads: Workloads, summary: Summary) -> dict[str, Result]:
-    """Do all runs of each workload. The first run is a warm-up. Report when a workload starts and ends.
+    """Do all runs of each workload, and report when a workload starts and ends. The first run is a warm-up.
 
-    After Ctrl-C, return the results of the workloads that are complete, if there are any.
+    After Ctrl-C, return the results of the complete workloads, if there are any.
     """
     results: dict[str, Result] = {}
     try:
@@ -36,7 +36,7 @@ def serve(engine, requests: list[Request]) -> Result:
     """Submit each request when it is due, and step the engine until all requests have ended.
 
     `engine.params` returns the sampling parameters of a request, `engine.add` adds a request and returns its id, and
-    `engine.step` returns the request id and the token id of each new token. A request that falls due during a step is
+    `engine.step` returns the request id and the token id of each new token. A request that is due during a step is
     submitted after the step.
     """
     params = [engine.params(request) for request in requests]

@@ -23,13 +23,10 @@ def nanovllm_params(request: Request) -> SamplingParams:
 
 
 def inputs(requests: list[Request]) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Return the prompts and parameters to pass to `generate` or `stream`."""
     return [r.prompt for r in requests], [nanovllm_params(r) for r in requests]
 
 
 class NanoVllmSteps:
-    """Adapts an `LLM` of this package to `serve`."""
-
     params = staticmethod(nanovllm_params)
 
     def __init__(self, llm: "LLM"):
@@ -44,7 +41,7 @@ class NanoVllmSteps:
 
 @contextmanager
 def started_nanovllm(model: str, settings: dict) -> "Iterator[LLM]":
-    """Start an `LLM` of this package. In the main process, print how long the start took."""
+    """Start an `LLM` of this package. In the main process, print how long this took."""
     from nanovllm import LLM  # imports PyTorch, which --help does not need
 
     with LLM(model, **settings) as llm:

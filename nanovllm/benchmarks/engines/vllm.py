@@ -20,8 +20,7 @@ OF_DRAFTS += "draft_tensor_parallel_size", "synthetic_acceptance_rates"
 def vllm_settings(model: str, settings: dict) -> dict:
     """Return arguments for vLLM: our model, dtypes, maximum length, number of ranks, load format and speculation.
 
-    `max_num_seqs` and `max_num_batched_tokens` are included if `settings` contains them. vLLM's defaults apply to
-    everything else.
+    vLLM's defaults apply to everything else, except for `max_num_seqs` and `max_num_batched_tokens` in `settings`.
     """
     config = Config.create(model, settings)
     names = ["model", "max_model_len", "tensor_parallel_size", "load_format", "quantization", "kv_cache_dtype"]
@@ -49,7 +48,7 @@ def speculation(settings: Any) -> dict[str, Any]:
 
 @contextmanager
 def ending(engine: Any) -> Iterator[None]:
-    """End vLLM's process when the `with` block ends. Since vLLM 0.33, our process would otherwise never end."""
+    """End vLLM's process when the `with` block ends, because vLLM 0.33 would otherwise never end it."""
     try:
         yield
     finally:
@@ -86,8 +85,6 @@ def run_vllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Resu
 
 
 class VllmSteps:
-    """Adapts an `LLMEngine` of vLLM to `serve`."""
-
     def __init__(self, engine):
         self.engine, self.num_requests, self.num_cached_tokens = engine, 0, 0
 
@@ -114,7 +111,7 @@ class VllmSteps:
 
 
 def step_vllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Result]:
-    """Run workloads with vLLM's `LLMEngine` and the defaults of vLLM's server. The model runs in a separate process."""
+    """Run workloads with vLLM's `LLMEngine` in a separate process, with the defaults of vLLM's server."""
     from vllm import EngineArgs, LLMEngine
     from vllm.usage.usage_lib import UsageContext
 

@@ -4,11 +4,11 @@ Four kernels compute:
 
 1. convolution and gates
 2. everything that does not depend on states, for all chunks in parallel
-3. the states, from chunk to chunk
-4. the outputs (from the state before each chunk) and the gated norm, for all chunks in parallel
+3. the state before each chunk, one chunk after the other
+4. the outputs and the gated norm, for all chunks in parallel
 
-Kernels pass on decays and betas in float32, and all other numbers in the model's dtype. A state stays in float32 from
-chunk to chunk. It is rounded for matmuls and for the last kernel, and after the last chunk to the dtype of its storage.
+Between kernels, decays and betas are float32, and all other tensors have the model's dtype. A state stays in float32
+from chunk to chunk, and is rounded only for matmuls, for the last kernel and for storage.
 """
 
 from typing import Any
@@ -38,9 +38,9 @@ HEADS_EACH = 2  # value heads of a chunk that a program computes one after the o
 def _inverse(system, IS_FLOAT32: tl.constexpr):
     """Invert a lower triangular matrix with ones on the diagonal.
 
-    The part below the diagonal is in `system` [CHUNK, CHUNK]. Each iteration doubles the size of the inverted blocks:
-    the inverse of [[A, 0], [B, C]] is [[A', 0], [-C' B A', C']], where A' and C' are the inverses of A and C. Keys have
-    norm 1, and betas and decays are at most 1. So all numbers here are at most 1, and 16 bits are precise enough.
+    The part below the diagonal is in `system` [CHUNK, CHUNK]. Each iteration doubles the size of the inverted blocks,
+    because the inverse of [[A, 0], [B, C]] is [[A', 0], [-C' B A', C']] with A' and C' the inverses of A and C. 16 bits
+    are precise enough: keys have norm 1, and betas and decays are at most 1, so no element exceeds 1.
     """
     DTYPE: tl.constexpr = tl.float32 if IS_FLOAT32 else tl.float16
     i = tl.arange(0, CHUNK)
@@ -59,9 +59,9 @@ def _inverse(system, IS_FLOAT32: tl.constexpr):
 
 @triton.jit
 def _of_chunk(ptr, stride, first, end, column, d, DIM: tl.constexpr):
-    """Return pointers [CHUNK, d] to DIM elements of each token's row, starting at `column`.
+    """Return pointers [CHUNK, d] to the rows of a chunk's tokens, and a mask of the elements that exist.
 
-    Also return a mask of the elements that exist.
+    A row has DIM elements, starting at `column`.
     """
     i, d = tl.arange(0, CHUNK)[:, None], d[None, :]
     return ptr + tl.cast(first, tl.int64) * stride + column + (i * stride + d), (first + i < end) & (d < DIM)
@@ -81,14 +81,14 @@ def _store(ptr, stride, first, end, column, d, DIM: tl.constexpr, x):
 
 @triton.jit
 def _state_at(states_ptr, seq, first, head, d, e, HEADS: tl.constexpr):
-    """Return pointers to the transposed state of a head before a chunk. Each chunk's state is stored separately."""
+    """Return pointers to the stored transposed state that a head has at the beginning of a chunk."""
     place = (seq + first // CHUNK).to(tl.int64) * HEADS.num_values + head
     return states_ptr + place * (HEADS.key_dim * HEADS.value_dim) + (d[:, None] * HEADS.value_dim + e[None, :])
 
 
 @triton.jit
 def _load_gates(gates_ptr, t, end, first_head, EACH: tl.constexpr, HEADS: tl.constexpr):
-    """Load the gates [CHUNK, EACH] of a chunk's tokens, for EACH value heads from `first_head` on."""
+    """Load the gates [CHUNK, EACH] of a chunk's tokens, for EACH value heads starting at `first_head`."""
     head = first_head + tl.arange(0, EACH)[None, :]
     is_there = (t < end)[:, None] & (head < HEADS.num_values)
     return tl.load(gates_ptr + t[:, None] * HEADS.num_values + head, is_there, 0.0)
@@ -104,8 +104,8 @@ def _of_head(gates, n):
 def _chunks_kernel(rule_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.constexpr):
     """Each program computes `tile` value heads of a chunk.
 
-    Let T be the inverse of the triangular system. v becomes T (beta v), and w becomes T (beta decay k). w times the
-    state is the part of v that the state already returns. The next kernel subtracts it from v.
+    Let T be the inverse of the triangular system. v becomes T (beta v), and w becomes T (beta decay k). The state
+    already returns a part of v: w times the state. The next kernel subtracts this part.
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads
@@ -141,7 +141,7 @@ def _chunks_kernel(rule_ptrs, seq_ptrs, num_seqs, PLAN: tl.constexpr, PDL: tl.co
 def _states_kernel(x_rows, rule_ptrs, seq_ptrs, state_ptrs, stride, PLAN: tl.constexpr, PDL: tl.constexpr):
     """Each program computes `tile` values of one head of one sequence, from the first chunk to the last.
 
-    The errors of the state replace v. This kernel writes the windows, because no later kernel reads the old windows.
+    v is replaced by the error of the state.
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads
@@ -179,9 +179,9 @@ def _states_kernel(x_rows, rule_ptrs, seq_ptrs, state_ptrs, stride, PLAN: tl.con
 def _outputs_kernel(
     x_rows, rule_ptrs, seq_ptrs, norm_ptrs, out_ptr, num_seqs, num_rows, PLAN: tl.constexpr, PDL: tl.constexpr
 ):
-    """Each program computes the outputs of one value head of one chunk from the state and the errors.
+    """Each program computes the outputs of one value head of one chunk from the state and the errors, then their norm.
 
-    The outputs are then normalized. Rows after the last token become 0. Each program clears at most CHUNK rows.
+    Rows after the last token become 0; each program clears at most CHUNK of them.
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads

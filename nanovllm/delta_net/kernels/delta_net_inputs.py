@@ -1,7 +1,4 @@
-"""Computes convolution and gates of the gated delta rule for all tokens of a step.
-
-It also stores the inputs that the next step needs.
-"""
+"""Computes convolution and gates of the gated delta rule, and stores the inputs that the next step needs."""
 
 from typing import Any, NamedTuple
 
@@ -14,10 +11,7 @@ from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launc
 
 
 class RuleInputs(NamedTuple):
-    """The inputs of the delta rule for each token.
-
-    For chunks, this tuple also contains intermediate results of the kernels.
-    """
+    """The inputs of the delta rule for each token and, for chunks, intermediate results of the kernels."""
 
     q: torch.Tensor  # [T, key heads * key_dim]
     k: torch.Tensor  # [T, key heads * key_dim]
@@ -58,7 +52,7 @@ def _inputs_kernel(
 ):
     """Each program computes one head for a tile of a sequence's tokens.
 
-    Query heads come first, then key heads, then value heads. Programs of value heads also compute the gates.
+    Query heads come first, then key heads, then value heads with their gates.
     """
     gdc_launch_and_wait(PDL)
     HEADS: tl.constexpr = PLAN.heads
@@ -129,8 +123,8 @@ def _inputs_kernel(
 def keep_inputs(source, written, head, certain, end, PLAN: tl.constexpr):
     """Store the window and the inputs of drafts for the next step.
 
-    The window ends before token `certain`, where the drafts begin. A call stores the channels of one value head. For
-    the first value head of a group, it also stores the channels of the query and key heads.
+    The window ends before token `certain`, where the drafts begin. A call stores the channels of one value head. The
+    call for the first value head of a group also stores the channels of the query and key heads.
     """
     HEADS: tl.constexpr = PLAN.heads
     SIZE: tl.constexpr = HEADS.conv_size
@@ -166,7 +160,7 @@ def rule_inputs(
 ) -> RuleInputs:
     """Compute the inputs of the delta rule, with q, k and v in `dtype`.
 
-    For each decoding sequence, the result has `plan.kept` rows for drafts of the previous step, and `plan.rows` rows
+    For each decoding sequence, the result has `plan.kept` rows for the previous step's drafts, then `plan.rows` rows
     for the tokens of this step.
     """
     heads, x, states = operands

@@ -1,8 +1,7 @@
 """The arguments of the gated delta rule's kernels: a layer, and the sequences of a step.
 
-A token's number is the index of its row in this step. The tokens that a sequence has in this step start at `own`. They
-are preceded by the previous step's accepted drafts, whose inputs were kept. These drafts start at `begin`. The window
-ends there.
+A token's index is the index of its row in this step. The tokens that a sequence has in this step start at `own`. The
+previous step's accepted drafts, whose inputs were kept, come first and start at `begin`, where the window ends.
 """
 
 from functools import cache
@@ -14,8 +13,6 @@ import triton.language as tl
 
 
 class Heads(NamedTuple):
-    """The DeltaHeads of a layer, and sizes derived from them."""
-
     num_keys: int
     num_values: int
     key_dim: int
@@ -32,8 +29,6 @@ class Heads(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The constants with which a kernel is compiled."""
-
     heads: Heads
     tile: int  # tokens, value heads or values per program
     rows: int = 0  # per decoding sequence; 0 for chunks
@@ -62,7 +57,10 @@ class States(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """The data that kernels read about the sequences of a step, which either decode or have prefill chunks."""
+    """The data that kernels read about the sequences of a step.
+
+    Either all sequences decode, or all have prefill chunks.
+    """
 
     rows: torch.Tensor  # of states [B]; for chunks [2, B]: rows to read, and rows to write
     count: torch.Tensor | None  # [1] int32: the number of decode rows, if a batch is padded
@@ -79,22 +77,21 @@ def heads_of(heads: Any) -> Heads:
 
 
 def operands_of(qkvz: torch.Tensor, ba: torch.Tensor, layer: Any, states: Any) -> tuple[Heads, Inputs, States]:
-    """Return the kernel arguments for a layer: heads, inputs and states."""
     kept_drafts = states.kept_drafts or (None, None)
     return heads_of(layer.heads), Inputs(qkvz, qkvz.stride(0), ba, ba.stride(0)), States(*states.tensors, *kept_drafts)
 
 
 def pad_of(num_seqs: int) -> int:
-    """Round up the number of sequences.
+    """Round up the number of sequences, because kernels are compiled for each result.
 
-    Kernels are compiled for each result, so all numbers up to 1,024 are rounded to one of two results: 32 or 1,024.
+    All numbers up to 1,024 become 32 or 1,024.
     """
     return 32 if num_seqs <= 32 else max(1024, triton.next_power_of_2(num_seqs))
 
 
 @triton.jit
 def num_decode_rows(seq_ptrs):
-    """Return the number of decode rows, which precede the sequences with chunks."""
+    """Return the number of decode rows, which precede the rows of chunks."""
     return 0 if seq_ptrs.count is None else tl.load(seq_ptrs.count)
 
 
@@ -114,9 +111,9 @@ def sequence_of(seq_ptrs, seq, stride, PLAN: tl.constexpr):
 
 @triton.jit
 def chunk_of(seq_ptrs, num_seqs, index, CHUNK: tl.constexpr, PAD: tl.constexpr):
-    """Return the sequence of the index-th chunk, and the chunk's number within the sequence.
+    """Return (sequence, index within the sequence) of the chunk with this index in the step.
 
-    If there is no such chunk, the returned sequence is at least `num_seqs`.
+    If there is no such chunk, the sequence is at least `num_seqs`.
     """
     seq = tl.arange(0, PAD)
     starts_ptr = seq_ptrs.starts + num_decode_rows(seq_ptrs) + seq

@@ -1,8 +1,7 @@
 """The gated delta rule, computed token by token: for decode steps, for drafts, and for batch-invariant chunks.
 
-The first kernel computes convolution and gates of all tokens. The second kernel updates each state in registers, token
-by token. Memory bandwidth limits a decode step, which reads and writes each state once. In the published models, the
-size of a head's state is 64 KiB.
+The first kernel computes convolution and gates of all tokens, and the second updates each state in registers. Memory
+bandwidth limits a decode step, which reads and writes each state once (64 KiB per head in the published models).
 
 A token is computed with the same instructions in a chunk, in a decode step and as a draft. The bits of a result can
 depend on the number of warps.
@@ -26,9 +25,9 @@ TILE = 8  # tokens whose inputs or norms are computed together
 
 @triton.jit
 def _through_tokens(state, rule_ptrs, head, key_at, begin, end, shift, DTYPE: tl.constexpr, HEADS: tl.constexpr):
-    """Return the state after the tokens from `begin` to `end`. Each token's output replaces its value v.
+    """Return the state after the tokens from `begin` to `end`, and replace each token's value v by the token's output.
 
-    After each token, the state is rounded to DTYPE, so that the result does not depend on when the state is stored.
+    The state is rounded to DTYPE after each token, so the result does not depend on when it is stored.
     """
     e, in_key = tl.arange(0, state.shape[0]), key_at < HEADS.key_dim
     key_at += head // HEADS.group * HEADS.key_dim
@@ -56,11 +55,11 @@ def _through_tokens(state, rule_ptrs, head, key_at, begin, end, shift, DTYPE: tl
 def _tokens_kernel(
     x_rows, rule_ptrs, seq_ptrs, state_ptrs, norm_ptrs, out_ptr, num_rows, stride, PLAN: tl.constexpr, PDL: tl.constexpr
 ):
-    """Each program computes one value head of a sequence: first its tokens in order, then their gated norms.
+    """Each program computes the tokens of one value head of a sequence in order, then their gated norms.
 
     For a decoding sequence, the accepted drafts of the previous step come first, followed by one token. Then the state
     is stored. The drafts of this step follow, and do not change the stored state. The last tokens may be copies of the
-    token before them.
+    previous token.
     """
     gdc_launch_dependents(PDL)
     HEADS: tl.constexpr = PLAN.heads
@@ -120,8 +119,7 @@ def _launch_tokens(
 ) -> None:
     """Launch both kernels. `sizes` is (sequences, rows per sequence, maximum drafts of the previous step).
 
-    Without `num_warps`, the fastest number of warps is chosen. With many programs, each gets fewer warps, because fewer
-    warps repeat less work.
+    Without `num_warps`, choose the fastest number: many programs get fewer warps, because fewer warps repeat less work.
     """
     heads, x, state_tensors = operands = operands_of(qkvz, ba, layer, states)
     num_seqs, rows, kept = sizes
@@ -147,13 +145,13 @@ def delta_net_step(qkvz, ba, layer: Any, states: Any, rows, out, count=None, num
 def delta_net_drafts(
     qkvz, ba, layer: Any, states: Any, rows, context_lens, out, count=None, num_warps: int | None = None
 ) -> None:
-    """Compute in Triton what `delta_net_drafts` in delta_net/delta_net_drafts.py defines."""
+    """Compute `delta_net_drafts` as defined in delta_net/delta_net_drafts.py."""
     seqs = Sequences(rows, count, context_lens=context_lens)
     sizes = len(rows), len(qkvz) // len(rows), states.kept_drafts.inputs.shape[1]
     _launch_tokens(qkvz, ba, layer, states, seqs, sizes, out, num_warps)
 
 
 def delta_net_chunks(qkvz, ba, layer: Any, states: Any, state_rows, starts, num_seqs: int, out, count=None) -> None:
-    """Compute `delta_net_chunks` with the arithmetic of decode steps, with NUM_WARPS warps per program."""
+    """Compute `delta_net_chunks` token by token, as in decode steps, with NUM_WARPS warps per program."""
     seqs = Sequences(state_rows, count, starts)
     _launch_tokens(qkvz, ba, layer, states, seqs, (num_seqs, 0, 0), out, NUM_WARPS)

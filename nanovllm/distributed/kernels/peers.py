@@ -1,6 +1,6 @@
-"""Defines kernels that wait for the same kernel on other ranks, and then read what these ranks wrote to PeerMemory.
+"""Defines kernels that wait for the same kernel on other ranks, then read what it wrote to PeerMemory.
 
-Program p of a kernel waits for program p of the same kernel on every other rank.
+Program p of a kernel waits for program p on every other rank.
 """
 
 from typing import NamedTuple
@@ -37,7 +37,6 @@ class PeerBarrier(NamedTuple):
 
     @property
     def arguments(self) -> tuple:
-        """The arguments of kernels that use this barrier."""
         return (self.addresses, self.aborted), self.data_offset, self.flags_offset, self.rank
 
 
@@ -48,7 +47,7 @@ def _pointer_to_rank(addresses_ptr, other, offset, dtype: tl.constexpr):
 
 @triton.jit
 def _signal(peer_ptrs, flags_offset, rank, SIZE: tl.constexpr):
-    """Signal to the other ranks' waiting programs that all earlier writes of this GPU can be read."""
+    """Tell the other ranks' waiting programs that they can read all earlier writes of this GPU."""
     for other in tl.static_range(SIZE):
         if other != rank:
             theirs = _pointer_to_rank(peer_ptrs[0], other, flags_offset, tl.int32) + tl.program_id(0) * SIZE + rank
@@ -57,7 +56,7 @@ def _signal(peer_ptrs, flags_offset, rank, SIZE: tl.constexpr):
 
 @triton.jit
 def _wait(peer_ptrs, flags_offset, rank, SIZE: tl.constexpr):
-    """Wait until every other rank has signalled. The waiting program clears its flags before they can be set again."""
+    """Wait until every other rank has signalled."""
     addresses_ptr, aborted_ptr = peer_ptrs
     mine = _pointer_to_rank(addresses_ptr, rank, flags_offset, tl.int32) + tl.program_id(0) * SIZE
     for other in tl.static_range(SIZE):
@@ -72,8 +71,6 @@ def _wait(peer_ptrs, flags_offset, rank, SIZE: tl.constexpr):
 
 
 class SumShape(NamedTuple):
-    """The constants with which the sum kernel is compiled."""
-
     n: int
     width: int  # a power of two, at least n
     split_k: int
@@ -129,10 +126,10 @@ def _sum_rms_norm_kernel(
 def sum_rms_norm(
     parts: torch.Tensor, barrier: PeerBarrier, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add all ranks' parts and the residual. Return the RMS norm of the sum, and the sum itself, both [T, N].
+    """Add the summands of all ranks and the residual.
 
-    `parts` [split_k, T, N] contains this rank's parts, and lies at the barrier's data offset. The sum overwrites
-    `residual` [T, N].
+    Return the RMS norm of the sum, and the sum itself, both [T, N]. `parts` [split_k, T, N] contains this rank's
+    summands, at the barrier's data offset. The sum overwrites `residual` [T, N].
     """
     split_k, num_rows, n = parts.shape
     total = torch.empty_like(parts[0]) if residual is None else residual
@@ -164,7 +161,7 @@ def _max_kernel(
 
 
 def all_reduce_max(keys: torch.Tensor, barrier: PeerBarrier) -> torch.Tensor:
-    """Return the elementwise maximum of all ranks' keys [S] int64. Even if S is 0, the ranks wait for each other."""
+    """Return the elementwise maximum of all ranks' keys [S] int64, after waiting for them even if S is 0."""
     out = torch.empty_like(keys)
     launch_ordinary(_max_kernel, (max(1, triton.cdiv(len(keys), KEYS_PER_PROGRAM)),))(
         *barrier.arguments, keys, out, len(keys), SIZE=len(barrier.addresses), BLOCK=KEYS_PER_PROGRAM
@@ -199,10 +196,10 @@ def _gather_kernel(
 def gather_columns(
     mine: torch.Tensor, barrier: PeerBarrier, sampling_params: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return all ranks' columns side by side: [S, ranks * n]. `mine` [S, n] lies at the barrier's data offset.
+    """Return all ranks' columns side by side, [S, ranks * n], after waiting for them even if S is 0.
 
-    If `sampling_params` is given ([S, WIDTH] int32, see sampling_columns.py), rows without filters lack the other
-    ranks' columns. Even if S is 0, the ranks wait for each other.
+    `mine` [S, n] lies at the barrier's data offset. If `sampling_params` [S, WIDTH] int32 (sampling_columns.py) is
+    given, rows without filters lack the other ranks' columns.
     """
     (num_rows, n), size = mine.shape, len(barrier.addresses)
     out = torch.empty((num_rows, size * n), dtype=mine.dtype, device=mine.device)

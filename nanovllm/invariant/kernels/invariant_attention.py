@@ -1,13 +1,13 @@
 """Attention in which no bit of a result depends on the batch, on chunks, or on how keys are split over programs.
 
-Prefill (invariant_prefill.py) and decode (invariant_decode.py) use the arithmetic of this file for each query. A
-segment is a range of tiles of keys. Tiles and segments begin at fixed positions. Each segment has separate sums, to
-which its tiles are added in order. At the end, the sums of all segments are added in order. So the result is the same
-whether one program or several programs (flash-decoding) compute the segments of a query.
+Prefill (invariant_prefill.py) and decode (invariant_decode.py) use the arithmetic of this file. A segment is a range of
+tiles of keys. Tiles and segments begin at fixed positions. The tiles of a segment are added in order, and at the end,
+the segments of a query are added in order. So the result is the same whether one program or several programs
+(flash-decoding) compute the segments of a query.
 
 This kind of attention requires that a matmul computes the same result in tiles with any number of rows, transposed or
 not. Hopper's instructions for 64 rows (wgmma) have this property, and tests/test_invariant_kernels.py checks it. The
-instruction `mma.sync` does not have this property: it was observed to round differently.
+instruction `mma.sync` was observed to round differently.
 """
 
 import torch
@@ -24,21 +24,18 @@ SEGMENT = tl.constexpr(512)
 
 @triton.jit
 def fma(x, factor, y):
-    """Return x * factor + y, always rounded once.
-
-    With plain operators, the compiler would decide whether to fuse the multiplication and the addition.
-    """
+    """Return x * factor + y, always rounded once; with plain operators, the compiler decides whether to fuse them."""
     return tl.fma(x, tl.broadcast_to(factor, x.shape), tl.broadcast_to(y, x.shape))
 
 
 @triton.jit
 def add_tile(sums, scores, v, scale, pairs, visible, stored_dtype: tl.constexpr, KEYS: tl.constexpr, CAP: tl.constexpr):
-    """Add a tile of keys to `sums`, which is (weighted values, weights, largest score so far).
+    """Add a tile of keys to `sums`: (weighted values, weights, largest score so far).
 
-    KEYS is the index of the dimension of keys in `scores`: 1, or 0 if everything is transposed. `visible` is `None` if
-    all keys are visible. The values of hidden keys must be zero. In FP8, `pairs` contains the scales of keys and
-    values. Weights are added by a matmul with ones, so that the order of the additions does not depend on which threads
-    hold the weights. CAP is the soft cap of the scores, or 0.
+    KEYS is the dimension of keys in `scores`: 1, or 0 if everything is transposed. `visible` is `None` if all keys are
+    visible; hidden keys must have values of zero. In FP8, `pairs` contains the scales of keys and values. A matmul with
+    ones adds the weights, so the order of additions does not depend on which threads hold them. CAP is the soft cap of
+    the scores, or 0.
     """
     acc, total, largest = sums
     # weights are divided by the scales of values, and may exceed the range of float16 if the scales are small
@@ -97,7 +94,10 @@ def add_segment(done, segment):
 
 @triton.jit
 def store_attended(out_ptr, at, done, mask, sinks_ptr, head):
-    """Divide by the sums of weights, and store. If `sinks_ptr` is not None, add the sinks of heads `head` first."""
+    """Divide by the sums of weights, and store the result.
+
+    Before that, add the sinks of heads `head` to the sums, unless `sinks_ptr` is None.
+    """
     if sinks_ptr is not None:
         sinks = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
         done = add_segment(done, (tl.zeros_like(done[0]), tl.full(done[1].shape, 1.0, tl.float32), sinks))
@@ -106,5 +106,4 @@ def store_attended(out_ptr, at, done, mask, sinks_ptr, head):
 
 
 def tile_sizes(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Return (query rows per prefill tile, keys per prefill or decode tile)."""
     return (64 if dtype == torch.float32 or head_dim > 128 else 128), 64

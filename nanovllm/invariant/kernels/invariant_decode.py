@@ -28,7 +28,7 @@ NUM_IDS = tl.constexpr(16)  # block ids that are loaded at a time
 
 @triton.jit
 def _segments_of(context_lens_ptr, seq, splits, CACHE: tl.constexpr):
-    """Return a sequence's length, first visible key, first segment, end segment, and segments per split."""
+    """Return (length, first visible key, first segment, end segment, segments per split) of a sequence."""
     length = tl.load(context_lens_ptr + seq)
     first = 0
     if CACHE.window:
@@ -48,7 +48,7 @@ def _store_part(part_ptrs, part, sums, mask, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _add_parts(part_ptrs, row, num_parts, stride, mask, HEAD_DIM: tl.constexpr):
-    """Load the stored sums of all segments for rows [1, ROWS]. Return the sums over all keys."""
+    """Return the sums over all keys for rows [1, ROWS], from the stored sums of all segments."""
     acc_ptr, total_ptr, largest_ptr = part_ptrs
     ROWS: tl.constexpr = row.shape[1]
     acc, total = tl.zeros([HEAD_DIM, ROWS], tl.float32), tl.zeros([1, ROWS], tl.float32)
@@ -79,8 +79,7 @@ def _decode_kernel(
 ):
     """Compute one split of a sequence. Unlike in decode_attention.py, a split consists of whole segments.
 
-    If a sequence has several segments, the program stores the sums of each segment. Everything is transposed, so that
-    tensor cores multiply 64 keys at a time, with the same instructions as in prefill.
+    Everything is transposed, so tensor cores multiply 64 keys at a time, as in prefill.
     """
     gdc_launch_dependents(PDL)
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
@@ -170,7 +169,7 @@ def _decode_kernel(
 @dependent_kernel(early=("seq_ptrs",))
 @triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(seq_ptrs, sinks_ptr, out_ptrs, splits, HEADS: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr):
-    """In each program, add the segments of one query head, unless a single program has computed all segments."""
+    """In each program, add the segments of one query head."""
     gdc_launch_dependents(PDL)
     num_seqs_ptr, context_lens_ptr = seq_ptrs
     out_ptr, part_ptrs = out_ptrs
@@ -193,7 +192,7 @@ def _combine_kernel(seq_ptrs, sinks_ptr, out_ptrs, splits, HEADS: tl.constexpr, 
 def empty_parts(
     num_rows: int, head_dim: int, max_context_len: int, window: int | None, device: torch.device | str
 ) -> tuple[torch.Tensor, ...]:
-    """Allocate memory for the sums of each segment. With a single segment, the tensors are empty.
+    """Allocate memory for the sums of each segment; the tensors are empty if there is only one segment.
 
     `num_rows` is the number of queries times the number of heads.
     """
@@ -213,9 +212,9 @@ def decode_attention(
     out: torch.Tensor | None = None,
     tokens_per_row: int = 1,
 ) -> torch.Tensor:
-    """Compute `decode_attention` of decode_attention.py, with the same arguments except `norm_rope_inputs`.
+    """Compute `decode_attention` as defined in decode_attention.py, without `norm_rope_inputs`.
 
-    This function reads the keys again for each row.
+    The keys are read again for each row.
     """
     batch_size, heads, head_dim = q.shape
     out = torch.empty_like(q) if out is None else out

@@ -1,9 +1,9 @@
 """Computes y = x W^T + b such that no bit of a row depends on the number of rows.
 
 Each output is a single sum, to which the inputs are added in order. The tensor core instructions for 64 rows add 16-bit
-products in the same way for every tile size. In this kernel, these 64 rows are rows of the weight, and the number of
-rows of x determines the tile size. With 8-bit numbers, each step of the loop over the inputs ends by multiplying sums
-by scales. So a step covers the same number of inputs for all tile sizes.
+products in the same way for every tile size. The 64 rows are rows of the weight here, so the tile size can depend on
+the number of rows of x. With 8-bit weights, the sums are multiplied by scales after a number of inputs that does not
+depend on the tile size.
 """
 
 import torch
@@ -64,7 +64,7 @@ def _product_kernel(
 
 
 def _choose_tiles(num_rows: int, num_outputs: int, is_scaled: bool, is_float32: bool, device: torch.device) -> Tiles:
-    """Choose the tiles that were fastest on an H100. All tiles compute the same results (see the top of this file)."""
+    """Choose the tiles that were fastest on an H100; all tiles compute the same results."""
     size = max(16, triton.next_power_of_2(num_rows))
     if is_scaled or is_float32:
         table = SCALED_TILES if is_scaled else FLOAT32
@@ -87,10 +87,10 @@ def invariant_product(
     out: torch.Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Return x W^T + bias [M, N], for x [M, K], weight W [N, K] and bias [N]. `out` receives the result.
+    """Return x W^T + bias [M, N] in `out`, for x [M, K], weight W [N, K] and bias [N].
 
-    W may be a pair of 8-bit values and scales. The scales are [N / block rows, K / block columns], and blocks have at
-    least 32 columns. All tensors are contiguous, and the size of a row is a multiple of 16 bytes.
+    W may be 8-bit values and scales [N / block rows, K / block columns], with blocks of at least 32 columns. All
+    tensors are contiguous, and the size of a row is a multiple of 16 bytes.
     """
     rows, values, scales, shape = operands_of(x, weight)
     (n, k), m, device, is_scaled = values.shape, len(x), values.device, isinstance(weight, tuple)

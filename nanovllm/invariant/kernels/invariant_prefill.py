@@ -22,7 +22,7 @@ from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launc
 def _add_tiles(
     sums, q, begin, end, position, keys, scale, length, CACHE: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Add the contributions of the keys from `begin` to `end` to the sums of a segment."""
+    """Add the keys from `begin` to `end` to the sums of a segment."""
     k_tiles, v_tiles, scales_ptr, table_ptr, kv_head = keys
     BLOCK_SIZE: tl.constexpr = CACHE.block_size
     HEAD_DIM: tl.constexpr = CACHE.head_dim
@@ -69,10 +69,7 @@ def _prefill_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute the i-th query tile in program (kv_head, i).
-
-    The computation is the same as in prefill_attention.py, but segment by segment.
-    """
+    """Compute the i-th query tile in program (kv_head, i), segment by segment."""
     gdc_launch_dependents(PDL)
     query_tiles_ptr, cu_seqlens_q_ptr, context_lens_ptr = query_ptrs
     HEADS: tl.constexpr = CACHE.kv_heads * GROUP
@@ -126,7 +123,7 @@ def _prefill_kernel(
 
 
 def query_tile_size(group: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Return how many tokens a query tile covers if `group` query heads share a key-value head."""
+    """Return how many tokens a query tile covers, if each key-value head serves `group` query heads."""
     return tile_sizes(head_dim, dtype)[0] // group
 
 
@@ -139,7 +136,7 @@ def prefill_attention(
     query_tiles: torch.Tensor,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `prefill_attention` of prefill_attention.py, with the same arguments."""
+    """Compute `prefill_attention` as defined in prefill_attention.py."""
     heads, head_dim = q.shape[1:]
     tile_m, tile_n = tile_sizes(head_dim, q.dtype)
     layout = layout_of(cache, tile_n)

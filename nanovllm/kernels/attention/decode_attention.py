@@ -42,7 +42,7 @@ NO_NORM_ROPE = None, None, 0.0, None, None  # weights, eps, cos_sin, slots
 
 @triton.jit
 def _load_rotation(norm_rope_ptrs, seq, d, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr):
-    """Return cos and sin for queries, cos and sin for keys, and the index that each element of a head is rotated with.
+    """Return cos and sin for queries and for keys, and the index that each element of a head is rotated with.
 
     If there are norm weights, cos and sin are multiplied by them.
     """
@@ -73,8 +73,8 @@ def _prefetch_tile(cache_ptrs, table_ptr, kv_head, tokens, CACHE: tl.constexpr):
 def _store_new_token(k, v, cache_ptrs, slot, kv_head, d, CACHE: tl.constexpr):
     """Store a key `k` and a value `v`, both [1, head_dim], unless `slot` is -1.
 
-    Return the stored key, its scale, the stored value and its scale. FP8 rounds keys and values. This step must attend
-    to the same rounded numbers that later steps will read.
+    Return what is stored: the key, its scale, the value and its scale. FP8 rounds, and this step must attend to the
+    same rounded values as later steps.
     """
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
     at = (slot * CACHE.kv_heads + kv_head) * CACHE.head_dim + d[None, :]
@@ -112,7 +112,7 @@ def _scores_of_tile(q, k_ptrs, pair_ptrs, inside, scale, STORED: tl.constexpr, C
 
 @triton.jit
 def _store_result(acc, m_i, l_i, row, is_row, d, split, splits, out_ptrs, HEAD_DIM: tl.constexpr):
-    """Normalize and store `acc` [GROUP_PAD, head_dim]. With several splits, the stored result is a partial result."""
+    """Normalize and store `acc` [GROUP_PAD, head_dim]: a partial result if there are several splits."""
     out_ptr, partial_ptr, lse_ptr = out_ptrs
     acc = acc / tl.maximum(l_i, 1e-30)[:, None]
     if partial_ptr is not None:
@@ -147,9 +147,8 @@ def _decode_kernel(
 ):
     """Compute the attention of ROWS rows of a sequence over one split of its keys.
 
-    The program (kv_head, sequence, split) handles all query heads that share this key-value head. Before the program
-    waits, it reads no memory that the previous kernel writes. If q is qkv, the program of the first split also stores
-    the new token.
+    The program (kv_head, sequence, split) handles all query heads of this key-value head. Before the program waits, it
+    reads no memory that the previous kernel writes.
     """
     gdc_launch_dependents(PDL)
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs
@@ -276,10 +275,9 @@ def _decode_kernel(
 
 
 def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> bool:
-    """Return whether `decode_attention` should get qkv, and should normalize, rotate and store the new token itself.
+    """Return whether `decode_attention` should get qkv, and normalize, rotate and store the new token.
 
-    If so, a kernel launch is saved. However, if not all programs can run at once, multiprocessors spend time on norm
-    and rope that they could spend reading keys.
+    This saves a kernel launch. If not all programs can run at once, fusing costs more time than it saves.
     """
     return batch_size * kv_heads <= 2 * num_sms(device)
 
@@ -287,11 +285,8 @@ def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> 
 def _choose_programs(batch_size, tokens_per_row, cache, row_bytes, is_qkv) -> tuple[int, int, int]:
     """Return (programs per multiprocessor, warps per program, tiles loaded ahead).
 
-    With two programs of four warps, a multiprocessor reads fastest, but has no space for a program of the next kernel.
-    Two such programs are used for a single sequence, and for several rows per sequence. They are also used for qkv if a
-    key has more than 256 bytes, or if a key has 256 bytes and there are at most two splits. In all other cases,
-    programs have two warps, or four warps if they convert FP8 and the input is not qkv. `row_bytes` is the size of a
-    key.
+    The choice was measured. With two programs of four warps, a multiprocessor reads fastest, but has no space for a
+    program of the next kernel.
     """
     has_few_splits = batch_size * cache.k.shape[2] * 3 > 2 * num_sms(cache.k.device)  # at most two
     are_fastest = is_qkv and (row_bytes > 256 or (row_bytes == 256 and has_few_splits))
@@ -312,20 +307,20 @@ def decode_attention(
     tokens_per_row: int = 1,
     norm_rope_inputs: tuple = NO_NORM_ROPE,
 ) -> torch.Tensor:
-    """Return the attention of each row b of q over the first `context_lens[b]` cached tokens of the row's sequence.
+    """Return the attention of each row b of q over the first `context_lens[b]` cached tokens of its sequence.
 
-    q and the result are [B, heads, head_dim]. `block_tables[b]` lists the blocks that contain the tokens. The result of
-    a row without tokens is zero.
+    q and the result are [B, heads, head_dim]. The result of a row without tokens is zero. The tokens are in the blocks
+    `block_tables[b]`.
 
     cache: `block_size` is a multiple of 16, and `head_dim` is a power of two, at least 16
     context_lens [B] and block_tables [B, W]: int32. All tensors except the block tables are contiguous.
-    splits: the maximum number of splits per sequence. There is at most one split per tile. The default depends on
-        `max_context_len`, an upper bound on `context_lens`. Programs start in the order of the rows, so the longest
-        sequences should come first.
-    num_seqs [1] int32: the number of rows to compute, at least 1. Later rows of the result are left unchanged.
+    splits: the maximum number of splits per sequence, at most one per tile. The default depends on `max_context_len`,
+        an upper bound on `context_lens`. The longest sequences should come first, because programs start in the order
+        of rows.
+    num_seqs [1] int32: the number of rows to compute, at least 1. Later rows of the result stay unchanged.
     out: receives the result
     tokens_per_row: the number of consecutive rows that belong to one sequence. These rows share a block table, and each
-        row sees at least as many keys as the previous row. The keys are read once for all rows of a sequence.
+        row sees at least as many keys as the previous row.
     norm_rope_inputs: the arguments `qk_norm_rope` and `slot_mapping` of `norm_rope_and_store`. With these arguments,
         the kernel also does the work of that function. In this case, q is qkv [B, heads + 2 kv_heads, head_dim] with
         any stride between tokens, and the result of an empty sequence is finite but undefined.

@@ -22,12 +22,11 @@ class Rows(NamedTuple):
 
 @triton.jit
 def norm_rope(x, x_swapped, cos, sin, eps, HAS_NORM: tl.constexpr):
-    """Normalize each row of x [R, D] if HAS_NORM, and rotate it. Compute in float32, and round the result once.
+    """Normalize each row of x [R, D] if HAS_NORM, and rotate it. Compute in float32, and round once.
 
     `x_swapped` is x with its halves swapped. `cos` and `sin` [1 or R, D] come from FusedRotaryEmbedding, which negates
-    the first half of `sin`. With a norm, the caller has already multiplied `cos` by the norm's weight, and `sin` by the
-    weight with its halves swapped. This function applies the remaining factor, the inverse root mean square of a row,
-    after the rotation.
+    the first half of `sin`. With a norm, the caller has multiplied `cos` by the norm's weight, and `sin` by the weight
+    with its halves swapped. The inverse root mean square of a row is applied after the rotation.
     """
     y = x.to(tl.float32)
     rotated = y * cos + x_swapped.to(tl.float32) * sin
@@ -39,10 +38,7 @@ def norm_rope(x, x_swapped, cos, sin, eps, HAS_NORM: tl.constexpr):
 
 @triton.jit
 def load_cos_sin(cos_sin_ptr, token, d, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr):
-    """Load a token's cosines and sines for elements `d` of a head. Also return the indices that they are rotated with.
-
-    The first ROTARY elements of each head are rotated.
-    """
+    """Load a token's cosines and sines for elements `d` of a head, and the indices that they are rotated with."""
     cos_ptr = cos_sin_ptr + token * (2 * ROTARY)
     if ROTARY == HEAD_DIM:
         return tl.load(cos_ptr + d), tl.load(cos_ptr + ROTARY + d), (d + ROTARY // 2) % ROTARY
@@ -59,8 +55,8 @@ def _norm_rope_store_kernel(
 ):
     """In each program, process PER_PROGRAM heads of one token.
 
-    In qkv, query heads come first, then key heads, then value heads. All heads run the same instructions. The masks
-    `is_q`, `is_k` and `is_v` select what each head loads and stores.
+    Query heads come first, then key heads, then value heads. All heads run the same instructions, with the masks
+    `is_q`, `is_k` and `is_v`.
     """
     gdc_launch_dependents(PDL)
     q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, slot_mapping_ptr = norm_rope_ptrs
@@ -100,7 +96,7 @@ def _norm_rope_store_kernel(
 
 
 def norm_rope_and_store(qkv: torch.Tensor, qk_norm_rope, slot_mapping: torch.Tensor, cache) -> torch.Tensor:
-    """Normalize and rotate the queries and keys of qkv, and store keys and values in the cache.
+    """Normalize and rotate queries and keys of qkv, and store keys and values in the cache.
 
     Return the queries: [T, heads, head_dim]. qkv is [T, heads + 2 kv_heads, head_dim], with any stride between tokens.
     `head_dim` is a power of two.
@@ -109,7 +105,6 @@ def norm_rope_and_store(qkv: torch.Tensor, qk_norm_rope, slot_mapping: torch.Ten
         `cos_sin` [T, 2, N] float32 comes from FusedRotaryEmbedding, and defines the rotation of the first N elements of
         each head.
     slot_mapping [T]: each token's index into the cache with its first two dimensions flattened, or -1 to store nothing
-        for this token
     """
     num_tokens, num_rows, head_dim = qkv.shape
     layout = CacheLayout(*cache.k.shape[1:])

@@ -1,11 +1,11 @@
 """The compile-time description of the KV cache for kernels.
 
-Functions that launch kernels take a layer's `cache`, a `KVCache` (cache/kv_cache.py). They use:
+Functions that launch kernels use these attributes of a layer's `cache`, a `KVCache` (cache/kv_cache.py):
 
 - keys `k` and values `v` [blocks, block_size, kv_heads, head_dim]
-- `scales` [blocks, kv_heads, block_size] int32, if keys and values are in FP8 (see e4m3.py). Each word packs two
-  bfloat16 scales: one of a key and one of the key's value.
-- `spec`: the layer's AttentionSpec, which contains the window, the scale, the soft cap and the sinks
+- `scales` [blocks, kv_heads, block_size] int32, if keys and values are in FP8 (see e4m3.py). Each word packs the
+  bfloat16 scales of a key and of its value.
+- `spec`: the layer's AttentionSpec
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)  # attention computes exp2 instead of 
 
 
 class CacheLayout(NamedTuple):
-    """The sizes of a cache and of the tiles that kernels read. The layout is a kernel constant."""
+    """The sizes of a cache and of the tiles that kernels read (a kernel constant)."""
 
     block_size: int
     kv_heads: int
@@ -33,7 +33,7 @@ class CacheLayout(NamedTuple):
 def layout_of(cache, max_tile: int) -> CacheLayout:
     """Return the layout of a cache.
 
-    The layout's tile is the largest power of two up to `max_tile` that divides the block size.
+    Its tile is the largest power of two up to `max_tile` that divides the block size.
     """
     block_size, spec = cache.k.shape[1], cache.spec
     tile = min(max_tile, block_size & -block_size)
@@ -41,7 +41,7 @@ def layout_of(cache, max_tile: int) -> CacheLayout:
 
 
 def log2_scale(cache) -> float:
-    """Return the factor of the scores times log2(e), because attention computes exp2 instead of exp."""
+    """Return the scale of the scores times log2(e), because attention computes exp2 instead of exp."""
     return (cache.spec.scale or cache.k.shape[3] ** -0.5) * LOG2_E.value
 
 
@@ -55,15 +55,15 @@ def cache_tiles(cache, layout: CacheLayout) -> tuple:
 
 @triton.jit
 def tanh_of_scores(scores, scale, CAP: tl.constexpr):
-    """Return tanh(score * scale / CAP), where `scale` includes the factor log2(e). A capped score is CAP times this."""
+    """Return tanh(score * scale / CAP), where `scale` includes log2(e). A capped score is CAP times this."""
     return 1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale * (2.0 / CAP))))
 
 
 @triton.jit
 def add_sinks(acc, m_i, l_i, sinks):
-    """Add sinks [R] to the sums of weights `l_i` [R]. Also return `acc` [R, D] and `m_i` [R] for the new maxima.
+    """Add sinks [R] to the sums of weights `l_i` [R]. Return also `acc` [R, D] and `m_i` [R] for the new maxima.
 
-    `acc` is the sum of weighted values. `m_i` is the largest score, and `sinks` and `m_i` include the factor log2(e).
+    `acc` is the sum of weighted values, and `m_i` is the largest score. `sinks` and `m_i` include log2(e).
     """
     m_new = tl.maximum(m_i, sinks)
     alpha = tl.exp2(m_i - m_new)

@@ -21,7 +21,7 @@ from nanovllm.kernels.launch.gpu_features import has_hopper_kernels
 def _attend_tiles(
     state, q, begin, end, position, keys, kv_head, scale, length, CACHE: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Attend to the keys from `begin` to `end`. Return the new state (value sums, weight sums, maximum scores)."""
+    """Attend to the keys from `begin` to `end`."""
     acc, l_i, m_i = state
     k_tiles, v_tiles, scales_ptr, table_ptr = keys
     IS_FP8: tl.constexpr = scales_ptr is not None
@@ -157,10 +157,7 @@ def _prefill_kernel(
 
 
 def _tile_sizes(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Return (query rows, keys) per tile.
-
-    Each token has one row for each of the query heads that share a key-value head.
-    """
+    """Return (query rows, keys) per tile."""
     if head_dim > 256:
         return 32, 32
     return (64, 32) if dtype == torch.float32 or head_dim > 128 else (128, 64)
@@ -171,10 +168,10 @@ def _is_for_hopper(head_dim: int, dtype: torch.dtype) -> bool:
 
 
 def query_tile_size(group: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Return how many tokens a query tile covers if `group` query heads share a key-value head.
+    """Return how many tokens a query tile covers, if each key-value head serves `group` query heads.
 
-    On Hopper, either the kernel above or the kernel of hopper_prefill.py computes a tile. The Hopper kernel's tiles
-    have 128 rows. The returned size is the largest multiple of this file's tile size that fits into 128 rows.
+    On Hopper, the kernel of hopper_prefill.py may compute a tile instead. Its tiles have 128 rows. So the returned size
+    is the largest multiple of this file's tile size that fits into 128 rows.
     """
     tokens = _tile_sizes(head_dim, dtype)[0] // group
     if _is_for_hopper(head_dim, dtype):
@@ -201,9 +198,9 @@ def prefill_attention(
         key-value head.
     cu_seqlens_q [B + 1]: where the queries of each sequence begin
     cache, context_lens [B], block_tables: as in `decode_attention`
-    query_tiles [N, 2] int32: the tiles to compute, in the order in which their programs start. Each tile is a pair
-        (sequence, first query), and covers at most `query_tile_size` queries. Pairs with sequence -1 are skipped.
-    out: receives the result. If no tile covers a query, the query's rows of `out` are left unchanged.
+    query_tiles [N, 2] int32: pairs (sequence, first query), in the order in which their programs start. A tile covers
+        at most `query_tile_size` queries. Pairs with sequence -1 are skipped.
+    out: receives the result. Rows without a tile stay unchanged.
     """
     heads, head_dim = q.shape[1:]
     tile_m, tile_n = _tile_sizes(head_dim, q.dtype)

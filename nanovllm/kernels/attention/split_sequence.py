@@ -1,4 +1,4 @@
-"""Divides the keys of a sequence among programs, and combines the results of the programs (flash-decoding)."""
+"""Divides the keys of a sequence among programs, and combines the programs' results (flash-decoding)."""
 
 from typing import NamedTuple
 
@@ -19,10 +19,10 @@ NO_KEYS = tl.constexpr(-1e30)  # the log-sum-exp of no keys; finite, so that no 
 def choose_num_splits(
     batch_size: int, kv_heads: int, max_keys: int, tile: int, device: torch.device, programs: int = PROGRAMS_PER_SM
 ) -> int:
-    """Return the maximum number of splits per sequence. Each split has at least `tile` keys.
+    """Return the maximum number of splits per sequence, each with at least `tile` keys.
 
-    With a single sequence, each multiprocessor gets one program. With several sequences, each multiprocessor gets
-    `programs` programs, because the lengths of sequences differ.
+    With one sequence, each multiprocessor gets one program. With several sequences, it gets `programs` programs,
+    because the lengths of sequences differ.
     """
     programs, most = (1, MAX_SPLITS_OF_ONE) if batch_size == 1 else (programs, MAX_SPLITS)
     wanted = programs * num_sms(device) // max(1, batch_size * kv_heads)
@@ -31,10 +31,10 @@ def choose_num_splits(
 
 @triton.jit
 def split_sequence(context_lens_ptr, seq, splits, IS_QKV: tl.constexpr, ROWS: tl.constexpr, CACHE: tl.constexpr):
-    """Return a sequence's first visible key, number of cached keys, keys per split, and splits in use.
+    """Return a sequence's first visible key, number of cached keys, keys per split, and number of used splits.
 
-    The first split begins at the tile that contains the first visible key. This split is always in use, because its
-    program adds the new token of qkv, or writes the zeros of an empty sequence.
+    The first split begins at the tile of the first visible key, and is always used: its program adds the new token of
+    qkv, or writes zeros for an empty sequence.
     """
     length = tl.load(context_lens_ptr + seq * ROWS + ROWS - 1)  # the last row sees the most keys
     num_cached = length - (1 if IS_QKV else 0)
@@ -48,8 +48,6 @@ def split_sequence(context_lens_ptr, seq, splits, IS_QKV: tl.constexpr, ROWS: tl
 
 
 class SplitRows(NamedTuple):
-    """The sizes of the partial results (a kernel constant)."""
-
     heads: int
     tokens: int  # of a sequence
     is_qkv: bool  # the key of the new token was not in the cache when the splits started
@@ -61,7 +59,7 @@ class SplitRows(NamedTuple):
 def _combine_kernel(part_ptrs, seq_ptrs, out_ptr, splits, ROWS: tl.constexpr, CACHE: tl.constexpr, PDL: tl.constexpr):
     """In each program, combine the splits of one query head.
 
-    This separate kernel was faster than a design in which the program that finishes last combines all splits.
+    A separate kernel was faster than combining in the program that finishes last.
     """
     gdc_launch_dependents(PDL)
     partial_ptr, lse_ptr = part_ptrs
@@ -86,11 +84,11 @@ def _combine_kernel(part_ptrs, seq_ptrs, out_ptr, splits, ROWS: tl.constexpr, CA
 def combine_splits(
     parts: tuple, seqs: tuple, out: torch.Tensor, layout: CacheLayout, is_qkv: bool, tokens_per_row: int = 1
 ) -> None:
-    """Combine the results of all splits, weighted by their log-sum-exps.
+    """Store the results of all splits, weighted by their log-sum-exps, in `out` [B, heads, head_dim].
 
-    Store the result in `out` [B, heads, head_dim]. `parts` is (results [B, heads, splits, head_dim], log-sum-exps [B,
-    heads, splits]), both float32. `seqs` is (num_seqs, context_lens). All arguments must be the same as when the parts
-    were computed, because they determine how many splits of a sequence are in use.
+    `parts` is (results [B, heads, splits, head_dim], log-sum-exps [B, heads, splits]), both float32, and `seqs` is
+    (num_seqs, context_lens). All arguments must be the same as for the kernel that wrote `parts`, because they
+    determine how many splits are used.
     """
     batch_size, heads, splits = parts[1].shape
     rows = SplitRows(heads, tokens_per_row, is_qkv, max(MAX_SPLITS, triton.next_power_of_2(splits)))

@@ -1,12 +1,10 @@
 """The Hopper version of split_k_gemm.py for 129 to 256 rows, written in Gluon.
 
-One warp loads the operands, and two warpgroups multiply them. A tile combines 128 rows of the weight (64 for each
-warpgroup) with all tokens, so each weight is read once. The tokens of a tile are split into two parts, because tensor
-sizes must be powers of two. A program leaves a quarter of the registers to programs of the previous and the next
-kernel.
+One warp loads, and two warpgroups multiply. A tile combines 128 rows of the weight (64 for each warpgroup) with all
+tokens, so each weight is read once. The tokens are in two parts, because tensor sizes must be powers of two. A quarter
+of the registers is left to programs of the previous and the next kernel.
 
-This kernel is for GEMMs with many more inputs than outputs, such as down_proj. For other GEMMs, cuBLAS is as fast as
-this kernel.
+This kernel is for GEMMs with many more inputs than outputs, such as down_proj. For other GEMMs, cuBLAS is as fast.
 """
 
 import torch
@@ -27,10 +25,7 @@ SHARED_BYTES = 218 * 2**10  # of all buffers; another 4 KiB hold outputs until t
 
 @gluon.constexpr_function
 def _outputs(tokens):
-    """Return the layout for stores of [tokens, 64].
-
-    Each thread stores 16 bytes: a token's outputs for 8 weight rows.
-    """
+    """Return the layout for stores of [tokens, 64], where each thread stores 8 outputs of a token (16 bytes)."""
     registers = [[0, 1], [0, 2], [0, 4], *([1 << i, 0] for i in range(4, tokens.bit_length() - 1))]
     lanes = [[2, 0], [4, 0], [1, 0], [0, 8], [8, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[0, 16], [0, 32]], [], [tokens, 64])
@@ -38,7 +33,7 @@ def _outputs(tokens):
 
 @gluon.jit
 def _load_weights(i, w_tiles, rings, row, first_k, TOKENS: gl.constexpr, BUFFERS: gl.constexpr):
-    """Start loading the weights of the i-th step. The buffer is not full until the tokens have arrived, too."""
+    """Start loading the weights of the i-th step."""
     weights, _, _, full, _ = rings
     buffer = i % BUFFERS
     mbarrier.expect(full.index(buffer), (TILE_N + TOKENS) * 2 * TILE_K)
@@ -49,10 +44,7 @@ def _load_weights(i, w_tiles, rings, row, first_k, TOKENS: gl.constexpr, BUFFERS
 
 @gluon.jit
 def _load(tiles, rings, row, first_k, steps, TOKENS: gl.constexpr, BUFFERS: gl.constexpr):
-    """Run the loading warp, which uses one thread.
-
-    The caller has already started to load the weights of the first buffers.
-    """
+    """Run the loading warp, which uses one thread."""
     w_tiles, first_tiles, second_tiles = tiles
     _, firsts, seconds, full, empty = rings
     for i in range(steps):

@@ -1,12 +1,11 @@
 """Prefill attention for Hopper (FlashAttention-3, arXiv:2407.08608).
 
-The kernel is written in Gluon. One warp loads tiles, and two warpgroups compute attention. A query tile has 128 rows,
-64 for each warpgroup. Each row is one query head of one token. A tile covers a *pack* of query heads that share a
-key-value head. The size of a pack is the largest power of two that divides the number of query heads per key-value
-head.
+Written in Gluon. One warp loads tiles, and two warpgroups compute attention. A query tile has 128 rows (64 for each
+warpgroup), and each row is one query head of one token. A tile covers a *pack* of query heads that share a key-value
+head: the largest power of two that divides their number.
 
-The warpgroups alternate. While one warpgroup computes softmax, the tensor cores run the matmuls of the other warpgroup,
-or multiply the previous softmax weights of the first warpgroup by values.
+The warpgroups alternate. While one computes softmax, the tensor cores run matmuls: the matmuls of the other warpgroup,
+or the first warpgroup's previous softmax weights times values.
 """
 
 from typing import NamedTuple
@@ -24,8 +23,6 @@ from nanovllm.kernels.launch.gpu_features import num_sms
 
 
 class Shape(NamedTuple):
-    """The constants of the kernel."""
-
     packs: int  # per token
     pack: int  # query heads per pack
     group: int  # query heads that share a key-value head
@@ -46,17 +43,16 @@ def _rows(head_dim):
 
 @gluon.constexpr_function
 def _lanes():
-    """Return the layout [64, 4] with one value per thread. Each of the 64 rows belongs to four threads."""
+    """Return the layout [64, 4] with one value per thread and four threads per row."""
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
 
 
 @gluon.jit
 def _load(ring, buffer, use, tiles, at):
-    """Wait until `buffer` is free, and start to load a tile into it. `use` counts the earlier loads into it.
+    """Wait until `buffer` is free, then start to load a tile into it, after `use` earlier loads.
 
-    Each buffer of a ring has two barriers. `full` completes when a tile is loaded. `empty` completes when the tile is
-    no longer needed.
+    A buffer has two barriers: `full` completes when a tile is loaded, and `empty` when it is no longer needed.
     """
     smem, full, empty = ring
     mbarrier.wait(empty.index(buffer), (use & 1) ^ 1)
@@ -66,7 +62,7 @@ def _load(ring, buffer, use, tiles, at):
 
 @gluon.jit
 def _first_tile(position, SHAPE: gl.constexpr):
-    """Return the first tile of keys that a query at `position` sees. Earlier tiles are not loaded."""
+    """Return the first tile of keys that a query at `position` sees."""
     return gl.maximum(position + 1 - SHAPE.window, 0) // SHAPE.tile if SHAPE.window else 0
 
 
@@ -125,10 +121,10 @@ def _load_tiles(tiles, rings, plan, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _softmax(scores, state, position, key, MASKED: gl.constexpr, SHAPE: gl.constexpr):
-    """Return the softmax weights, the factor by which the old sums must be multiplied, and the new state.
+    """Return the softmax weights, the factor for the old sums, and the new state.
 
-    The state contains the maximum scaled score of each row, and a sum of weights for each thread. So threads need not
-    exchange these sums.
+    The state contains the maximum scaled score of each row, and a sum of weights for each thread, so threads need not
+    exchange sums.
     """
     scale: gl.constexpr = SHAPE.scale
     m_i, l_i = state
@@ -167,10 +163,7 @@ def _add_values(acc, p, values, i, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _attend_tiles(sums, begin, end, args, W: gl.constexpr, MASKED: gl.constexpr, SHAPE: gl.constexpr):
-    """Attend to the key tiles from `begin` to `end`, counted backwards from the last key tile.
-
-    The values of a tile are added one iteration after its scores are computed.
-    """
+    """Attend to the key tiles from `begin` to `end`, counted backwards from the last key tile."""
     q, position, rings, turns, counts = args
     _, keys, values = rings
     last, count, base = counts
@@ -293,11 +286,11 @@ def _prefill_kernel(
 
 
 def attend(tokens: int, tile: int, q: torch.Tensor, cache, plan_ptrs, out: torch.Tensor) -> None:
-    """Fill `out` with the attention of q. Both are [T, heads, head_dim]. See `prefill_attention`.
+    """Compute `prefill_attention` of q [T, heads, head_dim]. Fill `out`, which has the same shape.
 
     `plan_ptrs` is (query_tiles, cu_seqlens_q, context_lens, block_tables). A query tile has at most `tokens` tokens.
-    `cache` has 16-bit keys and values, and neither a soft cap nor sinks. `tile` is the number of keys per tile. `tile`
-    is 64 or 128, and divides the block size. `head_dim` is 64 or 128, or 256 if `tile` is 64.
+    `cache` has 16-bit keys and values, and neither a soft cap nor sinks. `tile`, the number of keys per tile, is 64 or
+    128 and divides the block size. `head_dim` is 64 or 128, or 256 if `tile` is 64.
     """
     heads, head_dim = q.shape[1:]
     block_size, kv_heads = cache.k.shape[1:3]

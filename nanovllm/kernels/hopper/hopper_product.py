@@ -1,14 +1,13 @@
 """A GEMM and its epilogue in one kernel for Hopper, written in Gluon.
 
-The operands have 16 bits or are in FP8. In FP8, rows are quantized, and each 128 x 128 block of the weight has one
-scale. One warp loads the operands, and two warpgroups multiply them. A tile has 128 rows (64 for each warpgroup) and
-two blocks of 128 outputs.
+The operands have 16 bits or are in FP8. In FP8, rows are quantized, and each 128 x 128 block of the weight has a scale.
+One warp loads, and two warpgroups multiply. A tile has 128 rows (64 for each warpgroup) and two blocks of 128 outputs.
 
-The epilogue is a function in another file. The epilogue gets the accumulators of a warpgroup: one tensor [64, 256] for
-16-bit operands, or four quarters [64, 64] for FP8.
+The epilogue is a function in another file. It gets the accumulators of a warpgroup: one tensor [64, 256] for 16-bit
+operands, or four quarters [64, 64] for FP8.
 
 In FP8, tensor cores accumulate imprecisely, so each of their sums covers only 128 inputs. The warpgroup scales these
-sums and adds them in float32, for 64 outputs at a time. Meanwhile, the tensor cores compute the next 64 outputs.
+sums and adds them in float32, for 64 outputs while the tensor cores compute the next 64.
 """
 
 from typing import NamedTuple
@@ -38,8 +37,6 @@ SUMS = gl.constexpr(sums_of(64, 8))  # the layout of a quarter
 
 
 class Plan(NamedTuple):
-    """The constants of the kernel."""
-
     k: int
     step: int  # inputs per buffer; a row of them has 128 bytes
     adjacent: bool  # the two blocks of a tile are adjacent; otherwise one is in each half of the outputs
@@ -115,7 +112,7 @@ def _add(acc, product, scale, RUNNING: gl.constexpr):
 
 @gluon.jit
 def _add_block(sums, stage, use, scales, rings, W: gl.constexpr):
-    """Multiply a block of inputs by the weights, and add the results to the accumulators. Two matmuls run at a time."""
+    """Multiply a block of inputs by the weights, and add the results."""
     x_ring, w_ring, full, empty = rings
     a0, a1, b0, b1 = sums
     a_scale, b_scale = scales
@@ -177,10 +174,7 @@ def _compute(out, rings, sizes, W: gl.constexpr, EPILOGUE: gl.constexpr, PLAN: g
 
 @gluon.jit
 def _compute_scaled(out, scale_ptrs, rings, sizes, W: gl.constexpr, EPILOGUE: gl.constexpr, PLAN: gl.constexpr):
-    """Run one warpgroup: multiply FP8 operands and call the epilogue for each tile.
-
-    Scales are loaded one block ahead. The first scales of a tile are loaded before the previous tile is stored.
-    """
+    """Run one warpgroup: multiply FP8 operands and call the epilogue for each tile."""
     zeros = gl.full([64, 64], 0.0, gl.float32, SUMS)
     stage, use = 0, 0
     index = gl.program_id(0)
@@ -215,10 +209,7 @@ def _compute_either(out, scale_ptrs, rings, sizes, W: gl.constexpr, EPILOGUE: gl
 
 @gluon.jit
 def store_tile(y, smem, tiles, at, RUNNING: gl.constexpr):
-    """Store tile y through the buffer `smem`.
-
-    Up to RUNNING earlier stores may still be in progress, because they read other buffers.
-    """
+    """Store tile y through the buffer `smem`. Up to RUNNING earlier stores may be in progress."""
     tma.store_wait(RUNNING)
     smem.store(y.to(smem.dtype))
     hopper.fence_async_shared()
@@ -259,11 +250,11 @@ def _product_kernel(
 
 
 def product(x: torch.Tensor | QuantizedRows, weight, scales: torch.Tensor | None, epilogue, out_ptrs, y=None) -> None:
-    """Compute x W^T for x [T, K] and weight [N, K]. Pass the accumulators and `out_ptrs` to the epilogue.
+    """Compute x W^T for x [T, K] and weight [N, K], and pass the accumulators and `out_ptrs` to the epilogue.
 
-    Without `scales`, x and the weight have 16 bits. With `scales`, x and the weight are in FP8. N is a multiple of 256.
-    Without `y`, the two blocks of a tile are adjacent. With `y`, a tile has one block from each half of the outputs,
-    and the epilogue stores tiles of `y`.
+    Without `scales`, x and the weight have 16 bits, otherwise FP8. N is a multiple of 256. Without `y`, a tile has two
+    adjacent blocks of outputs. With `y`, a tile has one block from each half of the outputs, and the epilogue stores
+    tiles of `y`.
     """
     (n, k), step = weight.shape, 128 // weight.element_size()
     rows, scale_ptrs = (x, None) if scales is None else (x.values, (x.scales, scales, x.scales.stride(1)))

@@ -1,7 +1,7 @@
 """A Hopper epilogue for hopper_product.py: q and k norms, rotary embedding, and cache store.
 
-Each block of 128 outputs is one head. The epilogue computes in float32, and rounds each result once. Both elements of
-each rotated pair are in the same thread.
+Each block of 128 outputs is one head, and the elements of a rotated pair are in the same thread. The epilogue computes
+in float32, and rounds once.
 """
 
 import torch
@@ -17,10 +17,7 @@ ROWS = gl.constexpr(gl.DistributedLinearLayout(_OF_THREAD, _OF_WARP, [[16, 0], [
 
 @gluon.jit
 def _norm_rope(x0, x1, weights, eps, cos, sin):
-    """Normalize and rotate one head of 64 tokens, given as halves x0 and x1 [64, 64].
-
-    Without weights, there is no norm.
-    """
+    """Normalize (unless there are no weights) and rotate one head of 64 tokens, given as halves x0 and x1 [64, 64]."""
     y0, y1 = x0, x1
     if weights is not None:
         y0, y1 = x0 * weights[0], x1 * weights[1]
@@ -33,14 +30,14 @@ def _norm_rope(x0, x1, weights, eps, cos, sin):
 
 @gluon.jit
 def _store_head(y0, y1, at, is_stored):
-    """Store both halves of a head. `at` [64, 64] points to the first half, and the second half follows it."""
+    """Store both halves of a head, at `at` [64, 64] and directly after it."""
     gl.store(at, gl.convert_layout(y0.to(at.dtype.element_ty), ROWS), is_stored)
     gl.store(at + 64, gl.convert_layout(y1.to(at.dtype.element_ty), ROWS), is_stored)
 
 
 @gluon.jit
 def _store_heads(sums, out_ptrs, row, n, num_rows, W: gl.constexpr):
-    """Run the epilogue on a pair of heads. Both heads are query heads, both are key heads, or both are value heads."""
+    """Run the epilogue on a pair of query heads, key heads or value heads."""
     quarters = quarters_of(sums)
     norm_rope_ptrs, q_ptr, k_ptr, v_ptr, heads, kv_heads = out_ptrs
     q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, slots_ptr = norm_rope_ptrs
@@ -73,10 +70,10 @@ def _store_heads(sums, out_ptrs, row, n, num_rows, W: gl.constexpr):
 
 
 def store_product(factors, qk_norm_rope, slot_mapping: torch.Tensor, cache) -> torch.Tensor:
-    """Compute x W^T, and apply `norm_rope_and_store` to the result.
+    """Compute x W^T, then `norm_rope_and_store`.
 
-    `factors` is (x, weight, scales). In 16 bits, `scales` is `None`. `head_dim` is 128. The number of query heads and
-    the number of key-value heads are even.
+    `factors` is (x, weight, scales). In 16 bits, `scales` is `None`. `head_dim` is 128. The numbers of query heads and
+    of key-value heads are even.
     """
     x, weight, scales = factors
     kv_heads = cache.k.shape[2]

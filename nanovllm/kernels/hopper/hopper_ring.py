@@ -1,8 +1,8 @@
 """Shared code of the Gluon kernels: a warp loads tiles into a ring of buffers for the warpgroups.
 
-A buffer has two barriers. `full` completes when all data has arrived. `empty` completes when all readers of the buffer
-have finished. In the i-th use of a buffer, readers wait for parity `i & 1` of `full`. Before the loading warp fills the
-buffer, it waits for parity `(i & 1) ^ 1` of `empty`.
+A buffer has two barriers: `full` completes when all data has arrived, and `empty` when all readers have finished. In
+the i-th use of a buffer, readers wait for parity `i & 1` of `full`. Before the loading warp fills the buffer, it waits
+for parity `(i & 1) ^ 1` of `empty`.
 """
 
 import torch
@@ -34,14 +34,13 @@ def tiles_of(x: torch.Tensor, *shape: int) -> TensorDescriptor:
 
 @gluon.jit
 def buffers(tiles, COUNT: gl.constexpr):
-    """Allocate shared memory for COUNT tiles."""
     SHAPE: gl.constexpr = [COUNT] + tiles.block_shape  # noqa: RUF005 (Gluon has no star)
     return gl.allocate_shared_memory(tiles.dtype, SHAPE, tiles.layout)
 
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Allocate COUNT barriers. Each barrier completes after ARRIVALS arrivals."""
+    """Allocate COUNT barriers that complete after ARRIVALS arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(bars.index(i), count=ARRIVALS)
@@ -57,5 +56,5 @@ def sums_of(columns, bits=16):
 
 @gluon.jit
 def halves(sums):
-    """Split sums [64, columns] into a left and a right half. No number moves between threads."""
+    """Split sums [64, columns] into a left and a right half. Each thread keeps its values."""
     return gl.reshape(sums, [64, 2, sums.shape[1] // 2]).permute((0, 2, 1)).split()

@@ -1,7 +1,7 @@
 """A Hopper epilogue for hopper_product.py: SwiGLU in 16 bits, or in FP8 with quantized results.
 
 In 16 bits, gate, up and silu(gate) are each rounded, at no extra cost. So the results equal those of separate kernels,
-except that numbers near 1e-36 become 0. In FP8, all results that share a scale are in the same tile.
+except that values near 1e-36 become 0. In FP8, all results that share a scale are in the same tile.
 """
 
 import torch
@@ -15,9 +15,10 @@ from nanovllm.kernels.linear.tiles import QuantizedRows
 
 @gluon.constexpr_function
 def _silu_of(x, y):
-    """Return PTX code for y = silu(x). The code uses two approximate instructions, each with an error of at most 2^-22.
+    """Return PTX code for y = silu(x).
 
-    Division and `gl.exp` would need several times as many instructions.
+    The code uses two approximate instructions, each with an error of at most 2^-22. Division and `gl.exp` would take
+    several times as many instructions.
     """
     return f"""
         mul.f32 y, {x}, 0fBFB8AA3B;  // -log2(e)
@@ -30,10 +31,7 @@ def _silu_of(x, y):
 
 @gluon.constexpr_function
 def _swiglu_of(dtype):
-    """Return PTX code that computes two SwiGLU results, and rounds both in one instruction.
-
-    Without this code, the compiler would round each result separately.
-    """
+    """Return PTX code for two SwiGLU results that one instruction rounds."""
     half = "bf16" if dtype == gl.bfloat16 else "f16"
     return f"""
     {{
@@ -90,7 +88,8 @@ def swiglu(
 ) -> torch.Tensor | QuantizedRows:
     """Return `silu_and_mul` of x W^T, [T, N / 2], for x [T, K] and weight [N, K] in 16 bits.
 
-    With `scales`, compute `swiglu_quantize` of multiply_scaled.py for quantized x and an FP8 weight.
+    With `scales`, x is quantized, the weight is in FP8, and the result is the same as `swiglu_quantize` in
+    multiply_scaled.py.
     """
     num_rows, n = len(x if scales is None else x.values), len(weight) // 2
     y = torch.empty((num_rows, n), dtype=weight.dtype, device=weight.device)

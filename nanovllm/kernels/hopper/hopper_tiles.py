@@ -1,6 +1,6 @@
 """Decides which matmuls run in the Hopper kernels of hopper_scaled_gemm.py (FP8) and hopper_qkv.py.
 
-Importing this module does not import Gluon.
+Does not import Gluon.
 """
 
 from typing import NamedTuple
@@ -40,7 +40,7 @@ TILES = (
 def choose_tile(num_rows: int, n: int, k: int, max_split_k: int, sms: int) -> HopperTile | None:
     """Return the tile for x [num_rows, k] times a weight [n, k], or `None` if other kernels are as fast.
 
-    If each program must compute several tiles, only tiles of the largest size are faster than the library.
+    If programs must compute several tiles each, only tiles of the largest size are faster than the library.
     """
     if not 16 < num_rows <= TILES[-1][0]:
         return None
@@ -57,7 +57,7 @@ def choose_tile(num_rows: int, n: int, k: int, max_split_k: int, sms: int) -> Ho
 def hopper_tile(num_rows: int, values: torch.Tensor, scales: torch.Tensor, max_split_k: int) -> HopperTile | None:
     """Return the tile for `quantized_linear`, or `None` if another kernel should run.
 
-    The tile contains the best `split_k`, which is at most `max_split_k`.
+    The tile contains the best `split_k` up to `max_split_k`.
     """
     if not has_hopper_kernels() or block_shape(values, scales) != BLOCK:
         return None
@@ -67,10 +67,9 @@ def hopper_tile(num_rows: int, values: torch.Tensor, scales: torch.Tensor, max_s
 def quantized_linear(
     x: QuantizedRows, values: torch.Tensor, scales: torch.Tensor, split_k: int, out: torch.Tensor | None
 ) -> torch.Tensor:
-    """Compute `split_k_gemm` for quantized rows x [T, K] and weight values [N, K].
+    """Compute `split_k_gemm` for quantized rows x [T, K] and weight values [N, K]: [split_k, T, N].
 
-    Return parts [split_k, T, N], or `NotImplemented` if this kernel is not the fastest or does not support the
-    operands.
+    Return `NotImplemented` if this kernel is not the fastest or does not support the operands.
     """
     tile = hopper_tile(len(x), values, scales, split_k)
     if tile is None or tile.split_k != split_k or x.dtype == torch.float32:
@@ -84,11 +83,11 @@ def quantized_linear(
 
 
 def qkv_norm_rope_store(x, layer, qk_norm_rope, slot_mapping: torch.Tensor, cache) -> torch.Tensor:
-    """Compute the qkv matmul and `norm_rope_and_store` in one kernel. x is a `NormInput`.
+    """Compute the qkv matmul of x, a `NormInput`, and `norm_rope_and_store` in one kernel.
 
     Return `NotImplemented` if there is no such kernel, if separate kernels are as fast, or if CUDA graphs may contain
     steps of this size. Graphs pad steps, but a step must use the same kernels with and without graphs. Different
-    kernels add numbers in different orders, which might lead to different tokens.
+    kernels add values in different orders, which might lead to different tokens.
     """
     if isinstance(x, torch.Tensor) or len(x) <= MAX_CAPTURED_ROWS or not has_hopper_kernels():
         return NotImplemented

@@ -10,17 +10,16 @@ contract:
   running kernel can still write: weights, and the results of kernels that were launched before the last ordinary
   launch.
 
-An ordinary launch starts when all earlier kernels are complete. A dependent kernel can start while kernels launched
-after the last ordinary launch are still running. Until a dependent kernel waits, even the writes of the last ordinary
-launch might not be visible to it.
+An ordinary launch starts when all earlier kernels are complete. A dependent kernel can start while kernels after the
+last ordinary launch are running. Until a dependent kernel waits, even the writes of the last ordinary launch might not
+be visible to it.
 
-In a forward pass, the last ordinary launch before attention is the embedding or a later library kernel. So before the
-attention kernel waits, it may read all results of launches that precede the embedding: the rope lookup (`cos_sin`),
-slot mapping, block tables and lengths. `@dependent_kernel(early=...)` declares what a kernel reads before it waits, and
-rejects a kernel that breaks the contract (see launch_contract.py).
+The last ordinary launch before attention is the embedding or a later library kernel. So without waiting, attention may
+read what earlier launches wrote: rope lookup (`cos_sin`), slot mapping, block tables and lengths.
+`@dependent_kernel(early=...)` declares these reads, and rejects a kernel that breaks the contract (launch_contract.py).
 
-The constexpr `PDL` is `False` on GPUs older than Hopper. `PDL` is also `False` with Triton 3.4, which can't compile its
-own `gdc` functions.
+The constexpr `PDL` is `False` on GPUs older than Hopper, and with Triton 3.4, which can't compile its own `gdc`
+functions.
 """
 
 import ctypes
@@ -47,7 +46,7 @@ next_power_of_2 = tl.constexpr_function(triton.next_power_of_2) if IS_TRITON_3_4
 
 
 class DependentKernel:
-    """A Triton kernel for `launch`. The constructor raises AssertionError if the source breaks the contract."""
+    """A Triton kernel for `launch`. Raises AssertionError if the source breaks the contract."""
 
     __slots__ = ("jit",)
 
@@ -57,7 +56,7 @@ class DependentKernel:
 
 
 def dependent_kernel(early: tuple[str, ...] = ()) -> Callable[..., DependentKernel]:
-    """Decorate a `triton.jit` kernel. `early` names the pointer parameters that the kernel reads before it waits."""
+    """Decorate a `triton.jit` kernel. `early` names the pointer parameters that it reads before it waits."""
     return partial(DependentKernel, early=early)
 
 
@@ -77,7 +76,7 @@ def gdc_wait(PDL: tl.constexpr):
 def gdc_launch_and_wait(PDL: tl.constexpr):
     """Let the next kernel start, then wait for the previous kernel.
 
-    A kernel that does nothing before it waits starts with this call.
+    Kernels that do nothing before the wait start with this call.
     """
     gdc_launch_dependents(PDL)
     gdc_wait(PDL)
@@ -89,8 +88,8 @@ _launched: ContextVar[list | None] = ContextVar("launched", default=None)  # by 
 class _Loaders(ThreadPoolExecutor):
     """A pool of threads that compile kernels and load them onto the device.
 
-    To load a kernel, Triton 3.6 also runs a C compiler, and imports the result as a Python module. All these modules
-    have the same name, so a lock ensures that only one kernel is loaded at a time.
+    To load a kernel, Triton 3.6 also compiles a C module. All these modules have the same name, so a lock ensures that
+    only one kernel is loaded at a time.
     """
 
     lock = Lock()
@@ -108,11 +107,10 @@ class _Loaders(ThreadPoolExecutor):
 def compile_only(work: Callable[[], None]) -> None:
     """Call `work`, but compile the kernels that it launches (in parallel threads) instead of running them.
 
-    The outputs of these kernels contain arbitrary values. The function returns when all kernels are compiled and loaded
-    onto the device. If a kernel fails to compile, the compiler's error is raised. Threads help because the compiler
-    rarely holds the GIL.
+    The outputs of these kernels contain arbitrary values. Return when all kernels are loaded onto the device, or raise
+    the compiler's error. Threads help because the compiler rarely holds the GIL.
 
-    With Triton 3.4, the function does nothing, and each kernel is compiled at its first launch.
+    With Triton 3.4, this does nothing, and each kernel is compiled at its first launch.
     """
     if IS_TRITON_3_4:
         return
@@ -140,7 +138,7 @@ def compile_only(work: Callable[[], None]) -> None:
 
 
 def _forget_unfinished(launched: list) -> None:
-    """Delete the futures of kernels that failed to compile. Triton before 3.9 would treat them as compiled."""
+    """Delete the futures of kernels that failed to compile, because Triton before 3.9 would treat them as compiled."""
     for jit in launched:
         for kernels, *_ in jit.device_caches.values():
             for key in [key for key, kernel in kernels.items() if hasattr(kernel, "result")]:
@@ -148,13 +146,12 @@ def _forget_unfinished(launched: list) -> None:
 
 
 def launch(kernel: DependentKernel, grid: tuple[int, ...], device: torch.device, shared: int | None = 100):
-    """Return `kernel[grid]`. Its launch is dependent if the device supports dependent launch.
+    """Return `kernel[grid]`, as a dependent launch if the device supports it.
 
     Usage: `launch(kernel, grid, device)(*arguments, **constants)`.
 
-    `shared` is the percentage of a multiprocessor's L1 memory that becomes shared memory. The remainder is cache. With
-    `None`, the driver chooses the percentage. Kernels overlap only if they use the same percentage. Kernels for small
-    batches need little shared memory.
+    `shared` is the percentage of a multiprocessor's L1 memory that becomes shared memory instead of cache. `None` lets
+    the driver choose. Kernels overlap only if they use the same percentage. Kernels for small batches need little.
     """
     run = launch_ordinary(kernel.jit, grid)
     if not has_tma(device) or IS_TRITON_3_4:
@@ -178,9 +175,6 @@ def launch_ordinary(jit, grid: tuple[int, ...]):
 
 @cache
 def _prefer_shared_memory(function: int, percentage: int) -> None:
-    """Set a compiled kernel's preferred percentage of shared memory.
-
-    The percentage is a hint, so failures are ignored.
-    """
+    """Set a compiled kernel's preferred percentage of shared memory, a hint whose failures are ignored."""
     attribute = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
     ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), attribute, percentage)

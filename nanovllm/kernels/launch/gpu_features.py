@@ -7,7 +7,7 @@ import torch
 
 @cache
 def has_fp8_units(device: torch.device) -> bool:
-    """Return whether the device can convert and multiply e4m3 (GPUs of compute capability 8.9 or higher)."""
+    """Return whether the device can convert and multiply e4m3 (compute capability 8.9 or higher)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -15,8 +15,7 @@ def has_fp8_units(device: torch.device) -> bool:
 def has_tma(device: torch.device) -> bool:
     """Return whether the device has dependent launch, tile loads (TMA), and 227 KB of shared memory.
 
-    Hopper and data-centre Blackwell have all three. Other Blackwell chips have only 99 KB of shared memory, and are
-    treated like older GPUs.
+    Hopper and data-centre Blackwell do. Other Blackwell chips, with 99 KB, are treated like older GPUs.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
@@ -25,7 +24,7 @@ def has_tma(device: torch.device) -> bool:
 def has_hopper_kernels() -> bool:
     """Return whether the Gluon kernels can run.
 
-    These kernels need Hopper and exactly Triton 3.6, because Gluon still changes from version to version.
+    They need Hopper and exactly Triton 3.6, because Gluon still changes.
     """
     from triton import __version__
 

@@ -1,8 +1,7 @@
-"""Kernels that copy from and to pinned host memory.
+"""Kernels that copy from and to pinned host memory. CUDA graphs can contain them, and they need no copy engine.
 
-CUDA graphs can contain these kernels, and the kernels need no copy engine. Host memory is [2, capacity] int32: two
-buffers. The host prepares one buffer while the device uses the other. `buffer_index` [1] int32 is stored on the device.
-Its value is the index of the buffer that the device uses.
+Host memory is [2, capacity] int32: the host prepares one buffer while the device uses the other. `buffer_index` [1]
+int32, on the device, is the index of the device's current buffer.
 """
 
 import torch
@@ -30,18 +29,12 @@ def _copy_to_host_kernel(x_ptr, host_ptr, buffer_index_ptr, size, capacity, BLOC
 
 
 def copy_from_host(out: torch.Tensor, host: torch.Tensor, buffer_index: torch.Tensor) -> None:
-    """Fill `out` [n] int32 with the first n words of the buffer in `host` that the device uses.
-
-    Each program copies 128 words.
-    """
+    """Fill `out` [n] int32 with the first n words of the device's current buffer in `host`."""
     block = 128  # one word per thread, so that a warp reads adjacent words
     grid = (triton.cdiv(len(out), block),)
     launch_ordinary(_copy_from_host_kernel, grid)(out, host, buffer_index, len(out), host.shape[1], BLOCK=block)
 
 
 def copy_to_host(x: torch.Tensor, host: torch.Tensor, buffer_index: torch.Tensor) -> None:
-    """Write `x` [n] int32 to the buffer in `host` that the device uses, then switch `buffer_index`.
-
-    A single program does the write and the switch.
-    """
+    """Write `x` [n] int32 to the device's current buffer in `host`, then switch `buffer_index`."""
     launch_ordinary(_copy_to_host_kernel, (1,))(x, host, buffer_index, len(x), host.shape[1], BLOCK=512)

@@ -1,8 +1,8 @@
-"""Checks what a dependent kernel does before it waits, based on the kernel's source (see dependent_launch.py).
+"""Checks in a dependent kernel's source what the kernel does before it waits (see dependent_launch.py).
 
-The check runs when the kernel is defined. Pointer parameters are named `*_ptr`, tuples of pointers `*_ptrs`, and tensor
-descriptors `*_tiles`. From these parameters, the check follows addresses through assignments, and into the functions
-that the kernel calls. The check assumes that the constexpr `PDL` is `True`, as in dependent launches.
+The check runs when the kernel is defined, and assumes that the constexpr `PDL` is `True`. Pointer parameters are named
+`*_ptr`, tuples of pointers `*_ptrs`, and tensor descriptors `*_tiles`. The check follows their addresses through
+assignments and into called functions.
 """
 
 import ast
@@ -30,10 +30,7 @@ def check_early_reads(function: Callable, early: tuple[str, ...]) -> None:
 
 
 class _Body:
-    """The body of a function.
-
-    `run` finds the pointer parameters that the body reads before the wait, and adds them to `reads`.
-    """
+    """The body of a function. `run` adds to `reads` the pointer parameters that the body reads before the wait."""
 
     def __init__(self, function: Callable, roots_of_arguments: list[set[str]] | None = None):
         self.function = function
@@ -50,7 +47,7 @@ class _Body:
         raise AssertionError(f"{self.function.__name__}: {what} before it waits: {ast.unparse(node)}")
 
     def run(self, statements: list[ast.stmt]) -> bool:
-        """Return whether a dependent launch waits within `statements`. Statements after the wait are ignored."""
+        """Return whether a dependent launch waits within `statements`, and ignore statements after the wait."""
         for statement in statements:
             if isinstance(statement, ast.If) and ast.unparse(statement.test) in ("PDL", "not PDL"):
                 is_dependent = isinstance(statement.test, ast.Name)
@@ -79,9 +76,9 @@ class _Body:
                 raise AssertionError(f"{self.function.__name__}: waits only under a condition")
 
     def assign(self, targets: Sequence[ast.expr], roots: set[str]) -> None:
-        """Add `roots` to the roots of each assigned name.
+        """Add `roots` to each assigned name.
 
-        The old roots stay, because the assignment might be in a branch that does not run.
+        Old roots stay, because the assignment might be in a branch that does not run.
         """
         for target in targets:
             for node in ast.walk(target):
@@ -89,7 +86,7 @@ class _Body:
                     self.roots[node.id] = self.roots.get(node.id, set()) | roots
 
     def address_roots(self, node: ast.AST) -> set[str]:
-        """Return the pointer parameters from which addresses in `node` are derived. Record the reads in `node`."""
+        """Record the reads in `node`. Return the pointer parameters from which addresses in `node` are derived."""
         if isinstance(node, ast.Name):
             return self.roots.get(node.id, set())
         if isinstance(node, ast.Call):
@@ -121,7 +118,7 @@ class _Body:
         return roots if name in ADDRESS_FUNCTIONS else self.function_roots(node, name, roots_of)
 
     def function_roots(self, node: ast.Call, name: str, roots_of: list[set[str]]) -> set[str]:
-        """Check the body of a called function, given the roots of its arguments. Return the roots of its result."""
+        """Check the body of a called function with the roots of its arguments. Return the roots of its result."""
         callee = getattr(self.function.__globals__.get(name), "fn", None)
         if callee is None or node.keywords:
             self.refuse(node, "passes a pointer to a function that can't be checked")
@@ -133,7 +130,6 @@ class _Body:
 
 @cache
 def _functions_of(file: str) -> dict[int, ast.FunctionDef]:
-    """Map line numbers to the top-level functions that start there. A function starts at its first decorator."""
     nodes = [node for node in ast.parse(Path(file).read_text()).body if isinstance(node, ast.FunctionDef)]
     return {min(line.lineno for line in (node, *node.decorator_list)): node for node in nodes}
 

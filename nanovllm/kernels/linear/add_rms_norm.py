@@ -1,4 +1,7 @@
-"""RMS norm kernels. They can add split-K parts and a residual before the norm, and can quantize the norm's result."""
+"""RMS norm kernels.
+
+The kernels can add split-K summands and a residual before the norm, and can quantize the norm's result.
+"""
 
 import torch
 import triton
@@ -49,7 +52,7 @@ def rms_norm(
     """Return the RMS norm of x + residual, and store this sum in `residual`.
 
     x, the residual and the result are [T, N] and contiguous. Without a residual, normalize x. With `split_k` > 1, x is
-    [split_k, T, N], and its parts are added first.
+    [split_k, T, N], to be summed over the first dimension.
     """
     out = torch.empty(x.shape[-2:], dtype=x.dtype, device=x.device)
     _store_norm(x, weight, eps, residual, split_k, x.shape[-1], (out, None), 0)

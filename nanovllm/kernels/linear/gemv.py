@@ -1,7 +1,4 @@
-"""Computes a norm, y = x W^T + b and an activation in one kernel, for a single row x.
-
-Reading W takes most of the time.
-"""
+"""Computes a norm, y = x W^T + b and an activation in one kernel, for a single row x."""
 
 from typing import NamedTuple
 
@@ -23,16 +20,13 @@ class Inputs(NamedTuple):
 
 @triton.jit
 def _load_if(ptr, at, inside, OTHERWISE: tl.constexpr):
-    """Load elements of a norm's weight or of a bias. Return OTHERWISE if the tensor is missing."""
+    """Load elements of a norm's weight or of a bias, or OTHERWISE if the tensor is missing."""
     return tl.load(ptr + at, inside, 0.0).to(tl.float32) if ptr is not None else OTHERWISE
 
 
 @triton.jit
 def _load_input(x_ptrs, norm_weight, k, inside):
-    """Load a tile of the input row and multiply it by the norm's weight.
-
-    Also return the squares of the row's elements. The caller divides by the row's root mean square.
-    """
+    """Return a tile of the input row times the norm's weight, and the squares of the row's elements."""
     x = tl.load(x_ptrs.x + k, inside, 0.0).to(tl.float32)
     if x_ptrs.residual is not None:
         total = x + tl.load(x_ptrs.residual + k, inside, 0.0).to(tl.float32)
@@ -87,12 +81,12 @@ def _gemv_kernel(
 def gemv(
     x: torch.Tensor, weight: torch.Tensor, norm=NO_NORM, residual=None, gated: bool = False, bias=None, out=None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return y = x W^T + bias, and x + residual, for a single row x.
+    """Return y = x W^T + bias in `out`, and x + residual, for a single row x.
 
-    x is [1, K], W is [N, K], `bias` is [N], and y is [1, N]. Without a residual, the second result is x itself. `norm`
-    is a pair: the weight [K] and the eps of an RMS norm. With `norm`, the norm of x + residual replaces x in the
-    matmul. A residual requires a norm. If `gated`, the weight is [2N, K], the bias is [2N], and y is silu(first half of
-    the outputs) * second half. All tensors are contiguous. `out` receives y.
+    x is [1, K], W is [N, K], `bias` is [N], and y is [1, N]. All tensors are contiguous. `norm` is a pair: the weight
+    [K] and the eps of an RMS norm. With `norm`, the norm of x + residual replaces x in the matmul. A residual requires
+    a norm. Without a residual, the second result is x. If `gated`, the weight is [2N, K], the bias is [2N], and y is
+    silu(first half of the outputs) * second half.
     """
     norm_weight, eps = norm
     assert norm_weight is not None or residual is None

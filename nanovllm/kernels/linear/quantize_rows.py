@@ -1,7 +1,7 @@
 """Quantizes the inputs of GEMMs to e4m3, in a separate kernel or in the kernel of the preceding norm or activation.
 
-Each group of inputs in a row shares a scale. If the weights have block scales, a group has 128 inputs. Otherwise, a
-group is the whole row. Without a tensor for scales, the same functions store norms and activations unquantized.
+A group of inputs in a row shares a scale: 128 inputs if the weights have block scales, otherwise the whole row. Without
+a tensor for scales, the same functions store norms and activations unquantized.
 """
 
 from typing import NamedTuple
@@ -29,7 +29,7 @@ class Groups(NamedTuple):
 
 @triton.jit
 def positions_of(first_group, GROUPS: tl.constexpr):
-    """For each element of groups [count, width], return its position in the row and whether it exists."""
+    """For each element of groups [count, width], return its position in the row, and whether it exists."""
     col = tl.arange(0, GROUPS.width)[None, :]
     at = (first_group + tl.arange(0, GROUPS.count))[:, None] * GROUPS.size + col
     return at, (at < GROUPS.n) & (col < GROUPS.size)
@@ -37,7 +37,7 @@ def positions_of(first_group, GROUPS: tl.constexpr):
 
 @triton.jit
 def store_groups(x, out_ptrs, row, first_group, stride, GROUPS: tl.constexpr):
-    """Store the groups x [count, width] of a row, from `first_group` on. If there are scales, quantize x first.
+    """Store the groups x [count, width] of a row, from `first_group` on, quantized if there are scales.
 
     x must be 0 where no element exists.
     """
@@ -55,10 +55,7 @@ def store_groups(x, out_ptrs, row, first_group, stride, GROUPS: tl.constexpr):
 @dependent_kernel()
 @triton.jit(do_not_specialize=["scale_stride"])
 def _groups_kernel(x_ptr, out_ptrs, scale_stride, GROUPS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr):
-    """In each program, store `count` groups of one row.
-
-    If GATED, the row of x has 2 n elements, and its SwiGLU is stored.
-    """
+    """In each program, store `count` groups of one row."""
     gdc_launch_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     first_group = tl.program_id(1) * GROUPS.count
@@ -80,7 +77,7 @@ def empty_rows(num_rows: int, n: int, group: int, like: torch.Tensor) -> Quantiz
 
 
 def outputs_of(rows: QuantizedRows) -> tuple[tuple[torch.Tensor, torch.Tensor], int]:
-    """Return the tensors of `rows` that kernels write to, and the stride between the scales of adjacent groups."""
+    """Return the tensors of `rows` that kernels write, and the stride between scales of adjacent groups."""
     return (as_loadable(rows.values), rows.scales), rows.scales.stride(1)
 
 
@@ -94,7 +91,7 @@ def store_rows(x: torch.Tensor, outputs: tuple, scale_stride: int, groups: Group
 def quantize_rows(x: torch.Tensor, group: int, gated: bool = False) -> QuantizedRows:
     """Quantize x [T, K] to e4m3, with one scale per `group` inputs of a row. `group` divides K.
 
-    If `gated`, x is [T, 2K], and its SwiGLU activation is quantized.
+    If `gated`, quantize the SwiGLU of x [T, 2K].
     """
     n = x.shape[1] // 2 if gated else x.shape[1]
     rows, width = empty_rows(len(x), n, group, x), 1 << (group - 1).bit_length()

@@ -22,8 +22,8 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 def swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Compute `silu_and_mul` of x W^T in one kernel. Return [T, N / 2] for x [T, K] and weight [N, K].
 
-    Results are rounded in the same way as with separate kernels. Return `NotImplemented` if no kernel supports the
-    operands, if there are too few rows, or if the tiles would leave too much of the GPU idle.
+    Results are rounded as with separate kernels. Return `NotImplemented` if no kernel supports the operands, or if the
+    tiles would leave too much of the GPU idle.
     """
     n, k = weight.shape
     if len(x) < MIN_ROWS or x.dtype == torch.float32 or n % 256 or k % 8 or not has_hopper_kernels():
@@ -51,10 +51,7 @@ def _sigmoid_gate_kernel(
 
 
 def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Return x [T, n] times the sigmoid of `gate`, which is [T, n] or [T, 1].
-
-    x is contiguous. The rows of `gate` may have any stride.
-    """
+    """Return x [T, n] times the sigmoid of `gate`, [T, n] or [T, 1]. x is contiguous."""
     (num_rows, n), out = x.shape, torch.empty_like(x)
     if num_rows:
         block = min(2048, 1 << (n - 1).bit_length())

@@ -52,7 +52,7 @@ def _split_k_kernel(
 
 
 def tile_m_of(num_rows: int) -> int:
-    """Return the number of rows per tile. A single tile covers up to 128 rows."""
+    """Return the number of rows per tile: one tile covers up to 128 rows."""
     return min(128, max(16, 1 << (num_rows - 1).bit_length()))
 
 
@@ -63,7 +63,7 @@ def _tile_m(m: int, weight: torch.Tensor) -> int:
 def _is_for_hopper(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether hopper_gemm.py should compute this GEMM when K is split.
 
-    If there are at most twice as many inputs as outputs, adding the parts takes as much time as that kernel saves.
+    With at most twice as many inputs as outputs, adding the summands takes as much time as it saves.
     """
     is_large = MAX_ROWS // 2 < len(x) <= MAX_ROWS and weight.numel() > FEW_WEIGHTS
     return is_large and weight.shape[1] > 2 * len(weight) and x.dtype != torch.float32 and has_hopper_kernels()
@@ -90,11 +90,11 @@ def choose_split_k(x: torch.Tensor, weight: torch.Tensor, max_split_k: int) -> i
 
 
 def scaled_tiles(num_rows: int, columns: int, sms: int) -> Tiles:
-    """Return the tiles for 8-bit weights. `columns` is the number of outputs times the number of splits.
+    """Return the tiles for 8-bit weights, for `columns` outputs times splits.
 
-    A multiprocessor can run at least two programs at a time. If each multiprocessor gets at most one program, that
-    program keeps more loads in flight. For 17 to 64 rows, tiles are twice as wide if more than 90% of the
-    multiprocessors then get one tile each. This halves the reads of x.
+    A multiprocessor runs two programs at a time. If a multiprocessor gets only one program, that program keeps more
+    loads in flight. For 17 to 64 rows, tiles are twice as wide if more than 90% of the multiprocessors then get one
+    tile each. This halves the reads of x.
     """
     tile_m = tile_m_of(num_rows)
     tile_n = 2 * TILE_N if 16 < num_rows <= 64 and 0.9 * sms < columns / (2 * TILE_N) <= sms else TILE_N
@@ -113,12 +113,11 @@ def _tiles(num_rows: int, weight: torch.Tensor) -> Tiles:
 def split_k_gemm(
     x: torch.Tensor | QuantizedRows, weight: Weight, split_k: int = 1, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return parts [split_k, M, N] whose sum is x W^T, for x [M, K] and weight W [N, K].
+    """Return summands [split_k, M, N] of x W^T in `out`, for x [M, K] and weight W [N, K].
 
-    The weight may be a pair of 8-bit values and scales. The scales are [N / block rows, K / block columns], and blocks
-    have at least 32 columns. On GPUs with FP8 units, x may then be quantized to e4m3. With unquantized x, the values
-    are converted to the dtype of x. All tensors are contiguous, and the size of a row is a multiple of 16 bytes. `out`
-    receives the result.
+    The weight may be 8-bit values and scales [N / block rows, K / block columns], with blocks of at least 32 columns.
+    With 8-bit weights, x may be quantized to e4m3 on GPUs with FP8 units. Otherwise, the values are converted to the
+    dtype of x. All tensors are contiguous, and the size of a row is a multiple of 16 bytes.
     """
     is_scaled = isinstance(weight, tuple)
     if not is_scaled and split_k > 1 and _is_for_hopper(x, weight):

@@ -16,8 +16,6 @@ Weight = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # [.., N, K]; or 8-bi
 
 
 class Tiles(NamedTuple):
-    """The tile sizes of a matmul (a kernel constant)."""
-
     tile_n: int
     tile_k: int
     stages: int
@@ -29,7 +27,7 @@ class Tiles(NamedTuple):
 class Shape(NamedTuple):
     """The number of inputs of a matmul, and how many of them share a scale (a kernel constant).
 
-    Without scales, the fields have the same values as with one scale per row. So kernels are not compiled for each N.
+    Without scales, the fields are as with one scale per row, so kernels are not compiled for each N.
     """
 
     k: int
@@ -50,7 +48,7 @@ class Scales(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """Activations [T, K], stored as e4m3 values and scales. Rows after the first T are uninitialized padding."""
+    """Activations [T, K] as e4m3 values and scales. Rows after the first T are uninitialized padding."""
 
     values: torch.Tensor  # [T + padding, K] float8_e4m3fn
     scales: torch.Tensor  # [T + padding, K / group] float32, column-major: the scales of a group are adjacent
@@ -85,17 +83,14 @@ def shape_of(values: torch.Tensor, scales: torch.Tensor | None) -> Shape:
 
 
 def as_loadable(values: torch.Tensor) -> torch.Tensor:
-    """View e4m3 values as uint8 on devices where Triton can't load e4m3 (see e4m3.py). Other values stay unchanged."""
+    """View e4m3 values as uint8 on devices where Triton can't load e4m3 (see e4m3.py)."""
     if values.dtype == torch.float8_e4m3fn and not has_fp8_units(values.device):
         return values.view(torch.uint8)
     return values
 
 
 def block_shape(values: torch.Tensor, scales: torch.Tensor | None) -> tuple[int, int]:
-    """Return the numbers of rows and columns of the blocks that share a scale in a weight [.., N, K].
-
-    Without scales, return (1, K).
-    """
+    """Return the block size (rows, columns) of the scales of a weight [.., N, K], or (1, K) without scales."""
     if scales is None:
         return 1, values.shape[-1]
     return values.shape[-2] // scales.shape[-2], values.shape[-1] // scales.shape[-1]
@@ -119,17 +114,14 @@ def load_tile(tiles, first_row, begin, is_row, K: tl.constexpr, TILES: tl.conste
 
 @triton.jit
 def scale_of(largest):
-    """Return the scales `largest` / 448, and the inverse scales, which map `largest` to 448.
-
-    A scale is never 0.
-    """
+    """Return the scales `largest` / 448, which are never 0, and the inverse scales."""
     largest = tl.maximum(largest, 1e-12)
     return largest / 448.0, 448.0 / largest
 
 
 @triton.jit
 def as_factor(x):
-    """Convert e4m3 bits to float16, so that `tl.dot` computes the same products as FP8 units. Return e4m3 unchanged."""
+    """Convert e4m3 bits to float16, so that `tl.dot` computes the same as FP8 units. Return e4m3 unchanged."""
     if x.dtype == tl.uint8:
         x = decode_e4m3(x, tl.float16)
     return x
@@ -148,10 +140,7 @@ def dot_values(w, x):
 
 @triton.jit
 def scales_of_rows(scale_ptr, first_n, N, STRIDE: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
-    """Load the scales of ROWS rows of a weight, where BLOCK_N rows share a scale.
-
-    The result is [1, 1] if all ROWS rows share a scale, otherwise [ROWS, 1].
-    """
+    """Load the scales of ROWS rows of a weight: [1, 1] if all share a scale, otherwise [ROWS, 1]."""
     SIZE: tl.constexpr = 1 if BLOCK_N % ROWS == 0 else ROWS
     row = first_n + tl.arange(0, SIZE)
     return tl.load(scale_ptr + row // BLOCK_N * STRIDE, row < N, 0.0)[:, None]
@@ -159,7 +148,7 @@ def scales_of_rows(scale_ptr, first_n, N, STRIDE: tl.constexpr, BLOCK_N: tl.cons
 
 @triton.jit
 def scales_of_x(x_scale_ptr, begin, row, is_row, stride, GROUP: tl.constexpr):
-    """Load the scales [1, TILE_M] of rows of x for the GROUP inputs from `begin` on. Without scales, return ones."""
+    """Load the scales [1, TILE_M] of rows of x for GROUP inputs from `begin` on, or ones."""
     if x_scale_ptr is None:
         scales = tl.full([row.shape[0]], 1.0, tl.float32)
     else:
@@ -169,10 +158,9 @@ def scales_of_x(x_scale_ptr, begin, row, is_row, stride, GROUP: tl.constexpr):
 
 @triton.jit
 def times_scales(y, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES: tl.constexpr, WHOLE: tl.constexpr):
-    """If the weight has scales, multiply y [tile_n, M] by the scales of the weight rows and of the rows of x.
+    """If the weight has scales, multiply y [tile_n, M] by the scales of its rows and of the rows of x.
 
-    With WHOLE, apply the scales that belong to whole rows. Otherwise, apply the scales that belong to the group of
-    inputs at `begin`.
+    With WHOLE, these are the scales of whole rows, otherwise those of the group of inputs at `begin`.
 
     `x_scales` is (pointer, rows, mask of existing rows, stride between groups). `w_scales` is (pointer, first row, end
     row).
@@ -203,10 +191,10 @@ def add_product(acc, w, x, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES
 
 @triton.jit
 def columns_of_parts(TILE_K: tl.constexpr, BLOCK_K: tl.constexpr, MAX_LANE: tl.constexpr):
-    """Divide the columns of a tile into parts for a matrix-vector multiplication: [parts, LANE].
+    """Divide the columns of a tile for a matrix-vector multiplication: [parts, LANE].
 
-    A part lies within one block. LANE is the smaller of MAX_LANE and the width of a block. The same parts of the
-    weights and of x are in the same thread, so few values move between threads.
+    A part lies within one block, so LANE is the smaller of MAX_LANE and the width of a block. The same parts of the
+    weights and of x are in the same thread, so threads exchange few values.
     """
     LANE: tl.constexpr = BLOCK_K if BLOCK_K < MAX_LANE else MAX_LANE
     return tl.arange(0, TILE_K // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]

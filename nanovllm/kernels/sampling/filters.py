@@ -1,9 +1,8 @@
-"""Computes the cutoffs of top-k, top-p and min-p without sorting. The definition is in layers/sampler.py.
+"""Computes the cutoffs of top-k, top-p and min-p without sorting (definition: layers/sampler.py).
 
-The vocabulary is divided into tiles. The maxima of the tiles show which few tiles contain entries above a bound. A
-search finds the smallest logit that is kept. Each iteration of the search divides the remaining interval into four. If
-only some of the tokens with the smallest logit are kept, one more pass over the tiles finds the last kept token. Rows
-without filters need no search.
+The vocabulary is divided into tiles, whose maxima show which few tiles contain entries above a bound. A search finds
+the smallest logit that is kept. Each iteration divides the remaining interval into four. If not all tokens with the
+smallest logit are kept, one more pass finds the last kept token.
 """
 
 from typing import NamedTuple
@@ -24,8 +23,6 @@ MAX_PROGRAMS_PER_ROW = 16  # programs that share the computation of a row's tile
 
 
 class Row(NamedTuple):
-    """A row of logits within the kernel."""
-
     logits_ptr: tl.tensor
     tile_maxima: tl.tensor
     tiles_ptr: tl.tensor  # memory for a list of tiles
@@ -36,7 +33,7 @@ class Row(NamedTuple):
 
 @triton.jit
 def _list_tiles(row, bound):
-    """List, in ascending order, the tiles that contain an entry >= `bound`. Return the length of the list."""
+    """List, in ascending order, the tiles with an entry >= `bound`. Return their number."""
     is_listed = (row.tile_maxima >= bound).to(tl.int32)
     tl.debug_barrier()  # all threads have read the previous list
     at = row.tiles_ptr + tl.cumsum(is_listed, 0) - 1
@@ -47,10 +44,7 @@ def _list_tiles(row, bound):
 
 @triton.jit
 def _load_tiles(row, entry, num_listed):
-    """Load the tiles at positions `entry` [GROUP] of the list. Return ids and logits [GROUP, TILE].
-
-    Padding logits are -inf.
-    """
+    """Load the listed tiles `entry` [GROUP]. Return ids and logits [GROUP, TILE], padded with -inf."""
     tile = tl.load(row.tiles_ptr + entry, entry < num_listed, row.vocab_size)
     ids = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
     return ids, tl.load(row.logits_ptr + ids, ids < row.vocab_size, float("-inf")).to(tl.float32)
@@ -65,7 +59,7 @@ def _weight(x, row):
 def _sum_above(row, bound_1, bound_2, bound_3, BY_MASS: tl.constexpr):
     """For each of three ascending bounds, return the number of entries >= the bound.
 
-    With BY_MASS, return the sums of the weights exp((entry - max) / temperature) of these entries instead.
+    With BY_MASS, return the sums of their weights exp((entry - max) / temperature) instead.
     """
     num_listed = _list_tiles(row, bound_1)
     sum_1 = tl.zeros([GROUP, TILE], tl.float32)
@@ -81,7 +75,7 @@ def _sum_above(row, bound_1, bound_2, bound_3, BY_MASS: tl.constexpr):
 
 @triton.jit
 def _key(x, LOW: tl.constexpr):
-    """Round a number down to the logits' dtype, and return its rank among all numbers of that dtype."""
+    """Round a number down to the logits' dtype, and return its rank in that dtype."""
     return (ordered_bits(x.to(tl.int32, bitcast=True)) >> LOW).to(tl.int64)
 
 
@@ -95,8 +89,8 @@ def _value(key, LOW: tl.constexpr):
 def _probe(quarters, iteration, low, high, row, LOW: tl.constexpr):
     """Return the key that is `quarters` quarters of the way from `low` to `high`.
 
-    In the first four iterations, the distance is measured in logits. In later iterations, it is measured in keys,
-    because floating-point numbers are densest around 0.
+    The first four iterations measure the distance in logits. Later iterations measure it in keys, because
+    floating-point numbers are densest around 0.
     """
     begin = tl.maximum(_value(low, LOW), row.max - 32 * row.temperature)
     key = _key(begin + (_value(high, LOW) - begin) * (quarters / 4), LOW)
@@ -108,8 +102,7 @@ def _probe(quarters, iteration, low, high, row, LOW: tl.constexpr):
 def _search(row, lower_bound, target, BY_MASS: tl.constexpr, LOW: tl.constexpr):
     """Find the smallest number >= `lower_bound` for which the amount above the number is less than `target`.
 
-    Return the number and the amount. An amount is a count of entries or, with BY_MASS, the sum of their weights (see
-    `_sum_above`).
+    Return the number and the amount: a count of entries or, with BY_MASS, the sum of their weights (see `_sum_above`).
     """
     low, high = _key(lower_bound, LOW), _key(row.max, LOW)
     above = 0.0  # the amount above `high`
@@ -130,7 +123,7 @@ def _search(row, lower_bound, target, BY_MASS: tl.constexpr, LOW: tl.constexpr):
 
 @triton.jit
 def _find_equal(row, counts_ptr, value, n):
-    """Return the n-th lowest id whose entry equals `value`, or LAST_ID if there are fewer than n such ids."""
+    """Return the n-th lowest id whose entry equals `value`, or LAST_ID if there is none."""
     num_listed = _list_tiles(row, value)
     for first in tl.range(0, num_listed, GROUP, num_stages=STAGES):
         entry = first + tl.arange(0, GROUP)
@@ -228,7 +221,7 @@ def _cutoff_kernel(
 
 
 def logit_cutoffs(logits: torch.Tensor, rows) -> torch.Tensor:
-    """Return the smallest key [S] int64 that min-p, top-k and top-p keep in each row (see token_order.py).
+    """Return the smallest key [S] int64 (token_order.py) that min-p, top-k and top-p keep in each row.
 
     `logits` is [S, vocabulary], and `rows` is a `SamplingRows` (layers/sampler.py). A row without filters gets the
     smallest possible key.

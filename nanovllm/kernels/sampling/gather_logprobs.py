@@ -1,7 +1,4 @@
-"""Computes the log-probability of one token per row, in one pass over the logits.
-
-The definition is in features/logprobs.py.
-"""
+"""Computes the log-probability of one token per row in one pass over the logits (definition: features/logprobs.py)."""
 
 import torch
 import triton
@@ -60,8 +57,5 @@ def token_logprobs(logits, token_ids, temperatures=None) -> tuple[torch.Tensor, 
 
 
 def log_sums_and_ranks(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-sum-exp of each row of logits [S, vocabulary], and the rank of the row's token.
-
-    The log-sum-exps are [S] float32, and the ranks are [S] int32.
-    """
+    """Return the log-sum-exp [S] float32 of each row of logits [S, vocabulary], and the rank [S] int32 of its token."""
     return _compute(logits, token_ids, None)[1:]

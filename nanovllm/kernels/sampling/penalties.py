@@ -1,10 +1,9 @@
-"""Logit biases, penalties, allowed ids and bad words. The definitions are in features/logit_edits.py.
+"""Logit biases, penalties, allowed ids and bad words, as defined in features/logit_edits.py.
 
-Each program processes one row at a time. The program's scratch memory contains one counter per token id, and all
-counters start at zero. First, the program counts the row's tokens. Then each thread replaces the counter of a token by
-zero, and gets the previous count. The first thread for a token gets the token's count, and edits the token's logit.
-Later threads for the same token get zero. At the end, all counters are zero again. The kernel skips rows that use none
-of these parameters.
+Each program processes one row at a time, with one counter per token id, all zero at first. First, the program counts
+the row's tokens. Then each thread replaces a token's counter by zero, and gets the previous count. The first thread for
+a token gets its count, and edits its logit. Later threads for the same token get zero. At the end, all counters are
+zero again. The kernel skips rows that use none of these parameters.
 """
 
 from typing import NamedTuple
@@ -26,8 +25,6 @@ IN_PROMPT = tl.constexpr(1 << 30)  # a flag in a count; the lower bits count tok
 
 
 class Sizes(NamedTuple):
-    """The sizes for which the kernel is compiled."""
-
     max_biases: int
     max_words: int
     word_tokens: int

@@ -1,10 +1,9 @@
-"""Kernels that compute positions and cache slots for the tokens of a decode step, and store the sampled tokens.
+"""Kernels that compute positions and cache slots for the tokens of a decode step, and store sampled tokens.
 
-The definitions of `place_decodes` and `accept` are in batches/request_tables.py. `place_chains` does the same for the
-rows of a draft model. The definition of `place_chains` is in spec_decode/rows.py.
+`place_decodes` and `accept` are defined in batches/request_tables.py, and `place_chains` in spec_decode/rows.py.
 
-All kernels are ordinary launches. `place_decodes` writes slots, lengths and block tables. Attention may read these
-results before it waits, because the embedding, also an ordinary launch, comes in between (see dependent_launch.py).
+All are ordinary launches. Attention reads the slots, lengths and block tables of `place_decodes` before it waits. This
+is safe, because the embedding, also an ordinary launch, comes in between (dependent_launch.py).
 """
 
 import torch
@@ -73,8 +72,7 @@ def _accept_kernel(batch_ptrs, table_ptrs, counts_ptr, NUM_IDS: tl.constexpr, K:
 def place_decodes(tables, batch, block_size: int) -> None:
     """Fill in `batch` from `tables`.
 
-    `batch` is a `Batch` on the device, and `tables` is a `RequestTables`. Each program fills in the rows of one
-    sequence.
+    `batch` is a `Batch` on the device, and `tables` is a `RequestTables`.
     """
     k, widths = batch.shape.tokens_per_row, (tables.last_token_ids.shape[1], tables.block_tables.shape[1])
     num_decode_rows = batch.num_decode_rows if batch.shape.is_padded else None
@@ -91,8 +89,7 @@ def place_decodes(tables, batch, block_size: int) -> None:
 def accept(req_indices: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, tables) -> torch.Tensor | None:
     """Store sampled tokens in the tables. Return the number of accepted tokens per sequence, [S] int32.
 
-    `req_indices` [S], `positions` [S * k] and `token_ids` [S * k] are int32. Return `None` if k is 1 or S is 0. Each
-    program updates one sequence.
+    `req_indices` [S], `positions` [S * k] and `token_ids` [S * k] are int32. Return `None` if k is 1 or S is 0.
     """
     num_seqs, own = len(req_indices), tables[:2]
     k = max(1, len(token_ids) // max(1, num_seqs))
@@ -148,10 +145,9 @@ def _place_chains_kernel(batch_ptrs, table_ptrs, out_ptrs, num_rows, SHAPE: tl.c
 def place_chains(
     req_indices: torch.Tensor, num_drafts: torch.Tensor, tables, num_computed: torch.Tensor, shape
 ) -> tuple[torch.Tensor, ...]:
-    """Compute positions and cache slots for a draft model's rows. Each program handles one sequence.
+    """Compute positions and cache slots for a draft model's rows.
 
-    The definition is in spec_decode/rows.py. `tables` is a `RequestTables`, and `shape` is a `ChainShape`
-    (spec_decode/rows.py).
+    `tables` is a `RequestTables`, and `shape` is a `ChainShape`.
     """
     num_seqs, device = len(req_indices), req_indices.device
     num_rows = num_seqs * (shape.width + shape.num_steps - 1)

@@ -1,4 +1,4 @@
-"""Gumbel-max sampling over the vocabulary with stateless noise. The definition is in layers/sampler.py."""
+"""Gumbel-max sampling over the vocabulary with stateless noise, as defined in layers/sampler.py."""
 
 from typing import NamedTuple
 
@@ -15,10 +15,9 @@ SPLIT_SIZE = 2048
 
 
 class Splits(NamedTuple):
-    """How a row is divided into splits. Each program computes one split. (This is a kernel constant.)
+    """How a row is divided into splits, one per program (a kernel constant).
 
-    Noise is generated for four tokens at a time. So the first split begins at the first id, rounded down to a multiple
-    of four.
+    Noise is generated for four tokens at a time, so the first split begins at a multiple of four.
     """
 
     number: int
@@ -30,7 +29,7 @@ class Splits(NamedTuple):
 def _log(x, HARDWARE: tl.constexpr):
     """Return the natural logarithm.
 
-    With HARDWARE, use the log2 instruction, whose error is 2^-22. It saves a dozen other instructions.
+    With HARDWARE, use the log2 instruction: its error is 2^-22, and it saves a dozen instructions.
     """
     if HARDWARE:
         asm: tl.constexpr = "lg2.approx.ftz.f32 $0, $1;"
@@ -99,8 +98,8 @@ def sample(logits, temperatures, seeds, positions, first_id=0, cutoffs=None) -> 
     """Draw a token from each row of logits [S, vocabulary]. Return scores [S] float32 and ids [S] int32.
 
     `temperatures` is [S] float32, `seeds` is [S, 2] int32 (low and high word), and `positions` is [S] int32. `cutoffs`
-    [S] int64 contains the smallest key that may be drawn in each row (see token_order.py). Column 0 of the logits
-    belongs to token `first_id`. If scores are equal, the lowest id wins.
+    [S] int64 contains the smallest key that may be drawn in each row (see token_order.py). Column 0 of the logits is
+    token `first_id`. If scores are equal, the lowest id wins.
     """
     num_rows, vocab_size = logits.shape
     skipped = first_id % 4

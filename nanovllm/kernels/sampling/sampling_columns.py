@@ -1,7 +1,6 @@
 """The sampling parameters of a request on the device: a row of WIDTH int32 words, with one column per parameter.
 
-`COLUMNS` declares the name and the type of each column. Kernels look up column indices with
-`column_constants.column_constants`. The last two words of a row are the seed of the noise.
+`COLUMNS` declares the name and type of each column. The last two words are the seed of the noise.
 """
 
 from typing import Any
@@ -44,10 +43,7 @@ EDITS = slice(column_index("is_penalized"), column_index("num_bad_words") + 1)
 
 
 def column(params, name: str):
-    """Return a column of `params` as a view [S] with the column's type.
-
-    `params` is an array or a tensor, [S, WIDTH] int32.
-    """
+    """Return a column of `params` [S, WIDTH] int32 as a view [S] with the column's type."""
     i = column_index(name)
     if COLUMNS[name] is int:
         return params[:, i]
@@ -70,10 +66,7 @@ def seeds_of(seqs: Any) -> np.ndarray:
 
 
 def params_rows(seqs: Any) -> np.ndarray:
-    """Return the parameter rows of sequences as [S, WIDTH] int32.
-
-    Columns of features that a sequence does not use are 0.
-    """
+    """Return the parameter rows of sequences as [S, WIDTH] int32. Columns of unused features are 0."""
     params = np.zeros((len(seqs), WIDTH), np.int32)
     column(params, "temperature")[:] = temperatures_of(seqs)
     for name in ("top_p", "min_p", "top_k"):

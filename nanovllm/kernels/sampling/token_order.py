@@ -1,7 +1,7 @@
-"""The order of a row's tokens: by descending logit, then by ascending id. The definition is in layers/sampler.py.
+"""The order of a row's tokens: by descending logit, then by ascending id, as defined in layers/sampler.py.
 
-Tokens are ordered by descending key. The upper 32 bits of a key are the logit, mapped to an integer such that the order
-of logits is preserved. The lower 32 bits of a key are the inverted id.
+Tokens are ordered by descending key: the logit as an integer in the upper 32 bits, and the inverted id in the lower 32
+bits.
 """
 
 import triton
@@ -12,7 +12,7 @@ LAST_ID = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def ordered_bits(bits):
-    """Map the bits of float32 numbers to int32 numbers in the same order. A second call restores the bits."""
+    """Map the bits of float32 values to int32 values in the same order. A second call restores the bits."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 

@@ -1,7 +1,7 @@
 """Adds the results of low-rank adapters to the results of a linear layer: shrink computes A x, and expand adds B (A x).
 
-Rows with the same adapter form groups, because each tile of rows must multiply by one adapter only. This is the
-segmented GEMM of Chen et al., "Punica: multi-tenant LoRA serving" (arXiv:2310.18547).
+Rows with the same adapter form groups, because a tile of rows multiplies by one adapter only. This is the segmented
+GEMM of Chen et al., "Punica: multi-tenant LoRA serving" (arXiv:2310.18547).
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ MAX_SPLITS = 16
 class RowGroups(NamedTuple):
     """The rows of a step, sorted by slot.
 
-    order: [T] int32, the index of each row. Rows without an adapter come first.
+    order: [T] int32, the index of each row, rows without an adapter first.
     starts: [slots + 1] int32, the index in `order` where the rows of a slot begin.
     """
 
@@ -29,8 +29,6 @@ class RowGroups(NamedTuple):
 
 
 class LoRATiles(NamedTuple):
-    """Sizes of tiles and stacks (a kernel constant)."""
-
     tile_m: int  # rows
     tile_r: int  # of the adapters' rank
     tile_k: int  # inputs
@@ -51,7 +49,7 @@ def group_rows(slots: torch.Tensor, num_slots: int) -> RowGroups:
 def _rows_of_tile(starts_ptr, TILES: tl.constexpr):
     """Return the slot of this program's tile, and the tile's first and end index in the order of rows.
 
-    The tiles of the first slot come first. A surplus tile gets a slot that does not exist.
+    A surplus tile gets a slot that does not exist.
     """
     tile = tl.program_id(0)
     slots = tl.arange(0, TILES.padded_slots)

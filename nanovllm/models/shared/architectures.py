@@ -1,4 +1,4 @@
-"""Finds the family of a checkpoint whose `model_type` is unknown. Other checkpoints do not load this module."""
+"""Finds the family of a checkpoint whose `model_type` is unknown."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from nanovllm.models import MODELS, model_class
 def find_by_architecture(raw: dict, file: Path) -> str:
     """Return the key in MODELS for the text model or the `architectures` of a config.json.
 
-    If there is none, raise ValueError.
+    Raises ValueError if there is none.
     """
     model_type, architectures = raw.get("model_type"), raw.get("architectures") or ()
     text = raw.get("text_config")

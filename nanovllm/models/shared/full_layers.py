@@ -33,9 +33,10 @@ class QKParallelLinear(MergedColumnParallelLinear):
 
 
 def read_full_layers(raw: dict, sizes: tuple[int | None, ...], file: Path) -> FullLayers:
-    """Read the heads of full layers from a config.json. `sizes` contains the window of each layer; None: a full layer.
+    """Read the heads of full layers from a config.json.
 
-    Raises ValueError if the entries are invalid, or differ between full layers.
+    `sizes` contains the window of each layer, or None for a full layer. Raises ValueError if the entries are invalid,
+    or differ between full layers.
     """
     keys_are_values = check_bool(f"{file}: attention_k_eq_v", raw.get("attention_k_eq_v", False))
     full = {"head_dim": raw.get("global_head_dim", 512), "num_key_value_heads": raw["num_key_value_heads"]}

@@ -39,7 +39,7 @@ class PagedHidden(NamedTuple):
 
 
 class HiddenStates(nn.Module):
-    """Stores the model's hidden states by cache slot. A draft head reads these states."""
+    """Stores the model's hidden states by cache slot, for a draft head."""
 
     cache: torch.Tensor | None = None  # [slots, size]
 
@@ -73,8 +73,10 @@ class Eagle3Layer(Qwen3DecoderLayer):
 
 class Eagle3Head(nn.Module):
     """The head of Li et al., "EAGLE-3: scaling up inference acceleration of large language models via training-time
-    test" (2025). For each token, the head reads hidden states from three of the model's layers. Its logits cover part
-    of the vocabulary.
+    test" (2025).
+
+    For each token, the head reads hidden states from three of the model's layers. Its logits cover part of the
+    vocabulary.
     """
 
     packed_modules_mapping: ClassVar = Qwen3ForCausalLM.packed_modules_mapping
@@ -99,7 +101,7 @@ class Eagle3Head(nn.Module):
         return residual + x
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Map hidden states [S, hidden_size] to the model's logits. Tokens outside the head's vocabulary get -inf."""
+        """Map hidden states [S, hidden_size] to the model's logits, with -inf outside the head's vocabulary."""
         logits = self.lm_head(self.norm(hidden_states))
         all_logits = logits.new_full((len(logits), self.config.layer.vocab_size), -torch.inf)
         return all_logits.index_copy_(1, self.token_ids, logits)
@@ -120,8 +122,8 @@ class Eagle3Head(nn.Module):
 class MtpHead(nn.Module):
     """The draft head in checkpoints of Qwen3.5 and Qwen3-Next ("multi-token prediction").
 
-    The head is a full-attention layer that reads the model's final hidden states. It shares the model's embedding and
-    output head.
+    The head is a full-attention layer that reads the model's final hidden states, and shares its embedding and output
+    head.
     """
 
     packed_modules_mapping: ClassVar = Qwen3ForCausalLM.packed_modules_mapping
@@ -139,7 +141,7 @@ class MtpHead(nn.Module):
         self.norm = ZeroCenteredRMSNorm(size, config.rms_norm_eps)
 
     def forward(self, embeddings: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Compute hidden states [T, hidden_size], which replace the model's final ones at the next positions."""
+        """Compute hidden states [T, hidden_size] that replace the model's final hidden states at the next positions."""
         normed = self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden_states)
         x, residual = self.layers[0](positions, self.fc(torch.cat(normed, -1)), None)
         return self.norm(x, residual)[0]

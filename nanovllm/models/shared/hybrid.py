@@ -1,6 +1,6 @@
-"""Hybrid decoders. Most layers keep a state (gated delta rule), and the other layers have gated attention.
+"""Hybrid decoders: most layers keep a state (gated delta rule), and the other layers have gated attention.
 
-Each family is a subclass. Families differ in feed-forward layers, and in how their checkpoints store projections.
+Families are subclasses, with different feed-forward layers and projections in checkpoints.
 """
 
 from dataclasses import replace
@@ -44,9 +44,9 @@ class GatedAttention(Qwen3Attention):
 class SharedExpertMoE(MoE):
     """A mixture of experts, and a shared expert that every token uses.
 
-    If the shared expert has the shape of the other experts, it is stacked with them, and its gate is stacked with the
-    router. The shared expert's parameters are then views of the stacked weights, and loading fills the views. With
-    expert parallelism or quantization, nothing is stacked.
+    If the shared expert has the shape of the other experts, it is stacked with them, and its gate with the router. The
+    shared expert's parameters are then views of the stacked weights, and loading fills the views. With expert
+    parallelism or quantization, nothing is stacked.
     """
 
     def __init__(self, config: ModelConfig):

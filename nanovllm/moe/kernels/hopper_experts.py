@@ -1,10 +1,9 @@
 """The second GEMM of moe_gemm.py (after SwiGLU) on Hopper, for many rows in 16 bits.
 
-The kernel is written in Gluon. Two warpgroups multiply, one warp loads, two warps store, and one warp looks up tiles.
+Written in Gluon. Two warpgroups multiply, one warp loads, two warps store, and one warp looks up tiles.
 
-A tile has 128 rows of one expert, 64 for each warpgroup, and 256 outputs. The GEMM has few inputs per output, so a tile
-is computed in only 10 microseconds. Therefore, while the warpgroups multiply, other warps store the 64 KiB of output of
-the previous tile, and look up the next tile.
+A tile has 128 rows of one expert (64 for each warpgroup) and 256 outputs. A tile takes only 10 microseconds. In the
+meantime, other warps store the 64 KiB of the previous tile, and look up the next tile.
 """
 
 from typing import NamedTuple
@@ -38,8 +37,6 @@ PIECE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0]))  # the la
 
 
 class Plan(NamedTuple):
-    """The constants of the kernel."""
-
     k: int
     top_k: int
 
@@ -91,7 +88,7 @@ def _next_tile(lookup, use):
 
 @gluon.jit
 def _load(x_tiles, w_tiles, num_blocks, lookup, rings, PLAN: gl.constexpr):
-    """Run the loading warp, which uses one thread. Rows after the end of a tile are loaded, but not used."""
+    """Run the loading warp, which uses one thread."""
     x_ring, w_ring, full, empty = rings
     i, use = 0, 0
     tile = _next_tile(lookup, use)
@@ -112,17 +109,14 @@ def _load(x_tiles, w_tiles, num_blocks, lookup, rings, PLAN: gl.constexpr):
 
 @gluon.jit
 def _load_pairs(pairs_ptr, tile, rows):
-    """Load the pairs of a tile's `rows`. Rows that do not exist get pair 0."""
+    """Load the pairs of a tile's `rows`, or 0 for rows that do not exist."""
     expert, _, first_row, end_row = tile
     return gl.load(pairs_ptr + first_row + rows, (first_row + rows < end_row) & (expert >= 0), 0)
 
 
 @gluon.jit
 def _multiply(weights_ptr, pairs_ptr, lookup, rings, out, W: gl.constexpr, PLAN: gl.constexpr):
-    """Run one warpgroup: multiply 64 rows of each tile, and scale the results by routing weights.
-
-    The warpgroup loads the pairs one tile ahead. Pairs index the routing weights.
-    """
+    """Run one warpgroup: multiply 64 rows of each tile, and scale the results by the routing weights of their pairs."""
     x_ring, w_ring, full, empty = rings
     out_ring, ready, free = out
     rows = W * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
@@ -208,10 +202,10 @@ def _down_kernel(
 def experts_down(
     x: torch.Tensor, weight: torch.Tensor, rows: ExpertRows, routing: Routing, out: torch.Tensor
 ) -> torch.Tensor:
-    """Multiply each row of x [rows, K] by its expert's weight and by its routing weight. Fill `out`.
+    """Fill `out` [top_k, T, N] with each row of x [rows, K] times its expert's weight and its routing weight.
 
-    `weight` is [experts, N, K], and `out` is [top_k, T, N]. N is a multiple of 256. In x and in the weight, the size of
-    a row is a multiple of 16 bytes. The tiles of `rows` have 128 rows.
+    `weight` is [experts, N, K], and N is a multiple of 256. A row of x or of the weight has a multiple of 16 bytes. The
+    tiles of `rows` have 128 rows.
     """
     (num_tokens, top_k), (n, k) = routing.weights.shape, weight.shape[1:]
     num_tiles, num_blocks = len(rows.table), n // COLUMNS.value

@@ -1,4 +1,4 @@
-"""A mixture of experts, and the norm that precedes the router. The number of tokens determines which kernels run."""
+"""Selects the kernels for a mixture of experts and the norm before its router, by the number of tokens."""
 
 from functools import partial
 
@@ -22,7 +22,7 @@ def mix_experts(x, layer, slot_mapping):
 def _by_gemv(x, layer, slot_mapping):
     """Compute the experts with matrix-vector kernels. For a single row, these kernels also compute the norm.
 
-    Kernels with 8-bit weights do not compute the norm (scaled_gemv.py explains why).
+    With 8-bit weights, the norm is separate (scaled_gemv.py explains why).
     """
     gate, experts = layer.gate.weight, layer.experts
     summands = x.summands() if len(x) == 1 else None
@@ -47,7 +47,10 @@ def _by_gemv(x, layer, slot_mapping):
 
 
 def mix_by_gemm(x, layer, slot_mapping, router=router_logits):
-    """Compute the experts with grouped GEMMs. On a single rank, the next norm adds the `top_k` parts of each token."""
+    """Compute the experts with grouped GEMMs.
+
+    On a single rank, the next norm adds the `top_k` results of each token.
+    """
     experts, tp, rows = layer.experts, layer.tp, x.tensor()
     logits = router(rows, layer.gate.weight)
     routing = route(logits, layer.top_k, layer.renormalize, slot_mapping, layer.num_shared)

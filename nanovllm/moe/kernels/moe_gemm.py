@@ -1,10 +1,10 @@
-"""Mixture of experts for many tokens: grouped GEMMs over rows that are sorted by expert (moe_routing.py).
+"""Mixture of experts for many tokens: grouped GEMMs over rows sorted by expert (moe_routing.py).
 
-Weights may be 8-bit values with scales. For such weights, GPUs with FP8 units quantize the inputs of both GEMMs and
-multiply e4m3 numbers. Other GPUs convert the weights to the dtype of x.
+With 8-bit weights, GPUs with FP8 units quantize the inputs of both GEMMs to e4m3, and other GPUs convert the weights to
+the dtype of x.
 
-The `top_k` parts of each token's output are stored separately, and the next norm adds them. Rows are sorted by expert,
-so adding a token's parts here would need atomic additions, whose order changes from run to run.
+A token has `top_k` results, which are stored separately and added by the next norm. Adding them here would need atomic
+additions, whose order changes from run to run.
 """
 
 from typing import NamedTuple
@@ -38,7 +38,7 @@ MAX_SCALED_TILE_M = 64
 def choose_tile_m(num_pairs: int, num_experts: int) -> int:
     """Return the smallest TILE_M that is at least 1.5 times the mean number of rows per expert, but at most 128.
 
-    Each tile rereads its expert's weights.
+    A smaller tile would reread the expert's weights more often.
     """
     return next((size for size in (16, 32, 64) if 2 * size * num_experts >= 3 * num_pairs), 128)
 
@@ -62,7 +62,7 @@ def _grouped_kernel(
     """In each program, compute `tile_n` outputs of at most TILE_M rows of one expert.
 
     With IS_GATED, the kernel computes the first GEMM and SwiGLU. In this case, `x_tiles` is a plain pointer: x is in
-    the order of tokens, so the kernel gathers the rows of a tile one by one.
+    the order of tokens, so the kernel gathers rows one by one.
     """
     gdc_launch_and_wait(PDL)
     weights_ptr, pairs_ptr, table_ptr = routing_ptrs
@@ -119,7 +119,7 @@ def _grouped_kernel(
 def _grouped_product(
     x: torch.Tensor, weight: Weight, rows: ExpertRows, routing: Routing, out: torch.Tensor, quantize: bool
 ) -> torch.Tensor:
-    """Fill `out` with the result of the first GEMM, [rows, size], or of the second, [top_k, T, hidden]."""
+    """Fill `out` with the result of the first GEMM [rows, size] or the second GEMM [top_k, T, hidden]."""
     is_gated, is_scaled, is_float32 = out.dim() == 2, isinstance(weight, tuple), x.dtype == torch.float32
     if rows.tile_m == 128 and not is_gated and not is_float32 and out.shape[2] % 256 == 0 and has_hopper_kernels():
         from nanovllm.moe.kernels import hopper_experts  # it needs Gluon of Triton 3.6
@@ -151,12 +151,12 @@ def _grouped_product(
 def moe_gemm(
     x: torch.Tensor, routing: Routing, gate_up: Weight, down: Weight, first_expert: int = 0, quantize: bool = False
 ) -> torch.Tensor:
-    """Compute the experts for x [T, hidden] with T > 0. Return parts [top_k, T, hidden] whose sum is the output.
+    """Compute this rank's experts, starting at `first_expert`, for x [T, hidden] with T > 0.
 
-    The weights belong to this rank's experts, starting at `first_expert`. `gate_up` is [experts, 2 * size, hidden], and
-    `down` is [experts, hidden, size]. Parts whose experts are on other ranks are not written. All tensors are
-    contiguous, and the size of a row is a multiple of 16 bytes. Scales of 8-bit values are [experts, N / block rows, K
-    / block columns], and blocks have at least 32 columns. With `quantize`, activations are quantized to e4m3.
+    Return [top_k, T, hidden], to be summed over the first dimension. Entries of other ranks' experts are not written.
+    `gate_up` is [experts, 2 * size, hidden], and `down` is [experts, hidden, size]. All tensors are contiguous, and the
+    size of a row is a multiple of 16 bytes. Scales of 8-bit weights are [experts, N / block rows, K / block columns],
+    and blocks have at least 32 columns. With `quantize`, activations are quantized to e4m3.
     """
     is_scaled = isinstance(down, tuple)
     num_local, hidden, size = (down[0] if is_scaled else down).shape
@@ -169,8 +169,6 @@ def moe_gemm(
 
 
 class SumSizes(NamedTuple):
-    """The sizes for which the kernel below is compiled."""
-
     num_local: int  # experts of this rank
     top_k: int
     n: int
@@ -198,10 +196,10 @@ def _sum_parts_kernel(
 def sum_local_parts(
     parts: torch.Tensor, routing: Routing, first_expert: int, num_experts: int, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Add up the parts [top_k, T, hidden] of this rank's experts. Return the sum [T, hidden].
+    """Add up the results [top_k, T, hidden] of this rank's experts. Return the sum [T, hidden] in `out`.
 
-    `out` receives the sum. On a single rank, the next norm adds the parts instead. With several ranks, the norm would
-    have to read all parts of all ranks.
+    On a single rank, the next norm adds the results instead. With several ranks, the norm would have to read `top_k`
+    times as much from each rank.
     """
     top_k, num_tokens, n = parts.shape
     out = torch.empty_like(parts[0]) if out is None else out

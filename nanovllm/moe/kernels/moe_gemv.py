@@ -1,7 +1,6 @@
-"""Mixture of experts for a few tokens: matrix-vector multiplications with the weights of the chosen experts.
+"""Mixture of experts for a few tokens: matrix-vector multiplications with the chosen experts' weights.
 
-All kernels spend most of their time reading weights. Weights may be 8-bit values with scales. A thread loads LANE 8-bit
-values at once, and these LANE values lie in one block.
+Of 8-bit weights with scales, a thread loads LANE adjacent values at once, all from the same block.
 """
 
 from typing import NamedTuple
@@ -22,8 +21,6 @@ LANE = tl.constexpr(8)
 
 
 class Sizes(NamedTuple):
-    """The sizes for which the kernels are compiled, besides the shape of the matmul."""
-
     num_local: int  # experts of this rank
     top_k: int
     tile_n: int
@@ -71,7 +68,7 @@ def _gate_up_gemv_kernel(
 def _down_gemv_kernel(
     h_ptr, w_ptrs, choice_ptrs, out_ptr, first_expert, N, SHAPE: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr
 ):
-    """In each program, compute `tile_n` outputs of a token, summed over all experts of the token."""
+    """In each program, compute `tile_n` outputs of a token, summed over the token's experts."""
     weights_ptr, ids_ptr = choice_ptrs
     K: tl.constexpr = SHAPE.k
     TILE_K: tl.constexpr = SIZES.tile_k
@@ -96,9 +93,9 @@ def _down_gemv_kernel(
 
 @triton.jit
 def _scales_of_parts(scale_ptr, begin, k, SHAPE: tl.constexpr):
-    """Load the scales [parts] of columns `begin + k`, or return ones if a row is a single block.
+    """Load the scales [parts] of columns `begin + k`, or ones if a block spans the row.
 
-    `scale_ptr` points to the scales of a row of blocks. `k` [parts, LANE] comes from `columns_of_parts`.
+    `k` [parts, LANE] comes from `columns_of_parts`.
     """
     part = tl.arange(0, k.shape[0])
     if SHAPE.block_k < SHAPE.k:
@@ -111,9 +108,9 @@ def _scales_of_parts(scale_ptr, begin, k, SHAPE: tl.constexpr):
 
 @triton.jit
 def _load_parts(ptr, k, is_row, SHAPE: tl.constexpr, TILE_K: tl.constexpr):
-    """Load weights from pointers [rows, parts, LANE] to columns `k` [parts, LANE] of a matrix.
+    """Load columns `k` [parts, LANE] of weights from pointers [rows, parts, LANE].
 
-    Return 0 outside the matrix. `is_row` [rows] is the mask of existing rows.
+    `is_row` [rows] masks the existing rows.
     """
     inside = is_row[:, None, None]
     if SHAPE.k % TILE_K > 0:
@@ -123,14 +120,14 @@ def _load_parts(ptr, k, is_row, SHAPE: tl.constexpr, TILE_K: tl.constexpr):
 
 @triton.jit
 def _load_parts_of_x(x_ptr, k, SHAPE: tl.constexpr, TILE_K: tl.constexpr):
-    """Load the elements at `k` [parts, LANE] of a row as float32 [1, parts, LANE]. Return 0 outside the row."""
+    """Load elements `k` [parts, LANE] of a row as float32 [1, parts, LANE], with 0 outside the row."""
     x = tl.load(x_ptr + k) if SHAPE.k % TILE_K == 0 else tl.load(x_ptr + k, k < SHAPE.k, 0.0)
     return x.to(tl.float32)[None]
 
 
 @triton.jit
 def _multiply_parts(w, x, scales):
-    """Multiply w [rows, parts, LANE] by x [1, parts, LANE] and `scales` [parts]. Sum over LANE."""
+    """Multiply w [rows, parts, LANE] by x [1, parts, LANE] and `scales` [parts], then sum over LANE."""
     return tl.sum(decode_e4m3(w, tl.float32) * x, 2) * scales[None, :]
 
 
@@ -220,7 +217,7 @@ def _scaled_down_gemv_kernel(
 
 
 def _operands(weight: Weight, tile: tuple[int, int, int], top_k: int) -> tuple[tuple, dict]:
-    """Return the arguments that a kernel takes for a weight [experts, N, K], and the kernel's constants."""
+    """Return the arguments and the constants of a kernel for a weight [experts, N, K]."""
     values, scales = values_and_scales(weight)
     shape, (tile_n, tile_k, num_warps) = shape_of(values, scales), tile
     if shape.block_k < shape.k:  # all rows of a program must be in the same row of blocks
@@ -232,11 +229,10 @@ def _operands(weight: Weight, tile: tuple[int, int, int], top_k: int) -> tuple[t
 def moe_gemv(
     x: torch.Tensor, routing: Routing, gate_up: Weight, down: Weight, first_expert: int = 0, norm=NO_NORM, out=None
 ) -> torch.Tensor:
-    """Compute the experts for x [T, hidden] with T > 0. For each token, sum over the token's experts on this rank.
+    """Compute the experts for x [T, hidden] with T > 0. Return [T, hidden] in `out`, summed over this rank's experts.
 
-    The result is [T, hidden]. `gate_up` [experts, 2 * size, hidden] and `down` [experts, hidden, size] are the weights
-    of this rank's experts, starting at `first_expert`. `norm` is (weight [hidden], eps) of an RMS norm, which is
-    applied to x first. `out` receives the result. All tensors are contiguous.
+    This rank's weights, starting at `first_expert`, are `gate_up` [experts, 2 * size, hidden] and `down` [experts,
+    hidden, size]. `norm` is (weight [hidden], eps) of an RMS norm, applied to x first. All tensors are contiguous.
     """
     (num_tokens, top_k), kernels = routing.expert_ids.shape, (_gate_up_gemv_kernel, _down_gemv_kernel)
     tile = GATE_UP_TILE

@@ -1,8 +1,7 @@
-"""Routing for a mixture of experts: the experts of each token, and the order of the rows of the grouped GEMMs.
+"""Routing for a mixture of experts: chooses the experts of each token, and sorts the rows of the grouped GEMMs.
 
-A *pair* consists of a token and one of its `top_k` choices. The index of a pair is `token * top_k + choice`. Each pair
-has one row in the grouped GEMMs, where rows are sorted by expert. A *tile* is a range of at most TILE_M rows of one
-expert.
+A *pair* is a token and one of its `top_k` choices, with the index `token * top_k + choice`. In the grouped GEMMs, each
+pair has one row, and rows are sorted by expert. A *tile* is a range of at most TILE_M rows of one expert.
 """
 
 from typing import NamedTuple
@@ -24,7 +23,7 @@ TILE_FIELDS = tl.constexpr(3)  # expert or -1, first row, end row
 
 
 class Routing(NamedTuple):
-    """The experts of each token, sorted by descending probability, then by id. Shared experts come last."""
+    """The experts of each token, sorted by descending probability, then by id, with shared experts last."""
 
     weights: torch.Tensor  # [T, top_k] float32
     expert_ids: torch.Tensor  # [T, top_k] int32
@@ -32,18 +31,15 @@ class Routing(NamedTuple):
 
 
 class ExpertRows(NamedTuple):
-    """The rows of the grouped GEMMs."""
-
     pairs: torch.Tensor  # [T * top_k] int32: the index of each row's pair
     table: torch.Tensor  # [num_tiles, TILE_FIELDS] int32; unused tiles have an expert of -1
     tile_m: int
 
 
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return parts [split_k, T, experts] whose sum is x W^T, for x [T, K] and the router's weight W [experts, K].
+    """Compute x W^T for x [T, K] and the router's weight W [experts, K]. Return summands [split_k, T, experts].
 
-    The parts are float32 on Hopper, so that experts rarely have equal logits. On other GPUs, the parts have the dtype
-    of x.
+    The result is float32 on Hopper, so that experts rarely have equal logits, and has the dtype of x on other GPUs.
     """
     num_experts, k = weight.shape
     if not has_tma(x.device) or x.dtype == torch.float32 or k % 8:
@@ -56,7 +52,7 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _load_logits(ptr, is_inside, part_size, SPLIT_K: tl.constexpr):
-    """Load and add the parts of logits. Replace NaN, which unused rows may contain, with -inf."""
+    """Load the logits, summed over `SPLIT_K`."""
     logits = tl.load(ptr, is_inside, float("-inf")).to(tl.float32)
     for part in tl.static_range(1, SPLIT_K):
         logits += tl.load(ptr + part * part_size, is_inside, 0.0).to(tl.float32)
@@ -64,8 +60,6 @@ def _load_logits(ptr, is_inside, part_size, SPLIT_K: tl.constexpr):
 
 
 class RouteSizes(NamedTuple):
-    """The sizes for which the kernel below is compiled."""
-
     num_experts: int  # without shared experts
     top_k: int
     num_shared: int  # experts that every token uses; their ids come last
@@ -134,11 +128,11 @@ def route(
 ) -> Routing:
     """Choose `top_k` experts for each token by a float32 softmax, and append the `num_shared` shared experts.
 
-    `logits` [split_k, T, experts] contains parts whose sum is the logits, and T is positive. The softmax covers all
-    experts except the shared experts. With `renormalize`, the weights of the chosen experts add up to 1. If logits are
-    equal, the lower expert id comes first (`torch.topk` does not define this order). Tokens with a negative slot are
-    padding. Padding tokens get the experts of the first token, so that no additional weights are read. Shared experts
-    have the last ids, and their weights are the sigmoids of their logits.
+    The softmax covers all experts that are not shared. The logits are the sum of `logits` [split_k, T, experts] over
+    the first dimension, with T > 0. With `renormalize`, the weights of the chosen experts add up to 1. Of experts with
+    equal logits, the lower id comes first (`torch.topk` defines no order). Tokens with a negative slot are padding, and
+    get the experts of the first token, so that no additional weights are read. Shared experts have the last ids, and
+    the sigmoids of their logits as weights.
     """
     split_k, num_tokens, num_logits = logits.shape
     num_experts, shape = num_logits - num_shared, (num_tokens, top_k + num_shared)
@@ -152,8 +146,6 @@ def route(
 
 
 class SortSizes(NamedTuple):
-    """The sizes for which the sorting kernels are compiled."""
-
     num_experts: int  # of this rank
     share: int  # pairs that are compared with each other
     block: int  # pairs per program
@@ -171,10 +163,7 @@ def _load_keys(ids_ptr, pair, num_pairs, first_expert, SIZES: tl.constexpr):
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_pairs", "first_expert"])
 def _count_kernel(ids_ptr, rows_ptr, num_pairs, first_expert, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """In each program, count the rows of one share.
-
-    For each expert, store the first row and the number of rows within the share: [2, bins, shares].
-    """
+    """In each program, store each expert's first row and number of rows within one share: [2, bins, shares]."""
     gdc_launch_and_wait(PDL)
     share, num_shares = tl.program_id(0), tl.num_programs(0)
     pair = share * SIZES.share + tl.arange(0, SIZES.share)
@@ -189,10 +178,9 @@ def _count_kernel(ids_ptr, rows_ptr, num_pairs, first_expert, SIZES: tl.constexp
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_shares"])
 def _scan_kernel(rows_ptr, num_shares, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """In each program, sum the counts of one expert over all shares.
+    """In each program, sum one expert's numbers of rows over all shares, and store the sum in the first share.
 
-    In each share, replace the expert's first row with a count: the rows of other shares that precede the expert's rows
-    of this share. Replace the expert's count in the first share with the sum of the counts.
+    In each share, replace the expert's first row by the number of rows of other shares that precede it.
     """
     gdc_launch_and_wait(PDL)
     share = tl.arange(0, MAX_SHARES)
@@ -206,10 +194,9 @@ def _scan_kernel(rows_ptr, num_shares, SIZES: tl.constexpr, PDL: tl.constexpr):
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_pairs", "first_expert", "num_tiles"])
 def _sort_kernel(in_ptrs, out_ptrs, num_pairs, first_expert, num_tiles, tile_m, SIZES: tl.constexpr, PDL: tl.constexpr):
-    """In the first program, write the table of tiles. In each other program, write the rows of a block of pairs.
+    """The first program writes the table of tiles, and each other program writes the rows of a block of pairs.
 
-    The row index of a pair is the number of pairs that sort before it. Pairs are compared only within a share. Without
-    `rows_ptr`, there is a single share, and the two kernels above are not needed.
+    The row of a pair is the number of pairs that sort before it.
     """
     gdc_launch_and_wait(PDL)
     ids_ptr, rows_ptr = in_ptrs
@@ -246,15 +233,15 @@ def _sort_kernel(in_ptrs, out_ptrs, num_pairs, first_expert, num_tiles, tile_m, 
 
 
 def max_tiles(num_pairs: int, num_experts: int, tile_m: int) -> int:
-    """Return the maximum number of tiles. No tile is empty, and only the last tile of an expert can be partial."""
+    """Return the maximum number of tiles: no tile is empty, and only the last tile of each expert can be partial."""
     return min(num_pairs, (num_pairs + num_experts * (tile_m - 1)) // tile_m)
 
 
 def sort_by_expert(expert_ids: torch.Tensor, first_expert: int, num_experts: int, tile_m: int) -> ExpertRows:
-    """Return the rows and tiles of this rank's `num_experts` experts, starting at `first_expert`.
+    """Return the rows and tiles of `num_experts` experts, starting at `first_expert`.
 
-    `expert_ids` is [T, top_k] int32, with T > 0. The rows of an expert are in the order of pairs. The sizes of the
-    results depend only on shapes, so the last entries of `pairs` might stay unwritten.
+    `expert_ids` is [T, top_k] int32, with T > 0. An expert's rows are in the order of pairs. Shapes determine the sizes
+    of the results, so the last entries of `pairs` may stay unwritten.
     """
     num_pairs, device = expert_ids.numel(), expert_ids.device
     num_tiles = max_tiles(num_pairs, num_experts, tile_m)

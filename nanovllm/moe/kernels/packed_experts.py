@@ -66,7 +66,7 @@ def _packed_grouped_kernel(
 def _grouped_product(
     x: torch.Tensor, weight, rows: ExpertRows, routing: Routing, tiles: Tiles, out: torch.Tensor
 ) -> torch.Tensor:
-    """Fill `out` with the result of the first GEMM, [rows, size], or of the second, [top_k, T, hidden]."""
+    """Fill `out` with the result of the first GEMM [rows, size] or the second GEMM [top_k, T, hidden]."""
     (num_tokens, top_k), n, is_gated = routing.weights.shape, out.shape[-1], out.dim() == 2
     pointers, shape = packed_operands(weight, x.dtype, tiles)
     operands = x, pointers, (routing.weights, rows.pairs, rows.table), out, num_tokens, n

@@ -1,7 +1,5 @@
 """Reads the format compressed-tensors: FP8 weights with a scale per output, per block or per weight matrix; and weights
 of 4 bits: integers, MXFP4 and NVFP4.
-
-For example, llm-compressor writes such checkpoints.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Implements FP8 (e4m3) for checkpoints and for the setting `quantization="fp8"`.
 
-For example, Qwen3's FP8 checkpoints have a scale per 128 x 128 block.
+For example, a scale in Qwen3's FP8 checkpoints belongs to a 128 x 128 block.
 """
 
 from pathlib import Path

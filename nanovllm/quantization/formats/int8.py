@@ -1,7 +1,7 @@
 """Implements `quantization="int8"`: weights are 8-bit integers with a scale per output.
 
-Activations are not quantized. This module shows how to add a format: the loaders in scaled.py and the kernels work for
-any 8-bit values with scales.
+Activations are not quantized. To add a format, start from this module: loaders and kernels work for all 8-bit values
+with scales.
 """
 
 import torch

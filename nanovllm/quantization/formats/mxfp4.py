@@ -1,6 +1,6 @@
-"""Reads MXFP4 as gpt-oss stores its experts: e2m1 values, and a power of two for each group of 32 inputs.
+"""Reads MXFP4 as stored in gpt-oss: e2m1 values, and a power of two for each group of 32 inputs.
 
-One tensor contains the experts of a layer. In the first matrix, rows of gate and up alternate.
+One tensor contains all experts of a layer. Rows of gate and up alternate.
 """
 
 from pathlib import Path

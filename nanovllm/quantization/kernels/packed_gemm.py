@@ -1,7 +1,7 @@
-"""Computes y = x W^T with 4-bit W, for one row and for many, and converts W to the dtype of the activations.
+"""Computes y = x W^T with 4-bit W for any number of rows, or converts W to the dtype of the activations.
 
-packed.py defines the layout of W. A tile of 16 words of each row of W contains eight slices of 16 adjacent inputs.
-`tl.dot` multiplies the slices one after another, so codes never move between threads.
+packed.py defines the layout of W. A tile of 16 words from each row of W contains eight slices of 16 adjacent inputs.
+`tl.dot` multiplies the slices one after another, so each thread keeps its codes.
 """
 
 from functools import cache
@@ -26,7 +26,7 @@ INPUTS = tl.constexpr(128)  # of a tile
 
 
 class PackedShape(NamedTuple):
-    """The sizes and the format of a weight, and the tile sizes (a kernel constant)."""
+    """The sizes and the format of a weight, and the tile sizes: constants of a kernel."""
 
     k: int
     words: int  # of a row
@@ -44,9 +44,11 @@ class PackedShape(NamedTuple):
 
 @cache
 def _assembly(is_e2m1: bool, dtype: torch.dtype) -> tuple[str, ...]:
-    """Return the instructions that convert a slice, for each slice of a tile. They save half of the compiler's.
+    """For each slice of a tile, return the instructions that convert it.
 
-    $1 and $2 are adjacent words, and $0 receives their codes as a pair of 16-bit numbers, plus the pair $3. `prmt`
+    There are half as many instructions as the compiler would use.
+
+    $1 and $2 are adjacent words, and $0 receives their values as a pair of 16-bit numbers, plus the pair $3. `prmt`
     combines halves of both words, so that the next instructions extract both codes at once. The bits of an integer
     replace the last bits of 128 (bfloat16) or 1024 (float16), which $3 subtracts again. The bits of an e2m1 number
     become the bits of a number with a smaller exponent, which is then multiplied by a power of two.
@@ -74,7 +76,7 @@ def _assembly(is_e2m1: bool, dtype: torch.dtype) -> tuple[str, ...]:
 
 @triton.jit
 def _slice(words, zeros, j: tl.constexpr, dtype: tl.constexpr, SHAPE: tl.constexpr):
-    """Return slice j of a tile of words [rows, WORDS]: values less zero points, in `dtype`."""
+    """Return slice j of a tile of words [rows, WORDS]: values minus zero points, in `dtype`."""
     if len(SHAPE.assembly) > 0:
         if SHAPE.is_e2m1:
             summand = tl.full([1, 1], 0.0, dtype)
@@ -96,9 +98,9 @@ def _slice(words, zeros, j: tl.constexpr, dtype: tl.constexpr, SHAPE: tl.constex
 
 @triton.jit
 def _scales_and_zeros(w_ptrs, row, is_row, first_k, SHAPE: tl.constexpr):
-    """Load the scales and zero points of the slice that begins with input `first_k`, as float32.
+    """Load the scales and zero points of the slice that begins with input `first_k`, as float32 [rows, 1].
 
-    The results are [rows, 1], or [rows, WORDS] if groups are not contiguous.
+    If groups are not contiguous, the shape is [rows, WORDS].
     """
     _, scale_ptr, zero_ptr, _, ids_ptr = w_ptrs
     if ids_ptr is not None:
@@ -124,9 +126,9 @@ def _scales_and_zeros(w_ptrs, row, is_row, first_k, SHAPE: tl.constexpr):
 
 @triton.jit
 def add_packed_product(acc, x_ptr, x_row, is_x_row, w_ptrs, row, is_row, first, end, SHAPE: tl.constexpr):
-    """Return acc [tile_n, tile_m] + W x^T for rows `row` of W and `x_row` of x, over the words from `first` to `end`.
+    """Return acc [tile_n, tile_m] + W x^T over the words from `first` to `end`, for rows `row` of W and `x_row` of x.
 
-    `w_ptrs` has the words, scales, zero points, factors of rows (which the caller applies), and groups of inputs.
+    `w_ptrs` points to words, scales, zero points, row factors (which the caller applies), and the groups of inputs.
     """
     IS_CONTIGUOUS: tl.constexpr = w_ptrs[4] is None
     GROUPS: tl.constexpr = INPUTS // SHAPE.group_size if IS_CONTIGUOUS and SHAPE.group_size < INPUTS else 1  # of a tile
@@ -199,7 +201,7 @@ def _dequantize_packed_kernel(w_ptrs, out_ptr, N, SHAPE: tl.constexpr, PDL: tl.c
 
 
 def packed_operands(weight, dtype: torch.dtype, tiles: Tiles, split_k: int = 1) -> tuple[tuple, PackedShape]:
-    """Return the pointers and the PackedShape with which a weight is passed to a kernel that converts it to `dtype`."""
+    """Return the pointers and constants of a weight for a kernel that converts it to `dtype`."""
     words, scales, zeros, row_scales, group_ids = weight[:5]
     (*_, num_words), groups, is_e2m1 = words.shape, scales.shape[-1], weight.codes == "e2m1"
     has_assembly = words.is_cuda and dtype != torch.float32
@@ -216,7 +218,7 @@ def packed_operands(weight, dtype: torch.dtype, tiles: Tiles, split_k: int = 1) 
 def packed_tiles(num_rows: int) -> Tiles:
     """Return the tiles for this number of rows.
 
-    With few rows, programs of one warp need no barriers. With more rows, wider tiles read x less often.
+    For few rows, programs of one warp need no barriers. For more rows, wider tiles read x less often.
     """
     if num_rows <= FEW_ROWS:
         return Tiles(16, INPUTS.value, 6, 1, 16)
@@ -227,10 +229,7 @@ def packed_tiles(num_rows: int) -> Tiles:
 def packed_gemm(
     x: torch.Tensor, weight, split_k: int = 1, out: torch.Tensor | None = None, tiles: Tiles | None = None
 ) -> torch.Tensor:
-    """Return parts [split_k, M, N] whose sum is x W^T, for x [M, K] and a Packed weight [N, K].
-
-    All tensors are contiguous. `out` receives the result.
-    """
+    """Return summands [split_k, M, N] of x W^T in `out`, for x [M, K] and a Packed weight [N, K], all contiguous."""
     m, n = len(x), len(weight.words)
     out = torch.empty((split_k, m, n), dtype=x.dtype, device=x.device) if out is None else out
     tiles = tiles or packed_tiles(m)

@@ -1,8 +1,7 @@
-"""Computes y = x W^T + b for a single row x. W is 8-bit values times block scales.
+"""Computes y = x W^T + b for a single row x and 8-bit W with block scales.
 
-The kernel in gemv.py is for 16-bit weights. 8-bit weights arrive twice as fast and must be converted, so instructions
-limit the speed too. For this reason, the preceding norm is not fused, unlike in gemv.py: every program would compute
-the norm again.
+Compared with gemv.py, the weights arrive twice as fast and must be converted, so instructions limit the speed too.
+Therefore, the preceding norm is not fused: every program would compute it again.
 """
 
 import torch
@@ -23,11 +22,11 @@ SHORT = 2**24  # a matmul with at most this many weights is short
 
 @triton.jit
 def _load_tile(w_ptrs, first_n, k, is_column, N, SHAPE: tl.constexpr, ROWS: tl.constexpr, MATRICES: tl.constexpr):
-    """Return a tile of ROWS rows of weights from `first_n` on, and the factors and biases of its results.
+    """Return ROWS rows of weights from `first_n` on, and the factors and biases [ROWS, MATRICES] of the results.
 
-    The tile is [ROWS, MATRICES, parts, lane], and contains 0 outside `is_column`. Factors and biases are
-    [ROWS, MATRICES]. If rows have no scales, the factors are 1. If there is no bias, the biases are 0. `k` and
-    `is_column` are [parts, lane].
+    The tile is [ROWS, MATRICES, parts, lane], with 0 outside `is_column`. Without scales, the factors are 1; without
+    bias, the biases are 0.
+    `k` and `is_column` are [parts, lane].
     """
     w_ptr, scale_ptr, bias_ptr = w_ptrs
     n = tl.minimum(first_n + tl.arange(0, ROWS), N - 1)  # instead of a mask, which would cost registers and time
@@ -99,21 +98,20 @@ def choose_gemv_split_k(k: int, max_split_k: int) -> int:
 
 
 def _k_per_split(k: int, split_k: int) -> int:
-    """Return the number of inputs of a split."""
     return k if split_k == 1 else triton.cdiv(k, K_MULTIPLE * split_k) * K_MULTIPLE
 
 
 def scaled_gemv(
     x: torch.Tensor, weight: Weight, gated: bool = False, bias=None, split_k: int = 1, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute x W^T + bias for x [1, K] and bias [N]. Return [1, N].
+    """Return x W^T + bias [1, N] for x [1, K] and bias [N].
 
-    `weight` is (values [N, K], scales [N / block rows, K / block columns]). If blocks are narrower than K, their sides
-    are powers of two. All tensors must be contiguous.
+    `weight` is (values [N, K], scales [N / block rows, K / block columns]), and all tensors are contiguous. If blocks
+    are narrower than K, their sides are powers of two.
 
-    If `gated`, W is [2N, K], bias is [2N], and the result is silu(first half of the outputs) * second half. In that
-    case, no block may contain rows of both halves. If `split_k` > 1, the result is parts [split_k, 1, N] whose sum is
-    x W^T. In that case, neither `gated` nor `bias` is allowed. `out` [split_k, 1, N] receives the result.
+    If `gated`, W is [2N, K], bias is [2N], and the result is silu(first half of the outputs) * second half. No block
+    may contain rows of both halves. If `split_k` > 1, return summands [split_k, 1, N] of x W^T. In that case, neither
+    `gated` nor `bias` is allowed. `out` [split_k, 1, N] receives the result.
     """
     assert split_k == 1 or (not gated and bias is None)
     matrices, (values, scales) = 2 if gated else 1, weight

@@ -1,7 +1,6 @@
-"""MessagePack messages between a front and the engine's process.
+"""MessagePack messages between a front and the engine's process, each with all news since the previous message.
 
-Each message contains all news since the previous message. Nothing here needs PyTorch, so the engine's process can start
-the fronts before it imports PyTorch.
+PyTorch is not imported here, so the engine's process can start the fronts first.
 """
 
 import socket
@@ -16,10 +15,9 @@ from nanovllm.serve.replicas.messages import Final, NewRequest
 
 
 class FromFront(Struct, array_like=True):
-    """A message from a front. Unless there is a `problem`, the first message means that the front accepts connections.
+    """A message from a front. Without a `problem`, the first message means that the front accepts connections.
 
-    requests: pairs (id, encoded request). Each request is encoded separately, so a request that can't be encoded or
-        decoded does not affect the others.
+    requests: pairs (id, encoded request), encoded one by one, so a broken request does not affect other requests.
     calls: calls of EngineCalls methods, as triples (number, method name, arguments).
     """
 
@@ -34,7 +32,7 @@ class FromEngine(Struct, array_like=True):
     """A message from the engine. The first message is empty, and means that the engine has started.
 
     errors: triples (request id, class name of the error, error message).
-    results: triples (call number, result, error message). The error message is "" if there was no error.
+    results: triples (call number, result, error message or "").
     failure: the error that has ended the engine.
     """
 
@@ -70,17 +68,14 @@ class Channel:
     def send(self, message: Struct) -> None:
         """Send a message. Raises OSError if the other end is closed.
 
-        If another error is raised, nothing has been sent.
+        After any other error, nothing has been sent.
         """
         data = _encode(message)
         with self._lock:
             self._socket.sendall(len(data).to_bytes(LENGTH_BYTES, "big") + data)
 
     def receive(self, seconds: float | None = None) -> bytes:
-        """Return the next message.
-
-        Raises OSError if no message arrives within `seconds`, or if either end is closed.
-        """
+        """Return the next message. Raises OSError if none arrives within `seconds`, or if either end is closed."""
         self._socket.settimeout(seconds)
         data = self._stream.read(int.from_bytes(self._stream.read(LENGTH_BYTES), "big"))
         if not data:

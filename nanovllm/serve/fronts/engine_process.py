@@ -1,6 +1,6 @@
 """Runs the engine's process, which starts the fronts and computes their requests.
 
-The process starts the fronts before it imports PyTorch, so that all processes import their libraries at the same time.
+The fronts start before this process imports PyTorch, so all processes import their libraries at the same time.
 """
 
 import gc
@@ -40,11 +40,11 @@ BLOCKED = signal.SIGINT, signal.SIGTERM  # signals that are blocked while a fron
 
 
 class FrontPlan(NamedTuple):
-    """The data that every front of an engine needs.
+    """num_live: the number of live answers of each front, in shared memory.
+    The sum over all fronts is limited. The sum may exceed the limit slightly if fronts accept requests at the same
+    instant.
 
-    num_live: the number of live answers of each front, in shared memory. The limit on live answers applies to the sum
-        over all fronts. Fronts that accept requests at the same instant can exceed the limit slightly.
-    listener: the listening socket. If `None`, each front opens a socket at the address in `settings`.
+    listener: the listening socket, or `None` if each front opens one at the address in `settings`.
     """
 
     model: str
@@ -57,7 +57,7 @@ class FrontPlan(NamedTuple):
 def make_plan(
     model: str, settings: ServerSettings, engine_settings: dict[str, Any], listener: socket.socket
 ) -> FrontPlan:
-    """Make the plan. Fronts use `listener` if it is a Unix socket or there is a single front."""
+    """Make the plan. Fronts use `listener` if it is a Unix socket, or if there is one front."""
     count, port = settings.num_fronts, settings.port if settings.uds else listener.getsockname()[1]
     front_settings = replace(settings, port=port, max_connections=max(1, settings.max_connections // count))
     is_passed = bool(settings.uds) or count == 1
@@ -65,7 +65,7 @@ def make_plan(
 
 
 def run_front(plan: FrontPlan, index: int, end: socket.socket) -> None:
-    """Run a front in this process. Ctrl-C reaches only the engine's process, which then lets the fronts drain."""
+    """Run a front in this process. Ctrl-C only reaches the engine's process, which lets the fronts drain."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a terminal may send it if a background group writes its log
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # also drops a SIGINT that arrived while it was blocked
@@ -78,7 +78,7 @@ def run_front(plan: FrontPlan, index: int, end: socket.socket) -> None:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Delay the signals in `BLOCKED` until a `with` block ends. Processes started in the block inherit the mask."""
+    """Delay the signals in `BLOCKED` until a `with` block ends."""
     resource_tracker.ensure_running()  # its start would unblock the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     try:
@@ -88,9 +88,9 @@ def _signals_blocked() -> Iterator[None]:
 
 
 class Fronts:
-    """The fronts of an engine. If a front ends, its requests are dropped, and the front restarts.
+    """The fronts of an engine.
 
-    The other fronts keep running.
+    If a front ends, its requests are dropped, it restarts, and the other fronts keep running.
     """
 
     def __init__(self, plan: FrontPlan):
@@ -105,7 +105,7 @@ class Fronts:
         self._deadline = inf  # when all fronts must have ended
 
     def begin(self) -> None:
-        """Start all fronts in parallel. They listen only after the engine has started."""
+        """Start all fronts in parallel. The fronts listen only after the engine has started."""
         for index in range(len(self._num_failures)):
             self._begin(index)
 
@@ -129,7 +129,7 @@ class Fronts:
 
     @staticmethod
     def _say_that_the_engine_has_started(channel: Channel) -> float:
-        """Tell a front that the engine has started. Return the time by which the front must be ready."""
+        """Tell a front that the engine has started."""
         with suppress(OSError):  # the front has ended, which `_turn` notices
             channel.send(FromEngine())
         return monotonic() + START_SECONDS
@@ -147,7 +147,7 @@ class Fronts:
         self._starting[index] = channel, until
 
     def _turn(self, max_failures: int) -> None:
-        """Handle fronts that became ready or ended. Raises RuntimeError after `max_failures` failed starts in a row."""
+        """Handle fronts that became ready or ended."""
         channels = [channel.fileno() for channel, _ in self._starting.values()]
         changed = wait([*channels, *(process.sentinel for process in self._processes.values())], TURN_SECONDS)
         for index, (channel, deadline) in [*self._starting.items()]:
@@ -187,7 +187,6 @@ class Fronts:
         self._begin(index)
 
     def fail(self) -> None:
-        """End all fronts, because the engine has failed."""
         self.has_failed = True
         self.end()
 
@@ -203,7 +202,7 @@ class Fronts:
                 process.terminate()
 
     def join(self, seconds: float) -> None:
-        """Wait up to `seconds` (less after a second Ctrl-C) for the fronts to end. Then kill the remaining fronts."""
+        """Wait up to `seconds` (less after a second Ctrl-C) for the fronts to end, then kill the remaining fronts."""
         end = monotonic() + seconds
         while any(process.is_alive() for process in self._processes.values()) and monotonic() < min(
             end, self._deadline

@@ -72,7 +72,6 @@ class FrontRequest(ReplicaRequest):
         super().finish(final)
 
     def _extended(self, index: int, new: StreamEvent | CompletionOutput) -> Sequence:
-        """Add new tokens to the sequence of an answer, and return the sequence."""
         seq = self.request.group[index]
         seq.token_ids += new.token_ids
         seq.finish_reason, seq.stop_reason = new.finish_reason, new.stop_reason
@@ -125,7 +124,6 @@ class FrontClient(EngineClient):
             self._calls.pop(number, None)
 
     def next_message(self) -> FromFront:
-        """Return the message to be sent at the end of this event-loop iteration."""
         if self._to_send is None:
             self._to_send = FromFront()
             self._engine_loop.call_soon(self._send, self._to_send)
@@ -141,7 +139,6 @@ class FrontClient(EngineClient):
     # -- received messages ---------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Receive messages. This function runs in a separate thread."""
         try:
             while True:
                 self._arrived.append(self._channel.receive())
@@ -155,7 +152,7 @@ class FrontClient(EngineClient):
     def _receive(self) -> None:
         """Process all messages that have arrived.
 
-        Even if the messages cover several steps, each stream gets one piece.
+        Each stream gets one piece, even if the messages cover several steps.
         """
         self._is_told = False
         self._has_started.set()
@@ -185,7 +182,6 @@ class FrontClient(EngineClient):
             self._lose(message.failure)
 
     def _lose(self, problem: str) -> None:
-        """Fail all requests and calls, because the engine or its process has ended."""
         if self.error is None and not self._is_closing:
             logger.error("the engine is lost, so this HTTP process ends: %s", problem)
             self._fail(RuntimeError(problem))

@@ -20,7 +20,7 @@ logger = logging.getLogger("nanovllm")
 
 
 class Session(Replica):
-    """Serves the requests of one front. One thread handles the front's messages; another sends outputs and errors."""
+    """Serves the requests of one front, with one thread for its messages and another for outputs and errors."""
 
     orders_by_id = False  # ids from several fronts do not show which request came first, so the engine decides
 
@@ -70,7 +70,7 @@ class Session(Replica):
         return request
 
     def _decoded(self, requests: Iterable[tuple[int, bytes]]) -> Iterator[NewRequest]:
-        """Yield the requests that can be decoded, and report errors for the others."""
+        """Yield the requests that can be decoded, and report errors for the remaining requests."""
         for request_id, data in requests:
             try:
                 yield decode_request(data)
@@ -95,10 +95,7 @@ class Session(Replica):
                 self._on_failure()
 
     def _send_singly(self, message: FromEngine) -> None:
-        """Send the parts of a message that can't be encoded as a whole.
-
-        If the part for one request can't be sent, that request fails.
-        """
+        """Send the parts of a message that can't be encoded as a whole."""
         parts = [(delta.request_id, FromEngine(deltas=[delta])) for delta in message.deltas]
         parts += [(final.request_id, FromEngine(finals=[final])) for final in message.finals]
         for request_id, part in parts:

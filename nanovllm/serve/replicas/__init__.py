@@ -10,7 +10,7 @@ MODULES = {"RayLLM": "ray_llm", "NanoVLLM": "ray_data", "PrefixRouter": "routing
 
 
 def __getattr__(name: str) -> Any:
-    """Import each class on first use. RayLLM is the only class that needs the package extra `ray`."""
+    """Import each class on first use, because RayLLM needs the package extra `ray`."""
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{MODULES[name]}"), name)

@@ -30,7 +30,7 @@ MAX_UNREAD_REPORTS = 4  # at this number, the replica waits, and its next report
 
 
 def connect() -> bool:
-    """Join the cluster at RAY_ADDRESS, or start one on this machine. Returns False if Ray was already initialized."""
+    """Join the cluster at RAY_ADDRESS, or start one on this machine. Return False if Ray was already initialized."""
     if ray.is_initialized():
         return False
     # "local", because without an address, Ray joins the latest cluster that anybody started on this machine
@@ -54,9 +54,9 @@ def check_node() -> None:
 def needs_of(settings: dict[str, Any], actor_options: dict[str, Any], num_replicas: int) -> dict[str, Any]:
     """Return the Ray options of a replica's actor.
 
-    The options reserve one GPU for each rank, or one CPU for each rank of a CPU engine. The actor itself starts the
-    processes of its ranks. Ray reserves an actor's resources on a single node, so no placement group is needed, and
-    none can be left behind. Raises ValueError if the cluster is too small; Ray would wait forever for more nodes.
+    The options reserve one GPU for each rank, or one CPU for each rank of a CPU engine. The actor starts the processes
+    of its ranks. Ray reserves an actor's resources on one node, so there is no placement group that could be left
+    behind. Raises ValueError if the cluster is too small, because Ray would wait forever for more nodes.
     """
     device, num_ranks = settings.get("device", "auto"), settings.get("tensor_parallel_size", 1)
     if device not in ("auto", "cpu", "cuda"):
@@ -99,10 +99,7 @@ class ReplicaProcess(Replica):
 
 
 class ActorHandle:
-    """A `Handle` for a Ray actor. The actor's methods run one at a time, in call order.
-
-    Only `reports` runs at the same time as other methods.
-    """
+    """A `Handle` for a Ray actor. The actor's methods run one at a time, in call order, except for `reports`."""
 
     def __init__(self, replica_class: type, options: dict[str, Any], model: str, settings: dict[str, Any]):
         self._options, self._model, self._settings = options, model, settings
@@ -152,7 +149,7 @@ def make_group(
 ) -> ReplicaGroup:
     """Create a group without starting it.
 
-    `settings` apply to each replica's LLM; `config` is the config of the driver.
+    `settings` apply to each replica's LLM, and `config` belongs to the driver.
     """
     actor_settings = dict(settings)
     if settings.get("tokenizer") is not None:

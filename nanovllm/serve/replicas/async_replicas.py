@@ -44,7 +44,6 @@ class AsyncReplicas(EngineClient):
         self._group_loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
-        """Load the model in all replicas in parallel, then accept requests."""
         self._group_loop, self._group_thread = asyncio.get_running_loop(), threading.get_ident()
         await self.group.start()
 
@@ -81,7 +80,7 @@ class AsyncReplicas(EngineClient):
     def exit(self) -> None:
         """Kill the replicas, and stop Ray if this object started it.
 
-        Raises RuntimeError if it is called in the event loop's thread.
+        Raises RuntimeError in the event loop's thread.
         """
         if self._is_closing and self._group_loop is None:
             return

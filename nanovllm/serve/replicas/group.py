@@ -27,12 +27,12 @@ class ReplicaGroup:
     iteration of the loop are sent in one message.
 
     A replica is lost if its process, GPU or host fails, or if a step raises an error. The group then restarts the
-    replica. Meanwhile, other replicas compute the requests of the lost replica. A single request fails if it can't be
-    queued, or if MAX_FAILURES replicas were lost while computing it. After MAX_FAILURES - 1 losses, the request itself
-    may be the cause (a poison request). Poison requests run one at a time, each alone on a replica.
+    replica. Meanwhile, other replicas compute the requests of the lost replica. A request fails if it can't be queued,
+    or if MAX_FAILURES replicas were lost while computing it. After MAX_FAILURES - 1 losses, the request itself may be
+    the cause (a poison request), so it runs alone on a replica. Poison requests run one at a time.
 
-    A replica is given up after MAX_FAILURES consecutive losses. A finished request, or a few minutes of uptime, resets
-    the count of losses. Losses during a poison request do not count. If no replica is left, every request fails with an
+    A replica is given up after MAX_FAILURES consecutive losses. Losses during a poison request do not count. A finished
+    request, or a few minutes of uptime, resets the count. If no replica is left, every request fails with an
     EngineDeadError that states the cause of the last loss.
     """
 
@@ -45,13 +45,11 @@ class ReplicaGroup:
         router: Router | None = None,
         restart_timeout: float = RESTART_TIMEOUT,
     ):
-        """Create a group without starting it.
-
-        launch: starts the process of a replica.
+        """launch: starts the process of a replica.
         max_answers: the maximum number of answers that a replica computes at a time.
-        block_size: the number of tokens in a block of the replicas' caches.
+        block_size: the number of tokens in a cache block of the replicas.
         router: chooses a replica for each request; `None` selects a PrefixRouter.
-        restart_timeout: seconds until a restart counts as failed. A restart may have to wait for a GPU or a host.
+        restart_timeout: seconds until a restart counts as failed, including the wait for a GPU or a host.
         """
         self.replicas = [ReplicaState(i) for i in range(num_replicas)]
         self.error: Exception | None = None  # the error that ended the group
@@ -88,7 +86,7 @@ class ReplicaGroup:
         self._fail_group(EngineDeadError("the engine was closed"))
 
     def kill(self) -> None:
-        """Kill all replicas immediately. This method needs no event loop."""
+        """Kill all replicas immediately, without an event loop."""
         for replica in self.replicas:
             replica.is_ready = False
             if replica.handle is not None:
@@ -159,7 +157,6 @@ class ReplicaGroup:
     # -- where requests are computed -----------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
-        """Send waiting requests while any replica accepts more."""
         self._dispatch_poison_request()
         while self._waiting:
             loads = [replica.load(self._max_answers) for replica in self.replicas]
@@ -227,7 +224,7 @@ class ReplicaGroup:
             start.cancel()
 
     async def _supervise(self, replica: ReplicaState) -> None:
-        """Read the reports of a replica, and restart the replica whenever it is lost."""
+        """Read the reports of a replica, and restart it whenever it is lost."""
         while True:
             try:
                 if replica.handle is None:
@@ -275,7 +272,7 @@ class ReplicaGroup:
         self._dispatch()
 
     def _move_requests(self, replica: ReplicaState, error: Exception) -> None:
-        """Put the requests of a lost replica back into the queue, ahead of requests that were submitted later."""
+        """Put the requests of a lost replica back into the queue, in the order of submission."""
         if replica.handle is not None:
             replica.handle.kill()
         replica.handle, replica.is_ready, replica.to_send = None, False, []
@@ -299,7 +296,6 @@ class ReplicaGroup:
         self._dispatch()
 
     def _fail_group(self, error: Exception) -> None:
-        """Kill all replicas, and fail every request with this error."""
         if self.error is None:
             self.error = error
             self.kill()

@@ -1,7 +1,6 @@
 """Defines the messages between the driver (the caller's process or the server) and a replica.
 
-A message is a pickle of plain tuples with data about many requests. Ray passes bytes through unchanged; for other
-objects, it would use a slower serializer.
+A message is a pickle of tuples, because Ray passes bytes through, but uses a slower serializer for other objects.
 """
 
 import pickle
@@ -47,9 +46,8 @@ class NewRequest(NamedTuple):
 class Final(NamedTuple):
     """The result of a finished request. `answers` is empty if the answers were sent as deltas.
 
-    seconds: three durations, which all begin when the request arrives at the replica. They end when the request is
-        first scheduled, when it gets its first token, and when it finishes. The clocks of two machines differ, so these
-        are not points in time.
+    seconds: three durations from the request's arrival at the replica: until it is first scheduled, until its first
+        token, and until it finishes. The times are durations, because the clocks of two machines differ.
     data: the bytes of a vector's float32 numbers; `None` for generated answers, and for an aborted request.
     """
 
@@ -112,10 +110,7 @@ def make_final(
 
 
 def _portable(error: Exception) -> Exception:
-    """Return the error if it can be pickled, else a RuntimeError with its text.
-
-    An error of a user-defined class may not be picklable.
-    """
+    """Return the error if it can be pickled, else a RuntimeError with its text."""
     try:
         return pickle.loads(pickle.dumps(error))
     except Exception:

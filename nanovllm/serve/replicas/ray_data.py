@@ -14,8 +14,7 @@ class NanoVLLM:
     Each of the N `ray.data` workers has one engine, which uses M GPUs if `tensor_parallel_size=M`. Each batch becomes
     one call of `LLM.generate`, so `batch_size` should be several times `max_num_seqs`. The output adds the columns
     `generated_text`, `finish_reason`, `num_prompt_tokens` and `num_output_tokens` to the columns of the input. A row
-    with an invalid prompt gets the finish reason "error", and its text is the error message. Other rows are not
-    affected.
+    with an invalid prompt gets the finish reason "error" and the error message as text. Other rows are not affected.
 
     The class works without Ray: calling an instance maps a dict of columns to a dict of columns.
     """
@@ -25,7 +24,7 @@ class NanoVLLM:
     ) -> None:
         """Load the model. `settings` are the settings of `LLM`.
 
-        sampling_params: arguments of SamplingParams. `None` selects the parameters that the model recommends.
+        sampling_params: arguments of SamplingParams, or `None` for the parameters that the model recommends.
         column: the column that contains the prompts, which are strings, lists of token ids, or conversations (lists of
             dicts with `role` and `content`).
         """

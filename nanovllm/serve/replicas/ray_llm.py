@@ -30,12 +30,12 @@ REORDERED = 4  # how many prompts may be read ahead of the next output, in units
 class RayLLM:
     """Works like LLM, but on N engines: `RayLLM(model, num_replicas=N, **settings).generate(prompts, sampling_params)`.
 
-    The calling process checks and tokenizes the prompts, raises the same errors as LLM, and chooses the seeds of the
-    sampling noise. With the same `seed` setting, the same calls therefore return the same tokens as LLM, unless
-    rounding errors differ. A request that can't be computed ends with `finish_reason="error"` and the error message as
-    its `stop_reason`. ReplicaGroup explains what happens when a replica is lost.
+    The calling process checks and tokenizes the prompts, raises the same errors as LLM, and chooses the noise seeds. So
+    with the same `seed` setting, the same calls return the same tokens as LLM, unless rounding errors differ. A request
+    that can't be computed ends with `finish_reason="error"` and the error message as its `stop_reason`. ReplicaGroup
+    explains what happens when a replica is lost.
 
-    The methods are thread-safe. A RayLLM is a context manager; leaving the `with` block calls `exit`.
+    The methods are thread-safe. Leaving a `with` block calls `exit`.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class RayLLM:
     ) -> None:
         """Start the replicas. `settings` are the settings of each replica's `LLM`. Raises the same errors as `LLM`.
 
-        Ray chooses the devices. If the process has not called `ray.init`, this joins the cluster at RAY_ADDRESS, or
+        Ray chooses the devices. Unless the process has called `ray.init`, this joins the cluster at RAY_ADDRESS, or
         starts Ray on this machine.
 
         router: chooses a replica for each request; `None` selects a PrefixRouter.
@@ -84,7 +84,7 @@ class RayLLM:
         use_tqdm: bool = True,
         priority: list[int] | None = None,
     ) -> list[RequestOutput]:
-        """Generate like `LLM.generate`. Raises the same errors. Ctrl-C or an error drops the requests of this call."""
+        """Generate like `LLM.generate`, with the same errors. Ctrl-C or an error drops the requests of this call."""
         requests = self.input_processor.requests(prompts, sampling_params, OutputKind.FINAL_ONLY, None, priority)
         return self._run(requests, use_tqdm)
 
@@ -102,7 +102,7 @@ class RayLLM:
         """Yield the outputs in prompt order, while prompts are still being read. There may be any number of prompts.
 
         Prompts (and parameters, if they are iterable) are read only when replicas can take more requests, so memory use
-        is bounded. If a prompt or its parameters are invalid, the output has the `finish_reason` "error", and its
+        is bounded. For an invalid prompt or invalid parameters, the output has the `finish_reason` "error", and its
         `stop_reason` contains the prompt's index and the error message. Raises ValueError if there are fewer parameters
         than prompts.
         """
@@ -129,10 +129,7 @@ class RayLLM:
             yield from new_outputs.items()
 
     def stats(self) -> list[dict[str, Any] | None]:
-        """Return `LLM.stats()` for each replica, or `None` for a replica that is not running.
-
-        Raises RuntimeError after `exit`.
-        """
+        """Return `LLM.stats()` for each replica, or `None` if it is not running. Raises RuntimeError after `exit`."""
         self._check_open()
         return self._run_in_loop(self.group.stats())
 
@@ -168,7 +165,7 @@ class RayLLM:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def _run(self, requests: list[CompletionRequest], use_tqdm: bool) -> list[RequestOutput]:
-        """Run requests, and return their outputs in order. `LLM.chat` calls this."""
+        """Run requests for `LLM.chat` and others, and return their outputs in order."""
         outputs: dict[int, RequestOutput] = {}
         bar = progress_bar(len(requests), desc="Generating", dynamic_ncols=True, disable=not use_tqdm)
         with bar as advance:
@@ -179,7 +176,7 @@ class RayLLM:
         return [outputs[i] for i in range(len(requests))]
 
     def _requests(self, prompts: Iterable[Prompt], sampling_params: Any) -> Iterator[CompletionRequest | RequestOutput]:
-        """Yield a request for each prompt. For a refused prompt, yield an output with the error."""
+        """Yield a request for each prompt, or an output with the error for a refused prompt."""
         if isinstance(prompts, (str, Mapping)):
             raise TypeError(f"prompts={prompts!r:.80}: must be an iterable of prompts")
         is_single = sampling_params is None or isinstance(sampling_params, SamplingParams)
@@ -201,8 +198,6 @@ class RayLLM:
         self, requests: Iterator[CompletionRequest | RequestOutput], end: Callable[[], int] | None = None
     ) -> Iterator[dict[int, RequestOutput]]:
         """Yield dicts from request index to output, as requests complete.
-
-        More requests are sent after every few outputs, so that replicas do not run out of work when the caller is slow.
 
         end: returns the index of the first request that must not be made yet.
         """
@@ -264,7 +259,7 @@ class RayLLM:
 
 
 def _refused(prompt: Prompt, message: str) -> RequestOutput:
-    """Return the output for a refused prompt. The output has no request id."""
+    """Return the output for a refused prompt."""
     answer = CompletionOutput(0, "", [], None, None, "error", message)
     text = prompt if isinstance(prompt, str) else None
     return RequestOutput(-1, text, [], [answer], True, 0, None, RequestMetrics(time(), None, None, None))

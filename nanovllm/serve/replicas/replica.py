@@ -1,4 +1,4 @@
-"""A replica is an engine that receives requests and reports results as messages. Ray runs it as an actor."""
+"""A replica is an engine that receives requests and reports results as messages, for example as a Ray actor."""
 
 import logging
 import threading
@@ -25,9 +25,9 @@ logger = logging.getLogger("nanovllm")
 class Replica:
     """An engine controlled by messages. Ray calls `start`, then `reports`, then other methods in the driver's order.
 
-    The engine's thread runs the steps. The thread that runs `reports` sends everything that is new since the previous
-    report. If sending takes longer than a step, the next report covers several steps. The engine never waits for
-    reports. This file does not import Ray, so tests can run replicas without it.
+    The engine's thread runs the steps, and never waits for reports. The thread of `reports` sends everything that is
+    new since the previous report, possibly of several steps. This file does not import Ray, so tests can run replicas
+    without it.
     """
 
     orders_by_id = True  # one driver assigns the ids, so a request that another replica has begun keeps its place
@@ -113,7 +113,6 @@ class Replica:
         return stats_of(self.engine.scheduler)
 
     def reports(self) -> Iterator[bytes]:
-        """Yield each of the `new_reports`, encoded as bytes."""
         for report in self.new_reports():  # not `yield from`: Ray calls `send`, which `map` does not have
             yield encode_report(report)
 
@@ -133,12 +132,11 @@ class Replica:
             yield Report(*self._read(outputs), errors)
 
     def exit(self) -> None:
-        """End `reports` and the engine. Under Ray, the actor's process is killed instead."""
+        """End `reports` and the engine. Ray kills the actor's process instead."""
         self.close()
         self.engine.exit()
 
     def close(self) -> None:
-        """End `reports`. The engine continues."""
         with self._changed:
             self.is_closed = True
             self._failure = self._failure or RuntimeError("it was closed")
@@ -195,7 +193,7 @@ class Replica:
         return deltas, finals
 
     def _end_answers(self, request_id: int, count: int) -> bool:
-        """Count the ended answers of a request. After the last answer, forget the request and return True."""
+        """Count the ended answers of a request."""
         with self._changed:
             if request_id not in self._num_unfinished:  # it was discarded
                 return False
@@ -203,7 +201,7 @@ class Replica:
             return not self._num_unfinished[request_id] and self._forget(request_id)
 
     def _forget(self, request_id: int) -> bool:
-        """Forget a request. Returns False if the request has already ended or was discarded."""
+        """Forget a request. Return False if it has already ended or was discarded."""
         with self._changed:
             self._num_unfinished.pop(request_id, None)
             return self._requests.pop(request_id, None) is not None

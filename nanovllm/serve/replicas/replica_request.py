@@ -1,7 +1,4 @@
-"""Defines the driver's record of a request.
-
-The record tracks what the caller has received, and which replica computes the request.
-"""
+"""Defines the driver's record of a request: what the caller has received, and which replica computes it."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -51,17 +48,17 @@ class ResumableAnswer(PartialAnswer):
 class ReplicaRequest(AsyncRequest):
     """A request that another process computes. If that process is lost, another replica takes over the request.
 
-    The caller gets each delta once. The new replica continues after the tokens that the caller has received. However,
-    it recomputes a request with log-probabilities from the start. In both cases, the replica sends the whole answer,
-    and this class skips the part that the caller has received. The sampling noise depends only on the request, so the
-    new replica samples the same tokens, unless its rounding errors differ. If rounding changes the tokens of a request
-    with log-probabilities, the request ends with an error.
+    The caller gets each delta once: a new replica sends the whole answer, and this class skips what the caller has
+    received. The new replica samples only the tokens that the caller has not received, except with log-probabilities,
+    where it starts again. The noise depends only on the request, so the new replica samples the same tokens, unless
+    rounding errors differ. If rounding changes the tokens of a request with log-probabilities, the request ends with an
+    error.
     """
 
     num_cached_tokens = 0  # prompt tokens found in the replica's prefix cache; 0 until the request has ended
 
     def __init__(self, request: CompletionRequest, on_end: Callable[["ReplicaRequest"], None], name: str = ""):
-        """Record a new request. `on_end` is called when the request finishes or fails, but not if it is discarded."""
+        """Record a new request. `on_end` is called when it finishes or fails, but not if it is discarded."""
         super().__init__(request, name)
         self.on_end = on_end
         self.replica_index: int | None = None  # the replica that computes it
@@ -74,7 +71,7 @@ class ReplicaRequest(AsyncRequest):
 
     @property
     def order(self) -> tuple:
-        """The request's sort key in the scheduling order. Keys are unique, and the lowest key comes first."""
+        """The request's unique sort key in the scheduling order, lowest first."""
         return self.request.group[0].order
 
     @property
@@ -173,5 +170,5 @@ class ReplicaRequest(AsyncRequest):
 
 
 def _generated(answer: ResumableAnswer) -> list[int]:
-    """Return the tokens that are not sampled again. If the answer has ended, its last token is sampled again."""
+    """Return the tokens that are not sampled again: all, except for the last token of an answer that has ended."""
     return answer.token_ids[: -1 if answer.finish_reason else None]

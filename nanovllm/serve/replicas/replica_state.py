@@ -21,7 +21,7 @@ class ClusterDeadError(EngineDeadError):
 class Handle(Protocol):
     """Controls a replica in another process.
 
-    Methods may raise an error once the replica is lost; `start` may raise ClusterDeadError.
+    Methods may raise an error once the replica is lost, and `start` may raise ClusterDeadError.
     """
 
     async def start(self) -> dict[str, Any]: ...
@@ -31,7 +31,7 @@ class Handle(Protocol):
 
 
 class ReplicaState:
-    """The driver's record of a replica. The record outlives the replica's process."""
+    """The driver's record of a replica, which outlives the replica's process."""
 
     def __init__(self, index: int):
         self.index = index
@@ -65,7 +65,7 @@ class ReplicaState:
         request.replica_index = None
 
     def send(self) -> list[tuple[int, Exception]]:
-        """Send the added requests in one message. Returns the ids and errors of requests that can't be pickled."""
+        """Send the added requests in one message. Return the ids and errors of requests that can't be pickled."""
         messages, self.to_send = self.to_send, []
         failed = []
         try:
@@ -104,7 +104,7 @@ class ReplicaState:
         return result | {"restarts": restarts}
 
     def count_failure(self, now: float) -> None:
-        """Count a loss of the replica. A loss does not count if a poison request ran alone on the replica."""
+        """Count a loss of the replica, unless a poison request ran alone on it."""
         if self.is_ready and now - self.ready_time > STABLE_SECONDS:
             self.num_failures = 0
         if self.poison_request is None or self.poison_request.replica_index is None:

@@ -17,8 +17,8 @@ class Router(Protocol):
     def choose(self, token_ids: list[int], loads: Sequence[int | None]) -> int:
         """Return the index of the replica for a prompt.
 
-        `loads[i]` is the number of answers that replica i computes, or `None` if the replica accepts no requests now.
-        The router must choose a replica whose load is a number; there is always one.
+        `loads[i]` is the number of answers that replica i computes, or `None` if it accepts no requests now. The load
+        of the chosen replica must be a number.
         """
         ...
 
@@ -32,7 +32,7 @@ class Router(Protocol):
 
 
 class GuardedRouter:
-    """Wraps a router so that its errors do no harm. If the router fails, the least loaded replica is chosen."""
+    """Wraps a router so that its errors do no harm: the least loaded replica is chosen instead."""
 
     def __init__(self, router: Router):
         self._router = router
@@ -82,10 +82,10 @@ class PrefixRouter:
     is too high, or if no replica has cached a prefix, the router chooses the least loaded replica. Among replicas with
     equal loads, it chooses the one that has received the fewest requests so far.
 
-    The router does not ask replicas what they have cached. Instead, the router computes the same hashes as the block
-    manager: a chain over full blocks of `block_size` tokens. For each replica, the router remembers the hashes of
-    prompts and answers in an LRU list. The list is limited to `max_blocks` hashes, one for each cache block of the
-    replica. A hash occupies about 150 bytes.
+    The router does not ask replicas what they have cached. Instead, it computes the same hashes as the block manager: a
+    chain over full blocks of `block_size` tokens.
+    For each replica, the router remembers the hashes of prompts and answers in an LRU list of at most `max_blocks`
+    hashes, one for each cache block. A hash occupies about 150 bytes.
     """
 
     def __init__(

@@ -46,7 +46,6 @@ def add_flags_of(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def _load(options: argparse.Namespace) -> Any:
-    """Load the LLM."""
     SamplingParams(**given(options, SamplingParams))  # errors before the model is loaded
     settings = given(options, Config, skip=NO_ENGINE_FLAGS)
     with waiting_for(f"Loading {options.model}"):

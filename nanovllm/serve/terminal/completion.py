@@ -42,9 +42,9 @@ def _bash(words: Mapping[str, str]) -> str:
 
 
 def _fish(words: Mapping[str, str]) -> str:
-    """Return fish commands. One line of the script completes the command names.
+    """Return fish commands.
 
-    For each command, another line completes the command's words.
+    Return fish commands: one line completes the command names, and one line per command completes its words.
     """
     lines = [f"complete -c nanovllm -n __fish_use_subcommand -a '{' '.join([*words, '--help', '--version'])}'\n"]
     lines += [f"complete -c nanovllm -n '__fish_seen_subcommand_from {name}' -a '{words[name]}'\n" for name in words]

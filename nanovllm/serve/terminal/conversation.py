@@ -23,7 +23,7 @@ COMMANDS = {
 
 
 class Conversation:
-    """A chat in the terminal. Answers go to standard output; everything else goes to standard error."""
+    """A chat in the terminal. Answers go to standard output, everything else to standard error."""
 
     def __init__(self, source: Source, params: dict[str, Any], names: tuple[str, ...], system: str | None = None):
         """params: the sampling parameters that are set. names: the names of all sampling parameters that can be set.
@@ -35,7 +35,7 @@ class Conversation:
         self.messages: list[Message] = []
 
     def run(self) -> int:
-        """Chat until the input ends. Returns the exit status, which is 1 if a line of piped input has failed.
+        """Chat until the input ends. Return the exit status, which is 1 if a line of piped input has failed.
 
         Raises KeyboardInterrupt on the second Ctrl-C, or on the first one if the input is not a terminal.
         """
@@ -126,7 +126,7 @@ class Conversation:
     def _answer(self, question: str) -> None:
         """Print the answer.
 
-        If any token arrived, add the question and the answer to the messages, even after Ctrl-C.
+        If any token arrived, even before Ctrl-C, add the question and the answer to the messages.
         """
         asked, answer = {"role": "user", "content": question}, Answer()
         messages = [*self.messages, asked]
@@ -167,7 +167,6 @@ class Answer:
         write(piece.text, sys.stdout)
 
     def close(self) -> None:
-        """End the line, and print the summary on the next line."""
         write("" if self.text.endswith("\n") else "\n", sys.stdout)
         write(self.summary() + "\n", sys.stderr, is_dim=True)
 
@@ -184,7 +183,6 @@ class Answer:
 
 
 def _value(text: str) -> Any:
-    """Parse the text as JSON, or return it unchanged."""
     try:
         return json.loads(text)
     except ValueError:

@@ -19,7 +19,6 @@ class LineReader:
     """Reads lines from standard input. On a terminal, readline can edit, search and complete the lines."""
 
     def __init__(self, commands: Collection[str]):
-        """commands: the words that Tab completes at the start of a line."""
         self.is_terminal = sys.stdin.isatty()
         self._edits = self.is_terminal and sys.stdout.isatty()
         self._commands = sorted(commands)
@@ -58,7 +57,6 @@ class LineReader:
         return found[index] if index < len(found) else None
 
     def close(self) -> None:
-        """Save the history, if its file can be written."""
         if self._history is not None:
             with suppress(OSError):
                 self._history.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +65,7 @@ class LineReader:
 
 
 def write(text: str, file: TextIO, is_dim: bool = False) -> None:
-    """Write text and flush. On a terminal, remove the text's control characters, and dim the text if `is_dim`."""
+    """Write text and flush. On a terminal, remove control characters, and dim the text if `is_dim`."""
     if file.isatty():
         text = text.translate(CONTROLS)
         if is_dim and text and "NO_COLOR" not in os.environ:

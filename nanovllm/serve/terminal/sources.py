@@ -161,7 +161,6 @@ class Server:
 
 
 def _message(content: bytes) -> str:
-    """Return the error message from the server's JSON. If there is no message, return the content itself."""
     try:
         error = json.loads(content)["error"]
         return str(error["message"] if isinstance(error, dict) else error)

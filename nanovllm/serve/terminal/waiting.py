@@ -10,7 +10,7 @@ DELAY = 1.0  # seconds until the message appears
 
 @contextmanager
 def waiting_for(text: str) -> Iterator[None]:
-    """Show the text on standard error during a `with` block. A terminal also shows the elapsed time."""
+    """Show the text on standard error during a `with` block, on a terminal with the elapsed time."""
     is_done = threading.Event()
 
     def show() -> None:
