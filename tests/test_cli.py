@@ -139,7 +139,7 @@ def test_bundled_model_has_a_small_cache(monkeypatch, caplog, line, engine):
     with pytest.raises(SystemExit), caplog.at_level("INFO", "nanovllm"):
         cli.main(["serve", *line.split()])
     assert made == [engine]
-    assert ("'num_kvcache_blocks': 200" in caplog.text) == (engine.get("num_kvcache_blocks") == 200)
+    assert ("(200 blocks of 16 tokens)" in caplog.text) == (engine.get("num_kvcache_blocks") == 200)
 
 
 def test_unix_socket_chat_template_and_forced_fields(tmp_path):

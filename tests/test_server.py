@@ -471,7 +471,8 @@ def test_a_burst_of_requests_holds_up_nothing_else(server, monkeypatch):
     for connection in connections:
         assert connection.recv(100).startswith(b"HTTP/1.1 200 OK")
         connection.close()
-    assert len(submitted) == 60 and max(Counter(submitted).values()) <= max(request_limits.ADMITTED_PER_TURN)
+    # a turn may run requests that were admitted in the previous turn, and admit a few others at once
+    assert len(submitted) == 60 and max(Counter(submitted).values()) <= sum(request_limits.ADMITTED_PER_TURN)
 
 
 def test_streams_to_the_byte(server, offline):

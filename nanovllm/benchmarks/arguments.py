@@ -7,12 +7,8 @@
     nanovllm bench conversations --model MODEL --max-model-len 32768    turns with a shared history
     nanovllm bench latency --model MODEL --max-model-len 32768      a single prompt; decode after long contexts
     nanovllm bench batches --model MODEL --batch-sizes 2,8,32       throughput by batch size
-<<<<<<< HEAD
-    nanovllm bench all,batches --model MODEL --compare vllm         several workloads in one run
-    nanovllm bench embed --model MODEL                embeddings of long and of short texts
-=======
     nanovllm bench all,batches --model MODEL --compare vllm         several workloads in one run (or online,latency)
->>>>>>> main
+    nanovllm bench embed --model MODEL                embeddings of long and of short texts
     nanovllm bench http --model MODEL --compare vllm  clients of an HTTP server
     nanovllm bench host                               host time of a step, on any machine
     nanovllm bench --model MODEL --profile FOLDER     GPU time of a step by kind of kernel, and traces
@@ -39,13 +35,9 @@ Workloads. All requests have random token ids and temperature 0.6, and ignore th
     latency     first, a single prompt of 16 to 32,000 tokens with one output token, --num-seqs times for each length.
                 Then 1 and 8 sequences decode after contexts of 100 to 30,000 tokens, three times each.
                 --max-model-len and --max-input-len bound the lengths
-<<<<<<< HEAD
-    batches     for each of --batch-sizes, requests with 512 input and 256 output tokens
+    batches     for each of --batch-sizes, requests with 512 input and 256 output tokens (128 and 64 on a CPU)
     embed       embeddings of 512 texts of 512 tokens, then of 10,000 texts of 30 tokens (fewer texts on a CPU). The
                 task of the engine is "embed", whatever the checkpoint, and vLLM runs with runner="pooling"
-=======
-    batches     for each of --batch-sizes, requests with 512 input and 256 output tokens (128 and 64 on a CPU)
->>>>>>> main
     http        clients of `nanovllm serve`, which is started on a free port. Each client sends its next request when
                 its previous answer is complete. Each value of --clients is a row: 64x256/128 means 64 clients that
                 stream answers of 128 tokens to prompts of 256 tokens. 256x200/256-chat sends conversations, and

@@ -1,5 +1,6 @@
 """Finds the quantization scheme of each layer by the layer's name in the checkpoint."""
 
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from nanovllm.utils.loader import parameter
 from nanovllm.utils.nested_names import nested_names
 from nanovllm.utils.replace import replace_methods
 
+logger = logging.getLogger("nanovllm")
 ALL = "Linear"  # a pattern for every linear layer
 Scheme = QuantScheme | PackedScheme  # all layers of a model have the same kind
 
@@ -78,6 +80,10 @@ class QuantConfig:
 
     def prepare(self, model: nn.Module, device: torch.device) -> None:
         """Set the format of each linear layer and mixture of experts in `model`. Allocate their weights on `device`."""
+        if device.type == "cpu":
+            logger.warning(
+                "quantization: on a CPU, %s weights are slower than 16 bits: each step dequantizes them", self.name
+            )
         is_packed = isinstance(self.groups[0][1], PackedScheme)
         make_linear: Callable = PackedLinear if is_packed else ScaledLinear
         make_experts: Callable = PackedExperts if is_packed else ScaledExperts

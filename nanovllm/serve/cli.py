@@ -35,8 +35,8 @@ COMMANDS = {
 SERVER_PACKAGES = "fastapi", "pydantic", "uvicorn", "httptools", "prometheus_client", "msgspec"
 SMALL_CACHE = {"kvcache_block_size": 16, "num_kvcache_blocks": 200}  # of the bundled model
 SMALL_CACHE_MESSAGE = (
-    "the bundled model gets a small cache, so that the page shows shared blocks and preemptions with a few chats: %s; "
-    "either flag turns this off"
+    "the bundled model gets a small cache (%s blocks of %s tokens), so that the web page shows shared blocks and "
+    "preemptions with a few chats; --num-kvcache-blocks and --kvcache-block-size set another size"
 )
 
 
@@ -134,7 +134,8 @@ def serve(options: argparse.Namespace) -> int:
     engine_settings = translate(config_flags | options.vllm_settings, Config.__dataclass_fields__)
     if options.model == "tiny-qwen3" and not engine_settings.keys() & {*SMALL_CACHE, "attention_backend"}:
         engine_settings |= SMALL_CACHE
-        logging.getLogger("nanovllm").info(SMALL_CACHE_MESSAGE, SMALL_CACHE)
+        sizes = SMALL_CACHE["num_kvcache_blocks"], SMALL_CACHE["kvcache_block_size"]
+        logging.getLogger("nanovllm").info(SMALL_CACHE_MESSAGE, *sizes)
     with reserved_address(settings) as listener, ExitStack() as loading:  # raises at once if the address is in use
 
         def prepare() -> None:
