@@ -25,7 +25,8 @@ def number(value: float, digits: int) -> str:
 class Panel:
     """A quantity y as a function of a variable x, shown as one table and as one part of a picture.
 
-    curves: for each statistic, the names of workloads by x, and a function that computes y from a workload's result.
+    curves: maps each statistic to a pair. The first element maps each x to the name of a workload. The second element
+        computes y from the result of that workload.
     log: the logarithmic axes: "", "x", "y" or "xy".
     digits: the number of decimal places of y in the table.
     """

@@ -112,7 +112,7 @@ class StepResult(NamedTuple):
 
     token_ids: `tokens_per_row` ids for each sequence in the step's `sampled_seqs`.
     feature_results: the results of features, by feature name.
-    counts: how many of its `token_ids` each sequence gets. None means that each sequence gets one.
+    counts: for each sequence, how many of the sequence's ids in `token_ids` are valid. None means one.
     """
 
     token_ids: list[int]

@@ -124,7 +124,7 @@ class Qwen3ForCausalLM(nn.Module):
 
     @classmethod
     def make_layer(cls, config: ModelConfig, layer_index: int, rotary_emb: RotaryEmbedding) -> nn.Module:
-        """Make a layer. Other families override this method, `make_attention` or `make_mlp`."""
+        """Make a layer. Other families override this method, or only `make_attention` or `make_mlp`."""
         return Qwen3DecoderLayer(config, cls.make_attention(config, rotary_emb), cls.make_mlp(config, layer_index))
 
     @staticmethod

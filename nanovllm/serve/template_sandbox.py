@@ -1,7 +1,8 @@
 """Renders chat templates in separate processes if a template or its arguments may make rendering slow.
 
-A template is a program. jinja2's sandbox limits neither its time nor its memory: `'a' * 10**10`, a format width, or a
-few nested loops can exhaust them. A process can be killed, but a thread can't.
+A template is a program. jinja2's sandbox limits neither its time nor its memory. A product such as `'a' * 10**10`, a
+huge width in a format, or a few nested loops can take all of the memory or hours. A process can be killed, but a
+thread can't.
 """
 
 import json

@@ -1,7 +1,8 @@
 """The arguments of the gated delta rule's kernels: a layer, and the sequences of a step.
 
-A token's index is the index of its row in this step. The tokens that a sequence has in this step start at `own`. The
-previous step's accepted drafts, whose inputs were kept, come first and start at `begin`, where the window ends.
+A token's index is the number of its row in this step, not its position in the sequence. The tokens that a sequence has
+in this step start at `own`. The previous step's accepted drafts, whose inputs were kept, come first and start at
+`begin`, where the window ends.
 """
 
 from functools import cache

@@ -11,8 +11,8 @@ contract:
   launch.
 
 An ordinary launch starts when all earlier kernels are complete. A dependent kernel can start while kernels after the
-last ordinary launch are running. Until a dependent kernel waits, even the writes of the last ordinary launch might not
-be visible to it.
+last ordinary launch are running. Before it has waited, a dependent kernel might not see what the last ordinary launch
+wrote.
 
 The last ordinary launch before attention is the embedding or a later library kernel. So without waiting, attention may
 read what earlier launches wrote: rope lookup (`cos_sin`), slot mapping, block tables and lengths.
