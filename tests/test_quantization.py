@@ -513,7 +513,10 @@ CT = compressed_tensors("channel")
     ],
 )
 def test_refused_formats(tmp_path, config, message):
-    folder = make_checkpoint(tmp_path, "qwen3")
+    assert_refused(make_checkpoint(tmp_path, "qwen3"), config, message)
+
+
+def assert_refused(folder: str, config: dict, message: str) -> None:
     edit(folder, quantization_config=config)
     with pytest.raises(ValueError, match=message) as error:
         Config(folder, device="cpu")

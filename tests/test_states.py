@@ -177,17 +177,22 @@ def test_same_as_transformers(make_stateful, reference, schedule, async_scheduli
     assert llm.stats()["blocks"]["used"] == 0
 
 
-def test_beams(make_stateful, reference):
-    """Beams fork, and copy the state, after each token."""
-    llm = make_stateful(num_kvcache_blocks=40)
-    prompts = [prompt for prompt, _ in make_requests()[:4]]
-    outputs = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=12, ignore_eos=True))
+def assert_likelihoods(reference, outputs) -> None:
+    """Of beams: `reference` maps token ids to the log-probabilities of the next tokens."""
     for output in outputs:
         n = len(output.prompt_token_ids)
         for beam in output.outputs:
             token_ids = output.prompt_token_ids + beam.token_ids
             expected = reference(*token_ids)[range(n - 1, len(token_ids) - 1), beam.token_ids].sum().item()
             assert beam.cumulative_logprob == pytest.approx(expected, abs=5e-3)
+
+
+def test_beams(make_stateful, reference):
+    """Beams fork, and copy the state, after each token."""
+    llm = make_stateful(num_kvcache_blocks=40)
+    prompts = [prompt for prompt, _ in make_requests()[:4]]
+    outputs = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=12, ignore_eos=True))
+    assert_likelihoods(reference, outputs)
 
 
 def test_prefix_hits(make_stateful, reference):

@@ -9,7 +9,7 @@ from common import generate_by_steps, pairs
 from test_models import CASES, GEMMA3, make_checkpoint, needs_new_families, reference_model
 from test_page import Checker
 from test_speculation import answers, drafting
-from test_states import assert_same_as_reference, make_requests
+from test_states import assert_likelihoods, assert_same_as_reference, make_requests
 
 from nanovllm import BeamSearchParams, SamplingParams
 from nanovllm.benchmarks.shapes import write_shape
@@ -123,12 +123,7 @@ def test_beams(make_windowed, reference, async_scheduling):
     llm = make_windowed(num_kvcache_blocks=30, async_scheduling=async_scheduling)
     prompts = [prompt for prompt, _ in windowed_requests()[:4]]
     outputs = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=40, ignore_eos=True))
-    for output in outputs:
-        n = len(output.prompt_token_ids)
-        for beam in output.outputs:
-            token_ids = output.prompt_token_ids + beam.token_ids
-            expected = reference(*token_ids)[range(n - 1, len(token_ids) - 1), beam.token_ids].sum().item()
-            assert beam.cumulative_logprob == pytest.approx(expected, abs=5e-3)
+    assert_likelihoods(reference, outputs)
     assert llm.stats()["blocks"]["used"] == 0
 
 

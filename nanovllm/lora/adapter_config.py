@@ -28,13 +28,8 @@ REFUSED: dict[str, tuple] = {
     "kasa_config": ({}, None),
     "monteclora_config": ({}, None),
 }
-CHANGES_BASE = (
-    "pissa",
-    "olora",
-    "corda",
-    "loftq",
-    "lora_ga",
-)  # these ways of initialization change the base model's weights
+# ways of initialization that change the base model's weights
+CHANGES_BASE = "pissa", "olora", "corda", "loftq", "lora_ga"
 
 
 @dataclass(frozen=True)

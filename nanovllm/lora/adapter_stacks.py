@@ -12,6 +12,7 @@ from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.linear import LinearBase
 from nanovllm.lora.lora_linear import Adapted, LoRAFormat, LoRAStack
 from nanovllm.moe.experts import MoE
+from nanovllm.utils.loader import stored_modules
 from nanovllm.utils.merged_tensors import WHOLE
 from nanovllm.utils.replace import replace_methods
 
@@ -35,9 +36,8 @@ class Target(NamedTuple):
         """Copy this rank's parts of A [rank, inputs] and B [outputs, rank] to a slot."""
         rank, begin = len(a), 0
         for part, shard in self.shards:
-            pieces = _pieces(shard)
-            self.stack.a[slot, part, :rank].copy_(a[:, pieces[0].columns], non_blocking=True)
-            for piece in pieces:
+            self.stack.a[slot, part, :rank].copy_(a[:, shard.parts[0].columns], non_blocking=True)
+            for piece in shard.parts:
                 rows = b[begin : begin + shard.shape[0]][piece.rows]
                 target = self.stack.b[slot, piece.first_row : piece.first_row + len(rows), :rank]
                 target.copy_(rows, non_blocking=True)
@@ -75,7 +75,9 @@ class AdapterStacks:
                 max(end - start for start, end in zip([0, *ends], ends)),
             )
             owners: dict[int, int] = {}
-            for name, parts in _modules_of(path, model.packed_modules_mapping, shard_ids).items():
+            for name, shard_id in stored_modules(path, layer, model.packed_modules_mapping).items():
+                is_whole = shard_id in ([], [WHOLE])
+                parts = [*range(len(shards))] if is_whole else [shard_ids.index(tuple(shard_id))]
                 owners |= dict.fromkeys(parts, len(self.targets))
                 self.targets[name] = Target(stack, [(part, shards[part]) for part in parts])
             self._columns += [owners[part] for part in range(len(shards))]
@@ -101,15 +103,10 @@ class AdapterStacks:
         self._ranks[slot] = torch.tensor([ranks[i] for i in self._columns], dtype=torch.int32)
 
 
-def _pieces(shard: Any) -> list[Any]:
-    """Return the Shards of a Shard or RowRanges."""
-    return getattr(shard, "parts", [shard])
-
-
 def _local_sizes(shards: list[Any]) -> tuple[int, int]:
     """Return this rank's inputs and outputs of a layer. Its weight does not tell them: formats store other shapes."""
-    first = _pieces(shards[0])[0]
-    rows = (len(range(piece.shape[0])[piece.rows]) for shard in shards for piece in _pieces(shard))
+    first = shards[0].parts[0]
+    rows = (len(range(piece.shape[0])[piece.rows]) for shard in shards for piece in shard.parts)
     return len(range(first.shape[1])[first.columns]), sum(rows)
 
 
@@ -132,14 +129,3 @@ def _adaptable(model: nn.Module) -> Iterator[tuple[str, LinearBase]]:
     for path, module in model.named_modules():
         if isinstance(module, LinearBase) and module not in left_out:
             yield path, module
-
-
-def _modules_of(path: str, packed_modules_mapping: dict, shard_ids: list[tuple]) -> dict[str, list[int]]:
-    """Return the checkpoint's modules that the layer at `path` merges, with the indices of their parts."""
-    (parent, _, own), every = path.rpartition("."), [*range(len(shard_ids))]
-    merged = {name: shard_id for name, (layer, shard_id) in packed_modules_mapping.items() if layer == own}
-    return {
-        f"{parent}.{name}": every if shard_id == WHOLE else [shard_ids.index((shard_id,))]
-        for name, shard_id in (merged or {own: WHOLE}).items()
-        if shard_id == WHOLE or (shard_id,) in shard_ids  # some layers have no values
-    }

@@ -14,18 +14,10 @@ from nanovllm.models.llama import LlamaAttention
 class Gemma2ForCausalLM(Gemma3ForCausalLM):
     may_be_nested = False
     # transformers' defaults
-    defaults: ClassVar = {
-        "hidden_act": "gelu_pytorch_tanh",
+    defaults: ClassVar = Gemma3ForCausalLM.defaults | {
         "vocab_size": 256000,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "head_dim": 256,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
         "max_position_embeddings": 8192,
-        "sliding_window": 4096,
-        "tie_word_embeddings": True,
+        "rope_theta": 1e4,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     }

@@ -33,15 +33,17 @@ class Gemma3Attention(Qwen3Attention):
 
 
 class Gemma3DecoderLayer(nn.Module):
+    norm_class: type[nn.Module] = ZeroCenteredRMSNorm
+
     def __init__(self, config: ModelConfig, self_attn: nn.Module, mlp: nn.Module):
         super().__init__()
         sizes = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = ZeroCenteredRMSNorm(*sizes)
+        self.input_layernorm = self.norm_class(*sizes)
         self.self_attn = self_attn
-        self.post_attention_layernorm = ZeroCenteredRMSNorm(*sizes)
-        self.pre_feedforward_layernorm = ZeroCenteredRMSNorm(*sizes)
+        self.post_attention_layernorm = self.norm_class(*sizes)
+        self.pre_feedforward_layernorm = self.norm_class(*sizes)
         self.mlp = mlp
-        self.post_feedforward_layernorm = ZeroCenteredRMSNorm(*sizes)
+        self.post_feedforward_layernorm = self.norm_class(*sizes)
 
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.layers.layernorm import RMSNorm, add_and_norm
+from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models import ModelConfig
-from nanovllm.models.gemma3_text import GeluAndMul, Gemma3ForCausalLM, read_gemma
+from nanovllm.models.gemma3_text import GeluAndMul, Gemma3DecoderLayer, Gemma3ForCausalLM, read_gemma
 from nanovllm.models.qwen3 import Qwen3Attention, Qwen3MLP
 from nanovllm.models.shared.full_layers import QKParallelLinear, read_full_layers
 from nanovllm.utils.checks import check_choice
@@ -35,23 +35,18 @@ class Gemma4Attention(Qwen3Attention):
         return self.o_proj(self.attn(q, k, v))
 
 
-class Gemma4DecoderLayer(nn.Module):
+class Gemma4DecoderLayer(Gemma3DecoderLayer):
+    norm_class = RMSNorm
+
     def __init__(self, config: ModelConfig, self_attn: nn.Module, mlp: nn.Module):
-        super().__init__()
-        sizes = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm, self.post_attention_layernorm = RMSNorm(*sizes), RMSNorm(*sizes)
-        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = RMSNorm(*sizes), RMSNorm(*sizes)
-        self.self_attn, self.mlp = self_attn, mlp
+        super().__init__(config, self_attn, mlp)
         self.layer_scalar = parameter((1,), default_weight_loader)
 
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (x, residual), as Qwen3DecoderLayer does. The layer's output is x + residual."""
-        x, residual = add_and_norm(self.input_layernorm, hidden_states, residual)
-        x = self.post_attention_layernorm(self.self_attn(positions, x))
-        x, residual = self.pre_feedforward_layernorm(x, residual)
-        return self.post_feedforward_layernorm(self.mlp(x)) * self.layer_scalar, residual * self.layer_scalar
+        x, residual = super().forward(positions, hidden_states, residual)
+        return x * self.layer_scalar, residual * self.layer_scalar
 
 
 class Gemma4ForCausalLM(Gemma3ForCausalLM):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels import operation
-from nanovllm.quantization.scaled import ROWS_AT_A_TIME, parts_of, power_of_two
+from nanovllm.quantization.scaled import ROWS_AT_A_TIME, power_of_two
 from nanovllm.utils.dummy_weights import BOUND
 from nanovllm.utils.loader import Shard, check_shape, parameter
 
@@ -139,7 +139,7 @@ class PackedWeight:
 
     def __init__(self, shape: tuple[int, ...], scheme: PackedScheme, shards: list[Shard], select: Callable):
         *stack, n, k = shape
-        whole_k, self.columns = shards[0].shape[1], parts_of(shards[0])[0].columns  # all shards have the same inputs
+        whole_k, self.columns = shards[0].shape[1], shards[0].parts[0].columns  # all shards have the same inputs
         self.scheme, self.select = scheme, select
         fields = {field for _, field, _ in scheme.tensors} or {"words", "zeros"}
         first = range(whole_k)[self.columns].start
@@ -190,7 +190,7 @@ class PackedWeight:
             return None
         shard, index = selected
         weight, filled = check_shape(weight, shard.shape)[...].to(self.packed.device), []
-        for part in parts_of(shard):
+        for part in shard.parts:
             quantized = quantize(weight[part.rows, part.columns], self.packed.group_size, self.packed.scales.dtype)
             filled += [_copy(x, index, part, data) for x, data in zip(self.packed, quantized)]
         return torch.cat(filled[1::3])
@@ -208,7 +208,7 @@ class PackedWeight:
         if field in ("contiguous", "group_ids"):
             return self._load_groups(target, index, data[self.columns])
         groups, filled = slice(self.first_group, self.first_group + self.num_groups), []
-        for part in parts_of(shard):
+        for part in shard.parts:
             if field == "words":
                 own = pack(data[part.rows, part.columns])
             else:

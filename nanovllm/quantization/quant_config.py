@@ -20,7 +20,7 @@ from nanovllm.quantization.packed_linear import PackedExperts, PackedLinear
 from nanovllm.quantization.scaled import QuantScheme
 from nanovllm.quantization.scaled_experts import FP8Experts, ScaledExperts
 from nanovllm.quantization.scaled_linear import Quantized, ScaledLinear
-from nanovllm.utils.loader import parameter
+from nanovllm.utils.loader import parameter, stored_modules
 from nanovllm.utils.nested_names import nested_names
 from nanovllm.utils.replace import replace_methods
 
@@ -98,7 +98,7 @@ class QuantConfig:
                 names = [f"{path}.{name.rsplit('.', 1)[0]}" for name in module.tensors_of_experts()]
                 self._prepare(path, module, names, make_experts, model.config.dtype, device)
             elif isinstance(module, LinearBase):
-                names = [] if module in routers else _checkpoint_names(path, model.packed_modules_mapping)
+                names = [] if module in routers else [*stored_modules(path, module, model.packed_modules_mapping)]
                 self._prepare(path, module, names, make_linear, model.config.dtype, device)
         for module in model.modules() if quantizes_rows else ():
             consumer = getattr(getattr(module, "down_proj", None), "format", None)
@@ -125,13 +125,6 @@ class QuantConfig:
             for name, p in [*module.named_parameters(recurse=False)]:
                 if p.is_meta:  # a bias, or a weight that is not quantized
                     setattr(module, name, parameter(tuple(p.shape), p.weight_loader, dtype))
-
-
-def _checkpoint_names(path: str, packed_modules_mapping: dict) -> list[str]:
-    """Return the checkpoint's names for the modules that are merged into the module at `path`."""
-    parent, _, own = path.rpartition(".")
-    parts = [name for name, (merged, _) in packed_modules_mapping.items() if merged == own] or [own]
-    return [f"{parent}.{name}" for name in parts]
 
 
 def _matches(pattern: str, module: str) -> bool:

@@ -12,7 +12,6 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.delta_net.scattered_linear import RowRanges
 from nanovllm.kernels import operation
 from nanovllm.utils.loader import QUANTIZED_DTYPES, Shard, check_shape, parameter
 
@@ -51,8 +50,19 @@ class QuantScheme:
             columns = power_of_two(self.block_columns, columns)
         if self.block_rows is None:  # the merged weights of a layer have different scales
             return Block(1, columns)
-        parts = [part for shard in shards for part in parts_of(shard)]
+        parts = [part for shard in shards for part in shard.parts]
         return Block(power_of_two(self.block_rows, *(len(range(p.shape[0])[p.rows]) for p in parts)), columns)
+
+    def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Return the shape of the scales of a whole weight: [ceil(N / rows), ceil(K / columns)]."""
+        block = self.block_of((shape[0], shape[1]))
+        return -(-shape[0] // block.rows), -(-shape[1] // block.columns)
+
+    def dequantize(self, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Return the float32 weight [N, K] of a checkpoint's values and scales, whose last blocks may be smaller."""
+        (n, k), block = values.shape, self.block_of(tuple(values.shape))
+        of_rows = scales.float().repeat_interleave(block.rows, 0)[:n]
+        return values.float() * of_rows.repeat_interleave(block.columns, 1)[:, :k]
 
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantize a weight [N, K].
@@ -158,21 +168,17 @@ class ScaledWeight:
     def _copy_scales(self, scales: torch.Tensor, shard: Shard, index: tuple[int, ...]) -> torch.Tensor:
         """Copy a shard's part of the whole weight's scales, and return the copy."""
         (n, k), block = shard.shape, self.scheme.block_of(shard.shape)
-        needed = -(-n // block.rows), -(-k // block.columns)
+        needed = self.scheme.scales_shape(shard.shape)
         if scales.numel() != needed[0] * needed[1]:
             raise ValueError(f"the checkpoint has scales of shape {list(scales.shape)}, the model needs {list(needed)}")
         scales, copied = scales.reshape(needed), []
-        for part in parts_of(shard):
+        for part in shard.parts:
             own_rows, own_columns = range(n)[part.rows], range(k)[part.columns]
             rows = [row // block.rows for row in own_rows[:: self.block.rows]]
             columns = [column // block.columns for column in own_columns[:: self.block.columns]]
             target = self.scales[index].narrow(0, part.first_row // self.block.rows, len(rows))
             copied.append(target.copy_(scales[_slice_of(rows)][:, _slice_of(columns)]))
         return torch.cat(copied)
-
-
-def parts_of(shard: Shard | RowRanges) -> list[Shard]:
-    return shard.parts if isinstance(shard, RowRanges) else [shard]
 
 
 def _slice_of(indices: list[int]) -> slice | list[int]:

@@ -4,6 +4,7 @@ An EAGLE-3 head has its authors' format or the format of `speculators`. An MTP h
 """
 
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -148,9 +149,7 @@ def _dequantized(name: str, tensors: dict[str, torch.Tensor], quantization: Any,
     module, values = name.removesuffix(".weight"), tensors[name]
     scheme = quantization.scheme_of(module)
     scales = tensors.pop(f"{module}.{scheme.scale_name}", None) if scheme else None
-    (n, k), block = values.shape, scheme.block_of(tuple(values.shape)) if scheme else (1, 1)
-    needed = -(-n // block[0]), -(-k // block[1])
-    if scales is None or scales.numel() != needed[0] * needed[1]:
+    needed = scheme.scales_shape(tuple(values.shape)) if scheme else tuple(values.shape)
+    if scales is None or scales.numel() != prod(needed):
         raise ValueError(f"{folder}: {name}: has no scales of shape {list(needed)}")
-    of_rows = scales.float().reshape(needed).repeat_interleave(block[0], 0)[:n]
-    return values.float() * of_rows.repeat_interleave(block[1], 1)[:, :k]
+    return scheme.dequantize(values, scales.reshape(needed))

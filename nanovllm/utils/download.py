@@ -17,8 +17,6 @@ def download(setting: str, hub_id: str, revision: str | None, with_weights: bool
     """
     if not HUB_ID.fullmatch(hub_id):
         raise FileNotFoundError(f"{setting}={hub_id!r}: no such folder")
-    if hub_id.endswith("-descending") and hub_id.removesuffix("-descending") in bundled:
-        raise FileNotFoundError(f"{setting}={hub_id!r}: is a LoRA adapter; pass it as lora_request (see docs/lora.md)")
     if meant := get_close_matches(hub_id, bundled, n=1):
         raise FileNotFoundError(f"{setting}={hub_id!r}: no such folder; did you mean {meant[0]!r}?")
     from huggingface_hub import snapshot_download

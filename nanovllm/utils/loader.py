@@ -83,7 +83,7 @@ def _find(setting: str, name: str, revision: str | None, with_weights: bool) -> 
     if not isinstance(name, (str, Path)):
         raise TypeError(f"{setting}={name!r}: must be a folder, a hub id, or the name of a bundled model")
     name = str(name)
-    if name in (bundled := [file.parent.name for file in BUNDLED.glob("*/config.json")]):
+    if name in (bundled := [folder.name for folder in BUNDLED.iterdir()]):
         return BUNDLED / name
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -134,6 +134,11 @@ class Shard(NamedTuple):
     rows: slice = slice(None)  # of the whole weight
     columns: slice = slice(None)
     first_row: int = 0  # in the rank's weight
+
+    @property
+    def parts(self) -> list["Shard"]:
+        """The Shards that it consists of, as of RowRanges."""
+        return [self]
 
     def copy(self, target: torch.Tensor, weight) -> torch.Tensor:
         """Copy this part of a weight or bias to `target`. Return the part of `target` that was filled.
@@ -249,19 +254,28 @@ def weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[Any]]]:
 
     Without sharing, the shard id is empty.
     """
-    shards_of: dict[str, list[tuple]] = {}
-    for module, (merged, shard_id) in model.packed_modules_mapping.items():
-        shards_of.setdefault(merged, []).append((module, shard_id))
     loaders = {}
     for name, parameter in model.named_parameters():
         load = partial(getattr(parameter, "weight_loader", default_weight_loader), parameter)
         path, _, kind = name.rpartition(".")  # kind: weight or bias
-        parent, _, merged = path.rpartition(".")
-        left_out = getattr(model.get_submodule(path), "left_out", ())  # shard ids
-        for module, *shard_id in shards_of.get(merged, [(merged,)]):
-            if left_out and shard_id[0] in left_out:
-                continue
+        module = model.get_submodule(path)
+        for stored, shard_id in stored_modules(path, module, model.packed_modules_mapping).items():
             if shard_id == [WHOLE]:
-                load, shard_id = partial(load_whole, load, model.get_submodule(path)), []
-            loaders[".".join(filter(None, (parent, module, kind)))] = load, shard_id
+                load, shard_id = partial(load_whole, load, module), []
+            loaders[".".join(filter(None, (stored, kind)))] = load, shard_id
     return loaders
+
+
+def stored_modules(path: str, module: Any, packed_modules_mapping: dict) -> dict[str, list]:
+    """Map the checkpoint's names of the modules that are merged into `module`, at `path` in the model, to shard ids.
+
+    A shard id is [] if nothing is merged. If `module` lacks a shard of the mapping, such as values, so does the result.
+    """
+    parent, _, own = path.rpartition(".")
+    known = (*module.shard_ids(), (WHOLE,)) if hasattr(module, "shard_ids") else None
+    merged = {name: [shard_id] for name, (layer, shard_id) in packed_modules_mapping.items() if layer == own}
+    return {
+        ".".join(filter(None, (parent, name))): shard_id
+        for name, shard_id in (merged or {own: []}).items()
+        if not shard_id or known is None or tuple(shard_id) in known
+    }

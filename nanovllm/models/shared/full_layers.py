@@ -21,8 +21,6 @@ class FullLayers(NamedTuple):
 class QKParallelLinear(MergedColumnParallelLinear):
     """Merges the query and key projections, as QKVParallelLinear does with values."""
 
-    left_out = ("v",)  # of `packed_modules_mapping`
-
     def __init__(self, config: ModelConfig):
         tp, sizes = get_construction().tp, (config.num_attention_heads, config.num_key_value_heads)
         divisions = [tp, tp.for_heads(config.num_key_value_heads)]
