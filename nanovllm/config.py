@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
@@ -90,6 +90,14 @@ class Config:
         tokens are drafted. In Python, it can also be a dict.
     task: "generate", "embed" (texts to vectors), "score" (the relevance of documents) or "classify"; by default the
         task for which the checkpoint was made. See docs/embeddings.md.
+    language_model_only: load no vision tower, and take no images.
+    limit_mm_per_prompt: the maximum number of images in a prompt, as JSON, for example `{"image": 4}`; by default 999.
+        With 0, no vision tower is loaded. In Python, it can also be a dict.
+    mm_processor_kwargs: the range of pixels to which images are scaled, as JSON with the keys `min_pixels` and
+        `max_pixels`; by default the checkpoint's range. In Python, it can also be a dict.
+    allowed_local_media_path: conversations may name images in this folder with file: URLs; by default, they may not.
+    allowed_media_domains: host names from which conversations may fetch images with http: and https: URLs; by default
+        none. See docs/images.md.
 
     Raises ValueError or TypeError. The message states the value and the bound. Raises FileNotFoundError if the model
     does not exist.
@@ -130,6 +138,11 @@ class Config:
     max_lora_rank: int = checked(64, check_int, low=1, high=512)
     speculative_config: Any = None
     task: str = checked("auto", check_choice, choices=("auto", *TASKS))
+    language_model_only: bool = checked(False, check_bool)
+    limit_mm_per_prompt: Any = checked(None, "nanovllm.vision.vision_config:check_limits")
+    mm_processor_kwargs: Any = checked(None, "nanovllm.vision.vision_config:check_pixels")
+    allowed_local_media_path: str = ""
+    allowed_media_domains: Sequence[str] | None = checked(None, "nanovllm.vision.vision_config:check_domains")
     dtype_reason: str = field(init=False, repr=False)  # why "auto" has become this dtype
     eos: int = field(default=-1, init=False, repr=False)  # the tokenizer's id, once the engine has read the tokenizer
     num_states: int = field(default=0, init=False, repr=False)  # for layers that keep states: see cache/state.py
@@ -158,6 +171,8 @@ class Config:
             model_config = replace(model_config, moe=replace(moe, expert_parallel=self.expert_parallel))
         if (hybrid := model_config.hybrid) and (name := self.mamba_ssm_cache_dtype) != "auto":
             model_config = replace(model_config, hybrid=replace(hybrid, state_dtype=name))
+        if (vision := model_config.vision) is not None:
+            model_config = replace(model_config, vision=vision.with_settings(self))
         if self.tensor_parallel_size > 1:
             from nanovllm.distributed.division import check_divides
 
@@ -214,7 +229,8 @@ class Config:
 
         pooling = read_pooling_config(folder, Path(str(self.tokenizer)), self.task, self.model_config)
         hits = self.enable_prefix_caching and pooling.mode == "last"  # otherwise, all hidden states are needed
-        self.resolve(pooling=pooling, enable_prefix_caching=hits, enforce_eager=True)
+        model = replace(self.model_config, vision=None)
+        self.resolve(model_config=model, pooling=pooling, enable_prefix_caching=hits, enforce_eager=True)
 
     @property
     def hf_config(self) -> Any:

@@ -56,19 +56,21 @@ HOUSE = """
   distributed/division.py utils/device_checks.py <- utils/collection_checks.py pooling/task.py
   pooling/pooling_config.py pooling/pooling_params.py spec_decode/__init__.py
   spec_decode/speculative_config.py
+  vision/__init__.py vision/vision_config.py vision/prompt_images.py
   spec_decode/head_checkpoint.py <- config.py sampling_params.py features/beam_params.py <- compat/params.py
 0 | engine/__init__.py
 1 | engine/sequence.py <- engine/scheduled_step.py <- engine/features.py
   spec_decode/proposer.py spec_decode/ngram.py spec_decode/suffix.py
   engine/block_manager.py engine/scheduling_policy.py engine/policies.py lora/lora_feature.py
+  vision/image_feature.py
   <- engine/state_blocks.py engine/window_blocks.py lora/adapter_queue.py
   <- engine/scheduler.py engine/awaiting.py engine/forks.py spec_decode/drafting_scheduler.py
-  pooling/pooling_scheduler.py <- engine/stats.py
+  pooling/pooling_scheduler.py vision/image_blocks.py <- engine/stats.py
 1 | engine/outputs.py <- requests/stream_event.py pooling/pooling_outputs.py
 1 | kernels/ moe/kernels/ delta_net/kernels/ quantization/kernels/ invariant/kernels/ distributed/kernels/
   lora/kernels/
 2 | cache/ quantization/fp8_cache.py <- attention/base.py attention/sdpa.py <- layers/ <- attention/ moe/experts.py
-  delta_net/
+  delta_net/ vision/tower.py vision/mrope.py
 3 | models/
 3 | fused/ <- quantization/scaled.py <- quantization/packed.py quantization/scaled_linear.py
   quantization/scaled_experts.py <- quantization/fp8_linear.py quantization/packed_linear.py <-
@@ -79,6 +81,7 @@ HOUSE = """
   <- features/logprobs.py engine/model_runner.py
   <- batches/__init__.py batches/batch.py <- batches/request_tables.py spec_decode/rows.py <- batches/batch_runner.py
   spec_decode/speculation.py spec_decode/draft_model.py spec_decode/draft_heads.py pooling/pooling_runner.py
+  vision/vision_runner.py
   <- cuda/__init__.py cuda/buffers.py <- cuda/graphs.py cuda/draft_graphs.py <- cuda/arena.py cuda/start.py
   <- cuda/runner.py
   invariant/__init__.py invariant/cpu_ops.py invariant/cuda_ops.py <- invariant/cpu_attention.py
@@ -91,10 +94,11 @@ HOUSE = """
   <- structured_outputs/structured_feature.py
 6 | requests/__init__.py requests/detokenizer.py
   requests/sentencepiece.py requests/recommended_params.py features/stop_strings.py <- requests/request.py
-  <- requests/chat_templates.py <- requests/prompts.py
+  vision/image_urls.py <- vision/image_reader.py
+  <- requests/chat_templates.py <- requests/prompts.py <- vision/image_prompts.py
   requests/streamed_request.py <- requests/input_processor.py engine/output_processor.py
   lora/adapters.py <- engine/engine.py features/beam_search.py pooling/pooling_prompts.py pooling/pooling_request.py
-  pooling/calls.py <- lora/adapter_messages.py
+  pooling/calls.py <- lora/adapter_messages.py vision/image_messages.py
   <- engine/build.py engine/engine_thread.py
   <- requests/step_callers.py requests/streams.py
   <- engine/llm_engine.py rollout/ <- llm.py <- __init__.py <- compat/vllm_pooling.py

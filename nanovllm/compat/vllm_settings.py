@@ -21,7 +21,7 @@ GROUPS: tuple[tuple[tuple, str], ...] = (
         "aggregate_engine_logging allow_deprecated_quantization cudagraph_metrics disable_cascade_attn "
         "disable_chunked_mm_input disable_custom_all_reduce disable_log_requests disable_log_stats "
         "enable_log_requests enable_logging_iteration_details enable_mfu_metrics enable_mm_processor_stats "
-        "interleave_mm_strings jit_monitor_verbose kv_cache_metrics language_model_only scheduler_reserve_full_isl "
+        "interleave_mm_strings jit_monitor_verbose kv_cache_metrics scheduler_reserve_full_isl "
         "skip_mm_profiling trust_remote_code use_fp64_gumbel use_tqdm_on_load",
     ),
     (
@@ -59,20 +59,20 @@ GROUPS: tuple[tuple[tuple, str], ...] = (
     ),
     (
         (None,),
-        "allowed_media_domains code_revision collect_detailed_traces data_parallel_address data_parallel_rank "
+        "code_revision collect_detailed_traces data_parallel_address data_parallel_rank "
         "data_parallel_rpc_port data_parallel_size_local data_parallel_start_rank default_mm_loras device_ids "
         "diffusion_config download_dir ec_transfer_config gdn_prefill_backend hf_config_path hf_token "
         "io_processor_plugin kv_cache_memory_bytes kv_events_config kv_offloading_size kv_transfer_config "
         "lora_target_modules mamba_block_size max_num_scheduled_tokens max_parallel_loading_workers "
         "mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path "
-        "mm_processor_kwargs numa_bind_cpus numa_bind_nodes otlp_traces_endpoint override_attention_dtype "
+        "numa_bind_cpus numa_bind_nodes otlp_traces_endpoint override_attention_dtype "
         "pooler_config prefix_match_unit quantization_config reasoning_config reasoning_parser_plugin "
         "safetensors_load_strategy scheduler_cls served_model_name spec_method spec_model spec_tokens "
         "tokenizer_revision video_pruning_rate weight_transfer_config",
     ),
     (
         (None, {}),
-        "additional_config attention_config eplb_config hf_overrides ir_op_priority kernel_config limit_mm_per_prompt "
+        "additional_config attention_config eplb_config hf_overrides ir_op_priority kernel_config "
         "mamba_config media_io_kwargs model_class_overrides model_loader_extra_config override_generation_config "
         "profiler_config",
     ),
@@ -87,7 +87,7 @@ GROUPS: tuple[tuple[tuple, str], ...] = (
         "cp_kv_cache_interleave_size data_parallel_size dcp_kv_cache_interleave_size decode_context_parallel_size "
         "nnodes offload_num_in_group offload_prefetch_step pipeline_parallel_size prefill_context_parallel_size",
     ),
-    (("",), "allowed_local_media_path model_weights reasoning_parser worker_extension_cls"),
+    (("",), "model_weights reasoning_parser worker_extension_cls"),
     (
         ("auto",),
         "config_format generation_config linear_backend lora_dtype mamba_cache_dtype "

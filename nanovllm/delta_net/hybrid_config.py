@@ -22,12 +22,8 @@ class HybridConfig:
     num_layers: int
     shared_size: int  # inner size of the shared expert; 0: there is none
     is_nested: bool  # whether the decoder's weights are under `model.language_model` in the checkpoint
-    unused_parts: tuple[str, ...]  # of the checkpoint; for the log
+    unused_parts: tuple[str, ...]  # of the checkpoint, except for a vision tower in use; for the log
     state_dtype: str = "float32"  # of the stored matrices
-
-    @property
-    def left_out(self) -> str:
-        return f" without its {' and '.join(self.unused_parts)} part" if self.unused_parts else ""
 
     def more_weights(self, queries: int, keys: int) -> float:
         """Return how many weights an average layer has in addition to attention and experts, per input element."""

@@ -40,6 +40,10 @@ def build_engine(config: Config, part_done: Callable[[str], None] = lambda part:
         from nanovllm.lora.adapter_messages import use_adapters  # few engines have adapters
 
         use_adapters(engine)
+    if config.model_config.vision is not None:
+        from nanovllm.vision.image_messages import use_images  # few engines take images
+
+        use_images(engine)
     engine.output_processor = OutputProcessor(engine.scheduler)
     return engine
 

@@ -132,4 +132,5 @@ FEATURES = {
     "stop_strings": _feature("features.stop_strings:StopStrings", "stop"),
     "spec_decode": _feature("spec_decode.speculation:Speculation"),  # asked for by `speculative_config`
     "lora": _feature("lora.lora_feature:RequestAdapters"),  # asked for by `enable_lora`
+    "vision": _feature("vision.image_feature:RequestImages"),  # asked for by prompts with images
 }

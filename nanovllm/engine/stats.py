@@ -48,7 +48,9 @@ def described(config: "Config") -> str:
 
     num_threads = torch.get_num_threads()
     threads = f" with {num_threads} thread{'s' * (num_threads > 1)}" if config.device == "cpu" else ""
-    left_out = getattr(config.model_config.hybrid, "left_out", "")
+    model = config.model_config
+    parts = [part for part in getattr(model.hybrid, "unused_parts", ()) if part != "vision" or model.vision is None]
+    left_out = f" without its {' and '.join(parts)} part" if parts else ""
     states = f"{config.num_states:,} states for up to {config.max_num_seqs:,} sequences, " if config.num_states else ""
     cache = "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}"
     return (

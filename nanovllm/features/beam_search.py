@@ -175,10 +175,12 @@ def beam_requests(
     sampling_params = SamplingParams(temperature=0, max_tokens=params.max_tokens, logprobs=num_candidates)
     tokenized = [processor.tokenize(prompt) for prompt in as_prompts(prompts)]
     requests = []
-    for (text, token_ids), own_priority in zip(tokenized, as_priorities(priority, len(tokenized))):
+    for (text, token_ids, images), own_priority in zip(tokenized, as_priorities(priority, len(tokenized))):
         request_id, max_len = processor.next_request_id(), processor.max_model_len
         root = Sequence([*token_ids], sampling_params, request_id=request_id, max_len=max_len)
         root.pauses_after_token, root.priority = True, processor.check_priority(own_priority)
+        if images is not None:
+            root.feature_state["vision"] = images
         TokenLogprobs.watch(root)
         processor.set_order(root)
         requests.append(request_class(root, params, text, kind, processor.token_bytes, eos_token_ids))

@@ -20,6 +20,7 @@ from nanovllm.utils.replace import replace_methods
 # module:function of a plain forward -> the form that replaces it
 FORMS = {
     "nanovllm.layers.rotary_embedding:RotaryEmbedding.forward": "forms:FusedRotaryEmbedding",
+    "nanovllm.vision.mrope:MRotaryEmbedding.forward": "forms:FusedMRotaryEmbedding",
     "nanovllm.layers.layernorm:RMSNorm.forward": "forms:FusedRMSNorm",
     "nanovllm.layers.embed_head:VocabParallelEmbedding.forward": "decoder:FusedEmbedding",
     "nanovllm.layers.embed_head:ParallelLMHead.forward": "decoder:FusedLMHead",

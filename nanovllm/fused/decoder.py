@@ -130,7 +130,8 @@ class FusedModel(Fused):
         # The lookup must come first. Attention may read cos_sin while the previous kernel still runs. This is safe only
         # because the embedding, an ordinary launch, starts after the lookup is complete: see dependent_launch.py.
         rope = self.ropes[0].rows(positions)
-        x, residual = self.embed_tokens.fused(input_ids), None
+        embed: Any = self.embed_tokens
+        x, residual = embed.fused(input_ids) if takes_fused(embed) else PartialSum(embed(input_ids)), None
         for layer in self.layers:
             if takes_fused(layer):
                 x, residual = layer.fused(x, residual, rope)  # type: ignore[operator]

@@ -58,6 +58,13 @@ class FusedRotaryEmbedding(Fused):
         return Rope(positions, self.kernel_table.index_select(0, positions))  # type: ignore[attr-defined]
 
 
+class FusedMRotaryEmbedding(FusedRotaryEmbedding):
+    """Replaces `MRotaryEmbedding.forward`. Positions are [T] or, in steps with images, [3, T]."""
+
+    def rows(self, positions: torch.Tensor) -> Rope:
+        return Rope(positions, self.look_up(self.kernel_table, positions))  # type: ignore[attr-defined]
+
+
 class FusedRMSNorm(Fused):
     """Replaces `RMSNorm.forward`. The norm of a PartialSum is deferred to the layer that reads it."""
 

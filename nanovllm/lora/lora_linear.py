@@ -14,7 +14,7 @@ from nanovllm.fused.norm_input import NormInput
 from nanovllm.kernels import operation
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.linear import LinearBase
-from nanovllm.utils.context import get_context
+from nanovllm.utils.context import get_context, of_tokens
 
 
 class LoRAStack(NamedTuple):
@@ -54,21 +54,6 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, stack: LoRAStack, groups: Any) ->
             begin = end
 
 
-def slots_of_tokens(slots_of_requests: torch.Tensor) -> torch.Tensor:
-    """Return the slot of each token of the step that this thread computes: [T] int32.
-
-    `slots_of_requests` [requests] int32 contains the slot of each request index.
-    """
-    context = get_context()
-    slots = slots_of_requests[context.state_rows[1].long()]
-    num_tokens = len(context.slot_mapping)
-    if context.is_prefill:
-        tokens = torch.arange(num_tokens, dtype=torch.int32, device=slots.device)
-        rows = torch.searchsorted(context.cu_seqlens_q[1:], tokens, right=True)
-        return slots[rows.clamp_max(len(slots) - 1)]  # tokens after the last row are padding
-    return slots.repeat_interleave(num_tokens // len(slots)) if len(slots) < num_tokens else slots
-
-
 class LoRAFormat(WeightFormat):
     def __init__(self, base: WeightFormat, stack: LoRAStack, slots_of_requests: torch.Tensor):
         self.base, self.stack, self.slots_of_requests = base, stack, slots_of_requests
@@ -91,7 +76,7 @@ class LoRAFormat(WeightFormat):
     def _add(self, y: torch.Tensor, x: torch.Tensor) -> None:
         plans = get_context().plans  # of this step: its first layer makes the groups
         if (groups := plans.get(LoRAFormat)) is None:
-            slots = slots_of_tokens(self.slots_of_requests)
+            slots = of_tokens(self.slots_of_requests)
             groups = plans[LoRAFormat] = group_rows(slots, len(self.stack.a))
         add_lora(y, x, self.stack, groups)
 

@@ -55,6 +55,8 @@ MODELS |= {
     "gemma3_text": f"{__name__}.gemma3_text:Gemma3ForCausalLM",
     "gemma4_text": f"{__name__}.gemma4_text:Gemma4ForCausalLM",
     "smollm3": f"{__name__}.smollm3:SmolLM3ForCausalLM",
+    "qwen3_vl": f"{__name__}.qwen3_vl:Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": f"{__name__}.qwen3_vl_moe:Qwen3VLMoeForConditionalGeneration",
 }
 
 
@@ -110,6 +112,7 @@ class ModelConfig:
     moe: Any = None  # MoEConfig of moe/, if there are layers with a mixture of experts
     attention_fraction: float = 1.0  # of the layers, the fraction that attends to all tokens
     hybrid: Any = None  # HybridConfig of delta_net/, if there are layers that keep a state
+    vision: Any = None  # VisionConfig of vision/, if the engine takes images
     quantization: Any = None  # weight formats of linear layers: see quantization/
     rope_long: tuple[tuple[float, ...], int] | None = None  # (`rope_inv_freq` of engines for longer sequences, length)
     details: Any = None  # for a single family

@@ -60,7 +60,7 @@ def pooling_request(
     params.check(processor.config)
     if priority:
         priority = processor.check_priority(priority)
-    text, token_ids = processor.tokenize(prompt)
+    text, token_ids, _ = processor.tokenize(prompt)
     request_id, max_len = processor.next_request_id(), processor.max_model_len
     seq = PooledSequence(token_ids, request_id=request_id, max_len=max_len, priority=priority)
     processor.set_order(seq)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, TemplateError, nodes
 
-from nanovllm.requests.request import Message
+from nanovllm.requests.request import IMAGE_PART, Message
 
 OTHER_ROLES = {"developer": "system", "function": "tool"}  # OpenAI's newer and older names
 REASONING = "reasoning_content", "reasoning", "thinking"  # names of the same entry
@@ -66,8 +66,12 @@ class TemplateForms(NamedTuple):
 
     def _content(self, content: Any) -> Any:
         if isinstance(content, (list, tuple)):
-            parts = [_text_part(part) for part in content]
-            return parts if self.content_parts else "\n".join([part["text"] for part in parts])
+            parts = [part if part is IMAGE_PART else _text_part(part) for part in content]
+            if self.content_parts:
+                return parts
+            if IMAGE_PART in parts:
+                raise ValueError("messages: the chat template does not read parts of content, so it takes no images")
+            return "\n".join([part["text"] for part in parts])
         if self.content_text or not isinstance(content, str):
             return content
         return [{"type": "text", "text": content}] if content else []

@@ -18,7 +18,7 @@ from nanovllm.engine.scheduling_policy import FCFS, SchedulingPolicy
 from nanovllm.engine.sequence import Sequence, packed_ids
 from nanovllm.pooling.task import check_task
 from nanovllm.requests.detokenizer import TokenBytes
-from nanovllm.requests.prompts import as_priorities, as_prompts, read_prompt
+from nanovllm.requests.prompts import as_priorities, as_prompts, has_images, read_prompt
 from nanovllm.requests.recommended_params import recommended_params
 from nanovllm.requests.request import Adapters, CompletionRequest, Prompt
 from nanovllm.requests.streamed_request import StreamedRequest
@@ -45,6 +45,11 @@ class InputProcessor:
         self.tokenizer_lock = threading.RLock()  # because the tokenizer is not thread-safe
         self.grammars: Any = None  # made for the first request with `structured_outputs`
         self.adapters: Any = None  # an AdapterRegistry, if this process has the model, and with `enable_lora`
+        self.images: Any = None  # an ImageReader, if the model takes images
+        if config.model_config.vision is not None:
+            from nanovllm.vision.image_reader import ImageReader
+
+            self.images = ImageReader(config)
         self.reasoning_markers: dict[Any, Any] = {}  # by format, for requests with a `reasoning_parser`
         self._seed = secrets.randbits(64) if config.seed is None else config.seed
         # an iterator, because `next` is atomic: a signal handler may interrupt a thread here and add a request
@@ -104,7 +109,7 @@ class InputProcessor:
         params = self.default_sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params={params!r}: must be a SamplingParams")
-        text, ids = self.tokenize(prompt, template_arguments)
+        text, ids, images = self.tokenize(prompt, template_arguments)
         check_token_ids("stop_token_ids", params.stop_token_ids, self.config.model_config.vocab_size)
         request_id = self.next_request_id()
         seed = _derived_seed(self._seed, request_id) if params.seed is None else params.seed
@@ -113,6 +118,8 @@ class InputProcessor:
         group = [Sequence([*ids], params, noise_seed=seed, index=i, **shared) for i, seed in enumerate(seeds)]
         for seq in group:
             seq.group = group
+            if images is not None:
+                seq.feature_state["vision"] = images
         token_bytes = self.token_bytes if params.skip_special_tokens else self.all_token_bytes
         request_class: type[CompletionRequest] = CompletionRequest
         if kind is not OutputKind.FINAL_ONLY:
@@ -150,16 +157,25 @@ class InputProcessor:
         for seq in group:
             seq.set_order(priority_key)
 
-    def tokenize(self, prompt: Prompt, template_arguments: Mapping | None = None) -> tuple[str | None, list[int]]:
-        """Return the prompt's text and token ids. The text is None for a prompt of token ids."""
+    def tokenize(self, prompt: Prompt, template_arguments: Mapping | None = None) -> tuple[str | None, list[int], Any]:
+        """Return the prompt's text, token ids and PromptImages. The text is None for a prompt of token ids.
+
+        Without images, the last item is None.
+        """
         if not isinstance(template_arguments, Mapping | None):
             raise TypeError(f"chat_template_kwargs={template_arguments!r:.80}: must be a dict")
         text: str | None = None
         ids: Any = prompt
+        images = None
         if isinstance(prompt, str):
             text, ids = prompt, self.encode(prompt)
         elif not isinstance(prompt, list) or set(map(type, prompt)) != {int}:
-            text, ids = read_prompt(prompt, template_arguments or {}, self)
+            if has_images(prompt):
+                from nanovllm.vision.image_prompts import read_image_prompt  # few prompts have images
+
+                text, ids, images = read_image_prompt(prompt, template_arguments or {}, self)
+            else:
+                text, ids = read_prompt(prompt, template_arguments or {}, self)
         if not ids:
             raise ValueError("prompt: a decoder prompt cannot be empty; it must have at least 1 token")
         if len(ids) >= self.max_model_len:
@@ -169,7 +185,7 @@ class InputProcessor:
         except struct.error:  # an id beyond int32, which is in no vocabulary
             least_and_greatest = min(ids), max(ids)
         check_token_ids("prompt", least_and_greatest, self.config.model_config.vocab_size)
-        return text, ids
+        return text, ids, images
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         check_unicode("prompt", text)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from nanovllm.requests.request import Message, Prompt
+from nanovllm.requests.request import IMAGE_PART, Message, Prompt
 
 if TYPE_CHECKING:
     from nanovllm.requests.input_processor import InputProcessor
@@ -59,10 +59,31 @@ def is_conversation(value: object) -> TypeGuard[list[Message]]:
     )
 
 
+def image_source(part: Any) -> Any:
+    """Return the image or URL in a part of a message's content, or None if the part is not an image.
+
+    The types of such parts are "image_url" (OpenAI), "input_image" (OpenAI's Responses), "image" (transformers) and
+    "image_pil" (vLLM).
+    """
+    kind = part.get("type") if isinstance(part, Mapping) and part is not IMAGE_PART else None
+    if kind in ("image_url", "input_image"):
+        url = part.get("image_url")
+        return (url.get("url") if isinstance(url, Mapping) else url) or ""
+    return part.get(kind, part.get("url", "")) if kind in ("image", "image_pil") else None
+
+
+def has_images(prompt: Any) -> bool:
+    if isinstance(prompt, Mapping):
+        data = prompt.get("multi_modal_data")
+        return not (data is None or (isinstance(data, Mapping) and not data))
+    contents = (message.get("content") for message in prompt) if is_conversation(prompt) else ()
+    return any(image_source(part) is not None for x in contents if isinstance(x, (list, tuple)) for part in x)
+
+
 def read_prompt(
     prompt: Prompt, template_arguments: Mapping, processor: "InputProcessor"
 ) -> tuple[str | None, list[int]]:
-    """Return the text (None if unknown) and the token ids of a prompt that is not a string."""
+    """Return the text (None if unknown) and the token ids of a prompt that is not a string, and has no images."""
     if is_conversation(prompt):
         with processor.tokenizer_lock:
             chat = render_chat(processor.tokenizer, prompt, template_arguments)
@@ -71,7 +92,7 @@ def read_prompt(
     ids: Any = prompt
     if isinstance(prompt, Mapping):
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        is_known = not prompt.keys() - {"prompt", "prompt_token_ids"} and not isinstance(ids, str)
+        is_known = not prompt.keys() - {"prompt", "prompt_token_ids", "multi_modal_data"} and not isinstance(ids, str)
         if not isinstance(text, str | None) or (text is None and ids is None) or not is_known:
             raise TypeError(
                 f"prompt={prompt!r:.80}: a dict must have 'prompt' (text) or 'prompt_token_ids', and no other key"

@@ -7,10 +7,10 @@ import json
 import threading
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from typing import Any
+from typing import Any, cast
 
 from nanovllm.requests.input_processor import InputProcessor
-from nanovllm.requests.prompts import is_conversation, render_chat
+from nanovllm.requests.prompts import has_images, is_conversation, render_chat
 from nanovllm.requests.request import Prompt, TokensPrompt
 from nanovllm.utils.checks import check_int
 
@@ -56,8 +56,8 @@ class PromptLane(InputProcessor):
 
         If `prompt` is a function, call it first.
         """
-        text, token_ids = self.tokenize(prompt(self) if callable(prompt) else prompt, chat_template_kwargs)
-        return _tokens_prompt(token_ids, text)
+        text, token_ids, images = self.tokenize(prompt(self) if callable(prompt) else prompt, chat_template_kwargs)
+        return tokens_prompt(token_ids, text, images)
 
     def _check_length(self, text: str, longest_token: int, is_elsewhere: bool) -> None:
         max_bytes = (self.max_model_len - 1) * longest_token
@@ -80,6 +80,8 @@ def tokenized(
     `truncate_prompt_tokens` plus `max_tokens` exceeds the context length.
     """
     adds_special, num_kept, tokenizer = body.add_special_tokens, body.truncate_prompt_tokens, lane.tokenizer
+    if has_images(prompt) and num_kept is None:
+        return lane.tokens_of(prompt, template_arguments)
     with lane.tokenizer_lock:
         if is_conversation(prompt):
             prompt = RenderedChat(render_chat(tokenizer, prompt, template_arguments or {}))
@@ -95,11 +97,13 @@ def tokenized(
                 is_left = body.truncation_side == "left"
                 token_ids = token_ids[len(token_ids) - num_kept :] if is_left else token_ids[:num_kept]
                 prompt = tokenizer.decode(token_ids)
-    return _tokens_prompt(token_ids, prompt)
+    return tokens_prompt(token_ids, prompt)
 
 
-def _tokens_prompt(token_ids: list[int], text: str | None) -> TokensPrompt:
-    return {"prompt_token_ids": token_ids} if text is None else {"prompt_token_ids": token_ids, "prompt": text}
+def tokens_prompt(token_ids: list[int], text: str | None, images: Any = None) -> TokensPrompt:
+    """Return a tokenized prompt without the parts that are None."""
+    parts = {"prompt_token_ids": token_ids, "prompt": text, "multi_modal_data": images}
+    return cast(TokensPrompt, {name: part for name, part in parts.items() if part is not None})
 
 
 def longest_token(tokenizer: Any) -> int | None:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, Union, get_args, get_origin
 
 # for flags whose last word does not name the value
 METAVARS = {"stop": "TEXT", "uds": "PATH", "speculative_config": "JSON"}
+METAVARS |= {"limit_mm_per_prompt": "JSON", "mm_processor_kwargs": "JSON", "allowed_media_domains": "HOST"}
 
 
 class Parser(argparse.ArgumentParser):

@@ -19,9 +19,11 @@ from nanovllm.layers.sigmoid_gate import SigmoidGate, sigmoid_gate
 from nanovllm.models import ModelConfig
 from nanovllm.models.qwen3 import Qwen3Attention, Qwen3ForCausalLM, Qwen3MLP
 from nanovllm.models.qwen3_moe import Qwen3MoeForCausalLM
+from nanovllm.models.shared.nested import TOWER_PREFIX, nest
 from nanovllm.moe.experts import MoE
 from nanovllm.utils.construction import get_construction
 from nanovllm.utils.tensor_parallel import TensorParallel
+from nanovllm.vision.vision_config import read_vision
 
 
 class GatedAttention(Qwen3Attention):
@@ -90,20 +92,9 @@ class HybridLayer(nn.Module):
         return self.mlp(x), residual
 
 
-class NestedModel(nn.Module):
-    """Contains a decoder as `language_model`, the name of the decoder in multimodal checkpoints."""
-
-    def __init__(self, language_model: nn.Module):
-        super().__init__()
-        self.language_model = language_model
-
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self.language_model(token_ids, positions)
-
-
 class HybridForCausalLM(Qwen3ForCausalLM):
     layer_types = LAYER_TYPES
-    unused_prefixes = ("model.visual.", "mtp.")
+    unused_prefixes = (TOWER_PREFIX, "mtp.")
     # transformers' defaults
     defaults: ClassVar = {
         "head_dim": 256,
@@ -120,7 +111,7 @@ class HybridForCausalLM(Qwen3ForCausalLM):
         super().__init__(config)
         self.model.norm = ZeroCenteredRMSNorm(config.hidden_size, config.rms_norm_eps)
         if config.hybrid.is_nested:
-            self.model = NestedModel(self.model)
+            nest(self, config)
 
     @staticmethod
     def delta_net_weights(heads: DeltaHeads, tp: TensorParallel) -> tuple[list, list]:
@@ -148,4 +139,6 @@ class HybridForCausalLM(Qwen3ForCausalLM):
         hybrid, bias = read_hybrid(raw, file), raw.get("attention_bias", False)
         moe = {"moe": Qwen3MoeForCausalLM.read_config(raw, file)["moe"]} if "num_experts" in raw else {}
         fraction = len(hybrid.attention_layers) / hybrid.num_layers
-        return {"qkv_bias": bias, "o_bias": bias, "attention_fraction": fraction, "hybrid": hybrid, **moe}
+        vision = read_vision(raw, file, image_token_id=248056, mrope_section=(11, 11, 10)) if hybrid.is_nested else None
+        fields = {"qkv_bias": bias, "o_bias": bias, "attention_fraction": fraction, "hybrid": hybrid}
+        return fields | moe | {"vision": vision}

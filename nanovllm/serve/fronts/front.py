@@ -29,7 +29,7 @@ from nanovllm.serve.fronts.channel import Channel, FromEngine, FromFront, decode
 from nanovllm.serve.fronts.engine_process import FrontPlan
 from nanovllm.serve.process import set_up_process
 from nanovllm.serve.replicas.driver import make_processor
-from nanovllm.serve.replicas.messages import Final, NewRequest
+from nanovllm.serve.replicas.messages import Final, NewRequest, sent_images
 from nanovllm.serve.replicas.replica_request import ReplicaRequest
 from nanovllm.serve.server import run_server
 
@@ -50,7 +50,8 @@ class FrontRequest(ReplicaRequest):
             root, ids = self.request.group[0], self.prompt_token_ids
             params, kind = self.request.params, self.request.kind
             sent = self.request_id, 0, ids, root.params, root.priority, kind, [], []
-            return NewRequest(*sent, beams=params, lora_request=self.request.lora_request)
+            lora_request = self.request.lora_request
+            return NewRequest(*sent, beams=params, lora_request=lora_request, images=sent_images(root))
         new = super().message(replica_index)
         return new._replace(params=replace(new.params, detokenize=False)) if self._makes_text else new
 

@@ -9,7 +9,6 @@ from typing import Any
 from msgspec import DecodeError
 
 from nanovllm.llm import LLM
-from nanovllm.requests.request import TokensPrompt
 from nanovllm.serve.beams import beam_completion
 from nanovllm.serve.engine_calls import EngineCalls, StepSizes
 from nanovllm.serve.fronts.channel import Channel, FromEngine, decode_from_front, decode_request
@@ -63,7 +62,7 @@ class Session(Replica):
     def _make_request(self, new: NewRequest) -> Any:  # a beam search is no CompletionRequest
         if new.beams is None:
             return super()._make_request(new)
-        prompt, processor = TokensPrompt(prompt_token_ids=new.token_ids), self.engine.input_processor
+        prompt, processor = new.prompt(self.engine.config), self.engine.input_processor
         request = beam_completion(processor, prompt, new.beams, new.priority, new.kind)
         processor.with_adapters([request], new.lora_request)
         request.request_id = request.group[0].request_id = new.request_id

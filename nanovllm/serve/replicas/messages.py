@@ -8,12 +8,16 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from nanovllm.config import Config
 from nanovllm.engine.outputs import CompletionOutput, Logprob, OutputKind, RequestMetrics
+from nanovllm.engine.sequence import Sequence
 from nanovllm.features.beam_params import BeamSearchParams
 from nanovllm.lora.lora_request import LoRARequest
 from nanovllm.pooling.pooling_params import PoolingParams
+from nanovllm.requests.request import TokensPrompt
 from nanovllm.requests.stream_event import StreamEvent
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.vision.prompt_images import PromptImage, PromptImages, images_of
 
 
 class NewRequest(NamedTuple):
@@ -27,6 +31,7 @@ class NewRequest(NamedTuple):
     beams: the parameters of a beam search; `None` for other requests.
     pooling: the parameters of a request for a vector; `None` for other requests.
     lora_request: the adapter, if any.
+    images: the images of the prompt, whose placeholders are in `token_ids`.
     """
 
     request_id: int
@@ -41,6 +46,15 @@ class NewRequest(NamedTuple):
     beams: BeamSearchParams | None = None
     pooling: PoolingParams | None = None
     lora_request: LoRARequest | None = None
+    images: list[PromptImage] | None = None
+
+    def prompt(self, config: Config) -> TokensPrompt:
+        """Return the prompt for the replica's engine."""
+        prompt = TokensPrompt(prompt_token_ids=self.token_ids)
+        if self.images is not None:
+            image_token_id = config.model_config.vision.image_token_id
+            prompt["multi_modal_data"] = PromptImages(self.images, self.token_ids, image_token_id)
+        return prompt
 
 
 class Final(NamedTuple):
@@ -69,6 +83,11 @@ class Report(NamedTuple):
 
 _delta_fields = attrgetter(*StreamEvent.__dataclass_fields__)
 _answer_fields = attrgetter(*CompletionOutput.__dataclass_fields__)
+
+
+def sent_images(seq: Sequence) -> list[PromptImage] | None:
+    """Return the images to send with the request of `seq`."""
+    return None if (images := images_of(seq)) is None else images.images
 
 
 def encode_requests(requests: list[NewRequest]) -> bytes:

@@ -4,8 +4,9 @@ from typing import Any
 
 from nanovllm.llm import LLM
 from nanovllm.requests.prompts import is_conversation
-from nanovllm.requests.request import Prompt, TokensPrompt
+from nanovllm.requests.request import Prompt
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.serve.prompt_lanes import tokens_prompt
 
 
 class NanoVLLM:
@@ -38,7 +39,8 @@ class NanoVLLM:
         prompts: dict[int, Prompt] = {}
         for i, prompt in enumerate(batch[self.column]):
             try:
-                prompts[i] = TokensPrompt(prompt_token_ids=self.llm.input_processor.tokenize(_as_prompt(prompt))[1])
+                text, token_ids, images = self.llm.input_processor.tokenize(_as_prompt(prompt))
+                prompts[i] = tokens_prompt(token_ids, text, images)
             except (ValueError, TypeError) as error:
                 errors[i] = str(error)
         answers = self.llm.generate([*prompts.values()], self.params, use_tqdm=False) if prompts else []

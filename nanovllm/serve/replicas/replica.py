@@ -13,7 +13,7 @@ from nanovllm.engine.stats import stats_of
 from nanovllm.llm import LLM
 from nanovllm.pooling.pooling_outputs import PoolingOutput
 from nanovllm.pooling.pooling_request import pooling_request
-from nanovllm.requests.request import CompletionRequest, TokensPrompt
+from nanovllm.requests.request import CompletionRequest
 from nanovllm.requests.stream_event import StreamEvent
 from nanovllm.serve.async_request import merged
 from nanovllm.serve.notifying_collector import NotifyingCollector
@@ -144,7 +144,7 @@ class Replica:
         self._grammar_thread.shutdown(wait=False)
 
     def _make_request(self, new: NewRequest) -> CompletionRequest:
-        prompt = TokensPrompt(prompt_token_ids=new.token_ids)
+        prompt = new.prompt(self.engine.config)
         processor = self.engine.input_processor
         request: Any
         if new.pooling is not None:

@@ -15,7 +15,7 @@ from nanovllm.requests.request import CompletionRequest
 from nanovllm.requests.stream_event import StreamEvent
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.async_request import AsyncRequest, PartialAnswer
-from nanovllm.serve.replicas.messages import Final, NewRequest
+from nanovllm.serve.replicas.messages import Final, NewRequest, sent_images
 
 
 class ResumableAnswer(PartialAnswer):
@@ -103,6 +103,7 @@ class ReplicaRequest(AsyncRequest):
             group[0].cache_salt,
             pooling=pooling,
             lora_request=self.request.lora_request,
+            images=sent_images(group[0]),
         )
 
     def add_event(self, delta: StreamEvent) -> None:

@@ -77,7 +77,7 @@ class LocalModel:
 
         processor = self.llm.input_processor
         markers = markers_of(format_of(template_text(self.llm.tokenizer.chat_template)) or "think", processor)
-        text, prompt_token_ids = processor.tokenize(messages)
+        text, prompt_token_ids, _ = processor.tokenize(messages)
         parser = ReasoningParser(Reasoning(markers, markers.stage_after(prompt_token_ids)))
         num_tokens, prompt = 0, TokensPrompt(prompt=text or "", prompt_token_ids=prompt_token_ids)
         stream: Any = self.llm.stream(prompt, replace(self.defaults, **params))  # a generator

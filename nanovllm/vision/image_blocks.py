@@ -1,0 +1,28 @@
+"""Lets the prefix cache tell images apart, although the token ids of all images are equal."""
+
+from collections.abc import Callable
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.sequence import Sequence
+from nanovllm.vision.prompt_images import images_of
+
+
+class ImageBlocks(BlockManager):
+    """Replaces methods of an engine's block manager, of whatever class.
+
+    The contents of a block are its token ids, followed by the digests of the images that have a token in the block.
+    Hashes and comparisons include the digests.
+    """
+
+    forget_images: Callable[[], None]  # drops the embeddings of all images, because the weights may change
+
+    def _block_token_ids(self, seq: Sequence, i: int) -> list[int]:
+        token_ids = super()._block_token_ids(seq, i)
+        if (images := images_of(seq)) is not None:
+            for placed in images.between(i * self.block_size, (i + 1) * self.block_size):
+                token_ids = [*token_ids, *placed.image.key]
+        return token_ids
+
+    def clear_prefix_cache(self) -> None:
+        super().clear_prefix_cache()
+        self.forget_images()

@@ -1,0 +1,68 @@
+"""Tells all ranks which tokens of a step belong to images, and the positions of tokens."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nanovllm.engine.features import Arrays, StepFeature
+from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.engine.sequence import Sequence
+from nanovllm.vision.prompt_images import images_of
+
+if TYPE_CHECKING:
+    from nanovllm.config import Config
+    from nanovllm.engine.model_runner import ModelRunner
+
+
+class RequestImages(StepFeature):
+    """The state of a sequence is its PromptImages. Without images, a sequence has no state.
+
+    In an engine that takes images, a VisionRunner uses this feature in all steps with chunks, because a request index
+    might have belonged to a sequence with images.
+    """
+
+    @classmethod
+    def prepare(cls, step: ScheduledStep) -> Arrays | None:
+        """Return `req_indices` and `deltas` of the requests. If a chunk belongs to a prompt with images, also return:
+
+        positions: of the chunks' tokens, [3, T].
+        placed: [N, 7], for each part of an image: its first token in the step, its number of tokens, the index of its
+            first token in the image, and the image's key.
+        """
+        seqs = [*dict.fromkeys([*(row.seq for row in step.chunks), *step.new_seqs])]
+        if not seqs:
+            return None
+        deltas = [0 if (images := images_of(seq)) is None else images.delta for seq in seqs]
+        arrays = {"req_indices": [seq.req_index for seq in seqs], "deltas": deltas}
+        arrays = {name: np.array(values, np.int32) for name, values in arrays.items()}
+        if any(images_of(seq) is not None for seq, _, _ in step.chunks):
+            positions, placed, token = [], [], step.num_decodes * step.tokens_per_row
+            for seq, start, end in step.chunks:
+                if (images := images_of(seq)) is None:
+                    positions.append(np.broadcast_to(np.arange(start, end, dtype=np.int32), (3, end - start)))
+                else:
+                    positions.append(images.positions(start, end))
+                    for image, first in images.between(start, end):
+                        begin, stop = max(start, first), min(end, first + image.num_tokens)
+                        placed.append((token + begin - start, stop - begin, begin - first, *image.key))
+                token += end - start
+            arrays["positions"] = np.concatenate(positions, 1)
+            arrays["placed"] = np.array(placed, np.int32).reshape(-1, 7)
+        return arrays
+
+    @classmethod
+    def max_words(cls, config: "Config") -> int:
+        if config.model_config.vision is None:
+            return 0
+        return 2 * config.max_num_seqs + (3 + 7) * config.max_num_batched_tokens + 4 * 4
+
+    @classmethod
+    def forget(cls, seq: Sequence) -> None:
+        """Free the pixels now, because ended sequences stay in memory until garbage is collected."""
+        seq.feature_state["vision"] = None
+
+    def __init__(self, runner: "ModelRunner"):
+        self._runner: Any = runner
+
+    def upload(self, arrays: Arrays) -> None:
+        self._runner.set_positions(arrays)

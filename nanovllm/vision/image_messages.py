@@ -1,0 +1,48 @@
+"""Sends images to the other ranks, and connects the parts of an engine that takes images."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nanovllm.batches.batch import largest_batch
+from nanovllm.engine.engine import Engine
+from nanovllm.utils.replace import replace_methods
+from nanovllm.utils.tensor_parts import TensorPart, parts_of
+from nanovllm.vision.image_blocks import ImageBlocks
+from nanovllm.vision.prompt_images import PromptImage
+
+
+class ImagePart(NamedTuple):
+    """A message to another rank, which computes the image's embeddings when all parts of the message have arrived.
+
+    The parts contain the image's pixels, and then the digests of the images to be forgotten. `image` has no pixels.
+    """
+
+    image: PromptImage
+    num_bytes: int  # of the pixels
+    part: TensorPart
+
+    def receive(self, words: np.ndarray, runner: Any, incoming: dict[Any, Any]) -> None:
+        if (tensor := self.part.join(words, incoming)) is not None:
+            data, size = tensor.numpy().tobytes(), len(self.image.digest)
+            leaving = [data[begin : begin + size] for begin in range(self.num_bytes, len(data), size)]
+            with runner.on_device():
+                runner.images.add(self.image._replace(pixels=data[: self.num_bytes]), leaving)
+
+
+def use_images(engine: Engine) -> None:
+    """Let the ranks and the prefix cache of an engine know of images. The scheduler must have been made."""
+    runner: Any = engine.model_runner
+    blocks: Any = engine.scheduler.block_manager
+    replace_methods(blocks, ImageBlocks, "Image")
+    blocks.forget_images = runner.images.clear
+    if engine.workers.processes:
+        runner.images.tell_ranks = partial(_tell_ranks, engine)
+
+
+def _tell_ranks(engine: Engine, image: PromptImage, leaving: list[bytes]) -> None:
+    data = torch.frombuffer(bytearray(b"".join((image.pixels, *leaving))), dtype=torch.uint8)
+    for part, words in parts_of("an image", data, 4 * largest_batch(engine.config)):
+        engine.workers.send(ImagePart(image._replace(pixels=b""), len(image.pixels), part), words)

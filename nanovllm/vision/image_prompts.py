@@ -1,0 +1,78 @@
+"""Reads prompts and conversations that contain images."""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.requests.prompts import image_source, is_conversation, read_prompt
+from nanovllm.requests.request import IMAGE_PART
+from nanovllm.vision.prompt_images import PromptImages
+
+if TYPE_CHECKING:
+    from nanovllm.requests.input_processor import InputProcessor
+
+
+def read_image_prompt(
+    prompt: Any, template_arguments: Mapping, processor: "InputProcessor"
+) -> tuple[str | None, list[int], PromptImages]:
+    """Return the text, the token ids and the images of a prompt with images.
+
+    In the token ids, an image has as many placeholders as the text model reads embeddings. Raises ValueError if the
+    prompt has too many images, or another number of placeholders than images. Raises the errors of
+    `ImageReader.read`.
+    """
+    if processor.images is None:
+        raise ValueError(
+            f"prompt={prompt!r:.80}: contains images, which this engine does not take: {processor.config.model!r} has "
+            "no vision tower, or language_model_only is set, or the task is not 'generate'"
+        )
+    is_trusted = not is_conversation(prompt)
+    if is_trusted:
+        rest = {name: value for name, value in prompt.items() if name != "multi_modal_data"}
+        if isinstance(data := prompt["multi_modal_data"], PromptImages):  # read before
+            text, token_ids = read_prompt(rest, template_arguments, processor)
+            return text, token_ids, data
+        sources = _sources(data)
+    else:
+        sources = []
+        rest = [*_without_images(prompt, sources)]
+    vision = processor.config.model_config.vision
+    if len(sources) > vision.max_images:
+        raise ValueError(
+            f"prompt: has {len(sources)} images: must be at most {vision.max_images} (limit_mm_per_prompt)"
+        )
+    text, token_ids = read_prompt(rest, template_arguments, processor)
+    if (count := token_ids.count(vision.image_token_id)) != len(sources):
+        name = processor.tokenizer.convert_ids_to_tokens(vision.image_token_id)
+        raise ValueError(f"prompt: has {len(sources)} images and {count} times the placeholder {name!r}: must be equal")
+    images = [processor.images.read(source, is_trusted) for source in sources]
+    token_ids = [*_expanded(token_ids, images, vision.image_token_id)]
+    return text, token_ids, PromptImages(images, token_ids, vision.image_token_id)
+
+
+def _expanded(token_ids: list[int], images: list, image_token_id: int) -> Iterator[int]:
+    sizes = (image.num_tokens for image in images)
+    for token_id in token_ids:
+        for _ in range(next(sizes) if token_id == image_token_id else 1):
+            yield token_id
+
+
+def _sources(data: Any) -> list[Any]:
+    """Return the images in the `multi_modal_data` of a prompt. Raises TypeError or ValueError for anything else."""
+    if not isinstance(data, Mapping):
+        raise TypeError(f"multi_modal_data={data!r:.80}: must be a dict")
+    if others := data.keys() - {"image"}:
+        raise ValueError(f"multi_modal_data: has {sorted(map(str, others))}: only 'image' is supported")
+    images = data.get("image", ())
+    return [*images] if isinstance(images, (list, tuple)) else [images]
+
+
+def _without_images(messages: list, sources: list[Any]) -> Iterator[dict[str, Any]]:
+    """Yield the messages with placeholders for images, and add the images to `sources`."""
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, (list, tuple)):
+            found = [image_source(part) for part in content]
+            sources += [source for source in found if source is not None]
+            content = [part if source is None else IMAGE_PART for part, source in zip(content, found)]
+            message = {**message, "content": content}
+        yield message

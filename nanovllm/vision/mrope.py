@@ -1,0 +1,34 @@
+"""Rotary embedding with a temporal, a vertical and a horizontal position (interleaved MRoPE, arXiv:2511.21631)."""
+
+import torch
+
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+
+
+class MRotaryEmbedding(RotaryEmbedding):
+    """Rotates pair `i` of a head by the position on one of three axes.
+
+    Pairs 1, 4, 7, ... take the vertical position and pairs 2, 5, 8, ... the horizontal position, as many as
+    `mrope_section` says. The others take the temporal position. In text, the three positions are equal.
+    """
+
+    def __init__(
+        self, inv_freq: tuple[float, ...], scale: float, max_position: int, mrope_section: tuple[int, int, int]
+    ):
+        super().__init__(inv_freq, scale, max_position)
+        axes = torch.zeros(len(inv_freq), dtype=torch.int64)
+        for axis in (1, 2):
+            axes[axis : 3 * mrope_section[axis] : 3] = axis
+        self.register_buffer("axes", axes.repeat(2), persistent=False)  # of each column of a table
+
+    def forward(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate as RotaryEmbedding does. `positions` is [T], or [3, T] if there are images."""
+        cos, sin = self.look_up(self.cos_sin_cache, positions).unsqueeze(1).chunk(2, -1)  # [T, 1, N / 2]
+        return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
+
+    def look_up(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the rows of `positions` in a table [max_position, ..., N], whose columns belong to `axes`."""
+        if positions.dim() == 1:
+            return table.index_select(0, positions)
+        by_axis = [table.index_select(0, axis) for axis in positions]
+        return torch.where(self.axes == 0, by_axis[0], torch.where(self.axes == 1, by_axis[1], by_axis[2]))

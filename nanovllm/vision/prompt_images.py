@@ -1,0 +1,105 @@
+"""The images of a prompt: their pixels, and the positions of the prompt's tokens."""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class PromptImage(NamedTuple):
+    """An image whose size fits the tower.
+
+    pixels: uint8 [patches, 3, patch_size, patch_size] as bytes. The patches of a token follow each other.
+    rows, columns: how many tokens the image has in each direction.
+    digest: 16 bytes that depend on the pixels, rows and columns. Images with equal digests share cached blocks.
+    """
+
+    pixels: bytes
+    rows: int
+    columns: int
+    digest: bytes
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """The digest as four int32 numbers."""
+        return tuple(np.frombuffer(self.digest, np.int32).tolist())
+
+
+class PlacedImage(NamedTuple):
+    """An image and the index of its first token in the prompt."""
+
+    image: PromptImage
+    start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.image.num_tokens
+
+
+class PromptImages:
+    """The images of a prompt, in order. All answers to the prompt share this object."""
+
+    def __init__(self, images: Sequence[PromptImage], token_ids: Sequence[int], image_token_id: int):
+        """`token_ids` must contain `image_token_id` once for each token of each image, at consecutive places."""
+        self.placed: list[PlacedImage] = []
+        self.num_prompt_tokens = len(token_ids)
+        ids, end = np.asarray(token_ids), 0
+        for image in images:
+            start = end + int((ids[end:] == image_token_id).argmax())
+            end = start + image.num_tokens
+            self.placed.append(PlacedImage(image, start))
+
+    def __deepcopy__(self, memo: dict) -> "PromptImages":
+        return self  # forks of a sequence share the images
+
+    @property
+    def images(self) -> list[PromptImage]:
+        return [placed.image for placed in self.placed]
+
+    def between(self, start: int, end: int) -> Iterator[PlacedImage]:
+        """Yield the images that have a token in `start:end`."""
+        for placed in self.placed:
+            if placed.start < end and start < placed.end:
+                yield placed
+
+    @cached_property
+    def _positions(self) -> np.ndarray:
+        """The temporal, vertical and horizontal positions of the prompt's tokens: [3, tokens] int32.
+
+        An image takes as many positions as its longer side has tokens, because its tokens have two dimensions.
+        """
+        parts, end, position = [], 0, 0
+        for image, start in self.placed:
+            position = self._add_text(parts, position, start - end)
+            rows, columns = np.indices((image.rows, image.columns)).reshape(2, -1)
+            parts.append(position + np.stack((np.zeros_like(rows), rows, columns)))
+            position += max(image.rows, image.columns)
+            end = start + image.num_tokens
+        self._add_text(parts, position, self.num_prompt_tokens - end)
+        return np.concatenate(parts, 1).astype(np.int32)
+
+    @staticmethod
+    def _add_text(parts: list[np.ndarray], position: int, num_tokens: int) -> int:
+        parts.append(np.broadcast_to(position + np.arange(num_tokens), (3, num_tokens)))
+        return position + num_tokens
+
+    @cached_property
+    def delta(self) -> int:
+        """The difference between the position of a generated token and its index. It is at most 0."""
+        saved = (max(image.rows, image.columns) - image.num_tokens for image in self.images)
+        return sum(saved)
+
+    def positions(self, start: int, end: int) -> np.ndarray:
+        """Return the positions of the tokens `start:end`, which may be generated ones: [3, end - start] int32."""
+        generated = np.arange(max(start, self.num_prompt_tokens), end, dtype=np.int32) + self.delta
+        prompt = self._positions[:, start:end]
+        return np.concatenate((prompt, np.broadcast_to(generated, (3, len(generated)))), 1, dtype=np.int32)
+
+
+def images_of(seq: Any) -> PromptImages | None:
+    return seq.feature_state.get("vision")

@@ -1,0 +1,193 @@
+"""The vision tower of Qwen3-VL and Qwen3.5, which maps an image's patches to embeddings of tokens (arXiv:2511.21631).
+
+Every rank has the whole tower, and computes one image at a time. So an image's embeddings depend on no other image.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.layers.linear import linear
+from nanovllm.layers.rotary_embedding import apply_rotary_emb
+from nanovllm.utils.loader import default_weight_loader, parameter
+from nanovllm.utils.rope_scaling import inverse_frequencies
+from nanovllm.vision.vision_config import VisionConfig
+
+NORM_EPS = 1e-6
+ROPE_THETA = 10000.0
+
+
+class TowerLinear(nn.Module):
+    """Computes x W^T + b with the whole weight on each rank. Weight formats and adapters leave it as it is."""
+
+    def __init__(self, input_size: int, output_size: int):
+        super().__init__()
+        self.weight = parameter((output_size, input_size), default_weight_loader)
+        self.bias = parameter((output_size,), default_weight_loader)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class LayerNorm(nn.Module):
+    def __init__(self, hidden_size: int):
+        super().__init__()
+        self.weight = parameter((hidden_size,), default_weight_loader)
+        self.bias = parameter((hidden_size,), default_weight_loader)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, NORM_EPS)
+
+
+class PatchProjection(nn.Module):
+    """A 3D convolution whose stride is its kernel: a matmul for each patch. Each frame of a patch is the image."""
+
+    def __init__(self, config: VisionConfig):
+        super().__init__()
+        kernel = 3, config.temporal_patch_size, config.patch_size, config.patch_size
+        self.weight = parameter((config.hidden_size, *kernel), default_weight_loader)
+        self.bias = parameter((config.hidden_size,), default_weight_loader)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Map the pixels of patches [P, 3, patch_size, patch_size] to [P, hidden_size]."""
+        frames = pixels.unsqueeze(2).expand(-1, *self.weight.shape[1:])
+        return linear(frames.flatten(1), self.weight.flatten(1), self.bias)
+
+
+class PatchEmbedding(nn.Module):
+    def __init__(self, config: VisionConfig):
+        super().__init__()
+        self.proj = PatchProjection(config)
+
+
+class PositionEmbedding(nn.Module):
+    """Learned embeddings on a square grid, interpolated for images of any size."""
+
+    def __init__(self, config: VisionConfig):
+        super().__init__()
+        self.side = config.grid_side
+        self.weight = parameter((self.side**2, config.hidden_size), default_weight_loader)
+
+    def forward(self, height: int, width: int) -> torch.Tensor:
+        """Return the embeddings of an image's patches: [height, width, hidden_size], in float32."""
+        grid = self.weight.float().unflatten(0, (self.side, self.side))
+        rows = self._interpolate(grid, height)
+        return self._interpolate(rows.transpose(0, 1), width).transpose(0, 1)
+
+    def _interpolate(self, grid: torch.Tensor, size: int) -> torch.Tensor:
+        """Interpolate the first dimension linearly, such that the first and last elements keep their places."""
+        places = torch.arange(size, dtype=torch.float32, device=grid.device) * (self.side - 1) / max(1, size - 1)
+        low = places.long()
+        high = (low + 1).clamp(max=self.side - 1)
+        return torch.lerp(grid[low], grid[high], (places - low)[:, None, None])
+
+
+class TowerAttention(nn.Module):
+    """Attention in which each patch of an image attends to all its patches."""
+
+    def __init__(self, config: VisionConfig):
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.qkv = TowerLinear(config.hidden_size, 3 * config.hidden_size)
+        self.proj = TowerLinear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(1)  # [P, heads, head_dim]
+        q, k = apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin)
+        heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        o = F.scaled_dot_product_attention(*heads_first)[0].transpose(0, 1)
+        return self.proj(o.flatten(1))
+
+
+class TowerMLP(nn.Module):
+    def __init__(self, config: VisionConfig):
+        super().__init__()
+        self.linear_fc1 = TowerLinear(config.hidden_size, config.intermediate_size)
+        self.linear_fc2 = TowerLinear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear_fc2(F.gelu(self.linear_fc1(x), approximate="tanh"))
+
+
+class TowerBlock(nn.Module):
+    def __init__(self, config: VisionConfig):
+        super().__init__()
+        self.norm1, self.norm2 = LayerNorm(config.hidden_size), LayerNorm(config.hidden_size)
+        self.attn = TowerAttention(config)
+        self.mlp = TowerMLP(config)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.norm1(x), cos, sin)
+        return x + self.mlp(self.norm2(x))
+
+
+class PatchMerger(nn.Module):
+    """Maps each square of patches to the embedding of a token: [P, hidden_size] -> [P / merge_size^2, outputs]."""
+
+    def __init__(self, config: VisionConfig, norms_squares: bool):
+        """norms_squares: whether the norm is computed over a square of patches, or over each patch."""
+        super().__init__()
+        self.size = config.hidden_size * config.merge_size**2
+        self.norm = LayerNorm(self.size if norms_squares else config.hidden_size)
+        self.linear_fc1 = TowerLinear(self.size, self.size)
+        self.linear_fc2 = TowerLinear(self.size, config.out_hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x.view(-1, *self.norm.weight.shape)).view(-1, self.size)
+        return self.linear_fc2(F.gelu(self.linear_fc1(x)))
+
+
+class VisionTower(nn.Module):
+    """Attributes have the names in checkpoints."""
+
+    def __init__(self, config: VisionConfig):
+        super().__init__()
+        self.config = config
+        self.patch_embed = PatchEmbedding(config)
+        self.pos_embed = PositionEmbedding(config)
+        self.blocks = nn.ModuleList([TowerBlock(config) for _ in range(config.depth)])
+        self.merger = PatchMerger(config, norms_squares=False)
+        mergers = [PatchMerger(config, norms_squares=True) for _ in config.deepstack_layers]
+        self.deepstack_merger_list = nn.ModuleList(mergers)
+
+    def forward(self, patches: torch.Tensor, height: int, width: int) -> torch.Tensor:
+        """Map an image to embeddings [1 + layers, tokens, out_hidden_size].
+
+        The first embeddings replace the image's placeholders. The others are added after the first layers of the text
+        model (DeepStack, arXiv:2406.04334). `patches` [height * width, 3, patch_size, patch_size] contains values from
+        0 to 255. The patches of a merged square follow each other.
+        """
+        x = self.patch_embed.proj(self._normalized(patches))
+        x = x + self._in_squares(self.pos_embed(height, width)).to(x.dtype)
+        cos, sin = self._rotation(height, width)
+        levels = []
+        mergers = dict(zip(self.config.deepstack_layers, self.deepstack_merger_list))
+        for i, block in enumerate(self.blocks):
+            x = block(x, cos, sin)
+            if i in mergers:
+                levels.append(mergers[i](x))
+        return torch.stack([self.merger(x), *levels])
+
+    def _normalized(self, patches: torch.Tensor) -> torch.Tensor:
+        mean, std = (self._colors(x) for x in (self.config.image_mean, self.config.image_std))
+        return ((patches.float() / 255 - mean) / std).to(self.pos_embed.weight.dtype)
+
+    def _colors(self, values: Iterable[float]) -> torch.Tensor:
+        return torch.tensor([*values], device=self.pos_embed.weight.device)[:, None, None]
+
+    def _rotation(self, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines [P, 1, head_dim / 2]. The row rotates half of the pairs, the column the others."""
+        device, head_dim = self.pos_embed.weight.device, self.config.hidden_size // self.config.num_heads
+        inv_freq = inverse_frequencies(ROPE_THETA, head_dim // 2).to(device)
+        rows, columns = (torch.arange(size, dtype=torch.float32, device=device) for size in (height, width))
+        places = torch.stack((rows[:, None].expand(height, width), columns.expand(height, width)), -1)
+        angles = (self._in_squares(places).unsqueeze(-1) * inv_freq).flatten(1).unsqueeze(1)
+        return angles.cos(), angles.sin()
+
+    def _in_squares(self, grid: torch.Tensor) -> torch.Tensor:
+        """Put [height, width, N] into the order of the patches: [height * width, N]."""
+        height, width, size = grid.shape
+        n = self.config.merge_size
+        return grid.view(height // n, n, width // n, n, size).transpose(1, 2).reshape(-1, size)

@@ -1,0 +1,169 @@
+"""Reads from a checkpoint's files how its vision tower is built, and how its text model sees images."""
+
+import json
+from dataclasses import dataclass, replace
+from math import isqrt
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.utils.checks import check_choice, check_int, check_real, read_json
+
+if TYPE_CHECKING:
+    from nanovllm.config import Config
+
+# transformers' defaults for entries that may be absent
+TOWER = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 3584,
+    "num_position_embeddings": 2304,
+}
+SIZE = {"shortest_edge": 256**2, "longest_edge": 4096**2}  # in pixels, although the file calls them edges
+
+
+@dataclass(frozen=True, slots=True)
+class VisionConfig:
+    """The part of a model's configuration that concerns images.
+
+    depth, hidden_size, intermediate_size, num_heads, patch_size, temporal_patch_size, out_hidden_size: of the tower.
+    merge_size: a token stands for a square of `merge_size` x `merge_size` patches.
+    grid_side: the learned position embeddings are a square of this side.
+    deepstack_layers: after these layers of the tower, features are taken for the first layers of the text model.
+    image_token_id: the placeholder of an image in a prompt, with one token for each merged square.
+    mrope_section: how many pairs of a head are rotated by the temporal, vertical and horizontal position.
+    image_mean, image_std: of each color, for pixels from 0 to 1.
+    min_pixels, max_pixels: images are scaled to a number of pixels in this range.
+    max_images: the maximum number of images in a prompt.
+    """
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    patch_size: int
+    temporal_patch_size: int
+    out_hidden_size: int
+    merge_size: int
+    grid_side: int
+    deepstack_layers: tuple[int, ...]
+    image_token_id: int
+    mrope_section: tuple[int, int, int]
+    image_mean: tuple[float, ...]
+    image_std: tuple[float, ...]
+    min_pixels: int
+    max_pixels: int
+    max_images: int = 999
+
+    @property
+    def max_image_tokens(self) -> int:
+        """The number of tokens of the largest image."""
+        return self.max_pixels // (self.patch_size * self.merge_size) ** 2
+
+    def with_settings(self, settings: "Config") -> "VisionConfig | None":
+        """Return the configuration for an engine, or None if it takes no images.
+
+        Raises ValueError for a smallest image that is larger than the largest one.
+        """
+        pixels = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels} | (settings.mm_processor_kwargs or {})
+        if (low := pixels["min_pixels"]) > (high := pixels["max_pixels"]):
+            raise ValueError(f"mm_processor_kwargs: min_pixels={low}: must be at most max_pixels={high}")
+        max_images = (settings.limit_mm_per_prompt or {}).get("image", self.max_images)
+        if settings.language_model_only or not max_images:
+            return None
+        return replace(self, max_images=max_images, **pixels)
+
+
+def check_limits(name: str, value: Any) -> dict[str, int]:
+    """Return the setting `limit_mm_per_prompt` as a dict. Raises TypeError or ValueError if it is invalid."""
+    limits = _json_dict(name, value, ("image", "video", "audio"))
+    limits = {kind: limit["count"] if isinstance(limit, dict) else limit for kind, limit in limits.items()}
+    highs = {"image": 2**16, "video": 0, "audio": 0}  # only images are supported
+    return {kind: check_int(f"{name}: {kind}", limit, low=0, high=highs[kind]) for kind, limit in limits.items()}
+
+
+def check_pixels(name: str, value: Any) -> dict[str, int]:
+    """Return the setting `mm_processor_kwargs` as a dict. Raises TypeError or ValueError if it is invalid."""
+    pixels = _json_dict(name, value, ("min_pixels", "max_pixels"))
+    return {key: check_int(f"{name}: {key}", number, low=1, high=2**26) for key, number in pixels.items()}
+
+
+def check_domains(name: str, value: Any) -> tuple[str, ...]:
+    """Return the setting `allowed_media_domains` in lower case. Raises TypeError if it is no list of strings."""
+    if not isinstance(value, (list, tuple)) or not all(isinstance(host, str) for host in value):
+        raise TypeError(f"{name}={value!r:.80}: must be a list of host names")
+    return tuple(host.lower() for host in value)
+
+
+def _json_dict(name: str, value: Any, keys: tuple[str, ...]) -> dict[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"{name}={value!r:.80}: is not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise TypeError(f"{name}={value!r:.80}: must be a JSON object or a dict")
+    for key in value:
+        check_choice(f"{name}: a key", key, keys)
+    return value
+
+
+def read_vision(
+    raw: dict, file: Path, image_token_id: int, mrope_section: tuple[int, int, int], deepstack: tuple[int, ...] = ()
+) -> VisionConfig | None:
+    """Read config.json, whose content is `raw`, and the preprocessor_config.json next to `file`.
+
+    Return None if the checkpoint has no vision tower. Entries that are absent get the remaining arguments. Raises
+    ValueError or TypeError, which name the file, for unsupported entries.
+    """
+    if not (found := raw.get("vision_config")):
+        return None
+    if not isinstance(found, dict):
+        raise TypeError(f"{file}: vision_config={found!r:.80}: must be an object")
+    name = f"{file}: vision_config"
+    sizes = {key: check_int(f"{name}: {key}", found.get(key, default), low=1) for key, default in TOWER.items()}
+    check_choice(f"{name}: hidden_act", found.get("hidden_act", "gelu_pytorch_tanh"), ("gelu_pytorch_tanh",))
+    check_choice(f"{name}: in_channels", found.get("in_channels", 3), (3,))
+    check_choice(f"{name}: out_hidden_size", sizes["out_hidden_size"], (raw["hidden_size"],))
+    if sizes["hidden_size"] % (4 * sizes["num_heads"]):
+        raise ValueError(f"{name}: hidden_size={sizes['hidden_size']}: must be a multiple of 4 * num_heads")
+    if (side := isqrt(positions := sizes.pop("num_position_embeddings"))) ** 2 != positions:
+        raise ValueError(f"{name}: num_position_embeddings={positions}: must be a square")
+    layers = tuple(found.get("deepstack_visual_indexes", deepstack) if deepstack else ())
+    for layer in layers:
+        check_int(f"{name}: deepstack_visual_indexes: a layer", layer, low=0, high=sizes["depth"] - 1)
+    check_int(f"{name}: deepstack_visual_indexes: their number", len(layers), low=0, high=raw["num_hidden_layers"])
+    rope = (raw.get("rope_parameters") or {}) | (raw.get("rope_scaling") or {})
+    sections = [check_int(f"{file}: mrope_section", n, low=0) for n in rope.get("mrope_section") or mrope_section]
+    if len(sections) != 3:
+        raise ValueError(f"{file}: mrope_section={sections!r:.80}: must have 3 numbers")
+    check_choice(f"{file}: mrope_interleaved", rope.get("mrope_interleaved", True), (True,))
+    return VisionConfig(
+        merge_size=sizes.pop("spatial_merge_size"),
+        **sizes,
+        grid_side=side,
+        deepstack_layers=layers,
+        image_token_id=check_int(f"{file}: image_token_id", raw.get("image_token_id", image_token_id), low=0),
+        mrope_section=(sections[0], sections[1], sections[2]),
+        **_read_preprocessor(file.with_name("preprocessor_config.json"), sizes),
+    )
+
+
+def _read_preprocessor(file: Path, sizes: dict[str, int]) -> dict[str, Any]:
+    raw = read_json(file) if file.exists() else {}
+    size = raw.get("size") or {}
+    pixels = {
+        "min_pixels": raw.get("min_pixels") or size.get("shortest_edge") or SIZE["shortest_edge"],
+        "max_pixels": raw.get("max_pixels") or size.get("longest_edge") or SIZE["longest_edge"],
+    }
+    colors = {}
+    for name in ("image_mean", "image_std"):
+        if not isinstance(numbers := raw.get(name, [0.5] * 3), list) or len(numbers) != 3:
+            raise ValueError(f"{file}: {name}={numbers!r:.80}: must be a list of 3 numbers")
+        colors[name] = tuple(check_real(f"{file}: {name}", number, low=1e-6, high=1.0) for number in numbers)
+    check_choice(f"{file}: patch_size", raw.get("patch_size", sizes["patch_size"]), (sizes["patch_size"],))
+    return colors | {name: check_int(f"{file}: {name}", value, low=1) for name, value in pixels.items()}

@@ -1,0 +1,166 @@
+"""The model runner of an engine that takes images."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanovllm.batches.batch import BatchShape, HostBatch
+from nanovllm.batches.batch_runner import BatchRunner
+from nanovllm.engine.features import Arrays
+from nanovllm.engine.forward_output import PendingStep
+from nanovllm.engine.scheduled_step import ScheduledStep
+from nanovllm.utils.context import get_context, of_tokens
+from nanovllm.vision.prompt_images import PromptImage, images_of
+from nanovllm.vision.tower import VisionTower
+
+
+class ImageStore:
+    """The embeddings of images on a rank's device, by digest.
+
+    If there are too many, the least recently used ones leave. Rank 0 decides which images are computed and which leave,
+    and tells the other ranks.
+    """
+
+    def __init__(self, tower: VisionTower, max_tokens: int, device: torch.device):
+        self._tower, self._max_tokens, self._device = tower, max_tokens, device
+        self._embeddings: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # [1 + layers, tokens, hidden_size]
+        # called with an image that must be computed, and the digests of the images that leave; see image_messages.py
+        self.tell_ranks: Callable[[PromptImage, list[bytes]], None] = lambda image, leaving: None
+
+    def __getitem__(self, digest: bytes) -> torch.Tensor:
+        return self._embeddings[digest]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(x.shape[1] for x in self._embeddings.values())
+
+    def require(self, images: Iterable[PromptImage]) -> None:
+        """Compute the embeddings of the images that are not stored. Only rank 0 calls this method."""
+        needed = {image.digest: image for image in images}
+        for digest, image in needed.items():
+            if digest in self._embeddings:
+                self._embeddings.move_to_end(digest)
+                continue
+            leaving, num_tokens = [], self.num_tokens + image.num_tokens
+            for other, embeddings in self._embeddings.items():
+                if num_tokens <= self._max_tokens:
+                    break
+                if other not in needed:
+                    leaving.append(other)
+                    num_tokens -= embeddings.shape[1]
+            self.tell_ranks(image, leaving)
+            self.add(image, leaving)
+
+    @torch.inference_mode()
+    def add(self, image: PromptImage, leaving: Iterable[bytes] = ()) -> None:
+        """Remove the images `leaving`, and compute the embeddings of `image`."""
+        for digest in leaving:
+            self._embeddings.pop(digest, None)
+        config = self._tower.config
+        pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8)
+        patches = pixels.view(-1, 3, config.patch_size, config.patch_size).to(self._device)
+        size = image.rows * config.merge_size, image.columns * config.merge_size
+        self._embeddings[image.digest] = self._tower(patches, *size)
+
+    def clear(self) -> None:
+        self._embeddings.clear()
+
+
+@contextmanager
+def image_embeddings(decoder: Any, tokens: torch.Tensor, levels: torch.Tensor) -> Iterator[None]:
+    """Within a `with` block, show images to a decoder.
+
+    The first of `levels` [1 + layers, N, hidden_size] replaces the embeddings of `tokens` [N], and each other level is
+    added to the output of a layer.
+    """
+
+    def replace(module: Any, arguments: Any, embeddings: torch.Tensor) -> torch.Tensor:
+        return embeddings.index_copy(0, tokens, levels[0])
+
+    def add(level: torch.Tensor) -> Callable:
+        return lambda module, arguments, output: (output[0].index_add(0, tokens, level), output[1])
+
+    hooks = [decoder.embed_tokens.register_forward_hook(replace)]
+    hooks += [layer.register_forward_hook(add(level)) for layer, level in zip(decoder.layers, levels[1:])]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class VisionRunner(BatchRunner):
+    """Computes the embeddings of a step's images before the step.
+
+    Steps whose chunks belong to prompts with images are computed without CUDA graphs, with three positions per token.
+    In all other steps, a token has one position: its index plus the delta of its request.
+    """
+
+    _has_images = False  # whether a chunk of the step that is prepared belongs to a prompt with images
+    _placed: list[list[int]] | None = None  # of RequestImages, in a step with images that runs
+    _chunk_positions: torch.Tensor | None = None
+
+    def make_tables(self) -> None:
+        super().make_tables()
+        config = self.config
+        self.images = ImageStore(self.model.model.visual, config.max_num_batched_tokens, self.device)
+        self.deltas = torch.zeros(config.max_num_seqs + 1, dtype=torch.int32, device=self.device)
+        self.add_features(["vision"])
+
+    # -- on the host ---------------------------------------------------------------------------------------------------
+
+    def prepare(self, step: ScheduledStep) -> HostBatch:
+        chunks = [(images, start, end) for seq, start, end in step.chunks if (images := images_of(seq)) is not None]
+        self._has_images = bool(chunks)
+        if chunks:
+            with self.on_device():
+                self.images.require(placed.image for images, *chunk in chunks for placed in images.between(*chunk))
+        if step.chunks:
+            step.feature_names.add("vision")
+        return super().prepare(step)
+
+    def padded(self, shape: BatchShape) -> BatchShape:
+        return shape if self._has_images else super().padded(shape)
+
+    def launch(self, batch: HostBatch, step: ScheduledStep | None = None) -> PendingStep:
+        placed = batch.feature_arrays.get("vision", {}).get("placed")
+        self._placed = None if placed is None else placed.tolist()
+        try:
+            return super().launch(batch, step)
+        finally:
+            self._placed = self._chunk_positions = None
+
+    # -- on the device -------------------------------------------------------------------------------------------------
+
+    def set_positions(self, arrays: Arrays) -> None:
+        self.deltas[arrays["req_indices"].long()] = arrays["deltas"]
+        self._chunk_positions = arrays.get("positions")
+
+    def run_model(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        # padding has position 0, and may get the delta of another row
+        positions = (positions + of_tokens(self.deltas)).clamp_(min=0)
+        if self._placed is None:
+            return super().run_model(input_ids, positions)
+        positions = positions.repeat(3, 1)
+        positions[:, get_context().num_decode_rows :] = self._chunk_positions
+        if not self._placed:
+            return super().run_model(input_ids, positions)
+        tokens = np.concatenate([np.arange(token, token + count) for token, count, *_ in self._placed])
+        parts = [(self.images[np.array(key, np.int32).tobytes()], first, n) for _, n, first, *key in self._placed]
+        levels = torch.cat([embeddings[:, first : first + n] for embeddings, first, n in parts], 1)
+        decoder = self.model.model.language_model
+        with image_embeddings(decoder, torch.from_numpy(tokens).to(self.device), levels):
+            return super().run_model(input_ids, positions)
+
+    def exit(self) -> None:
+        self.images = self.deltas = None
+        super().exit()
+
+
+def vision_runner(base: type[BatchRunner]) -> type[BatchRunner]:
+    """Return the class of a runner that takes images, for the same device as `base`."""
+    return type(f"Vision{base.__name__}", (VisionRunner, base), {})

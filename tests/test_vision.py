@@ -1,0 +1,490 @@
+"""Images in prompts: small random models that transformers has made, in all schedules, and what callers may send."""
+
+import base64
+import io
+import json
+import random
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from common import TINY, generate_by_steps
+from test_states import poison
+
+from nanovllm import BeamSearchParams, SamplingParams
+from nanovllm.models import ModelConfig, make_model
+from nanovllm.utils.loader import load_model
+from nanovllm.vision.prompt_images import PromptImages
+from nanovllm.vision.vision_runner import ImageStore
+
+Image = pytest.importorskip("PIL.Image")
+pytest.importorskip("transformers.models.qwen3_5", reason="transformers 4 does not have Qwen3.5")
+
+START, END, PAD = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"
+SPECIAL = START, END, PAD, "<|video_pad|>"
+FIRST_ID = 2048  # of SPECIAL
+PAD_ID = FIRST_ID + 2
+TEMPLATE = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}"
+    "{%- if message.content is string %}{{- message.content }}{%- else %}{%- for part in message.content %}"
+    "{%- if part.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{%- else %}{{- part.text }}{%- endif %}{%- endfor %}{%- endif %}{{- '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+VISION = dict(depth=3, hidden_size=32, num_heads=2, intermediate_size=48, out_hidden_size=64, patch_size=4)
+VISION |= dict(num_position_embeddings=36, spatial_merge_size=2, temporal_patch_size=2)
+PIXELS = dict(min_pixels=64, max_pixels=2**14)
+ROPE = {"rope_type": "default", "rope_theta": 5000.0, "mrope_interleaved": True}
+TEXT = dict(vocab_size=2056, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096)
+EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24)
+DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=16, linear_value_head_dim=24)
+HYBRID = DELTA | dict(layer_types=["linear_attention", "full_attention", "linear_attention"], head_dim=64)
+VL_ROPE = ROPE | {"mrope_section": [7, 5, 4]}
+HYBRID_ROPE = ROPE | {"mrope_section": [4, 2, 2], "partial_rotary_factor": 0.25}
+# family of transformers, entries of the text model, and of the vision tower
+CASES = {
+    "qwen3_vl": (
+        "Qwen3VL",
+        dict(head_dim=32, intermediate_size=96, rope_parameters=VL_ROPE),
+        {"deepstack_visual_indexes": [0, 2]},
+    ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe",
+        dict(head_dim=32, intermediate_size=96, rope_parameters=VL_ROPE, **EXPERTS),
+        {"deepstack_visual_indexes": [1]},
+    ),
+    "qwen3_5": ("Qwen3_5", dict(intermediate_size=96, rope_parameters=HYBRID_ROPE, **HYBRID), {}),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        dict(rope_parameters=HYBRID_ROPE, shared_expert_intermediate_size=24, **EXPERTS, **HYBRID),
+        {},
+    ),
+}
+SETTINGS = dict(max_model_len=352, kvcache_block_size=16, num_kvcache_blocks=150, max_num_seqs=8)
+SETTINGS |= dict(mm_processor_kwargs=PIXELS)
+SCHEDULES = {
+    "at once": {},
+    "chunks": dict(max_num_batched_tokens=40, max_num_mixed_tokens=23),
+    "preemptions": dict(num_kvcache_blocks=24),
+    "one at a time": dict(max_num_seqs=1, num_kvcache_blocks=24),
+    "without prefix cache": dict(enable_prefix_caching=False),
+}
+
+
+def make_checkpoint(folder: Path, name: str) -> tuple[str, torch.nn.Module]:
+    """Save a model with random weights, and the bundled tokenizer with tokens for images."""
+    family, text, vision = CASES[name]
+    ids = dict(vision_start_token_id=FIRST_ID, vision_end_token_id=FIRST_ID + 1)
+    ids |= dict(image_token_id=PAD_ID, video_token_id=FIRST_ID + 3)
+    text = TEXT | dict(num_hidden_layers=3, eos_token_id=None) | text
+    config = getattr(transformers, f"{family}Config")(text_config=text, vision_config=VISION | vision, **ids)
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).float().eval()
+    generator = torch.Generator().manual_seed(len(name))
+    for parameter_name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if "embed_tokens" in parameter_name or "lm_head" in parameter_name:
+            parameter.copy_(0.3 * noise)
+        elif parameter_name.endswith("A_log"):
+            parameter.copy_(1.5 * noise - 2)
+        elif parameter.dim() > 1:
+            parameter.copy_(noise / parameter[0].numel() ** 0.5)
+        else:
+            parameter.add_(0.3 * noise)
+    model.save_pretrained(folder)
+    plain = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+    tokenizer = json.loads(Path(TINY, "tokenizer.json").read_text())
+    tokenizer["added_tokens"] += [plain | {"id": FIRST_ID + i, "content": x} for i, x in enumerate(SPECIAL)]
+    settings = json.loads(Path(TINY, "tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE}
+    for file, content in (("tokenizer", tokenizer), ("tokenizer_config", settings)):
+        (folder / f"{file}.json").write_text(json.dumps(content))
+    return str(folder), model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return cache(lambda name: make_checkpoint(tmp_path_factory.mktemp("vision") / name, name))
+
+
+@pytest.fixture
+def make_vision(make_llm, checkpoint):
+    def make(name: str = "qwen3_vl", **settings):
+        llm = make_llm(checkpoint(name)[0], **SETTINGS | settings)
+        return poison(llm) if llm.config.num_states else llm
+
+    return make
+
+
+def picture(width: int, height: int, seed: int = 0) -> "Image.Image":
+    """A smooth random image, so that scaling keeps some of it."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (5, 5, 3), dtype=np.uint8)
+    return Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def with_images(rng: random.Random, *images, before: int = 3, between: int = 2, after: int = 5) -> dict:
+    """A prompt of random tokens around images."""
+    ids = lambda n: [rng.randrange(5, 2000) for _ in range(n)]
+    token_ids = ids(before)
+    for _ in images:
+        token_ids += [FIRST_ID, PAD_ID, FIRST_ID + 1, *ids(between)]
+    return {"prompt_token_ids": token_ids + ids(after), "multi_modal_data": {"image": [*images]}}
+
+
+class Reference:
+    """Log-probabilities by transformers' model, for the prompts that our processor has made."""
+
+    def __init__(self, model: torch.nn.Module, llm):
+        self.model, self.llm = model, llm
+
+    def logprobs(self, prompt, token_ids: list[int]) -> torch.Tensor:
+        _, expanded, images = self.llm.input_processor.tokenize(prompt)
+        assert token_ids[: len(expanded)] == expanded
+        inputs = {"input_ids": torch.tensor([token_ids])}
+        if images is not None:
+            inputs |= self.pixels(images)
+            inputs["mm_token_type_ids"] = (inputs["input_ids"] == PAD_ID).int()
+            self.model.model.rope_deltas = None
+        return self.model(**inputs).logits[0].log_softmax(-1)
+
+    @staticmethod
+    def pixels(images: PromptImages) -> dict:
+        patches, grids = [], []
+        for image in images.images:
+            pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).view(-1, 3, 1, 4, 4)
+            patches.append(((pixels.float() / 255 - 0.5) / 0.5).expand(-1, -1, 2, -1, -1).flatten(1))
+            grids.append([1, 2 * image.rows, 2 * image.columns])
+        return {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids)}
+
+    def check(self, prompts, outputs) -> None:
+        for prompt, output in zip(prompts, outputs, strict=True):
+            for answer in output.outputs:
+                token_ids, n = output.prompt_token_ids + answer.token_ids, len(output.prompt_token_ids)
+                logprobs = self.logprobs(prompt, token_ids)
+                expected = logprobs[range(n - 1, len(token_ids) - 1), answer.token_ids]
+                found = [logprob[token_id].logprob for token_id, logprob in zip(answer.token_ids, answer.logprobs)]
+                assert found == pytest.approx(expected.tolist(), abs=1e-4), n
+                if answer.index == 0 and output.prompt_logprobs is not None:
+                    expected = logprobs[range(n - 1), output.prompt_token_ids[1:]].tolist()
+                    pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:])
+                    assert [x[token_id].logprob for token_id, x in pairs] == pytest.approx(expected, abs=1e-4)
+
+
+def make_requests(num_tokens: int = 6) -> list[tuple]:
+    """Images of odd sizes, alone and several, next to prompts of text; some images and prefixes come again."""
+    rng = random.Random(0)
+    first, second = picture(61, 43, 1), picture(24, 90, 2)
+    shared = with_images(random.Random(1), first, before=30, after=40)
+    other = {**shared, "multi_modal_data": {"image": [picture(61, 43, 3)]}}  # the same ids, but another image
+    longer = {**shared, "prompt_token_ids": shared["prompt_token_ids"] + [7, 8, 9]}
+    prompts = [
+        with_images(rng, first),
+        [rng.randrange(5, 2000) for _ in range(50)],
+        with_images(rng, second, picture(8, 8, 4), first, before=0),
+        shared,
+        other,
+        with_images(rng, picture(130, 70, 5), picture(9, 100, 6), before=17, between=0, after=0),
+        longer,
+        {"prompt_token_ids": [rng.randrange(5, 2000) for _ in range(20)]},
+    ]
+    kinds = [{}, {"n": 3}, {"prompt_logprobs": 0}, {"temperature": 0.0}]
+    # transformers would look for more images if a placeholder were generated
+    options = dict(ignore_eos=True, logprobs=0, detokenize=False, logit_bias={PAD_ID: -100, PAD_ID + 1: -100})
+    params = [
+        SamplingParams(**{"temperature": 1.0, "seed": i, "max_tokens": num_tokens + 3 * i, **options, **kinds[i % 4]})
+        for i in range(len(prompts))
+    ]
+    return [*zip(prompts, params)]
+
+
+# -- the tower ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tower(checkpoint, name):
+    """On grids larger and smaller than that of the learned positions, and of a single row of tokens."""
+    folder, reference = checkpoint(name)
+    model = make_model(ModelConfig.read(Path(folder)), 64)
+    load_model(model, Path(folder), torch.device("cpu"))
+    for height, width in ((6, 6), (10, 4), (2, 18), (2, 2)):
+        patches = torch.randint(0, 256, (height * width, 3, 4, 4), dtype=torch.uint8)
+        pixels = ((patches.float() / 255 - 0.5) / 0.5).unsqueeze(2).expand(-1, -1, 2, -1, -1).flatten(1)
+        found = model.model.visual(patches, height, width)
+        expected = reference.model.visual(pixels, grid_thw=torch.tensor([[1, height, width]]))
+        levels = expected.pooler_output, *(getattr(expected, "deepstack_features", None) or ())
+        torch.testing.assert_close(found, torch.stack(levels), rtol=1e-5, atol=1e-5)
+
+
+def test_pixels_are_those_of_transformers(make_vision):
+    """Of transformers' own processor, with the checkpoint's colors and sizes."""
+    llm = make_vision()
+    for size in ((61, 43), (8, 300), (500, 400)):
+        image = picture(*size)
+        ours = Reference.pixels(PromptImages([llm.input_processor.images.read(image)], [PAD_ID] * 999, PAD_ID))
+        processor = transformers.Qwen2VLImageProcessorPil(
+            patch_size=4, merge_size=2, image_mean=[0.5] * 3, image_std=[0.5] * 3, **PIXELS
+        )
+        theirs = processor(images=[image], return_tensors="pt")
+        assert torch.equal(ours["image_grid_thw"], theirs["image_grid_thw"])
+        torch.testing.assert_close(ours["pixel_values"], theirs["pixel_values"])
+
+
+# -- the engine --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, schedule",
+    [
+        *((name, schedule) for name in ("qwen3_vl", "qwen3_5") for schedule in SCHEDULES),
+        ("qwen3_vl_moe", "chunks"),
+        ("qwen3_5_moe", "chunks"),
+    ],
+)
+def test_same_as_transformers(make_vision, checkpoint, name, schedule):
+    llm = make_vision(name, **SCHEDULES[schedule])
+    requests = make_requests(50 if schedule == "preemptions" else 6)
+    prompts, params = map(list, zip(*requests))
+    reference = Reference(checkpoint(name)[1], llm)
+    reference.check(prompts, llm.generate(prompts, params, use_tqdm=False))
+    outputs = generate_by_steps(llm, requests)
+    reference.check(prompts, outputs)
+    hits = [output.num_cached_tokens for output in outputs]
+    assert any(hits) == (schedule != "without prefix cache") or schedule in ("preemptions", "one at a time")
+    assert len({token_id for output in outputs for token_id in output.outputs[0].token_ids}) > 12
+    if schedule == "preemptions":
+        assert llm.scheduler.num_preemptions
+
+
+def test_prefix_hits(make_vision, checkpoint):
+    """Of the same image, in full blocks; of another image, only before its first token."""
+    llm = make_vision()
+    reference = Reference(checkpoint("qwen3_vl")[1], llm)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=0)
+    prompt = with_images(random.Random(2), picture(61, 43), before=40, after=30)
+    same = {**prompt, "multi_modal_data": {"image": picture(61, 43)}}
+    other = {**prompt, "multi_modal_data": {"image": picture(61, 43, 1)}}
+    turned = {**prompt, "multi_modal_data": {"image": picture(43, 61, 1)}}
+    outputs = [llm.generate(x, params, use_tqdm=False)[0] for x in (prompt, same, other, turned)]
+    reference.check([prompt, same, other, turned], outputs)
+    whole = (len(outputs[0].prompt_token_ids) - 1) // 16 * 16
+    assert [output.num_cached_tokens for output in outputs] == [0, whole, 32, 32]
+    assert outputs[0].outputs[0].cumulative_logprob != outputs[2].outputs[0].cumulative_logprob
+    llm.reset_prefix_cache()
+    assert llm.core.model_runner.images.num_tokens == 0
+    (again,) = llm.generate(same, params, use_tqdm=False)
+    assert again.num_cached_tokens == 0 and again.outputs[0].token_ids == outputs[0].outputs[0].token_ids
+
+
+def test_each_image_is_computed_once(make_vision, monkeypatch):
+    """Although chunks cut it, prompts share it, and a sequence is preempted; unless there are too many."""
+    added = []
+    add = ImageStore.add
+    monkeypatch.setattr(
+        ImageStore, "add", lambda self, image, *rest: added.append(image.digest) or add(self, image, *rest)
+    )
+    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    prompts = [with_images(random.Random(i), picture(90, 60, i % 2)) for i in range(6)]
+    llm = make_vision(max_num_batched_tokens=200, max_num_mixed_tokens=20, num_kvcache_blocks=30)
+    size = llm.input_processor.tokenize(prompts[0])[2].images[0].num_tokens
+    assert 64 < size < 100
+    llm.generate(prompts, params, use_tqdm=False)
+    assert len(added) == len({*added}) == 2 and llm.scheduler.num_preemptions
+    assert llm.core.model_runner.images.num_tokens == 2 * size
+    llm = make_vision(max_num_batched_tokens=100)  # the embeddings of one image
+    llm.generate(prompts, params, use_tqdm=False)
+    assert llm.core.model_runner.images.num_tokens == size
+
+
+def test_pixels_are_freed(make_vision):
+    llm = make_vision()
+    requests = llm.input_processor.requests(
+        with_images(random.Random(0), picture(9, 9)), SamplingParams(max_tokens=2), None
+    )
+    llm._run(requests, use_tqdm=False)
+    assert requests[0].group[0].feature_state == {"vision": None}
+
+
+def test_beams(make_vision):
+    """Forks keep the image, and beams differ with it."""
+    llm, params = make_vision(), BeamSearchParams(beam_width=3, max_tokens=5, ignore_eos=True)
+    prompts = [with_images(random.Random(0), picture(50, 30, seed)) for seed in (0, 1)]
+    found = llm.beam_search(prompts, params)
+    small = make_vision(max_num_seqs=1, max_num_batched_tokens=20)
+    for output, alone in zip(found, [small.beam_search(prompt, params)[0] for prompt in prompts]):
+        assert [beam.token_ids for beam in output.outputs] == [beam.token_ids for beam in alone.outputs]
+    assert found[0].outputs[0].cumulative_logprob != found[1].outputs[0].cumulative_logprob
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_drafts(make_vision, checkpoint, method):
+    """Rows of several tokens get the positions behind images."""
+    drafting = {"method": method, "num_speculative_tokens": 3} | ({"prompt_lookup_min": 1} if method == "ngram" else {})
+    llm = make_vision("qwen3_5", speculative_config=drafting, **SCHEDULES["chunks"])
+    prompts, params = map(list, zip(*make_requests()))
+    Reference(checkpoint("qwen3_5")[1], llm).check(prompts, generate_by_steps(llm, zip(prompts, params)))
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5"])
+def test_two_ranks(make_vision, checkpoint, name):
+    llm = make_vision(name, tensor_parallel_size=2, **SCHEDULES["chunks"])
+    prompts, params = map(list, zip(*make_requests()))
+    Reference(checkpoint(name)[1], llm).check(prompts, generate_by_steps(llm, zip(prompts, params)))
+
+
+def test_text_only(make_vision, make_llm, checkpoint):
+    """Without a tower, the same tokens for texts; images are refused."""
+    folder, reference = checkpoint("qwen3_vl")
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+    prompt = [*range(20, 60)]
+    for settings in (dict(language_model_only=True), dict(limit_mm_per_prompt={"image": 0})):
+        llm = make_llm(folder, **SETTINGS | settings)
+        assert not any("visual" in name for name, _ in llm.core.model_runner.model.named_parameters())
+        Reference(reference, llm).check([prompt], llm.generate([prompt], params, use_tqdm=False))
+        with pytest.raises(ValueError, match="contains images, which this engine does not take"):
+            llm.generate(with_images(random.Random(0), picture(9, 9)), params)
+
+
+# -- what callers may send ---------------------------------------------------------------------------------------------
+
+
+def as_bytes(image, kind: str = "PNG", **options) -> bytes:
+    image.save(buffer := io.BytesIO(), kind, **options)
+    return buffer.getvalue()
+
+
+def data_url(image, kind: str = "PNG") -> str:
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(as_bytes(image, kind)).decode()}"
+
+
+def test_forms_of_images(make_vision, tmp_path):
+    """All forms of an image make the same prompt, as text, token ids and conversations."""
+    llm, image = make_vision(allowed_local_media_path=str(tmp_path)), picture(50, 30)
+    (tmp_path / "a picture.png").write_bytes(as_bytes(image))
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    text = f"<|im_start|>user\n{START}{PAD}{END}What?<|im_end|>\n<|im_start|>assistant\n"
+    sources = image, np.asarray(image), as_bytes(image), str(tmp_path / "a picture.png"), tmp_path / "a picture.png"
+    outputs = llm.generate(
+        [{"prompt": text, "multi_modal_data": {"image": x}} for x in (*sources, [image], data_url(image))], params
+    )
+    parts = [
+        {"type": "image_url", "image_url": {"url": data_url(image), "detail": "high"}},
+        {"type": "image_url", "image_url": data_url(image)},
+        {"type": "image_url", "image_url": {"url": f"file://{tmp_path}/a%20picture.png"}},
+        {"type": "input_image", "image_url": data_url(image)},
+        {"type": "image", "image": image},
+        {"type": "image_pil", "image_pil": image},
+    ]
+    chats = [[{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}] for part in parts]
+    outputs += llm.chat(chats, params) + llm.generate(chats, params)
+    assert len({(*output.prompt_token_ids, -1, *output.outputs[0].token_ids) for output in outputs}) == 1
+    assert outputs[0].prompt_token_ids.count(PAD_ID) > 10
+    events = [*llm.stream(chats[0], params)]
+    assert [x for event in events for x in event.token_ids] == outputs[0].outputs[0].token_ids
+
+
+def test_modes_of_images(make_vision):
+    """Palettes, gray, alpha, 16 bits, CMYK, animation and rotation are read as transformers reads them."""
+    from transformers.image_utils import load_image
+
+    reader, image = make_vision().input_processor.images, picture(40, 30)
+    exif = Image.Exif()
+    exif[0x112] = 6  # turned by 90 degrees
+    files = [as_bytes(image.convert(mode)) for mode in ("P", "L", "RGBA", "LA", "1")]
+    files += [as_bytes(image.convert("CMYK"), "JPEG"), as_bytes(image, "JPEG", exif=exif)]
+    files += [as_bytes(image.convert("I;16"), "PNG"), as_bytes(image, "WEBP"), as_bytes(image, "TIFF")]
+    files.append(as_bytes(image, "GIF", save_all=True, append_images=[picture(40, 30, 1)]))
+    for data in files:
+        expected = load_image(Image.open(io.BytesIO(data)))
+        assert reader.read(data) == reader.read(expected)
+    assert reader.read(files[6])[1:3] == reader.read(image)[2:0:-1], "rows and columns change places"
+
+
+WRONG = [
+    ({"image": 5}, TypeError, "image=5: must be a PIL image"),
+    ({"image": b"no image"}, ValueError, "image: can't be read .*cannot identify image file"),
+    ({"image": "no_such_file.png"}, ValueError, "image='no_such_file.png': can't be read .No such file"),
+    ({"image": np.zeros((4, 4), np.complex128)}, ValueError, "image: can't be read"),
+    ({"video": [1]}, ValueError, "multi_modal_data: has .'video'.: only 'image' is supported"),
+    (7, TypeError, "multi_modal_data=7: must be a dict"),
+    ({"image": "data:image/png;base64,%%%"}, ValueError, "is not valid base64"),
+    ({"image": "data:image/png,abc"}, ValueError, "must contain base64"),
+    ({"image": []}, ValueError, "has 0 images and 1 times the placeholder '<.image_pad.>'"),
+]
+
+
+@pytest.mark.parametrize("data, kind, match", WRONG, ids=range(len(WRONG)))
+def test_wrong_images(make_vision, data, kind, match):
+    llm = make_vision()
+    with pytest.raises(kind, match=match):
+        llm.generate([[5, 6], {"prompt": f"a{PAD}b", "multi_modal_data": data}], SamplingParams(max_tokens=1))
+    assert llm.is_finished() and not llm.scheduler.live
+
+
+def test_sizes_of_images(make_vision):
+    """Files that claim many pixels are not decoded."""
+    llm = make_vision(limit_mm_per_prompt={"image": 2})
+    read = llm.input_processor.images.read
+    header = as_bytes(Image.new("1", (9000, 9000)))
+    assert len(header) < 200000
+    with pytest.raises(ValueError, match="has 9000 x 9000 pixels: must have between 1 and 67108864 pixels"):
+        read(header)
+    with pytest.raises(ValueError, match="has 1 x 300 pixels: absolute aspect ratio must be smaller than 200"):
+        read(picture(1, 300))
+    with pytest.raises(ValueError, match=r"prompt: has 3 images: must be at most 2 \(limit_mm_per_prompt\)"):
+        llm.generate(with_images(random.Random(0), *[picture(9, 9)] * 3))
+    with pytest.raises(ValueError, match="prompt: has .* tokens; must be fewer than max_model_len=352"):
+        llm.generate(with_images(random.Random(0), *[picture(300, 300)] * 2))
+    with pytest.raises(ValueError, match="has 1 images and 2 times the placeholder"):
+        llm.generate({"prompt": PAD * 2, "multi_modal_data": {"image": picture(9, 9)}})
+
+
+def test_urls_that_are_not_allowed(make_vision, tmp_path):
+    secret, folder = tmp_path / "secret.png", tmp_path / "open"
+    folder.mkdir()
+    secret.write_bytes(as_bytes(picture(9, 9)))
+    (folder / "link.png").symlink_to(secret)
+    settings = dict(allowed_local_media_path=str(folder), allowed_media_domains=["localhost", "Example.com"])
+    llm, closed = make_vision(**settings), make_vision()
+    chat = lambda llm, url: llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
+    for url in (
+        f"file://{secret}",
+        f"file://{folder}/../secret.png",
+        f"file://{folder}/link.png",
+        f"file://host{secret}",
+    ):
+        with pytest.raises(ValueError, match="is not below allowed_local_media_path"):
+            chat(llm, url)
+    for engine, url, match in [
+        (closed, f"file://{secret}", "files are read only with the setting allowed_local_media_path"),
+        (closed, "https://example.com/a.png", "'example.com' is not among allowed_media_domains=None"),
+        (llm, "http://example.org/a.png", "'example.org' is not among allowed_media_domains"),
+        (llm, "http://example.com@example.org/a.png", "'example.org' is not among allowed_media_domains"),
+        (llm, "http://localhost:1/a.png", "'localhost' has the address .*, which is not public"),
+        (llm, f"file://{folder}/none.png", "is no file"),
+        (llm, str(secret), "must be a data:, file:, http: or https: URL"),
+        (llm, "", "must be a data:, file:, http: or https: URL"),
+        (llm, "ftp://example.com/a.png", "must be a data:, file:, http: or https: URL"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            chat(engine, url)
+
+
+def test_damaged_files(make_vision):
+    """Cut, and with other bytes: a ValueError or an image, and nothing else."""
+    reader, rng = make_vision().input_processor.images, random.Random(0)
+    num_read = 0
+    for kind in ("PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP"):
+        whole = as_bytes(picture(33, 21), kind)
+        for _ in range(60):
+            data = bytearray(whole[: rng.randrange(len(whole))] if rng.random() < 0.4 else whole)
+            for _ in range(rng.choice((0, 1, 3, 20))):
+                data[rng.randrange(len(data))] = rng.randrange(256) if data else 0
+            try:
+                image = reader.read(bytes(data))
+            except ValueError:
+                continue
+            num_read += 1
+            assert len(image.pixels) == image.num_tokens * 4 * 48
+    assert num_read > 20
