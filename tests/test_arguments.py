@@ -445,13 +445,14 @@ CALLS = [
             ({"prompt": [10**30]}, OUT),
             ({"prompt": {"prompt_token_ids": [2048]}}, f"id 2048 {OUT}", "2047"),
             ({"prompt": "half a \ud83d pair"}, "character 7 is a lone surrogate"),
+            ({"prompt": {"prompt": "a", "multi_modal_data": {"image": 5}}}, "takes no images"),
         ),
         *rows(
             call,
             TypeError,
             *(({"prompt": prompt}, NO_PROMPT) for prompt in ([1, 2.0], ["1"], [None], [[1, 2]], True, 1.5, None)),
             *(({"prompt": prompt}, NO_DICT) for prompt in ({}, {"prompt": 5}, {"prompt_token_ids": "text"})),
-            ({"prompt": {"prompt": "a", "multi_modal_data": {}}}, NO_DICT),
+            ({"prompt": {"prompt": "a", "negative_prompt": "b"}}, NO_DICT),
         ),
     )
 ]
@@ -704,8 +705,10 @@ BODIES += bodies(
     ("messages", [[]]),
     ("messages", [[{"role": "robot", "content": "a"}]], "messages.0.role"),
     ("messages", [user([{"type": "text"}])], "messages.0.content.0.text.text"),
-    ("messages", [user([IMAGE])], "messages.0.content.0: ", "'image'"),
-    ("messages", [user([RESULT])], "content part ", "'image'"),
+    ("messages", [user([IMAGE])], "content part ", "takes no images"),
+    ("messages", [user([IMAGE | {"source": {"type": "file"}}])], "its type must be base64 or url"),
+    ("messages", [user([{"type": "document"}])], "messages.0.content.0: ", "'document'"),
+    ("messages", [user([RESULT])], "content part ", "takes no images"),
     ("messages", [user("a " * 5000)], "max_model_len"),
     ("messages", [[{"role": "system", "content": "x-anthropic-billing-header: cc_version=2; cch=d1d48;"}]]),
     ("system", [[IMAGE]]),

@@ -1,5 +1,6 @@
 """Images in prompts: small random models that transformers has made, in all schedules, and what callers may send."""
 
+import asyncio
 import base64
 import io
 import json
@@ -333,6 +334,24 @@ def test_two_ranks(make_vision, checkpoint, name):
     Reference(checkpoint(name)[1], llm).check(prompts, generate_by_steps(llm, zip(prompts, params)))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs kernels in Triton's interpreter")
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_fused_layers(use_ops, make_vision, checkpoint, name, has_kernels):
+    """Hooks on embeddings and layers, and rotations by three positions, also where neighbours are fused."""
+    pytest.importorskip("triton")
+    use_ops(table=None if has_kernels else {})
+    requests = make_requests()
+    if has_kernels:  # they are slow
+        few = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=0)
+        requests = [(prompt, few) for prompt, _ in requests[:2]]
+    llm = make_vision(name, attention_backend="triton" if has_kernels else "sdpa", **SCHEDULES["chunks"])
+    assert type(llm.core.model_runner.model.model.language_model.layers[1].self_attn.rotary_emb).__name__ == (
+        "FusedMRotaryEmbedding"
+    )
+    Reference(checkpoint(name)[1], llm).check([x for x, _ in requests], generate_by_steps(llm, requests))
+
+
 def test_text_only(make_vision, make_llm, checkpoint):
     """Without a tower, the same tokens for texts; images are refused."""
     folder, reference = checkpoint("qwen3_vl")
@@ -342,7 +361,7 @@ def test_text_only(make_vision, make_llm, checkpoint):
         llm = make_llm(folder, **SETTINGS | settings)
         assert not any("visual" in name for name, _ in llm.core.model_runner.model.named_parameters())
         Reference(reference, llm).check([prompt], llm.generate([prompt], params, use_tqdm=False))
-        with pytest.raises(ValueError, match="contains images, which this engine does not take"):
+        with pytest.raises(ValueError, match="multi_modal_data: must be left out, because this engine takes no images"):
             llm.generate(with_images(random.Random(0), picture(9, 9)), params)
 
 
@@ -402,7 +421,7 @@ def test_modes_of_images(make_vision):
 
 
 WRONG = [
-    ({"image": 5}, TypeError, "image=5: must be a PIL image"),
+    ({"image": 5}, TypeError, "multi_modal_data: image=5: must be a PIL image"),
     ({"image": b"no image"}, ValueError, "image: can't be read .*cannot identify image file"),
     ({"image": "no_such_file.png"}, ValueError, "image='no_such_file.png': can't be read .No such file"),
     ({"image": np.zeros((4, 4), np.complex128)}, ValueError, "image: can't be read"),
@@ -488,3 +507,105 @@ def test_damaged_files(make_vision):
             num_read += 1
             assert len(image.pixels) == image.num_tokens * 4 * 48
     assert num_read > 20
+
+
+# -- servers -----------------------------------------------------------------------------------------------------------
+
+
+def in_openai_form(image, text: str = "What?") -> list[dict]:
+    content = [{"type": "image_url", "image_url": {"url": data_url(image)}}, {"type": "text", "text": text}]
+    return [{"role": "user", "content": content}]
+
+
+@pytest.fixture
+def server(checkpoint, monkeypatch):
+    tests = pytest.importorskip("test_server")
+    monkeypatch.setattr(tests, "FOLDER", checkpoint("qwen3_vl")[0])
+    settings = {name: value for name, value in SETTINGS.items() if name != "num_kvcache_blocks"}
+    with tests.running(settings | dict(num_kvcache_blocks=150, limit_mm_per_prompt={"image": 2})) as server:
+        yield server
+
+
+def test_all_apis(server):
+    """Chat completions, responses and messages give the engine's answer, whole and as streams."""
+    openai, httpx = pytest.importorskip("openai"), pytest.importorskip("httpx")
+    image = picture(50, 30)
+    source = {"type": "base64", "media_type": "image/png", "data": data_url(image).partition(",")[2]}
+    blocks = [{"type": "image", "source": source}, {"type": "text", "text": "What?"}]
+    parts = [
+        {"type": "input_image", "image_url": data_url(image), "detail": "low"},
+        {"type": "input_text", "text": "What?"},
+    ]
+    greedy = dict(model="tiny-qwen3", temperature=0)
+    chat = in_openai_form(image)
+    (expected,) = server.llm.engine.chat(chat, SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.create(messages=chat, max_tokens=6, **greedy)
+        assert answer.choices[0].message.content == expected.outputs[0].text
+        assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
+        stream = client.chat.completions.create(messages=chat, max_tokens=6, stream=True, n=2, **greedy)
+        texts = {0: "", 1: ""}
+        for chunk in stream:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+        assert {*texts.values()} == {expected.outputs[0].text}
+        answer = client.responses.create(input=[{"role": "user", "content": parts}], max_output_tokens=16, **greedy)
+        assert answer.output_text.startswith(expected.outputs[0].text)
+    with httpx.Client(base_url=server.url) as client:
+        body = greedy | {"max_tokens": 6, "messages": [{"role": "user", "content": blocks}]}
+        answer = client.post("/v1/messages", json=body).json()
+        assert answer["content"][0]["text"] == expected.outputs[0].text
+        result = {"type": "tool_result", "tool_use_id": "1", "content": blocks}
+        counted = [{"role": "user", "content": [result]}]
+        count = client.post("/v1/messages/count_tokens", json={"model": "tiny-qwen3", "messages": counted}).json()
+        assert count["input_tokens"] > expected.prompt_token_ids.count(PAD_ID)
+        tokens = client.post("/tokenize", json={"messages": chat}).json()["tokens"]
+        assert tokens == expected.prompt_token_ids
+    server.wait_until_free()
+
+
+def test_wrong_requests(server):
+    """Clients get a 400 that says what is wrong, and nothing is queued."""
+    openai = pytest.importorskip("openai")
+    image = {"type": "image_url", "image_url": {"url": data_url(picture(50, 30))}}
+    url = lambda url: [{"type": "image_url", "image_url": {"url": url}}]
+    wrong = [
+        (url("data:image/png;base64,AAAA"), {}, "messages: image: can't be read"),
+        (url("https://example.com/a.png"), {}, "is not among allowed_media_domains"),
+        (url("file:///etc/passwd"), {}, "files are read only with the setting"),
+        (url("/etc/passwd"), {}, "must be a data:, file:, http: or https: URL"),
+        ([{"type": "image_url"}], {}, "must be a data:, file:, http: or https: URL"),
+        ([image] * 3, {}, "has 3 images: must be at most 2"),
+        ([image, {"type": "text", "text": PAD}], {}, "has 1 images and 2 times the placeholder"),
+        ([{"type": "video_url", "video_url": {"url": "x"}}], {}, "must be text"),
+        ([image], {"truncate_prompt_tokens": 5}, "a prompt with images can't be cut"),
+    ]
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        for content, extra, match in wrong:
+            messages = [{"role": "user", "content": content}]
+            with pytest.raises(openai.BadRequestError, match=match) as error:
+                client.chat.completions.create(model="tiny-qwen3", messages=messages, extra_body=extra)
+            assert error.value.param in ("messages", "truncate_prompt_tokens"), error.value
+    assert server.llm.num_unfinished == 0
+
+
+def test_fronts(make_vision):
+    """HTTP in another process sends the pixels with the request, also of a beam search."""
+    fronts = pytest.importorskip("test_fronts")
+    llm = make_vision()
+    params = SamplingParams(temperature=0, max_tokens=6), BeamSearchParams(beam_width=2, max_tokens=4)
+    prompts = in_openai_form(picture(50, 30)), in_openai_form(picture(50, 30, 1))
+    expected = [llm.chat([prompt], params[0], use_tqdm=False)[0].outputs[0].text for prompt in prompts]
+    beams = [llm.beam_search([prompt], params[1])[0].outputs[0].text for prompt in prompts]
+
+    async def main():
+        setup = fronts.Setup(llm)
+        monkeypatch.setattr(fronts, "ENGINE", SETTINGS | dict(device="cpu", dtype="float32"))
+        async with setup.front() as front:
+            for prompt, text, beam in zip(prompts, expected, beams):
+                for own, expected_text in zip(params, (text, beam)):
+                    found = await (await front.submit(prompt, own, in_pieces=False)).result()
+                    assert found.outputs[0].text == expected_text
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        asyncio.run(main())

@@ -24,6 +24,7 @@ SHAPES = {
     # only the text part
     "qwen3.5-9b": ("qwen3_5_text", 4096, 12288, 32, 16, 4, 256, 248320, 262144, 1e-6, 1e7, 248044, False),
     "qwen3.6-27b": ("qwen3_5_text", 5120, 17408, 64, 24, 4, 256, 248320, 262144, 1e-6, 1e7, 248044, False),
+    "qwen3-vl-8b": ("qwen3_vl_text", 4096, 12288, 36, 32, 8, 128, 151936, 262144, 1e-6, 5e6, 151645, False),
     "qwen3.5-35b-a3b": ("qwen3_5_moe_text", 2048, 512, 40, 16, 2, 256, 248320, 262144, 1e-6, 1e7, 248044, False),
 }
 LLAMA_ROPE = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
@@ -48,6 +49,7 @@ EXTRA_ENTRIES: dict[str, dict] = {
     "olmo3-7b": {"sliding_window": 4096, "rope_scaling": OLMO_ROPE},
     "qwen3-30b-a3b": EXPERTS | {"moe_intermediate_size": 768, "mlp_only_layers": []},
     "qwen3-235b-a22b": EXPERTS | {"moe_intermediate_size": 1536, "mlp_only_layers": []},
+    "qwen3-vl-8b": {"rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [24, 20, 20]}},
     "qwen3.5-9b": DELTA_HEADS,
     "qwen3.6-27b": DELTA_HEADS | {"linear_num_value_heads": 48},
     "qwen3.5-35b-a3b": DELTA_HEADS | SHARED_EXPERT | {"num_experts": 256, "num_experts_per_tok": 8},

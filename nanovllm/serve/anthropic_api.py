@@ -1,12 +1,12 @@
 """Serves Anthropic's API, `/v1/messages`, by translating to chat requests, and from chat answers.
 
-Content types without a class here, such as images, are refused with an error that names the type.
+Content types without a class here, such as documents, are refused with an error that names the type.
 """
 
 import asyncio
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import FastAPI, Request, Response
@@ -41,6 +41,11 @@ class TextBlock(TypedDict):
     text: str
 
 
+class ImageBlock(TypedDict):
+    type: Literal["image"]
+    source: dict[str, Any]
+
+
 class ThinkingBlock(TypedDict):
     type: Literal["thinking"]
     thinking: str
@@ -65,7 +70,7 @@ class ToolResultBlock(TypedDict):
     content: NotRequired[str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None]  # as in a chat message
 
 
-AnyBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+AnyBlock = TextBlock | ImageBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
 Blocks = list[Annotated[AnyBlock, Field(discriminator="type")]]
 
 
@@ -155,13 +160,19 @@ def _chat_messages(message: InputMessage) -> Iterator[dict[str, Any]]:
     for block in message.content:
         blocks[block["type"]].append(block)
     for result in blocks["tool_result"]:
-        yield {"role": "tool", "tool_call_id": result["tool_use_id"], "content": result.get("content")}
+        content = result.get("content")
+        if isinstance(content, list):
+            content = [_image_part(block) if block.get("type") == "image" else block for block in content]
+        yield {"role": "tool", "tool_call_id": result["tool_use_id"], "content": content}
     entry: dict[str, Any] = {"role": message.role}
     texts = blocks["text"]
     if message.role == "system":
         text = "".join([block["text"] for block in texts if not block["text"].startswith(BILLING_HEADER)])
         texts = _as_blocks(text) if text else []
-    if texts:
+    if blocks["image"]:
+        kinds = {"text": lambda block: block, "image": _image_part}
+        entry["content"] = [kinds[block["type"]](block) for block in message.content if block["type"] in kinds]
+    elif texts:
         entry["content"] = texts if len(texts) > 1 else texts[0]["text"]
     if thoughts := blocks["thinking"]:
         entry["reasoning"] = "".join([block["thinking"] for block in thoughts])
@@ -170,6 +181,15 @@ def _chat_messages(message: InputMessage) -> Iterator[dict[str, Any]]:
         entry.setdefault("tool_calls", []).append({"id": call["id"], "type": "function", "function": function})
     if len(entry) > 1 or message.role == "assistant":
         yield entry
+
+
+def _image_part(block: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate an image to a part of a chat message."""
+    source: Any = block.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    require(kind in ("base64", "url"), f"messages: an image with source={source!r:.80}: its type must be base64 or url")
+    data = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return {"type": "image_url", "image_url": {"url": source.get("url") if kind == "url" else data}}
 
 
 class MessagesAnswer(chat.ChatAnswer):

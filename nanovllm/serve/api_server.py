@@ -1,6 +1,7 @@
 """Creates the application of the HTTP API, with its routes, middleware and error handlers."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from time import time
 from typing import Any
@@ -31,6 +32,9 @@ def create_app(
     """model: the model as given on the command line.
     is_closing: returns True when the endless streams of the page must end.
     """
+    if settings.max_body_bytes is None:
+        takes_images = llm.input_processor.images is not None
+        settings = replace(settings, max_body_bytes=2**25 if takes_images else 2**21)
     app = FastAPI(
         title="nano-vllm",
         version=__version__,

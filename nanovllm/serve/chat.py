@@ -220,7 +220,8 @@ def _message(message: Message, sent: dict[str, Any], index: int) -> dict[str, An
 
 def _text(content: str | list[dict[str, Any]] | None) -> str:
     """Return the text of a message whose parts the chat template has accepted."""
-    return "\n".join([part["text"] for part in content]) if isinstance(content, list) else content or ""
+    texts = [part["text"] for part in content if "text" in part] if isinstance(content, list) else [content or ""]
+    return "\n".join(texts)
 
 
 def _checked_call(call: dict[str, Any], path: str) -> dict[str, Any]:

@@ -80,7 +80,9 @@ def tokenized(
     `truncate_prompt_tokens` plus `max_tokens` exceeds the context length.
     """
     adds_special, num_kept, tokenizer = body.add_special_tokens, body.truncate_prompt_tokens, lane.tokenizer
-    if has_images(prompt) and num_kept is None:
+    if has_images(prompt):
+        if num_kept is not None:
+            raise ValueError(f"truncate_prompt_tokens={num_kept}: a prompt with images can't be cut")
         return lane.tokens_of(prompt, template_arguments)
     with lane.tokenizer_lock:
         if is_conversation(prompt):

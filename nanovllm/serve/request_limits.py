@@ -143,7 +143,9 @@ class RequestLimits:
         return receive_some
 
     def _check_length(self, length: int) -> None:
-        if length > (max_length := self.settings.max_body_bytes):
+        max_length = self.settings.max_body_bytes
+        assert max_length is not None, "create_app sets it"
+        if length > max_length:
             raise ApiError(413, f"the body is longer than {max_length} bytes", code="body_too_long")
 
 

@@ -8,6 +8,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import Field
 
 from nanovllm.features.logprobs import check_num_logprobs
+from nanovllm.requests.prompts import image_source
 from nanovllm.sampling_params import MAX_INT
 from nanovllm.serve.answers import dump_json
 from nanovllm.serve.errors import ApiError, about, require
@@ -186,7 +187,10 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _content(content: Any, index: int) -> str | list[dict[str, Any]]:
-    """Return the content of a chat message: one string, or a list of parts if there are several texts."""
+    """Return the content of a chat message: one string, or a list of parts if there are images or several texts."""
+    if isinstance(content, list) and any(image_source(part) is not None for part in content):
+        as_text = lambda part: {"type": "text", "text": _texts([part], index)[0]}
+        return [as_text(part) if image_source(part) is None else part for part in content]
     texts = _texts(content, index)
     return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
 

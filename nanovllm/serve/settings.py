@@ -54,7 +54,7 @@ class ServerSettings:
         leaves the reasoning in the content. "auto" detects the format from the chat template.
     trust_request_chat_template: allow a request to bring its own chat template. A template is a program: it runs in
         jinja2's sandbox, in a process that is limited to 2 seconds and 512 MiB per template.
-    max_body_bytes: maximum size of a request body.
+    max_body_bytes: maximum size of a request body; by default 2 MiB, or 32 MiB if the model takes images.
     max_answers: maximum number of answers per request. The number of answers is the number of prompts times `n`.
     request_timeout: seconds after which a request is ended; its time in the queue counts.
     body_timeout: seconds within which the body of a request must arrive.
@@ -93,7 +93,7 @@ class ServerSettings:
     tool_call_parser: str = checked("auto", check_choice, choices=("auto", *PARSERS))
     reasoning_parser: str = checked("auto", check_choice, choices=("auto", "none", *FORMATS))
     trust_request_chat_template: bool = False
-    max_body_bytes: int = checked(2 * 2**20, check_int, low=1)
+    max_body_bytes: int | None = checked(None, check_int, low=1)
     max_answers: int = checked(128, check_int, low=1)
     request_timeout: float = checked(600.0, check_real, low=0.001, high=1e6)
     body_timeout: float = checked(30.0, check_real, low=0.001, high=1e6)

@@ -5,10 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.requests.prompts import image_source, is_conversation, read_prompt
 from nanovllm.requests.request import IMAGE_PART
-from nanovllm.vision.prompt_images import PromptImages
+from nanovllm.vision.prompt_images import PromptImage, PromptImages
 
 if TYPE_CHECKING:
     from nanovllm.requests.input_processor import InputProcessor
+
+
+NO_IMAGES = "this engine takes no images: the model has no vision tower, or language_model_only is set, or it pools"
 
 
 def read_image_prompt(
@@ -20,36 +23,32 @@ def read_image_prompt(
     prompt has too many images, or another number of placeholders than images. Raises the errors of
     `ImageReader.read`.
     """
-    if processor.images is None:
-        raise ValueError(
-            f"prompt={prompt!r:.80}: contains images, which this engine does not take: {processor.config.model!r} has "
-            "no vision tower, or language_model_only is set, or the task is not 'generate'"
-        )
-    is_trusted = not is_conversation(prompt)
-    if is_trusted:
-        rest = {name: value for name, value in prompt.items() if name != "multi_modal_data"}
-        if isinstance(data := prompt["multi_modal_data"], PromptImages):  # read before
-            text, token_ids = read_prompt(rest, template_arguments, processor)
-            return text, token_ids, data
-        sources = _sources(data)
+    is_chat, vision, sources = is_conversation(prompt), processor.config.model_config.vision, list[Any]()
+    if is_chat:
+        field, rest = "messages", [*_without_images(prompt, sources)]
     else:
-        sources = []
-        rest = [*_without_images(prompt, sources)]
-    vision = processor.config.model_config.vision
-    if len(sources) > vision.max_images:
-        raise ValueError(
-            f"prompt: has {len(sources)} images: must be at most {vision.max_images} (limit_mm_per_prompt)"
-        )
+        field, rest = "multi_modal_data", {name: x for name, x in prompt.items() if name != "multi_modal_data"}
+        if isinstance(data := prompt["multi_modal_data"], PromptImages):  # read before
+            return *read_prompt(rest, template_arguments, processor), data
+        sources += _sources(data)
+    if processor.images is None:
+        part = f"content part {sources[0]!r:.80}: must be text" if is_chat else "must be left out"
+        raise ValueError(f"{field}: {part}, because {NO_IMAGES}")
+    if (count := len(sources)) > vision.max_images:
+        raise ValueError(f"prompt: has {count} images: must be at most {vision.max_images} (limit_mm_per_prompt)")
     text, token_ids = read_prompt(rest, template_arguments, processor)
-    if (count := token_ids.count(vision.image_token_id)) != len(sources):
-        name = processor.tokenizer.convert_ids_to_tokens(vision.image_token_id)
-        raise ValueError(f"prompt: has {len(sources)} images and {count} times the placeholder {name!r}: must be equal")
-    images = [processor.images.read(source, is_trusted) for source in sources]
+    if (found := token_ids.count(vision.image_token_id)) != count:
+        token = processor.tokenizer.convert_ids_to_tokens(vision.image_token_id)
+        raise ValueError(f"prompt: has {count} images and {found} times the placeholder {token!r}: must be equal")
+    try:
+        images = [processor.images.read(source, is_trusted=not is_chat) for source in sources]
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{field}: {error}") from error
     token_ids = [*_expanded(token_ids, images, vision.image_token_id)]
     return text, token_ids, PromptImages(images, token_ids, vision.image_token_id)
 
 
-def _expanded(token_ids: list[int], images: list, image_token_id: int) -> Iterator[int]:
+def _expanded(token_ids: list[int], images: list[PromptImage], image_token_id: int) -> Iterator[int]:
     sizes = (image.num_tokens for image in images)
     for token_id in token_ids:
         for _ in range(next(sizes) if token_id == image_token_id else 1):

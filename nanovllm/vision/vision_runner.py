@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from math import isqrt
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,23 @@ class VisionRunner(BatchRunner):
         self.images = ImageStore(self.model.model.visual, config.max_num_batched_tokens, self.device)
         self.deltas = torch.zeros(config.max_num_seqs + 1, dtype=torch.int32, device=self.device)
         self.add_features(["vision"])
+
+    def warmup_model(self) -> int:
+        """Leave memory for the tower and for embeddings of images, in addition to the largest step."""
+        return super().warmup_model() - (self._bytes_of_images() if self.device.type == "cuda" else 0)
+
+    def _bytes_of_images(self) -> int:
+        config, vision = self.config, self.config.model_config.vision
+        num_tokens = min(vision.max_image_tokens, config.max_model_len)
+        rows = max(1, isqrt(num_tokens))
+        patches = bytes(rows * (num_tokens // rows) * 3 * (vision.merge_size * vision.patch_size) ** 2)
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.images.add(largest := PromptImage(patches, rows, num_tokens // rows, b""))
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        bytes_per_token = self.images[largest.digest].nbytes // largest.num_tokens
+        self.images.clear()
+        return peak + (num_tokens + config.max_num_batched_tokens) * bytes_per_token
 
     # -- on the host ---------------------------------------------------------------------------------------------------
 
