@@ -5,6 +5,7 @@ import base64
 import io
 import json
 import random
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import transformers
 from common import TINY, generate_by_steps
 from test_states import poison
 
-from nanovllm import BeamSearchParams, SamplingParams
+from nanovllm import BeamSearchParams, LoRARequest, SamplingParams
 from nanovllm.models import ModelConfig, make_model
 from nanovllm.utils.loader import load_model
 from nanovllm.vision.prompt_images import PromptImages
@@ -80,7 +81,7 @@ def make_checkpoint(folder: Path, name: str) -> tuple[str, torch.nn.Module]:
     family, text, vision = CASES[name]
     ids = dict(vision_start_token_id=FIRST_ID, vision_end_token_id=FIRST_ID + 1)
     ids |= dict(image_token_id=PAD_ID, video_token_id=FIRST_ID + 3)
-    text = TEXT | dict(num_hidden_layers=3, eos_token_id=None) | text
+    text = TEXT | dict(num_hidden_layers=3, eos_token_id=2047) | text
     config = getattr(transformers, f"{family}Config")(text_config=text, vision_config=VISION | vision, **ids)
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config).float().eval()
     generator = torch.Generator().manual_seed(len(name))
@@ -324,6 +325,77 @@ def test_drafts(make_vision, checkpoint, method):
     llm = make_vision("qwen3_5", speculative_config=drafting, **SCHEDULES["chunks"])
     prompts, params = map(list, zip(*make_requests()))
     Reference(checkpoint("qwen3_5")[1], llm).check(prompts, generate_by_steps(llm, zip(prompts, params)))
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5"])
+def test_batch_invariance(make_vision, name):
+    """An image is computed alone, so no bit of an answer depends on the batch."""
+    prompts, params = map(list, zip(*make_requests()[:5]))
+    llm = make_vision(name, batch_invariant=True)
+    expected = [llm.generate(*request, use_tqdm=False)[0].outputs for request in zip(prompts, params)]
+    llm = make_vision(name, batch_invariant=True, **SCHEDULES["chunks"])
+    for output, answers in zip(generate_by_steps(llm, zip(prompts, params)), expected, strict=True):
+        assert [x.token_ids for x in output.outputs] == [x.token_ids for x in answers]
+        assert [x.cumulative_logprob for x in output.outputs] == [x.cumulative_logprob for x in answers]
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5_moe"])
+def test_formats_of_weights(make_vision, name):
+    """The tower keeps its dtype when linear layers are quantized, and its embeddings do not change."""
+    digest, embeddings = [], []
+    for settings in ({}, {"quantization": "fp8"}):
+        llm = make_vision(name, **settings)
+        prompt = with_images(random.Random(0), picture(61, 43))
+        llm.generate(prompt, SamplingParams(max_tokens=2, temperature=0), use_tqdm=False)
+        digest = llm.input_processor.tokenize(prompt)[2].images[0].digest
+        embeddings.append(llm.core.model_runner.images[digest])
+    assert torch.equal(*embeddings)
+
+
+def test_structured_outputs(make_vision):
+    """With other features of a request: a grammar, a bias, a stop string and log-probabilities."""
+    pytest.importorskip("llguidance")
+    llm = make_vision(**SCHEDULES["chunks"])
+    prompt = in_openai_form(picture(50, 30))
+    params = SamplingParams(temperature=0.5, seed=0, max_tokens=20, structured_outputs={"regex": "[0-9]{4} cats"})
+    assert llm.chat(prompt, params, use_tqdm=False)[0].outputs[0].text[4:] == " cats"
+    params = SamplingParams(temperature=0.5, seed=0, max_tokens=40, stop=["e"], presence_penalty=0.5, logprobs=1)
+    output = llm.chat(prompt, params, use_tqdm=False)[0].outputs[0]
+    assert len(output.logprobs) == len(output.token_ids)
+
+
+def test_new_weights(make_vision, checkpoint):
+    """New weights of the tower change an image that was computed before."""
+    llm, (_, model) = make_vision(), checkpoint("qwen3_vl")
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=0)
+    prompt = with_images(random.Random(2), picture(61, 43), before=40, after=30)
+    before, changed = llm.generate(prompt, params, use_tqdm=False), deepcopy(model)
+    for parameter in changed.model.visual.parameters():
+        parameter.mul_(1.2)
+    llm.load_weights((f"model.visual.{name}", x) for name, x in changed.model.visual.named_parameters())
+    after = llm.generate(prompt, params, use_tqdm=False)
+    Reference(changed, llm).check([prompt], after)
+    assert before[0].outputs[0].cumulative_logprob != after[0].outputs[0].cumulative_logprob
+
+
+def test_adapters(make_vision, tmp_path):
+    """An adapter of the text model; its prompts with images share no blocks with others."""
+    from safetensors.torch import save_file
+
+    llm = make_vision(enable_lora=True, max_lora_rank=4)
+    name, (inputs, outputs) = next(iter(llm.core.model_runner.model.adapters.shapes.items()))
+    assert not any("visual" in name for name in llm.core.model_runner.model.adapters.shapes)
+    sizes = {"A": (4, inputs), "B": (outputs, 4)}
+    tensors = {f"base_model.model.{name}.lora_{x}.weight": torch.randn(size) for x, size in sizes.items()}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": name.replace(".", "[.]")}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    prompt = with_images(random.Random(2), picture(61, 43), before=40)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=0)
+    adapters = None, LoRARequest("a", 1, str(tmp_path)), None
+    plain, adapted, again = (llm.generate(prompt, params, use_tqdm=False, lora_request=x)[0] for x in adapters)
+    assert plain.outputs[0].cumulative_logprob != adapted.outputs[0].cumulative_logprob
+    assert adapted.num_cached_tokens == 0 < again.num_cached_tokens
 
 
 @pytest.mark.usefixtures("forked_ranks")
