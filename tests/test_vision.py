@@ -475,6 +475,22 @@ def test_forms_of_images(make_vision, tmp_path):
     assert [x for event in events for x in event.token_ids] == outputs[0].outputs[0].token_ids
 
 
+def test_vllm_prompts(checkpoint):
+    """A program that imports vLLM passes images in the same way."""
+    from nanovllm.compat import vllm
+
+    image, text = picture(50, 30), f"{START}{PAD}{END}What?"
+    settings = {name: value for name, value in SETTINGS.items() if name != "kvcache_block_size"}
+    with vllm.LLM(checkpoint("qwen3_vl")[0], block_size=16, device="cpu", dtype="float32", **settings) as llm:
+        params = vllm.SamplingParams(temperature=0, max_tokens=4)
+        prompt = {"prompt": text, "multi_modal_data": {"image": image}, "mm_processor_kwargs": None}
+        (output,) = llm.generate(prompt, params, use_tqdm=False)
+        (again,) = llm.generate(prompt, params, tokenization_kwargs={"add_special_tokens": False}, use_tqdm=False)
+        assert output.prompt_token_ids == again.prompt_token_ids and output.prompt_token_ids.count(PAD_ID) == 24
+        parts = [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": "What?"}]
+        assert llm.chat([{"role": "user", "content": parts}], params)[0].prompt_token_ids.count(PAD_ID) == 24
+
+
 def test_modes_of_images(make_vision):
     """Palettes, gray, alpha, 16 bits, CMYK, animation and rotation are read as transformers reads them."""
     from transformers.image_utils import load_image
@@ -525,7 +541,7 @@ def test_sizes_of_images(make_vision):
         read(picture(1, 300))
     with pytest.raises(ValueError, match=r"prompt: has 3 images: must be at most 2 \(limit_mm_per_prompt\)"):
         llm.generate(with_images(random.Random(0), *[picture(9, 9)] * 3))
-    with pytest.raises(ValueError, match="prompt: has .* tokens; must be fewer than max_model_len=352"):
+    with pytest.raises(ValueError, match="prompt: has at least .* tokens; must be fewer than max_model_len=352"):
         llm.generate(with_images(random.Random(0), *[picture(300, 300)] * 2))
     with pytest.raises(ValueError, match="has 1 images and 2 times the placeholder"):
         llm.generate({"prompt": PAD * 2, "multi_modal_data": {"image": picture(9, 9)}})

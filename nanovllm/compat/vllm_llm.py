@@ -20,7 +20,6 @@ UNUSED: dict[str, tuple] = {  # arguments and prompt keys that only vLLM has, wi
     "cache_salt": (None,),
     "chat_template_content_format": ("auto",),
     "mm_processor_kwargs": (None, {}),
-    "multi_modal_data": (None, {}),
     "multi_modal_uuids": (None, {}),
     "token_type_ids": (None,),
 }
@@ -193,7 +192,7 @@ class LLM(PoolingCalls):
     def _prompt(self, prompt: Any, add_special_tokens: bool = True, truncate_prompt_tokens: int | None = None) -> Any:
         """Drop unused keys from a prompt."""
         if isinstance(prompt, dict):
-            prompt = select("key of a prompt", prompt, PROMPT_KEYS, UNUSED)
+            prompt = select("key of a prompt", prompt, (*PROMPT_KEYS, "multi_modal_data"), UNUSED)
         given_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
         if self.skip_tokenizer_init and isinstance(given_ids, str | None):
             raise ValueError(f"prompt={prompt!r:.80}: must have token ids, because of `skip_tokenizer_init=True`")
@@ -210,7 +209,7 @@ class LLM(PoolingCalls):
             limit = check_int("truncate_prompt_tokens", truncate_prompt_tokens, low=-1)
             limit = self.model_config.max_model_len - 1 if limit == -1 else limit
             ids = None if ids is None else ids[max(0, len(ids) - limit) :]
-        return {"prompt": text, "prompt_token_ids": ids}
+        return parts | {"prompt": text, "prompt_token_ids": ids}
 
 
 def _with_logprobs(answers: list[RequestOutput], params: Any) -> list[RequestOutput]:

@@ -17,6 +17,7 @@ from nanovllm.pooling.pooling_params import PoolingParams
 from nanovllm.pooling.pooling_request import pooling_request
 from nanovllm.requests.detokenizer import Detokenizer
 from nanovllm.requests.input_processor import InputProcessor
+from nanovllm.requests.prompts import has_images
 from nanovllm.requests.request import CompletionRequest, Message, Prompt, TokensPrompt
 from nanovllm.requests.stream_event import StreamEvent
 from nanovllm.sampling_params import SamplingParams
@@ -43,10 +44,10 @@ class EngineDeadError(RuntimeError):
 class EngineClient(ABC):
     """Generates text for any number of tasks of one event loop: `async for output in llm.generate(prompt, params)`.
 
-    Four thread pools prepare requests. The first renders chat templates and tokenizes, the second (a single thread)
-    tokenizes long texts, the third compiles grammars, and the fourth renders templates that may be slow. Subclasses
-    compute the answers: AsyncLLM with an engine in this process, FrontClient and AsyncReplicas in other processes.
-    Subclasses call `_forget` when a request has ended.
+    Five thread pools prepare requests. The first renders chat templates and tokenizes, the second (a single thread)
+    tokenizes long texts, the third reads images, the fourth compiles grammars, and the fifth renders templates that may
+    be slow. Subclasses compute the answers: AsyncLLM with an engine in this process, FrontClient and AsyncReplicas in
+    other processes. Subclasses call `_forget` when a request has ended.
     """
 
     engine: LLM | None = None  # the engine, if it runs in this process
@@ -68,6 +69,7 @@ class EngineClient(ABC):
         self._lane = PromptLane(processor, takes_long_texts=False)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="nanovllm-tokenizer")
         self._long_pool = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-long-texts")
+        self._image_pool = ThreadPoolExecutor(4, thread_name_prefix="nanovllm-images")
         self._grammar_pool = ThreadPoolExecutor(8, thread_name_prefix="nanovllm-grammar")  # compiling may take seconds
         self._grammar_turns = ClientTurns(2)  # half of the compiling processes
         self._template_sandbox = TemplateSandbox(processor.tokenizer)
@@ -106,7 +108,7 @@ class EngineClient(ABC):
         """End the engine, from any thread. All waiting tasks get an EngineDeadError."""
         self._is_closing = True
         self._template_sandbox.close()
-        for pool in (self._pool, self._long_pool, self._grammar_pool, self._template_pool):
+        for pool in (self._pool, self._long_pool, self._image_pool, self._grammar_pool, self._template_pool):
             pool.shutdown(wait=False)  # waiting calls get an EngineDeadError
 
     def health(self) -> dict[str, Any]:
@@ -202,12 +204,12 @@ class EngineClient(ABC):
 
             tokenize = lambda lane: lane.tokens_of(prompt, chat_template_kwargs)
             if getattr(sampling_params, "structured_outputs", None) is not None:
-                compile_for = partial(make, await self._in_lane(tokenize))
+                compile_for = partial(make, await self._in_lane(tokenize, prompt))
                 prepared = await self._grammar_turns.run(lambda: self._in_thread(self._grammar_pool, compile_for))
             elif _has_few_ids(prompt) and (lora_request is None or self.engine is None):
                 prepared = make(tokenize(self._lane))  # without text to tokenize, a thread would cost more
             else:
-                prepared = await self._in_lane(lambda lane: make(tokenize(lane)))
+                prepared = await self._in_lane(lambda lane: make(tokenize(lane)), prompt)
             self.check_open()
             request = self._start(prepared, name)
         except BaseException:
@@ -234,7 +236,8 @@ class EngineClient(ABC):
     async def tokenize(self, prompt: PromptSource, chat_template_kwargs: Mapping | None = None) -> list[int]:
         """Return the token ids of a prompt. Arguments and errors are the same as for `submit`."""
         self.check_open()
-        return (await self._in_lane(lambda lane: lane.tokens_of(prompt, chat_template_kwargs)))["prompt_token_ids"]
+        tokens_of = lambda lane: lane.tokens_of(prompt, chat_template_kwargs)
+        return (await self._in_lane(tokens_of, prompt))["prompt_token_ids"]
 
     async def render(self, messages: list[Message], template_arguments: Mapping[str, Any]) -> RenderedChat:
         """Render a conversation in the sandbox, so that it can't delay other requests.
@@ -257,10 +260,11 @@ class EngineClient(ABC):
 
         return await self._in_thread(self._pool, decode)
 
-    async def _in_lane(self, call: Callable[[PromptLane], T]) -> T:
-        """Run `call` in the lane for short texts."""
+    async def _in_lane(self, call: Callable[[PromptLane], T], prompt: PromptSource) -> T:
+        """Run `call` in the lane for short texts. Images are read in other threads, so that texts do not wait."""
+        pool = self._image_pool if has_images(prompt) else self._pool
         try:
-            return await self._in_thread(self._pool, partial(call, self._lane))
+            return await self._in_thread(pool, partial(call, self._lane))
         except LongTextError:
             return await self._in_thread(self._long_pool, lambda: call(self._long_lane))
 

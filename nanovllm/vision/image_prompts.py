@@ -40,10 +40,16 @@ def read_image_prompt(
     if (found := token_ids.count(vision.image_token_id)) != count:
         token = processor.tokenizer.convert_ids_to_tokens(vision.image_token_id)
         raise ValueError(f"prompt: has {count} images and {found} times the placeholder {token!r}: must be equal")
-    try:
-        images = [processor.images.read(source, is_trusted=not is_chat) for source in sources]
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{field}: {error}") from error
+    images: list[PromptImage] = []
+    num_tokens = len(token_ids)
+    for source in sources:
+        try:
+            images.append(processor.images.read(source, is_trusted=not is_chat))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{field}: {error}") from error
+        num_tokens += images[-1].num_tokens - 1
+        if num_tokens >= processor.max_model_len:  # now, because reading more images would take long
+            raise ValueError(f"prompt: has at least {num_tokens} tokens; must be fewer than {processor.length_bound}")
     token_ids = [*_expanded(token_ids, images, vision.image_token_id)]
     return text, token_ids, PromptImages(images, token_ids, vision.image_token_id)
 
