@@ -91,13 +91,10 @@ class Config:
     task: "generate", "embed" (texts to vectors), "score" (the relevance of documents) or "classify"; by default the
         task for which the checkpoint was made. See docs/embeddings.md.
     language_model_only: load no vision tower, and take no images.
-    limit_mm_per_prompt: the maximum number of images in a prompt, as JSON, for example `{"image": 4}`; by default 999.
-        With 0, no vision tower is loaded. In Python, it can also be a dict.
-    mm_processor_kwargs: the range of pixels to which images are scaled, as JSON with the keys `min_pixels` and
-        `max_pixels`; by default the checkpoint's range. In Python, it can also be a dict.
-    allowed_local_media_path: conversations may name images in this folder with file: URLs; by default, they may not.
-    allowed_media_domains: host names from which conversations may fetch images with http: and https: URLs; by default
-        none. See docs/images.md.
+    limit_mm_per_prompt: the maximum number of images in a prompt, as JSON: `{"image": 4}`; by default 999.
+    mm_processor_kwargs: the size to which images are scaled, as JSON with the keys `min_pixels` and `max_pixels`.
+    allowed_local_media_path: the folder whose images conversations may name; by default none. See docs/images.md.
+    allowed_media_domains: the hosts whose images conversations may name; by default none.
 
     Raises ValueError or TypeError. The message states the value and the bound. Raises FileNotFoundError if the model
     does not exist.

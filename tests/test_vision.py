@@ -223,7 +223,8 @@ def test_pixels_are_those_of_transformers(make_vision):
     llm = make_vision()
     for size in ((61, 43), (8, 300), (500, 400)):
         image = picture(*size)
-        ours = Reference.pixels(PromptImages([llm.input_processor.images.read(image)], [PAD_ID] * 999, PAD_ID))
+        ours = llm.input_processor.images.reader.read(image)
+        ours = Reference.pixels(PromptImages([ours], [PAD_ID] * ours.num_tokens, PAD_ID))
         processor = transformers.Qwen2VLImageProcessorPil(
             patch_size=4, merge_size=2, image_mean=[0.5] * 3, image_std=[0.5] * 3, **PIXELS
         )
@@ -495,7 +496,7 @@ def test_modes_of_images(make_vision):
     """Palettes, gray, alpha, 16 bits, CMYK, animation and rotation are read as transformers reads them."""
     from transformers.image_utils import load_image
 
-    reader, image = make_vision().input_processor.images, picture(40, 30)
+    reader, image = make_vision().input_processor.images.reader, picture(40, 30)
     exif = Image.Exif()
     exif[0x112] = 6  # turned by 90 degrees
     files = [as_bytes(image.convert(mode)) for mode in ("P", "L", "RGBA", "LA", "1")]
@@ -532,7 +533,7 @@ def test_wrong_images(make_vision, data, kind, match):
 def test_sizes_of_images(make_vision):
     """Files that claim many pixels are not decoded."""
     llm = make_vision(limit_mm_per_prompt={"image": 2})
-    read = llm.input_processor.images.read
+    read = llm.input_processor.images.reader.read
     header = as_bytes(Image.new("1", (9000, 9000)))
     assert len(header) < 200000
     with pytest.raises(ValueError, match="has 9000 x 9000 pixels: must have between 1 and 67108864 pixels"):
@@ -580,7 +581,7 @@ def test_urls_that_are_not_allowed(make_vision, tmp_path):
 
 def test_damaged_files(make_vision):
     """Cut, and with other bytes: a ValueError or an image, and nothing else."""
-    reader, rng = make_vision().input_processor.images, random.Random(0)
+    reader, rng = make_vision().input_processor.images.reader, random.Random(0)
     num_read = 0
     for kind in ("PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP"):
         whole = as_bytes(picture(33, 21), kind)

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, TemplateError, nodes
 
-from nanovllm.requests.request import IMAGE_PART, Message
+from nanovllm.requests.request import Message
 
 OTHER_ROLES = {"developer": "system", "function": "tool"}  # OpenAI's newer and older names
 REASONING = "reasoning_content", "reasoning", "thinking"  # names of the same entry
 PART_FILTERS = {"map", "select", "selectattr", "reject", "rejectattr"}  # filters that iterate over items
 TYPE_TESTS = {"string", "mapping", "sequence", "iterable"}
 MAX_CHARACTERS = 2**17  # longer templates are not parsed, because clients can send templates
+IMAGE_PART = {"type": "image"}  # takes the place of an image: see vision/image_prompts.py
 MAX_COPIES = 16  # the longest chain of variables through which an entry is copied
 GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")  # a tag of transformers that does not matter here
 

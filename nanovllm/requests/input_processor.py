@@ -5,6 +5,7 @@ import secrets
 import struct
 import threading
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from nanovllm.engine.scheduling_policy import FCFS, SchedulingPolicy
 from nanovllm.engine.sequence import Sequence, packed_ids
 from nanovllm.pooling.task import check_task
 from nanovllm.requests.detokenizer import TokenBytes
-from nanovllm.requests.prompts import as_priorities, as_prompts, has_images, read_prompt
+from nanovllm.requests.prompts import as_priorities, as_prompts, read_prompt
 from nanovllm.requests.recommended_params import recommended_params
 from nanovllm.requests.request import Adapters, CompletionRequest, Prompt
 from nanovllm.requests.streamed_request import StreamedRequest
@@ -45,11 +46,6 @@ class InputProcessor:
         self.tokenizer_lock = threading.RLock()  # because the tokenizer is not thread-safe
         self.grammars: Any = None  # made for the first request with `structured_outputs`
         self.adapters: Any = None  # an AdapterRegistry, if this process has the model, and with `enable_lora`
-        self.images: Any = None  # an ImageReader, if the model takes images
-        if config.model_config.vision is not None:
-            from nanovllm.vision.image_reader import ImageReader
-
-            self.images = ImageReader(config)
         self.reasoning_markers: dict[Any, Any] = {}  # by format, for requests with a `reasoning_parser`
         self._seed = secrets.randbits(64) if config.seed is None else config.seed
         # an iterator, because `next` is atomic: a signal handler may interrupt a thread here and add a request
@@ -59,6 +55,15 @@ class InputProcessor:
     def num_requests(self) -> int:
         """How many requests have been made so far. All request ids are below this."""
         return MAX_REQUESTS - operator.length_hint(self._unused_ids)
+
+    @cached_property
+    def images(self) -> Any:
+        """Return the ImagePrompts, or None if the engine takes no images."""
+        if self.config.model_config.vision is None:
+            return None
+        from nanovllm.vision.image_prompts import ImagePrompts  # few engines take images
+
+        return ImagePrompts(self.config)
 
     def next_request_id(self) -> int:
         return next(self._unused_ids)
@@ -158,10 +163,7 @@ class InputProcessor:
             seq.set_order(priority_key)
 
     def tokenize(self, prompt: Prompt, template_arguments: Mapping | None = None) -> tuple[str | None, list[int], Any]:
-        """Return the prompt's text, token ids and PromptImages. The text is None for a prompt of token ids.
-
-        Without images, the last item is None.
-        """
+        """Return the prompt's text (None for token ids), its token ids, and its PromptImages (None if it has none)."""
         if not isinstance(template_arguments, Mapping | None):
             raise TypeError(f"chat_template_kwargs={template_arguments!r:.80}: must be a dict")
         text: str | None = None
@@ -170,12 +172,7 @@ class InputProcessor:
         if isinstance(prompt, str):
             text, ids = prompt, self.encode(prompt)
         elif not isinstance(prompt, list) or set(map(type, prompt)) != {int}:
-            if has_images(prompt):
-                from nanovllm.vision.image_prompts import read_image_prompt  # few prompts have images
-
-                text, ids, images = read_image_prompt(prompt, template_arguments or {}, self)
-            else:
-                text, ids = read_prompt(prompt, template_arguments or {}, self)
+            text, ids, images = read_prompt(prompt, template_arguments or {}, self)
         if not ids:
             raise ValueError("prompt: a decoder prompt cannot be empty; it must have at least 1 token")
         if len(ids) >= self.max_model_len:

@@ -4,11 +4,12 @@ from collections.abc import Iterator, Mapping
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from nanovllm.requests.request import IMAGE_PART, Message, Prompt
+from nanovllm.requests.request import Message, Prompt
 
 if TYPE_CHECKING:
     from nanovllm.requests.input_processor import InputProcessor
 
+NO_IMAGES = "this engine takes no images: the model has no vision tower, or language_model_only is set, or it pools"
 KINDS = "a string, a list of token ids, a dict with 'prompt' or 'prompt_token_ids', or a conversation"
 
 
@@ -65,7 +66,7 @@ def image_source(part: Any) -> Any:
     The types of such parts are "image_url" (OpenAI), "input_image" (OpenAI's Responses), "image" (transformers) and
     "image_pil" (vLLM).
     """
-    kind = part.get("type") if isinstance(part, Mapping) and part is not IMAGE_PART else None
+    kind = part.get("type") if isinstance(part, Mapping) else None
     if kind in ("image_url", "input_image"):
         url = part.get("image_url")
         return (url.get("url") if isinstance(url, Mapping) else url) or ""
@@ -82,8 +83,24 @@ def has_images(prompt: Any) -> bool:
 
 def read_prompt(
     prompt: Prompt, template_arguments: Mapping, processor: "InputProcessor"
+) -> tuple[str | None, list[int], Any]:
+    """Return the text (None if unknown), the token ids and the images of a prompt that is not a string.
+
+    The images are a PromptImages, or None if there are none. Raises ValueError for images in a prompt of an engine that
+    takes no images.
+    """
+    if not has_images(prompt):
+        return *read_text_prompt(prompt, template_arguments, processor), None
+    if processor.images is None:
+        is_chat = is_conversation(prompt)
+        field = "messages: a content part must be text" if is_chat else "multi_modal_data: must be left out"
+        raise ValueError(f"{field}, because {NO_IMAGES}")
+    return processor.images.read(prompt, template_arguments, processor)
+
+
+def read_text_prompt(
+    prompt: Prompt, template_arguments: Mapping, processor: "InputProcessor"
 ) -> tuple[str | None, list[int]]:
-    """Return the text (None if unknown) and the token ids of a prompt that is not a string, and has no images."""
     if is_conversation(prompt):
         with processor.tokenizer_lock:
             chat = render_chat(processor.tokenizer, prompt, template_arguments)

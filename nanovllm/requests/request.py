@@ -12,21 +12,17 @@ if TYPE_CHECKING:
     from nanovllm.engine.scheduler import Scheduler
     from nanovllm.lora.lora_request import LoRARequest
 
-IMAGE_PART = {"type": "image"}  # takes the place of an image in a message: see vision/image_prompts.py
 Message = Mapping[str, object]  # "role", "content", and other keys that the chat template reads
 
 
-class PromptData(TypedDict, total=False):
-    multi_modal_data: Any  # {"image": an image or a list of images}: see vision/image_reader.py
-
-
-class TextPrompt(PromptData):
+class TextPrompt(TypedDict):
     prompt: str
 
 
-class TokensPrompt(PromptData, total=False):
+class TokensPrompt(TypedDict, total=False):
     prompt_token_ids: list[int]
     prompt: str  # the text, if the caller knows it
+    multi_modal_data: Any  # {"image": an image or a list of images}: see vision/image_reader.py
 
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt | list[Message]
