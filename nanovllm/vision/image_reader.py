@@ -15,8 +15,9 @@ from nanovllm.vision.prompt_images import PromptImage
 if TYPE_CHECKING:
     from nanovllm.config import Config
 
-# Pillow reads more formats than these, some of them with other programs
-FORMATS = "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"
+# Pillow reads more formats, some of them with other programs
+WEB_FORMATS = "GIF", "JPEG", "PNG", "WEBP"
+FORMATS = *WEB_FORMATS, "BMP", "PPM", "TIFF"
 MAX_BYTES = 2**26  # of a file
 MAX_PIXELS = 2**26  # before scaling; a file of a few kilobytes may claim to have more
 KINDS = "a PIL image, an array [height, width, 3] of uint8, the bytes or the path of a file, or a data: URL"
@@ -48,9 +49,9 @@ class ImageReader:
     def read(self, source: Any, is_trusted: bool = True) -> PromptImage:
         """Read an image from one of KINDS.
 
-        If `is_trusted` is false, a string must be a URL, which may name files and other hosts only if settings allow
-        it. Raises ValueError for broken, too large and too narrow images, TypeError for other types, and ImportError
-        without Pillow.
+        If `is_trusted` is false, the format must be one of WEB_FORMATS, and a string must be a URL, which may name
+        files and other hosts only if settings allow it. Raises ValueError for broken, too large and too narrow images,
+        TypeError for other types, and ImportError without Pillow.
         """
         image = self._open(source, is_trusted)
         try:
@@ -84,7 +85,7 @@ class ImageReader:
         try:
             if isinstance(source, (bytes, bytearray, memoryview)):
                 PIL.Image.init()  # loads all formats, which `open` requires if some are named
-                source = PIL.Image.open(io.BytesIO(source), formats=FORMATS)
+                source = PIL.Image.open(io.BytesIO(source), formats=FORMATS if is_trusted else WEB_FORMATS)
             elif isinstance(source, np.ndarray):
                 source = PIL.Image.fromarray(source)
             if not isinstance(source, PIL.Image.Image):

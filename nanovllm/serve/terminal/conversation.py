@@ -1,6 +1,8 @@
 """Runs a conversation in the terminal: reads commands and questions, and shows answers as they arrive."""
 
+import base64
 import json
+import mimetypes
 import shlex
 import sys
 from contextlib import closing
@@ -16,6 +18,7 @@ COMMANDS = {
     "/help": "list the commands",
     "/clear": "forget the conversation, but keep the system prompt",
     "/system": "[TEXT]: set the system prompt, or show it; `/system -` removes it",
+    "/image": "FILE: send an image with the next message; several times for several images",
     "/params": "[NAME=VALUE ...]: set sampling parameters, or show them; NAME= resets one",
     "/save": "[FILE]: write the conversation as JSON into a new file; /save! FILE overwrites one",
     "/exit": "end the chat; so does Ctrl-D, or Ctrl-C twice",
@@ -33,6 +36,7 @@ class Conversation:
         source.check(params)
         self.source, self.params, self.names, self.system = source, params, names, system
         self.messages: list[Message] = []
+        self.images: list[dict[str, Any]] = []  # parts of the next message
 
     def run(self) -> int:
         """Chat until the input ends. Return the exit status, which is 1 if a line of piped input has failed.
@@ -81,6 +85,10 @@ class Conversation:
                 self._note("A \\ at the end of a line continues the message in the next line. Ctrl-C stops an answer.")
             case "/clear":
                 self.messages.clear()
+                self.images.clear()
+            case "/image":
+                self.images.append(_image_part(Path(argument).expanduser()))
+                self._note(f"{len(self.images)} image{'s' * (len(self.images) > 1)} for the next message")
             case "/system":
                 if argument:
                     self.system = None if argument == "-" else argument
@@ -128,7 +136,8 @@ class Conversation:
 
         If any token arrived, even before Ctrl-C, add the question and the answer to the messages.
         """
-        asked, answer = {"role": "user", "content": question}, Answer()
+        content = [*self.images, {"type": "text", "text": question}] if self.images else question
+        asked, answer = {"role": "user", "content": content}, Answer()
         messages = [*self.messages, asked]
         try:
             with closing(self.source.stream(self._prompt(messages), self.params)) as pieces:
@@ -138,6 +147,7 @@ class Conversation:
             answer.finish_reason = "Ctrl-C"
             raise
         finally:
+            self.images = []
             if answer.num_tokens:
                 self.messages = [*messages, {"role": "assistant", "content": answer.text}]
                 answer.close()
@@ -180,6 +190,12 @@ class Answer:
             parts.append("no text")
         parts.append(f"finish reason: {self.finish_reason or 'error'}")
         return f"[{', '.join(parts)}]"
+
+
+def _image_part(file: Path) -> dict[str, Any]:
+    """Return an image as a part of a message. Raises OSError if the file can't be read."""
+    kind, data = mimetypes.guess_type(file)[0] or "image/png", base64.b64encode(file.read_bytes()).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
 
 
 def _value(text: str) -> Any:

@@ -77,9 +77,10 @@ class LocalModel:
 
         processor = self.llm.input_processor
         markers = markers_of(format_of(template_text(self.llm.tokenizer.chat_template)) or "think", processor)
-        text, prompt_token_ids, _ = processor.tokenize(messages)
+        text, prompt_token_ids, images = processor.tokenize(messages)
         parser = ReasoningParser(Reasoning(markers, markers.stage_after(prompt_token_ids)))
-        num_tokens, prompt = 0, TokensPrompt(prompt=text or "", prompt_token_ids=prompt_token_ids)
+        prompt = TokensPrompt(prompt=text or "", prompt_token_ids=prompt_token_ids, multi_modal_data=images)
+        num_tokens = 0
         stream: Any = self.llm.stream(prompt, replace(self.defaults, **params))  # a generator
         with closing(stream) as events:
             for event in events:
