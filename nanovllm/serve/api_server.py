@@ -33,7 +33,7 @@ def create_app(
     is_closing: returns True when the endless streams of the page must end.
     """
     if settings.max_body_bytes is None:
-        takes_images = llm.input_processor.images is not None
+        takes_images = llm.input_processor.config.model_config.vision is not None
         settings = replace(settings, max_body_bytes=2**25 if takes_images else 2**21)
     app = FastAPI(
         title="nano-vllm",
