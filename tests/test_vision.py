@@ -6,6 +6,7 @@ import io
 import json
 import random
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from nanovllm import BeamSearchParams, LoRARequest, SamplingParams
 from nanovllm.models import ModelConfig, make_model
 from nanovllm.utils.loader import load_model
 from nanovllm.vision.prompt_images import PromptImages
-from nanovllm.vision.vision_runner import ImageStore
+from nanovllm.vision.vision_runner import ImageStore, vision_runner
 
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("transformers.models.qwen3_vl", reason="transformers before 4.57 does not have Qwen3-VL")
@@ -429,6 +430,41 @@ def test_fused_layers(use_ops, make_vision, checkpoint, name, has_kernels):
         "FusedMRotaryEmbedding"
     )
     Reference(checkpoint(name)[1], llm).check([x for x, _ in requests], generate_by_steps(llm, requests))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs graphs as Python code")
+@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")
+def test_graphs(make_vision, checkpoint, use_ops, monkeypatch, name):
+    """Steps without images are padded for CUDA graphs, also with decodes behind images; steps with images are not."""
+    pytest.importorskip("triton")
+    tests = pytest.importorskip("test_cuda_graph")
+    monkeypatch.setattr(tests.cuda_graph, "TOKEN_SIZES", (8, 32))
+    monkeypatch.setattr(tests.cuda_graph, "capture", tests.capture)
+    runs_as_on_cuda = tests.runs_as_on_cuda
+
+    def takes_images_as_on_cuda(runner) -> None:
+        runs_as_on_cuda(runner)
+        runner.__class__ = vision_runner(runner.__class__)
+
+    monkeypatch.setattr(tests, "runs_as_on_cuda", takes_images_as_on_cuda)
+    use_ops("norm_rope_and_store", "place_decodes", "accept", "delta_net_drafts")
+    settings = SCHEDULES["chunks"] | dict(async_scheduling=True, attention_backend="triton", max_num_seqs=4)
+    llm, rng = make_vision(name, **settings, max_model_len=160), random.Random(0)
+    decode_graphs, graphs = tests.use_graphs(llm)
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=5, ignore_eos=True, logprobs=0, detokenize=False)
+    params = replace(params, logit_bias={PAD_ID: -100, PAD_ID + 1: -100})
+    prompts = [
+        with_images(rng, picture(20, 30)),
+        [7] * 30,
+        with_images(rng, picture(9, 40), after=9),
+        [8] * 9,
+        [9] * 45,
+    ]
+    outputs = generate_by_steps(llm, [(prompt, params) for prompt in prompts])
+    Reference(checkpoint(name)[1], llm).check(prompts, outputs)
+    for used in (decode_graphs.graphs, graphs.models):
+        assert any(graph.num_replays for graph in used.values())
 
 
 def test_text_only(make_vision, make_llm, checkpoint):
