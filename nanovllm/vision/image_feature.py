@@ -33,8 +33,8 @@ class RequestImages(StepFeature):
         if not seqs:
             return None
         deltas = [0 if (images := images_of(seq)) is None else images.delta for seq in seqs]
-        arrays = {"req_indices": [seq.req_index for seq in seqs], "deltas": deltas}
-        arrays = {name: np.array(values, np.int32) for name, values in arrays.items()}
+        req_indices = [seq.req_index for seq in seqs]
+        arrays = {"req_indices": np.array(req_indices, np.int32), "deltas": np.array(deltas, np.int32)}
         if any(images_of(seq) is not None for seq, _, _ in step.chunks):
             positions, placed, token = [], [], step.num_decodes * step.tokens_per_row
             for seq, start, end in step.chunks:

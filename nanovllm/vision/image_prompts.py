@@ -28,17 +28,13 @@ class ImagePrompts:
         prompt has too many images, or another number of placeholders than images. Raises the errors of
         `ImageReader.read`.
         """
-        is_chat, image_token_id, sources = is_conversation(prompt), self.vision.image_token_id, list[Any]()
-        if is_chat:
-            field, rest = "messages", [*_without_images(prompt, sources)]
-        else:
-            field, rest = "multi_modal_data", {name: x for name, x in prompt.items() if name != "multi_modal_data"}
-            if isinstance(data := prompt["multi_modal_data"], PromptImages):  # read before
-                return *read_text_prompt(rest, template_arguments, processor), data
-            sources += _sources(data)
-        count, bound = len(sources), self.vision.max_images
-        if count > bound:
-            raise ValueError(f"prompt: has {count} images: must be at most {bound} (limit_mm_per_prompt)")
+        is_chat, image_token_id = is_conversation(prompt), self.vision.image_token_id
+        field, rest, sources = _split_conversation(prompt) if is_chat else _split_prompt(prompt)
+        if isinstance(sources, PromptImages):  # read before
+            return *read_text_prompt(rest, template_arguments, processor), sources
+        if (count := len(sources)) > self.vision.max_images:
+            bound = f"must be at most {self.vision.max_images} (limit_mm_per_prompt)"
+            raise ValueError(f"prompt: has {count} images: {bound}")
         text, token_ids = read_text_prompt(rest, template_arguments, processor)
         if (found := token_ids.count(image_token_id)) != count:
             token = processor.tokenizer.convert_ids_to_tokens(image_token_id)
@@ -64,18 +60,26 @@ def _expanded(token_ids: list[int], images: list[PromptImage], image_token_id: i
             yield token_id
 
 
-def _sources(data: Any) -> list[Any]:
-    """Return the images in the `multi_modal_data` of a prompt. Raises TypeError or ValueError for anything else."""
+def _split_prompt(prompt: Mapping) -> tuple[str, Any, Any]:
+    """Return the name of the field with images, the prompt without it, and the images.
+
+    Raises TypeError or ValueError if `multi_modal_data` does not contain images.
+    """
+    data = prompt["multi_modal_data"]
+    rest = {name: value for name, value in prompt.items() if name != "multi_modal_data"}
+    if isinstance(data, PromptImages):
+        return "multi_modal_data", rest, data
     if not isinstance(data, Mapping):
         raise TypeError(f"multi_modal_data={data!r:.80}: must be a dict")
     if others := data.keys() - {"image"}:
         raise ValueError(f"multi_modal_data: has {sorted(map(str, others))}: only 'image' is supported")
-    images = data.get("image", ())
-    return [*images] if isinstance(images, (list, tuple)) else [images]
+    images = data["image"]
+    return "multi_modal_data", rest, [*images] if isinstance(images, (list, tuple)) else [images]
 
 
-def _without_images(messages: list, sources: list[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the messages with placeholders for images, and add the images to `sources`."""
+def _split_conversation(messages: list) -> tuple[str, Any, Any]:
+    """Return the name of the field with images, the messages with placeholders for images, and the images."""
+    rest, sources = [], []
     for message in messages:
         content = message.get("content")
         if isinstance(content, (list, tuple)):
@@ -83,4 +87,5 @@ def _without_images(messages: list, sources: list[Any]) -> Iterator[dict[str, An
             sources += [source for source in found if source is not None]
             content = [part if source is None else IMAGE_PART for part, source in zip(content, found)]
             message = {**message, "content": content}
-        yield message
+        rest.append(message)
+    return "messages", rest, sources

@@ -73,7 +73,7 @@ class PromptImages:
 
         An image takes as many positions as its longer side has tokens, because its tokens have two dimensions.
         """
-        parts, end, position = [], 0, 0
+        parts, end, position = list[np.ndarray](), 0, 0
         for image, start in self.placed:
             position = self._add_text(parts, position, start - end)
             rows, columns = np.indices((image.rows, image.columns)).reshape(2, -1)
