@@ -280,6 +280,11 @@ def test_prefix_hits(make_vision, checkpoint):
     whole = (len(outputs[0].prompt_token_ids) - 1) // 16 * 16
     assert [output.num_cached_tokens for output in outputs] == [0, whole, 32, 32]
     assert outputs[0].outputs[0].cumulative_logprob != outputs[2].outputs[0].cumulative_logprob
+    # a later turn of the conversation finds the image in the cache, and runs as text does
+    turn = {**prompt, "prompt_token_ids": outputs[0].prompt_token_ids + outputs[0].outputs[0].token_ids + [9] * 20}
+    turn["multi_modal_data"] = llm.input_processor.tokenize(prompt)[2]
+    (later,) = llm.generate(turn, params, use_tqdm=False)
+    assert later.num_cached_tokens >= whole and not llm.core.model_runner._has_images
     llm.reset_prefix_cache()
     assert llm.core.model_runner.images.num_tokens == 0
     (again,) = llm.generate(same, params, use_tqdm=False)
@@ -308,6 +313,8 @@ def test_each_image_is_computed_once(make_vision, monkeypatch):
 
 def test_pixels_are_freed(make_vision):
     llm = make_vision()
+    (output,) = llm.generate({"prompt": "a", "multi_modal_data": {"image": []}}, SamplingParams(max_tokens=1))
+    assert len(output.outputs[0].token_ids) == 1
     requests = llm.input_processor.requests(
         with_images(random.Random(0), picture(9, 9)), SamplingParams(max_tokens=2), None
     )

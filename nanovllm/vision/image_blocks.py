@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
-from nanovllm.vision.prompt_images import images_of
+from nanovllm.vision.prompt_images import images_in
 
 
 class ImageBlocks(BlockManager):
@@ -18,9 +18,8 @@ class ImageBlocks(BlockManager):
 
     def _block_token_ids(self, seq: Sequence, i: int) -> list[int]:
         token_ids = super()._block_token_ids(seq, i)
-        if (images := images_of(seq)) is not None:
-            for placed in images.between(i * self.block_size, (i + 1) * self.block_size):
-                token_ids = [*token_ids, *placed.image.key]
+        for image, _ in images_in(seq, i * self.block_size, (i + 1) * self.block_size):
+            token_ids = [*token_ids, *image.key]
         return token_ids
 
     def clear_prefix_cache(self) -> None:

@@ -7,11 +7,17 @@ import numpy as np
 from nanovllm.engine.features import Arrays, StepFeature
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
-from nanovllm.vision.prompt_images import images_of
+from nanovllm.vision.prompt_images import images_in, images_of
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
     from nanovllm.engine.model_runner import ModelRunner
+
+
+def has_images(step: ScheduledStep) -> bool:
+    """Return whether a chunk begins before the end of its prompt's last image. Behind it, all positions are equal."""
+    chunks = [(images_of(seq), start) for seq, start, _ in step.chunks]
+    return any(images is not None and start < images.placed[-1].end for images, start in chunks)
 
 
 class RequestImages(StepFeature):
@@ -23,7 +29,7 @@ class RequestImages(StepFeature):
 
     @classmethod
     def prepare(cls, step: ScheduledStep) -> Arrays | None:
-        """Return `req_indices` and `deltas` of the requests. If a chunk belongs to a prompt with images, also return:
+        """Return `req_indices` and `deltas` of the requests. If `has_images(step)`, also return:
 
         positions: of the chunks' tokens, [3, T].
         placed: [N, 7], for each part of an image: its first token in the step, its number of tokens, the index of its
@@ -35,14 +41,14 @@ class RequestImages(StepFeature):
         deltas = [0 if (images := images_of(seq)) is None else images.delta for seq in seqs]
         req_indices = [seq.req_index for seq in seqs]
         arrays = {"req_indices": np.array(req_indices, np.int32), "deltas": np.array(deltas, np.int32)}
-        if any(images_of(seq) is not None for seq, _, _ in step.chunks):
+        if has_images(step):
             positions, placed, token = [], [], step.num_decodes * step.tokens_per_row
             for seq, start, end in step.chunks:
                 if (images := images_of(seq)) is None:
                     positions.append(np.broadcast_to(np.arange(start, end, dtype=np.int32), (3, end - start)))
                 else:
                     positions.append(images.positions(start, end))
-                    for image, first in images.between(start, end):
+                    for image, first in images_in(seq, start, end):
                         begin, stop = max(start, first), min(end, first + image.num_tokens)
                         placed.append((token + begin - start, stop - begin, begin - first, *image.key))
                 token += end - start

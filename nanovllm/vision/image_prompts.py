@@ -21,7 +21,7 @@ class ImagePrompts:
 
     def read(
         self, prompt: Any, template_arguments: Mapping, processor: "InputProcessor"
-    ) -> tuple[str | None, list[int], PromptImages]:
+    ) -> tuple[str | None, list[int], PromptImages | None]:
         """Return the text, the token ids and the images of a prompt.
 
         In the token ids, an image has as many placeholders as the text model reads embeddings. Raises ValueError if the
@@ -39,6 +39,8 @@ class ImagePrompts:
         if (found := token_ids.count(image_token_id)) != count:
             token = processor.tokenizer.convert_ids_to_tokens(image_token_id)
             raise ValueError(f"prompt: has {count} images and {found} times the placeholder {token!r}: must be equal")
+        if not sources:
+            return text, token_ids, None
         images, num_tokens = list[PromptImage](), len(token_ids)
         for source in sources:
             try:

@@ -61,12 +61,6 @@ class PromptImages:
     def images(self) -> list[PromptImage]:
         return [placed.image for placed in self.placed]
 
-    def between(self, start: int, end: int) -> Iterator[PlacedImage]:
-        """Yield the images that have a token in `start:end`."""
-        for placed in self.placed:
-            if placed.start < end and start < placed.end:
-                yield placed
-
     @cached_property
     def _positions(self) -> np.ndarray:
         """The temporal, vertical and horizontal positions of the prompt's tokens: [3, tokens] int32.
@@ -103,3 +97,11 @@ class PromptImages:
 
 def images_of(seq: Any) -> PromptImages | None:
     return seq.feature_state.get("vision")
+
+
+def images_in(seq: Any, start: int, end: int) -> Iterator[PlacedImage]:
+    """Yield the images that have a token among the tokens `start:end` of a sequence."""
+    if (images := images_of(seq)) is not None:
+        for placed in images.placed:
+            if placed.start < end and start < placed.end:
+                yield placed

@@ -3,8 +3,6 @@
 Every rank has the whole tower, and computes one image at a time. So an image's embeddings depend on no other image.
 """
 
-from collections.abc import Iterable
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -145,6 +143,11 @@ class VisionTower(nn.Module):
     def __init__(self, config: VisionConfig):
         super().__init__()
         self.config = config
+        numbers = {"mean": config.image_mean, "std": config.image_std}
+        head_dim = config.hidden_size // config.num_heads
+        numbers["inv_freq"] = tuple(inverse_frequencies(ROPE_THETA, head_dim // 2).tolist())
+        for name, values in numbers.items():
+            self.register_buffer(name, torch.tensor(values, dtype=torch.float32), persistent=False)
         self.patch_embed = PatchEmbedding(config)
         self.pos_embed = PositionEmbedding(config)
         self.blocks = nn.ModuleList([TowerBlock(config) for _ in range(config.depth)])
@@ -171,19 +174,14 @@ class VisionTower(nn.Module):
         return torch.stack([self.merger(x), *levels])
 
     def _normalized(self, patches: torch.Tensor) -> torch.Tensor:
-        mean, std = (self._colors(x) for x in (self.config.image_mean, self.config.image_std))
+        mean, std = self.mean[:, None, None], self.std[:, None, None]
         return ((patches.float() / 255 - mean) / std).to(self.pos_embed.weight.dtype)
-
-    def _colors(self, values: Iterable[float]) -> torch.Tensor:
-        return torch.tensor([*values], device=self.pos_embed.weight.device)[:, None, None]
 
     def _rotation(self, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines [P, 1, head_dim / 2]. The row rotates half of the pairs, the column the others."""
-        device, head_dim = self.pos_embed.weight.device, self.config.hidden_size // self.config.num_heads
-        inv_freq = inverse_frequencies(ROPE_THETA, head_dim // 2).to(device)
-        rows, columns = (torch.arange(size, dtype=torch.float32, device=device) for size in (height, width))
+        rows, columns = (torch.arange(n, dtype=torch.float32, device=self.mean.device) for n in (height, width))
         places = torch.stack((rows[:, None].expand(height, width), columns.expand(height, width)), -1)
-        angles = (self._in_squares(places).unsqueeze(-1) * inv_freq).flatten(1).unsqueeze(1)
+        angles = (self._in_squares(places).unsqueeze(-1) * self.inv_freq).flatten(1).unsqueeze(1)
         return angles.cos(), angles.sin()
 
     def _in_squares(self, grid: torch.Tensor) -> torch.Tensor:

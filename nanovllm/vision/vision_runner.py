@@ -15,7 +15,8 @@ from nanovllm.engine.features import Arrays
 from nanovllm.engine.forward_output import PendingStep
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.utils.context import get_context, of_tokens
-from nanovllm.vision.prompt_images import PromptImage, images_of
+from nanovllm.vision.image_feature import has_images
+from nanovllm.vision.prompt_images import PromptImage, images_in
 from nanovllm.vision.tower import VisionTower
 
 
@@ -29,6 +30,7 @@ class ImageStore:
     def __init__(self, tower: VisionTower, max_tokens: int, device: torch.device):
         self._tower, self._max_tokens, self._device = tower, max_tokens, device
         self._embeddings: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # [1 + layers, tokens, hidden_size]
+        self._cleared: list[bytes] = []  # what the other ranks still have to forget
         # called with an image that must be computed, and the digests of the images that leave; see image_messages.py
         self.tell_ranks: Callable[[PromptImage, list[bytes]], None] = lambda image, leaving: None
 
@@ -46,7 +48,8 @@ class ImageStore:
             if digest in self._embeddings:
                 self._embeddings.move_to_end(digest)
                 continue
-            leaving, num_tokens = [], self.num_tokens + image.num_tokens
+            leaving, self._cleared = self._cleared, []
+            num_tokens = self.num_tokens + image.num_tokens
             for other, embeddings in self._embeddings.items():
                 if num_tokens <= self._max_tokens:
                     break
@@ -63,11 +66,15 @@ class ImageStore:
             self._embeddings.pop(digest, None)
         config = self._tower.config
         pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8)
-        patches = pixels.view(-1, 3, config.patch_size, config.patch_size).to(self._device)
+        if self._device.type == "cuda":  # otherwise, the copy would wait for all queued steps
+            pixels = pixels.pin_memory()
+        pixels = pixels.to(self._device, non_blocking=True)
+        patches = pixels.view(-1, 3, config.patch_size, config.patch_size)
         size = image.rows * config.merge_size, image.columns * config.merge_size
         self._embeddings[image.digest] = self._tower(patches, *size)
 
     def clear(self) -> None:
+        self._cleared += self._embeddings
         self._embeddings.clear()
 
 
@@ -97,11 +104,11 @@ def image_embeddings(decoder: Any, tokens: torch.Tensor, levels: torch.Tensor) -
 class VisionRunner(BatchRunner):
     """Computes the embeddings of a step's images before the step.
 
-    Steps whose chunks belong to prompts with images are computed without CUDA graphs, with three positions per token.
-    In all other steps, a token has one position: its index plus the delta of its request.
+    Steps in which a chunk begins before the end of its prompt's last image are computed without CUDA graphs, with three
+    positions per token. In all other steps, a token has one position: its index plus the delta of its request.
     """
 
-    _has_images = False  # whether a chunk of the step that is prepared belongs to a prompt with images
+    _has_images = False  # whether a chunk of the step that is prepared begins before the end of an image
     _placed: list[list[int]] | None = None  # of RequestImages, in a step with images that runs
     _chunk_positions: torch.Tensor | None = None
 
@@ -118,8 +125,8 @@ class VisionRunner(BatchRunner):
 
     def _bytes_of_images(self) -> int:
         config, vision = self.config, self.config.model_config.vision
-        num_tokens = min(vision.max_image_tokens, config.max_model_len)
-        rows = max(1, isqrt(num_tokens))
+        num_tokens = max(1, min(vision.max_image_tokens, config.max_model_len))
+        rows = isqrt(num_tokens)
         patches = bytes(rows * (num_tokens // rows) * 3 * (vision.merge_size * vision.patch_size) ** 2)
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -132,11 +139,11 @@ class VisionRunner(BatchRunner):
     # -- on the host ---------------------------------------------------------------------------------------------------
 
     def prepare(self, step: ScheduledStep) -> HostBatch:
-        chunks = [(images, start, end) for seq, start, end in step.chunks if (images := images_of(seq)) is not None]
-        self._has_images = bool(chunks)
-        if chunks:
+        placed = [placed for row in step.chunks for placed in images_in(*row)]
+        self._has_images = has_images(step)
+        if placed:
             with self.on_device():
-                self.images.require(placed.image for images, *chunk in chunks for placed in images.between(*chunk))
+                self.images.require(image for image, _ in placed)
         if step.chunks:
             step.feature_names.add("vision")
         return super().prepare(step)
@@ -167,11 +174,11 @@ class VisionRunner(BatchRunner):
         positions[:, get_context().num_decode_rows :] = self._chunk_positions
         if not self._placed:
             return super().run_model(input_ids, positions)
-        tokens = np.concatenate([np.arange(token, token + count) for token, count, *_ in self._placed])
+        tokens = [torch.arange(token, token + n, device=self.device) for token, n, *_ in self._placed]
         parts = [(self.images[np.array(key, np.int32).tobytes()], first, n) for _, n, first, *key in self._placed]
         levels = torch.cat([embeddings[:, first : first + n] for embeddings, first, n in parts], 1)
         decoder = self.model.model.language_model
-        with image_embeddings(decoder, torch.from_numpy(tokens).to(self.device), levels):
+        with image_embeddings(decoder, torch.cat(tokens), levels):
             return super().run_model(input_ids, positions)
 
     def exit(self) -> None:
