@@ -522,6 +522,8 @@ CONFIG_CLASSES = {
     "seed_oss": "SeedOssConfig",
     "qwen3_moe": "Qwen3MoeConfig",
     "qwen3_next": "Qwen3NextConfig",
+    "qwen3_vl": "Qwen3VLTextConfig",
+    "qwen3_vl_moe": "Qwen3VLMoeTextConfig",
     "qwen3_5": "Qwen3_5TextConfig",
     "qwen3_5_moe": "Qwen3_5MoeTextConfig",
 }

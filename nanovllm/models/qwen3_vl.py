@@ -1,6 +1,7 @@
 """Qwen3-VL, dense: Qwen3 with a vision tower."""
 
 from pathlib import Path
+from typing import ClassVar
 
 from nanovllm.models import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
@@ -15,6 +16,7 @@ def read_qwen3_vision(raw: dict, file: Path) -> dict:
 
 class Qwen3VLForConditionalGeneration(Qwen3ForCausalLM):
     unused_prefixes = (TOWER_PREFIX,)
+    defaults: ClassVar = {"head_dim": 128, "rope_theta": 5e5}  # transformers' defaults
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)

@@ -24,7 +24,14 @@ def load_any_order(load: Callable, shape: tuple[int, int], param: torch.Tensor, 
 
 class Qwen3VLMoeForConditionalGeneration(Qwen3MoeForCausalLM):
     unused_prefixes = (TOWER_PREFIX,)
-    defaults: ClassVar = {"norm_topk_prob": True}
+    # transformers' defaults
+    defaults: ClassVar = {
+        "rope_theta": 5e5,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": True,
+    }
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
