@@ -19,13 +19,14 @@ __all__ += ["CompletionOutput", "LoRARequest", "Logprob", "RequestMetrics", "Req
 
 def __getattr__(name: str) -> Any:
     """Import a name of `__all__` on first use, so that `--help` of commands does not import PyTorch."""
+    from nanovllm.utils.waiting import waiting_for
+
+    # modules that a plain `generate` imports come first
     homes = "sampling_params", "engine.outputs", "requests.request", "engine.scheduling_policy", "llm"
-    for home in (
-        *homes,
-        "features.beam_params",
-        "lora.lora_request",
-    ):  # modules that a plain `generate` imports come first
-        if name in __all__ and hasattr(module := import_module(f"nanovllm.{home}"), name):
+    for home in (*homes, "features.beam_params", "lora.lora_request"):
+        with waiting_for("Importing PyTorch"):
+            module = import_module(f"nanovllm.{home}") if name in __all__ else None
+        if hasattr(module, name):
             return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -623,7 +623,7 @@ def serving(num_fronts: int = 2):
     port = free_port()
     settings = [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items()]
     program = "import faulthandler; faulthandler.dump_traceback_later(50)\n"  # seconds; `ask` waits for 60
-    program += "from nanovllm.serve.terminal import waiting; waiting.DELAY = 0.0; import nanovllm.__main__"
+    program += "from nanovllm.utils import waiting; waiting.DELAY = 0.0; from nanovllm.__main__ import main; main()"
     command = [sys.executable, "-c", program, "serve", MODEL, f"--port={port}", f"--api-server-count={num_fronts}"]
     with tempfile.TemporaryFile("a+") as log:  # which the process only appends to, wherever it is read
         streams = dict(stdout=subprocess.PIPE, stderr=log, text=True)

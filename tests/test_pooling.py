@@ -387,6 +387,15 @@ def embedder():
         yield llm
 
 
+def test_a_server_of_embeddings_says_nothing_of_chats(embedder, caplog):
+    from nanovllm.serve.answer_formats import find_formats
+    from nanovllm.serve.settings import ServerSettings
+
+    with caplog.at_level("INFO", "nanovllm"):
+        formats = find_formats(embedder.input_processor, ServerSettings())
+    assert caplog.messages == [] and formats.tool_calls is None and formats.reasoning_parser is None
+
+
 def test_each_engine_has_one_task(embedder, make_llm):
     for call in (
         lambda: embedder.generate("x"),
