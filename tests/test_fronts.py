@@ -619,7 +619,8 @@ def free_port() -> int:
 def serving(num_fronts: int = 2, **constants: float):
     """`nanovllm serve` with fronts, which says at once that it loads; the process, and the URL.
 
-    `constants` are those of `engine_process`. What the process has logged is printed in the end: should a request hang, also what its threads did meanwhile.
+    `constants` are those of `engine_process`. What the process has logged is printed in the end, and, should a request
+    hang, what its threads did meanwhile.
     """
     port = free_port()
     settings = [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items()]
