@@ -333,8 +333,8 @@ def test_plain_arrays_are_those_of_the_batch(make_llm, monkeypatch, num_blocks):
     settings = dict(kvcache_block_size=16, num_kvcache_blocks=num_blocks, max_num_batched_tokens=40, max_num_seqs=5)
     llm = make_llm(**settings)
     requests = [
-        ([5 + i % 3] * (7 * i % 50 + 1), SamplingParams(n=1 + i % 2, seed=i, temperature=i % 3 / 2, max_tokens=30))
-        for i in range(12)
+        ([5 + i % 3] * (7 * i % 50 + 1), SamplingParams(n=1 + i % 2, seed=i, temperature=i % 3 / 2, max_tokens=24))
+        for i in range(9)
     ]
     outputs = generate_by_steps(llm, requests)
     assert type(llm.model_runner) is BothRunner and BothRunner.kinds == {"prefill", "decode", "mixed"}

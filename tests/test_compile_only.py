@@ -124,7 +124,7 @@ def adapters(num_rows, dtype, sizes, max_rank, inputs=256, slots=3):
 def work():
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         adapters(1, dtype, [64], 16, slots=1)
-        adapters(300, dtype, [64, 32, 32], 70)
+        adapters(300, dtype, [64, 32, 32], 30)
 
 
 compile_only(work)

@@ -314,7 +314,7 @@ def compare(reference: Reference, drafted: list[tuple]) -> None:
 
 MTP = {"mtp_num_hidden_layers": 1}
 MTP_SETTINGS = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
-HYBRID = ["linear_attention", "linear_attention", "full_attention"]
+HYBRID = ["linear_attention", "full_attention"]
 
 
 @pytest.fixture

@@ -528,7 +528,7 @@ def test_errors_in_threads(make_llm, monkeypatch):
 def test_masks_that_take_random_times(make_llm, monkeypatch, async_scheduling):
     """With the real threads, steps that seldom wait, preemptions and aborts: no token differs."""
     rng = random.Random(5)
-    asks = [random_request(rng, seed)[0] for seed in range(9)]
+    asks = [random_request(rng, seed)[0] for seed in range(6)]
     asks += [params("regex", "[a-d]{20}", n=3, seed=7), SamplingParams(max_tokens=40, ignore_eos=True, seed=3)]
     expected = [[x.token_ids for x in o.outputs] for o in generate_by_steps(make_llm(), [("Hi", x) for x in asks])]
     make = constraints.Constraint._grammar_mask
