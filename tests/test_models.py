@@ -90,6 +90,7 @@ GRANITE = {
     "attention_multiplier": 0.2,
     "logits_scaling": 0.5,
 }
+GPT_OSS = {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 23, "swiglu_limit": 0.5}
 MINISTRAL3 = YARN | {"llama_4_scaling_beta": 0.3}
 
 
@@ -144,6 +145,8 @@ if V5:
         "phi3-partial": ("Phi3", 4, 2, 16, {"partial_rotary_factor": 0.75}, {}),
         "seed-oss": ("SeedOss", 4, 2, 16, {}, {"attention_out_bias": True, "attention_dropout": 0.0}),
         "ministral3": ("Ministral3", 4, 2, 16, MINISTRAL3, {}),
+        "gpt-oss": ("GptOss", 4, 2, 32, YARN | {"truncate": False}, GPT_OSS),
+        "gpt-oss-no-biases": ("GptOss", 8, 1, 16, {}, GPT_OSS | {"attention_bias": False, "swiglu_limit": 1.0}),
     }
 
 

@@ -272,7 +272,7 @@ def test_experts_of_gpt_oss(rank, size):
     """What transformers reads from the same tensors."""
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     moe, config = (
-        MoEConfig(frozenset({0}), 4, 2, 64, True),
+        MoEConfig(frozenset({0}), 4, 2, 64, True, alternates=True),
         mxfp4_config({"quant_method": "mxfp4"}, Path("config.json")),
     )
     with constructing(TensorParallel(rank, size), torch.float32):

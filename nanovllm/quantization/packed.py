@@ -56,15 +56,12 @@ class PackedScheme:
     `reader` converts the tensor of a whole weight to codes [N, K] for the field `words`, and to the field's shape for
     other fields. The field "contiguous" stands for a tensor of group ids that must be in order. Without tensors, 16-bit
     weights are quantized while they are loaded.
-
-    alternates: whether rows of gate and up alternate in a tensor that contains all experts.
     """
 
     codes: str
     group_size: int | None  # inputs that share a scale; None: all
     tensors: tuple[tuple[str, str, Callable[[torch.Tensor], torch.Tensor]], ...] = ()
     scale_dtype: torch.dtype | None = None  # None: the model's dtype
-    alternates: bool = False
     dtype: ClassVar[torch.dtype] = torch.int32  # of the packed values
     scale_name: ClassVar[None] = None
     bits: ClassVar[int] = 4

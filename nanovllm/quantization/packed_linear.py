@@ -86,6 +86,7 @@ class PackedStack(PackedWeight):
             experts.num_experts,
         )
         self.shards = {shard_id: experts.shard(shard_id) for shard_id in shard_ids}
+        self.alternates = experts.alternates
         super().__init__(shape, scheme, [*self.shards.values()], self._select)
 
     def _select(self, expert: int, shard_id: int) -> tuple[Shard, tuple[int, ...]] | None:
@@ -108,7 +109,7 @@ class PackedStack(PackedWeight):
             for part, *arguments in self._parts(weight):
                 super()._load(field, read, target, lambda shape, part=part: part, *arguments)
             return None
-        if not self.scheme.alternates:
+        if not self.alternates:
             raise ValueError("quantized experts in one tensor are not supported: each needs tensors of its own")
         if (count := weight.get_shape()[0]) != self.num_experts:
             raise ValueError(f"the checkpoint has {count} experts, the model needs {self.num_experts}")
