@@ -39,6 +39,14 @@ class GptOssForCausalLM(Qwen3ForCausalLM):
         "attention_bias": True,
         "rms_norm_eps": 1e-5,
         "sliding_window": 128,
+        "num_experts_per_tok": 4,
+        "rope_theta": 150000.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
         "swiglu_limit": 7.0,
         "swiglu_alpha": 1.702,
     }
@@ -54,7 +62,7 @@ class GptOssForCausalLM(Qwen3ForCausalLM):
         num_layers, window = raw["num_hidden_layers"], check_int(f"{file}: sliding_window", raw["sliding_window"], low=1)
         kinds = raw.get("layer_types") or ("sliding_attention", "full_attention") * num_layers
         num_experts = check_int(f"{file}: num_local_experts", raw.get("num_local_experts"), low=1)
-        top_k = check_int(f"{file}: num_experts_per_tok", raw.get("num_experts_per_tok"), low=1, high=num_experts)
+        top_k = check_int(f"{file}: num_experts_per_tok", raw["num_experts_per_tok"], low=1, high=num_experts)
         clamp = (
             check_real(f"{file}: swiglu_limit", raw["swiglu_limit"], low=1e-6, high=1e30),
             check_real(f"{file}: swiglu_alpha", raw["swiglu_alpha"], low=1e-6, high=1e30),

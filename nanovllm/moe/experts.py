@@ -45,12 +45,12 @@ class ClampedSwiGLU(nn.Module):
 
     def __init__(self, limit: float, alpha: float):
         super().__init__()
-        self.limit, self.alpha = limit, alpha
+        self.clamp = limit, alpha
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = x.chunk(2, -1)
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
+        (gate, up), (limit, alpha) = x.chunk(2, -1), self.clamp
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * torch.sigmoid(alpha * gate) * (up + 1)
 
 
 class ExpertsFormat:
@@ -78,7 +78,7 @@ class Experts(nn.Module):
 
     Each expert is a SwiGLU network, divided over the ranks. Shared experts come last in the stacks. Checkpoints name
     shared experts differently, so other modules load them through views of the stacks. With `config.expert_parallel`,
-    each rank has the same number of whole experts, and no shared experts. Only experts that are not shared have biases.
+    each rank has the same number of whole experts, and no shared experts.
     """
 
     def __init__(self, hidden_size: int, config: MoEConfig):
@@ -99,7 +99,7 @@ class Experts(nn.Module):
         if config.has_bias:
             self.gate_up_proj_bias = parameter((self.num_local, 2 * self.local_size), self._load_gate_up)
             self.down_proj_bias = parameter((self.num_local, hidden_size), self._load_down_bias)
-        self.alternates, self.clamp = config.alternates, config.clamp
+        self.alternates = config.alternates
         self.act_fn = SiluAndMul() if config.clamp is None else ClampedSwiGLU(*config.clamp)
         self.format = ExpertsFormat()
 

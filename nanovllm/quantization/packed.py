@@ -134,6 +134,8 @@ class PackedWeight:
     ValueError if this rank's inputs begin or end within a group.
     """
 
+    advice = "use fewer ranks"  # in this error
+
     def __init__(self, shape: tuple[int, ...], scheme: PackedScheme, shards: list[Shard], select: Callable):
         *stack, n, k = shape
         whole_k, self.columns = shards[0].shape[1], shards[0].parts[0].columns  # all shards have the same inputs
@@ -149,7 +151,7 @@ class PackedWeight:
         elif (first % size and scheme.group_size) or k % size:
             raise ValueError(
                 f"this rank has inputs {first} to {first + k - 1} of {whole_k}, which can't be divided into groups of "
-                f"{size}: use fewer ranks"
+                f"{size}: {self.advice}"
             )
         if whole_k % size or (size % 16 and self.num_groups > 1):
             raise ValueError(

@@ -79,6 +79,8 @@ class PackedExperts(ExpertsFormat):
 class PackedStack(PackedWeight):
     """One of the two stacked weights of a rank's experts."""
 
+    advice = "use fewer ranks, or expert_parallel=True, which divides no expert"
+
     def __init__(self, shape: tuple[int, ...], scheme: PackedScheme, experts: Experts, shard_ids: tuple[int, ...]):
         self.first_expert, self.num_local, self.num_experts = (
             experts.first_expert,
