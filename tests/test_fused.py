@@ -177,7 +177,17 @@ def test_plain_modules_are_in_the_table_of_models(tmp_path):
     rows = re.findall(r"^\| `(\w+)` \|.*\|(.*) \|$", (DOCS / "models.md").read_text(), re.MULTILINE)
     documented = {family: {*re.findall(r"`(\w+)`", plain)} for family, plain in rows[1:]}
     assert documented.keys() == MODELS.keys()
-    parts = LinearBase, Attention, nn.ModuleList, nn.Identity, SiluAndMul, GeluAndMul, Experts, SigmoidGate, ClampedSwiGLU
+    parts = (
+        LinearBase,
+        Attention,
+        nn.ModuleList,
+        nn.Identity,
+        SiluAndMul,
+        GeluAndMul,
+        Experts,
+        SigmoidGate,
+        ClampedSwiGLU,
+    )
     found: dict[str, set[str]] = {}
     for name in MODULES:
         if name != "llama-gelu":  # which is no family of the package

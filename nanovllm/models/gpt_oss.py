@@ -59,7 +59,8 @@ class GptOssForCausalLM(Qwen3ForCausalLM):
     @staticmethod
     def read_config(raw: dict, file: Path) -> dict:
         """Return the fields of ModelConfig. `details` has the window of each layer, or None."""
-        num_layers, window = raw["num_hidden_layers"], check_int(f"{file}: sliding_window", raw["sliding_window"], low=1)
+        num_layers = raw["num_hidden_layers"]
+        window = check_int(f"{file}: sliding_window", raw["sliding_window"], low=1)
         kinds = raw.get("layer_types") or ("sliding_attention", "full_attention") * num_layers
         num_experts = check_int(f"{file}: num_local_experts", raw.get("num_local_experts"), low=1)
         top_k = check_int(f"{file}: num_experts_per_tok", raw["num_experts_per_tok"], low=1, high=num_experts)

@@ -83,8 +83,8 @@ def _grouped_kernel(
 ):
     """In each program, compute `tile_n` outputs of at most TILE_M rows of one expert.
 
-    With IS_GATED, the kernel computes the first GEMM and the activation. In this case, `x_tiles` is a plain pointer: x is in
-    the order of tokens, so the kernel gathers rows one by one.
+    With IS_GATED, the kernel computes the first GEMM and the activation. In this case, `x_tiles` is a plain pointer: x
+    is in the order of tokens, so the kernel gathers rows one by one.
     """
     gdc_launch_and_wait(PDL)
     weights_ptr, pairs_ptr, table_ptr = routing_ptrs

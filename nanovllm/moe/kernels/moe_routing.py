@@ -136,10 +136,10 @@ def route(
     """Choose `top_k` experts for each token by a float32 softmax, and append the `num_shared` shared experts.
 
     The softmax covers all experts that are not shared. The logits are the sum of `logits` [split_k, T, experts] over
-    the first dimension, with T > 0, plus `bias` [experts] if there are no shared experts. With `renormalize`, the weights of the chosen experts add up to 1. Of experts with
-    equal logits, the lower id comes first (`torch.topk` defines no order). Tokens with a negative slot are padding, and
-    get the experts of the first token, so that no additional weights are read. Shared experts have the last ids, and
-    the sigmoids of their logits as weights.
+    the first dimension, with T > 0, plus `bias` [experts] if there are no shared experts. With `renormalize`, the
+    weights of the chosen experts add up to 1. Of experts with equal logits, the lower id comes first (`torch.topk`
+    defines no order). Tokens with a negative slot are padding, and get the experts of the first token, so that no
+    additional weights are read. Shared experts have the last ids, and the sigmoids of their logits as weights.
     """
     split_k, num_tokens, num_logits = logits.shape
     num_experts, shape = num_logits - num_shared, (num_tokens, top_k + num_shared)
@@ -147,8 +147,8 @@ def route(
     expert_ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
     block_t = 1 if num_shared else 4  # with more, the unaligned rows would be spread over all warps
     sizes = RouteSizes(num_experts, top_k, num_shared, split_k, renormalize, block_t)
-    operands, grid = (logits, bias, slot_mapping, (weights, expert_ids), num_tokens), (triton.cdiv(num_tokens, block_t),)
-    launch(_route_kernel, grid, logits.device)(*operands, SIZES=sizes, num_warps=block_t)
+    operands = logits, bias, slot_mapping, (weights, expert_ids), num_tokens
+    launch(_route_kernel, (triton.cdiv(num_tokens, block_t),), logits.device)(*operands, SIZES=sizes, num_warps=block_t)
     return Routing(weights, expert_ids, num_experts)
 
 
