@@ -7,6 +7,7 @@ import json
 import os
 import random
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -163,8 +164,13 @@ def harmony():
     return package
 
 
+@cache
+def encoding_of(harmony):
+    return harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
+
+
 def as_openai_harmony_reads(harmony, text: str) -> tuple[str, str, list]:
-    encoding = harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
+    encoding = encoding_of(harmony)
     ids = encoding.encode(text, allowed_special="all")
     texts, calls = {True: [], False: []}, []
     for message in encoding.parse_messages_from_completion_tokens(ids, harmony.Role.ASSISTANT):
@@ -271,7 +277,7 @@ def test_rendering(harmony, tokenizer):
         arguments.with_recipient("functions.add").with_content_type("<|constrain|>json"),
         result.with_channel("commentary").with_recipient("assistant"),
     ]
-    encoding = harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
+    encoding = encoding_of(harmony)
     ids = encoding.render_conversation_for_completion(harmony.Conversation.from_messages(conversation), roles.ASSISTANT)
     messages = [
         {"role": "system", "content": "Be nice."},
