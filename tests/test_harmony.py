@@ -1,6 +1,7 @@
-"""The harmony format of gpt-oss: what answers mean, whole and streamed, as openai-harmony reads them if it is installed.
+"""The harmony format of gpt-oss: what answers mean, whole and streamed.
 
-The package needs the vocabulary o200k_base.tiktoken in the folder TIKTOKEN_ENCODINGS_BASE.
+If openai-harmony is installed, it must read and render the same. The package needs the vocabulary o200k_base.tiktoken in
+the folder TIKTOKEN_ENCODINGS_BASE.
 """
 
 import json
@@ -68,7 +69,7 @@ def tokens_of(text: str) -> list[tuple[str, int]]:
 
 
 def read(tokens: list[tuple[str, int]], tools: ToolParser, rng: random.Random | None = None, prompt: str = PROMPT):
-    """(reasoning, content, calls, reasoning tokens) of an answer, whole or in pieces, for which some tokens are early."""
+    """(reasoning, content, calls) of an answer, whole or in pieces, for which some tokens are early."""
     reasoning = TOKENIZER.markers("openai_gptoss").start(TOKENIZER.encode(prompt))
     parser = AnswerParser(make_reasoning_parser(reasoning, tools), tools)
     texts, found, begin, num_ids = {"reasoning": "", "content": ""}, [], 0, 0
@@ -337,7 +338,8 @@ def test_grammars_stop_strings_and_budgets(folders, settings):
     settings = settings | ({"num_kvcache_blocks": 36} if "num_kvcache_blocks" in settings else {})
     thought, begin = "".join(TO_FINAL[:3]), "".join(BEGIN)
     with engine(folders["final"], **settings) as llm:
-        assert llm.config.model_config.eos_token_ids >= {*llm.tokenizer.convert_tokens_to_ids(["<|return|>", "<|call|>"])}
+        ends = llm.tokenizer.convert_tokens_to_ids([*ENDS[1:]])
+        assert llm.config.model_config.eos_token_ids >= {*ends}
         ((text, reason, _),) = answers(llm)
         assert text.removesuffix("<|return|>") == "".join(TO_FINAL) and reason == "stop"
         constrained = thought + begin + '{"n": 7}', "stop", None
@@ -389,7 +391,8 @@ FORMS = {
 def test_server(monkeypatch, urls, name, path, has_tools):
     field, tools = FORMS[path]
     length = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
-    body = {field: [{"role": "user", "content": "q"}], length: 60, "temperature": 0} | ({"tools": tools} if has_tools else {})
+    body = {field: [{"role": "user", "content": "q"}], length: 60, "temperature": 0}
+    body |= {"tools": tools} if has_tools else {}
     monkeypatch.setattr("test_reasoning.THOUGHT", {"final": TO_FINAL[:8], "call": TO_CALL[:7]}[name])  # with headers
     found = []
     for stream in (False, True):
