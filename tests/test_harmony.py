@@ -1,7 +1,7 @@
 """The harmony format of gpt-oss: what answers mean, whole and streamed.
 
-If openai-harmony is installed, it must read and render the same. The package needs the vocabulary o200k_base.tiktoken in
-the folder TIKTOKEN_ENCODINGS_BASE.
+If openai-harmony is installed, it must read and render the same. The package needs the vocabulary o200k_base.tiktoken
+in the folder TIKTOKEN_ENCODINGS_BASE.
 """
 
 import json
