@@ -103,6 +103,16 @@ def test_too_many_ranks(monkeypatch, make_llm, tmp_path):
         make_llm(packed, tensor_parallel_size=2, **SMALL)
 
 
+def test_dummy_weights(make_llm, folders):
+    """Codes, biases and sinks are random, as a benchmark needs them."""
+    llm = make_llm(folders[0], load_format="dummy", **SMALL)
+    (layer, *_), generated = llm.model_runner.model.model.layers, generate_by_steps(llm, requests()[:2])
+    experts = layer.mlp.experts
+    weight = experts.format.weight(experts, "gate_up_proj", 3, torch.float32)
+    assert len(weight.unique()) > 12 and experts.down_proj_bias.std() > 0 and layer.self_attn.attn.sinks.std() > 0
+    assert all(len(output["token_ids"]) == 8 for output in generated)
+
+
 def test_new_weights(make_llm, folders):
     """From 16-bit weights in transformers' layout, as a trainer has them, after `sleep`."""
     _, plain = folders

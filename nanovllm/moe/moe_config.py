@@ -16,8 +16,8 @@ class MoEConfig:
     num_shared: int = 0  # experts that every token uses: the last ones of the router and of the stacks
     has_bias: bool = False  # whether the router and the experts, none of which are shared, have biases
     clamp: tuple[float, float] | None = None  # limit and alpha of ClampedSwiGLU, which then replaces SwiGLU
-    # whether stacks in checkpoints are [experts, inputs, outputs] instead of [experts, outputs, inputs], with outputs
-    # of gate and up in turns (quantized stacks: only the latter)
+    # whether outputs of gate and up alternate in a checkpoint's stacks; stacks of weights that are not quantized are
+    # then [experts, inputs, outputs]
     alternates: bool = False
 
     @property
