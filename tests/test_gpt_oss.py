@@ -78,7 +78,7 @@ def test_parity(make_llm, folders, name):
     prompts = requests()
     if name == "preemption":
         prompts = [(prompt[:20], replace(params, max_tokens=40)) for prompt, params in prompts[2:]]
-    assert_same_as_transformers(folders[1], generate_by_steps(llm, prompts))
+    assert_same_as_transformers(folders[1], generate_by_steps(llm, prompts), error=1e-4)
     if name == "preemption":
         assert llm.stats()["preemptions"] > 0
     (several,) = llm.generate([requests()[0][0]], SamplingParams(n=3, max_tokens=4, seed=1), use_tqdm=False)
