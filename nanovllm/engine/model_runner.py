@@ -53,6 +53,7 @@ class ModelRunner:
         self.tp = tp
         self.device = config.device_of(tp.rank)
         self.sleepers: dict[str, Any] = {}  # owners of the memory that `sleep` frees, by tag: see rollout/
+        self.host_blocks: Any = None  # with `swap_space`: see tiers/
         with self.on_device():
             self._start(config, part_done)
 

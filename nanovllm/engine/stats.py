@@ -21,6 +21,11 @@ def stats_of(scheduler: Scheduler) -> dict:
         "accepted_tokens": sum(accepted),
         "accepted_per_position": accepted,
     }
+    tiers = {
+        "host_hit_rate": totals["loaded_tokens"] / max(1, totals["prompt_tokens"]),
+        "loaded_blocks": totals["loaded_blocks"],
+        "lost_copies": totals["lost_copies"],
+    }
     return {
         "requests": {"waiting": len(scheduler.waiting), "running": len(scheduler.prefilling) + len(scheduler.running)},
         "blocks": {"used": len(blocks.blocks) - num_free, "cached": num_cached, "free": num_free - num_cached},
@@ -30,6 +35,7 @@ def stats_of(scheduler: Scheduler) -> dict:
         "tokens": {"in": totals["prompt_tokens"], "out": totals["output_tokens"]},
         "steps": {kind: totals[f"{kind}_steps"] for kind in ("prefill", "decode", "mixed")},
         **({"spec_decode": drafts} if accepted else {}),
+        **({"tiers": tiers} if totals["tiers"] else {}),
     }
 
 

@@ -1,0 +1,107 @@
+"""A rank's part of the blocks in host memory, and the copies between them and the rank's device."""
+
+from typing import TYPE_CHECKING
+from weakref import finalize
+
+import numpy as np
+import torch
+
+from nanovllm.cache.block_copies import block_parts
+
+if TYPE_CHECKING:
+    from nanovllm.engine.model_runner import ModelRunner
+
+ALIGNMENT = 16  # bytes; a view with another dtype must be aligned
+
+
+class HostBlocks:
+    """Stores each block in one row of bytes: its token ids and the keys and values of all layers.
+
+    On a CPU, copies end at once. `copies` [2, C] contains block ids and rows. Each call of `put` and `get` has a
+    different number.
+    """
+
+    def __init__(self, runner: "ModelRunner", num_rows: int):
+        """Raises RuntimeError if there is too little memory."""
+        self.rows = torch.empty((num_rows, row_bytes(runner)), dtype=torch.uint8, device="cpu")
+
+    def put(self, runner: "ModelRunner", number: int, copies: np.ndarray) -> None:
+        for block_id, row in copies.T.tolist():
+            for part, stored in self._parts(runner, block_id, row):
+                stored.copy_(part, non_blocking=True)
+
+    def get(self, runner: "ModelRunner", number: int, copies: np.ndarray) -> None:
+        for block_id, row in copies.T.tolist():
+            for part, stored in self._parts(runner, block_id, row):
+                part.copy_(stored, non_blocking=True)
+
+    def has_ended(self, number: int) -> bool:
+        return True
+
+    def order_steps(self, numbers: list[int]) -> None:
+        """Let the steps that are launched from now on follow these copies."""
+
+    def _parts(self, runner: "ModelRunner", block_id: int, row: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return views of the parts of a block, on the device and in the row."""
+        pairs, end = [], 0
+        for part in block_parts(runner._cached_token_ids, runner.caches, block_id):
+            stored = self.rows[row, end : end + part.nbytes]
+            pairs.append((part, stored.view(part.dtype).view(part.shape)))
+            end += _aligned(part.nbytes)
+        return pairs
+
+
+class PinnedBlocks(HostBlocks):
+    """Stores blocks in pinned memory. Two streams copy, one in each direction, while steps run.
+
+    PyTorch copies a block's layers through a buffer on the device, so that each block crosses the bus in one piece.
+    """
+
+    def __init__(self, runner: "ModelRunner", num_rows: int):
+        super().__init__(runner, num_rows)
+        cudart, address = torch.cuda.cudart(), self.rows.data_ptr()
+        # not `pin_memory`, which rounds the size up to a power of two
+        torch.cuda.check_error(int(cudart.cudaHostRegister(address, self.rows.nbytes, 0)))
+        finalize(self, _unpin, self.rows, runner.device)
+        self._out, self._in = torch.cuda.Stream(runner.device), torch.cuda.Stream(runner.device)
+        self._events: dict[int, torch.cuda.Event] = {}  # of copies that may not have ended
+
+    def put(self, runner: "ModelRunner", number: int, copies: np.ndarray) -> None:
+        self._out.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._out):
+            super().put(runner, number, copies)
+        self._record(number, self._out)
+
+    def get(self, runner: "ModelRunner", number: int, copies: np.ndarray) -> None:
+        self._in.wait_stream(torch.cuda.current_stream())
+        self._in.wait_stream(self._out)  # which has read these blocks, and written these rows
+        with torch.cuda.stream(self._in):
+            super().get(runner, number, copies)
+        self._record(number, self._in)
+
+    def has_ended(self, number: int) -> bool:
+        return number not in self._events or self._events[number].query()
+
+    def order_steps(self, numbers: list[int]) -> None:
+        for number in numbers:
+            if (event := self._events.pop(number, None)) is not None:
+                torch.cuda.current_stream().wait_event(event)
+
+    def _record(self, number: int, stream: torch.cuda.Stream) -> None:
+        self._events = {i: event for i, event in self._events.items() if not event.query()}
+        self._events[number] = stream.record_event()
+
+
+def _unpin(rows: torch.Tensor, device: torch.device) -> None:
+    torch.cuda.synchronize(device)
+    torch.cuda.cudart().cudaHostUnregister(rows.data_ptr())
+
+
+def row_bytes(runner: "ModelRunner") -> int:
+    """Return the size of a row. It contains a block of this rank."""
+    parts = block_parts(runner._cached_token_ids, runner.caches, 0)
+    return sum(_aligned(part.nbytes) for part in parts)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
