@@ -39,7 +39,7 @@ class HostTier(Connector):
         self.clear()
         self._copies: dict[int, int] = {}  # block id -> number of the last copy that no step was ordered after
         self._reads: dict[int, list[Entry]] = {}  # the entries that a copy to the device reads, by its number
-        self._call("allocate", num_rows)
+        self._call("allocate", num_rows, np.empty(0, np.int32))
 
     def contains(self, block_hash: int, token_ids: list[int]) -> bool:
         entry = self._entries.get(block_hash)
@@ -101,7 +101,7 @@ class HostTier(Connector):
         self._copies |= dict.fromkeys((block_id for block_id, _ in copies), number)
         return number
 
-    def _call(self, action: str, number: int, words: np.ndarray = np.empty(0, np.int32)) -> None:
+    def _call(self, action: str, number: int, words: np.ndarray) -> None:
         """Call a method of `HostBlocks` on all ranks."""
         call = HostCall(action, number, len(words))
         if self._engine.workers.processes:

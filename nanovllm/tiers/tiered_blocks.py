@@ -7,7 +7,6 @@ from itertools import islice
 from operator import attrgetter
 from time import sleep
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.scheduling_policy import WaitingQueue
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nanovllm")
 NUM_AHEAD = 128  # blocks: the next ones to be evicted are stored before they are evicted
-MAX_AHEAD_PER_STEP = 16  # blocks: more copies would delay the launch of the step
+MAX_AHEAD_PER_STEP = 32  # blocks: more copies would delay the launch of the step
 IDLE_SECONDS = 0.0005  # between two looks at loads, when nothing else can run
 
 
@@ -59,7 +58,7 @@ class TieredBlockManager(BlockManager):
         super().reset()
         self.loads: list[Load] = []
         self._arriving: dict[int, Load] = {}  # by hash
-        self._loaded: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()  # tokens loaded before admission
+        self._loaded: dict[Sequence, int] = {}  # how many tokens were loaded for a sequence that was not admitted yet
         self._stored: set[int] = set()  # ids of cached blocks that were stored
         self._evicted: list[CachedBlock] = []  # since the last call of `_flush`
         self._in_copies: set[int] = set()  # ids of the blocks in the next step's `copies`
@@ -112,7 +111,8 @@ class TieredBlockManager(BlockManager):
 
         `num_spare` blocks must stay free.
         """
-        if seq in self._loaded or seq.skips_prefix_hits or len(seq.token_ids) < seq.num_tokens:  # its token is in flight
+        has_token_in_flight = len(seq.token_ids) < seq.num_tokens
+        if seq in self._loaded or seq.skips_prefix_hits or has_token_in_flight:
             return None
         held: list[Block] = []
         missing: list[tuple[int, list[int]]] = []
@@ -150,6 +150,7 @@ class TieredBlockManager(BlockManager):
         held = held + [self.blocks[content.block_id] for content in contents]
         load = Load(held, contents, max(0, self.num_blocks_for(seq.num_tokens + 1) - len(held)))
         self.loads.append(load)
+        self._loaded = {other: n for other, n in self._loaded.items() if not other.is_finished}  # of aborted requests
         self._loaded[seq] = len(contents) * self.block_size
         self._arriving |= {content.block_hash: load for content in contents}
         self._put(self._evicted)
