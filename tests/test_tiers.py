@@ -13,7 +13,7 @@ from nanovllm.benchmarks.shapes import write_shape
 from nanovllm.cache.block_copies import block_parts
 from nanovllm.engine.state_blocks import StateBlockManager
 from nanovllm.engine.window_blocks import WindowBlockManager
-from nanovllm.tiers import host_tier, tiered_blocks
+from nanovllm.tiers import host_blocks, tiered_blocks
 from nanovllm.tiers.connector import Connector
 from nanovllm.tiers.host_blocks import HostBlocks, PinnedBlocks, row_bytes
 from nanovllm.tiers.host_tier import HostTier
@@ -133,7 +133,7 @@ CAPACITIES = [1, 3, 40, 1000]
 
 @pytest.fixture(autouse=True)
 def late_copies(monkeypatch):
-    monkeypatch.setattr(host_tier, "HostBlocks", LateBlocks)
+    monkeypatch.setattr(host_blocks, "HostBlocks", LateBlocks)
     monkeypatch.setattr(tiered_blocks, "IDLE_SECONDS", 0)
 
 
@@ -235,15 +235,20 @@ def test_others_run_while_blocks_are_on_their_way(slow):
 
 
 def test_loads_hold_what_their_sequence_needs(slow):
-    """So that it fits when its blocks have arrived, however many requests come meanwhile."""
+    """So that it fits when its blocks have arrived, however many requests come meanwhile.
+
+    Those that do not fit do not pause its admission.
+    """
     engine, store = slow
-    first, others = engine.add([1] * 20, max_tokens=1), [engine.add([i] * 10, max_tokens=2) for i in (4, 5, 6)]
+    running = engine.add([9], max_tokens=7)
+    engine.step()
+    first, others = engine.add([1] * 13, max_tokens=1), [engine.add([i] * 10, max_tokens=2) for i in (4, 5, 6)]
     for _ in range(3):
         engine.step()
-    assert not any(seq.was_admitted for seq in (first, *others[1:]))
+    assert not any(seq.was_admitted for seq in (first, *others)) and running in engine.scheduler.running.values()
     store.has_arrived = True
     engine.step()
-    assert first.num_cached_tokens == 16
+    assert first.num_cached_tokens == 12 and not any(seq.was_admitted for seq in others)
     engine.run()
 
 
@@ -338,7 +343,7 @@ def gib(num_rows: int, model: str) -> float:
 
 @pytest.fixture
 def make_tiered(make_llm, model_name, monkeypatch):
-    monkeypatch.setattr(host_tier, "HostBlocks", HostBlocks)
+    monkeypatch.setattr(host_blocks, "HostBlocks", HostBlocks)
     return lambda num_rows=60, **settings: make_llm(swap_space=gib(num_rows, model_name), **SMALL | settings)
 
 
@@ -349,7 +354,7 @@ def test_answers_do_not_change(make_tiered, requests, expected, name):
     assert answers(llm, requests) == expected[: len(requests)]
     stats = llm.stats()
     tiers = stats["tiers"]
-    assert (tiers["host_hits"] > 100) == (name not in ("one block", "few blocks")) and stats["preemptions"] > 0
+    assert (tiers["host_hits"] > 100 or name in ("one block", "few blocks")) and stats["preemptions"] > 0
     assert (tiers["loaded_blocks"] > 0 or name == "one block") and tiers["device_hits"] > 0
     assert tiers["host_hits"] + tiers["device_hits"] == round(stats["prefix_hit_rate"] * stats["tokens"]["in"])
     assert stats["blocks"]["used"] == 0
@@ -455,3 +460,8 @@ def test_on_a_gpu(make_llm, requests, settings):
     found = answers(llm, long)
     same = [mine == theirs for mine, theirs in zip(found, expected)]
     assert llm.stats()["tiers"]["loaded_blocks"] > 20 and sum(same) >= 0.95 * len(same)
+
+
+def test_memory_for_pinning():
+    memory = host_blocks.allocate(5000)
+    assert memory.shape == (5000,) and not memory.any() and memory.fill_(3).sum() == 15_000

@@ -378,6 +378,6 @@ class ModelRunner:
             layer.cache = None
         for parameter in self.model.parameters():  # a parameter and its loader refer to each other
             del parameter.weight_loader
-        self.model = self.slot_token_ids = None
+        self.model = self.slot_token_ids = self.host_blocks = None
         self.cache_groups, self.caches, self.features, self.sleepers = {}, {}, {}, {}
         self.tp.close()

@@ -1,12 +1,16 @@
 """A rank's part of the blocks in host memory, and the copies between them and the rank's device."""
 
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from ctypes import c_size_t, c_void_p
+from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import finalize
 
 import numpy as np
 import torch
 
 from nanovllm.cache.block_copies import block_parts
+from nanovllm.utils.cuda_driver import call_driver
 
 if TYPE_CHECKING:
     from nanovllm.engine.model_runner import ModelRunner
@@ -58,11 +62,11 @@ class PinnedBlocks(HostBlocks):
     """
 
     def __init__(self, runner: "ModelRunner", num_rows: int):
-        super().__init__(runner, num_rows)
-        cudart, address = torch.cuda.cudart(), self.rows.data_ptr()
+        num_bytes = num_rows * row_bytes(runner)
+        self.rows = allocate(num_bytes).view(num_rows, -1)
         # not `pin_memory`, which rounds the size up to a power of two
-        torch.cuda.check_error(int(cudart.cudaHostRegister(address, self.rows.nbytes, 0)))
-        finalize(self, _unpin, self.rows, runner.device)
+        call_driver("cuMemHostRegister_v2", address := c_void_p(self.rows.data_ptr()), c_size_t(num_bytes), 0)
+        finalize(self, _unpin, self.rows, address, runner.device).atexit = False
         self._out, self._in = torch.cuda.Stream(runner.device), torch.cuda.Stream(runner.device)
         self._events: dict[int, torch.cuda.Event] = {}  # of copies that may not have ended
 
@@ -92,9 +96,37 @@ class PinnedBlocks(HostBlocks):
         self._events[number] = stream.record_event()
 
 
-def _unpin(rows: torch.Tensor, device: torch.device) -> None:
+class HostCall(NamedTuple):
+    """A call that every rank makes. Rank 0 sends it as a message, between two steps."""
+
+    action: str  # "allocate", or a method of HostBlocks
+    number: int  # of rows, or of a copy
+    num_words: int
+
+    def receive(self, words: np.ndarray, runner: "ModelRunner", incoming: dict[Any, Any]) -> None:
+        words = words[: self.num_words].copy()
+        with runner.on_device(), torch.inference_mode():
+            if self.action == "allocate":
+                blocks = PinnedBlocks if runner.device.type == "cuda" else HostBlocks
+                runner.host_blocks = blocks(runner, self.number)
+            elif self.action == "order_steps":
+                runner.host_blocks.order_steps(words.tolist())
+            else:
+                getattr(runner.host_blocks, self.action)(runner, self.number, words.reshape(2, -1))
+
+
+def allocate(num_bytes: int) -> torch.Tensor:
+    """Return zeros in huge pages, if the host has them. Pinning small pages takes about a second per GiB."""
+    memory = mmap(-1, num_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    with suppress(OSError):
+        memory.madvise(MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).zero_()  # several threads touch the pages
+
+
+def _unpin(rows: torch.Tensor, address: c_void_p, device: torch.device) -> None:
+    """Unpin `rows`, which exist until then."""
     torch.cuda.synchronize(device)
-    torch.cuda.cudart().cudaHostUnregister(rows.data_ptr())
+    call_driver("cuMemHostUnregister", address)
 
 
 def row_bytes(runner: "ModelRunner") -> int:

@@ -4,14 +4,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from nanovllm.engine.engine import Engine
 from nanovllm.tiers.connector import CachedBlock, Connector
-from nanovllm.tiers.host_blocks import HostBlocks, PinnedBlocks, row_bytes
+from nanovllm.tiers.host_blocks import HostCall, row_bytes
 from nanovllm.tiers.tiered_blocks import check_manager, use_connector
 
 if TYPE_CHECKING:
@@ -107,25 +106,6 @@ class HostTier(Connector):
         if self._engine.workers.processes:
             self._engine.workers.send(call, words)
         call.receive(words, self._runner, {})
-
-
-class HostCall(NamedTuple):
-    """A call that every rank makes. Rank 0 sends it as a message, between two steps."""
-
-    action: str  # "allocate", or a method of HostBlocks
-    number: int  # of rows, or of a copy
-    num_words: int
-
-    def receive(self, words: np.ndarray, runner: "ModelRunner", incoming: dict[Any, Any]) -> None:
-        words = words[: self.num_words].copy()
-        with runner.on_device(), torch.inference_mode():
-            if self.action == "allocate":
-                blocks = PinnedBlocks if runner.device.type == "cuda" else HostBlocks
-                runner.host_blocks = blocks(runner, self.number)
-            elif self.action == "order_steps":
-                runner.host_blocks.order_steps(words.tolist())
-            else:
-                getattr(runner.host_blocks, self.action)(runner, self.number, words.reshape(2, -1))
 
 
 def use_host_tier(engine: Engine) -> None:

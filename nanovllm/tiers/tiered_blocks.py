@@ -239,21 +239,24 @@ class TieredQueue(WaitingQueue):
             self._others.discard(seq)
 
     def first(self) -> Sequence | None:
-        for seq in [seq for seq, load in self._loading.items() if load.has_ended]:
-            del self._loading[seq]
-            self._others.push(seq)
+        for arrived in [seq for seq, load in self._loading.items() if load.has_ended]:
+            del self._loading[arrived]
+            self._others.push(arrived)
         scheduler, blocks = self._scheduler, self._scheduler.block_manager
+        assert isinstance(blocks, TieredBlockManager)
         num_running = len(scheduler.running) + len(scheduler.prefilling)
-        seq = self._others.first()
-        while seq is not None and num_running < scheduler.max_num_seqs and not scheduler.admission.is_on(num_running):
-            if (load := blocks.fetch(seq, num_running)) is None:
-                break
+        if num_running >= scheduler.max_num_seqs or scheduler.admission.is_on(num_running):
+            return self._others.first()
+        while (seq := self._others.first()) is not None:
+            num_spare = num_running + (0 if seq.has_sampled else len(seq.group) - 1)  # as in `Scheduler._admit`
+            if (load := blocks.fetch(seq, num_spare)) is None:
+                # if it does not fit because of loads, it must not pause the admission of their sequences
+                return None if self._loading and not blocks.can_allocate(seq, num_spare) else seq
             self._others.discard(seq)
             self._loading[seq] = load
-            seq = self._others.first()
-        if self._loading and not (seq or num_running):
+        if self._loading and not num_running:
             sleep(IDLE_SECONDS)
-        return seq
+        return None
 
 
 def check_manager(blocks: BlockManager) -> None:
