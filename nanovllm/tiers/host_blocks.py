@@ -1,8 +1,8 @@
 """A rank's part of the blocks in host memory, and the copies between them and the rank's device."""
 
+import mmap
 from contextlib import suppress
 from ctypes import c_size_t, c_void_p
-from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import finalize
 
@@ -117,9 +117,9 @@ class HostCall(NamedTuple):
 
 def allocate(num_bytes: int) -> torch.Tensor:
     """Return zeros in huge pages, if the host has them. Pinning small pages takes about a second per GiB."""
-    memory = mmap(-1, num_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
-        memory.madvise(MADV_HUGEPAGE)
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8).zero_()  # several threads touch the pages
 
 
