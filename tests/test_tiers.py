@@ -1,5 +1,6 @@
 """The second tier of the prefix cache: blocks that leave the device come back, and nothing else changes."""
 
+import ctypes
 import random
 import re
 from contextlib import nullcontext
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from common import TWO_GPUS
 from simulation import SETTINGS, SimulatedEngine, Simulation, fingerprints, random_requests
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
@@ -20,6 +22,7 @@ from nanovllm.tiers.connector import Connector
 from nanovllm.tiers.host_blocks import HostBlocks, PinnedBlocks, row_bytes
 from nanovllm.tiers.host_tier import HostTier
 from nanovllm.tiers.tiered_blocks import check_manager, use_connector
+from nanovllm.utils import cuda_driver
 
 pytestmark = pytest.mark.small_model
 
@@ -448,7 +451,11 @@ def test_refusals(make_llm, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("settings", [{}, {"kv_cache_dtype": "fp8"}, {"enforce_eager": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"kv_cache_dtype": "fp8"}, {"enforce_eager": True}, pytest.param({"tensor_parallel_size": 2}, marks=TWO_GPUS)],
+    ids=str,
+)
 def test_on_a_gpu(make_llm, requests, settings):
     """Blocks move on two streams while steps run, and answers stay the same."""
     sizes = SMALL | dict(device="cuda", dtype="float32", kvcache_block_size=256, max_model_len=4096)
@@ -472,6 +479,8 @@ def test_memory_for_pinning():
 class RecordedStream:
     """A stream that logs what it does, with events that have not happened."""
 
+    cuda_stream = 0
+
     def __init__(self, log, name="steps"):
         self.log, self.name = log, name
 
@@ -485,6 +494,28 @@ class RecordedStream:
         self.log.append(f"{self.name} waits for an event of {event.stream.name}")
 
 
+class SimulatedDriver:
+    """Copies in host memory, at once, and counts copies by their number of rows."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def cuMemcpy2DAsync_v2(self, reference, stream):
+        copy = reference._obj
+        for i in range(copy.height):
+            source, target = ((x.host or x.device) + i * x.pitch for x in (copy.source, copy.target))
+            ctypes.memmove(target, source, copy.width)
+        return 0
+
+    def cuMemHostRegister_v2(self, address, num_bytes, flags):
+        self.log.append(f"pins {num_bytes.value} bytes")
+        return 0
+
+    def cuMemHostUnregister(self, address):
+        self.log.append("unpins")
+        return 0
+
+
 def test_order_of_streams(make_llm, monkeypatch):
     """Copies follow steps, loads follow stores, and steps follow the copies that they are told to, without the host."""
     llm, log, names = make_llm(**SMALL), [], iter(["out", "in"])
@@ -492,22 +523,25 @@ def test_order_of_streams(make_llm, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: RecordedStream(log))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(log.append(f"copies on {stream.name}")))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("ends"))
-    monkeypatch.setattr(host_blocks, "call_driver", lambda name, *arguments: log.append(name))
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: SimulatedDriver(log))
     runner = llm.model_runner
     blocks = PinnedBlocks(runner, 3)
-    runner.caches[next(iter(runner.caches))][0][:, :, 5] = 7.0
+    runner.kv_cache[:, :, 5] = torch.randn(runner.kv_cache[:, :, 5].shape)
+    runner._cached_token_ids[5] = 99
     blocks.put(runner, 0, np.array([[5], [2]], np.int32))
     blocks.get(runner, 1, np.array([[6], [2]], np.int32))
-    assert (runner.kv_cache[:, :, 6] == 7).all() and not blocks.has_ended(0) and not blocks.has_ended(1)
+    assert torch.equal(runner.kv_cache[:, :, 6], runner.kv_cache[:, :, 5]) and (runner._cached_token_ids[6] == 99).all()
+    assert not runner.kv_cache[:, :, 7].any() and not runner._cached_token_ids[7].any()
+    assert not blocks.has_ended(0) and not blocks.has_ended(1)
     blocks.order_steps([0, 1, 5])
     assert blocks.has_ended(0) and blocks.has_ended(1)
     del blocks
     assert log == [
-        "cuMemHostRegister_v2",
+        f"pins {3 * row_bytes(runner)} bytes",
         *("out waits for steps", "copies on out"),
         *("in waits for steps", "in waits for out", "copies on in"),
         *("steps waits for an event of out", "steps waits for an event of in"),
-        *("ends", "cuMemHostUnregister"),
+        *("ends", "unpins"),
     ]
 
 

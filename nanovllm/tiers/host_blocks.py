@@ -2,7 +2,7 @@
 
 import mmap
 from contextlib import suppress
-from ctypes import c_size_t, c_void_p
+from ctypes import Structure, byref, c_int, c_size_t, c_void_p
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import finalize
 
@@ -16,6 +16,33 @@ if TYPE_CHECKING:
     from nanovllm.engine.model_runner import ModelRunner
 
 ALIGNMENT = 16  # bytes; a view with another dtype must be aligned
+HOST, DEVICE, MAX_PITCH = 1, 2, 2**31 - 1  # CUmemorytype, and what all GPUs allow
+
+
+class _Side(Structure):
+    _fields_ = [
+        *(("x", c_size_t), ("y", c_size_t), ("memory_type", c_int), ("host", c_void_p), ("device", c_void_p)),
+        *(("array", c_void_p), ("pitch", c_size_t)),
+    ]
+
+    @classmethod
+    def of(cls, part: torch.Tensor, height: int) -> "_Side":
+        pitch = part.stride(1) * part.itemsize if height > 1 else part.nbytes
+        if part.is_cpu:
+            return cls(memory_type=HOST, host=part.data_ptr(), pitch=pitch)
+        return cls(memory_type=DEVICE, device=part.data_ptr(), pitch=pitch)
+
+
+class Memcpy2D(Structure):
+    """The driver's CUDA_MEMCPY2D: `height` rows of `width` bytes. The starts of rows are `pitch` bytes apart."""
+
+    _fields_ = [("source", _Side), ("target", _Side), ("width", c_size_t), ("height", c_size_t)]
+
+    @classmethod
+    def of(cls, target: torch.Tensor, source: torch.Tensor) -> "Memcpy2D":
+        """Describe a copy between two parts with the same shape. All layers of a part have the same distance."""
+        height = 1 if source.dim() == 1 else source.shape[0] * source.shape[1]
+        return cls(_Side.of(source, height), _Side.of(target, height), source.nbytes // height, height)
 
 
 class HostBlocks:
@@ -32,18 +59,21 @@ class HostBlocks:
     def put(self, runner: "ModelRunner", number: int, copies: np.ndarray) -> None:
         for block_id, row in copies.T.tolist():
             for part, stored in self._parts(runner, block_id, row):
-                stored.copy_(part, non_blocking=True)
+                self._copy(stored, part)
 
     def get(self, runner: "ModelRunner", number: int, copies: np.ndarray) -> None:
         for block_id, row in copies.T.tolist():
             for part, stored in self._parts(runner, block_id, row):
-                part.copy_(stored, non_blocking=True)
+                self._copy(part, stored)
 
     def has_ended(self, number: int) -> bool:
         return True
 
     def order_steps(self, numbers: list[int]) -> None:
         """Let the steps that are launched from now on follow these copies."""
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
 
     def _parts(self, runner: "ModelRunner", block_id: int, row: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return views of the parts of a block, on the device and in the row."""
@@ -56,10 +86,7 @@ class HostBlocks:
 
 
 class PinnedBlocks(HostBlocks):
-    """Stores blocks in pinned memory. Two streams copy, one in each direction, while steps run.
-
-    PyTorch copies a block's layers through a buffer on the device, so that each block crosses the bus in one piece.
-    """
+    """Stores blocks in pinned memory. Two streams copy, one in each direction, while steps run."""
 
     def __init__(self, runner: "ModelRunner", num_rows: int):
         num_bytes = num_rows * row_bytes(runner)
@@ -90,6 +117,17 @@ class PinnedBlocks(HostBlocks):
         for number in numbers:
             if (event := self._events.pop(number, None)) is not None:
                 torch.cuda.current_stream().wait_event(event)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy a part of a block with a copy engine, which takes no time of the processors that run steps.
+
+        `copy_` would gather the layers on the device first, so that they cross the bus in one piece.
+        """
+        copy = Memcpy2D.of(target, source)
+        if max(copy.source.pitch, copy.target.pitch) > MAX_PITCH:
+            target.copy_(source, non_blocking=True)
+        else:
+            call_driver("cuMemcpy2DAsync_v2", byref(copy), c_void_p(torch.cuda.current_stream().cuda_stream))
 
     def _record(self, number: int, stream: torch.cuda.Stream) -> None:
         self._events = {i: event for i, event in self._events.items() if not event.query()}

@@ -111,7 +111,8 @@ class HostTier(Connector):
 def use_host_tier(engine: Engine) -> None:
     """Give the engine's prefix cache a tier in host memory. The model must be loaded.
 
-    Raises ValueError if `swap_space` is too small for a block, or if the model's cache can't have a second tier.
+    Raises ValueError if `swap_space` is too small for a block, or if the model's cache can't have a second tier. Raises
+    RuntimeError if the memory can't be allocated or pinned.
     """
     config, runner = engine.config, engine.model_runner
     assert runner is not None
@@ -122,4 +123,8 @@ def use_host_tier(engine: Engine) -> None:
         needed = f"a cache block takes {num_bytes / 2**30:.3g} GiB{per_rank}"
         raise ValueError(f"swap_space={config.swap_space:g}: {needed}")
     check_manager(engine.scheduler.block_manager)
-    use_connector(engine.scheduler, HostTier(engine, num_rows))
+    try:
+        tier = HostTier(engine, num_rows)
+    except RuntimeError as error:
+        raise RuntimeError(f"swap_space={config.swap_space:g}: the memory could not be allocated: {error}") from error
+    use_connector(engine.scheduler, tier)
