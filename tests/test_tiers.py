@@ -92,7 +92,7 @@ class Tiered:
         self.manager = self.scheduler.block_manager
 
     def use_late_host(self, num_rows, cache, failures):
-        device = dict(device=SimpleNamespace(type="cpu"), on_device=nullcontext)
+        device = dict(device=SimpleNamespace(type="cpu"), on_device=nullcontext, min_of_ranks=int)
         runner = SimpleNamespace(cache=cache, random=random.Random(0), failures=failures, **device)
         self.tier = HostTier(SimpleNamespace(workers=SimpleNamespace(processes=()), model_runner=runner), num_rows)
         self.use(self.tier)
@@ -295,6 +295,33 @@ def test_nothing_grows():
         engine.seqs.clear()
         engine.steps.clear()
     assert engine.scheduler.totals["loaded_blocks"] > 500
+
+
+def converse(engine, num_conversations=20, num_turns=5) -> float:
+    """Return the fraction of the prompts' tokens that are found, in conversations that alternate."""
+    rng, histories, num_tokens, num_found = random.Random(0), [[] for _ in range(num_conversations)], 0, 0
+    for _ in range(num_turns):
+        due, live = [*range(num_conversations)], {}
+        while due or live:
+            while due and len(live) < 6:
+                i = due.pop(0)
+                prompt = histories[i] + [rng.randrange(1000) for _ in range(rng.randint(20, 60))]
+                live[engine.add(prompt, max_tokens=rng.randint(10, 40))] = i
+            engine.step()
+            for seq in [seq for seq in live if seq.is_finished]:
+                histories[live.pop(seq)] = seq.token_ids
+                num_tokens, num_found = num_tokens + seq.num_prompt_tokens, num_found + seq.num_cached_tokens
+    return num_found / num_tokens
+
+
+def test_hits_of_conversations():
+    """With a cache that is too small for the histories, almost all hits come back, though loads take many steps."""
+    sizes = dict(block_size=8, max_num_seqs=6, max_len=1000, asynchronous=True)
+    tiered = TieredEngine(num_blocks=300, **sizes)
+    tiered.use_late_host(2000, [[] for _ in range(300)], failures=False)
+    plain, unbounded = SimulatedEngine(num_blocks=300, **sizes), SimulatedEngine(num_blocks=3000, **sizes)
+    assert converse(plain) < 0.4 * (most := converse(unbounded))
+    assert converse(tiered) > 0.97 * most and not tiered.scheduler.num_preemptions
 
 
 # -- with a model ------------------------------------------------------------------------------------------------------

@@ -147,6 +147,7 @@ class HostCall(NamedTuple):
             if self.action == "allocate":
                 blocks = PinnedBlocks if runner.device.type == "cuda" else HostBlocks
                 runner.host_blocks = blocks(runner, self.number)
+                runner.min_of_ranks(0)  # rank 0 waits until all ranks have their memory
             elif self.action == "order_steps":
                 runner.host_blocks.order_steps(words.tolist())
             else:
