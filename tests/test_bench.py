@@ -139,6 +139,15 @@ def test_limits_with_states(name, num_layers, num_heads, tmp_path):
     assert found == pytest.approx(2 * 2 * sum(linear.values()) + 3 * state + keys_and_values, rel=1e-6)
 
 
+def test_limits_with_quantized_experts(tmp_path):
+    """Attention is read in 16 bits: 3.6 billion parameters for a token, of which 2.4 billion are in 4 bits."""
+    write_shape("gpt-oss-20b", tmp_path / "model")
+    config = Config(str(tmp_path / "model"), device="cpu", load_format="dummy")
+    num_bytes = limits([Request([0], 1)], config, Rates(1.0, INFINITE)).stepwise
+    attention, experts, head = 24 * 2 * 2880 * (64 + 8) * 64, 24 * 2880 * (32 + 3 * 4 * 2880), 201088 * 2880
+    assert num_bytes == 2 * attention + experts / 2 + 2 * head
+
+
 def test_limits_of_waves():
     """A sequence begins when another one has ended; a step that computes several reads the weights once."""
     weights, rates = 2 * (WEIGHTS + HEAD), Rates(1.0, INFINITE)
@@ -264,6 +273,8 @@ NUM_PARAMETERS = {
     "qwen3.5-9b": 8_953_803_264,
     "qwen3.6-27b": 26_895_998_464,
     "qwen3.5-35b-a3b": 34_660_610_688,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
 }
 
 
@@ -275,6 +286,8 @@ def test_shapes(name, tmp_path):
         pytest.importorskip("transformers.models.qwen3_5", reason="transformers 4 does not have Qwen3.5")
     if name == "olmo3-7b":
         pytest.importorskip("transformers.models.olmo3", reason="old versions of transformers lack OLMo 3")
+    if "gpt-oss" in name:
+        pytest.importorskip("transformers.models.gpt_oss", reason="old versions of transformers lack gpt-oss")
     config = Config(str(tmp_path / name), device="cpu", load_format="dummy").model_config
     theirs = AutoConfig.from_pretrained(tmp_path / name).get_text_config()
     for entry in SHAPE_ENTRIES:
@@ -707,6 +720,8 @@ def test_turns(monkeypatch):
     assert (
         result.note == f"{4 / 14:.1%} of the prompts' tokens were in the prefix cache" and not engine.num_cached_tokens
     )
+    engine.num_loaded_tokens = lambda: 2
+    assert serve(engine, turns).note == result.note + f", {2 / 14:.1%} in its part in host memory"
 
 
 def test_conversations(monkeypatch, capsys):
@@ -782,6 +797,7 @@ def test_vllm_steps(monkeypatch):
     assert arguments["max_num_seqs"] == 7 and arguments["max_model_len"] == 2048 and arguments["dtype"] == "bfloat16"
     assert ids == ["0", "1", "2", "3", "4", "5"] and ends == [7]
     own = vllm_settings("tiny-qwen3", {"device": "cpu"})
+    assert vllm_settings("tiny-qwen3", {"device": "cpu", "swap_space": 2})["kv_offloading_size"] == 2
     assert own.keys() == arguments.keys() - {"max_num_seqs", "disable_log_stats"}  # vLLM has its own defaults
     times = results["a workload"].token_times  # of the second and the third run
     assert [len(of_request) for of_request in times] == [3, 2, 3, 2]

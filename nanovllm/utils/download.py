@@ -6,7 +6,8 @@ from pathlib import Path
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 PLAIN_FILES = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
-DUPLICATES = ["consolidated*"]  # the same weights in Mistral's format, which transformers does not read
+# the same weights in formats of Mistral and OpenAI, which transformers does not read
+DUPLICATES = ["consolidated*", "original/*"]
 ADVICE = {  # by the name of the hub client's error
     "RepositoryNotFoundError": "the hub has no such model, or it is private: check the name, or run `hf auth login`",
     "GatedRepoError": "the model is gated: accept its conditions on its page on the hub, then run `hf auth login`",
