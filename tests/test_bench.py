@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 import bench
 from nanovllm import LLM, SamplingParams
-from nanovllm.benchmarks import clients, command, engines, http, profiling, servers, sweeps, throughput
+from nanovllm.benchmarks import clients, command, engines, http, pictures, profiling, servers, sweeps, throughput
 from nanovllm.benchmarks.arguments import engine_settings, make_parser, parse
 from nanovllm.benchmarks.engines import ENGINES, STEPPED_ENGINES, loops, versions
 from nanovllm.benchmarks.engines.loops import measure, serve
@@ -37,6 +37,7 @@ from nanovllm.benchmarks.results import Result, decode_rate, drafts_since, faste
 from nanovllm.benchmarks.servers import as_flags, cpu_times, running_server
 from nanovllm.benchmarks.shapes import SHAPE_ENTRIES, SHAPES, write_shape
 from nanovllm.benchmarks.sweeps import batches_sweep, latency_sweep
+from nanovllm.benchmarks.tables import Panel
 from nanovllm.benchmarks.throughput import WORKLOADS
 from nanovllm.config import Config
 from nanovllm.models import ModelConfig, make_model
@@ -96,7 +97,9 @@ def test_the_script_without_arguments(monkeypatch, capsys):
     monkeypatch.setattr(bench, "random_requests", lambda num_seqs, max_len, vocab_size: few_requests)
     bench.main()
     num_tokens = sum(params.max_tokens for params in few_requests[1])
-    assert capsys.readouterr().out.startswith(f"Warming up ...\ntiny-qwen3: {num_tokens} tokens in ")
+    assert capsys.readouterr().out.startswith(
+        f"Importing PyTorch ...\nWarming up ...\ntiny-qwen3: {num_tokens} tokens in "
+    )
 
 
 INFINITE = float("inf")
@@ -136,6 +139,15 @@ def test_limits_with_states(name, num_layers, num_heads, tmp_path):
     assert found == pytest.approx(2 * 2 * sum(linear.values()) + 3 * state + keys_and_values, rel=1e-6)
 
 
+def test_limits_with_quantized_experts(tmp_path):
+    """Attention is read in 16 bits: 3.6 billion parameters for a token, of which 2.4 billion are in 4 bits."""
+    write_shape("gpt-oss-20b", tmp_path / "model")
+    config = Config(str(tmp_path / "model"), device="cpu", load_format="dummy")
+    num_bytes = limits([Request([0], 1)], config, Rates(1.0, INFINITE)).stepwise
+    attention, experts, head = 24 * 2 * 2880 * (64 + 8) * 64, 24 * 2880 * (32 + 3 * 4 * 2880), 201088 * 2880
+    assert num_bytes == 2 * attention + experts / 2 + 2 * head
+
+
 def test_limits_of_waves():
     """A sequence begins when another one has ended; a step that computes several reads the weights once."""
     weights, rates = 2 * (WEIGHTS + HEAD), Rates(1.0, INFINITE)
@@ -161,7 +173,7 @@ def test_smallest_workloads(lengths, monkeypatch, capsys):
     for request in (request for runs in seen.values() for requests in runs for request in requests):
         assert len(request.prompt) >= 1 and request.max_tokens >= 1
         assert len(request.prompt) + request.max_tokens <= 2048
-    assert "headline: 1 requests" in capsys.readouterr().out
+    assert "headline: 1 request," in capsys.readouterr().out
 
 
 def fake(workloads: dict) -> dict:
@@ -261,6 +273,8 @@ NUM_PARAMETERS = {
     "qwen3.5-9b": 8_953_803_264,
     "qwen3.6-27b": 26_895_998_464,
     "qwen3.5-35b-a3b": 34_660_610_688,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
 }
 
 
@@ -272,6 +286,8 @@ def test_shapes(name, tmp_path):
         pytest.importorskip("transformers.models.qwen3_5", reason="transformers 4 does not have Qwen3.5")
     if name == "olmo3-7b":
         pytest.importorskip("transformers.models.olmo3", reason="old versions of transformers lack OLMo 3")
+    if "gpt-oss" in name:
+        pytest.importorskip("transformers.models.gpt_oss", reason="old versions of transformers lack gpt-oss")
     config = Config(str(tmp_path / name), device="cpu", load_format="dummy").model_config
     theirs = AutoConfig.from_pretrained(tmp_path / name).get_text_config()
     for entry in SHAPE_ENTRIES:
@@ -387,17 +403,19 @@ def test_tokenizer_of_a_shape(with_text, tmp_path):
 
 
 def test_progress(monkeypatch, capsys):
-    """A line when an engine or a workload starts and ends; missing engines are left out, and none runs twice."""
+    """A line when an engine or a workload starts and ends; none runs twice. A missing engine is an error at once."""
     for engine in ("nanovllm", "transformers"):
         monkeypatch.setitem(ENGINES, engine, lambda model, settings, workloads: fake(workloads))
     monkeypatch.setattr(engines, "run_in_process", lambda function, *arguments: function(*arguments))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else SimpleNamespace())
-    main(monkeypatch, "--compare", "transformers,vllm,,transformers", "--workload", "single", "--device", "cpu")
+    with pytest.raises(SystemExit, match="2"):
+        main(monkeypatch, "--compare", "transformers,vllm", "--workload", "single", "--device", "cpu")
+    assert "--compare vllm: is not installed" in capsys.readouterr().err
+    main(monkeypatch, "--compare", "transformers,,transformers", "--workload", "single", "--device", "cpu")
     lines = [line.split(" after")[0] for line in capsys.readouterr().err.splitlines()]
     own = ["nanovllm: single starts", "nanovllm: single ends"]
-    assert lines[0] == "vllm: not installed, left out"
-    assert lines[1:5] == ["nanovllm: starts", *own, "nanovllm: ends"]
-    assert lines[5:] == ["transformers: starts", *own, "transformers: ends"]
+    assert lines[:4] == ["nanovllm: starts", *own, "nanovllm: ends"]
+    assert lines[4:] == ["transformers: starts", *own, "transformers: ends"]
 
 
 def test_every_setting_of_the_engine_has_a_flag():
@@ -442,7 +460,7 @@ def test_one_call_does_all_workloads(monkeypatch, capsys):
     runpy.run_path(str(ROOT / "bench.py"), run_name="__main__")
     out = capsys.readouterr().out
     assert "from start to the first token" in out
-    assert [line.split(":")[0] for line in out.splitlines() if "requests" in line] == ["headline", "single", "prefill"]
+    assert [line.split(":")[0] for line in out.splitlines() if " request" in line] == ["headline", "single", "prefill"]
 
 
 def test_streaming_beside_generate(monkeypatch, capsys):
@@ -702,6 +720,8 @@ def test_turns(monkeypatch):
     assert (
         result.note == f"{4 / 14:.1%} of the prompts' tokens were in the prefix cache" and not engine.num_cached_tokens
     )
+    engine.num_loaded_tokens = lambda: 2
+    assert serve(engine, turns).note == result.note + f", {2 / 14:.1%} in its part in host memory"
 
 
 def test_conversations(monkeypatch, capsys):
@@ -777,6 +797,7 @@ def test_vllm_steps(monkeypatch):
     assert arguments["max_num_seqs"] == 7 and arguments["max_model_len"] == 2048 and arguments["dtype"] == "bfloat16"
     assert ids == ["0", "1", "2", "3", "4", "5"] and ends == [7]
     own = vllm_settings("tiny-qwen3", {"device": "cpu"})
+    assert vllm_settings("tiny-qwen3", {"device": "cpu", "swap_space": 2})["kv_offloading_size"] == 2
     assert own.keys() == arguments.keys() - {"max_num_seqs", "disable_log_stats"}  # vLLM has its own defaults
     times = results["a workload"].token_times  # of the second and the third run
     assert [len(of_request) for of_request in times] == [3, 2, 3, 2]
@@ -823,6 +844,20 @@ def fake_results(workloads) -> dict[str, Result]:
     }
 
 
+def test_a_table_without_results_is_left_out(capsys, tmp_path):
+    """After Ctrl-C in the first part of `latency`, the second part has none."""
+    pytest.importorskip("matplotlib")
+    prompts, decode = (Panel(name, "x", {"p50": ({5.0: name}, lambda result: 1.0)}) for name in ("prompts", "decode"))
+    results = {"nanovllm": {"prompts": Result()}}
+    for panel in (prompts, decode):
+        panel.print(results)
+    assert "prompts" in (out := capsys.readouterr().out) and "decode" not in out
+    pictures.draw_panels(tmp_path / "a.svg", "", [prompts, decode], results)
+    assert "prompts" in (text := (tmp_path / "a.svg").read_text()) and "decode" not in text
+    pictures.draw_panels(tmp_path / "b.svg", "", [decode], results)
+    assert not (tmp_path / "b.svg").exists()
+
+
 def test_interrupted_sweep(monkeypatch, capsys, tmp_path):
     """Ctrl-C in the second of three batch sizes: the first is in the table and in the picture. No other engine runs."""
     pytest.importorskip("matplotlib")
@@ -866,13 +901,14 @@ def test_latency(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "prompt of 16: 2 requests, 32 tokens in, 2 out" in out
     assert "8 sequences after 20 tokens: 24 requests, 480 tokens in, 96 out" in out
-    header, row = table(out, "time to first token of a single prompt, ms")
+    header, *rows = table(out, "time to first token of a single prompt, ms")
     assert " ".join(header) == "prompt tokens nanovllm median nanovllm min nanovllm p99"
-    length, middle, least, p99 = map(float, row)
-    assert length == 16 and 0 < least <= middle <= p99
-    header, row = table(out, "decode, tokens per second")
+    assert [row[0] for row in rows] == ["5", "10", "16", "20"]  # the bound, and parts of it, as few lengths fit
+    for _, middle, least, p99 in rows:
+        assert 0 < float(least) <= float(middle) <= float(p99)
+    header, *rows = table(out, "decode, tokens per second")
     assert " ".join(header) == "context tokens nanovllm 1 sequence nanovllm 8 sequences"
-    assert row[0] == "20" and all(float(rate) > 0 for rate in row[1:])
+    assert [row[0] for row in rows] == ["5", "10", "20"] and all(float(rate) > 0 for row in rows for rate in row[1:])
 
 
 def test_latency_lengths_fit():
@@ -896,8 +932,9 @@ def test_sweeps_of_one_run(tmp_path, monkeypatch, capsys):
     figure = ["--plot", str(tmp_path / "a.svg")] if importlib.util.find_spec("matplotlib") else []
     main(monkeypatch, "online,latency", *bounds, *figure, *CPU)
     out = capsys.readouterr().out
-    for title in ("TTFT, ms", "time to first token of a single prompt, ms", "decode, tokens per second"):
-        assert len(table(out, title)) == 2
+    first, decode = "time to first token of a single prompt, ms", "decode, tokens per second"
+    for title, num_rows in (("TTFT, ms", 1), (first, 4), (decode, 3)):
+        assert len(table(out, title)) == 1 + num_rows
         assert not figure or title in (tmp_path / "a.svg").read_text()
 
 
@@ -1067,7 +1104,7 @@ def fake_server(monkeypatch, tmp_path):
 
         modes.extend(some)
         monkeypatch.setattr(http, "running_server", fake)
-        monkeypatch.setattr(http, "find_spec", lambda name: True)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
         return commands
 
     yield use

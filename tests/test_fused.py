@@ -37,7 +37,7 @@ from nanovllm.models import MODELS, ModelConfig, make_model
 from nanovllm.models.gemma3_text import GeluAndMul
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3MLP
-from nanovllm.moe.experts import Experts, MoE
+from nanovllm.moe.experts import ClampedSwiGLU, Experts, MoE
 from nanovllm.serve import cli
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.loader import load_model
@@ -65,6 +65,7 @@ FAMILIES = [
     "glm4",
     "qwen3",
     "qwen3-moe",
+    "gpt-oss",
     "qwen3_5",
     "qwen3_next",
     "qwen3_5_moe",
@@ -90,6 +91,11 @@ class Runner:
             if isinstance(layer, Attention):
                 layer.backend = self.backend
                 self.backend.set_head_shape(layer.num_heads // layer.num_kv_heads, layer.head_dim, torch.float32)
+        self.clear()
+
+    def clear(self) -> None:
+        """Give each layer an empty cache."""
+        for layer in self.model.modules():
             if hasattr(layer, "cache_spec"):
                 tensors = layer.cache_spec().tensors(1, 8, self.config)
                 parts = [torch.zeros(x.shape, dtype=x.dtype, device=DEVICE)[:, 0] for x in tensors]
@@ -155,8 +161,16 @@ def assert_same(plain: Runner, fused: Runner, works=None) -> None:
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * expected.abs().max())
 
 
-@pytest.mark.parametrize("quantization", [None, "fp8", "int8", "int4"])
-@pytest.mark.parametrize("name", MODULES)
+# each case with one format besides its own, and one case of each family with all of them
+QUANTIZATIONS = "fp8", "int8", "int4"
+CASES_AND_FORMATS = [
+    (name, quantization)
+    for i, name in enumerate(MODULES)
+    for quantization in (None, *(QUANTIZATIONS if name in FAMILIES else [QUANTIZATIONS[i % 3]]))
+]
+
+
+@pytest.mark.parametrize("name, quantization", CASES_AND_FORMATS)
 def test_fused_forms_by_their_definitions(tmp_path, name, quantization):
     """The whole model and each layer alone."""
     folder = make_folder(tmp_path / "model", name)
@@ -166,9 +180,9 @@ def test_fused_forms_by_their_definitions(tmp_path, name, quantization):
     assert not any(isinstance(module, Fused) for module in plain.model.modules())
     assert any(isinstance(module, Fused) for module in fused.model.modules())
     assert_same(plain, fused)
-    plain, other = (Runner(folder, "sdpa", quantization=quantization) for _ in range(2))
-    fuse(other.model)
-    assert_same(plain, other, [layer_by_layer(x.model) for x in (plain, other)])
+    for runner in (plain, fused):
+        runner.clear()
+    assert_same(plain, fused, [layer_by_layer(x.model) for x in (plain, fused)])
 
 
 def test_plain_modules_are_in_the_table_of_models(tmp_path):
@@ -176,7 +190,17 @@ def test_plain_modules_are_in_the_table_of_models(tmp_path):
     rows = re.findall(r"^\| `(\w+)` \|.*\|(.*) \|$", (DOCS / "models.md").read_text(), re.MULTILINE)
     documented = {family: {*re.findall(r"`(\w+)`", plain)} for family, plain in rows[1:]}
     assert documented.keys() == MODELS.keys()
-    parts = LinearBase, Attention, nn.ModuleList, nn.Identity, SiluAndMul, GeluAndMul, Experts, SigmoidGate
+    parts = (
+        LinearBase,
+        Attention,
+        nn.ModuleList,
+        nn.Identity,
+        SiluAndMul,
+        GeluAndMul,
+        Experts,
+        SigmoidGate,
+        ClampedSwiGLU,
+    )
     found: dict[str, set[str]] = {}
     for name in MODULES:
         if name != "llama-gelu":  # which is no family of the package

@@ -26,6 +26,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.loader import load_tokenizer
 from nanovllm.utils.progress import progress_bar
+from nanovllm.utils.waiting import waiting_for
 
 logger = logging.getLogger("nanovllm")
 PROGRESS_SECONDS = 0.1  # between updates of a progress bar
@@ -54,7 +55,8 @@ class LLMEngine:
         startup = Stopwatch()
         self.config = Config.create(model, settings)
         startup.part_done("settings")
-        with ThreadPoolExecutor(1) as pool:  # importing transformers takes seconds; the model is loaded meanwhile
+        # importing transformers takes seconds; the model is loaded meanwhile
+        with waiting_for(f"Loading {model}"), ThreadPoolExecutor(1) as pool:
             tokenizer = pool.submit(load_tokenizer, str(self.config.tokenizer))
             self.core = build_engine(self.config, startup.part_done)
             try:
@@ -199,6 +201,8 @@ class LLMEngine:
         sequence. `blocks`: the numbers of used, cached and free blocks. A cached block is free, but in the prefix
         cache. `block_groups`: the blocks that each group of layers uses, if there is more than one. `prefix_hit_rate`:
         the fraction of prompt tokens that were found in the prefix cache.
+        `tiers`, with `swap_space`: `device_hits` and `host_hits` are the numbers of prompt tokens that were found in
+        the device's cache and in host memory. `loaded_blocks` have come back from host memory. `lost_copies` failed.
         `preemptions`: how often a sequence was preempted.
         `tokens`: the numbers of prompt tokens (`in`) and generated tokens (`out`).
         `steps`: the numbers of `prefill` steps (chunks of prompts), `decode` steps and `mixed` steps (both).

@@ -14,6 +14,11 @@ class MoEConfig:
     renormalize: bool  # whether the weights of a token's experts add up to 1
     expert_parallel: bool = False  # each rank has whole experts; our setting, not the checkpoint's
     num_shared: int = 0  # experts that every token uses: the last ones of the router and of the stacks
+    has_bias: bool = False  # whether the router and the experts, none of which are shared, have biases
+    clamp: tuple[float, float] | None = None  # limit and alpha of ClampedSwiGLU, which then replaces SwiGLU
+    # whether outputs of gate and up alternate in a checkpoint's stacks; stacks of weights that are not quantized are
+    # then [experts, inputs, outputs]
+    alternates: bool = False
 
     @property
     def weights_per_input(self) -> int:

@@ -5,7 +5,7 @@ from heapq import heapify, heappop, heappush
 from time import perf_counter, sleep
 
 from nanovllm.benchmarks.processes import progress, report
-from nanovllm.benchmarks.requests import Request, Workloads
+from nanovllm.benchmarks.requests import Request, Workloads, number_of
 from nanovllm.benchmarks.results import Result
 from nanovllm.utils.progress import progress_bar, with_bar
 
@@ -47,7 +47,7 @@ def serve(engine, requests: list[Request]) -> Result:
     starts, times, answers = [0.0] * len(requests), [[] for _ in requests], [[] for _ in requests]
     indices: dict[int, int] = {}  # request id -> index
     num_tokens = sum(request.max_tokens for request in requests)
-    with progress_bar(num_tokens, desc=f"{len(requests)} requests", unit="tok", **BAR) as advance:
+    with progress_bar(num_tokens, desc=number_of(requests), unit="tok", **BAR) as advance:
         begin = perf_counter()
         while due or not engine.is_finished():
             now = perf_counter() - begin
@@ -71,8 +71,8 @@ def serve(engine, requests: list[Request]) -> Result:
         seconds = perf_counter() - begin
     note = ""
     if next_turns:
-        note = (
-            f"{engine.num_cached_tokens / sum(map(len, prompts)):.1%} of the prompts' tokens were in the prefix cache"
-        )
+        num_tokens, num_loaded = sum(map(len, prompts)), getattr(engine, "num_loaded_tokens", int)()
+        note = f"{engine.num_cached_tokens / num_tokens:.1%} of the prompts' tokens were in the prefix cache"
+        note += f", {num_loaded / num_tokens:.1%} in its part in host memory" if num_loaded else ""
         engine.num_cached_tokens = 0
     return Result(seconds, token_times=times, note=note)
