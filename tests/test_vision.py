@@ -8,7 +8,9 @@ import random
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from test_states import poison
 from nanovllm import BeamSearchParams, LoRARequest, SamplingParams
 from nanovllm.models import ModelConfig, make_model
 from nanovllm.utils.loader import load_model
+from nanovllm.vision import image_urls
 from nanovllm.vision.prompt_images import PromptImages
 from nanovllm.vision.vision_runner import ImageStore, vision_runner
 
@@ -655,6 +658,39 @@ def test_urls_that_are_not_allowed(make_vision, tmp_path):
     ]:
         with pytest.raises(ValueError, match=match):
             chat(engine, url)
+
+
+def test_downloads(make_vision, monkeypatch):
+    """From an allowed host, up to a number of bytes; redirects are not followed."""
+    files = {"/a.png": as_bytes(picture(50, 30)), "/big.png": bytes(2**20)}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            if self.path == "/moved.png":
+                self.send_response(302)
+                self.send_header("Location", "/a.png")
+                self.end_headers()
+                return
+            self.send_response(200 if self.path in files else 404)
+            self.end_headers()
+            self.wfile.write(files.get(self.path, b""))
+
+        def log_message(self, *arguments):
+            pass
+
+    monkeypatch.setattr(image_urls, "_public_address", lambda host, port: ("127.0.0.1", port))
+    with HTTPServer(("127.0.0.1", 0), Handler) as http_server:
+        Thread(target=http_server.serve_forever, daemon=True).start()
+        url, reader = f"http://pictures.test:{http_server.server_port}", make_vision().input_processor.images.reader
+        reader.config.resolve(allowed_media_domains=("pictures.test",))
+        assert reader.read(f"{url}/a.png", is_trusted=False) == reader.read(picture(50, 30))
+        with pytest.raises(ValueError, match="the answer has status 302"):
+            reader.read(f"{url}/moved.png", is_trusted=False)
+        with pytest.raises(ValueError, match="takes more than 100000 bytes"):
+            image_urls.fetch(f"{url}/big.png", reader.config, 100_000)
+        http_server.shutdown()
+    with pytest.raises(ValueError, match="can't be fetched .ConnectionRefusedError"):
+        reader.read(f"{url}/a.png", is_trusted=False)
 
 
 def test_damaged_files(make_vision):

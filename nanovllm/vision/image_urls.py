@@ -69,8 +69,9 @@ def _download(url: str, domains: Any, max_bytes: int) -> bytes:
         raise ValueError(f"image_url={url!r:.80}: {host!r:.80} is not among allowed_media_domains={domains!r:.200}")
     until = monotonic() + MAX_SECONDS
     try:
-        address = _public_address(host, parts.port or PORTS[parts.scheme])
-        connection: Any = http.client.HTTPConnection(host, timeout=MAX_SECONDS)
+        port = parts.port or PORTS[parts.scheme]
+        address = _public_address(host, port)
+        connection: Any = http.client.HTTPConnection(host, port)
         connection.sock = socket.create_connection(address, MAX_SECONDS)
         if parts.scheme == "https":
             connection.sock = ssl.create_default_context().wrap_socket(connection.sock, server_hostname=host)
