@@ -181,7 +181,8 @@ class ModelConfig:
         feed_forward = 3 * self.intermediate_size
         if self.moe:
             fraction = len(self.moe.layers) / self.num_hidden_layers
-            feed_forward = (1 - fraction) * feed_forward + fraction * self.moe.weights_per_input
+            without_mlp = 0 if self.moe.is_next_to_mlp else fraction
+            feed_forward = (1 - without_mlp) * feed_forward + fraction * self.moe.weights_per_input
         more = self.hybrid.more_weights(queries, keys) if self.hybrid else 0
         return round(2 * self.hidden_size * (2 * queries + 2 * keys + feed_forward + more))
 

@@ -14,6 +14,7 @@ class MoEConfig:
     renormalize: bool  # whether the weights of a token's experts add up to 1
     expert_parallel: bool = False  # each rank has whole experts; our setting, not the checkpoint's
     num_shared: int = 0  # experts that every token uses: the last ones of the router and of the stacks
+    is_next_to_mlp: bool = False  # whether the layers also have an MLP
 
     @property
     def weights_per_input(self) -> int:

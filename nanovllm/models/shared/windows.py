@@ -17,7 +17,7 @@ class Windows(NamedTuple):
     scale: float | None = None  # of scores, in all layers; None is 1 / sqrt(head_dim)
     soft_cap: float | None = None  # of scores
     final_soft_cap: float | None = None  # of logits
-    full: Any = None  # what differs in layers without a window
+    more: Any = None  # of a single family
 
 
 class WindowsForCausalLM(Qwen3ForCausalLM):
