@@ -109,6 +109,7 @@ class ModelConfig:
     sliding_window: int | None = None  # how many tokens a token attends to, including itself
     moe: Any = None  # MoEConfig of moe/, if there are layers with a mixture of experts
     attention_fraction: float = 1.0  # of the layers, the fraction that attends to all tokens
+    max_table_views: int = 0  # an upper bound of the number of `Config.table_views`
     hybrid: Any = None  # HybridConfig of delta_net/, if there are layers that keep a state
     quantization: Any = None  # weight formats of linear layers: see quantization/
     rope_long: tuple[tuple[float, ...], int] | None = None  # (`rope_inv_freq` of engines for longer sequences, length)

@@ -12,7 +12,7 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models import ModelConfig
 from nanovllm.models.gemma3_text import Gemma3ForCausalLM, read_gemma
 from nanovllm.models.qwen3 import Qwen3Attention
-from nanovllm.models.shared.gemma4_config import read_details, read_moe
+from nanovllm.models.shared.gemma4_config import max_table_views, read_details, read_moe
 from nanovllm.models.shared.gemma4_layers import Gemma4PerLayerModel, PartialQKVLinear, layer_class, norm_without_weight
 from nanovllm.utils.checks import check_choice
 from nanovllm.utils.context import get_context
@@ -96,4 +96,8 @@ class Gemma4ForCausalLM(Gemma3ForCausalLM):
         fields = read_gemma(raw | {"use_bidirectional_attention": None}, file, 6)
         sizes = (*fields["details"].sizes[:-1], None)  # as in transformers, the last layer has no window
         details = fields["details"]._replace(sizes=sizes, scale=1.0, more=read_details(raw, sizes, file))
-        return fields | {"details": details, "moe": read_moe(raw, file)}
+        return fields | {
+            "details": details,
+            "moe": read_moe(raw, file),
+            "max_table_views": max_table_views(raw, details),
+        }

@@ -1,9 +1,11 @@
 """Reads what differs between layers of Gemma 4 from config.json."""
 
+from math import ceil
 from pathlib import Path
 from typing import NamedTuple
 
 from nanovllm.models import read_rope
+from nanovllm.models.shared.windows import Windows
 from nanovllm.moe.moe_config import MoEConfig
 from nanovllm.utils.checks import check_bool, check_int
 
@@ -63,6 +65,14 @@ def _read_sources(raw: dict, sizes: tuple[int | None, ...], file: Path) -> tuple
     if not last.keys() >= {*sizes}:
         raise ValueError(f"{name}={len(sizes) - num_own}: a kind of layer would have no cache to read")
     return (*range(num_own), *(last[size] for size in sizes[num_own:]))
+
+
+def max_table_views(raw: dict, details: Windows) -> int:
+    """Return ModelConfig's field of this name. Several ranks need at most as many views as one."""
+    own = [size for i, size in enumerate(details.sizes) if details.more.sources[i] == i]
+    num_full, more = own.count(None), details.more
+    ratio = raw["head_dim"] * raw["num_key_value_heads"] / (more.head_dim * more.num_key_value_heads)
+    return ceil(max(1, ratio) * (len(own) - num_full) / num_full) + ceil(max(ratio, 1 / ratio))
 
 
 def read_moe(raw: dict, file: Path) -> MoEConfig | None:
