@@ -29,6 +29,7 @@ FORMS = {
     "nanovllm.models.qwen3:Qwen3MLP.forward": "decoder:FusedMLP",
     "nanovllm.models.qwen3:Qwen3DecoderLayer.forward": "decoder:FusedDecoderLayer",
     "nanovllm.models.qwen3:Qwen3Model.forward": "decoder:FusedModel",
+    "nanovllm.models.gemma4_text:Gemma4Attention.forward": "fused_attention:FusedGemma4Attention",
     "nanovllm.models.shared.hybrid:GatedAttention.forward": "fused_attention:FusedGatedAttention",
     "nanovllm.models.shared.hybrid:SharedExpertMoE.forward": "fused_experts:FusedSharedExpertMoE",
     "nanovllm.models.shared.hybrid:HybridLayer.forward": "decoder:FusedHybridLayer",

@@ -23,13 +23,12 @@ class Gemma4Attention(Qwen3Attention):
         super().__init__(config, rotary_emb)
         if parts != "qkv":
             self.qkv_proj = PartialQKVLinear(config, parts)
-        self.num_values = self.num_kv_heads if "v" in parts else 0
         self.eps = config.rms_norm_eps
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
-        q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_values], dim=1)
-        v = v if self.num_values else k
+        q, k = qkv[:, : self.num_heads], qkv[:, self.num_heads : self.num_heads + self.num_kv_heads]
+        v = qkv[:, -self.num_kv_heads :]  # the keys, if there are no other values
         q, k = self.rotary_emb(positions, self.q_norm(q), self.k_norm(k))
         return self.o_proj(self.attn(q, k, norm_without_weight(v, self.eps)))
 
