@@ -135,8 +135,44 @@ print("done")
 """
 
 
+LARGE_HEADS = """
+from nanovllm.cache.kv_cache import AttentionSpec, KVCache
+from nanovllm.kernels.attention import decode_attention, paged_cache, prefill_attention
+
+for module in (decode_attention, paged_cache, prefill_attention):
+    module.has_hopper_kernels = module.has_tma = lambda *device: True
+    module.num_sms = lambda device: 132
+
+
+def work():
+    ints, bf16 = dict(dtype=torch.int32), dict(dtype=torch.bfloat16)
+    seqs = torch.full((3,), 99, **ints), torch.zeros(3, 8, **ints), 2000
+    for head_dim in (256, 512):
+        cache, q = KVCache(torch.zeros(2, 8, 256, 2, head_dim, **bf16)), torch.zeros(3, 16, head_dim, **bf16)
+        cache.spec = AttentionSpec(2, head_dim, scale=1.0)
+        weight, cos_sin = torch.ones(head_dim, **bf16), torch.zeros(3, 2, head_dim)
+        qkv = torch.zeros(3, 20, head_dim, **bf16)
+        more = weight, weight, 1e-6, cos_sin, torch.zeros(3, **ints)
+        decode_attention.decode_attention(q, cache, *seqs)
+        decode_attention.decode_attention(qkv, cache, *seqs, norm_rope_inputs=more)
+        tiles = torch.zeros(3, 2, **ints), torch.zeros_like(q)
+        prefill_attention.prefill_attention(q, cache, torch.zeros(2, **ints), *seqs[:2], *tiles)
+
+
+compile_only(work)
+found = kernels(decode_attention._decode_kernel.jit) + kernels(prefill_attention._prefill_kernel.jit)
+assert len(found) >= 5, found
+assert max(kernel.metadata.shared for kernel in found) <= 227 * 1024  # of a multiprocessor of an H100
+print("done")
+"""
+
+
 @pytest.mark.skipif(not hasattr(triton, "AsyncCompileMode"), reason="needs Triton 3.5")
-@pytest.mark.parametrize("code", [PROGRAM, PROGRAM[: PROGRAM.index("def work()")] + ADAPTERS], ids=["all", "adapters"])
+@pytest.mark.parametrize(
+    "code",
+    [PROGRAM, *(PROGRAM[: PROGRAM.index("def work()")] + code for code in (ADAPTERS, LARGE_HEADS))],
+    ids=["all", "adapters", "large heads"],
+)
 def test_kernels_are_compiled_side_by_side(tmp_path, code):
     program = tmp_path / "program.py"  # Triton reads the source of kernels
     program.write_text(code)
