@@ -217,6 +217,7 @@ def checkpoint_files(name: str, case: str) -> dict[str, bytes]:
         eos_token_id=None,
         bos_token_id=None,
         pad_token_id=None,
+        attn_implementation="eager",  # sdpa ignores soft caps in some versions
     )
     shape |= ({"rope_parameters": rope} if V5 else rope) | ({"head_dim": head_dim} if head_dim else {})
     config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**shape | entries)
@@ -252,7 +253,8 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
 
 
 def reference_model(folder: str, **options):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32, **options).eval()
+    options = {"attn_implementation": "eager", "torch_dtype": torch.float32} | options
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
 def shared_reference(folder: str) -> nn.Module:
