@@ -47,7 +47,8 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.fused import fuse
 from nanovllm.kernels.sampling.sampling_columns import COLUMNS
 from nanovllm.layers.sampler import gumbel_noise
-from nanovllm.reasoning.formats import FORMATS
+from nanovllm.reasoning.formats import FORMATS, HARMONY
+from nanovllm.reasoning.harmony import HarmonyMarkers
 from nanovllm.reasoning.stage import Markers
 from nanovllm.utils.loader import BUNDLED, load_tokenizer
 from nanovllm.utils.partial_sum import PartialSum
@@ -131,7 +132,8 @@ class CharacterTokenizer:
 
     def markers(self, name: str = "think") -> Markers:
         """Return the markers of a reasoning format."""
-        return Markers(FORMATS[name], self, self)
+        make = HarmonyMarkers if FORMATS[name] is HARMONY else Markers
+        return make(FORMATS[name], self, self)
 
 
 def noise_of_rows(seeds: torch.Tensor, positions: torch.Tensor, num_ids: int, first_id: int = 0) -> torch.Tensor:

@@ -136,6 +136,15 @@ def test_limits_with_states(name, num_layers, num_heads, tmp_path):
     assert found == pytest.approx(2 * 2 * sum(linear.values()) + 3 * state + keys_and_values, rel=1e-6)
 
 
+def test_limits_with_quantized_experts(tmp_path):
+    """Attention is read in 16 bits: 3.6 billion parameters for a token, of which 2.4 billion are in 4 bits."""
+    write_shape("gpt-oss-20b", tmp_path / "model")
+    config = Config(str(tmp_path / "model"), device="cpu", load_format="dummy")
+    num_bytes = limits([Request([0], 1)], config, Rates(1.0, INFINITE)).stepwise
+    attention, experts, head = 24 * 2 * 2880 * (64 + 8) * 64, 24 * 2880 * (32 + 3 * 4 * 2880), 201088 * 2880
+    assert num_bytes == 2 * attention + experts / 2 + 2 * head
+
+
 def test_limits_of_waves():
     """A sequence begins when another one has ended; a step that computes several reads the weights once."""
     weights, rates = 2 * (WEIGHTS + HEAD), Rates(1.0, INFINITE)
@@ -264,6 +273,8 @@ NUM_PARAMETERS = {
     "qwen3.5-9b": 8_953_803_264,
     "qwen3.6-27b": 26_895_998_464,
     "qwen3.5-35b-a3b": 34_660_610_688,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
 }
 
 
@@ -273,9 +284,9 @@ def test_shapes(name, tmp_path):
     write_shape(name, tmp_path / name)
     if "qwen3_5" in SHAPES[name][0]:
         pytest.importorskip("transformers.models.qwen3_5", reason="transformers 4 does not have Qwen3.5")
-    if name == "olmo3-7b" or name.startswith("gemma4"):
-        family = "olmo3" if name == "olmo3-7b" else "gemma4"
-        pytest.importorskip(f"transformers.models.{family}", reason=f"old versions of transformers lack {family}")
+    for family in ("olmo3", "gemma4", "gpt_oss"):
+        if name.startswith(family.replace("_", "-")):
+            pytest.importorskip(f"transformers.models.{family}", reason=f"old versions of transformers lack {family}")
     config = Config(str(tmp_path / name), device="cpu", load_format="dummy").model_config
     theirs = AutoConfig.from_pretrained(tmp_path / name).get_text_config()
     for entry in SHAPE_ENTRIES:

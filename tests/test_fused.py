@@ -37,7 +37,7 @@ from nanovllm.models import MODELS, ModelConfig, make_model
 from nanovllm.models.gemma3_text import GeluAndMul
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3MLP
-from nanovllm.moe.experts import Experts, MoE
+from nanovllm.moe.experts import ClampedSwiGLU, Experts, MoE
 from nanovllm.serve import cli
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.loader import load_model
@@ -67,6 +67,7 @@ FAMILIES = [
     "glm4",
     "qwen3",
     "qwen3-moe",
+    "gpt-oss",
     "qwen3_5",
     "qwen3_next",
     "qwen3_5_moe",
@@ -181,7 +182,17 @@ def test_plain_modules_are_in_the_table_of_models(tmp_path):
     rows = re.findall(r"^\| `(\w+)` \|.*\|(.*) \|$", (DOCS / "models.md").read_text(), re.MULTILINE)
     documented = {family: {*re.findall(r"`(\w+)`", plain)} for family, plain in rows[1:]}
     assert documented.keys() == MODELS.keys()
-    parts = LinearBase, Attention, nn.ModuleList, nn.Identity, SiluAndMul, GeluAndMul, Experts, SigmoidGate
+    parts = (
+        LinearBase,
+        Attention,
+        nn.ModuleList,
+        nn.Identity,
+        SiluAndMul,
+        GeluAndMul,
+        Experts,
+        SigmoidGate,
+        ClampedSwiGLU,
+    )
     found: dict[str, set[str]] = {}
     for name in MODULES:
         if name != "llama-gelu":  # which is no family of the package

@@ -100,6 +100,7 @@ GRANITE = {
     "attention_multiplier": 0.2,
     "logits_scaling": 0.5,
 }
+GPT_OSS = {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 23, "swiglu_limit": 0.5}
 MINISTRAL3 = YARN | {"llama_4_scaling_beta": 0.3}
 
 
@@ -156,6 +157,8 @@ if V5:
         "phi3-partial": ("Phi3", 4, 2, 16, {"partial_rotary_factor": 0.75}, {}),
         "seed-oss": ("SeedOss", 4, 2, 16, {}, {"attention_out_bias": True, "attention_dropout": 0.0}),
         "ministral3": ("Ministral3", 4, 2, 16, MINISTRAL3, {}),
+        "gpt-oss": ("GptOss", 4, 2, 32, YARN | {"truncate": False}, GPT_OSS),
+        "gpt-oss-no-biases": ("GptOss", 8, 1, 16, {}, GPT_OSS | {"attention_bias": False, "swiglu_limit": 1.0}),
     }
 
 
@@ -558,6 +561,7 @@ CONFIG_CLASSES = {
     "smollm3": "SmolLM3Config",
     "seed_oss": "SeedOssConfig",
     "qwen3_moe": "Qwen3MoeConfig",
+    "gpt_oss": "GptOssConfig",
     "qwen3_next": "Qwen3NextConfig",
     "qwen3_5": "Qwen3_5TextConfig",
     "qwen3_5_moe": "Qwen3_5MoeTextConfig",
@@ -580,6 +584,26 @@ def test_entries_that_are_absent(model_type):
 
 
 PUBLISHED = {
+    "gpt-oss-20b": (
+        {
+            "model_type": "gpt_oss",
+            **dict(hidden_size=2880, intermediate_size=2880, num_hidden_layers=24, num_local_experts=32, head_dim=64),
+            **dict(num_attention_heads=64, num_key_value_heads=8, vocab_size=201088, max_position_embeddings=131072),
+            **dict(sliding_window=128, attention_bias=True, num_experts_per_tok=4, experts_per_token=4),
+            **dict(initial_context_length=4096, rope_theta=150000, rms_norm_eps=1e-5, eos_token_id=200002),
+            "rope_scaling": YARN | {"factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
+            "layer_types": ["sliding_attention", "full_attention"] * 12,
+            "quantization_config": {
+                "quant_method": "mxfp4",
+                "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+            },
+        },
+        {},
+        {
+            **dict(dtype=torch.bfloat16, max_position_embeddings=131072, details=(128, None) * 12),
+            **dict(qkv_bias=True, o_bias=True, eos_token_ids={200002}, attention_fraction=0.5),
+        },
+    ),
     "gemma-3-4b": (
         {
             "architectures": ["Gemma3ForConditionalGeneration"],

@@ -15,9 +15,10 @@ from nanovllm import kernels
 from nanovllm.fused import fuse
 from nanovllm.fused.forms import Fused
 from nanovllm.kernels.launch.gpu_features import has_hopper_kernels, has_tma
+from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.models.shared.hybrid import SharedExpertMoE
-from nanovllm.moe.experts import DOWN, GATE, UP, MoE, route
+from nanovllm.moe.experts import DOWN, GATE, UP, ClampedSwiGLU, MoE, route
 from nanovllm.moe.kernels import moe_gemm, moe_gemv, moe_routing
 from nanovllm.moe.kernels.moe_routing import Routing, max_tiles, sort_by_expert
 from nanovllm.moe.moe_config import MoEConfig
@@ -68,10 +69,10 @@ def expert_weights(num_experts: int, hidden: int, size: int, dtype=torch.float32
     return gate_up.to(dtype), (randn(num_experts, hidden, size) / size**0.5).to(dtype)
 
 
-def reference(x, weights, expert_ids, gate_up, down) -> torch.Tensor:
+def reference(x, weights, expert_ids, gate_up, down, biases=(0, 0), act=None) -> torch.Tensor:
     """Every token through every expert, in float64."""
-    gate, up = torch.einsum("th,enh->ten", x.double(), gate_up.double()).chunk(2, -1)
-    y = torch.einsum("ten,ehn->teh", F.silu(gate) * up, down.double())
+    y = torch.einsum("th,enh->ten", x.double(), gate_up.double()) + biases[0]
+    y = torch.einsum("ten,ehn->teh", (act or SiluAndMul())(y), down.double()) + biases[1]
     dense = torch.zeros(len(x), len(down), dtype=torch.float64, device=x.device)
     dense.scatter_(1, expert_ids.long(), weights.double())
     return torch.einsum("te,teh->th", dense, y)
@@ -140,6 +141,14 @@ def test_padding_goes_where_the_first_token_goes():
     rows = [0, 1, 0, 3, 0, 0]
     padded = moe_routing.route(logits, 3, True, slots)
     assert torch.equal(padded.expert_ids, expert_ids[rows]) and torch.equal(padded.weights, weights[rows])
+
+
+def test_route_with_a_bias():
+    logits, bias = randn(3, 7, 60), randn(60)
+    weights, expert_ids = route(logits[0] + logits[1] + logits[2] + bias, 4, True)
+    routing = moe_routing.route(logits, 4, True, bias=bias)
+    assert torch.equal(routing.expert_ids.long(), expert_ids)
+    assert_close(routing.weights, weights)
 
 
 def test_router_logits():
@@ -284,6 +293,17 @@ def test_moe_gemm(use_tma, shape, dtype_and_tma):
     assert parts.shape == (shape[2], *x.shape) and parts.dtype == dtype
     # each part is rounded on its own
     assert_close(parts.float().sum(0).to(dtype), reference(x, *routing[:2], gate_up, down), 2)
+
+
+@pytest.mark.parametrize("shape, dtype_and_tma", pairs(GEMM_SHAPES, DTYPES_AND_TMA), ids=str)
+def test_moe_gemm_with_biases(use_tma, shape, dtype_and_tma):
+    """And with the activation of gpt-oss."""
+    dtype, tma = dtype_and_tma
+    use_tma(tma)
+    x, _, routing, gate_up, down = inputs(*shape, dtype)
+    biases, act = [randn(*weight.shape[:2], dtype=dtype) for weight in (gate_up, down)], ClampedSwiGLU(0.75, 1.5)
+    parts = moe_gemm.moe_gemm(x, routing, gate_up, down, biases=tuple(biases), clamp=act.clamp)
+    assert_close(parts.float().sum(0).to(dtype), reference(x, *routing[:2], gate_up, down, biases, act), 2)
 
 
 @each_dtype_and_tma

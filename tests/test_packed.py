@@ -25,9 +25,10 @@ from test_models import requests as model_requests
 from test_quantization import assert_refused, is_linear, short_requests, split_experts
 
 from nanovllm import SamplingParams
+from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.models import ModelConfig, make_model
-from nanovllm.moe.experts import Experts
+from nanovllm.moe.experts import ClampedSwiGLU, Experts
 from nanovllm.moe.moe_config import MoEConfig
 from nanovllm.quantization import packed as packed_weights
 from nanovllm.quantization.formats.mxfp4 import read_config as mxfp4_config
@@ -272,7 +273,7 @@ def test_experts_of_gpt_oss(rank, size):
     """What transformers reads from the same tensors."""
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     moe, config = (
-        MoEConfig(frozenset({0}), 4, 2, 64, True),
+        MoEConfig(frozenset({0}), 4, 2, 64, True, alternates=True),
         mxfp4_config({"quant_method": "mxfp4"}, Path("config.json")),
     )
     with constructing(TensorParallel(rank, size), torch.float32):
@@ -467,21 +468,25 @@ def test_dequantize_kernel(fresh_memory_is_nan, kind):
 @pytest.mark.parametrize("first_expert", [0, 2])
 @pytest.mark.parametrize("kind, num_tokens", pairs(KINDS, [1, 5, 40]))
 def test_packed_experts(fresh_memory_is_nan, kind, num_tokens, first_expert):
-    """With `first_expert`, experts 2 to 4 of five are here."""
+    """With `first_expert`, experts 2 to 4 of five are here. With MXFP4, the experts are those of gpt-oss."""
     size = 128 if KINDS[kind][2] == 128 else 96
     x, routing = randn(num_tokens, 128, dtype=torch.float16), route(randn(1, num_tokens, 5), 2, True)
     gate_up, down = (random_packed(kind, *shape, torch.float16, 5) for shape in ((2 * size, 128), (128, size)))
     gate_up = gate_up._replace(scales=(gate_up.scales.float() / 8).to(gate_up.scales.dtype))
     local = [Packed(*(x if x is None else x[first_expert:] for x in w[:5]), *w[5:]) for w in (gate_up, down)]
-    parts = packed_experts(x, routing, *local, first_expert)
+    biases, act, terms = [torch.zeros(5, n, device=DEVICE) for n in (2 * size, 128)], SiluAndMul(), ()
+    if kind == "mxfp4":
+        biases, act = [randn(*bias.shape, dtype=torch.float16) for bias in biases], ClampedSwiGLU(0.75, 1.5)
+        terms = tuple(bias[first_expert:] for bias in biases), act.clamp
+    parts = packed_experts(x, routing, *local, first_expert, *terms)
     y = sum_local_parts(parts, routing, first_expert, 5 - first_expert)
     gate_up, down = ([dequantize(w.of(i), torch.float64) for i in range(5)] for w in (gate_up, down))
     expected = torch.zeros(x.shape, dtype=torch.float64, device=DEVICE)
     for token, (weights, ids) in enumerate(zip(routing.weights.double(), routing.expert_ids.tolist())):
         for weight, expert in zip(weights, ids):
             if expert >= first_expert:
-                gate, up = (x[token].double() @ gate_up[expert].T).chunk(2, -1)
-                expected[token] += weight * ((F.silu(gate) * up) @ down[expert].T)
+                gate_and_up = x[token].double() @ gate_up[expert].T + biases[0][expert]
+                expected[token] += weight * (act(gate_and_up) @ down[expert].T + biases[1][expert])
     assert (y.double() - expected).norm() < 0.003 * expected.norm()
 
 

@@ -139,6 +139,7 @@ CASES = [
     ("phi3", "GPT2TokenizerFast", "qwen2"),
     ("phi3", "LlamaTokenizerFast", "sentencepiece"),
     ("seed_oss", "PreTrainedTokenizerFast", "qwen2"),
+    ("gpt_oss", "PreTrainedTokenizerFast", "tekken"),
     ("a_type_of_its_own", "PreTrainedTokenizerFast", "llama-3"),
     ("a_type_of_its_own", "Qwen2Tokenizer", "qwen2"),
 ]

@@ -91,7 +91,11 @@ class StepCosts:
         self.weights = shape.layer_operations // 2 * shape.num_hidden_layers
         self.head_weights = shape.hidden_size * shape.vocab_size
         self.head_size = config.dtype.itemsize
-        self.weight_size = shape.quantization.bits / 8 if shape.quantization else self.head_size
+        self.weight_size = self.attention_size = shape.quantization.bits / 8 if shape.quantization else self.head_size
+        if shape.quantization and shape.quantization.scheme_of("model.layers.0.self_attn.q_proj") is None:
+            self.attention_size = self.head_size
+        num_heads = shape.num_attention_heads + shape.num_key_value_heads
+        self.attention_weights = 2 * shape.hidden_size * num_heads * shape.head_dim * shape.num_hidden_layers
         # FP8 units multiply twice as fast
         self.speed_up = 2 if shape.quantization and shape.quantization.dtype.is_floating_point else 1
         head_bytes = shape.head_dim + 2 if config.kv_cache_dtype == "fp8" else shape.head_dim * self.head_size
@@ -134,4 +138,5 @@ class StepCosts:
             num_weights += (
                 max(0, num_more_experts) * 3 * self.shape.hidden_size * moe.intermediate_size * len(moe.layers)
             )
-        return num_weights * self.weight_size + self.head_weights * self.head_size
+        others = self.attention_weights * (self.attention_size - self.weight_size) + self.head_weights * self.head_size
+        return num_weights * self.weight_size + others

@@ -25,6 +25,9 @@ SHAPES = {
     "gemma4-26b-a4b": ("gemma4_text", 2816, 2112, 30, 16, 8, 256, 262144, 262144, 1e-6, 1e4, 1, True),
     "gemma4-e2b": ("gemma4_text", 1536, 6144, 35, 8, 1, 256, 262144, 131072, 1e-6, 1e4, 1, True),
     "olmo3-7b": ("olmo3", 4096, 11008, 32, 32, 32, 128, 100278, 65536, 1e-6, 5e5, 100257, False),
+    # with experts in MXFP4
+    "gpt-oss-20b": ("gpt_oss", 2880, 2880, 24, 64, 8, 64, 201088, 131072, 1e-5, 1.5e5, 200002, False),
+    "gpt-oss-120b": ("gpt_oss", 2880, 2880, 36, 64, 8, 64, 201088, 131072, 1e-5, 1.5e5, 200002, False),
     # only the text part
     "qwen3.5-9b": ("qwen3_5_text", 4096, 12288, 32, 16, 4, 256, 248320, 262144, 1e-6, 1e7, 248044, False),
     "qwen3.6-27b": ("qwen3_5_text", 5120, 17408, 64, 24, 4, 256, 248320, 262144, 1e-6, 1e7, 248044, False),
@@ -34,6 +37,22 @@ LLAMA_ROPE = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0,
 OLMO_ROPE = dict(
     rope_type="yarn", factor=8.0, original_max_position_embeddings=8192, attention_factor=1.2079441541679836
 )
+GPT_OSS = {
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "attention_bias": True,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+    },
+}
 EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1}
 DELTA_HEADS = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "full_attention_interval": 4}
 DELTA_HEADS |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
@@ -61,6 +80,8 @@ EXTRA_ENTRIES: dict[str, dict] = {
         "use_double_wide_mlp": True,
     },
     "olmo3-7b": {"sliding_window": 4096, "rope_scaling": OLMO_ROPE},
+    "gpt-oss-20b": GPT_OSS | {"num_local_experts": 32},
+    "gpt-oss-120b": GPT_OSS | {"num_local_experts": 128},
     "qwen3-30b-a3b": EXPERTS | {"moe_intermediate_size": 768, "mlp_only_layers": []},
     "qwen3-235b-a22b": EXPERTS | {"moe_intermediate_size": 1536, "mlp_only_layers": []},
     "qwen3.5-9b": DELTA_HEADS,

@@ -10,7 +10,7 @@ from nanovllm.fused.forms import Fused
 from nanovllm.fused.fused_linear import UNQUANTIZED, are_known, is_swiglu
 from nanovllm.fused.norm_input import Normed, NormInput
 from nanovllm.kernels import operation
-from nanovllm.moe.experts import Experts, route
+from nanovllm.moe.experts import ClampedSwiGLU, Experts, route
 from nanovllm.utils.context import get_context
 from nanovllm.utils.partial_sum import Compute, PartialSum, sum_over_ranks
 
@@ -35,8 +35,9 @@ class FusedMoE(Fused):
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
         gate, experts = module.gate, module.experts
-        has_router = are_known(gate) and gate.format is UNQUANTIZED and gate.bias is None  # type: ignore[union-attr]
-        return has_router and type(experts).forward is Experts.forward and is_swiglu(experts.act_fn)
+        has_router = are_known(gate) and gate.format is UNQUANTIZED  # type: ignore[union-attr]
+        has_act = is_swiglu(experts.act_fn) or type(experts.act_fn) is ClampedSwiGLU
+        return has_router and type(experts).forward is Experts.forward and has_act
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.fused(Normed(x)).reduce()

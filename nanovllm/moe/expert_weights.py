@@ -1,8 +1,10 @@
-"""Loads experts from checkpoints that store each expert's tensors separately instead of stacked."""
+"""Loads experts from checkpoints that store each expert's tensors separately, or in stacks of another layout."""
 
 from collections.abc import Callable, Collection
 from functools import partial
+from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -20,3 +22,16 @@ def split_experts(loaders: dict[str, tuple[Callable, list[int]]], model: nn.Modu
                 del loaders[name]
             for name, (parameter, shard_id) in experts.tensors_of_experts().items():
                 loaders[f"{path}.{name}"] = partial(parameter.weight_loader, parameter), [*shard_id]
+
+
+def load_alternating(load: Callable, name: str, stack: Any) -> torch.Tensor | None:
+    """Load a stack of weights [experts, inputs, outputs] or biases [experts, outputs], unless it is quantized.
+
+    Outputs of gate and up alternate. `load` takes the stack in this package's layout: see Experts.
+    """
+    if callable(stack) or not name.endswith(("_proj", "_proj_bias")):
+        return load(stack)
+    outputs_last = stack[...]
+    if name.startswith("gate_up"):
+        outputs_last = torch.cat((outputs_last[..., ::2], outputs_last[..., 1::2]), -1)
+    return load(outputs_last.transpose(1, -1))

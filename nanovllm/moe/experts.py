@@ -37,6 +37,22 @@ def route(
     return torch.cat((weights, shared), 1), torch.cat((expert_ids, shared_ids), 1)
 
 
+class ClampedSwiGLU(nn.Module):
+    """The activation of gpt-oss: [T, 2n] -> [T, n].
+
+    gate * sigmoid(alpha * gate) * (up + 1). Before that, gate is at most `limit`, and up is between -limit and limit.
+    """
+
+    def __init__(self, limit: float, alpha: float):
+        super().__init__()
+        self.clamp = limit, alpha
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (gate, up), (limit, alpha) = x.chunk(2, -1), self.clamp
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * torch.sigmoid(alpha * gate) * (up + 1)
+
+
 class ExpertsFormat:
     """The weight format of `Experts`.
 
@@ -79,7 +95,12 @@ class Experts(nn.Module):
         gate_up, down = (2 * self.local_size, hidden_size), (hidden_size, self.local_size)
         self.gate_up_proj = parameter((self.num_stacked, *gate_up), self._load_gate_up, is_linear=True)
         self.down_proj = parameter((self.num_stacked, *down), self._load_down, is_linear=True)
-        self.act_fn = SiluAndMul()
+        self.gate_up_proj_bias = self.down_proj_bias = None
+        if config.has_bias:
+            self.gate_up_proj_bias = parameter((self.num_local, 2 * self.local_size), self._load_gate_up)
+            self.down_proj_bias = parameter((self.num_local, hidden_size), self._load_down_bias)
+        self.alternates = config.alternates
+        self.act_fn = SiluAndMul() if config.clamp is None else ClampedSwiGLU(*config.clamp)
         self.format = ExpertsFormat()
 
     def tensors_of_experts(self) -> dict[str, tuple[nn.Parameter, tuple[int, int]]]:
@@ -104,10 +125,13 @@ class Experts(nn.Module):
         return Shard((self.size, self.hidden_size), self.size_tp.local_slice(self.size), first_row=first_row)
 
     def _load_gate_up(self, target: torch.Tensor, weight, *expert_and_shard_id: int) -> torch.Tensor | None:
-        """Load the gate and up weights of all experts, [experts, 2 * size, hidden], or of one expert."""
+        """Load the gate and up weights of all experts, [experts, 2 * size, hidden], or of one expert.
+
+        Also load the biases of all experts, [experts, 2 * size].
+        """
         if expert_and_shard_id:
             return self._load_one(target, weight, *expert_and_shard_id)
-        weight = check_shape(weight, (self.num_experts, 2 * self.size, self.hidden_size))
+        weight = check_shape(weight, (self.num_experts, 2 * self.size, self.hidden_size)[: target.dim()])
         experts, target = slice(self.first_expert, self.first_expert + self.num_local), target[: self.num_local]
         for shard_id in (GATE, UP):
             begin = shard_id * self.size + self.size_tp.rank * self.local_size
@@ -123,6 +147,11 @@ class Experts(nn.Module):
         experts = slice(self.first_expert, self.first_expert + self.num_local)
         begin = self.size_tp.rank * self.local_size
         return target[: self.num_local].copy_(weight[experts, :, begin : begin + self.local_size])
+
+    def _load_down_bias(self, target: torch.Tensor, weight) -> torch.Tensor:
+        weight = check_shape(weight, (self.num_experts, self.hidden_size))
+        target.copy_(weight[self.first_expert : self.first_expert + self.num_local])
+        return target if self.size_tp.rank == 0 else target.zero_()  # the sum over ranks must contain it once
 
     def _load_one(self, stacked: torch.Tensor, weight, expert: int, shard_id: int) -> torch.Tensor | None:
         """Load one expert's weight. Return the loaded part of the stack, or `None` if another rank has the expert."""
@@ -141,11 +170,15 @@ class Experts(nn.Module):
             index = expert - self.first_expert
             if len(pairs) and 0 <= index < self.num_stacked:
                 token = pairs // expert_ids.shape[1]
-                h = self.act_fn(linear(x[token], self.format.weight(self, "gate_up_proj", index, x.dtype)))
-                y = linear(h, self.format.weight(self, "down_proj", index, x.dtype)).float()
+                h = self.act_fn(self._linear(x[token], "gate_up_proj", index))
+                y = self._linear(h, "down_proj", index).float()
                 y *= weights.flatten()[pairs, None]
                 out.index_add_(0, token, y)
         return out.to(x.dtype)
+
+    def _linear(self, x: torch.Tensor, name: str, index: int) -> torch.Tensor:
+        bias = getattr(self, f"{name}_bias")
+        return linear(x, self.format.weight(self, name, index, x.dtype), None if bias is None else bias[index])
 
 
 class Router(ReplicatedLinear):
@@ -155,8 +188,9 @@ class Router(ReplicatedLinear):
     """
 
     def __init__(self, hidden_size: int, config: MoEConfig):
-        super().__init__(hidden_size, config.num_experts + config.num_shared)
+        super().__init__(hidden_size, config.num_experts + config.num_shared, config.has_bias)
         self.num_experts = config.num_experts
+        self.output_sizes = [config.num_experts]  # a family may rename it: see load_whole
 
     def shard(self) -> Shard:
         return Shard((self.num_experts, self.weight.shape[1]))

@@ -15,6 +15,11 @@ class MoEConfig:
     expert_parallel: bool = False  # each rank has whole experts; our setting, not the checkpoint's
     num_shared: int = 0  # experts that every token uses: the last ones of the router and of the stacks
     is_next_to_mlp: bool = False  # whether the layers also have an MLP
+    has_bias: bool = False  # whether the router and the experts, none of which are shared, have biases
+    clamp: tuple[float, float] | None = None  # limit and alpha of ClampedSwiGLU, which then replaces SwiGLU
+    # whether outputs of gate and up alternate in a checkpoint's stacks; stacks of weights that are not quantized are
+    # then [experts, inputs, outputs]
+    alternates: bool = False
 
     @property
     def weights_per_input(self) -> int:

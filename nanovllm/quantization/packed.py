@@ -56,15 +56,12 @@ class PackedScheme:
     `reader` converts the tensor of a whole weight to codes [N, K] for the field `words`, and to the field's shape for
     other fields. The field "contiguous" stands for a tensor of group ids that must be in order. Without tensors, 16-bit
     weights are quantized while they are loaded.
-
-    alternates: whether rows of gate and up alternate in a tensor that contains all experts.
     """
 
     codes: str
     group_size: int | None  # inputs that share a scale; None: all
     tensors: tuple[tuple[str, str, Callable[[torch.Tensor], torch.Tensor]], ...] = ()
     scale_dtype: torch.dtype | None = None  # None: the model's dtype
-    alternates: bool = False
     dtype: ClassVar[torch.dtype] = torch.int32  # of the packed values
     scale_name: ClassVar[None] = None
     bits: ClassVar[int] = 4
@@ -137,6 +134,8 @@ class PackedWeight:
     ValueError if this rank's inputs begin or end within a group.
     """
 
+    advice = "use fewer ranks"  # in this error
+
     def __init__(self, shape: tuple[int, ...], scheme: PackedScheme, shards: list[Shard], select: Callable):
         *stack, n, k = shape
         whole_k, self.columns = shards[0].shape[1], shards[0].parts[0].columns  # all shards have the same inputs
@@ -152,7 +151,7 @@ class PackedWeight:
         elif (first % size and scheme.group_size) or k % size:
             raise ValueError(
                 f"this rank has inputs {first} to {first + k - 1} of {whole_k}, which can't be divided into groups of "
-                f"{size}: use fewer ranks"
+                f"{size}: {self.advice}"
             )
         if whole_k % size or (size % 16 and self.num_groups > 1):
             raise ValueError(

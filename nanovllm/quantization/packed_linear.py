@@ -79,6 +79,8 @@ class PackedExperts(ExpertsFormat):
 class PackedStack(PackedWeight):
     """One of the two stacked weights of a rank's experts."""
 
+    advice = "use fewer ranks, or expert_parallel=True, which divides no expert"
+
     def __init__(self, shape: tuple[int, ...], scheme: PackedScheme, experts: Experts, shard_ids: tuple[int, ...]):
         self.first_expert, self.num_local, self.num_experts = (
             experts.first_expert,
@@ -86,6 +88,7 @@ class PackedStack(PackedWeight):
             experts.num_experts,
         )
         self.shards = {shard_id: experts.shard(shard_id) for shard_id in shard_ids}
+        self.alternates = experts.alternates
         super().__init__(shape, scheme, [*self.shards.values()], self._select)
 
     def _select(self, expert: int, shard_id: int) -> tuple[Shard, tuple[int, ...]] | None:
@@ -108,7 +111,7 @@ class PackedStack(PackedWeight):
             for part, *arguments in self._parts(weight):
                 super()._load(field, read, target, lambda shape, part=part: part, *arguments)
             return None
-        if not self.scheme.alternates:
+        if not self.alternates:
             raise ValueError("quantized experts in one tensor are not supported: each needs tensors of its own")
         if (count := weight.get_shape()[0]) != self.num_experts:
             raise ValueError(f"the checkpoint has {count} experts, the model needs {self.num_experts}")

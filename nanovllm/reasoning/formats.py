@@ -17,6 +17,10 @@ class ReasoningFormat(NamedTuple):
 
 
 THINK = ReasoningFormat("<think>", "</think>")
+# `end` leads from a thought to the answer
+HARMONY = ReasoningFormat(
+    "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>", is_open=True
+)
 FORMATS = {
     "think": THINK,
     "qwen3": THINK,
@@ -24,6 +28,7 @@ FORMATS = {
     "glm45": THINK,
     "deepseek_r1": THINK._replace(is_open=True),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "openai_gptoss": HARMONY,
 }
 DEEPSEEK_TURN = "<\uff5cAssistant\uff5c>"
 # words in a chat template that suggest that it can switch reasoning on
@@ -37,6 +42,8 @@ def template_text(chat_template: str | Mapping[str, str] | None) -> str:
 
 def format_of(chat_template: str) -> str | None:
     """Return the name of a chat template's reasoning format, or None if the template has no known format."""
+    if HARMONY.begin in chat_template:
+        return "openai_gptoss"
     if "[THINK]" in chat_template:
         return "mistral"
     if "<think>" in chat_template:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.engine.features import Ends, StepFeature
 from nanovllm.engine.scheduled_step import ScheduledStep
 from nanovllm.engine.sequence import Sequence
-from nanovllm.reasoning.formats import FORMATS
-from nanovllm.reasoning.stage import Markers, Reasoning
+from nanovllm.reasoning.formats import FORMATS, HARMONY
+from nanovllm.reasoning.harmony import HarmonyMarkers
+from nanovllm.reasoning.stage import Markers
 
 if TYPE_CHECKING:
     from nanovllm.requests.input_processor import InputProcessor
@@ -20,9 +21,8 @@ class ReasoningStage(StepFeature):
     @classmethod
     def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
         markers = markers_of(request.params.reasoning_parser, processor)
-        stage = markers.stage_after(request.group[0].prompt_token_ids)
         for seq in request.group:
-            seq.feature_state["reasoning"] = Reasoning(markers, stage)
+            seq.feature_state["reasoning"] = markers.start(request.group[0].prompt_token_ids)
             seq.is_watched = True
 
     @classmethod
@@ -32,10 +32,11 @@ class ReasoningStage(StepFeature):
                 reasoning.take(seq.token_ids[-1:])
 
 
-def markers_of(name: str, processor: "InputProcessor") -> Markers:
+def markers_of(name: str, processor: "InputProcessor") -> Markers | HarmonyMarkers:
     """Return the markers of the format `name`, which are cached in `processor`."""
     form = FORMATS[name]
+    make = HarmonyMarkers if form is HARMONY else Markers
     if form not in processor.reasoning_markers:
         with processor.tokenizer_lock:
-            processor.reasoning_markers[form] = Markers(form, processor.tokenizer, processor.all_token_bytes)
+            processor.reasoning_markers[form] = make(form, processor.tokenizer, processor.all_token_bytes)
     return processor.reasoning_markers[form]

@@ -25,7 +25,8 @@ class Markers:
         """`token_bytes` must include the special tokens."""
         self.begin, self.end, self.is_open = form.begin.encode(), form.end.encode(), form.is_open
         self.token_bytes = token_bytes
-        self.begin_id, self.end_id = (_token_id(tokenizer, text) for text in (form.begin, form.end))
+        self.texts = form.begin, form.end
+        self.begin_id, self.end_id = (find_token_id(tokenizer, text) for text in (form.begin, form.end))
         self.end_ids: list[int] = tokenizer.encode(form.end, add_special_tokens=False)
         added = tokenizer.added_tokens_decoder.items()
         self._turn_ids = {
@@ -34,6 +35,10 @@ class Markers:
 
     def _has_marker(self, text: str) -> bool:
         return self.begin in text.encode() or self.end in text.encode()
+
+    def start(self, prompt_token_ids: list[int]) -> "Reasoning":
+        """Return the state at the beginning of an answer to this prompt."""
+        return Reasoning(self, self.stage_after(prompt_token_ids))
 
     def stage_after(self, prompt_token_ids: list[int]) -> Stage:
         """Return the stage in which an answer to this prompt begins.
@@ -86,6 +91,11 @@ class Reasoning:
                 return
             self.take_text(self.markers.token_bytes[token_id])
 
+    def forced_id(self, budget: int) -> int | None:
+        """Return the next token of the end marker if more than `budget` tokens of reasoning would follow, else None."""
+        end_ids, num_over = self.markers.end_ids, self.num_thoughts - budget
+        return end_ids[num_over % len(end_ids)] if num_over >= 0 else None
+
     def take_text(self, piece: bytes) -> None:
         """Process the text of the next token. With `TextMarkers`, the text may comprise any number of tokens."""
         if self.stage is Stage.BEFORE:
@@ -125,6 +135,7 @@ def _begins_or_ends_turn(token: Any) -> bool:
     return bool(token.content.strip()) and (token.special or any(bar in token.content for bar in "|\uff5c"))
 
 
-def _token_id(tokenizer: Any, text: str) -> int | None:
+def find_token_id(tokenizer: Any, text: str) -> int | None:
+    """Return the id of the token that is `text`, or None if there is none."""
     token_id = tokenizer.convert_tokens_to_ids(text)
     return token_id if token_id is not None and tokenizer.convert_ids_to_tokens(token_id) == text else None

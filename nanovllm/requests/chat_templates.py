@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, TemplateError, nodes
 
+from nanovllm.reasoning.formats import HARMONY
 from nanovllm.requests.request import Message
 
 OTHER_ROLES = {"developer": "system", "function": "tool"}  # OpenAI's newer and older names
@@ -31,6 +32,7 @@ class TemplateForms(NamedTuple):
     arguments_text: the template needs a tool call's arguments as text. Otherwise, the arguments become an object.
     roles: the names with which the template compares a message's role.
     reasoning: the names under which the template reads the reasoning.
+    is_harmony: the template refuses a call with both reasoning and content. Both then become reasoning.
     """
 
     content_parts: bool = False
@@ -38,6 +40,7 @@ class TemplateForms(NamedTuple):
     arguments_text: bool = False
     roles: frozenset[str] = frozenset()
     reasoning: frozenset[str] = frozenset()
+    is_harmony: bool = False
 
     def message(self, message: Message) -> Message:
         """Convert a message to these forms. Raises ValueError for parts that are not text.
@@ -57,6 +60,9 @@ class TemplateForms(NamedTuple):
             entries |= dict.fromkeys(self.reasoning - entries.keys(), reasoning)
         if "content" in entries:
             entries["content"] = self._content(entries["content"])
+        is_full = self.is_harmony and "tool_calls" in entries and reasoning is not None
+        if is_full and (text := entries.pop("content", "")):
+            entries |= dict.fromkeys(self.reasoning, f"{reasoning}\n\n{text}")
         return entries
 
     def with_contents(self, messages: list[Message]) -> list[Message]:
@@ -100,7 +106,8 @@ def forms_of(template: str) -> TemplateForms:
     if len(template) > MAX_CHARACTERS:
         return TemplateForms()
     try:
-        return _forms_in(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION.sub("", template)))
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION.sub("", template))
+        return _forms_in(tree)._replace(is_harmony=HARMONY.begin in template)
     except (TemplateError, RecursionError):
         return TemplateForms()
 

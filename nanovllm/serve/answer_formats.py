@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nanovllm.reasoning.formats import format_of, has_unknown_reasoning, template_text
+from nanovllm.reasoning.harmony import HarmonyMarkers
 from nanovllm.reasoning.reasoning_feature import markers_of
 from nanovllm.reasoning.stage import Markers
 from nanovllm.requests.input_processor import InputProcessor
@@ -29,7 +30,7 @@ class Formats(NamedTuple):
 
     tool_calls: str | None
     reasoning_parser: str | None = None
-    reasoning: Markers | None = None
+    reasoning: Markers | HarmonyMarkers | None = None
     special: frozenset[str] = frozenset()
     token_bytes: Mapping[int, bytes] = MappingProxyType({})
 
@@ -73,6 +74,6 @@ def find_formats(processor: InputProcessor, settings: ServerSettings) -> Formats
     text = "formats of the chat template: tool calls %s; reasoning %s"
     logger.info(text, tools or "none (requests with `tools` are refused)", reasoning or "none")
     markers = None if reasoning is None else markers_of(reasoning, processor)
-    names = [*PARSERS[tools or "none"].markers, *((markers.begin.decode(), markers.end.decode()) if markers else ())]
+    names = [*PARSERS[tools or "none"].markers, *(markers.texts if markers else ())]
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return Formats(tools, reasoning, markers, frozenset(names) & special, processor.all_token_bytes)

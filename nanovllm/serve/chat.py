@@ -6,15 +6,15 @@ from itertools import groupby, islice
 from typing import Any, cast
 
 from nanovllm.engine.outputs import CompletionOutput, Logprob, RequestOutput
-from nanovllm.reasoning.stage import Reasoning
 from nanovllm.requests import prompts
 from nanovllm.requests.stream_event import StreamEvent
 from nanovllm.serve.answer_formats import Formats
 from nanovllm.serve.answers import Answer, encoded, logprob_value
 from nanovllm.serve.async_request import AsyncRequest
 from nanovllm.serve.errors import ApiError, require
+from nanovllm.serve.harmony_parser import HarmonyParser
 from nanovllm.serve.protocol import ChatBody, ChatFields, Message, NamedToolChoice
-from nanovllm.serve.reasoning_parser import ReasoningParser
+from nanovllm.serve.reasoning_parser import ReasoningParser, make_reasoning_parser
 from nanovllm.serve.tool_parsers import PARSERS, ToolCall, ToolParser, WholeParser, parsed
 
 TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "documents", "chat_template")
@@ -70,7 +70,7 @@ class AnswerParser:
 
     def __init__(
         self,
-        reasoning: ReasoningParser | None,
+        reasoning: ReasoningParser | HarmonyParser | None,
         tools: ToolParser,
         new_id: Callable[[], str] = ToolParser.new_id,
         max_calls: int | None = None,
@@ -124,11 +124,11 @@ class ChatAnswer(Answer):
         self._echo = _text(last.content) if body.echo and last.role == self._role else ""
 
     def _make_parser(self) -> "AnswerParser":
-        reasoning = None
-        if (markers := self._markers) is not None:
-            reasoning = ReasoningParser(Reasoning(markers, markers.stage_after(self.requests[0].prompt_token_ids)))
+        reasoning, tools = None, self._make_tool_parser()
+        if self._markers is not None:
+            reasoning = make_reasoning_parser(self._markers.start(self.requests[0].prompt_token_ids), tools)
         max_calls = 1 if self.body.parallel_tool_calls is False else None
-        return AnswerParser(reasoning, self._make_tool_parser(), self._new_call_id, max_calls)
+        return AnswerParser(reasoning, tools, self._new_call_id, max_calls)
 
     def choice(self, prompt_index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
         parser = self._make_parser()

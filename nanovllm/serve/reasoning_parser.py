@@ -1,7 +1,16 @@
 """Splits an answer into reasoning and content while its text arrives."""
 
+from nanovllm.reasoning.harmony import HarmonyReasoning
 from nanovllm.reasoning.stage import Reasoning, Stage
-from nanovllm.serve.tool_parsers import length_before
+from nanovllm.serve.harmony_parser import HarmonyParser
+from nanovllm.serve.tool_parsers import HarmonyToolParser, ToolParser, length_before
+
+
+def make_reasoning_parser(reasoning: Reasoning, tools: ToolParser | None = None) -> "ReasoningParser | HarmonyParser":
+    """Return a parser for an answer that begins in the state `reasoning`. `tools` gets the content, if it is set."""
+    if isinstance(reasoning, HarmonyReasoning):
+        return HarmonyParser(reasoning, isinstance(tools, HarmonyToolParser))
+    return ReasoningParser(reasoning)
 
 
 class ReasoningParser:

@@ -46,12 +46,12 @@ class ServerSettings:
         `/v1/unload_lora_adapter`. Such clients can make the server read any folder.
     chat_template: the chat template, or a file that contains it; by default the model's template.
     tool_call_parser: the format of tool calls: "hermes" ("qwen", "qwen25", "qwen3"), "qwen3_coder" ("qwen3_xml"),
-        "llama3_json" ("llama4_json"), "mistral" or "deepseek_v3" ("deepseek_v31"). "none" leaves the calls in the
-        content. "auto" detects the format from the chat template, and refuses requests with tools if it finds no
-        format.
+        "llama3_json" ("llama4_json"), "mistral", "deepseek_v3" ("deepseek_v31") or "openai" (gpt-oss). "none" leaves
+        the calls in the content. "auto" detects the format from the chat template, and refuses requests with tools if
+        it finds no format.
     reasoning_parser: the format of reasoning, which is returned as `reasoning` and `reasoning_content`: "think"
-        ("qwen3", "deepseek_v3", "glm45"), "deepseek_r1" (answers may contain only the end marker) or "mistral". "none"
-        leaves the reasoning in the content. "auto" detects the format from the chat template.
+        ("qwen3", "deepseek_v3", "glm45"), "deepseek_r1" (answers may contain only the end marker), "mistral" or
+        "openai_gptoss". "none" leaves the reasoning in the content. "auto" detects the format from the chat template.
     trust_request_chat_template: allow a request to bring its own chat template. A template is a program: it runs in
         jinja2's sandbox, in a process that is limited to 2 seconds and 512 MiB per template.
     max_body_bytes: maximum size of a request body.

@@ -286,6 +286,24 @@ class DeepSeekParser(JsonParser):
     )
 
 
+class HarmonyToolParser(JsonParser):
+    """Parses calls in the harmony format (reasoning/harmony.py): messages with a recipient."""
+
+    END = "<|call|>"
+    markers = ("<|channel|>", "<|start|>")
+    closers = (END, "<|end|>", "<|return|>")
+    HEADER = r"(?:(?!<\|message\|>).)*?"
+    HEAD = re.compile(
+        rf"<\|(?:channel|start)\|>(?={HEADER}\bto=(?:functions\.)?(?P<name>[^\s<]+)){HEADER}<\|message\|>\s*(?=\{{)",
+        re.DOTALL,
+    )
+
+    @staticmethod
+    def begin(recipient: str) -> str:
+        """Return what begins a call if only calls keep their markers."""
+        return f"<|channel|>commentary to={recipient}<|message|>"
+
+
 class Llama3Parser(JsonParser):
     """Parses `{"name": ..., "parameters": {...}}`, or several such objects separated by `;` (Llama 3.1 and later).
 
@@ -332,11 +350,13 @@ PARSERS: dict[str, type[ToolParser]] = {
     "llama3_json": Llama3Parser,
     "mistral": MistralParser,
     "deepseek_v3": DeepSeekParser,
+    "openai": HarmonyToolParser,
     "none": ToolParser,
 }
 MAX_HEAD = 512  # characters from a marker to the arguments of its call
 # by name of the parser: a text in the chat template that shows the format; the first match counts
 SIGNS = {
+    "openai": "<|channel|>commentary",
     "mistral": "[TOOL_CALLS]",
     "deepseek_v3": DeepSeekParser.markers[0],
     "qwen3_coder": "<function=",

@@ -129,9 +129,8 @@ class Constraint:
     def _mask_without_grammar(self, reasoning: Reasoning | None) -> np.ndarray | None:
         if reasoning is None or reasoning.stage is not Stage.INSIDE:
             return None if self.has_grammar else self._free
-        if self._budget is not None and (num_over := reasoning.num_thoughts - self._budget) >= 0:
-            end_ids = reasoning.markers.end_ids
-            return mask_of([end_ids[num_over % len(end_ids)]], self._vocab_size)
+        if self._budget is not None and (forced := reasoning.forced_id(self._budget)) is not None:
+            return mask_of([forced], self._vocab_size)
         return self._free_but_ends if self.has_grammar else self._free
 
     def token_limit(self) -> int:

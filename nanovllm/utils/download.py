@@ -6,7 +6,8 @@ from pathlib import Path
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 PLAIN_FILES = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
-DUPLICATES = ["consolidated*"]  # the same weights in Mistral's format, which transformers does not read
+# the same weights in formats of Mistral and OpenAI, which transformers does not read
+DUPLICATES = ["consolidated*", "original/*"]
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 

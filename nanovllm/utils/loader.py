@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from nanovllm.moe.expert_weights import split_experts
+from nanovllm.moe.expert_weights import load_alternating, split_experts
 from nanovllm.utils.checks import read_json
 from nanovllm.utils.construction import get_construction
 from nanovllm.utils.download import broken_file, download
@@ -259,6 +259,8 @@ def weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[Any]]]:
         load = partial(getattr(parameter, "weight_loader", default_weight_loader), parameter)
         path, _, kind = name.rpartition(".")  # kind: weight or bias
         module = model.get_submodule(path)
+        if getattr(module, "alternates", False):
+            load = partial(load_alternating, load, kind)
         for stored, shard_id in stored_modules(path, module, model.packed_modules_mapping).items():
             if shard_id == [WHOLE]:
                 load, shard_id = partial(load_whole, load, module), []

@@ -15,7 +15,8 @@ from nanovllm.moe.kernels.packed_experts import packed_experts
 def mix_experts(x, layer, slot_mapping):
     if len(x) == 0:
         return NotImplemented
-    has_gemv = len(x) <= MAX_GEMV_TOKENS and not layer.experts.format.is_packed
+    is_plain = layer.gate.bias is None and not hasattr(layer.experts.act_fn, "clamp")
+    has_gemv = is_plain and len(x) <= MAX_GEMV_TOKENS and not layer.experts.format.is_packed
     return _by_gemv(x, layer, slot_mapping) if has_gemv else mix_by_gemm(x, layer, slot_mapping)
 
 
@@ -53,12 +54,13 @@ def mix_by_gemm(x, layer, slot_mapping, router=router_logits):
     """
     experts, tp, rows = layer.experts, layer.tp, x.tensor()
     logits = router(rows, layer.gate.weight)
-    routing = route(logits, layer.top_k, layer.renormalize, slot_mapping, layer.num_shared)
+    routing = route(logits, layer.top_k, layer.renormalize, slot_mapping, layer.num_shared, layer.gate.bias)
     weights, first = experts.format.stacks(experts), experts.first_expert
+    terms = (experts.gate_up_proj_bias, experts.down_proj_bias), getattr(experts.act_fn, "clamp", None)
     if experts.format.is_packed:
-        parts = packed_experts(rows, routing, *weights, first)
+        parts = packed_experts(rows, routing, *weights, first, *terms)
     else:
-        parts = moe_gemm(rows, routing, *weights, first, experts.format.quantizes_activations)
+        parts = moe_gemm(rows, routing, *weights, first, experts.format.quantizes_activations, *terms)
     if tp.size == 1:
         return layer.sum_over_ranks(lambda out: parts.squeeze(0), *rows.shape, rows.dtype, len(parts))
     compute = partial(sum_local_parts, parts, routing, first, experts.num_stacked)

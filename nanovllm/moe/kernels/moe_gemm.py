@@ -43,12 +43,33 @@ def choose_tile_m(num_pairs: int, num_experts: int) -> int:
     return next((size for size in (16, 32, 64) if 2 * size * num_experts >= 3 * num_pairs), 128)
 
 
+@triton.jit
+def swiglu(gate, up, CLAMP: tl.constexpr):
+    """Compute SwiGLU or, if CLAMP is (limit, alpha), ClampedSwiGLU of moe/experts.py. NaN stays NaN."""
+    if CLAMP is None:
+        y = gate / (1.0 + tl.exp(-gate)) * up
+    else:
+        gate = tl.where(gate > CLAMP[0], CLAMP[0], gate)
+        up = tl.where(up > CLAMP[0], CLAMP[0], tl.where(up < -CLAMP[0], -CLAMP[0], up))
+        y = gate / (1.0 + tl.exp(-CLAMP[1] * gate)) * (up + 1.0)
+    return y
+
+
+@triton.jit
+def add_bias(y, bias_ptr, row, is_row):
+    """Add the bias, if there is one, to y [tile_n, tile_m], which contains outputs `row` of the stacked weights."""
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + row, is_row, 0.0).to(tl.float32)[:, None]
+    return y
+
+
 @dependent_kernel()
 @triton.jit(do_not_specialize=["num_tokens"])
 def _grouped_kernel(
     x_tiles,
     w_tiles,
     scale_ptrs,
+    bias_ptr,
     routing_ptrs,
     out_ptr,
     num_tokens,
@@ -57,12 +78,13 @@ def _grouped_kernel(
     TILES: tl.constexpr,
     TOP_K: tl.constexpr,
     IS_GATED: tl.constexpr,
+    CLAMP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """In each program, compute `tile_n` outputs of at most TILE_M rows of one expert.
 
-    With IS_GATED, the kernel computes the first GEMM and SwiGLU. In this case, `x_tiles` is a plain pointer: x is in
-    the order of tokens, so the kernel gathers rows one by one.
+    With IS_GATED, the kernel computes the first GEMM and the activation. In this case, `x_tiles` is a plain pointer: x
+    is in the order of tokens, so the kernel gathers rows one by one.
     """
     gdc_launch_and_wait(PDL)
     weights_ptr, pairs_ptr, table_ptr = routing_ptrs
@@ -106,8 +128,10 @@ def _grouped_kernel(
         if IS_GATED:
             up = add_product(up, up_w, x_tile, x_scales, up_scales, begin, SHAPE, TILES)
     acc = times_scales(acc, x_scales, w_scales, 0, SHAPE, TILES, True)
+    acc = add_bias(acc, bias_ptr, end_w - N + n, n < N)
     if IS_GATED:
-        y = acc / (1.0 + tl.exp(-acc)) * times_scales(up, x_scales, up_scales, 0, SHAPE, TILES, True)
+        up = times_scales(up, x_scales, up_scales, 0, SHAPE, TILES, True)
+        y = swiglu(acc, add_bias(up, bias_ptr, end_w + n, n < N), CLAMP)
         out_row = row.to(tl.int64)
     else:
         y = acc * weight[None, :]
@@ -117,11 +141,19 @@ def _grouped_kernel(
 
 
 def _grouped_product(
-    x: torch.Tensor, weight: Weight, rows: ExpertRows, routing: Routing, out: torch.Tensor, quantize: bool
+    x: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None,
+    rows: ExpertRows,
+    routing: Routing,
+    out: torch.Tensor,
+    quantize: bool,
+    clamp: tuple[float, float] | None = None,
 ) -> torch.Tensor:
     """Fill `out` with the result of the first GEMM [rows, size] or the second GEMM [top_k, T, hidden]."""
     is_gated, is_scaled, is_float32 = out.dim() == 2, isinstance(weight, tuple), x.dtype == torch.float32
-    if rows.tile_m == 128 and not is_gated and not is_float32 and out.shape[2] % 256 == 0 and has_hopper_kernels():
+    is_for_hopper = rows.tile_m == 128 and not is_gated and not is_float32 and bias is None
+    if is_for_hopper and out.shape[2] % 256 == 0 and has_hopper_kernels():
         from nanovllm.moe.kernels import hopper_experts  # it needs Gluon of Triton 3.6
 
         return hopper_experts.experts_down(x, weight, rows, routing, out)
@@ -140,8 +172,8 @@ def _grouped_product(
     else:  # other GPUs may have 99 KB of shared memory
         weight_tiles, tiles = values, tiles._replace(stages=2 if is_scaled else 3, tma=False)
     (num_tokens, top_k), n = routing.weights.shape, out.shape[-1]
-    operands = elements, weight_tiles, scales, (routing.weights, rows.pairs, rows.table), out
-    constants = dict(SHAPE=shape, TILES=tiles._replace(tile_m=rows.tile_m), TOP_K=top_k, IS_GATED=is_gated)
+    operands = elements, weight_tiles, scales, bias, (routing.weights, rows.pairs, rows.table), out
+    constants = dict(SHAPE=shape, TILES=tiles._replace(tile_m=rows.tile_m), TOP_K=top_k, IS_GATED=is_gated, CLAMP=clamp)
     launch(_grouped_kernel, (len(rows.table) * triton.cdiv(n, tiles.tile_n),), x.device)(
         *operands, num_tokens, n, **constants, num_warps=tiles.warps
     )
@@ -149,23 +181,32 @@ def _grouped_product(
 
 
 def moe_gemm(
-    x: torch.Tensor, routing: Routing, gate_up: Weight, down: Weight, first_expert: int = 0, quantize: bool = False
+    x: torch.Tensor,
+    routing: Routing,
+    gate_up: Weight,
+    down: Weight,
+    first_expert: int = 0,
+    quantize: bool = False,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    clamp: tuple[float, float] | None = None,
 ) -> torch.Tensor:
     """Compute this rank's experts, starting at `first_expert`, for x [T, hidden] with T > 0.
 
     Return [top_k, T, hidden], to be summed over the first dimension. Entries of other ranks' experts are not written.
     `gate_up` is [experts, 2 * size, hidden], and `down` is [experts, hidden, size]. All tensors are contiguous, and the
     size of a row is a multiple of 16 bytes. Scales of 8-bit weights are [experts, N / block rows, K / block columns],
-    and blocks have at least 32 columns. With `quantize`, activations are quantized to e4m3.
+    and blocks have at least 32 columns. With `quantize`, activations are quantized to e4m3. `biases` are [experts, 2 *
+    size] and [experts, hidden]. `clamp` replaces SwiGLU by ClampedSwiGLU.
     """
     is_scaled = isinstance(down, tuple)
     num_local, hidden, size = (down[0] if is_scaled else down).shape
     tile_m = choose_tile_m(routing.expert_ids.numel(), routing.num_experts)
     tile_m = min(MAX_SCALED_TILE_M, tile_m) if is_scaled else tile_m
     rows = sort_by_expert(routing.expert_ids, first_expert, num_local, tile_m)
-    h = _grouped_product(x, gate_up, rows, routing, x.new_empty(len(rows.pairs), size), quantize)
+    h = x.new_empty(len(rows.pairs), size)
+    _grouped_product(x, gate_up, biases[0], rows, routing, h, quantize, clamp)
     out = x.new_empty(routing.weights.shape[1], len(x), hidden)
-    return _grouped_product(h, down, rows, routing, out, quantize)
+    return _grouped_product(h, down, biases[1], rows, routing, out, quantize)
 
 
 class SumSizes(NamedTuple):

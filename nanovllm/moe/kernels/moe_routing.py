@@ -70,7 +70,7 @@ class RouteSizes(NamedTuple):
 
 @dependent_kernel(early=("slot_mapping_ptr",))
 @triton.jit(do_not_specialize=["num_tokens"])
-def _route_kernel(logits_ptr, slot_mapping_ptr, out_ptrs, num_tokens, SIZES: tl.constexpr, PDL: tl.constexpr):
+def _route_kernel(logits_ptr, bias_ptr, slot_mapping_ptr, out_ptrs, num_tokens, SIZES: tl.constexpr, PDL: tl.constexpr):
     """In each program, route `block_t` tokens.
 
     NaN and columns without an expert count as -inf, so ids are always valid.
@@ -91,6 +91,8 @@ def _route_kernel(logits_ptr, slot_mapping_ptr, out_ptrs, num_tokens, SIZES: tl.
     is_token = (token < num_tokens)[:, None]
     row, part_size = logits_ptr + source[:, None] * (E + SHARED), num_tokens * (E + SHARED)
     logits = _load_logits(row + expert, is_token & (expert < E), part_size, SIZES.split_k)
+    if bias_ptr is not None:
+        logits += tl.load(bias_ptr + expert, expert < E, 0.0).to(tl.float32)
     logits = tl.where(logits == 0.0, 0.0, logits)  # -0.0 has other bits than 0.0
 
     # integers with the same order as the logits (all bits of negative numbers except the sign are inverted), because a
@@ -124,15 +126,20 @@ def _route_kernel(logits_ptr, slot_mapping_ptr, out_ptrs, num_tokens, SIZES: tl.
 
 
 def route(
-    logits: torch.Tensor, top_k: int, renormalize: bool, slot_mapping: torch.Tensor | None = None, num_shared: int = 0
+    logits: torch.Tensor,
+    top_k: int,
+    renormalize: bool,
+    slot_mapping: torch.Tensor | None = None,
+    num_shared: int = 0,
+    bias: torch.Tensor | None = None,
 ) -> Routing:
     """Choose `top_k` experts for each token by a float32 softmax, and append the `num_shared` shared experts.
 
     The softmax covers all experts that are not shared. The logits are the sum of `logits` [split_k, T, experts] over
-    the first dimension, with T > 0. With `renormalize`, the weights of the chosen experts add up to 1. Of experts with
-    equal logits, the lower id comes first (`torch.topk` defines no order). Tokens with a negative slot are padding, and
-    get the experts of the first token, so that no additional weights are read. Shared experts have the last ids, and
-    the sigmoids of their logits as weights.
+    the first dimension, with T > 0, plus `bias` [experts] if there are no shared experts. With `renormalize`, the
+    weights of the chosen experts add up to 1. Of experts with equal logits, the lower id comes first (`torch.topk`
+    defines no order). Tokens with a negative slot are padding, and get the experts of the first token, so that no
+    additional weights are read. Shared experts have the last ids, and the sigmoids of their logits as weights.
     """
     split_k, num_tokens, num_logits = logits.shape
     num_experts, shape = num_logits - num_shared, (num_tokens, top_k + num_shared)
@@ -140,8 +147,8 @@ def route(
     expert_ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
     block_t = 1 if num_shared else 4  # with more, the unaligned rows would be spread over all warps
     sizes = RouteSizes(num_experts, top_k, num_shared, split_k, renormalize, block_t)
-    operands, grid = (logits, slot_mapping, (weights, expert_ids), num_tokens), (triton.cdiv(num_tokens, block_t),)
-    launch(_route_kernel, grid, logits.device)(*operands, SIZES=sizes, num_warps=block_t)
+    operands = logits, bias, slot_mapping, (weights, expert_ids), num_tokens
+    launch(_route_kernel, (triton.cdiv(num_tokens, block_t),), logits.device)(*operands, SIZES=sizes, num_warps=block_t)
     return Routing(weights, expert_ids, num_experts)
 
 

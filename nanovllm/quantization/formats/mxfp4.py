@@ -1,8 +1,9 @@
 """Reads MXFP4 as stored in gpt-oss: e2m1 values, and a power of two for each group of 32 inputs.
 
-One tensor contains all experts of a layer. Rows of gate and up alternate.
+One tensor contains all experts of a layer. Other layers are not quantized.
 """
 
+import re
 from pathlib import Path
 
 import torch
@@ -16,8 +17,10 @@ EXPERTS = r"re:.*\.experts\."
 
 def read_config(raw: dict, file: Path) -> QuantConfig:
     tensors = ("blocks", "words", codes_of_blocks), ("scales", "scales", e8m0)
-    scheme = PackedScheme("e2m1", 32, tensors, E8M0, alternates=True)
-    return QuantConfig("mxfp4", (((EXPERTS,), scheme),), tuple(raw.get("modules_to_not_convert") or ()), ("U8",))
+    scheme = PackedScheme("e2m1", 32, tensors, E8M0)
+    names = raw.get("modules_to_not_convert") or ()  # with "*" for any text
+    ignore = tuple("re:" + re.escape(name).replace(r"\*", ".*") for name in names)
+    return QuantConfig("mxfp4", (((EXPERTS,), scheme),), ignore, ("U8",))
 
 
 def codes_of_blocks(blocks: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,8 @@ from nanovllm.reasoning.formats import THINK, format_of, template_text
 from nanovllm.reasoning.stage import Reasoning, Stage, TextMarkers
 from nanovllm.requests.request import Message
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.reasoning_parser import ReasoningParser
+from nanovllm.serve.harmony_parser import HarmonyParser
+from nanovllm.serve.reasoning_parser import ReasoningParser, make_reasoning_parser
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -78,7 +79,9 @@ class LocalModel:
         processor = self.llm.input_processor
         markers = markers_of(format_of(template_text(self.llm.tokenizer.chat_template)) or "think", processor)
         text, prompt_token_ids = processor.tokenize(messages)
-        parser = ReasoningParser(Reasoning(markers, markers.stage_after(prompt_token_ids)))
+        parser = make_reasoning_parser(markers.start(prompt_token_ids))
+        if isinstance(parser, HarmonyParser):
+            params = params | {"skip_special_tokens": False}
         num_tokens, prompt = 0, TokensPrompt(prompt=text or "", prompt_token_ids=prompt_token_ids)
         stream: Any = self.llm.stream(prompt, replace(self.defaults, **params))  # a generator
         with closing(stream) as events:
