@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from nanovllm.models import read_rope
 from nanovllm.models.shared.windows import Windows
-from nanovllm.moe.moe_config import MoEConfig
+from nanovllm.moe.moe_config import GELU_AND_MUL, MoEConfig
 from nanovllm.utils.checks import check_bool, check_int
 
 HIDDEN_SIZE = "hidden_size_per_layer_input"
@@ -85,4 +85,5 @@ def read_moe(raw: dict, file: Path) -> MoEConfig | None:
     top_k = check_int(f"{file}: top_k_experts", raw.get("top_k_experts"), low=1, high=num_experts)
     size = check_int(f"{file}: moe_intermediate_size", raw.get("moe_intermediate_size"), low=1)
     layers = frozenset(range(raw["num_hidden_layers"]))
-    return MoEConfig(layers, num_experts, top_k, size, renormalize=True, is_next_to_mlp=True)
+    others = dict(renormalize=True, is_next_to_mlp=True, activation=GELU_AND_MUL)
+    return MoEConfig(layers, num_experts, top_k, size, **others)

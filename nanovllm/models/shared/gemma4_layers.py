@@ -8,7 +8,7 @@ from nanovllm.layers.embed_head import ScaledEmbedding, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear
 from nanovllm.models import ModelConfig
-from nanovllm.models.gemma3_text import GeluAndMul, Gemma3DecoderLayer
+from nanovllm.models.gemma3_text import Gemma3DecoderLayer
 from nanovllm.models.qwen3 import Qwen3Model
 from nanovllm.moe.experts import Experts, Router, route
 from nanovllm.utils.construction import get_construction
@@ -68,8 +68,6 @@ class Gemma4Router(nn.Module):
 class Gemma4ExpertsLayer(Gemma4DecoderLayer):
     """Adds the outputs of the MLP and of experts. Both read the hidden states after attention, and have their norms."""
 
-    uses_cuda_graphs = False  # as of MoE
-
     def __init__(self, config: ModelConfig, self_attn: nn.Module, mlp: nn.Module):
         super().__init__(config, self_attn, mlp)
         sizes = config.hidden_size, config.rms_norm_eps
@@ -78,7 +76,6 @@ class Gemma4ExpertsLayer(Gemma4DecoderLayer):
         self.router = Gemma4Router(config)
         self.pre_feedforward_layernorm_2 = RMSNorm(*sizes)
         self.experts = Experts(config.hidden_size, config.moe)
-        self.experts.act_fn = GeluAndMul()
         self.post_feedforward_layernorm_2 = RMSNorm(*sizes)
 
     def feed_forward(self, x: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
