@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from common import CUDA, DEVICE, assert_close, each_dtype_or_half, generate_by_steps, pairs, randn
+from common import CUDA, DEVICE, NAN, TOLERANCE, assert_close, each_dtype_or_half, generate_by_steps, pairs, randn
 from safetensors.torch import load_file, save_file
 from test_models import (
     CASES,
@@ -38,6 +38,8 @@ from nanovllm.utils.loader import load_model
 from nanovllm.utils.tensor_parallel import TensorParallel
 
 ops = pytest.importorskip("nanovllm.kernels.ops")
+from nanovllm.kernels.hopper.hopper_tiles import choose_packed_tile, packed_tile
+from nanovllm.kernels.launch.gpu_features import has_hopper_kernels
 from nanovllm.moe.kernels.moe_gemm import sum_local_parts
 from nanovllm.moe.kernels.moe_routing import route
 from nanovllm.moe.kernels.packed_experts import packed_experts
@@ -448,6 +450,48 @@ def test_packed_gemm(fresh_memory_is_nan, dtype, kind, num_rows, n, k, split_k):
     parts = packed_gemm(x, weight, split_k)
     assert parts.shape == (split_k, num_rows, n)
     assert_close(parts.float().sum(0).to(dtype), expected, 10 * max(1.0, expected.abs().max().item()))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_hopper_kernels(), reason="needs a Hopper GPU, and Triton 3.6")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "group_ids" not in KINDS[kind][3]])
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 50, 128, 129, 300, 512])
+def test_packed_gemm_for_hopper(kind, num_rows, dtype):
+    """Tiles and blocks of which something is missing; more blocks than buffers, fewer, and none in the last split."""
+    from nanovllm.quantization.kernels.hopper_packed_gemm import hopper_packed_gemm
+
+    if kind == "mxfp4" and dtype == torch.float16:
+        assert packed_tile(randn(num_rows, 128, dtype=dtype), random_packed(kind, 8, 128, dtype), 1) is None
+        return
+    for n, k, split_k in (
+        (200, 2944, 4),
+        (72, 1280, 3),
+        (8200, 8192, 1),
+        (1096, 128 if KINDS[kind][2] == 128 else 160, 1),
+    ):
+        weight, x = random_packed(kind, n, k, dtype), randn(num_rows, k, dtype=dtype)
+        tile = packed_tile(x, weight, split_k)._replace(split_k=split_k)
+        out = torch.full((split_k, num_rows, n), NAN, dtype=dtype, device=DEVICE)
+        parts = hopper_packed_gemm(x, weight, tile, out).double()
+        plain = dequantize(weight, torch.float64)
+        error = (parts.sum(0) - x.double() @ plain.T).abs()
+        assert (error <= TOLERANCE[dtype] * (2 * plain.norm(dim=1) + parts.abs().sum(0))).all()
+
+
+def test_tiles_for_hopper():
+    """Warpgroups with the same rows have their own buffers; registers and memory of a multiprocessor suffice."""
+    for num_rows in range(1, 513):
+        for n, k, few_registers in (4096, 4096, True), (24576, 4096, True), (24576, 2880, False), (8, 128, True):
+            tile = choose_packed_tile(num_rows, n, k, 8, 132, few_registers)
+            k_groups, programs = tile.groups * 64 // tile.outputs, {168: 1, 96: 1, 80: 2, 56: 3}[tile.registers]
+            assert tile.stages and tile.stages % k_groups == 0
+            num_bytes = (
+                tile.stages * (tile.outputs * 64 + tile.rows * 256) + (k_groups - 1) * tile.outputs * tile.rows * 4
+            )
+            assert programs * num_bytes < 227000 and programs * tile.registers * 128 * (tile.groups + 1) <= 65536
+            assert 1 <= tile.split_k <= 8 and (tile.split_k == 1 or k // 128 // tile.split_k >= 8)
+    assert choose_packed_tile(513, 4096, 4096, 8, 132, True) is choose_packed_tile(0, 4096, 4096, 8, 132, True) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,21 +14,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from nanovllm.kernels.hopper.hopper_ring import barriers, buffers, gdc_launch_dependents, gdc_wait, sums_of, tiles_of
+from nanovllm.kernels.hopper.hopper_ring import (
+    barriers,
+    buffers,
+    gdc_launch_dependents,
+    gdc_wait,
+    store_transposed,
+    sums_of,
+    tiles_of,
+)
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, launch
 
 TILE_N = gl.constexpr(128)  # rows of the weight
 FIRST = gl.constexpr(128)  # tokens of the first part
 TILE_K = gl.constexpr(64)  # inputs per buffer; a row of them has 128 bytes
 SHARED_BYTES = 218 * 2**10  # of all buffers; another 4 KiB hold outputs until they are stored
-
-
-@gluon.constexpr_function
-def _outputs(tokens):
-    """Return the layout for stores of [tokens, 64], where each thread stores 8 outputs of a token (16 bytes)."""
-    registers = [[0, 1], [0, 2], [0, 4], *([1 << i, 0] for i in range(4, tokens.bit_length() - 1))]
-    lanes = [[2, 0], [4, 0], [1, 0], [0, 8], [8, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[0, 16], [0, 32]], [], [tokens, 64])
 
 
 @gluon.jit
@@ -58,16 +58,6 @@ def _load(tiles, rings, row, first_k, steps, TOKENS: gl.constexpr, BUFFERS: gl.c
 
 
 @gluon.jit
-def _store(out_ptr, sums, row, first_token, num_tokens, num_rows):
-    LAYOUT: gl.constexpr = _outputs(sums.shape[1])
-    out = gl.convert_layout(sums.to(out_ptr.dtype.element_ty).permute((1, 0)), LAYOUT)
-    token = first_token + gl.arange(0, sums.shape[1], gl.SliceLayout(1, LAYOUT))
-    n = row + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
-    exists = (token < num_tokens)[:, None] & (n < num_rows)[None, :]
-    gl.store(out_ptr + token[:, None] * num_rows + n[None, :], out, exists)
-
-
-@gluon.jit
 def _multiply(
     out_ptr, rings, row, steps, num_tokens, num_rows, GROUP: gl.constexpr, TOKENS: gl.constexpr, BUFFERS: gl.constexpr
 ):
@@ -85,8 +75,8 @@ def _multiply(
         first, second = hopper.warpgroup_mma_wait(2, deps=[first, second])  # for the previous two
         mbarrier.arrive(empty.index((i + BUFFERS - 1) % BUFFERS), count=1, pred=i > 0)
     first, second = hopper.warpgroup_mma_wait(0, deps=[first, second])
-    _store(out_ptr, first, row + GROUP * 64, 0, num_tokens, num_rows)
-    _store(out_ptr, second, row + GROUP * 64, FIRST, num_tokens, num_rows)
+    store_transposed(out_ptr, first, row + GROUP * 64, 0, num_tokens, num_rows)
+    store_transposed(out_ptr, second, row + GROUP * 64, FIRST, num_tokens, num_rows)
 
 
 @dependent_kernel(early=("w_tiles",))

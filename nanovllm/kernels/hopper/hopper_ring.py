@@ -58,3 +58,22 @@ def sums_of(columns, bits=16):
 def halves(sums):
     """Split sums [64, columns] into a left and a right half. Each thread keeps its values."""
     return gl.reshape(sums, [64, 2, sums.shape[1] // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.constexpr_function
+def _outputs(tokens):
+    """Return the layout for stores of [tokens, 64], where each thread stores 8 outputs of a token (16 bytes)."""
+    registers = [[0, 1], [0, 2], [0, 4], *([1 << i, 0] for i in range(4, tokens.bit_length() - 1))]
+    lanes = [[2, 0], [4, 0], [1, 0], [0, 8], [8, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 16], [0, 32]], [], [tokens, 64])
+
+
+@gluon.jit
+def store_transposed(out_ptr, sums, row, first_token, num_tokens, num_rows):
+    """Store the sums [64, tokens] of a warpgroup as out[first_token + token, row + i], if these exist."""
+    LAYOUT: gl.constexpr = _outputs(sums.shape[1])
+    out = gl.convert_layout(sums.to(out_ptr.dtype.element_ty).permute((1, 0)), LAYOUT)
+    token = first_token + gl.arange(0, sums.shape[1], gl.SliceLayout(1, LAYOUT))
+    n = row + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
+    exists = (token < num_tokens)[:, None] & (n < num_rows)[None, :]
+    gl.store(out_ptr + token[:, None] * num_rows + n[None, :], out, exists)

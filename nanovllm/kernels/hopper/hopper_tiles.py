@@ -1,4 +1,4 @@
-"""Decides which matmuls run in the Hopper kernels of hopper_scaled_gemm.py (FP8) and hopper_qkv.py.
+"""Decides which matmuls run in hopper_scaled_gemm.py (FP8), hopper_packed_gemm.py (4 bits) and hopper_qkv.py.
 
 Does not import Gluon.
 """
@@ -27,6 +27,7 @@ class HopperTile(NamedTuple):
     burst: int = 2  # blocks of inputs that are loaded together
     stages: int = 16  # the maximum number of blocks that are loaded ahead; shared memory may allow fewer
     registers: int = 168  # per thread, on average
+    groups: int = 2  # warpgroups that multiply
 
 
 # (maximum rows, minimum blocks of inputs per split, tiles from the largest and best to the smallest)
@@ -80,6 +81,48 @@ def quantized_linear(
     )
 
     return hopper_scaled_gemm(x, values, scales, tile, out)
+
+
+MAX_PACKED_ROWS = 512  # with more rows, converting the weights for a GEMM of the library is faster
+
+
+def packed_tile(x: torch.Tensor, weight, max_split_k: int) -> HopperTile | None:
+    """Return the tile for x [M, K] times a Packed weight, or `None` if another kernel should run.
+
+    The tile contains the best `split_k` up to `max_split_k`.
+    """
+    (num_rows, k), (*_, scales, zeros, _, group_ids) = x.shape, weight[:5]
+    if not has_hopper_kernels() or x.dtype == torch.float32 or k % 8 or group_ids is not None:
+        return None
+    if x.dtype == torch.float16 and scales.dtype == torch.float8_e8m0fnu:  # float16 does not contain all these scales
+        return None
+    needs_few_registers = zeros is None and weight.group_size % 128 == 0
+    return choose_packed_tile(num_rows, len(scales), k, max_split_k, num_sms(x.device), needs_few_registers)
+
+
+def choose_packed_tile(
+    num_rows: int, n: int, k: int, max_split_k: int, sms: int, needs_few_registers: bool
+) -> HopperTile | None:
+    if not 0 < num_rows <= MAX_PACKED_ROWS:
+        return None
+    rows, outputs = min(128, max(16, 1 << (num_rows - 1).bit_length())), 64 if num_rows <= 128 else 128
+    count, min_blocks = -(-num_rows // rows) * -(-n // outputs), 8 if rows <= 32 else 16
+    split_k = max(1, min(max_split_k, 2 * sms // count, -(-k // 128) // min_blocks))
+    # how many programs share a multiprocessor, and how many warpgroups of each multiply
+    if count * split_k <= sms and rows <= 64:
+        programs, groups, registers = 1, 4, 96
+    elif rows == 16 and needs_few_registers and count * split_k > 2 * sms:
+        programs, groups, registers = 3, 2, 56
+    elif rows <= 64:
+        programs, groups, registers = 2, 2, 80
+    else:
+        programs, groups, registers = 1, 2, 168
+    row_groups = outputs // 64
+    k_groups = groups // row_groups
+    sum_bytes, stage_bytes = (k_groups - 1) * outputs * rows * 4, outputs * 64 + rows * 256
+    # groups that take turns in reading blocks must not share buffers: see hopper_packed_gemm.py
+    stages = min(8, (224 * 2**10 // programs - sum_bytes) // stage_bytes) // k_groups * k_groups
+    return HopperTile(rows, outputs, split_k, stages=stages, registers=registers, groups=groups)
 
 
 def qkv_norm_rope_store(x, layer, qk_norm_rope, slot_mapping: torch.Tensor, cache) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
+from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_dependents, gdc_wait, launch
 from nanovllm.kernels.launch.gpu_features import num_sms
 
 FEW_ROWS = 128  # up to this many rows, tiles have the smallest number of rows that tensor cores multiply
@@ -33,6 +33,7 @@ class LoRATiles(NamedTuple):
     tile_r: int  # of the adapters' rank
     tile_k: int  # inputs
     tile_n: int  # outputs
+    splits: int  # of the inputs
     slots: int
     padded_slots: int  # a power of two
     parts: int
@@ -65,37 +66,51 @@ def _rows_of_tile(starts_ptr, TILES: tl.constexpr):
     return slot, first, tl.sum(tl.where(slots == slot, ends, 0), 0)
 
 
-@dependent_kernel()
+@triton.jit
+def _load_a(a_ptrs, k, K, is_r):
+    return tl.load(a_ptrs + k[None, :], is_r[:, None] & (k < K)[None, :], 0.0)
+
+
+@dependent_kernel(early=("a_ptr", "rank_ptr", "group_ptrs"))
 @triton.jit(do_not_specialize=["T"])
 def _shrink_kernel(
     x_ptr, a_ptr, rank_ptr, group_ptrs, h_ptr, T, K, k_per_split, rank_stride, TILES: tl.constexpr, PDL: tl.constexpr
 ):
     # A program computes [tile_m, tile_r] of A x for one part, over the inputs of one split.
-    gdc_launch_and_wait(PDL)
+    gdc_launch_dependents(PDL)
     slot, first, end = _rows_of_tile(group_ptrs.starts, TILES)
-    if slot < TILES.slots:
-        split = tl.program_id(1)
-        r_tiles: tl.constexpr = (TILES.max_rank + TILES.tile_r - 1) // TILES.tile_r
-        part = tl.program_id(2) // r_tiles
-        r = tl.program_id(2) % r_tiles * TILES.tile_r + tl.arange(0, TILES.tile_r)
-        rank = tl.load(rank_ptr + slot * rank_stride + part)
-        if tl.program_id(2) % r_tiles * TILES.tile_r < rank:
-            m = first + tl.arange(0, TILES.tile_m)
-            row = tl.load(group_ptrs.order + m, m < end, 0).to(tl.int64)
-            a = a_ptr + ((slot * TILES.parts + part).to(tl.int64) * TILES.max_rank + r[:, None]) * K
-            acc = tl.zeros([m.shape[0], r.shape[0]], tl.float32)
-            begin = split * k_per_split
-            for start in range(begin, tl.minimum(begin + k_per_split, K), TILES.tile_k):
-                k = start + tl.arange(0, TILES.tile_k)
-                x = tl.load(x_ptr + row[:, None] * K + k[None, :], (m < end)[:, None] & (k < K)[None, :], 0.0)
-                w = tl.load(a + k[None, :], (r < rank)[:, None] & (k < K)[None, :], 0.0)
-                acc = tl.dot(x, w.T, acc, input_precision="ieee")
-            h = h_ptr + ((split * TILES.parts + part).to(tl.int64) * T + m[:, None]) * TILES.max_rank + r[None, :]
-            tl.store(h, acc, (m < end)[:, None] & (r < rank)[None, :])
+    split = tl.program_id(1)
+    r_tiles: tl.constexpr = (TILES.max_rank + TILES.tile_r - 1) // TILES.tile_r
+    part = tl.program_id(2) // r_tiles
+    r = tl.program_id(2) % r_tiles * TILES.tile_r + tl.arange(0, TILES.tile_r)
+    rank = tl.load(rank_ptr + slot * rank_stride + part, slot < TILES.slots, 0)
+    m = first + tl.arange(0, TILES.tile_m)
+    row = tl.load(group_ptrs.order + m, m < end, 0).to(tl.int64)
+    a_ptrs = a_ptr + ((slot * TILES.parts + part).to(tl.int64) * TILES.max_rank + r[:, None]) * K
+    begin = split * k_per_split
+    k_end = tl.minimum(begin + k_per_split, K)
+    w = _load_a(a_ptrs, begin + tl.arange(0, TILES.tile_k), k_end, r < rank)
+    gdc_wait(PDL)
+    if tl.program_id(2) % r_tiles * TILES.tile_r < rank:
+        acc = tl.zeros([m.shape[0], r.shape[0]], tl.float32)
+        for start in range(begin, k_end, TILES.tile_k):
+            k = start + tl.arange(0, TILES.tile_k)
+            x = tl.load(x_ptr + row[:, None] * K + k[None, :], (m < end)[:, None] & (k < k_end)[None, :], 0.0)
+            next_w = _load_a(a_ptrs, k + TILES.tile_k, k_end, r < rank)
+            acc = tl.dot(x, w.T, acc, input_precision="ieee")
+            w = next_w
+        h = h_ptr + ((split * TILES.parts + part).to(tl.int64) * T + m[:, None]) * TILES.max_rank + r[None, :]
+        tl.store(h, acc, (m < end)[:, None] & (r < rank)[None, :])
 
 
-@dependent_kernel()
-@triton.jit(do_not_specialize=["T", "num_splits"])
+@triton.jit
+def _load_b(b_ptr, slot, n, part_end, r, rank, N, TILES: tl.constexpr):
+    b = b_ptr + (slot.to(tl.int64) * N + n[:, None]) * TILES.max_rank + r[None, :]
+    return tl.load(b, (n < part_end)[:, None] & (r < rank)[None, :], 0.0)
+
+
+@dependent_kernel(early=("b_ptr", "rank_ptr", "part_end_ptr", "group_ptrs"))
+@triton.jit(do_not_specialize=["T"])
 def _expand_kernel(
     h_ptr,
     b_ptr,
@@ -105,59 +120,75 @@ def _expand_kernel(
     y_ptr,
     T,
     N,
-    num_splits,
     rank_stride,
     TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # A program adds B h to [tile_m, tile_n] of y, whose outputs belong to one part.
-    gdc_launch_and_wait(PDL)
+    gdc_launch_dependents(PDL)
+    SPLITS: tl.constexpr = TILES.splits
     slot, first, end = _rows_of_tile(group_ptrs.starts, TILES)
-    if slot < TILES.slots:
-        part = tl.program_id(2)
-        rank = tl.load(rank_ptr + slot * rank_stride + part)
-        part_begin = tl.load(part_end_ptr + part - 1, part > 0, 0)
-        part_end = tl.load(part_end_ptr + part)
-        first_n = part_begin + tl.program_id(1) * TILES.tile_n
-        if (rank > 0) & (first_n < part_end):
-            m = first + tl.arange(0, TILES.tile_m)
-            n = first_n + tl.arange(0, TILES.tile_n)
-            acc = tl.zeros([m.shape[0], n.shape[0]], tl.float32)
-            for start in range(0, rank, TILES.tile_r):
-                r = start + tl.arange(0, TILES.tile_r)
-                inside = (m < end)[:, None] & (r < rank)[None, :]
-                h = tl.zeros([m.shape[0], r.shape[0]], tl.float32)
-                for split in range(num_splits):
-                    at = ((split * TILES.parts + part).to(tl.int64) * T + m[:, None]) * TILES.max_rank + r[None, :]
-                    h += tl.load(h_ptr + at, inside, 0.0)
-                b = b_ptr + (slot.to(tl.int64) * N + n[:, None]) * TILES.max_rank + r[None, :]
-                w = tl.load(b, (n < part_end)[:, None] & (r < rank)[None, :], 0.0)
-                acc = tl.dot(h.to(w.dtype), w.T, acc, input_precision="ieee")
-            row = tl.load(group_ptrs.order + m, m < end, 0).to(tl.int64)
-            y = y_ptr + row[:, None] * N + n[None, :]
-            inside_y = (m < end)[:, None] & (n < part_end)[None, :]
-            total = tl.load(y, inside_y, 0.0).to(tl.float32) + acc
-            tl.store(y, total.to(y_ptr.dtype.element_ty), inside_y)
+    part = tl.program_id(2)
+    rank = tl.load(rank_ptr + slot * rank_stride + part, slot < TILES.slots, 0)
+    part_begin = tl.load(part_end_ptr + part - 1, part > 0, 0)
+    part_end = tl.load(part_end_ptr + part)
+    m = first + tl.arange(0, TILES.tile_m)
+    row = tl.load(group_ptrs.order + m, m < end, 0).to(tl.int64)
+    first_n = part_begin + tl.program_id(1) * TILES.tile_n
+    n = first_n + tl.arange(0, TILES.tile_n)
+    r = tl.arange(0, TILES.tile_r)
+    w = _load_b(b_ptr, slot, n, part_end, r, rank, N, TILES)
+    gdc_wait(PDL)
+    if (rank > 0) & (first_n < part_end):
+        y = y_ptr + row[:, None] * N + n[None, :]
+        inside_y = (m < end)[:, None] & (n < part_end)[None, :]
+        acc = tl.load(y, inside_y, 0.0).to(tl.float32)
+        for start in range(0, rank, TILES.tile_r):
+            inside = (m < end)[:, None] & (start + r < rank)[None, :]
+            h = tl.zeros([m.shape[0], r.shape[0]], tl.float32)
+            for split in tl.static_range(SPLITS):
+                of_split = h_ptr + (split * TILES.parts + part).to(tl.int64) * T * TILES.max_rank
+                h += tl.load(of_split + m[:, None] * TILES.max_rank + start + r[None, :], inside, 0.0)
+            next_w = _load_b(b_ptr, slot, n, part_end, start + TILES.tile_r + r, rank, N, TILES)
+            acc = tl.dot(h.to(w.dtype), w.T, acc, input_precision="ieee")
+            w = next_w
+        tl.store(y, acc.to(y_ptr.dtype.element_ty), inside_y)
 
 
 def add_lora(y: torch.Tensor, x: torch.Tensor, stack, groups: RowGroups) -> None:
     (slots, parts, max_rank, k), n, x = stack.a.shape, stack.b.shape[1], x.contiguous()
     assert y.is_contiguous() and y.shape[1] == n
-    num_rows, sizes = len(x), (slots, triton.next_power_of_2(slots), parts, max_rank)
+    num_rows = len(x)
+    is_few = num_rows <= FEW_ROWS
+    # evenly divided rows fill the tiles
+    tile_m = 16 if is_few else min(64, max(16, triton.next_power_of_2(triton.cdiv(num_rows, slots))))
     tile_r = min(64, max(16, triton.next_power_of_2(max_rank)))
-    tile_m, tile_k = 16 if num_rows <= FEW_ROWS else 64, 128 if x.element_size() == 2 else 64
-    tiles = LoRATiles(tile_m, tile_r, tile_k, 64, *sizes)
+    tile_k, tile_n = (256 if is_few else 128) * 2 // x.element_size(), 64 if is_few else 128
     row_tiles = min(num_rows, slots + num_rows // tile_m)  # enough for any division of the rows into groups
     # if there are few tiles, the inputs are split, so that more multiprocessors read A
     num_tiles = triton.cdiv(num_rows, tile_m) * parts
-    splits = max(1, min(MAX_SPLITS, num_sms(x.device) // num_tiles, k // (2 * tile_k)))
+    splits = max(1, min(MAX_SPLITS, num_sms(x.device) // num_tiles, k // tile_k))
+    splits = 2 ** (splits.bit_length() - 1)  # for each number, a kernel is compiled
     k_per_split = triton.cdiv(k, splits * tile_k) * tile_k
+    tiles = LoRATiles(
+        *(tile_m, tile_r, tile_k, tile_n, splits), *(slots, triton.next_power_of_2(slots), parts, max_rank)
+    )
     h = torch.empty((splits, parts, num_rows, max_rank), dtype=torch.float32, device=x.device)
     rank_stride = stack.ranks.stride(0)
-    shared = 50 if tile_m == 16 else 100  # the neighbouring kernels use the same percentage: see `launch`
+    shared = 50 if is_few else 100  # the neighbouring kernels use the same percentage: see `launch`
     launch(_shrink_kernel, (row_tiles, splits, parts * triton.cdiv(max_rank, tile_r)), x.device, shared)(
         x, stack.a, stack.ranks, groups, h, num_rows, k, k_per_split, rank_stride, TILES=tiles, num_warps=4
     )
-    launch(_expand_kernel, (row_tiles, triton.cdiv(stack.max_outputs, tiles.tile_n), parts), x.device, shared)(
-        h, stack.b, stack.ranks, stack.ends, groups, y, num_rows, n, splits, rank_stride, TILES=tiles, num_warps=4
+    launch(_expand_kernel, (row_tiles, triton.cdiv(stack.max_outputs, tile_n), parts), x.device, shared)(
+        h,
+        stack.b,
+        stack.ranks,
+        stack.ends,
+        groups,
+        y,
+        num_rows,
+        n,
+        rank_stride,
+        TILES=tiles,
+        num_warps=4 if is_few else 8,
     )

@@ -12,13 +12,14 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.e4m3 import decode_e4m3
-from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
+from nanovllm.kernels.hopper.hopper_tiles import packed_tile
+from nanovllm.kernels.launch.dependent_launch import IS_TRITON_3_4, dependent_kernel, gdc_launch_and_wait, launch
 from nanovllm.kernels.launch.gpu_features import num_sms
 from nanovllm.kernels.linear.tiles import Tiles, as_loadable
 
 MAX_PACKED_ROWS = 128  # with more rows, converting the weights for a GEMM of the library is faster
 NUM_WARPS = 16  # that a multiprocessor should get
-FEW_ROWS = 4
+FEW_ROWS = 16 if IS_TRITON_3_4 else 8  # the smallest number of rows that `tl.dot` multiplies
 LARGE_TILE_M = 64
 ONE_GROUP = 2**30  # the group size if a row is one group
 WORDS = tl.constexpr(16)  # of a row of a tile; also the inputs of a slice
@@ -200,7 +201,10 @@ def _dequantize_packed_kernel(w_ptrs, out_ptr, N, SHAPE: tl.constexpr, PDL: tl.c
         tl.store(out, w.to(out_ptr.dtype.element_ty), is_row[:, None] & (first_k + i < SHAPE.k)[None, :])
 
 
-def packed_operands(weight, dtype: torch.dtype, tiles: Tiles, split_k: int = 1) -> tuple[tuple, PackedShape]:
+WHOLE = Tiles(64, INPUTS.value, 1, 4)
+
+
+def packed_operands(weight, dtype: torch.dtype, tiles: Tiles = WHOLE, split_k: int = 1) -> tuple[tuple, PackedShape]:
     """Return the pointers and constants of a weight for a kernel that converts it to `dtype`."""
     words, scales, zeros, row_scales, group_ids = weight[:5]
     (*_, num_words), groups, is_e2m1 = words.shape, scales.shape[-1], weight.codes == "e2m1"
@@ -220,10 +224,10 @@ def packed_tiles(num_rows: int) -> Tiles:
 
     For few rows, programs of one warp need no barriers. For more rows, wider tiles read x less often.
     """
-    if num_rows <= FEW_ROWS:
-        return Tiles(16, INPUTS.value, 6, 1, 16)
-    tile_m = min(LARGE_TILE_M, max(16, triton.next_power_of_2(num_rows)))
-    return Tiles(64, INPUTS.value, 5 if tile_m <= 32 else 3, 4, tile_m)
+    tile_m = min(LARGE_TILE_M, max(FEW_ROWS, triton.next_power_of_2(num_rows)))
+    if tile_m <= 16:
+        return Tiles(32, INPUTS.value, 6, 1, tile_m) if num_rows <= FEW_ROWS else Tiles(64, INPUTS.value, 3, 2, tile_m)
+    return Tiles(64, INPUTS.value, 5 if tile_m == 32 else 3, 4, tile_m)
 
 
 def packed_gemm(
@@ -240,6 +244,8 @@ def packed_gemm(
 
 
 def best_packed_split_k(x, weight, max_split_k):
+    if (tile := packed_tile(x, weight, max_split_k)) is not None:
+        return tile.split_k
     num_rows = len(x)
     if not 0 < num_rows <= MAX_PACKED_ROWS:
         return 1
@@ -249,9 +255,14 @@ def best_packed_split_k(x, weight, max_split_k):
 
 
 def packed_linear(x, weight, bias=None, act=None, split_k=1, out=None):
-    if not 0 < len(x) <= MAX_PACKED_ROWS:
+    if (tile := packed_tile(x, weight, split_k)) is not None and tile.split_k == split_k:
+        from nanovllm.quantization.kernels.hopper_packed_gemm import hopper_packed_gemm  # needs Gluon of Triton 3.6
+
+        y = hopper_packed_gemm(x.contiguous(), weight, tile, out)
+    elif 0 < len(x) <= MAX_PACKED_ROWS:
+        y = packed_gemm(x.contiguous(), weight, split_k, out)
+    else:
         return NotImplemented
-    y = packed_gemm(x.contiguous(), weight, split_k, out)
     if bias is not None:
         y += bias
     y = y if split_k > 1 else y[0]
@@ -262,7 +273,7 @@ def dequantize_packed(weight, dtype: torch.dtype) -> torch.Tensor:
     """Return a Packed weight [N, K] in `dtype`."""
     n = len(weight.words)
     out = torch.empty((n, weight.k), dtype=dtype, device=weight.device)
-    pointers, shape = packed_operands(weight, torch.float32, Tiles(64, INPUTS.value, 1, 4))
+    pointers, shape = packed_operands(weight, torch.float32)
     grid = triton.cdiv(n, 64), shape.words // WORDS.value
     launch(_dequantize_packed_kernel, grid, weight.device)(pointers, out, n, SHAPE=shape, num_warps=4)
     return out

@@ -1,0 +1,254 @@
+"""Computes y = x W^T with 4-bit W on Hopper for up to 512 rows, written in Gluon.
+
+packed.py defines the layout of W. A block has 128 inputs. One warp loads blocks, and two or four warpgroups multiply 64
+rows of W by all tokens of a tile. Some warpgroups have different rows. Others have the same rows, and take turns in
+multiplying blocks, so that few rows and tokens keep all multiprocessors busy.
+
+A warpgroup converts weights in its registers, which are the first operand of its matmuls: it converts the second half
+of a block while the tensor cores multiply the first. Each thread keeps its codes.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from nanovllm.kernels.hopper.hopper_ring import (
+    barriers,
+    buffers,
+    gdc_launch_dependents,
+    gdc_wait,
+    store_transposed,
+    sums_of,
+    tiles_of,
+)
+from nanovllm.kernels.hopper.hopper_tiles import HopperTile
+from nanovllm.kernels.launch.dependent_launch import dependent_kernel, launch
+from nanovllm.quantization.kernels.packed_gemm import INPUTS, WORDS, packed_operands
+
+ROWS = gl.constexpr(64)  # of W, per warpgroup
+BLOCK = gl.constexpr(INPUTS.value)
+WORDS_OF_BLOCK = gl.constexpr(WORDS.value)
+# the first operand of a matmul: its words for a block, and its weights for half a block
+CODES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [8, 0], [0, 8]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 16]
+    )
+)
+OPERAND = gl.constexpr(gl.DotOperandLayout(0, sums_of(64), 2))
+SUMS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+MAX_SCALED_TOKENS = 32  # up to this many, scaling the sums of a block takes less time than scaling its weights
+LOADING_REGISTERS = gl.constexpr(24)  # of a thread that loads
+
+
+class Plan(NamedTuple):
+    weight: NamedTuple  # PackedShape
+    tokens: int  # of a tile
+    row_groups: int  # warpgroups with different rows
+    k_groups: int  # warpgroups with the same rows
+    groups: int  # that share a scale, per block
+    has_zeros: bool
+    scales_sums: bool  # instead of weights
+    stages: int  # blocks that are loaded ahead; a multiple of k_groups
+    registers: int  # per thread that multiplies
+
+
+@gluon.jit
+def _load_words(i, words_tiles, rings, row, block, PLAN: gl.constexpr):
+    """Start loading the words of the i-th step."""
+    words, _, full, _ = rings
+    ROW_GROUPS: gl.constexpr = PLAN.row_groups
+    stage = i % PLAN.stages
+    mbarrier.expect(full.index(stage), ROW_GROUPS * ROWS * BLOCK // 2 + PLAN.tokens * BLOCK * 2)
+    for group in gl.static_range(ROW_GROUPS):
+        at = [row + group * ROWS, (block + i) * WORDS_OF_BLOCK]
+        tma.async_copy_global_to_shared(words_tiles, at, full.index(stage), words.index(stage * ROW_GROUPS + group))
+
+
+@gluon.jit
+def _load(tiles, rings, at, steps, PLAN: gl.constexpr):
+    """Run the loading warp."""
+    words_tiles, x_tiles = tiles
+    _, xs, full, empty = rings
+    row, token, block = at
+    for i in range(steps):
+        stage = i % PLAN.stages
+        if i >= PLAN.stages:
+            mbarrier.wait(empty.index(stage), (i // PLAN.stages & 1) ^ 1)
+            _load_words(i, words_tiles, rings, row, block, PLAN)
+        for half in gl.static_range(2):
+            x_at = [token, (block + i) * BLOCK + half * BLOCK // 2]
+            tma.async_copy_global_to_shared(x_tiles, x_at, full.index(stage), xs.index(stage * 2 + half))
+
+
+@gluon.jit
+def _factors(w_ptrs, n, block, dtype: gl.constexpr, PLAN: gl.constexpr):
+    """Load the scales of a block's groups for rows n of W, and the numbers that the conversion adds to the codes."""
+    GROUPS: gl.constexpr = PLAN.groups
+    scales, summands = (), ()
+    for g in gl.static_range(GROUPS):
+        group = gl.minimum((block * BLOCK + g * (BLOCK // GROUPS)) // PLAN.weight.group_size, PLAN.weight.groups - 1)
+        scale = gl.load(w_ptrs[1] + n * PLAN.weight.groups + group)
+        if PLAN.weight.is_e8m0:
+            exponent = scale.to(gl.int32)
+            scale = gl.where(exponent == 0, 0x400000, exponent << 23).to(gl.float32, bitcast=True)
+        scales = scales + (scale,)  # noqa: RUF005 (Gluon has no star)
+        if PLAN.has_zeros:
+            zeros = gl.load(w_ptrs[2] + n * PLAN.weight.groups + group).to(gl.float32)
+            summands = summands + ((-zeros - (1024.0 if dtype == gl.float16 else 128.0)).to(dtype),)  # noqa: RUF005
+    return scales, summands
+
+
+@gluon.jit
+def _weights(words, factors, HALF: gl.constexpr, dtype: gl.constexpr, PLAN: gl.constexpr):
+    """Convert half of a block to the first operand of a matmul."""
+    scales, summands = factors
+    slices = ()
+    for j in gl.static_range(HALF * 4, HALF * 4 + 4):
+        summand = gl.full([ROWS, 16], 0.0, dtype, CODES)
+        if PLAN.has_zeros:
+            summand += gl.expand_dims(summands[j * PLAN.groups // 8], 1)
+        elif not PLAN.weight.is_e2m1:
+            summand -= 1032.0 if dtype == gl.float16 else 136.0
+        bits = gl.inline_asm_elementwise(PLAN.weight.assembly[j], "=r,r,r,r", [words, summand], gl.int16, True, 2)
+        values = bits.to(dtype, bitcast=True)
+        if not PLAN.scales_sums:
+            values *= gl.expand_dims(scales[j * PLAN.groups // 8].to(dtype), 1)
+        slices = slices + (values,)  # noqa: RUF005
+    # [row, input, slice & 2, slice & 1] becomes [row, 64 inputs], where each thread keeps its values
+    joined = gl.join(gl.join(slices[0], slices[2]), gl.join(slices[1], slices[3]))
+    return gl.convert_layout(gl.reshape(joined.permute((0, 2, 3, 1)), [ROWS, 64]), OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def _multiply(shared, G: gl.constexpr, PLAN: gl.constexpr):
+    """Run a multiplying warpgroup.
+
+    Warpgroups with the same rows use different buffers. One that waits for a buffer that another uses in between can't
+    tell the next but one use from this one, because both have the same parity.
+    """
+    out_ptr, rings, sharing, w_ptrs, at, sizes = shared
+    words_ring, xs, full, empty = rings
+    row, token, block = at
+    steps, num_tokens, num_rows = sizes
+    dtype: gl.constexpr = xs.dtype
+    ROW_GROUP: gl.constexpr = G % PLAN.row_groups
+    K_GROUP: gl.constexpr = G // PLAN.row_groups
+    K_GROUPS: gl.constexpr = PLAN.k_groups
+    LAYOUT: gl.constexpr = sums_of(PLAN.tokens)
+    FACTORS: gl.constexpr = gl.SliceLayout(1, LAYOUT if PLAN.scales_sums else CODES)
+    zeros = gl.full([ROWS, PLAN.tokens], 0.0, gl.float32, LAYOUT)
+    sums = zeros
+    row += ROW_GROUP * ROWS
+    n = gl.minimum(row + gl.arange(0, ROWS, FACTORS), num_rows - 1)
+    next_factors = _factors(w_ptrs, n, block + K_GROUP, dtype, PLAN)
+    for i in range(K_GROUP, steps, K_GROUPS):
+        stage = i % PLAN.stages
+        scales, summands = next_factors
+        if PLAN.scales_sums and PLAN.has_zeros:
+            summands = (gl.convert_layout(summands[0], gl.SliceLayout(1, CODES)),)
+        next_factors = _factors(w_ptrs, n, block + i + K_GROUPS, dtype, PLAN)
+        mbarrier.wait(full.index(stage), i // PLAN.stages & 1)
+        words = words_ring.index(stage * PLAN.row_groups + ROW_GROUP).load(CODES)
+        first, second = xs.index(stage * 2).permute((1, 0)), xs.index(stage * 2 + 1).permute((1, 0))
+        w = _weights(words, (scales, summands), 0, dtype, PLAN)
+        if PLAN.scales_sums:
+            y = hopper.warpgroup_mma(w, first, zeros, use_acc=False, is_async=True)
+        else:
+            y = hopper.warpgroup_mma(w, first, sums, is_async=True)
+        next_w = _weights(words, (scales, summands), 1, dtype, PLAN)
+        y = hopper.warpgroup_mma(next_w, second, y, is_async=True)
+        # the compiler overlaps nothing if a matmul is unfinished at the end of the loop
+        y, w, next_w = hopper.warpgroup_mma_wait(0, deps=[y, w, next_w])
+        mbarrier.arrive(empty.index(stage), count=1)
+        if PLAN.scales_sums:
+            sums += y * gl.expand_dims(scales[0].to(gl.float32), 1)
+        else:
+            sums = y
+    if K_GROUP > 0:
+        sharing[1].index(ROW_GROUP * (K_GROUPS - 1) + K_GROUP - 1).store(sums)
+        mbarrier.arrive(sharing[0].index(0), count=1)
+    else:
+        if K_GROUPS > 1:
+            mbarrier.wait(sharing[0].index(0), 0)
+            for i in gl.static_range(K_GROUPS - 1):
+                sums += sharing[1].index(ROW_GROUP * (K_GROUPS - 1) + i).load(LAYOUT)
+        if w_ptrs[3] is not None:
+            rows = gl.minimum(row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), num_rows - 1)
+            sums *= gl.expand_dims(gl.load(w_ptrs[3] + rows), 1)
+        store_transposed(out_ptr, sums, row, token, num_tokens, num_rows)
+
+
+@dependent_kernel(early=("words_tiles",))
+@gluon.jit(do_not_specialize=["num_tokens", "steps", "split_k"])
+def _packed_gemm_kernel(
+    words_tiles, x_tiles, w_ptrs, out_ptr, num_tokens, num_rows, steps, split_k, PLAN: gl.constexpr, PDL: gl.constexpr
+):
+    # A program computes a tile of the result over the inputs of one split.
+    gdc_launch_dependents(PDL)
+    STAGES: gl.constexpr = PLAN.stages
+    ROW_GROUPS: gl.constexpr = PLAN.row_groups
+    words, xs = buffers(words_tiles, STAGES * ROW_GROUPS), buffers(x_tiles, STAGES * 2)
+    full, empty = barriers(STAGES, 1), barriers(STAGES, ROW_GROUPS)
+    OTHERS: gl.constexpr = ROW_GROUPS * (PLAN.k_groups - 1)  # warpgroups whose sums others add
+    sharing = ()
+    if OTHERS > 0:
+        sharing = barriers(1, OTHERS), gl.allocate_shared_memory(gl.float32, [OTHERS, ROWS, PLAN.tokens], SUMS)
+    split = gl.program_id(0) % split_k
+    row, block = gl.program_id(0) // split_k * (ROW_GROUPS * ROWS), split * steps
+    rings = words, xs, full, empty
+    for i in range(gl.minimum(steps, STAGES)):
+        _load_words(i, words_tiles, rings, row, block, PLAN)
+    gdc_wait(PDL)
+    at = row, gl.program_id(1) * PLAN.tokens, block
+    part_ptr = out_ptr + split * num_tokens * num_rows
+    sizes = steps, num_tokens, num_rows
+    shared = part_ptr, rings, sharing, w_ptrs, at, sizes
+    REGISTERS: gl.constexpr = PLAN.registers
+    if ROW_GROUPS * PLAN.k_groups == 2:
+        gl.warp_specialize(
+            [
+                (_multiply, (shared, gl.constexpr(0), PLAN)),
+                (_multiply, (shared, gl.constexpr(1), PLAN)),
+                (_load, ((words_tiles, x_tiles), rings, at, steps, PLAN)),
+            ],
+            [4, 1],  # warps of the second and the third partition
+            [REGISTERS, LOADING_REGISTERS],  # registers of their threads
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (shared, gl.constexpr(0), PLAN)),
+                (_multiply, (shared, gl.constexpr(1), PLAN)),
+                (_multiply, (shared, gl.constexpr(2), PLAN)),
+                (_multiply, (shared, gl.constexpr(3), PLAN)),
+                (_load, ((words_tiles, x_tiles), rings, at, steps, PLAN)),
+            ],
+            [4, 4, 4, 1],
+            [REGISTERS, REGISTERS, REGISTERS, LOADING_REGISTERS],
+        )
+
+
+def hopper_packed_gemm(x: torch.Tensor, weight, tile: HopperTile, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute `packed_gemm` [split_k, M, N] for 16-bit x [M, K] and a Packed weight [N, K] with contiguous groups."""
+    m, n = len(x), len(weight.words)
+    out = torch.empty((tile.split_k, m, n), dtype=x.dtype, device=x.device) if out is None else out
+    pointers, shape = packed_operands(weight, x.dtype)
+    groups, row_groups = max(1, BLOCK.value // shape.group_size), tile.outputs // ROWS.value
+    plan = Plan(
+        *(shape, tile.rows, row_groups, tile.groups // row_groups, groups, weight.zeros is not None),
+        *(groups == 1 and tile.rows <= MAX_SCALED_TOKENS, tile.stages),
+        (tile.registers * (tile.groups + 1) - LOADING_REGISTERS.value) // tile.groups // 8 * 8,
+    )
+    assert plan.stages % plan.k_groups == 0
+    steps = triton.cdiv(triton.cdiv(weight.k, BLOCK.value), tile.split_k)
+    grid = triton.cdiv(n, tile.outputs) * tile.split_k, triton.cdiv(m, tile.rows)
+    tiles = tiles_of(weight.words, ROWS.value, WORDS.value), tiles_of(x, tile.rows, BLOCK.value // 2)
+    launch(_packed_gemm_kernel, grid, x.device)(
+        *tiles, pointers, out, m, n, steps, tile.split_k, PLAN=plan, num_warps=4, maxnreg=tile.registers
+    )
+    return out
