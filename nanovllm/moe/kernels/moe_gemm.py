@@ -20,7 +20,6 @@ from nanovllm.kernels.linear.quantize_rows import quantize_rows
 from nanovllm.kernels.linear.tiles import Tiles, Weight, add_product, block_shape, load_tile, operands_of, times_scales
 from nanovllm.moe.kernels.activation import activate
 from nanovllm.moe.kernels.moe_routing import TILE_FIELDS, ExpertRows, Routing, sort_by_expert
-from nanovllm.moe.moe_config import SWIGLU, Activation
 
 # consecutive tiles of rows that use the same tile of weights, which then stays in the L2 cache
 GROUP_M = tl.constexpr(4)
@@ -138,7 +137,7 @@ def _grouped_product(
     routing: Routing,
     out: torch.Tensor,
     quantize: bool,
-    activation: Activation = SWIGLU,
+    activation: tuple | None = None,
 ) -> torch.Tensor:
     """Fill `out` with the result of the first GEMM [rows, size] or the second GEMM [top_k, T, hidden]."""
     is_gated, is_scaled, is_float32 = out.dim() == 2, isinstance(weight, tuple), x.dtype == torch.float32
@@ -180,7 +179,7 @@ def moe_gemm(
     first_expert: int = 0,
     quantize: bool = False,
     biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
-    activation: Activation = SWIGLU,
+    activation: tuple | None = None,
 ) -> torch.Tensor:
     """Compute this rank's experts, starting at `first_expert`, for x [T, hidden] with T > 0.
 

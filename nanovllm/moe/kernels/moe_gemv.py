@@ -14,7 +14,6 @@ from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launc
 from nanovllm.kernels.linear.tiles import NO_NORM, Weight, as_loadable, columns_of_parts, shape_of, values_and_scales
 from nanovllm.moe.kernels.activation import activate
 from nanovllm.moe.kernels.moe_routing import Routing
-from nanovllm.moe.moe_config import SWIGLU, Activation
 
 MAX_GEMV_TOKENS = 4  # with more tokens, several choose the same expert, and a grouped GEMM reads its weights only once
 # TILE_N, TILE_K, warps; a program with one warp needs no barriers, and all its loads are in flight
@@ -256,7 +255,7 @@ def moe_gemv(
     first_expert: int = 0,
     norm=NO_NORM,
     out=None,
-    activation: Activation = SWIGLU,
+    activation: tuple | None = None,
 ) -> torch.Tensor:
     """Compute the experts for x [T, hidden] with T > 0. Return [T, hidden] in `out`, summed over this rank's experts.
 

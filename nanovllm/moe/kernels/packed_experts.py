@@ -9,7 +9,6 @@ from nanovllm.kernels.linear.tiles import Tiles
 from nanovllm.moe.kernels.activation import activate
 from nanovllm.moe.kernels.moe_gemm import add_bias, choose_tile_m
 from nanovllm.moe.kernels.moe_routing import TILE_FIELDS, ExpertRows, Routing, sort_by_expert
-from nanovllm.moe.moe_config import SWIGLU
 from nanovllm.quantization.kernels.packed_gemm import (
     FEW_ROWS,
     add_packed_product,
@@ -76,7 +75,7 @@ def _grouped_product(
     routing: Routing,
     tiles: Tiles,
     out: torch.Tensor,
-    activation=SWIGLU,
+    activation=None,
 ) -> torch.Tensor:
     """Fill `out` with the result of the first GEMM [rows, size] or the second GEMM [top_k, T, hidden]."""
     (num_tokens, top_k), n, is_gated = routing.weights.shape, out.shape[-1], out.dim() == 2
@@ -89,7 +88,7 @@ def _grouped_product(
 
 
 def packed_experts(
-    x: torch.Tensor, routing: Routing, gate_up, down, first_expert: int = 0, biases=(None, None), activation=SWIGLU
+    x: torch.Tensor, routing: Routing, gate_up, down, first_expert: int = 0, biases=(None, None), activation=None
 ) -> torch.Tensor:
     """Compute `moe_gemm` with stacks of Packed weights."""
     (num_local, hidden, _), num_pairs = down.words.shape, routing.expert_ids.numel()
