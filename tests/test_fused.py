@@ -563,6 +563,7 @@ def test_forms_that_are_left_out():
         assert {before[name] for name in before.keys() - FORMS.keys()} == {
             "fused_attention:FusedAttention",
             "fused_attention:FusedGatedAttention",
+            "fused_attention:FusedGemma4Attention",
         }
     assert before == FORMS
     with show_fused.without(("",)):
