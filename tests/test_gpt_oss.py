@@ -78,7 +78,7 @@ def test_parity(make_llm, folders, name):
     prompts = requests()
     if name == "preemption":
         prompts = [(prompt[:20], replace(params, max_tokens=40)) for prompt, params in prompts[2:]]
-    assert_same_as_transformers(folders[1], generate_by_steps(llm, prompts))
+    assert_same_as_transformers(folders[1], generate_by_steps(llm, prompts), error=1e-4)
     if name == "preemption":
         assert llm.stats()["preemptions"] > 0
     (several,) = llm.generate([requests()[0][0]], SamplingParams(n=3, max_tokens=4, seed=1), use_tqdm=False)
@@ -143,3 +143,12 @@ def test_parity_on_kernels(use_ops, make_llm, folders):
     use_ops()
     llm = make_llm(folders[0], attention_backend="triton", **SMALL | dict(max_num_batched_tokens=34))
     assert_same_as_transformers(folders[1], generate_by_steps(llm, short_requests((34, 2), (1, 2), (3, 3))))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+def test_parity_on_a_gpu(make_llm, folders, enforce_eager):
+    """In float32, with the kernels of MXFP4 experts in CUDA graphs."""
+    settings = dict(device="cuda", enforce_eager=enforce_eager, gpu_memory_utilization=0.1)
+    llm = make_llm(folders[0], **SMALL | settings)
+    assert_same_as_transformers(folders[1], generate_by_steps(llm, requests()))

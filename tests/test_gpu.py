@@ -218,6 +218,7 @@ LATER_FAMILIES = (
     "phi3",
     "phi3-partial",
     "ministral3",
+    "gpt-oss",
 )
 
 

@@ -642,7 +642,7 @@ def test_what_is_fetched_from_the_hub(monkeypatch, model, tokenizer, expected):
     fetched = []
 
     def snapshot_download(name, revision, allow_patterns, ignore_patterns):
-        assert ignore_patterns == ["consolidated*"]
+        assert ignore_patterns == ["consolidated*", "original/*"]
         fetched.append((name, revision, "*.safetensors" in allow_patterns))
         return TINY
 

@@ -268,7 +268,7 @@ def shared_reference(folder: str) -> nn.Module:
     return REFERENCES[key]
 
 
-def assert_same_as_transformers(folder: str, outputs: list, model: nn.Module | None = None) -> None:
+def assert_same_as_transformers(folder: str, outputs: list, model: nn.Module | None = None, error=1e-3) -> None:
     """By default, the reference is the checkpoint in `folder`."""
     model = model or shared_reference(folder)
     for output in outputs:
@@ -278,7 +278,7 @@ def assert_same_as_transformers(folder: str, outputs: list, model: nn.Module | N
         found = [*(output.prompt_logprobs or [{}] * len(prompt))[1:], *answer.logprobs]
         for i, (token_id, ours) in enumerate(zip(prompt[1:] + answer.token_ids, found, strict=True)):
             for other, logprob in ours.items():
-                assert logprob.logprob == pytest.approx(logprobs[i, other].item(), abs=1e-3), (len(prompt), i)
+                assert logprob.logprob == pytest.approx(logprobs[i, other].item(), abs=error), (len(prompt), i)
             if i >= len(prompt) - 1:
                 assert logits[i].max() - logits[i, token_id] < MARGIN, (len(prompt), i)
 
