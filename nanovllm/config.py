@@ -66,6 +66,8 @@ class Config:
         Python, it can also be a torch.dtype.
     device: "cpu", "cuda", or one GPU, such as "cuda:1". "auto" is "cuda" if there is a CUDA device, else "cpu".
     attention_backend: "triton", "sdpa" or "flash". "auto" is "triton" on CUDA if Triton is installed, else "sdpa".
+    swap_space: GiB of host memory, of all ranks together, for cache blocks that have to leave the device. Later
+        requests that begin with their tokens get them back. See docs/cache.md.
     enable_prefix_caching: reuse the cache blocks of earlier requests that begin with the same tokens.
     async_scheduling: prepare a step while the previous step runs; by default on CUDA only.
     seed: makes requests without their own seed repeatable; by default, each run differs.
@@ -114,6 +116,7 @@ class Config:
     dtype: "str | torch.dtype" = "auto"
     device: str = "auto"
     attention_backend: str = "auto"
+    swap_space: float = checked(0.0, check_real, low=0.0, high=2**20)
     enable_prefix_caching: bool = checked(True, check_bool)
     async_scheduling: bool | None = checked(None, check_bool)
     seed: int | None = checked(None, check_int, low=0, high=2**64 - 1)
@@ -184,6 +187,10 @@ class Config:
             logger.warning(words, self.gpu_memory_utilization)
         if self.task != "generate":
             self._resolve_pooling(folder)
+        if self.swap_space:
+            from nanovllm.tiers.swap_space import check_swap_space  # rarely needed
+
+            check_swap_space(self)
         if self.speculative_config is not None:
             from nanovllm.spec_decode.speculative_config import read_speculative_config  # few engines draft tokens
 

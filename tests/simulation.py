@@ -127,7 +127,7 @@ class SimulatedEngine:
     def step(self, token_id: int = 7, prompts_first: bool = False) -> ScheduledStep | None:
         """Schedule a step, and give the sequences of this step, or of the previous step, their tokens."""
         step = self.scheduler.schedule(prompts_first)
-        assert step or self.in_flight or self.scheduler.held, "stuck"
+        assert step or self.in_flight or self.scheduler.held or self.blocks_of_loads(), "stuck"
         if step:
             self.steps.append(step)
             self.in_flight.append((step, self.compute(step, token_id)))
@@ -173,7 +173,7 @@ class SimulatedEngine:
         indices = [seq.req_index for seq in live]
         assert sorted(indices + self.free_req_indices()) == list(range(scheduler.max_num_seqs))
 
-        held = Counter(itertools.chain.from_iterable(map(self.blocks_of, live)))
+        held = Counter(itertools.chain(*map(self.blocks_of, live), self.blocks_of_loads()))
         assert {block.block_id: block.ref_count for block in manager.blocks if block.ref_count} == held
         assert manager.free_block_ids.keys() == set(range(len(manager.blocks))) - held.keys()
         self.check_findable()
@@ -195,6 +195,10 @@ class SimulatedEngine:
 
     def blocks_of(self, seq: Sequence) -> list[int]:
         return seq.block_table
+
+    def blocks_of_loads(self) -> list[int]:
+        """Return the blocks that loads from a second tier of the cache hold."""
+        return []
 
     def free_req_indices(self) -> list[int]:
         return self.scheduler.free_req_indices
@@ -421,7 +425,8 @@ class Simulation(SimulatedEngine):
                 assert source == (first.block_table[num_full] if in_part else None)
                 self.seen["forks"] += 1
         for block_id, num_writers in writers.items():  # other holders read what this step writes
-            assert num_writers == 1 and self.manager.blocks[block_id].ref_count == 1 + readers[block_id]
+            num_holders = self.manager.blocks[block_id].ref_count - self.blocks_of_loads().count(block_id)
+            assert num_writers == 1 and num_holders == 1 + readers[block_id]
         decodes = [seq for seq, _, _ in rows[: step.num_decodes]]
         complete = [seq for seq, _, end in step.chunks if end == len(seq.token_ids)]
         owners = [seq for seq, row in zip(step.sampled_seqs, step.sampled_rows) if rows[row].seq is seq]

@@ -57,14 +57,15 @@ HOUSE = """
   distributed/division.py utils/device_checks.py <- utils/collection_checks.py pooling/task.py
   pooling/pooling_config.py pooling/pooling_params.py spec_decode/__init__.py
   spec_decode/speculative_config.py
-  spec_decode/head_checkpoint.py <- config.py sampling_params.py features/beam_params.py <- compat/params.py
+  spec_decode/head_checkpoint.py tiers/__init__.py tiers/swap_space.py <- config.py sampling_params.py
+  features/beam_params.py <- compat/params.py
 0 | engine/__init__.py
 1 | engine/sequence.py <- engine/scheduled_step.py <- engine/features.py
   spec_decode/proposer.py spec_decode/ngram.py spec_decode/suffix.py
   engine/block_manager.py engine/scheduling_policy.py engine/policies.py lora/lora_feature.py
   <- engine/state_blocks.py engine/window_blocks.py lora/adapter_queue.py
   <- engine/scheduler.py engine/awaiting.py engine/forks.py spec_decode/drafting_scheduler.py
-  pooling/pooling_scheduler.py <- engine/stats.py
+  pooling/pooling_scheduler.py tiers/connector.py <- engine/stats.py tiers/tiered_blocks.py
 1 | engine/outputs.py <- requests/stream_event.py pooling/pooling_outputs.py
 1 | kernels/ moe/kernels/ delta_net/kernels/ quantization/kernels/ invariant/kernels/ distributed/kernels/
   lora/kernels/
@@ -95,7 +96,7 @@ HOUSE = """
   <- requests/chat_templates.py <- requests/prompts.py
   requests/streamed_request.py <- requests/input_processor.py engine/output_processor.py
   lora/adapters.py <- engine/engine.py features/beam_search.py pooling/pooling_prompts.py pooling/pooling_request.py
-  pooling/calls.py <- lora/adapter_messages.py
+  pooling/calls.py tiers/host_blocks.py <- lora/adapter_messages.py tiers/host_tier.py
   <- engine/build.py engine/engine_thread.py
   <- requests/step_callers.py requests/streams.py
   <- engine/llm_engine.py rollout/ <- llm.py <- __init__.py <- compat/vllm_pooling.py
@@ -247,7 +248,7 @@ def test_ranks_do_without_transformers():
     assert "transformers" in reach("engine/llm_engine.py")
 
 
-ROOMS_BY_USE = ("cuda", "distributed", "fused", "lora", "structured_outputs")
+ROOMS_BY_USE = ("cuda", "distributed", "fused", "lora", "structured_outputs", "tiers")
 FEATURE_FILES = {feature.home.split(":")[0].replace(".", "/") + ".py" for feature in FEATURES.values()}
 HOMES = *RUNNERS.values(), *DRAFTERS.values(), *(home for home in PROPOSERS.values() if isinstance(home, str))
 OF_HOMES = {home.split(":")[0].removeprefix("nanovllm.").replace(".", "/") + ".py" for home in HOMES}
@@ -267,6 +268,7 @@ def test_optional_rooms_are_imported_when_used():
             "cuda/__init__.py",
             "lora/__init__.py",
             "structured_outputs/__init__.py",
+            "tiers/__init__.py",
         }
 
 
@@ -381,6 +383,7 @@ FOLDERS_OF_ROOMS = (
     "lora",
     "serve",
     "structured_outputs",
+    "tiers",
 )
 PLAIN_GENERATE = """
 import json, sys

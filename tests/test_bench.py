@@ -717,6 +717,8 @@ def test_turns(monkeypatch):
     assert (
         result.note == f"{4 / 14:.1%} of the prompts' tokens were in the prefix cache" and not engine.num_cached_tokens
     )
+    engine.num_loaded_tokens = lambda: 2
+    assert serve(engine, turns).note == result.note + f", {2 / 14:.1%} in its part in host memory"
 
 
 def test_conversations(monkeypatch, capsys):
@@ -792,6 +794,7 @@ def test_vllm_steps(monkeypatch):
     assert arguments["max_num_seqs"] == 7 and arguments["max_model_len"] == 2048 and arguments["dtype"] == "bfloat16"
     assert ids == ["0", "1", "2", "3", "4", "5"] and ends == [7]
     own = vllm_settings("tiny-qwen3", {"device": "cpu"})
+    assert vllm_settings("tiny-qwen3", {"device": "cpu", "swap_space": 2})["kv_offloading_size"] == 2
     assert own.keys() == arguments.keys() - {"max_num_seqs", "disable_log_stats"}  # vLLM has its own defaults
     times = results["a workload"].token_times  # of the second and the third run
     assert [len(of_request) for of_request in times] == [3, 2, 3, 2]

@@ -74,7 +74,12 @@ VLLM_LINES = [
         dict(tensor_parallel_size=2, kvcache_block_size=16, num_kvcache_blocks=9),
         {},
     ),
-    ("--swap-space 4 --disable-log-requests --enable-chunked-prefill --no-enable-log-requests Qwen/Qwen3-8B", {}, {}),
+    (
+        "--swap-space 4 --disable-log-requests --enable-chunked-prefill --no-enable-log-requests Qwen/Qwen3-8B",
+        {"swap_space": 4.0},
+        {},
+    ),
+    ("--kv-offloading-size 4 Qwen/Qwen3-8B", {"swap_space": 4}, {}),
     (
         "Qwen/Qwen3-8B --enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser deepseek_r1 "
         "--served-model-name a b --enable-prompt-tokens-details --enable-force-include-usage --uvicorn-log-level info",

@@ -48,8 +48,9 @@ def llm():
 
 
 def test_other_names():
-    resolved = config(block_size=32, num_gpu_blocks_override=7, enable_expert_parallel=True)
+    resolved = config(block_size=32, num_gpu_blocks_override=7, enable_expert_parallel=True, kv_offloading_size=1)
     assert (resolved.kvcache_block_size, resolved.num_kvcache_blocks, resolved.expert_parallel) == (32, 7, True)
+    assert resolved.swap_space == 1.0
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,7 @@ def test_other_names():
         "max_num_seqs",
         "max_model_len",
         "num_gpu_blocks_override",
+        "kv_offloading_size",
         "quantization",
         "structured_outputs_config",
         "long_prefill_token_threshold",

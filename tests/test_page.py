@@ -140,6 +140,7 @@ class Clockwork(SimulatedEngine):
             device="none",
             kvcache_block_size=16,
             kv_cache_dtype="auto",
+            swap_space=0,
             num_block_tables=1,
             cache_window=0,
             **sizes,

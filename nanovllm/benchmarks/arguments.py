@@ -31,7 +31,8 @@ Workloads. All requests have random token ids and temperature 0.6, and ignore th
     conversations
                 --num-seqs conversations of 3 to 20 turns (2 to 5 on a CPU), which share a system prompt. Each question
                 follows the previous answer after a pause, and its prompt is the whole conversation. Lengths are those
-                of online. --max-model-len bounds the conversations. The table shows the TTFT by turn
+                of online. --max-model-len bounds the conversations. The table shows the TTFT by turn.
+                The hit rates of the prefix cache, and of its part in host memory (--swap-space), are printed above it
     latency     first, a single prompt of 16 to 32,000 tokens with one output token, --num-seqs times for each length.
                 Then 1 and 8 sequences decode after contexts of 100 to 30,000 tokens, three times each.
                 --max-model-len and --max-input-len bound the lengths

@@ -6,6 +6,15 @@ import numpy as np
 import torch
 
 
+def block_parts(token_ids: torch.Tensor, caches: dict[Any, list[torch.Tensor]], block_id: int) -> list[torch.Tensor]:
+    """Return views of all that the cache stores of a block, with the arguments of `copy_blocks`.
+
+    These are the token ids, and tensors [*, layers, *] of each group of layers.
+    """
+    tensors = [tensor for spec, found in caches.items() if not spec.of_states for tensor in found]
+    return [token_ids[block_id], *(tensor[:, :, block_id] for tensor in tensors)]
+
+
 @torch.inference_mode()
 def copy_blocks(copies: np.ndarray, token_ids: torch.Tensor, caches: dict[Any, list[torch.Tensor]]) -> None:
     """Copy cache blocks (with their token ids) and states.

@@ -10,9 +10,13 @@ ALIASES = {
     "block_size": "kvcache_block_size",
     "num_gpu_blocks_override": "num_kvcache_blocks",
     "enable_expert_parallel": "expert_parallel",
+    "kv_offloading_size": "swap_space",
 }
 # settings whose default is None in vLLM but not here
-NONE_IS_DEFAULT = ("attention_backend", "block_size", "enable_prefix_caching", "max_num_batched_tokens", "max_num_seqs")
+NONE_IS_DEFAULT = (
+    *("attention_backend", "block_size", "enable_prefix_caching", "kv_offloading_size"),
+    *("max_num_batched_tokens", "max_num_seqs"),
+)
 # (accepted values or types of values, names of settings); a value is accepted if ignoring it changes nothing
 GROUPS: tuple[tuple[tuple, str], ...] = (
     # unneeded permissions, log output, and hints for vLLM's computation: any value is accepted
@@ -35,7 +39,7 @@ GROUPS: tuple[tuple[tuple, str], ...] = (
         "max_long_partial_prefills max_num_partial_prefills max_seq_len_to_capture "
         "mm_processor_cache_gb mm_shm_cache_max_object_size_mb optimization_level prefill_schedule_interval "
         "renderer_num_workers safetensors_prefetch_block_size safetensors_prefetch_num_threads shutdown_timeout "
-        "stream_interval swap_space watermark",
+        "stream_interval watermark",
     ),
     (
         (Real, None),
@@ -62,7 +66,7 @@ GROUPS: tuple[tuple[tuple, str], ...] = (
         "allowed_media_domains code_revision collect_detailed_traces data_parallel_address data_parallel_rank "
         "data_parallel_rpc_port data_parallel_size_local data_parallel_start_rank default_mm_loras device_ids "
         "diffusion_config download_dir ec_transfer_config gdn_prefill_backend hf_config_path hf_token "
-        "io_processor_plugin kv_cache_memory_bytes kv_events_config kv_offloading_size kv_transfer_config "
+        "io_processor_plugin kv_cache_memory_bytes kv_events_config kv_transfer_config "
         "lora_target_modules mamba_block_size max_num_scheduled_tokens max_parallel_loading_workers "
         "mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path "
         "mm_processor_kwargs numa_bind_cpus numa_bind_nodes otlp_traces_endpoint override_attention_dtype "

@@ -143,9 +143,13 @@ class BlockManager:
             block = self.blocks[seq.block_table[i]]
             if block.hash != -1:
                 break  # this block and all earlier ones are already cached
-            block.update(seq.block_hashes[i], self._block_token_ids(seq, i))
-            if self.hash_to_block_id.setdefault(block.hash, block.block_id) != block.block_id:
-                self.duplicates.setdefault(block.hash, set()).add(block.block_id)
+            self.insert(block, seq.block_hashes[i], self._block_token_ids(seq, i))
+
+    def insert(self, block: Block, block_hash: int, token_ids: list[int]) -> None:
+        """Put a full block into the prefix cache."""
+        block.update(block_hash, token_ids)
+        if self.hash_to_block_id.setdefault(block_hash, block.block_id) != block.block_id:
+            self.duplicates.setdefault(block_hash, set()).add(block.block_id)
 
     def take_copies(self) -> dict[int, int]:
         """Return and clear `copies`. The next call returns the copies of later steps."""

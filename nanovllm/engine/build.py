@@ -40,6 +40,11 @@ def build_engine(config: Config, part_done: Callable[[str], None] = lambda part:
         from nanovllm.lora.adapter_messages import use_adapters  # few engines have adapters
 
         use_adapters(engine)
+    if config.swap_space:
+        from nanovllm.tiers.host_tier import use_host_tier  # rarely needed
+
+        use_host_tier(engine)
+        part_done("host memory")
     engine.output_processor = OutputProcessor(engine.scheduler)
     return engine
 

@@ -199,6 +199,8 @@ class LLMEngine:
         sequence. `blocks`: the numbers of used, cached and free blocks. A cached block is free, but in the prefix
         cache. `block_groups`: the blocks that each group of layers uses, if there is more than one. `prefix_hit_rate`:
         the fraction of prompt tokens that were found in the prefix cache.
+        `tiers`, with `swap_space`: `device_hits` and `host_hits` are the numbers of prompt tokens that were found in
+        the device's cache and in host memory. `loaded_blocks` have come back from host memory. `lost_copies` failed.
         `preemptions`: how often a sequence was preempted.
         `tokens`: the numbers of prompt tokens (`in`) and generated tokens (`out`).
         `steps`: the numbers of `prefill` steps (chunks of prompts), `decode` steps and `mixed` steps (both).

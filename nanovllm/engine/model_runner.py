@@ -53,6 +53,7 @@ class ModelRunner:
         self.tp = tp
         self.device = config.device_of(tp.rank)
         self.sleepers: dict[str, Any] = {}  # owners of the memory that `sleep` frees, by tag: see rollout/
+        self.host_blocks: Any = None  # with `swap_space`: see tiers/
         with self.on_device():
             self._start(config, part_done)
 
@@ -377,6 +378,6 @@ class ModelRunner:
             layer.cache = None
         for parameter in self.model.parameters():  # a parameter and its loader refer to each other
             del parameter.weight_loader
-        self.model = self.slot_token_ids = None
+        self.model = self.slot_token_ids = self.host_blocks = None
         self.cache_groups, self.caches, self.features, self.sleepers = {}, {}, {}, {}
         self.tp.close()

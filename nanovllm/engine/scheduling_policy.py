@@ -81,9 +81,13 @@ class AdmissionPause:
         self._max_running: int | None = None  # admission is paused while more sequences run than this
         self._num_steps = 0  # since the pause began
 
+    def is_on(self, num_running: int) -> bool:
+        """Return whether admission is paused, without counting a step."""
+        return self._max_running is not None and num_running > self._max_running
+
     def may_admit(self, num_running: int) -> bool:
         """Return whether a sequence may be admitted. During a pause, each call counts as one step."""
-        if self._max_running is None or num_running <= self._max_running:
+        if not self.is_on(num_running):
             return True
         self._num_steps += 1
         return self._num_steps > MAX_STEPS_WITHOUT_ADMISSION

@@ -21,6 +21,12 @@ def stats_of(scheduler: Scheduler) -> dict:
         "accepted_tokens": sum(accepted),
         "accepted_per_position": accepted,
     }
+    tiers = {
+        "device_hits": totals["cached_tokens"] - totals["loaded_tokens"],  # in tokens of prompts
+        "host_hits": totals["loaded_tokens"],
+        "loaded_blocks": totals["loaded_blocks"],
+        "lost_copies": totals["lost_copies"],
+    }
     return {
         "requests": {"waiting": len(scheduler.waiting), "running": len(scheduler.prefilling) + len(scheduler.running)},
         "blocks": {"used": len(blocks.blocks) - num_free, "cached": num_cached, "free": num_free - num_cached},
@@ -30,6 +36,7 @@ def stats_of(scheduler: Scheduler) -> dict:
         "tokens": {"in": totals["prompt_tokens"], "out": totals["output_tokens"]},
         "steps": {kind: totals[f"{kind}_steps"] for kind in ("prefill", "decode", "mixed")},
         **({"spec_decode": drafts} if accepted else {}),
+        **({"tiers": tiers} if totals["tiers"] else {}),
     }
 
 
@@ -50,10 +57,11 @@ def described(config: "Config") -> str:
     threads = f" with {num_threads} thread{'s' * (num_threads > 1)}" if config.device == "cpu" else ""
     left_out = getattr(config.model_config.hybrid, "left_out", "")
     states = f"{config.num_states:,} states for up to {config.max_num_seqs:,} sequences, " if config.num_states else ""
+    swap = f"{config.swap_space:g} GiB of host memory for more, " if config.swap_space else ""
     cache = "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}"
     return (
         f"LLM({config.model!r}{left_out}: {config.device}{threads}, {dtype}, attention by {config.attention_backend}, "
         f"max_model_len {config.max_model_len:,}, {config.num_kvcache_blocks:,} blocks for {num_tokens:,} "
-        f"tokens{cache}, {states}prefix caching {'on' if config.enable_prefix_caching else 'off'}, "
+        f"tokens{cache}, {swap}{states}prefix caching {'on' if config.enable_prefix_caching else 'off'}, "
         f"{config.tensor_parallel_size} rank{'s' * (config.tensor_parallel_size > 1)})"
     )

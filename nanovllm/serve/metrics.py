@@ -43,6 +43,10 @@ COUNTERS: Quantities = {
         "Tokens of prompts that were found in the cache",
         lambda now: round(now["prefix_hit_rate"] * now["tokens"]["in"]),
     ),
+    "external_prefix_cache_hits": (
+        "Tokens of prompts that were found in host memory, also counted by prefix_cache_hits",
+        lambda now: now.get("tiers", {}).get("host_hits", 0),
+    ),
     "num_preemptions": ("Sequences that gave up their cache blocks", lambda now: now["preemptions"]),
     "spec_decode_num_drafts": ("Steps of sequences with drafts", lambda now: _drafts(now, "drafts")),
     "spec_decode_num_draft_tokens": ("Drafted tokens", lambda now: _drafts(now, "draft_tokens")),

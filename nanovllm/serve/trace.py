@@ -67,6 +67,7 @@ class StepRecorder:
             "block_tables": config.num_block_tables,
             "window": config.cache_window,
             "kv_cache_dtype": config.kv_cache_dtype,
+            "swap_space": config.swap_space,
             "max_num_seqs": config.max_num_seqs,
             "max_num_batched_tokens": config.max_num_batched_tokens,
         }

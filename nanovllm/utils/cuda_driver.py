@@ -1,6 +1,7 @@
 """Calls the CUDA driver through ctypes, and makes tensors at addresses that the driver returns."""
 
 import ctypes
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ def call_driver(name: str, *arguments: Any) -> None:
         raise kind(f"{name}: CUDA error {error}")
 
 
+@cache
 def _driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 

@@ -71,8 +71,8 @@ def serve(engine, requests: list[Request]) -> Result:
         seconds = perf_counter() - begin
     note = ""
     if next_turns:
-        note = (
-            f"{engine.num_cached_tokens / sum(map(len, prompts)):.1%} of the prompts' tokens were in the prefix cache"
-        )
+        num_tokens, num_loaded = sum(map(len, prompts)), getattr(engine, "num_loaded_tokens", int)()
+        note = f"{engine.num_cached_tokens / num_tokens:.1%} of the prompts' tokens were in the prefix cache"
+        note += f", {num_loaded / num_tokens:.1%} in its part in host memory" if num_loaded else ""
         engine.num_cached_tokens = 0
     return Result(seconds, token_times=times, note=note)

@@ -31,12 +31,18 @@ class NanoVllmSteps:
 
     def __init__(self, llm: "LLM"):
         self.llm, self.add, self.is_finished = llm, llm.add_request, llm.is_finished
-        self.num_cached_tokens = 0
+        self.num_cached_tokens, self._num_loaded_before = 0, 0
 
     def step(self) -> list[tuple[int, int]]:
         output = self.llm.step()
         self.num_cached_tokens += sum(request.num_cached_tokens for request in output.finished)
         return output.new_tokens
+
+    def num_loaded_tokens(self) -> int:
+        """Return how many prompt tokens came from host memory since the last call."""
+        total = self.llm.stats().get("tiers", {}).get("host_hits", 0)
+        before, self._num_loaded_before = self._num_loaded_before, total
+        return total - before
 
 
 @contextmanager

@@ -18,7 +18,7 @@ OF_DRAFTS += "draft_tensor_parallel_size", "synthetic_acceptance_rates"
 
 
 def vllm_settings(model: str, settings: dict) -> dict:
-    """Return arguments for vLLM: our model, dtypes, maximum length, number of ranks, load format and speculation.
+    """Return arguments for vLLM: model, dtypes, maximum length, number of ranks, load format, host memory and drafts.
 
     vLLM's defaults apply to everything else, except for `max_num_seqs` and `max_num_batched_tokens` in `settings`.
     """
@@ -30,6 +30,8 @@ def vllm_settings(model: str, settings: dict) -> dict:
         arguments["language_model_only"] = True  # we have no vision parts either
     if config.task != "generate":
         arguments["runner"] = "pooling"
+    if config.swap_space:
+        arguments["kv_offloading_size"] = config.swap_space
     if (drafting := config.speculative_config) is not None:
         arguments["speculative_config"] = speculation(drafting)
         if drafting.method == "eagle3" and config.load_format == "dummy":

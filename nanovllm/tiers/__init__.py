@@ -1,0 +1,1 @@
+"""Tiers of the prefix cache outside the device, such as host memory."""

@@ -1,0 +1,178 @@
+"""A rank's part of the blocks in host memory, and the copies between them and the rank's device."""
+
+import mmap
+from contextlib import suppress
+from ctypes import Structure, byref, c_int, c_size_t, c_void_p
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import finalize
+
+import numpy as np
+import torch
+
+from nanovllm.cache.block_copies import block_parts
+from nanovllm.utils.cuda_driver import call_driver
+
+if TYPE_CHECKING:
+    from nanovllm.engine.model_runner import ModelRunner
+
+ALIGNMENT = 16  # bytes; a view with another dtype must be aligned
+HOST, DEVICE, MAX_PITCH = 1, 2, 2**31 - 1  # CUmemorytype, and what all GPUs allow
+
+
+class _Side(Structure):
+    _fields_ = [
+        *(("x", c_size_t), ("y", c_size_t), ("memory_type", c_int), ("host", c_void_p), ("device", c_void_p)),
+        *(("array", c_void_p), ("pitch", c_size_t)),
+    ]
+
+    @classmethod
+    def of(cls, part: torch.Tensor, height: int) -> "_Side":
+        pitch = part.stride(1) * part.itemsize if height > 1 else part.nbytes
+        if part.is_cpu:
+            return cls(memory_type=HOST, host=part.data_ptr(), pitch=pitch)
+        return cls(memory_type=DEVICE, device=part.data_ptr(), pitch=pitch)
+
+
+class Memcpy2D(Structure):
+    """The driver's CUDA_MEMCPY2D: `height` rows of `width` bytes. The starts of rows are `pitch` bytes apart."""
+
+    _fields_ = [("source", _Side), ("target", _Side), ("width", c_size_t), ("height", c_size_t)]
+
+    @classmethod
+    def of(cls, target: torch.Tensor, source: torch.Tensor) -> "Memcpy2D":
+        """Describe a copy between two parts with the same shape. All layers of a part have the same distance."""
+        height = 1 if source.dim() == 1 else source.shape[0] * source.shape[1]
+        return cls(_Side.of(source, height), _Side.of(target, height), source.nbytes // height, height)
+
+
+class HostBlocks:
+    """Stores each block in one row of bytes: its token ids and the keys and values of all layers.
+
+    On a CPU, copies end at once. `copies` [2, C] contains block ids and rows. Each call of `put` and `get` has a
+    different number.
+    """
+
+    def __init__(self, runner: "ModelRunner", num_rows: int):
+        """Raises RuntimeError if there is too little memory."""
+        self.rows = torch.empty((num_rows, row_bytes(runner)), dtype=torch.uint8, device="cpu")
+
+    def put(self, runner: "ModelRunner", number: int, copies: np.ndarray) -> None:
+        for block_id, row in copies.T.tolist():
+            for part, stored in self._parts(runner, block_id, row):
+                self._copy(stored, part)
+
+    def get(self, runner: "ModelRunner", number: int, copies: np.ndarray) -> None:
+        for block_id, row in copies.T.tolist():
+            for part, stored in self._parts(runner, block_id, row):
+                self._copy(part, stored)
+
+    def has_ended(self, number: int) -> bool:
+        return True
+
+    def order_steps(self, numbers: list[int]) -> None:
+        """Let the steps that are launched from now on follow these copies."""
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def _parts(self, runner: "ModelRunner", block_id: int, row: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return views of the parts of a block, on the device and in the row."""
+        pairs, end = [], 0
+        for part in block_parts(runner._cached_token_ids, runner.caches, block_id):
+            stored = self.rows[row, end : end + part.nbytes]
+            pairs.append((part, stored.view(part.dtype).view(part.shape)))
+            end += _aligned(part.nbytes)
+        return pairs
+
+
+class PinnedBlocks(HostBlocks):
+    """Stores blocks in pinned memory. Two streams copy, one in each direction, while steps run."""
+
+    def __init__(self, runner: "ModelRunner", num_rows: int):
+        num_bytes = num_rows * row_bytes(runner)
+        self.rows = allocate(num_bytes).view(num_rows, -1)
+        # not `pin_memory`, which rounds the size up to a power of two
+        call_driver("cuMemHostRegister_v2", address := c_void_p(self.rows.data_ptr()), c_size_t(num_bytes), 0)
+        finalize(self, _unpin, self.rows, address, runner.device).atexit = False
+        self._out, self._in = torch.cuda.Stream(runner.device), torch.cuda.Stream(runner.device)
+        self._events: dict[int, torch.cuda.Event] = {}  # of copies that may not have ended
+
+    def put(self, runner: "ModelRunner", number: int, copies: np.ndarray) -> None:
+        self._out.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._out):
+            super().put(runner, number, copies)
+        self._record(number, self._out)
+
+    def get(self, runner: "ModelRunner", number: int, copies: np.ndarray) -> None:
+        self._in.wait_stream(torch.cuda.current_stream())
+        self._in.wait_stream(self._out)  # which has read these blocks, and written these rows
+        with torch.cuda.stream(self._in):
+            super().get(runner, number, copies)
+        self._record(number, self._in)
+
+    def has_ended(self, number: int) -> bool:
+        return number not in self._events or self._events[number].query()
+
+    def order_steps(self, numbers: list[int]) -> None:
+        for number in numbers:
+            if (event := self._events.pop(number, None)) is not None:
+                torch.cuda.current_stream().wait_event(event)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy a part of a block with a copy engine, which takes no time of the processors that run steps.
+
+        `copy_` would gather the layers on the device first, so that they cross the bus in one piece.
+        """
+        copy = Memcpy2D.of(target, source)
+        if max(copy.source.pitch, copy.target.pitch) > MAX_PITCH:
+            target.copy_(source, non_blocking=True)
+        else:
+            call_driver("cuMemcpy2DAsync_v2", byref(copy), c_void_p(torch.cuda.current_stream().cuda_stream))
+
+    def _record(self, number: int, stream: torch.cuda.Stream) -> None:
+        self._events = {i: event for i, event in self._events.items() if not event.query()}
+        self._events[number] = stream.record_event()
+
+
+class HostCall(NamedTuple):
+    """A call that every rank makes. Rank 0 sends it as a message, between two steps."""
+
+    action: str  # "allocate", or a method of HostBlocks
+    number: int  # of rows, or of a copy
+    num_words: int
+
+    def receive(self, words: np.ndarray, runner: "ModelRunner", incoming: dict[Any, Any]) -> None:
+        words = words[: self.num_words].copy()
+        with runner.on_device(), torch.inference_mode():
+            if self.action == "allocate":
+                blocks = PinnedBlocks if runner.device.type == "cuda" else HostBlocks
+                runner.host_blocks = blocks(runner, self.number)
+                runner.min_of_ranks(0)  # rank 0 waits until all ranks have their memory
+            elif self.action == "order_steps":
+                runner.host_blocks.order_steps(words.tolist())
+            else:
+                getattr(runner.host_blocks, self.action)(runner, self.number, words.reshape(2, -1))
+
+
+def allocate(num_bytes: int) -> torch.Tensor:
+    """Return zeros in huge pages, if the host has them. Pinning small pages takes about a second per GiB."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).zero_()  # several threads touch the pages
+
+
+def _unpin(rows: torch.Tensor, address: c_void_p, device: torch.device) -> None:
+    """Unpin `rows`, which exist until then."""
+    torch.cuda.synchronize(device)
+    call_driver("cuMemHostUnregister", address)
+
+
+def row_bytes(runner: "ModelRunner") -> int:
+    """Return the size of a row. It contains a block of this rank."""
+    parts = block_parts(runner._cached_token_ids, runner.caches, 0)
+    return sum(_aligned(part.nbytes) for part in parts)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,130 @@
+"""The tier of the prefix cache in host memory (`swap_space`)."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from nanovllm.engine.engine import Engine
+from nanovllm.tiers.connector import CachedBlock, Connector
+from nanovllm.tiers.host_blocks import HostCall, row_bytes
+from nanovllm.tiers.tiered_blocks import check_manager, use_connector
+
+if TYPE_CHECKING:
+    from nanovllm.engine.model_runner import ModelRunner
+
+
+@dataclass(slots=True)
+class Entry:
+    """A stored block. Its row must not be overwritten while `num_reads` copies to the device read it."""
+
+    token_ids: list[int]
+    row: int
+    num_reads: int = 0
+
+
+class HostTier(Connector):
+    """Stores blocks in the memory of the host, and drops the least recently used ones.
+
+    Each rank stores its part of a block in the same row. Rank 0 chooses the rows, and sends the copies to the other
+    ranks in the order of the steps. Each rank lets its own steps follow its own copies.
+    """
+
+    def __init__(self, engine: Engine, num_rows: int):
+        self._engine, self._num_rows, self._num_copies = engine, num_rows, 0
+        self.clear()
+        self._copies: dict[int, int] = {}  # block id -> number of the last copy that no step was ordered after
+        self._reads: dict[int, list[Entry]] = {}  # the entries that a copy to the device reads, by its number
+        self._call("allocate", num_rows, np.empty(0, np.int32))
+
+    def contains(self, block_hash: int, token_ids: list[int]) -> bool:
+        entry = self._entries.get(block_hash)
+        if entry is None or entry.token_ids != token_ids:
+            return False
+        self._entries.move_to_end(block_hash)  # so that blocks that make room for it do not replace it
+        return True
+
+    def put(self, blocks: list[CachedBlock]) -> None:
+        copies = []
+        for block_hash, token_ids, block_id in blocks:
+            if block_hash in self._entries:  # of two blocks with equal hashes, the first one stays
+                self._entries.move_to_end(block_hash)
+            elif (row := self._pop_row()) is not None:
+                self._entries[block_hash] = Entry(token_ids, row)
+                copies.append((block_id, row))
+        if copies:
+            self._copy("put", copies)
+
+    def get(self, blocks: list[CachedBlock]) -> Callable[[], bool]:
+        if not all(self.contains(block_hash, token_ids) for block_hash, token_ids, _ in blocks):
+            raise OSError("host memory is too small for the blocks that leave the device and those that come back")
+        entries = [self._entries[block.block_hash] for block in blocks]
+        number = self._copy("get", [(block.block_id, entry.row) for block, entry in zip(blocks, entries)])
+        self._reads[number] = entries
+        for entry in entries:
+            entry.num_reads += 1
+        for block in reversed(blocks):  # the first blocks of a text are used most
+            self._entries.move_to_end(block.block_hash)
+        return partial(self._runner.host_blocks.has_ended, number)
+
+    def order_steps(self, block_ids: list[int]) -> None:
+        numbers = {self._copies.pop(block_id, -1) for block_id in block_ids} - {-1}
+        if not numbers:
+            return
+        self._call("order_steps", 0, np.array(sorted(numbers), np.int32))
+        for entry in (entry for number in numbers for entry in self._reads.pop(number, ())):
+            entry.num_reads -= 1  # only steps read these blocks from here on, and copies to the row follow these steps
+
+    def clear(self) -> None:
+        self._free_rows = [*reversed(range(self._num_rows))]
+        self._entries: OrderedDict[int, Entry] = OrderedDict()  # by hash, the least recently used one first
+
+    @property
+    def _runner(self) -> "ModelRunner":
+        assert self._engine.model_runner is not None, "the engine is open"
+        return self._engine.model_runner
+
+    def _pop_row(self) -> int | None:
+        """Return a free row. If there is none, drop the least recently used entry that no copy reads."""
+        if self._free_rows:
+            return self._free_rows.pop()
+        unused = (block_hash for block_hash, entry in self._entries.items() if not entry.num_reads)
+        return None if (block_hash := next(unused, None)) is None else self._entries.pop(block_hash).row
+
+    def _copy(self, action: str, copies: list[tuple[int, int]]) -> int:
+        number, self._num_copies = self._num_copies, self._num_copies + 1
+        self._call(action, number, np.array(copies, np.int32).T.flatten())
+        self._copies |= dict.fromkeys((block_id for block_id, _ in copies), number)
+        return number
+
+    def _call(self, action: str, number: int, words: np.ndarray) -> None:
+        """Call a method of `HostBlocks` on all ranks."""
+        call = HostCall(action, number, len(words))
+        if self._engine.workers.processes:
+            self._engine.workers.send(call, words)
+        call.receive(words, self._runner, {})
+
+
+def use_host_tier(engine: Engine) -> None:
+    """Give the engine's prefix cache a tier in host memory. The model must be loaded.
+
+    Raises ValueError if `swap_space` is too small for a block, or if the model's cache can't have a second tier. Raises
+    RuntimeError if the memory can't be allocated or pinned.
+    """
+    config, runner = engine.config, engine.model_runner
+    assert runner is not None
+    num_bytes = row_bytes(runner)
+    num_rows = int(config.swap_space * 2**30 / config.tensor_parallel_size) // num_bytes
+    if not num_rows:
+        per_rank = f" on each of {config.tensor_parallel_size} ranks" if config.tensor_parallel_size > 1 else ""
+        needed = f"a cache block takes {num_bytes / 2**30:.3g} GiB{per_rank}"
+        raise ValueError(f"swap_space={config.swap_space:g}: {needed}")
+    check_manager(engine.scheduler.block_manager)
+    try:
+        tier = HostTier(engine, num_rows)
+    except RuntimeError as error:
+        raise RuntimeError(f"swap_space={config.swap_space:g}: the memory could not be allocated: {error}") from error
+    use_connector(engine.scheduler, tier)

@@ -1,0 +1,20 @@
+"""Checks the setting `swap_space` before the model is loaded."""
+
+from typing import TYPE_CHECKING
+
+from nanovllm.models import cpu_memory
+
+if TYPE_CHECKING:
+    from nanovllm.config import Config
+
+
+def check_swap_space(config: "Config") -> None:
+    """Raise ValueError if the model or the settings have no use for `swap_space`, or if the host is too small."""
+    given = f"swap_space={config.swap_space:g}"
+    if config.model_config.hybrid:
+        raise ValueError(f"{given}: is not supported for models with layers that keep a state; it must be 0")
+    if not config.enable_prefix_caching:
+        reason = "enable_prefix_caching=False" if config.pooling is None else f"task={config.task!r}"
+        raise ValueError(f"{given}: must be 0 with {reason}, because only the prefix cache uses it")
+    if config.swap_space * 2**30 > (memory := cpu_memory()):
+        raise ValueError(f"{given}: this machine, or its container, has {memory / 2**30:.1f} GiB of memory")

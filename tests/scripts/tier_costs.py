@@ -1,0 +1,99 @@
+"""What the tier of the prefix cache in host memory gains and costs on this device.
+
+    python tests/scripts/tier_costs.py --shape qwen3-8b --history 30000 --swap-space 32
+
+Prints the time to the first token of a history that must be computed, that has left the device, and that is still
+there. Then prints the time per token of other sequences, alone and while histories come from host memory and leave the
+device again, one after the other. The weights are random. `--shape tiny-qwen3` takes the bundled model.
+"""
+
+import argparse
+import random
+import tempfile
+from itertools import cycle
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.benchmarks.shapes import SHAPES, write_shape
+
+ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+
+
+def first_token(llm: LLM, prompt: list[int]) -> float:
+    """Return the time to the first token, in ms."""
+    metrics = llm.generate([prompt], ONE, use_tqdm=False)[0].metrics
+    return 1e3 * (metrics.first_token_time - metrics.arrival_time)
+
+
+def measure_first_tokens(llm: LLM, histories: list[list[int]]) -> None:
+    """Print the medians. Each history drives the previous one out of the device's cache."""
+    times: dict[str, list[float]] = {"computed": [], "from the host": [], "on the device": []}
+    for name in ("computed", "from the host"):
+        for history in histories:
+            times[name].append(first_token(llm, history))
+            times["on the device"].append(first_token(llm, history))
+    for name, found in times.items():
+        print(f"{name:>14}: {median(found):8.1f} ms to the first token (least {min(found):.1f}, most {max(found):.1f})")
+    print(f"{'ratio':>14}: {median(times['computed']) / median(times['from the host']):8.1f}")
+    print(llm.stats()["tiers"], flush=True)
+
+
+def measure_others(llm: LLM, histories: list[list[int]], num_streams: int, num_tokens: int) -> None:
+    rng = random.Random(1)
+    params = SamplingParams(temperature=0.0, max_tokens=5 * num_tokens, ignore_eos=True, detokenize=False)
+    streams = {llm.add_request([rng.randrange(1000) for _ in range(100)], params) for _ in range(num_streams)}
+    started: set[int] = set()
+    while started != streams:
+        started.update(request_id for request_id, _ in llm.step().new_tokens)
+    following = cycle(histories)
+
+    def milliseconds_per_token(moves: bool) -> tuple[float, int]:
+        loading, num_moved, num_new, begin = None, 0, 0, perf_counter()
+        while num_new < num_tokens * num_streams or loading is not None:
+            if moves and loading is None:
+                loading = llm.add_request(next(following), ONE)
+            output = llm.step()
+            num_new += sum(request_id in streams for request_id, _ in output.new_tokens)
+            if any(request.request_id == loading for request in output.finished):
+                loading, num_moved = None, num_moved + 1
+                moves = num_new < num_tokens * num_streams
+        return 1e3 * (perf_counter() - begin) * num_streams / num_new, num_moved
+
+    for moves in (False, True, False, True):
+        took, num_moved = milliseconds_per_token(moves)
+        print(
+            f"{num_streams} others: {took:.3f} ms per token, while {num_moved} histories came from the host", flush=True
+        )
+    for request_id in streams:
+        llm.abort(request_id)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=[*SHAPES, "tiny-qwen3"], default="qwen3-8b")
+    parser.add_argument("--history", type=int, default=30_000, help="tokens")
+    parser.add_argument("--swap-space", type=float, default=32.0, help="GiB")
+    parser.add_argument("--streams", type=int, default=16, help="other sequences")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens of each other sequence in a phase")
+    parser.add_argument("--kvcache-block-size", type=int, default=256)
+    args = parser.parse_args()
+    rng, size = random.Random(0), args.kvcache_block_size
+    histories = [[rng.randrange(1000) for _ in range(args.history)] for _ in range(4)]
+    num_blocks = 3 * args.history // 2 // size + args.streams * (-(-(100 + 5 * args.tokens) // size) + 1)
+    settings = dict(kvcache_block_size=size, num_kvcache_blocks=num_blocks, max_model_len=args.history + 2 * size)
+    with tempfile.TemporaryDirectory() as folder:
+        model = args.shape
+        if args.shape in SHAPES:
+            write_shape(args.shape, Path(model := str(Path(folder) / args.shape)))
+            settings["load_format"] = "dummy"
+        with LLM(model, swap_space=args.swap_space, **settings) as llm:
+            print(f"{llm!r}\nstarted in {sum(llm.startup_seconds.values()):.1f} s", flush=True)
+            first_token(llm, histories[0][::-1])  # warms up
+            measure_first_tokens(llm, histories)
+            measure_others(llm, histories, args.streams, args.tokens)
+
+
+if __name__ == "__main__":
+    main()

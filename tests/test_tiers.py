@@ -1,0 +1,580 @@
+"""The second tier of the prefix cache: blocks that leave the device come back, and nothing else changes."""
+
+import ctypes
+import random
+import re
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from common import TWO_GPUS
+from simulation import SETTINGS, SimulatedEngine, Simulation, fingerprints, random_requests
+
+from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.benchmarks.shapes import write_shape
+from nanovllm.cache.block_copies import block_parts
+from nanovllm.engine.state_blocks import StateBlockManager
+from nanovllm.engine.window_blocks import WindowBlockManager
+from nanovllm.tiers import host_blocks, tiered_blocks
+from nanovllm.tiers.connector import Connector
+from nanovllm.tiers.host_blocks import HostBlocks, PinnedBlocks, row_bytes
+from nanovllm.tiers.host_tier import HostTier
+from nanovllm.tiers.tiered_blocks import check_manager, use_connector
+from nanovllm.utils import cuda_driver
+
+pytestmark = pytest.mark.small_model
+
+
+# -- without a model ---------------------------------------------------------------------------------------------------
+
+
+class LateBlocks:
+    """Replaces HostBlocks on a simulated device, and makes copies as late as the order of streams allows.
+
+    So what a step must wait for is missing if it does not wait. Rank 0 believes that a copy has ended after a random
+    number of questions, whatever this rank has done.
+    """
+
+    def __init__(self, runner, num_rows: int):
+        self.cache, self.random, self.failures = runner.cache, runner.random, runner.failures
+        self.rows: list = [None] * num_rows
+        self.queues: dict[str, list] = {"put": [], "get": []}  # (number, copies, how many puts come first)
+        self.num_puts, self.num_done, self.num_gets = 0, 0, 0
+
+    def put(self, runner, number, copies):
+        self.queues["put"].append((number, copies.T.tolist(), 0))
+        self.num_puts += 1
+        self._make_some()
+
+    def get(self, runner, number, copies):
+        if self.failures and self.random.random() < 0.2:
+            raise OSError("a copy could not start")
+        self.queues["get"].append((number, copies.T.tolist(), self.num_puts))
+        self.num_gets += 1
+        self._make_some()
+
+    def has_ended(self, number):
+        if self.failures and self.random.random() < 0.1:
+            raise OSError("a copy has failed")
+        return self.random.random() < 0.3
+
+    def order_steps(self, numbers):
+        for number in numbers:
+            for action, queue in self.queues.items():
+                while queue and queue[0][0] <= number and number in [x for x, _, _ in queue]:
+                    self._make(action)
+
+    def _make_some(self):
+        for action in ("put", "get", "put"):
+            if self.queues[action] and self.random.random() < 0.2:
+                self._make(action)
+
+    def _make(self, action):
+        _, copies, num_before = self.queues[action].pop(0)
+        if action == "put":
+            self.num_done += 1
+        while self.num_done < num_before:
+            self._make("put")
+        for block_id, row in copies:
+            if action == "put":
+                self.rows[row] = [*self.cache[block_id]]
+            else:
+                self.cache[block_id] = [*self.rows[row]]
+
+
+class Tiered:
+    """Gives a simulated engine a second tier."""
+
+    def use(self, connector):
+        use_connector(self.scheduler, connector)
+        self.manager = self.scheduler.block_manager
+
+    def use_late_host(self, num_rows, cache, failures):
+        device = dict(device=SimpleNamespace(type="cpu"), on_device=nullcontext, min_of_ranks=int)
+        runner = SimpleNamespace(cache=cache, random=random.Random(0), failures=failures, **device)
+        self.tier = HostTier(SimpleNamespace(workers=SimpleNamespace(processes=()), model_runner=runner), num_rows)
+        self.use(self.tier)
+
+    def blocks_of_loads(self):
+        return [block.block_id for load in getattr(self.manager, "loads", ()) for block in load.held]
+
+
+class TieredEngine(Tiered, SimulatedEngine):
+    pass
+
+
+class TieredSimulation(Tiered, Simulation):
+    def __init__(self, requests, asynchronous, num_rows, failures=False, **settings):
+        super().__init__(requests, asynchronous, **settings)
+        for seq in self.marks:  # sequences with different salts share nothing
+            seq.cache_salt = self.requests[seq.request_id].key % 5 // 4
+            self.marks[seq] = fingerprints([seq.cache_salt, *self.tokens[seq]])[1:]
+        self.use_late_host(num_rows, self.cache, failures)
+
+    def check_move(self):
+        super().check_move()
+        tier, manager = self.tier, self.manager
+        rows = [entry.row for entry in tier._entries.values()]
+        assert len({*rows, *tier._free_rows}) == len(rows) + len(tier._free_rows) == tier._num_rows
+        assert {*manager._arriving} == {content.block_hash for load in manager.loads for content in load.contents}
+        assert len(tier._copies) <= len(manager.blocks) and len(tier._reads) <= len(tier._copies)
+        if self.random.random() < 0.01:
+            manager.clear_prefix_cache()
+            self.seen["cleared"] += 1
+
+    def check_end(self):
+        while self.manager.loads:  # of sequences that were aborted
+            self.manager.take_copies()
+        super().check_end()
+        assert not any(entry.num_reads for entry in self.tier._entries.values())
+        self.seen["loaded"] = self.scheduler.totals["loaded_blocks"]
+        self.seen["lost"] = self.scheduler.totals["lost_copies"]
+
+
+CAPACITIES = [1, 3, 40, 1000]
+
+
+@pytest.fixture(autouse=True)
+def late_copies(monkeypatch):
+    monkeypatch.setattr(host_blocks, "HostBlocks", LateBlocks)
+    monkeypatch.setattr(tiered_blocks, "IDLE_SECONDS", 0)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", [name for name in SETTINGS if "no prefix caching" not in name])
+def test_random_requests_with_a_tier(monkeypatch, name, seed):
+    """Answers and blocks are right with any capacity, however late copies are made, and whether they succeed."""
+    seen = {"loaded": 0, "lost": 0}
+    for i, num_rows in enumerate(CAPACITIES):
+        monkeypatch.setattr(tiered_blocks, "NUM_AHEAD", (0, 2, 128)[(i + seed) % 3])
+        drafts = dict(num_drafts=1, drafts_on_host=i % 2 == 0) if (i + seed) % 2 else {}
+        requests = random_requests(seed, 40, max_n=1 if drafts else 5)
+        failures = i == 2
+        one = TieredSimulation(requests, i % 2 == 1, num_rows, failures, **SETTINGS[name] | drafts).run().seen
+        seen = {key: seen[key] + one[key] for key in seen}
+    assert (seen["loaded"] > 10 and seen["lost"] > 0) or "tiny cache" not in name
+
+
+class ToyStore(Connector):
+    """Stores any number of blocks, and copies them at once, unless `fails`."""
+
+    def __init__(self, runner):
+        self.runner, self.stored, self.fails = runner, {}, False
+        self.num_put, self.num_got = 0, 0
+
+    def contains(self, block_hash, token_ids):
+        return block_hash in self.stored and self.stored[block_hash][0] == token_ids
+
+    def put(self, blocks):
+        for block_hash, token_ids, block_id in blocks:
+            self._check()
+            self.num_put += not self.contains(block_hash, token_ids)
+            self.stored[block_hash] = token_ids, [part.clone() for part in self._parts(block_id)]
+
+    def get(self, blocks):
+        for block_hash, _, block_id in blocks:
+            for part, stored in zip(self._parts(block_id), self.stored[block_hash][1]):
+                part.copy_(stored)
+            self._check()
+        self.num_got += len(blocks)
+        return lambda: True
+
+    def order_steps(self, block_ids):
+        """Do nothing: there are no copies on their way."""
+
+    def clear(self):
+        self.stored = {}
+
+    def _parts(self, block_id):
+        return block_parts(self.runner._cached_token_ids, self.runner.caches, block_id)
+
+    def _check(self):
+        if self.fails:
+            raise OSError("the store is closed")
+
+
+class SlowStore(ToyStore):
+    """Stores nothing but hashes. Its copies arrive when the test says so."""
+
+    has_arrived = False
+
+    def __init__(self):
+        super().__init__(SimpleNamespace(_cached_token_ids=None, caches=None))
+
+    def _parts(self, block_id):
+        return []
+
+    def get(self, blocks):
+        super().get(blocks)
+        return lambda: self.has_arrived
+
+
+@pytest.fixture
+def slow():
+    """Return a simulated engine of 8 blocks and a slow store, which has the blocks of an evicted prompt."""
+    engine, store = TieredEngine(num_blocks=8, checked=True), SlowStore()
+    engine.use(store)
+    for token_id in (1, 2, 3):
+        engine.add([token_id] * 20, max_tokens=1)
+        engine.run()
+    return engine, store
+
+
+def test_others_run_while_blocks_are_on_their_way(slow):
+    """And a sequence that begins with the same blocks waits for the same load."""
+    engine, store = slow
+    first, same = engine.add([1] * 20, max_tokens=1), engine.add([1] * 21, max_tokens=1)
+    other = engine.add([3] * 3, max_tokens=8)
+    for _ in range(5):
+        engine.step()
+    assert len(other.token_ids) == 8 and store.num_got == 4
+    assert len(engine.manager.loads) == 1 and [*engine.scheduler.waiting] == [first, same]
+    assert engine.scheduler.waiting[1] is same and "Sequence" in repr(engine.scheduler.waiting)
+    engine.abort(first.request_id)
+    store.has_arrived = True
+    engine.run()
+    assert (same.num_cached_tokens, store.num_got) == (20, 5) and first.num_cached_tokens == 0
+    assert not engine.manager.loads and len(engine.manager.free_block_ids) == 8
+
+
+def test_loads_hold_what_their_sequence_needs(slow):
+    """So that it fits when its blocks have arrived, however many requests come meanwhile.
+
+    Those that do not fit do not pause its admission.
+    """
+    engine, store = slow
+    running = engine.add([9], max_tokens=7)
+    engine.step()
+    first, others = engine.add([1] * 13, max_tokens=1), [engine.add([i] * 10, max_tokens=2) for i in (4, 5, 6)]
+    for _ in range(3):
+        engine.step()
+    assert not any(seq.was_admitted for seq in (first, *others)) and running in engine.scheduler.running.values()
+    store.has_arrived = True
+    engine.step()
+    assert first.num_cached_tokens == 12 and not any(seq.was_admitted for seq in others)
+    engine.run()
+
+
+def test_a_cleared_cache_gets_no_blocks_that_were_on_their_way(slow):
+    engine, store = slow
+    seq = engine.add([1] * 20, max_tokens=1)
+    assert engine.scheduler.schedule() is None and len(engine.manager.loads) == 1
+    engine.manager.clear_prefix_cache()
+    store.has_arrived = True
+    engine.run()
+    assert seq.num_cached_tokens == 0 and engine.scheduler.totals["loaded_tokens"] == 0
+
+
+def test_loads_stay_away_from_the_blocks_of_copies(slow):
+    """The next step copies blocks for forks, even if the forks have ended, and a load may be faster."""
+    engine, _ = slow
+    source, target = [*engine.manager.free_block_ids][:2]
+    engine.manager.copies = {target: source}
+    engine.add([1] * 20, max_tokens=1)
+    assert engine.scheduler.schedule() is None
+    (load,) = engine.manager.loads
+    assert load.block_ids and not {*load.block_ids} & {source, target}
+    assert {source, target} <= engine.manager.free_block_ids.keys()
+
+
+def test_nothing_grows():
+    """Over thousands of requests, many of which are aborted while their blocks are on their way."""
+    rng, engine = random.Random(0), TieredEngine(num_blocks=20, asynchronous=True)
+    engine.use_late_host(30, [[] for _ in range(20)], failures=True)
+    tier, manager = engine.tier, engine.manager
+    for i in range(3000):
+        seq = engine.add([rng.randrange(8)] * rng.randint(1, 30), max_tokens=rng.randint(1, 4))
+        while len(engine.scheduler.waiting) > 3:
+            engine.step()
+        if i % 7 == 0:
+            engine.abort(seq.request_id)
+        assert len(tier._entries) <= 30 and len(tier._copies) <= 20 and len(tier._reads) <= 20
+        assert len(manager._loaded) <= len(engine.scheduler.waiting) + len(engine.scheduler.running) + 1
+        engine.seqs.clear()
+        engine.steps.clear()
+    assert engine.scheduler.totals["loaded_blocks"] > 500
+
+
+def converse(engine, num_conversations=20, num_turns=5) -> float:
+    """Return the fraction of the prompts' tokens that are found, in conversations that alternate."""
+    rng, histories, num_tokens, num_found = random.Random(0), [[] for _ in range(num_conversations)], 0, 0
+    for _ in range(num_turns):
+        due, live = [*range(num_conversations)], {}
+        while due or live:
+            while due and len(live) < 6:
+                i = due.pop(0)
+                prompt = histories[i] + [rng.randrange(1000) for _ in range(rng.randint(20, 60))]
+                live[engine.add(prompt, max_tokens=rng.randint(10, 40))] = i
+            engine.step()
+            for seq in [seq for seq in live if seq.is_finished]:
+                histories[live.pop(seq)] = seq.token_ids
+                num_tokens, num_found = num_tokens + seq.num_prompt_tokens, num_found + seq.num_cached_tokens
+    return num_found / num_tokens
+
+
+def test_hits_of_conversations():
+    """With a cache that is too small for the histories, almost all hits come back, though loads take many steps."""
+    sizes = dict(block_size=8, max_num_seqs=6, max_len=1000, asynchronous=True)
+    tiered = TieredEngine(num_blocks=300, **sizes)
+    tiered.use_late_host(2000, [[] for _ in range(300)], failures=False)
+    plain, unbounded = SimulatedEngine(num_blocks=300, **sizes), SimulatedEngine(num_blocks=3000, **sizes)
+    assert converse(plain) < 0.4 * (most := converse(unbounded))
+    assert converse(tiered) > 0.97 * most and not tiered.scheduler.num_preemptions
+
+
+# -- with a model ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def requests():
+    """(prompt, params) with shared beginnings, of which some continue earlier ones."""
+    rng = random.Random(0)
+    texts = [[rng.randrange(256, 2040) for _ in range(90)] for _ in range(4)]
+    requests = []
+    for i in range(16):
+        prompt = rng.choice(texts)[: rng.randint(10, 90)]
+        prompt += [rng.randrange(256, 2040) for _ in range(rng.randint(1, 60))]
+        params = SamplingParams(temperature=i % 2, seed=i, max_tokens=rng.randint(1, 40), ignore_eos=True, n=1 + i % 3)
+        requests.append((prompt, params))
+    return requests + requests[::-1] + requests
+
+
+def answers(llm: LLM, requests, num_together: int = 6) -> list[list[list[int]]]:
+    outputs = []
+    for i in range(0, len(requests), num_together):
+        prompts, params = zip(*requests[i : i + num_together])
+        outputs += llm.generate([*prompts], [*params], use_tqdm=False)
+    return [[answer.token_ids for answer in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(small_model, requests):
+    with LLM(small_model, dtype="float32", device="cpu") as llm:
+        return answers(llm, requests)
+
+
+SMALL = dict(kvcache_block_size=16, num_kvcache_blocks=14, max_num_seqs=4)
+SETTINGS_OF_ENGINES = {
+    "one block": dict(num_rows=1),
+    "few blocks": dict(num_rows=9, async_scheduling=True),
+    "all blocks": dict(num_rows=500),
+    "chunks": dict(num_rows=500, async_scheduling=True, max_num_batched_tokens=32),
+    "drafts": dict(num_rows=60, speculative_config={"method": "ngram", "num_speculative_tokens": 3}),
+    "adapters": dict(num_rows=60, enable_lora=True, max_lora_rank=8, async_scheduling=True),
+    "ranks": dict(num_rows=60, tensor_parallel_size=2),
+}
+
+
+def gib(num_rows: int, model: str) -> float:
+    """Return the `swap_space` for so many blocks of the small model."""
+    with LLM(model, dtype="float32", device="cpu", **SMALL) as llm:
+        return (num_rows + 0.5) * row_bytes(llm.model_runner) / 2**30
+
+
+@pytest.fixture
+def make_tiered(make_llm, model_name, monkeypatch):
+    monkeypatch.setattr(host_blocks, "HostBlocks", HostBlocks)
+    return lambda num_rows=60, **settings: make_llm(swap_space=gib(num_rows, model_name), **SMALL | settings)
+
+
+@pytest.mark.parametrize("name", SETTINGS_OF_ENGINES)
+def test_answers_do_not_change(make_tiered, requests, expected, name):
+    llm = make_tiered(**SETTINGS_OF_ENGINES[name])
+    requests = requests[: 24 if name == "ranks" else None]
+    assert answers(llm, requests) == expected[: len(requests)]
+    stats = llm.stats()
+    tiers = stats["tiers"]
+    assert (tiers["host_hits"] > 100 or name in ("one block", "few blocks")) and stats["preemptions"] > 0
+    assert (tiers["loaded_blocks"] > 0 or name == "one block") and tiers["device_hits"] > 0
+    assert tiers["host_hits"] + tiers["device_hits"] == round(stats["prefix_hit_rate"] * stats["tokens"]["in"])
+    assert stats["blocks"]["used"] == 0
+    before = stats["tiers"]["loaded_blocks"]
+    assert llm.reset_prefix_cache()
+    answers(llm, requests[:1])
+    assert llm.stats()["tiers"]["loaded_blocks"] == before
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_aborts(make_tiered, requests, expected, async_scheduling):
+    """At any moment, also while blocks are on their way."""
+    llm, rng = make_tiered(async_scheduling=async_scheduling), random.Random(1)
+    live, ended = {}, {}
+    left = [*enumerate(requests)]
+    while left or live:
+        while left and len(live) < 6:
+            i, (prompt, params) = left.pop(0)
+            live[llm.add_request(prompt, params)] = i
+        for output in llm.step().finished:
+            ended[live.pop(output.request_id)] = [answer.token_ids for answer in output.outputs]
+        if live and rng.random() < 0.02:
+            llm.abort(rng.choice([*live]))
+    assert llm.stats()["tiers"]["loaded_blocks"] > 20
+    cut = [i for i, outputs in ended.items() if outputs != expected[i]]
+    assert 0 < len(cut) < len(requests) / 2
+    for i in cut:
+        assert all(answer == whole[: len(answer)] for answer, whole in zip(ended[i], expected[i]))
+    blocks = llm.scheduler.block_manager
+    assert len(blocks.free_block_ids) == 14 - sum(len(load.held) for load in blocks.loads)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_another_store(make_llm, requests, expected, fails, caplog):
+    """What is not in the store is computed, and a store that has failed is reported once."""
+    llm = make_llm(**SMALL)
+    store = ToyStore(llm.model_runner)
+    llm.engine_thread.call(lambda: use_connector(llm.scheduler, store))
+    assert answers(llm, requests[:24]) == expected[:24]
+    assert store.num_put > 20 and store.num_got > 20
+    store.fails = fails
+    assert answers(llm, requests[24:]) == expected[24:]
+    assert (llm.stats()["tiers"]["lost_copies"] > 10) == fails
+    assert sum("could not be" in record.message for record in caplog.records if record.levelname == "WARNING") == fails
+
+
+def test_fp8_cache(make_llm, make_tiered, requests):
+    plain = answers(make_llm(kv_cache_dtype="fp8", **SMALL), requests[8:24])
+    llm = make_tiered(kv_cache_dtype="fp8")
+    assert answers(llm, requests[8:24]) == plain and llm.stats()["tiers"]["loaded_blocks"] > 20
+
+
+def test_sleep_drops_the_blocks(make_tiered, requests, expected):
+    llm = make_tiered(enable_sleep_mode=True)
+    assert answers(llm, requests[:24]) == expected[:24]
+    before = llm.stats()["tiers"]["loaded_blocks"]
+    llm.sleep()
+    llm.wake_up()
+    assert answers(llm, requests[:1]) == expected[:1]
+    assert before > 0 and llm.stats()["tiers"]["loaded_blocks"] == before
+
+
+def test_beams(make_llm, make_tiered, requests):
+    params = BeamSearchParams(beam_width=3, max_tokens=20)
+    prompts = [prompt for prompt, _ in requests[8:24]]
+    plain, llm = make_llm(), make_tiered(num_rows=500)
+    found, expected = (
+        [[beam.token_ids for beam in engine.beam_search([prompt], params)[0].outputs] for prompt in prompts]
+        for engine in (llm, plain)
+    )
+    assert found == expected
+    assert llm.stats()["tiers"]["loaded_blocks"] > 10
+
+
+def test_refusals(make_llm, tmp_path):
+    write_shape("qwen3.5-9b", hybrid := tmp_path / "hybrid")
+    for error, settings in [
+        ("swap_space=1: is not supported for models with layers that keep a state", {"model": str(hybrid)}),
+        ("swap_space=1: must be 0 with enable_prefix_caching=False", {"enable_prefix_caching": False}),
+        ("swap_space=0.001: a cache block takes", {"swap_space": 0.001, "kvcache_block_size": 4096}),
+        ("swap_space=100000: this machine", {"swap_space": 100_000}),
+        ("swap_space=-1.0: must be at least 0", {"swap_space": -1}),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(error)):
+            make_llm(**{"swap_space": 1, "load_format": "dummy"} | settings)
+    for manager in (StateBlockManager(4, 16, True, 2, 4), WindowBlockManager(4, 16, True, 2, 20)):
+        with pytest.raises(ValueError, match="a state or with block tables of their own"):
+            check_manager(manager)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"kv_cache_dtype": "fp8"}, {"enforce_eager": True}, pytest.param({"tensor_parallel_size": 2}, marks=TWO_GPUS)],
+    ids=str,
+)
+def test_on_a_gpu(make_llm, requests, settings):
+    """Blocks move on two streams while steps run, and answers stay the same."""
+    sizes = SMALL | dict(device="cuda", dtype="float32", kvcache_block_size=256, max_model_len=4096)
+    rng = random.Random(0)
+    long = [([*prompt, *rng.choices(range(256, 2040), k=600)], params) for prompt, params in requests[:16]]
+    long = [*long, *long[::-1], *long]
+    plain = make_llm(**sizes | {"num_kvcache_blocks": 400}, **settings)
+    expected = answers(plain, long)
+    llm = make_llm(swap_space=1.0, **sizes, **settings)
+    assert isinstance(llm.model_runner.host_blocks, PinnedBlocks)
+    found = answers(llm, long)
+    same = [mine == theirs for mine, theirs in zip(found, expected)]
+    assert llm.stats()["tiers"]["loaded_blocks"] > 20 and sum(same) >= 0.95 * len(same)
+
+
+def test_memory_for_pinning():
+    memory = host_blocks.allocate(5000)
+    assert memory.shape == (5000,) and not memory.any() and memory.fill_(3).sum() == 15_000
+
+
+class RecordedStream:
+    """A stream that logs what it does, with events that have not happened."""
+
+    cuda_stream = 0
+
+    def __init__(self, log, name="steps"):
+        self.log, self.name = log, name
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self):
+        return SimpleNamespace(stream=self, query=lambda: False)
+
+    def wait_event(self, event):
+        self.log.append(f"{self.name} waits for an event of {event.stream.name}")
+
+
+class SimulatedDriver:
+    """Copies in host memory, at once, and counts copies by their number of rows."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def cuMemcpy2DAsync_v2(self, reference, stream):
+        copy = reference._obj
+        for i in range(copy.height):
+            source, target = ((x.host or x.device) + i * x.pitch for x in (copy.source, copy.target))
+            ctypes.memmove(target, source, copy.width)
+        return 0
+
+    def cuMemHostRegister_v2(self, address, num_bytes, flags):
+        self.log.append(f"pins {num_bytes.value} bytes")
+        return 0
+
+    def cuMemHostUnregister(self, address):
+        self.log.append("unpins")
+        return 0
+
+
+def test_order_of_streams(make_llm, monkeypatch):
+    """Copies follow steps, loads follow stores, and steps follow the copies that they are told to, without the host."""
+    llm, log, names = make_llm(**SMALL), [], iter(["out", "in"])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: RecordedStream(log, next(names)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: RecordedStream(log))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(log.append(f"copies on {stream.name}")))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("ends"))
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: SimulatedDriver(log))
+    runner = llm.model_runner
+    blocks = PinnedBlocks(runner, 3)
+    runner.kv_cache[:, :, 5] = torch.randn(runner.kv_cache[:, :, 5].shape)
+    runner._cached_token_ids[5] = 99
+    blocks.put(runner, 0, np.array([[5], [2]], np.int32))
+    blocks.get(runner, 1, np.array([[6], [2]], np.int32))
+    assert torch.equal(runner.kv_cache[:, :, 6], runner.kv_cache[:, :, 5]) and (runner._cached_token_ids[6] == 99).all()
+    assert not runner.kv_cache[:, :, 7].any() and not runner._cached_token_ids[7].any()
+    assert not blocks.has_ended(0) and not blocks.has_ended(1)
+    blocks.order_steps([0, 1, 5])
+    assert blocks.has_ended(0) and blocks.has_ended(1)
+    del blocks
+    assert log == [
+        f"pins {3 * row_bytes(runner)} bytes",
+        *("out waits for steps", "copies on out"),
+        *("in waits for steps", "in waits for out", "copies on in"),
+        *("steps waits for an event of out", "steps waits for an event of in"),
+        *("ends", "unpins"),
+    ]
+
+
+def test_embeddings(make_llm, make_tiered, requests):
+    """Of a model that pools the last token, whose prompts can share beginnings."""
+    prompts = [prompt for prompt, _ in requests]
+    plain, tiered = make_llm(task="embed"), make_tiered(num_rows=500, task="embed")
+    expected, found = ([x.embedding for x in llm.embed(prompts, use_tqdm=False)] for llm in (plain, tiered))
+    assert np.allclose(expected, found, atol=1e-5) and tiered.stats()["tiers"]["loaded_blocks"] > 0
