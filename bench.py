@@ -8,11 +8,12 @@
 With arguments, this runs the command `nanovllm bench`, which needs no clone of the repository.
 """
 
+import signal
 import sys
 from random import Random
 from time import perf_counter
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import SamplingParams
 
 MODEL = "tiny-qwen3"  # bundled with the package; may also be a folder in the Hugging Face layout or a hub id
 
@@ -27,6 +28,9 @@ def random_requests(num_seqs: int, max_len: int, vocab_size: int) -> tuple[list[
 
 
 def main() -> None:
+    print("Importing PyTorch ...", flush=True)
+    from nanovllm import LLM  # not at the top, because importing PyTorch takes seconds
+
     with LLM(MODEL) as llm:
         num_seqs, max_len = (64, 256) if llm.config.device == "cpu" else (256, 1024)
         vocab_size = llm.config.model_config.vocab_size
@@ -43,9 +47,11 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the program at once
     if len(sys.argv) == 1:
         main()
     else:
         from nanovllm.benchmarks import command
 
+        signal.signal(signal.SIGINT, handler)  # Ctrl-C ends the measurement, and its results are printed
         command.main()

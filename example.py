@@ -2,12 +2,14 @@
 
 import argparse
 import logging
+import signal
 
 QUESTIONS = ["What is 17 + 25?", "list all prime numbers within 100", "introduce yourself"]
 VERSE = "HAMLET.\nTo be, or not to be"
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the program at once
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="tiny-qwen3", help="a folder, a hub id, or the bundled tiny-qwen3")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
@@ -20,7 +22,7 @@ def main() -> None:
     settings = vars(parser.parse_args())
     model, max_tokens, temperature = (settings.pop(name) for name in ("model", "max_tokens", "temperature"))
 
-    print(f"Loading {model} ...", flush=True)
+    print("Importing PyTorch ...", flush=True)
     from nanovllm import LLM, SamplingParams  # not at the top, because importing PyTorch takes seconds
 
     logging.basicConfig(format="%(message)s")

@@ -15,20 +15,22 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["LLM", "BeamSearchParams", "SamplingParams", "SchedulingPolicy", "TextPrompt", "TokensPrompt"]
 __all__ += ["CompletionOutput", "LoRARequest", "Logprob", "RequestMetrics", "RequestOutput"]
+# modules that a plain `generate` imports come first
+HOMES = "sampling_params", "engine.outputs", "requests.request", "engine.scheduling_policy", "llm"
+HOMES += "features.beam_params", "lora.lora_request"
 
 
 def __getattr__(name: str) -> Any:
     """Import a name of `__all__` on first use, so that `--help` of commands does not import PyTorch."""
-    homes = "sampling_params", "engine.outputs", "requests.request", "engine.scheduling_policy", "llm"
-    for home in (
-        *homes,
-        "features.beam_params",
-        "lora.lora_request",
-    ):  # modules that a plain `generate` imports come first
-        if name in __all__ and hasattr(module := import_module(f"nanovllm.{home}"), name):
-            return getattr(module, name)
+    from nanovllm.utils.waiting import waiting_for
+
+    if name in __all__:
+        with waiting_for(f"Importing {name}"):
+            for home in HOMES:
+                if hasattr(module := import_module(f"nanovllm.{home}"), name):
+                    return globals().setdefault(name, getattr(module, name))  # so that this is called once for a name
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return sorted({*globals(), *__all__})

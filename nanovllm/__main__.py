@@ -1,5 +1,15 @@
-"""`python -m nanovllm` is the command `nanovllm`."""
+"""The command `nanovllm`, which is also `python -m nanovllm`."""
 
-from nanovllm.serve.cli import main
+import signal
 
-main()
+
+def main() -> None:
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the import ends the process silently
+    from nanovllm.serve.cli import main as run
+
+    signal.signal(signal.SIGINT, handler)
+    run()
+
+
+if __name__ == "__main__":
+    main()

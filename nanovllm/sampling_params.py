@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from nanovllm.reasoning.formats import FORMATS
-from nanovllm.utils.checks import check_bool, check_choice, check_fields, check_int, check_real, checked
+from nanovllm.utils.checks import check_bool, check_choice, check_fields, check_int, check_real, checked, checks_names
 from nanovllm.utils.collection_checks import check_collections
 
 # parameters with several values, which most requests do not set
@@ -12,6 +12,7 @@ COLLECTIONS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logi
 MAX_INT = 2**63 - 1  # for numbers that only the model bounds: they must fit into a message to another process
 
 
+@checks_names
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Specifies how a request is sampled, when it ends, and what its output contains.

@@ -45,6 +45,7 @@ HOUSE = """
   utils/download.py
   utils/flags.py utils/interrupts.py utils/libraries.py utils/partial_sum.py utils/progress.py utils/refusals.py
   utils/replace.py utils/rope_scaling.py utils/setting_checks.py utils/tensor_parallel.py utils/transformers_4.py
+  utils/waiting.py
   utils/__init__.py moe/__init__.py moe/moe_config.py moe/expert_weights.py reasoning/__init__.py reasoning/formats.py
   reasoning/stage.py reasoning/harmony.py lora/__init__.py lora/lora_request.py lora/adapter_config.py
   utils/tensor_parts.py

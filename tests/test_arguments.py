@@ -165,7 +165,7 @@ SETTINGS = [
         ),
         (
             {"structured_outputs_config": {"backends": "auto"}},
-            "unknown key of structured_outputs_config 'backends': must be one of backend, ",
+            "unknown key of structured_outputs_config 'backends' (did you mean 'backend'?): must be one of backend, ",
         ),
     ),
     *rows(
@@ -282,6 +282,7 @@ PARAMS = [
         ("length_penalty", [math.nan, 100], ""),
     ),
     *rows(beam_search_params, TypeError, ({"structured_outputs": {"regex": "a"}}, "structured_outputs")),
+    *rows(SamplingParams, TypeError, ({"max_token": 5}, "unknown parameter 'max_token' (did you mean 'max_tokens'?)")),
     *rows(
         vllm.SamplingParams,
         TypeError,
@@ -633,6 +634,7 @@ BODIES += bodies(
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
     ("documents", ["d", [1]]),
     ("messages", [[], "hello", [{"content": "x"}], user([IMAGE_URL]), user("x " * 4000)]),
+    ("messages", [[{"role": "robot", "content": "x"}]], "role 'robot': must be one of assistant, developer, "),
     ("top_logprobs", [2]),
     ("max_completion_tokens", [2**63, 10**400], "less than or equal to 9223372036854775807"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),

@@ -326,21 +326,21 @@ class BothRunner(BatchRunner):
 
 
 @pytest.mark.parametrize("num_blocks", [12, 60], ids=["preemptions", "enough blocks"])
-def test_plain_arrays_are_those_of_the_batch(make_llm, monkeypatch, num_blocks):
+def test_plain_arrays_are_those_of_the_batch(make_llm, small_model, monkeypatch, num_blocks):
     """Chunks, prefix hits, several answers to a prompt, preemptions, and decodes beside prompts."""
     monkeypatch.setitem(RUNNERS, "cpu", f"{__name__}:BothRunner")
     monkeypatch.setattr(BothRunner, "kinds", set(), raising=False)
     settings = dict(kvcache_block_size=16, num_kvcache_blocks=num_blocks, max_num_batched_tokens=40, max_num_seqs=5)
-    llm = make_llm(**settings)
+    llm = make_llm(small_model, **settings)
     requests = [
-        ([5 + i % 3] * (7 * i % 50 + 1), SamplingParams(n=1 + i % 2, seed=i, temperature=i % 3 / 2, max_tokens=30))
-        for i in range(12)
+        ([5 + i % 3] * (7 * i % 50 + 1), SamplingParams(n=1 + i % 2, seed=i, temperature=i % 3 / 2, max_tokens=24))
+        for i in range(9)
     ]
     outputs = generate_by_steps(llm, requests)
     assert type(llm.model_runner) is BothRunner and BothRunner.kinds == {"prefill", "decode", "mixed"}
     assert (llm.stats()["preemptions"] > 0) == (num_blocks == 12)
     monkeypatch.delitem(RUNNERS, "cpu")
-    plain = make_llm(**settings)
+    plain = make_llm(small_model, **settings)
     assert type(plain.model_runner) is ModelRunner
     assert [x.token_ids for x in outputs] == [x.token_ids for x in generate_by_steps(plain, requests)]
 

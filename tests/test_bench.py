@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 import bench
 from nanovllm import LLM, SamplingParams
-from nanovllm.benchmarks import clients, command, engines, http, profiling, servers, sweeps, throughput
+from nanovllm.benchmarks import clients, command, engines, http, pictures, profiling, servers, sweeps, throughput
 from nanovllm.benchmarks.arguments import engine_settings, make_parser, parse
 from nanovllm.benchmarks.engines import ENGINES, STEPPED_ENGINES, loops, versions
 from nanovllm.benchmarks.engines.loops import measure, serve
@@ -37,6 +37,7 @@ from nanovllm.benchmarks.results import Result, decode_rate, drafts_since, faste
 from nanovllm.benchmarks.servers import as_flags, cpu_times, running_server
 from nanovllm.benchmarks.shapes import SHAPE_ENTRIES, SHAPES, write_shape
 from nanovllm.benchmarks.sweeps import batches_sweep, latency_sweep
+from nanovllm.benchmarks.tables import Panel
 from nanovllm.benchmarks.throughput import WORKLOADS
 from nanovllm.config import Config
 from nanovllm.models import ModelConfig, make_model
@@ -96,7 +97,9 @@ def test_the_script_without_arguments(monkeypatch, capsys):
     monkeypatch.setattr(bench, "random_requests", lambda num_seqs, max_len, vocab_size: few_requests)
     bench.main()
     num_tokens = sum(params.max_tokens for params in few_requests[1])
-    assert capsys.readouterr().out.startswith(f"Warming up ...\ntiny-qwen3: {num_tokens} tokens in ")
+    assert capsys.readouterr().out.startswith(
+        f"Importing PyTorch ...\nWarming up ...\ntiny-qwen3: {num_tokens} tokens in "
+    )
 
 
 INFINITE = float("inf")
@@ -170,7 +173,7 @@ def test_smallest_workloads(lengths, monkeypatch, capsys):
     for request in (request for runs in seen.values() for requests in runs for request in requests):
         assert len(request.prompt) >= 1 and request.max_tokens >= 1
         assert len(request.prompt) + request.max_tokens <= 2048
-    assert "headline: 1 requests" in capsys.readouterr().out
+    assert "headline: 1 request," in capsys.readouterr().out
 
 
 def fake(workloads: dict) -> dict:
@@ -402,17 +405,19 @@ def test_tokenizer_of_a_shape(with_text, tmp_path):
 
 
 def test_progress(monkeypatch, capsys):
-    """A line when an engine or a workload starts and ends; missing engines are left out, and none runs twice."""
+    """A line when an engine or a workload starts and ends; none runs twice. A missing engine is an error at once."""
     for engine in ("nanovllm", "transformers"):
         monkeypatch.setitem(ENGINES, engine, lambda model, settings, workloads: fake(workloads))
     monkeypatch.setattr(engines, "run_in_process", lambda function, *arguments: function(*arguments))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else SimpleNamespace())
-    main(monkeypatch, "--compare", "transformers,vllm,,transformers", "--workload", "single", "--device", "cpu")
+    with pytest.raises(SystemExit, match="2"):
+        main(monkeypatch, "--compare", "transformers,vllm", "--workload", "single", "--device", "cpu")
+    assert "--compare vllm: is not installed" in capsys.readouterr().err
+    main(monkeypatch, "--compare", "transformers,,transformers", "--workload", "single", "--device", "cpu")
     lines = [line.split(" after")[0] for line in capsys.readouterr().err.splitlines()]
     own = ["nanovllm: single starts", "nanovllm: single ends"]
-    assert lines[0] == "vllm: not installed, left out"
-    assert lines[1:5] == ["nanovllm: starts", *own, "nanovllm: ends"]
-    assert lines[5:] == ["transformers: starts", *own, "transformers: ends"]
+    assert lines[:4] == ["nanovllm: starts", *own, "nanovllm: ends"]
+    assert lines[4:] == ["transformers: starts", *own, "transformers: ends"]
 
 
 def test_every_setting_of_the_engine_has_a_flag():
@@ -457,7 +462,7 @@ def test_one_call_does_all_workloads(monkeypatch, capsys):
     runpy.run_path(str(ROOT / "bench.py"), run_name="__main__")
     out = capsys.readouterr().out
     assert "from start to the first token" in out
-    assert [line.split(":")[0] for line in out.splitlines() if "requests" in line] == ["headline", "single", "prefill"]
+    assert [line.split(":")[0] for line in out.splitlines() if " request" in line] == ["headline", "single", "prefill"]
 
 
 def test_streaming_beside_generate(monkeypatch, capsys):
@@ -841,6 +846,20 @@ def fake_results(workloads) -> dict[str, Result]:
     }
 
 
+def test_a_table_without_results_is_left_out(capsys, tmp_path):
+    """After Ctrl-C in the first part of `latency`, the second part has none."""
+    pytest.importorskip("matplotlib")
+    prompts, decode = (Panel(name, "x", {"p50": ({5.0: name}, lambda result: 1.0)}) for name in ("prompts", "decode"))
+    results = {"nanovllm": {"prompts": Result()}}
+    for panel in (prompts, decode):
+        panel.print(results)
+    assert "prompts" in (out := capsys.readouterr().out) and "decode" not in out
+    pictures.draw_panels(tmp_path / "a.svg", "", [prompts, decode], results)
+    assert "prompts" in (text := (tmp_path / "a.svg").read_text()) and "decode" not in text
+    pictures.draw_panels(tmp_path / "b.svg", "", [decode], results)
+    assert not (tmp_path / "b.svg").exists()
+
+
 def test_interrupted_sweep(monkeypatch, capsys, tmp_path):
     """Ctrl-C in the second of three batch sizes: the first is in the table and in the picture. No other engine runs."""
     pytest.importorskip("matplotlib")
@@ -884,13 +903,14 @@ def test_latency(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "prompt of 16: 2 requests, 32 tokens in, 2 out" in out
     assert "8 sequences after 20 tokens: 24 requests, 480 tokens in, 96 out" in out
-    header, row = table(out, "time to first token of a single prompt, ms")
+    header, *rows = table(out, "time to first token of a single prompt, ms")
     assert " ".join(header) == "prompt tokens nanovllm median nanovllm min nanovllm p99"
-    length, middle, least, p99 = map(float, row)
-    assert length == 16 and 0 < least <= middle <= p99
-    header, row = table(out, "decode, tokens per second")
+    assert [row[0] for row in rows] == ["5", "10", "16", "20"]  # the bound, and parts of it, as few lengths fit
+    for _, middle, least, p99 in rows:
+        assert 0 < float(least) <= float(middle) <= float(p99)
+    header, *rows = table(out, "decode, tokens per second")
     assert " ".join(header) == "context tokens nanovllm 1 sequence nanovllm 8 sequences"
-    assert row[0] == "20" and all(float(rate) > 0 for rate in row[1:])
+    assert [row[0] for row in rows] == ["5", "10", "20"] and all(float(rate) > 0 for row in rows for rate in row[1:])
 
 
 def test_latency_lengths_fit():
@@ -914,8 +934,9 @@ def test_sweeps_of_one_run(tmp_path, monkeypatch, capsys):
     figure = ["--plot", str(tmp_path / "a.svg")] if importlib.util.find_spec("matplotlib") else []
     main(monkeypatch, "online,latency", *bounds, *figure, *CPU)
     out = capsys.readouterr().out
-    for title in ("TTFT, ms", "time to first token of a single prompt, ms", "decode, tokens per second"):
-        assert len(table(out, title)) == 2
+    first, decode = "time to first token of a single prompt, ms", "decode, tokens per second"
+    for title, num_rows in (("TTFT, ms", 1), (first, 4), (decode, 3)):
+        assert len(table(out, title)) == 1 + num_rows
         assert not figure or title in (tmp_path / "a.svg").read_text()
 
 
@@ -1085,7 +1106,7 @@ def fake_server(monkeypatch, tmp_path):
 
         modes.extend(some)
         monkeypatch.setattr(http, "running_server", fake)
-        monkeypatch.setattr(http, "find_spec", lambda name: True)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
         return commands
 
     yield use

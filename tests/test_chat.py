@@ -22,7 +22,7 @@ from nanovllm.serve.terminal import lines
 from nanovllm.serve.terminal.commands import CHAT_SAMPLING
 from nanovllm.serve.terminal.conversation import COMMANDS, Conversation
 from nanovllm.serve.terminal.sources import LocalModel, Piece, Server
-from nanovllm.serve.terminal.waiting import waiting_for
+from nanovllm.utils.waiting import waiting_for
 
 LOCAL = ["tiny-qwen3", "--device=cpu", "--dtype=float32", "--temperature=0"]
 ENVIRONMENT = os.environ | {"TERM": "dumb"}
@@ -285,7 +285,9 @@ def test_reasoning_is_dimmed(capsys, monkeypatch):
     assert capsys.readouterr().err == "thought"
 
 
-def test_waiting_is_said(capsys, monkeypatch):
+def test_waiting_is_said(capsys, monkeypatch, caplog):
+    """On a terminal by a line that is erased in the end, elsewhere in the log; by the outer one of two."""
+
     def wait_for(text: str) -> str:
         shown, end = "", time.monotonic() + 10
         while text not in shown:
@@ -294,16 +296,18 @@ def test_waiting_is_said(capsys, monkeypatch):
             shown += capsys.readouterr().err
         return shown
 
-    monkeypatch.setattr("nanovllm.serve.terminal.waiting.DELAY", 0.01)
-    with waiting_for("Loading a model"):
-        shown = wait_for("\n")
-    assert shown + capsys.readouterr().err == "Loading a model ...\n"
+    monkeypatch.setattr("nanovllm.utils.waiting.DELAY", 0.01)
+    with caplog.at_level("INFO", "nanovllm"), waiting_for("Loading a model"), waiting_for("Loading a part"):
+        pass
+    assert caplog.messages == ["Loading a model ..."]
+    capsys.readouterr()
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    with waiting_for("Loading a model"):
+    with waiting_for("Loading a model"), waiting_for("Loading a part"):
         shown = wait_for("00:00")
-    shown += capsys.readouterr().err  # a line that is erased in the end
+    shown += capsys.readouterr().err
+    assert "Loading a part" not in shown
     assert "\rLoading a model: 00:00" in shown and shown.endswith("\r") and "\n" not in shown
-    monkeypatch.setattr("nanovllm.serve.terminal.waiting.DELAY", 10)
+    monkeypatch.setattr("nanovllm.utils.waiting.DELAY", 10)
     with waiting_for("Loading a model"):
         pass
     assert capsys.readouterr().err == ""

@@ -131,6 +131,7 @@ def test_command_lines_of_vllm(monkeypatch, line, engine, server):
         ("tiny-qwen3 --seed 1", {"seed": 1, "kvcache_block_size": 16, "num_kvcache_blocks": 200}),
         ("tiny-qwen3 --num-kvcache-blocks 9", {"num_kvcache_blocks": 9}),
         ("tiny-qwen3 --block-size 32", {"kvcache_block_size": 32}),
+        ("tiny-qwen3 --task embed", {"task": "embed"}),  # there are no chats to show
         ("Qwen/Qwen3-8B", {}),
     ],
 )
@@ -398,9 +399,42 @@ def test_bench(tmp_path, monkeypatch, capsys):
         cli.main(
             ["bench", "single", "--compare=transformers", "--device=cpu", "--max-input-len=16", "--max-output-len=8"]
         )
-    rows = [line.split()[0] for line in capsys.readouterr().out.split("single: 1 requests")[1].splitlines()[1:4]]
+    rows = [line.split()[0] for line in capsys.readouterr().out.split("single: 1 request,")[1].splitlines()[1:4]]
     assert rows == ["engine", "nanovllm", "transformers"] and end.value.code == 0
     assert started == [engines.run_nanovllm, engines.run_transformers] and not list(tmp_path.iterdir())
+
+
+IMPORTING = ("libtorch_python", "libtorch_cpu")  # libraries that a process has mapped while it imports PyTorch
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        (("example.py",), -signal.SIGINT),
+        (("bench.py",), -signal.SIGINT),
+        (("-m", "nanovllm", "generate", "tiny-qwen3", "x"), 130),
+        (("-m", "nanovllm", "bench", "single"), 130),
+        (("-m", "nanovllm", "show-fused", "tiny-qwen3"), 130),
+    ],
+    ids=lambda part: part[-2] if isinstance(part, tuple) and len(part) > 2 else None,
+)
+def test_ctrl_c_while_pytorch_is_imported(command, status):
+    """It ends the program at once, and nothing is printed. A shell sees status 130 in both cases."""
+    if command[0].endswith(".py"):
+        command = [str(Path(cli.__file__).parents[2] / command[0])]
+    process = subprocess.Popen(
+        [sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=ENVIRONMENT
+    )
+    folder = Path(f"/proc/{process.pid}")
+    while process.poll() is None and not any(name in (folder / "maps").read_text() for name in IMPORTING):
+        time.sleep(0.01)
+    ticks = (folder / "stat").read_text().rpartition(")")[2].split()[11:13]  # of user and system time
+    process.send_signal(signal.SIGINT)
+    _, ended, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(ended)
+    assert process.returncode == status and process.stderr.read() == b""
+    # in seconds of processor time, which do not depend on what else runs; the imports take longer
+    assert usage.ru_utime + usage.ru_stime - sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK") < 1
 
 
 def test_bench_has_its_own_arguments(capsys):
@@ -418,25 +452,25 @@ def test_serve_needs_its_extra(monkeypatch, capsys):
     assert end.value.code == 2 and "pip install 'nano-vllm[serve]'" in capsys.readouterr().err
 
 
-def test_serve_says_that_it_loads(monkeypatch, capsys):
+def test_serve_says_that_it_loads(monkeypatch, capsys, caplog):
     """From a second on, until the server listens."""
     pytest.importorskip("fastapi")
     from nanovllm.serve import server as serving
 
     def run_server(llm, settings, model, listener, on_start) -> int:
         time.sleep(0.3)
-        assert capsys.readouterr().err == "Loading tiny-qwen3 ...\n"
+        assert caplog.messages[-1] == "Loading tiny-qwen3 ..."
         on_start()
         assert "tiny-qwen3 is served at http://" in capsys.readouterr().out
         return 0
 
-    monkeypatch.setattr("nanovllm.serve.terminal.waiting.DELAY", 0.05)
+    monkeypatch.setattr("nanovllm.utils.waiting.DELAY", 0.05)
     monkeypatch.setattr(cli, "set_up_process", lambda: None)
     monkeypatch.setattr(logging.getLogger("nanovllm"), "handlers", [])  # those of other tests
     monkeypatch.setattr("nanovllm.serve.settings.available_cores", lambda: 2)
     monkeypatch.setattr(cli, "make_client", lambda *arguments: MagicMock())
     monkeypatch.setattr(serving, "run_server", run_server)
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit) as end, caplog.at_level("INFO", "nanovllm"):
         cli.main(["serve", "tiny-qwen3", "--port=0"])
     assert end.value.code == 0 and capsys.readouterr().err == ""
 

@@ -101,8 +101,8 @@ def test_window_tables_of_padded_steps(make_llm, tmp_path, use_ops, monkeypatch,
     entries = GEMMA3 | {"layer_types": kinds, "num_hidden_layers": 3, "sliding_window": 9}
     monkeypatch.setitem(CASES, "gemma3-graphs", ("Gemma3", 2, 1, 16, {}, entries))
     folder = make_checkpoint(tmp_path, "gemma3-graphs")
-    prompts = [[i % 90 + 5 for i in range(k, k + n)] for k, n in [(0, 40), (7, 3), (0, 45), (3, 23), (9, 9)]]
-    params = [SamplingParams(temperature=0.0, max_tokens=9 + i, n=1 + i % 2, ignore_eos=True) for i in range(5)]
+    prompts = [[i % 90 + 5 for i in range(k, k + n)] for k, n in [(0, 33), (7, 3), (0, 36), (3, 17), (9, 9)]]
+    params = [SamplingParams(temperature=0.0, max_tokens=4 + i, n=1 + i % 2, ignore_eos=True) for i in range(5)]
     settings = SMALL | {"load_format": "auto"} | (drafts("mixed", num_drafts) if num_drafts else {})
     expected = generate_by_steps(make_llm(folder, **settings), zip(prompts, params))
     texts = tuple([*output.prompt_token_ids, *x.token_ids] for output in expected for x in output.outputs)
@@ -197,11 +197,11 @@ def test_drafts_of_graphs(make_llm, one_layer, use_ops, monkeypatch, tmp_path, m
     rng = random.Random(0)
     prompts = [[rng.randrange(5, 2000) for _ in range(n)] for n in (20, 3, 1, 17, 30)]
     params = [
-        SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True),
         SamplingParams(temperature=0.8, max_tokens=9, ignore_eos=True, seed=2, presence_penalty=1.0),
-        SamplingParams(temperature=0.8, max_tokens=14, ignore_eos=True, seed=1, n=2),
-        SamplingParams(temperature=0.7, max_tokens=18, ignore_eos=True, seed=3, logit_bias={17: 5.0}, top_k=5),
-        SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True, seed=4, top_p=0.9),
+        SamplingParams(temperature=0.8, max_tokens=11, ignore_eos=True, seed=1, n=2),
+        SamplingParams(temperature=0.7, max_tokens=12, ignore_eos=True, seed=3, logit_bias={17: 5.0}, top_k=5),
+        SamplingParams(temperature=1.0, max_tokens=13, ignore_eos=True, seed=4, top_p=0.9),
     ]
     settings = SMALL | {"speculative_config": speculative}
     plain = make_llm(one_layer, **settings)

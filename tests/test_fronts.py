@@ -488,6 +488,7 @@ class FakeFronts(Fronts):
             self.deaths[index] -= 1
             if self.deaths[index] >= 0:
                 os._exit(3)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, engine_process.BLOCKED)  # else only SIGKILL would end it
             Channel(end).send(FromFront())
             time.sleep(60)
 
@@ -615,15 +616,18 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(num_fronts: int = 2):
+def serving(num_fronts: int = 2, **constants: float):
     """`nanovllm serve` with fronts, which says at once that it loads; the process, and the URL.
 
-    What it has logged is printed in the end: should a request hang, also what its threads did meanwhile.
+    `constants` are those of `engine_process`. What the process has logged is printed in the end, and, should a request
+    hang, what its threads did meanwhile.
     """
     port = free_port()
     settings = [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items()]
     program = "import faulthandler; faulthandler.dump_traceback_later(50)\n"  # seconds; `ask` waits for 60
-    program += "from nanovllm.serve.terminal import waiting; waiting.DELAY = 0.0; import nanovllm.__main__"
+    program += "from nanovllm.utils import waiting; waiting.DELAY = 0.0; from nanovllm.__main__ import main\n"
+    program += "import nanovllm.serve.fronts.engine_process as process\n"
+    program += "".join(f"process.{name} = {value}\n" for name, value in constants.items()) + "main()"
     command = [sys.executable, "-c", program, "serve", MODEL, f"--port={port}", f"--api-server-count={num_fronts}"]
     with tempfile.TemporaryFile("a+") as log:  # which the process only appends to, wherever it is read
         streams = dict(stdout=subprocess.PIPE, stderr=log, text=True)
@@ -793,7 +797,7 @@ def test_the_second_ctrl_c_waits_for_no_request(capfd):
 
 
 def test_the_second_ctrl_c_waits_for_no_front_that_hangs():
-    with serving(1) as (process, _url):
+    with serving(1, URGENT_SECONDS=0.3) as (process, _url):
         (front,) = children(process.pid)
         os.kill(front, signal.SIGSTOP)
         os.kill(process.pid, signal.SIGINT)

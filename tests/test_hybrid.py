@@ -74,12 +74,12 @@ ROPE = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0
 YARN = ROPE | {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 64}
 # family, layers, attention heads, key-value heads, head_dim; heads of the delta rule; other entries
 CASES = {
-    "qwen3_next": ("Qwen3Next", KINDS, (4, 2, 32), (4, 8, 16, 24), EXPERTS | {"norm_topk_prob": True}),
+    "qwen3_next": ("Qwen3Next", KINDS[1:], (4, 2, 32), (4, 8, 16, 24), EXPERTS | {"norm_topk_prob": True}),
     "qwen3_next-dense-layer": ("Qwen3Next", KINDS[1:], (4, 2, 32), (2, 2, 16, 16), STACKED | {"mlp_only_layers": [0]}),
     "qwen3_5": ("Qwen3_5", KINDS, (4, 2, 256), (2, 6, 16, 24), {}),
     "qwen3_5-tied": ("Qwen3_5", KINDS[1:], (2, 1, 32), (4, 4, 24, 8), {"tie_word_embeddings": True}),
     "qwen3_5-yarn": ("Qwen3_5", KINDS[1:], (2, 1, 32), (1, 2, 8, 8), {"rope_parameters": YARN}),
-    "qwen3_5_moe": ("Qwen3_5Moe", KINDS[::-1], (4, 1, 32), (4, 8, 16, 24), STACKED),
+    "qwen3_5_moe": ("Qwen3_5Moe", KINDS[:0:-1], (4, 1, 32), (4, 8, 16, 24), STACKED),
 }
 VISION = dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16, out_hidden_size=64, patch_size=4)
 SETTINGS = dict(max_model_len=352, kvcache_block_size=16, num_kvcache_blocks=120, max_num_seqs=8)

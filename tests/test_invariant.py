@@ -151,7 +151,7 @@ def assert_drafts_change_no_bit(
 ) -> None:
     """Some are right, as few tokens are likely; in engines with preemptions and chunks, by default sync and async."""
     block_size, num_blocks, max_tokens = (64, 3, 60) if on_gpu else (16, 8, 24)
-    prompts, params = (x[:9] for x in random_requests(vocab_size, random.Random(3)))
+    prompts, params = (x[:6] for x in random_requests(vocab_size, random.Random(3)))
     params = [replace(x, logprobs=2, n=1, max_tokens=max_tokens, ignore_eos=True) for x in few_likely(params)]
     found = []
     for settings in ({}, *(drafting("ngram") | dict(async_scheduling=x) for x in schedulings)):

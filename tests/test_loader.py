@@ -513,6 +513,20 @@ def test_hub_id_offline(monkeypatch, tmp_path):
     assert not calls, "the network was asked"
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"), [("RepositoryNotFoundError", "the hub has no such model"), ("GatedRepoError", "accept its")]
+)
+def test_the_advice_stands_before_the_error_of_the_hub(monkeypatch, name, advice):
+    import huggingface_hub
+
+    def snapshot_download(*arguments, **options):
+        raise type(name, (Exception,), {})("404 Client Error")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(FileNotFoundError, match=rf"^model='a/b': no such folder, and .*{advice}.*\n\({name}: 404"):
+        find_model("a/b")
+
+
 def test_find_model(monkeypatch, tmp_path):
     assert find_model("tiny-qwen3") == find_model(TINY) == Path(TINY)
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -114,6 +114,7 @@ LAST = {"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True, "incl
 MEAN = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
 CLS = {"pooling_mode": "cls", "include_prompt": True}
 MODES = {"last": LAST, "mean": MEAN, "cls": CLS}
+FAMILIES = "Qwen3", "Llama"
 
 
 def hidden_states(model, token_ids: list[int]) -> torch.Tensor:
@@ -134,9 +135,11 @@ def assert_vectors(outputs, expected, tolerance: float = 1e-5) -> None:
 # -- the engine --------------------------------------------------------------------------------------------------------
 
 
-@each_schedule
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", ["Qwen3", "Llama"])
+# the families in turn: `test_families` has all of them
+@pytest.mark.parametrize(
+    "mode, schedule, family",
+    [(mode, schedule, FAMILIES[(i + j) % 2]) for i, mode in enumerate(MODES) for j, schedule in enumerate(SCHEDULES)],
+)
 def test_embeddings(make_llm, tmp_path, family, mode, schedule):
     """A base model as sentence-transformers saves it, in all schedules, twice, so that the second call has hits."""
     model = reference(family, "Model")
@@ -144,11 +147,11 @@ def test_embeddings(make_llm, tmp_path, family, mode, schedule):
     assert "embed_tokens.weight" in load_file(Path(folder) / "model.safetensors")
     llm = make_llm(folder, **SMALL | SCHEDULES[schedule])
     assert (llm.config.task, llm.config.pooling.mode) == ("embed", mode)
-    texts = TEXTS * 3
+    texts, expected = TEXTS * 3, cache(lambda *token_ids: expected_embedding(model, list(token_ids), mode))
     for _ in range(2):
         outputs = llm.embed(texts, use_tqdm=False)
         assert [output.prompt for output in outputs] == texts
-        assert_vectors(outputs, [expected_embedding(model, x.prompt_token_ids, mode) for x in outputs])
+        assert_vectors(outputs, [expected(*x.prompt_token_ids) for x in outputs])
     stats = llm.stats()
     assert stats["blocks"]["used"] == stats["requests"]["running"] == stats["tokens"]["out"] == 0
     assert stats["steps"]["decode"] == stats["steps"]["mixed"] == 0
@@ -385,6 +388,15 @@ def embedder():
     """The bundled model, of which any task but "classify" can be asked."""
     with LLM("tiny-qwen3", task="embed", dtype="float32", device="cpu", **SMALL) as llm:
         yield llm
+
+
+def test_a_server_of_embeddings_says_nothing_of_chats(embedder, caplog):
+    from nanovllm.serve.answer_formats import find_formats
+    from nanovllm.serve.settings import ServerSettings
+
+    with caplog.at_level("INFO", "nanovllm"):
+        formats = find_formats(embedder.input_processor, ServerSettings())
+    assert caplog.messages == [] and formats.tool_calls is None and formats.reasoning_parser is None
 
 
 def test_each_engine_has_one_task(embedder, make_llm):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from common import CharacterTokenizer
+from programs import Program
 from test_server import GREEDY, MODEL, PROMPT, QUESTION, TOOL, expected, offline, running, use_small_model, wait_for
 
 from nanovllm import BeamSearchParams, SamplingParams
@@ -380,6 +382,13 @@ def test_templates_that_make_huge_texts(sandbox, template):
     assert [process.pid for process in sandbox._processes] == before
 
 
+@pytest.fixture
+def forked(monkeypatch):
+    """Processes of the sandbox are forks, which have imported transformers; those of `sandbox` are new ones."""
+    monkeypatch.setattr(template_sandbox, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": Program}))
+
+
+@pytest.mark.usefixtures("forked")
 def test_templates_that_take_long(offline, monkeypatch):
     """Their process is ended, and another one has the next conversation."""
     monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.2)
@@ -427,6 +436,7 @@ def test_what_may_take_long():
     assert may_take_long(chat_template="{{ 1 }}") and may_take_long(messages=QUESTION * 2000)
 
 
+@pytest.mark.usefixtures("forked")
 def test_others_go_on_while_a_template_takes_long(monkeypatch, offline):
     """It has neither the tokenizer's threads nor its lock. Its own errors name what the client has sent."""
     template, content = "{{ messages[0].content * n }}", QUESTION[0]["content"]
@@ -459,6 +469,7 @@ def test_others_go_on_while_a_template_takes_long(monkeypatch, offline):
         server.wait_until_free()
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_server_that_ends_while_a_template_takes_long():
     with running(trust_request_chat_template=True, drain_seconds=0) as server, ThreadPoolExecutor(1) as pool:
         body = {"messages": QUESTION, "chat_template": SLOW_TEMPLATE}

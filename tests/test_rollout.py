@@ -257,7 +257,7 @@ def test_requests_that_run(make_llm):
     llm = make_llm()
     llm.add_request(PROMPTS[0], GREEDY)
     llm.step()
-    with pytest.raises(UnavailableError, match="1 requests have not ended"):
+    with pytest.raises(UnavailableError, match="requests that have not ended: 1"):
         llm.load_weights([])
     while not llm.is_finished():
         llm.step()

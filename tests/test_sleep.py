@@ -111,7 +111,7 @@ def test_refusals(make_llm):
     llm.wake_up()  # it is awake
     llm.add_request(PROMPTS[0], GREEDY)
     llm.step()
-    with pytest.raises(UnavailableError, match=r"1 requests have not ended: call pause\(\)"):
+    with pytest.raises(UnavailableError, match=r"requests that have not ended: 1; call pause\(\)"):
         llm.sleep()
     while not llm.is_finished():
         llm.step()
@@ -417,7 +417,7 @@ def test_a_request_that_comes_with_sleep(make_llm):
             while len(llm.engine_thread.queued()) == num_queued:
                 time.sleep(0.001)
         is_free.set()
-        with pytest.raises(UnavailableError, match="1 requests have not ended"):
+        with pytest.raises(UnavailableError, match="requests that have not ended: 1"):
             futures[1].result()
         assert futures[2].result() == expected and not llm.is_sleeping()
 

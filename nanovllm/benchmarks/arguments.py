@@ -83,13 +83,13 @@ are multiplied by the number of ranks.
 """
 
 import argparse
+import importlib.util
 import json
 import re
 import shlex
 import tempfile
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -167,7 +167,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
     args = parser.parse_args(arguments)
     args.workload = args.name or args.workload
     names, first = ",".join(args.workload), args.workload[0]
-    if (args.figure or args.plot) and find_spec("matplotlib") is None:
+    if (args.figure or args.plot) and importlib.util.find_spec("matplotlib") is None:
         parser.error("--figure and --plot need matplotlib, which `pip install 'nano-vllm[plot]'` installs")
     if first in STEPPED and (missing := [engine for engine in args.compare if engine not in STEPPED_ENGINES]):
         parser.error(f"--compare {missing[0]}: --workload {first} compares with vllm only")
@@ -177,6 +177,8 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
         parser.error(f"--clients and --server-flags: --workload {names} must be http")
     if args.compare and first == "host":
         parser.error("--compare: --workload host measures this package alone")
+    if missing := [engine for engine in args.compare if importlib.util.find_spec(engine) is None]:
+        parser.error(f"--compare {missing[0]}: is not installed in this environment; pip install {missing[0]}")
     if args.rounds and first in (*STEPPED, "http"):
         parser.error(f"--rounds: --workload {first} has runs of its own")
     if args.plot and not SWEEPS.keys() & args.workload:
@@ -208,7 +210,7 @@ def workload_names(text: str) -> list[str]:
     for name in names:
         if name not in (*WORKLOADS, *SWEEPS, *ALONE):
             choices = ", ".join(["all", *WORKLOADS, *SWEEPS, *ALONE])
-            raise ArgumentTypeError(f"{name!r}: must be one of {choices}, or several with commas")
+            raise ArgumentTypeError(f"{name!r}: must be one of {choices}, or several with commas between")
         if name in ALONE and len(names) > 1:
             raise ArgumentTypeError(f"{name!r}: must be the only workload of a run")
     if 0 < len(names.keys() & STEPPED) < len(names):

@@ -8,7 +8,7 @@ import torch
 
 from nanovllm import LLM, BeamSearchParams
 from nanovllm.benchmarks.engines.nanovllm import inputs
-from nanovllm.benchmarks.requests import Request
+from nanovllm.benchmarks.requests import Request, number_of
 
 
 def time_alternately(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
@@ -36,7 +36,7 @@ def compare_streaming(model: str, settings: dict, requests: list[Request], round
         seconds = time_alternately(calls, rounds)
     for name, times in seconds.items():
         rates = [num_tokens / s for s in times]
-        print(f"{name:8} {len(requests)} requests, {num_tokens:,} tokens out", end=", tok/s: ")
+        print(f"{name:8} {number_of(requests)}, {num_tokens:,} tokens out", end=", tok/s: ")
         print(f"median {median(rates):,.0f}, best {max(rates):,.0f}")
     ratios = [b / a - 1 for a, b in zip(seconds["generate"], seconds["stream"])]
     best = min(seconds["stream"]) / min(seconds["generate"]) - 1

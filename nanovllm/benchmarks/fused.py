@@ -11,6 +11,8 @@ from nanovllm.benchmarks.processes import run_in_process
 from nanovllm.benchmarks.tables import print_table
 from nanovllm.config import Config
 from nanovllm.utils.flags import Parser
+from nanovllm.utils.libraries import import_libraries
+from nanovllm.utils.waiting import waiting_for
 
 # groups of fused forms, each of which --measure disables; the values are ends of names in FORMS
 PARTS = {
@@ -34,12 +36,14 @@ def add_arguments(parser: Parser) -> None:
 
 
 def show_fused(options: argparse.Namespace) -> int:
+    import_libraries({"device": "cpu"})  # --measure runs the model in other processes
     import torch
 
     if options.measure and not torch.cuda.is_available():
         raise ValueError("--measure: needs a CUDA device")
     settings = {"quantization": options.quantization, "load_format": options.load_format}
-    model = make_fused(options.model, settings)
+    with waiting_for(f"Reading {options.model}"):
+        model = make_fused(options.model, settings)
     forms = Counter((plain_name(x), x.what) for x in model.modules() if hasattr(x, "what"))
     rows = [[plain, str(count), what] for (plain, what), count in forms.items()]
     print_table(f"{options.model}: what CUDA replaces by fused forms", ["module", "number", ""], rows)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from math import nan
 from multiprocessing.connection import wait
 from statistics import mean
@@ -82,9 +81,6 @@ def compare_servers(args: argparse.Namespace, settings: dict, config: Config) ->
     runs = {load: (warm_up, requests) for load, warm_up, requests in make_runs(args, config)}
     results: Results = {}
     for engine in ("nanovllm", *args.compare):
-        if find_spec(engine) is None:
-            report(f"{engine}: not installed, left out")
-            continue
         with progress(f"{engine}:"), running_server(*commands[engine]) as server, ClientProcesses() as processes:
             results[engine] = {}
             for load, (warm_up, requests) in runs.items():

@@ -55,10 +55,12 @@ def draw_figure(file: Path) -> None:
 
 def draw_panels(file: Path, title: str, panels: list[Panel], results: Results) -> None:
     """Draw the curves of all panels. Each engine has a colour and a marker, and dashed curves have hollow markers."""
+    drawn = [panel for panel in panels if panel.is_drawn and any(panel.points(results).values())]
+    if not drawn:  # Ctrl-C has ended the run early
+        return
     plt = svg_pyplot()
     from matplotlib.ticker import LogLocator
 
-    drawn = [panel for panel in panels if panel.is_drawn]
     size = (max(4.5, 3.2 * len(drawn)), 3)
     figure, (all_axes,) = plt.subplots(1, len(drawn), figsize=size, layout="constrained", squeeze=False)
     labels: list[str] = []

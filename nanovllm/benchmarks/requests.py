@@ -133,4 +133,8 @@ def other_ids(requests: list[Request], vocab_size: int, by: int = 1) -> list[Req
 
 def describe(name: str, requests: list[Request]) -> str:
     num_input, num_output = sum(len(r.prompt) for r in requests), sum(r.max_tokens for r in requests)
-    return f"{name}: {len(requests)} requests, {num_input:,} tokens in, {num_output:,} out"
+    return f"{name}: {number_of(requests)}, {num_input:,} tokens in, {num_output:,} out"
+
+
+def number_of(requests: list[Request]) -> str:
+    return f"{len(requests):,} request{'s' * (len(requests) != 1)}"

@@ -98,6 +98,8 @@ def add_turns(results: Results, workloads: Workloads) -> None:
 def latency_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, list[Panel]]:
     """Make the workload `latency`. Leave out lengths above the bounds.
 
+    If fewer than three lengths are left, fractions of the bound are added, so that there is a curve to draw.
+
     All decode runs with the same context length have the same token ids. After the first run, the prefix cache contains
     them, so all sequences start to decode together.
     """
@@ -107,7 +109,8 @@ def latency_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, 
 
     def fitting(lengths: tuple[int, ...], num_output: int) -> list[int]:
         bound = min(max_input_len, config.max_model_len - num_output)
-        return [length for length in lengths if length <= bound] or [bound]
+        fitting = [length for length in lengths if length <= bound]
+        return fitting if len(fitting) > 2 else sorted({*fitting, *(-(-bound // part) for part in (4, 2, 1))})
 
     workloads = {}
     prompts = {length: f"prompt of {length:,}" for length in fitting(PROMPT_LENS, 1)}

@@ -47,7 +47,10 @@ class Panel:
         }
 
     def print(self, results: Results) -> None:
-        points = self.points(results)
+        """Print the table, unless there is no result, after Ctrl-C."""
+        points = {names: curve for names, curve in self.points(results).items() if curve}
+        if not points:
+            return
         xs = next(iter(self.curves.values()))[0]
         rows = [[f"{x:,g}", *(number(curve.get(x, nan), self.digits) for curve in points.values())] for x in xs]
         print_table(self.title, [self.xlabel, *(" ".join(names).strip() for names in points)], rows)

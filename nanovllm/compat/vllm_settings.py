@@ -1,9 +1,10 @@
 """Lists the settings of vLLM's engine, in version 0.26 or older, that this engine lacks."""
 
 from collections.abc import Collection
-from difflib import get_close_matches
 from numbers import Real
 from typing import Any
+
+from nanovllm.utils.checks import unknown_name
 
 # settings that have a different name here
 ALIASES = {
@@ -157,9 +158,7 @@ def select(
         if name in known:
             continue
         if name not in accepted:
-            close = get_close_matches(name, known, n=1)
-            hint = f" (did you mean {close[0]!r}?)" if close else ""
-            raise TypeError(f"unknown {kind} {name!r}{hint}: must be one of {', '.join(known or accepted)}")
+            raise unknown_name(kind, name, known or accepted)
         check_accepted(name, value, accepted[name])
     return {name: value for name, value in values.items() if name in known}
 

@@ -26,6 +26,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.loader import load_tokenizer
 from nanovllm.utils.progress import progress_bar
+from nanovllm.utils.waiting import waiting_for
 
 logger = logging.getLogger("nanovllm")
 PROGRESS_SECONDS = 0.1  # between updates of a progress bar
@@ -54,7 +55,8 @@ class LLMEngine:
         startup = Stopwatch()
         self.config = Config.create(model, settings)
         startup.part_done("settings")
-        with ThreadPoolExecutor(1) as pool:  # importing transformers takes seconds; the model is loaded meanwhile
+        # importing transformers takes seconds; the model is loaded meanwhile
+        with waiting_for(f"Loading {model}"), ThreadPoolExecutor(1) as pool:
             tokenizer = pool.submit(load_tokenizer, str(self.config.tokenizer))
             self.core = build_engine(self.config, startup.part_done)
             try:

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 from nanovllm.sampling_params import MAX_INT
-from nanovllm.utils.checks import check_bool, check_fields, check_int, check_real, checked
+from nanovllm.utils.checks import check_bool, check_fields, check_int, check_real, checked, checks_names
 
 
+@checks_names
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
     """The parameters of `LLM.beam_search`.

@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nanovllm.pooling.task import check_task
-from nanovllm.utils.checks import check_bool, check_choice, check_fields, check_int, checked
+from nanovllm.utils.checks import check_bool, check_choice, check_fields, check_int, checked, checks_names
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
 
 
+@checks_names
 @dataclass(frozen=True, kw_only=True)
 class PoolingParams:
     """The parameters of a request for an embedding, a score or classes.

@@ -40,7 +40,7 @@ def refusing_requests(llm: "LLMEngine", kind: str, reason: str) -> Iterator[None
         queued = [waiter for waiter in llm.engine_thread.queued() if isinstance(waiter, OutputCollector)]
         num_requests = len(llm.core.scheduler.live) + len(queued)
         if num_requests and "paused" not in unavailable:
-            raise UnavailableError(f"{num_requests} requests have not ended: call pause(), or let them end")
+            raise UnavailableError(f"requests that have not ended: {num_requests}; call pause(), or let them end")
         yield
     except BaseException:
         del unavailable[kind]

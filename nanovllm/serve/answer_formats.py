@@ -59,7 +59,8 @@ class Formats(NamedTuple):
 def find_formats(processor: InputProcessor, settings: ServerSettings) -> Formats:
     """Return and log the formats, from the settings or else from the chat template."""
     tokenizer = processor.tokenizer
-    template = template_text(getattr(tokenizer, "chat_template", None))
+    is_chat = processor.config.task == "generate"
+    template = template_text(getattr(tokenizer, "chat_template", None)) if is_chat else ""
     tools: str | None = settings.tool_call_parser
     reasoning: str | None = settings.reasoning_parser
     if tools == "auto":
@@ -72,7 +73,8 @@ def find_formats(processor: InputProcessor, settings: ServerSettings) -> Formats
             logger.warning("the chat template has reasoning, in a format that is unknown here: set --reasoning-parser")
     reasoning = None if reasoning == "none" else reasoning
     text = "formats of the chat template: tool calls %s; reasoning %s"
-    logger.info(text, tools or "none (requests with `tools` are refused)", reasoning or "none")
+    if is_chat:
+        logger.info(text, tools or "none (requests with `tools` are refused)", reasoning or "none")
     markers = None if reasoning is None else markers_of(reasoning, processor)
     names = [*PARSERS[tools or "none"].markers, *(markers.texts if markers else ())]
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}

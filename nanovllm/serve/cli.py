@@ -17,9 +17,9 @@ from nanovllm.config import Config
 from nanovllm.serve.address import announce, reserved_address
 from nanovllm.serve.process import set_up_process
 from nanovllm.serve.settings import ServerSettings
-from nanovllm.serve.terminal.waiting import waiting_for
 from nanovllm.utils.flags import Parser, add_flags, given
 from nanovllm.utils.libraries import import_libraries
+from nanovllm.utils.waiting import waiting_for
 
 if TYPE_CHECKING:
     from nanovllm.serve.engine_client import EngineClient
@@ -43,17 +43,18 @@ SMALL_CACHE_MESSAGE = (
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command, and exit with its status: 2 for an invalid command line or setting."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments and arguments[0] == "bench":  # this command parses its arguments itself
-        from nanovllm.benchmarks.command import main as bench
-
-        bench(arguments[1:], prog="nanovllm bench")
-        sys.exit(0)
-    options = parse(arguments)
     try:
-        sys.exit(options.run(options))
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        print(f"nanovllm {options.command}: {error}", file=sys.stderr)
-        sys.exit(2)
+        if arguments and arguments[0] == "bench":  # this command parses its arguments itself
+            from nanovllm.benchmarks.command import main as bench
+
+            bench(arguments[1:], prog="nanovllm bench")
+            sys.exit(0)
+        options = parse(arguments)
+        try:
+            sys.exit(options.run(options))
+        except (ValueError, TypeError, OSError, ImportError) as error:
+            print(f"nanovllm {options.command}: {error}", file=sys.stderr)
+            sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -132,15 +133,15 @@ def serve(options: argparse.Namespace) -> int:
     set_up_process()
     config_flags = given(options, Config, skip=("model",))
     engine_settings = translate(config_flags | options.vllm_settings, Config.__dataclass_fields__)
-    if options.model == "tiny-qwen3" and not engine_settings.keys() & {*SMALL_CACHE, "attention_backend"}:
+    is_chat = engine_settings.get("task", "auto") in ("auto", "generate")
+    if options.model == "tiny-qwen3" and is_chat and not engine_settings.keys() & {*SMALL_CACHE, "attention_backend"}:
         engine_settings |= SMALL_CACHE
         sizes = SMALL_CACHE["num_kvcache_blocks"], SMALL_CACHE["kvcache_block_size"]
         logging.getLogger("nanovllm").info(SMALL_CACHE_MESSAGE, *sizes)
     with reserved_address(settings) as listener, ExitStack() as loading:  # raises at once if the address is in use
 
         def prepare() -> None:
-            with waiting_for("Starting"):
-                import_libraries(config_flags)
+            import_libraries(config_flags)
             loading.enter_context(waiting_for(f"Loading {options.model}"))
 
         def on_start() -> None:

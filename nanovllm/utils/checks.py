@@ -7,10 +7,12 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import field, fields
+from difflib import get_close_matches
+from functools import wraps
 from numbers import Integral, Real
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, TypeVar
 
 from nanovllm.utils.download import broken_file
 
@@ -29,6 +31,30 @@ def check_fields(params: Any) -> None:
         if each.metadata and (value := getattr(params, each.name)) is not each.default:
             check = resolve_name(home) if isinstance(home := each.metadata["check"], str) else home
             object.__setattr__(params, each.name, check(each.name, value, **each.metadata["bounds"]))
+
+
+C = TypeVar("C", bound=type)
+
+
+def checks_names(cls: C) -> C:
+    """Let a dataclass raise a TypeError that suggests a parameter for an unknown name."""
+    init = cls.__init__
+
+    @wraps(init)
+    def __init__(self, *values, **named):
+        for name in named.keys() - cls.__dataclass_fields__.keys():
+            raise unknown_name("parameter", name, cls.__dataclass_fields__)
+        init(self, *values, **named)
+
+    cls.__init__ = __init__
+    return cls
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> TypeError:
+    """Return the error for a name that is not in `known`."""
+    close = get_close_matches(name, known, n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    return TypeError(f"unknown {kind} {name!r}{hint}: must be one of {', '.join(known)}")
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:

@@ -8,6 +8,13 @@ HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 PLAIN_FILES = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
 # the same weights in formats of Mistral and OpenAI, which transformers does not read
 DUPLICATES = ["consolidated*", "original/*"]
+ADVICE = {  # by the name of the hub client's error
+    "RepositoryNotFoundError": "the hub has no such model, or it is private: check the name, or run `hf auth login`",
+    "GatedRepoError": "the model is gated: accept its conditions on its page on the hub, then run `hf auth login`",
+    "RevisionNotFoundError": "the model on the hub has no such revision",
+    "": "the hub can't be reached: without a network, pass the folder of a downloaded checkpoint, or use the bundled "
+    "'tiny-qwen3'",
+}
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
@@ -27,9 +34,9 @@ def download(setting: str, hub_id: str, revision: str | None, with_weights: bool
         folder = snapshot_download(hub_id, revision=revision, allow_patterns=patterns, ignore_patterns=DUPLICATES)
         return Path(folder).absolute()
     except Exception as error:  # offline, unknown name, no access: the client's errors have no common base
+        advice = ADVICE.get(type(error).__name__, ADVICE[""])
         raise FileNotFoundError(
-            f"{setting}={hub_id!r}: no such folder, and the hub did not give it ({type(error).__name__}: {error}). "
-            f"Without a network pass the folder of a downloaded checkpoint, or use the bundled 'tiny-qwen3'."
+            f"{setting}={hub_id!r}: no such folder, and {advice}\n({type(error).__name__}: {error})"
         ) from error
 
 

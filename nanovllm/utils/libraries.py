@@ -1,17 +1,21 @@
 """Imports the libraries of an engine faster than plain imports do, for command-line tools."""
 
+import atexit
 import ctypes
 import gc
 import importlib.metadata
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
 from typing import Any
+
+from nanovllm.utils.waiting import waiting_for
 
 find_distributions = importlib.metadata.packages_distributions
 
@@ -21,20 +25,38 @@ def import_libraries(settings: Mapping[str, Any]) -> None:
 
     Unless the engine's `settings` choose a CPU, this initializes CUDA, so forks of this process can't use CUDA. Garbage
     collection skips the imported objects. A missing library raises no error before it is used. After Ctrl-C, the
-    process ends when the imports are done.
+    process ends with status 130, without waiting for the imports.
     """
     if "torch" in sys.modules:
         return
     gc.disable()
     try:
-        with ThreadPoolExecutor(2) as pool:
-            native = pool.submit(_load_native_libraries, str(settings.get("device")))
-            imported = pool.submit(_import_modules, native)
+        with waiting_for("Importing PyTorch"):
+            native = _submit(_load_native_libraries, str(settings.get("device")))
+            imported = _submit(_import_modules, native)
+            wait([native, imported])
+    except KeyboardInterrupt:
+        atexit.register(os._exit, 130)  # Python could not end while another thread imports
+        raise
     finally:
         gc.freeze()
         gc.enable()
     if (error := imported.exception()) is not None and not isinstance(error, ImportError):
         raise error  # now, because importing a broken library again might fail in another way
+
+
+def _submit(function: Callable, *arguments: Any) -> Future:
+    """Call a function in a daemon thread, for which Python does not wait when it ends."""
+    future: Future = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=call, daemon=True).start()
+    return future
 
 
 def _load_native_libraries(device: str) -> None:

@@ -1,7 +1,6 @@
 """Defines the engines to compare: functions that run workloads on a model with our settings."""
 
 import importlib.metadata
-import importlib.util
 import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -10,7 +9,7 @@ from functools import partial
 from nanovllm.benchmarks.engines.nanovllm import run_nanovllm, step_nanovllm
 from nanovllm.benchmarks.engines.transformers import run_transformers
 from nanovllm.benchmarks.engines.vllm import run_vllm, step_vllm
-from nanovllm.benchmarks.processes import progress, report, run_in_process
+from nanovllm.benchmarks.processes import progress, run_in_process
 from nanovllm.benchmarks.requests import Workloads
 from nanovllm.benchmarks.results import Result, Results
 
@@ -20,16 +19,13 @@ STEPPED_ENGINES: Engines = {"nanovllm": step_nanovllm, "vllm": step_vllm}  # for
 
 
 def run_engines(names: list[str], functions: Engines, model: str, settings: dict, workloads: Workloads) -> Results:
-    """Run the workloads on each installed engine.
+    """Run the workloads on each engine.
 
     If there are several names, each engine runs in a separate process. After Ctrl-C, return only complete workloads,
     and start no further engine.
     """
     results = {}
-    missing = [engine for engine in names if importlib.util.find_spec(engine) is None]
-    for engine in missing:  # before the other engines run
-        report(f"{engine}: not installed, left out")
-    for engine in (name for name in names if name not in missing):
+    for engine in names:
         run = functions[engine] if len(names) == 1 else partial(run_in_process, functions[engine])
         with progress(f"{engine}:"):
             results[engine] = run(model, settings, workloads)

@@ -5,7 +5,7 @@ from heapq import heapify, heappop, heappush
 from time import perf_counter, sleep
 
 from nanovllm.benchmarks.processes import progress, report
-from nanovllm.benchmarks.requests import Request, Workloads
+from nanovllm.benchmarks.requests import Request, Workloads, number_of
 from nanovllm.benchmarks.results import Result
 from nanovllm.utils.progress import progress_bar, with_bar
 
@@ -47,7 +47,7 @@ def serve(engine, requests: list[Request]) -> Result:
     starts, times, answers = [0.0] * len(requests), [[] for _ in requests], [[] for _ in requests]
     indices: dict[int, int] = {}  # request id -> index
     num_tokens = sum(request.max_tokens for request in requests)
-    with progress_bar(num_tokens, desc=f"{len(requests)} requests", unit="tok", **BAR) as advance:
+    with progress_bar(num_tokens, desc=number_of(requests), unit="tok", **BAR) as advance:
         begin = perf_counter()
         while due or not engine.is_finished():
             now = perf_counter() - begin

@@ -19,9 +19,9 @@ from nanovllm.serve.replicas.driver import ANSWERS_PER_SEQ, make_processor
 from nanovllm.serve.replicas.group import RESTART_TIMEOUT
 from nanovllm.serve.replicas.replica_request import ReplicaRequest
 from nanovllm.serve.replicas.routing import Router
-from nanovllm.serve.terminal.waiting import waiting_for
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.progress import progress_bar
+from nanovllm.utils.waiting import waiting_for
 
 SUBMIT_BATCH = 64  # requests that are sent together
 REORDERED = 4  # how many prompts may be read ahead of the next output, in units of `_window`

@@ -8,7 +8,6 @@ from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.terminal.waiting import waiting_for
 from nanovllm.utils.flags import add_flags, given
 from nanovllm.utils.libraries import import_libraries
 
@@ -48,11 +47,10 @@ def add_flags_of(name: str, parser: argparse.ArgumentParser) -> None:
 def _load(options: argparse.Namespace) -> Any:
     SamplingParams(**given(options, SamplingParams))  # errors before the model is loaded
     settings = given(options, Config, skip=NO_ENGINE_FLAGS)
-    with waiting_for(f"Loading {options.model}"):
-        import_libraries(settings)
-        from nanovllm.llm import LLM
+    import_libraries(settings)
+    from nanovllm import LLM
 
-        return LLM(options.model, **settings)
+    return LLM(options.model, **settings)
 
 
 def generate(options: argparse.Namespace) -> int:

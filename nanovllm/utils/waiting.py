@@ -1,23 +1,38 @@
 """Shows a message and the elapsed time during a long operation."""
 
+import logging
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Event, Lock, Thread
 
-DELAY = 1.0  # seconds until the message appears
+DELAY = 1.0  # seconds until the message appears on a terminal
+_is_shown = Lock()  # in nested blocks, only the message of the outermost block appears
 
 
 @contextmanager
 def waiting_for(text: str) -> Iterator[None]:
-    """Show the text on standard error during a `with` block, on a terminal with the elapsed time."""
-    is_done = threading.Event()
+    """Log the text or, if standard error is a terminal, show it there with the elapsed time of the `with` block."""
+    if not _is_shown.acquire(blocking=False):
+        yield
+        return
+    try:
+        if sys.stderr and sys.stderr.isatty():
+            with _shown_on_terminal(text):
+                yield
+        else:
+            logging.getLogger("nanovllm").info("%s ...", text)
+            yield
+    finally:
+        _is_shown.release()
+
+
+@contextmanager
+def _shown_on_terminal(text: str) -> Iterator[None]:
+    is_done = Event()
 
     def show() -> None:
         if is_done.wait(DELAY):
-            return
-        if not sys.stderr.isatty():
-            print(f"{text} ...", file=sys.stderr, flush=True)
             return
         from tqdm import tqdm
 
@@ -28,7 +43,7 @@ def waiting_for(text: str) -> Iterator[None]:
                 bar.refresh()
         sys.stderr.write("\033[K\r")  # erase the ^C that a terminal shows
 
-    thread = threading.Thread(target=show, daemon=True)
+    thread = Thread(target=show, daemon=True)
     thread.start()
     try:
         yield
