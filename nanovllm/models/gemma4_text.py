@@ -71,8 +71,7 @@ class Gemma4ForCausalLM(Gemma3ForCausalLM):
             if size is None:
                 layer.self_attn.rotary_emb = rotary_emb
             if source != i:  # published checkpoints contain these tensors, too
-                names = "k_proj", "v_proj", "k_norm"
-                self.unused_prefixes += tuple(f"model.layers.{i}.self_attn.{name}." for name in names)
+                self.unused_prefixes += tuple(f"model.layers.{i}.self_attn.{x}" for x in ("k_proj", "v_proj", "k_norm"))
         if more.per_layer_size:
             self.model = Gemma4PerLayerModel(self.model, config)
 
@@ -95,8 +94,5 @@ class Gemma4ForCausalLM(Gemma3ForCausalLM):
         fields = read_gemma(raw | {"use_bidirectional_attention": None}, file, 6)
         sizes = (*fields["details"].sizes[:-1], None)  # as in transformers, the last layer has no window
         details = fields["details"]._replace(sizes=sizes, scale=1.0, more=read_details(raw, sizes, file))
-        return fields | {
-            "details": details,
-            "moe": read_moe(raw, file),
-            "max_table_views": max_table_views(raw, details),
-        }
+        fields |= {"details": details, "max_table_views": max_table_views(raw, details)}
+        return fields | {"moe": read_moe(raw, file)}
