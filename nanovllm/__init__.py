@@ -16,8 +16,8 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "BeamSearchParams", "SamplingParams", "SchedulingPolicy", "TextPrompt", "TokensPrompt"]
 __all__ += ["CompletionOutput", "LoRARequest", "Logprob", "RequestMetrics", "RequestOutput"]
 # modules that a plain `generate` imports come first
-HOMES = "sampling_params", "engine.outputs", "requests.request", "engine.scheduling_policy", "llm"
-HOMES += "features.beam_params", "lora.lora_request"
+HOMES = ["sampling_params", "engine.outputs", "requests.request", "engine.scheduling_policy", "llm"]
+HOMES += ["features.beam_params", "lora.lora_request"]
 
 
 def __getattr__(name: str) -> Any:
