@@ -1,6 +1,5 @@
 """nano-vllm: compact LLM inference. `LLM(model).generate(prompts, SamplingParams(...))`."""
 
-from contextlib import nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -16,19 +15,20 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["LLM", "BeamSearchParams", "SamplingParams", "SchedulingPolicy", "TextPrompt", "TokensPrompt"]
 __all__ += ["CompletionOutput", "LoRARequest", "Logprob", "RequestMetrics", "RequestOutput"]
+# modules that a plain `generate` imports come first
+HOMES = ["sampling_params", "engine.outputs", "requests.request", "engine.scheduling_policy", "llm"]
+HOMES += ["features.beam_params", "lora.lora_request"]
 
 
 def __getattr__(name: str) -> Any:
     """Import a name of `__all__` on first use, so that `--help` of commands does not import PyTorch."""
     from nanovllm.utils.waiting import waiting_for
 
-    # modules that a plain `generate` imports come first
-    homes = "sampling_params", "engine.outputs", "requests.request", "engine.scheduling_policy", "llm"
-    for home in (*homes, "features.beam_params", "lora.lora_request"):
-        with waiting_for("Importing PyTorch") if home == "llm" and name in __all__ else nullcontext():
-            module = import_module(f"nanovllm.{home}") if name in __all__ else None
-        if hasattr(module, name):
-            return globals().setdefault(name, getattr(module, name))  # so that this is called once for a name
+    if name in __all__:
+        with waiting_for(f"Importing {name}"):
+            for home in HOMES:
+                if hasattr(module := import_module(f"nanovllm.{home}"), name):
+                    return globals().setdefault(name, getattr(module, name))  # so that this is called once for a name
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -148,6 +148,7 @@ class Config:
     num_states: int = field(default=0, init=False, repr=False)  # for layers that keep states: see cache/state.py
     num_window_tables: int = field(default=0, init=False, repr=False)  # see cache/window_tables.py
     cache_window: int = field(default=0, init=False, repr=False)  # keys behind this window are freed from these tables
+    table_views: tuple = field(default=(), init=False, repr=False)  # how layers see block tables: the same file
     model_config: "ModelConfig" = field(init=False, repr=False)  # with our `dtype`, not the checkpoint's
     pooling: Any = field(default=None, init=False, repr=False)  # a PoolingConfig, unless the task is "generate"
 

@@ -178,6 +178,7 @@ def test_seeded_sampling_is_the_same_in_any_batch(make_llm):
 
 # of the benchmarks' shapes; of larger ones a few, one of each kind among them
 NUM_LAYERS = {"qwen3-0.6b": 28, "qwen3-30b-a3b": 3, "qwen3.5-9b": 4, "gemma3-12b": 6, "olmo3-7b": 4}
+NUM_LAYERS |= {"gemma4-31b": 6, "gemma4-26b-a4b": 6}
 MAX_ID = 100_000  # an id of each shape's vocabulary
 
 
@@ -207,6 +208,8 @@ LATER_FAMILIES = (
     "gemma3",
     "gemma4",
     "gemma4-values",
+    "gemma4-experts",
+    "gemma4-shared",
     "olmo3",
     "olmo3-yarn",
     "smollm3",

@@ -266,6 +266,7 @@ def test_decode_looks_up_chunks_of_blocks(block_size, splits, lengths, dtype):
             ((1, 3, 128, 32), 1, True),
             ((1, 3, 128, 32), 1, False),
             ((1, 3, 128, 32), 2, True),
+            ((4, 1, 512, 64), 2, True),
         ],
         [None, 1, 37],
     ),

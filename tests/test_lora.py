@@ -46,7 +46,9 @@ def linear_names(model: nn.Module) -> list[str]:
     """Names of the layers that can have an adapter."""
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     return [
-        name for name in names if not name.endswith(("lm_head", ".gate", "expert_gate")) and ".experts." not in name
+        name
+        for name in names
+        if not name.endswith(("lm_head", ".gate", "expert_gate", ".router.proj")) and ".experts." not in name
     ]
 
 

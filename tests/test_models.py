@@ -83,6 +83,16 @@ GEMMA4 = {
     "tie_word_embeddings": False,
 }
 NO_SHARING = {"attention_k_eq_v": False, "final_logit_softcapping": None}
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 48}
+# the last four layers read the caches of the layers before them
+GEMMA4_SHARED = {
+    "num_hidden_layers": 7,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] * 2 + ["full_attention"],
+    "num_kv_shared_layers": 4,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 24,
+    "attention_k_eq_v": False,
+}
 OLMO3 = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 23}
 GRANITE = {
     "embedding_multiplier": 3.0,
@@ -136,6 +146,8 @@ if V5:
         "gemma2": ("Gemma2", 4, 2, 16, None, GEMMA2),
         "gemma4": ("Gemma4", 4, 2, 16, {}, GEMMA4),
         "gemma4-values": ("Gemma4", 4, 2, 16, {}, GEMMA4 | NO_SHARING),
+        "gemma4-experts": ("Gemma4", 4, 2, 16, {}, GEMMA4 | GEMMA4_EXPERTS),
+        "gemma4-shared": ("Gemma4", 4, 1, 16, {}, GEMMA4 | GEMMA4_SHARED),
         "olmo3": ("Olmo3", 4, 2, 16, {}, OLMO3 | {"rope_parameters": by_layer_type({})}),
         "olmo3-yarn": ("Olmo3", 4, 4, 16, {}, OLMO3 | {"rope_parameters": by_layer_type(YARN)}),
         "smollm3": ("SmolLM3", 4, 2, 16, {}, {"no_rope_layers": [1, 0]}),
@@ -223,6 +235,9 @@ def checkpoint_files(name: str, case: str) -> dict[str, bytes]:
         else:  # biases are zeros and norms are ones in a new model, which would hide that they are not used
             is_around_zero = parameter_name.endswith("bias") or family.startswith("Gemma")
             parameter.copy_(0.3 * noise + (0 if is_around_zero else 1))
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.copy_(1 + 0.3 * torch.randn(1, generator=generator))
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         files = {file.name: file.read_bytes() for file in Path(folder).iterdir()}
@@ -413,6 +428,31 @@ def test_text_model_of_a_checkpoint_with_images(make_llm, tmp_path, prefixes):
 
 
 @needs_new_families
+def test_gemma_4_as_it_is_published(make_llm, tmp_path):
+    """In several files, beside models of images and audio, and with projections of keys that no layer reads."""
+    folder = make_checkpoint(tmp_path, "gemma4-shared")
+    names = ("embed_vision.x", "vision_tower.x", "audio_tower.x", "embed_audio.x")
+    unused = {f"model.{name}": torch.ones(1) for name in names}
+    for i in range(3, 7):
+        for name in ("k_proj", "v_proj", "k_norm"):
+            unused[f"model.language_model.layers.{i}.self_attn.{name}.weight"] = torch.ones(1)
+    tensors = load_file(tmp_path / "model.safetensors")
+    nested = {name.replace("model.", "model.language_model.", 1): x for name, x in tensors.items()} | unused
+    files = {f"model-{i}-of-2.safetensors": dict([*nested.items()][i - 1 :: 2]) for i in (1, 2)}
+    for file, content in files.items():
+        save_file(content, tmp_path / file)
+    index = {"weight_map": {name: file for file, content in files.items() for name in content}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    expected = generate_by_steps(make_llm(folder, **SMALL), requests())
+    (tmp_path / "model.safetensors").unlink()
+    text = json.loads((tmp_path / "config.json").read_text())
+    raw = {"model_type": "gemma4", "architectures": ["Gemma4ForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"dtype": "float32", "vision_config": {}}))
+    found = generate_by_steps(make_llm(folder, **SMALL), requests())
+    assert [output["token_ids"] for output in found] == [output["token_ids"] for output in expected]
+
+
+@needs_new_families
 def test_older_forms_of_windows(tmp_path):
     """Before transformers 5 had `rope_parameters` by type of layer."""
     folder = make_checkpoint(tmp_path / "gemma3", "gemma3")
@@ -440,10 +480,12 @@ def test_older_forms_of_windows(tmp_path):
     "name, entries, message",
     [
         ("gemma3", {"final_logit_softcapping": 0.0}, "softcapping=0.0: must be"),
-        ("gemma4", {"hidden_size_per_layer_input": 64}, "hidden_size_per_layer_input=64: per-layer embeddings"),
-        ("gemma4", {"enable_moe_block": True}, "enable_moe_block=True: experts next to the MLP"),
-        ("gemma4", {"num_kv_shared_layers": 1}, "num_kv_shared_layers=1: layers that share a cache"),
-        ("gemma4", {"use_double_wide_mlp": True}, "use_double_wide_mlp=True: MLPs of two sizes"),
+        ("gemma4-shared", {"enable_moe_block": True}, "enable_moe_block=True: is not supported with hidden_size_per"),
+        ("gemma4-shared", {"num_kv_shared_layers": 8}, "num_kv_shared_layers=8: must be at most 7"),
+        ("gemma4-shared", {"num_kv_shared_layers": 6}, "num_kv_shared_layers=6: a kind of layer would have no cache"),
+        ("gemma4-shared", {"vocab_size_per_layer_input": 100}, "vocab_size_per_layer_input=100: must be at least 512"),
+        ("gemma4-experts", {"top_k_experts": 9}, "top_k_experts=9: must be at most 8"),
+        ("gemma4-experts", {"moe_intermediate_size": None}, "moe_intermediate_size=None: must be an integer"),
         ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all': must be"),
         ("gemma4", {"per_layer_config": {"0": {"head_dim": 32}}}, "per_layer_config: must have one entry"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True: must be"),
@@ -497,12 +539,7 @@ NEUTRAL = {"architectures", "bos_token_id", "pad_token_id", "initializer_range",
 NEUTRAL |= {"attention_dropout", "embd_pdrop", "resid_pdrop", "residual_dropout"}
 NEUTRAL |= {"output_router_logits", "router_aux_loss_coef"}
 NEUTRAL |= {"sliding_window", "max_window_layers"}  # unless `use_sliding_window` is set, which is refused
-NEUTRAL |= {
-    "vocab_size_per_layer_input",
-    "num_experts",
-    "top_k_experts",
-    "moe_intermediate_size",
-}  # refused, of Gemma 4
+NEUTRAL |= {"num_experts", "top_k_experts", "moe_intermediate_size"}  # of Gemma 4 without experts
 NEUTRAL |= {"_sliding_window_pattern"}  # transformers writes `layer_types`, too
 
 
@@ -542,9 +579,7 @@ def test_entries_that_are_absent(model_type):
     """They have the values that transformers gives them, as it does not write all of them."""
     name = CONFIG_CLASSES.get(model_type, f"{model_type.title()}Config")
     entries = getattr(transformers, name)().to_dict() | {"model_type": model_type, "dtype": "float32"}
-    if model_type == "gemma4_text":
-        entries["hidden_size_per_layer_input"] = 0  # the default is refused
-    kept = (*SIZES, "model_type", "dtype", "hidden_size_per_layer_input")
+    kept = (*SIZES, "model_type", "dtype")
     few = {key: x for key, x in entries.items() if x is not None and key in kept}
     read = lambda raw: replace(ModelConfig.read(Path(), raw=raw), eos_token_ids=frozenset())
     assert read(few) == read(entries)

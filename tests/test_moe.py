@@ -18,10 +18,10 @@ from nanovllm.kernels.launch.gpu_features import has_hopper_kernels, has_tma
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.models.shared.hybrid import SharedExpertMoE
-from nanovllm.moe.experts import DOWN, GATE, UP, ClampedSwiGLU, MoE, route
+from nanovllm.moe.experts import DOWN, GATE, UP, GatedActivation, MoE, route
 from nanovllm.moe.kernels import moe_gemm, moe_gemv, moe_routing
 from nanovllm.moe.kernels.moe_routing import Routing, max_tiles, sort_by_expert
-from nanovllm.moe.moe_config import MoEConfig
+from nanovllm.moe.moe_config import GELU_AND_MUL, Activation, MoEConfig
 from nanovllm.utils.construction import constructing
 from nanovllm.utils.partial_sum import PartialSum
 from nanovllm.utils.tensor_parallel import TensorParallel
@@ -67,6 +67,9 @@ def with_kernels(use_ops, in_a_step):
 def expert_weights(num_experts: int, hidden: int, size: int, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     gate_up = randn(num_experts, 2 * size, hidden) / hidden**0.5
     return gate_up.to(dtype), (randn(num_experts, hidden, size) / size**0.5).to(dtype)
+
+
+CLAMPED = Activation(1.5, shift=1.0, limit=0.75)  # as in gpt-oss
 
 
 def reference(x, weights, expert_ids, gate_up, down, biases=(0, 0), act=None) -> torch.Tensor:
@@ -301,9 +304,25 @@ def test_moe_gemm_with_biases(use_tma, shape, dtype_and_tma):
     dtype, tma = dtype_and_tma
     use_tma(tma)
     x, _, routing, gate_up, down = inputs(*shape, dtype)
-    biases, act = [randn(*weight.shape[:2], dtype=dtype) for weight in (gate_up, down)], ClampedSwiGLU(0.75, 1.5)
-    parts = moe_gemm.moe_gemm(x, routing, gate_up, down, biases=tuple(biases), clamp=act.clamp)
+    biases, act = [randn(*weight.shape[:2], dtype=dtype) for weight in (gate_up, down)], GatedActivation(CLAMPED)
+    parts = moe_gemm.moe_gemm(x, routing, gate_up, down, biases=tuple(biases), activation=CLAMPED)
     assert_close(parts.float().sum(0).to(dtype), reference(x, *routing[:2], gate_up, down, biases, act), 2)
+
+
+@pytest.mark.parametrize("activation, dtype", pairs([CLAMPED, GELU_AND_MUL], DTYPES))
+def test_activations(few_programs, activation, dtype):
+    """Of grouped GEMMs and of matrix-vector products; `GatedActivation` is the reference."""
+    x, _, routing, gate_up, down = inputs(3, 5, 2, 72, 40, dtype)
+    expected = reference(x, *routing[:2], gate_up, down, act=GatedActivation(activation))
+    parts = moe_gemm.moe_gemm(x, routing, gate_up, down, activation=activation)
+    assert_close(parts.float().sum(0).to(dtype), expected, 2)
+    assert_close(moe_gemv.moe_gemv(x, routing, gate_up, down, activation=activation), expected, 2)
+
+
+def test_gelu():
+    x = randn(7, 40)
+    gate, up = x.chunk(2, -1)
+    assert_close(GatedActivation(GELU_AND_MUL)(x), F.gelu(gate, approximate="tanh") * up)
 
 
 @each_dtype_and_tma

@@ -28,8 +28,8 @@ from nanovllm import SamplingParams
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.models import ModelConfig, make_model
-from nanovllm.moe.experts import ClampedSwiGLU, Experts
-from nanovllm.moe.moe_config import MoEConfig
+from nanovllm.moe.experts import Experts, GatedActivation
+from nanovllm.moe.moe_config import Activation, MoEConfig
 from nanovllm.quantization import packed as packed_weights
 from nanovllm.quantization.formats.mxfp4 import read_config as mxfp4_config
 from nanovllm.quantization.packed import VALUES, Packed, nibbles, pack, quantize, unpack
@@ -509,6 +509,9 @@ def test_dequantize_kernel(fresh_memory_is_nan, kind):
         assert torch.equal(ops.dequantize_packed(weight, dtype), dequantize(weight, dtype))
 
 
+CLAMPED = Activation(1.5, shift=1.0, limit=0.75)  # as in gpt-oss
+
+
 @pytest.mark.parametrize("first_expert", [0, 2])
 @pytest.mark.parametrize("kind, num_tokens", pairs(KINDS, [1, 5, 40]))
 def test_packed_experts(fresh_memory_is_nan, kind, num_tokens, first_expert):
@@ -520,8 +523,8 @@ def test_packed_experts(fresh_memory_is_nan, kind, num_tokens, first_expert):
     local = [Packed(*(x if x is None else x[first_expert:] for x in w[:5]), *w[5:]) for w in (gate_up, down)]
     biases, act, terms = [torch.zeros(5, n, device=DEVICE) for n in (2 * size, 128)], SiluAndMul(), ()
     if kind == "mxfp4":
-        biases, act = [randn(*bias.shape, dtype=torch.float16) for bias in biases], ClampedSwiGLU(0.75, 1.5)
-        terms = tuple(bias[first_expert:] for bias in biases), act.clamp
+        biases, act = [randn(*bias.shape, dtype=torch.float16) for bias in biases], GatedActivation(CLAMPED)
+        terms = tuple(bias[first_expert:] for bias in biases), CLAMPED
     parts = packed_experts(x, routing, *local, first_expert, *terms)
     y = sum_local_parts(parts, routing, first_expert, 5 - first_expert)
     gate_up, down = ([dequantize(w.of(i), torch.float64) for i in range(5)] for w in (gate_up, down))

@@ -82,7 +82,7 @@ FORMATS = {
 
 
 def is_linear(name: str) -> bool:
-    return name.endswith("_proj.weight")
+    return name.endswith(("_proj.weight", "per_layer_input_gate.weight", "_projection.weight"))
 
 
 def write_quantized(
@@ -109,7 +109,7 @@ def write_quantized(
         if config.get("activation_scheme") == "static" or "static" in format_name:
             quantized[name.replace("weight", "input_scale")] = torch.tensor(0.5)
         plain[name] = dequantized(values, scales, scheme)
-    folders = []
+    folders, plain = [], stack_experts(plain, like=tensors)
     for kind, content in ("quantized", quantized), ("plain", plain):
         (target := folder / kind).mkdir(parents=True)
         for file in Path(source).glob("*.json"):
@@ -132,6 +132,17 @@ def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             parts = zip(("gate", "up"), expert.chunk(2)) if kind == "gate_up_proj" else [("down", expert)]
             each |= {f"{path}.{i}.{part}_proj.weight": weight.clone() for part, weight in parts}
     return each
+
+
+def stack_experts(each: dict[str, torch.Tensor], like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inverse of `split_experts`, if the experts are stacked in `like`, the checkpoint that was split."""
+    result = dict(each)
+    for name in (name for name in like if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))):
+        path, _, kind = name.rpartition(".")
+        parts = ("gate", "up") if kind == "gate_up_proj" else ("down",)
+        experts = [[result.pop(f"{path}.{i}.{part}_proj.weight") for part in parts] for i in range(len(like[name]))]
+        result[name] = torch.stack([torch.cat(expert) for expert in experts])
+    return result
 
 
 def dequantized(values: torch.Tensor, scales: torch.Tensor, scheme) -> torch.Tensor:
@@ -192,6 +203,7 @@ def a_few_requests() -> list[tuple[list[int], SamplingParams]]:
         # with q, k and v in one tensor
         *(("phi3", name) for name in ("ct-channel", "tensor") if "phi3" in CASES),
         *(case for case in (("glm4", "small-blocks"), ("ministral3", "tensor")) if case[0] in CASES),
+        *(case for case in (("gemma4-experts", "ct-channel"), ("gemma4-shared", "tensor")) if case[0] in CASES),
     ],
 )
 def test_parity(make_llm, tmp_path, name, format_name):
@@ -199,7 +211,7 @@ def test_parity(make_llm, tmp_path, name, format_name):
     llm = make_llm(folder, **SMALL)
     modules = [*llm.model_runner.model.modules()]
     formats = {type(module.format).__name__ for module in modules if hasattr(module, "format")}
-    moe = name.startswith("qwen3-moe")
+    moe = name.startswith("qwen3-moe") or name == "gemma4-experts"
     assert formats >= {"ScaledExperts"} if moe else formats and "WeightFormat" not in formats
     assert moe or all(hasattr(module, "format") for module in modules if isinstance(module, LinearBase))
     assert_same_as_transformers(plain, generate_by_steps(llm, a_few_requests()))
@@ -238,6 +250,7 @@ def test_parity_of_the_bundled_model(make_llm, tmp_path):
         ("qwen3-moe", "block", 2, {}),
         ("qwen3-moe", "ct-channel", 4, {}),
         ("qwen3-moe", "block", 4, {"expert_parallel": True}),
+        *((name, "ct-channel", 2, {}) for name in ("gemma4-experts", "gemma4-shared") if name in CASES),
     ],
 )
 def test_ranks(tmp_path, name, format_name, size, settings):
@@ -361,7 +374,7 @@ def test_on_gpu(make_llm, tmp_path, name, format_name, dtype, enforce_eager):
 # -- on the fly --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", *(name for name in ["gemma4-experts"] if name in CASES)])
 def test_on_load_is_what_a_prepared_checkpoint_gives(make_llm, tmp_path, name):
     source = make_checkpoint(tmp_path, name)
     folder, plain = write_quantized(source, tmp_path, "ct-channel", margin=1.0)
@@ -414,14 +427,18 @@ def test_layers_take_no_memory_before_their_format(tmp_path):
     assert not any(p.is_meta for p in model.parameters())
 
 
-def test_int8_on_load(make_llm, tmp_path):
-    source = make_checkpoint(tmp_path, "qwen3-moe")
+@pytest.mark.parametrize("name", ["qwen3-moe", *(x for x in ("gemma4-experts", "gemma4-shared") if x in CASES)])
+def test_int8_on_load(make_llm, tmp_path, name):
+    source = make_checkpoint(tmp_path, name)
     (tmp_path / "plain").mkdir()
     shutil.copytree(source, tmp_path / "plain", dirs_exist_ok=True, ignore=lambda *_: ["plain"])
     scheme = int8_config().groups[0][1]
-    tensors = split_experts(load_file(Path(source) / "model.safetensors"))
+    stored = load_file(Path(source) / "model.safetensors")
+    tensors = split_experts(stored)
     linear = {name: dequantized(*scheme.quantize(w), scheme) for name, w in tensors.items() if is_linear(name)}
-    save_file(tensors | linear, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        stack_experts(tensors | linear, stored), tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"}
+    )
     llm = make_llm(source, quantization="int8", **SMALL)
     assert_same_as_transformers(str(tmp_path / "plain"), generate_by_steps(llm, a_few_requests()))
 

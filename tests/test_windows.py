@@ -2,11 +2,12 @@
 
 import random
 from functools import cache
+from typing import NamedTuple
 
 import pytest
 import torch
 from common import generate_by_steps, pairs
-from test_models import CASES, GEMMA3, make_checkpoint, needs_new_families, reference_model
+from test_models import CASES, GEMMA3, GEMMA4, GEMMA4_SHARED, make_checkpoint, needs_new_families, reference_model
 from test_page import Checker
 from test_speculation import answers, drafting
 from test_states import assert_likelihoods, assert_same_as_reference, make_requests
@@ -21,8 +22,35 @@ from nanovllm.models import make_model
 from nanovllm.serve.trace import StepRecorder
 
 pytestmark = needs_new_families
-KINDS = ["sliding_attention"] * 2 + ["full_attention"] + ["sliding_attention"] * 2
-CASE = "gemma3-windows"
+
+
+def layers(kinds: str, **entries) -> dict:
+    """s: a layer with a window, f: a full layer"""
+    names = {"s": "sliding_attention", "f": "full_attention"}
+    return {"layer_types": [names[kind] for kind in kinds], "num_hidden_layers": len(kinds)} | entries
+
+
+class Windowed(NamedTuple):
+    """A model, and how its layers are divided."""
+
+    case: tuple
+    num_tables: int
+    views: list[tuple[int, int, int]]
+
+
+WINDOWED = {
+    "gemma3-windows": Windowed(("Gemma3", 4, 2, 32, {}, GEMMA3 | layers("ssfss")), 4, [(i, 1, 0) for i in range(4)]),
+    # a block stores 64 numbers of two layers with a window, or of four layers without; the fourth is missing
+    "gemma4-windows": Windowed(
+        ("Gemma4", 4, 4, 16, {}, GEMMA4 | layers("ssfsfsf")), 2, [(0, 1, 0), (1, 1, 0), (-1, 2, 0), (-1, 2, 1)]
+    ),
+    # a block stores 32 numbers of one layer without a window, or of two layers with a window
+    "gemma4-shared-windows": Windowed(
+        ("Gemma4", 4, 1, 16, {}, GEMMA4 | GEMMA4_SHARED | layers("sssfssf", num_kv_shared_layers=2)),
+        2,
+        [(0, 2, 0), (0, 2, 1), (1, 2, 0), (1, 2, 1)],
+    ),
+}
 SETTINGS = dict(max_model_len=160, kvcache_block_size=16, num_kvcache_blocks=64, max_num_seqs=8)
 SCHEDULES = {
     "at once": {},
@@ -35,11 +63,16 @@ SCHEDULES = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    entries = GEMMA3 | {"layer_types": KINDS, "num_hidden_layers": len(KINDS)}
-    CASES[CASE] = ("Gemma3", 4, 2, 32, {}, entries)
-    yield make_checkpoint(tmp_path_factory.mktemp("windows") / "model", CASE)
-    del CASES[CASE]
+def name(request):
+    name = getattr(request, "param", "gemma3-windows")
+    CASES[name] = WINDOWED[name].case
+    yield name
+    del CASES[name]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, name):
+    return make_checkpoint(tmp_path_factory.mktemp("windows") / "model", name)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +99,7 @@ def spoil_free_blocks(llm):
 
     def run_spoiled(input_ids, positions):
         spoiled = [block.block_id for block in manager.blocks if not block.ref_count and block.hash == -1]
-        runner.kv_cache[:, :, spoiled] = 1e4
+        runner.kv_cache[:, :, spoiled] = 0x7E if runner.kv_cache.dtype == torch.uint8 else 1e4  # 0x7E: 448 in e4m3
         return run_model(input_ids, positions)
 
     runner.run_model = run_spoiled
@@ -80,22 +113,31 @@ def windowed_requests(number: int = 9) -> list[tuple[list[int], SamplingParams]]
     return [(longer + prompt if i % 3 == 0 else prompt, params) for i, (prompt, params) in enumerate(requests)]
 
 
-def test_other_ranks_and_drafters(make_windowed, folder, reference):
+@pytest.mark.parametrize("name", WINDOWED, indirect=True)
+def test_other_ranks_and_drafters(make_windowed, folder, reference, name):
     """The layers of a draft model use the first table."""
-    drafts = drafting("draft_model", model=folder)
-    for settings in (drafts, {"tensor_parallel_size": 2} | SCHEDULES["preemptions"]):
+    ranks = {"tensor_parallel_size": 2} | SCHEDULES["preemptions"]
+    for settings in [ranks] + [drafting("draft_model", model=folder)] * (name == "gemma3-windows"):
         llm = make_windowed(**settings)
         requests = windowed_requests(6)
         outputs = llm.generate(*map(list, zip(*requests)), use_tqdm=False)
         assert_same_as_reference(reference, outputs)
-        assert llm.config.num_window_tables == 4 and llm.stats()["blocks"]["used"] == 0
+        assert llm.config.num_window_tables > 0 and llm.stats()["blocks"]["used"] == 0
+        assert len(llm.config.table_views) <= llm.config.model_config.max_table_views
         llm.exit()
 
 
-@pytest.mark.parametrize("schedule, async_scheduling", pairs(SCHEDULES, [False, True]))
-def test_same_as_transformers(make_windowed, reference, schedule, async_scheduling):
+@pytest.mark.parametrize(
+    "name, schedule, async_scheduling",
+    [("gemma3-windows", *pair) for pair in pairs(SCHEDULES, [False, True])]
+    + [("gemma4-windows", *pair) for pair in (("chunks", False), ("preemptions", True), ("drafts", True))]
+    + [("gemma4-shared-windows", *pair) for pair in (("at once", True), ("chunks", True), ("drafts", False))],
+    indirect=["name"],
+)
+def test_same_as_transformers(make_windowed, name, reference, schedule, async_scheduling):
     llm = make_windowed(**SCHEDULES[schedule], async_scheduling=async_scheduling)
-    assert llm.config.num_window_tables == 4 and llm.config.cache_window == 23
+    assert (llm.config.num_window_tables, [*llm.config.table_views]) == WINDOWED[name][1:]
+    assert llm.config.cache_window == 23 and len(llm.model_runner.cache_groups) == 1
     assert isinstance(llm.scheduler.block_manager, WindowBlockManager)
     requests = windowed_requests(5 if schedule == "one at a time" else 9)
     outputs = [llm.generate(*map(list, zip(*requests)), use_tqdm=False) for _ in range(2)]
@@ -107,13 +149,21 @@ def test_same_as_transformers(make_windowed, reference, schedule, async_scheduli
     assert llm.stats()["blocks"]["used"] == 0
 
 
-@pytest.mark.parametrize("schedule", ["at once", "preemptions", "drafts"])
-def test_same_tokens_without_window_tables(make_windowed, monkeypatch, schedule):
+@pytest.mark.parametrize(
+    "name, schedule, settings",
+    [("gemma3-windows", schedule, {}) for schedule in ("at once", "preemptions", "drafts")]
+    + [(name, "at once", {"kv_cache_dtype": "fp8"}) for name in ("gemma4-windows", "gemma4-shared-windows")],
+    indirect=["name"],
+)
+def test_same_tokens_without_window_tables(make_windowed, monkeypatch, schedule, settings):
     prompts = [prompt for prompt, _ in windowed_requests()]
     params = [SamplingParams(max_tokens=28, n=1 + i % 2, ignore_eos=True, seed=i) for i in range(len(prompts))]
-    found = answers(make_windowed(**SCHEDULES[schedule]).generate(prompts, params, use_tqdm=False))
+    settings = settings | SCHEDULES[schedule]
+    llm = make_windowed(**settings)
+    assert llm.config.num_window_tables > 0
+    found = answers(llm.generate(prompts, params, use_tqdm=False))
     monkeypatch.setattr("nanovllm.engine.model_runner.divide_layers", lambda runner: None)
-    llm = make_windowed(**SCHEDULES[schedule])
+    llm = make_windowed(**settings)
     assert llm.config.num_window_tables == 0 and "block_groups" not in llm.stats()
     assert answers(llm.generate(prompts, params, use_tqdm=False)) == found
 
@@ -158,9 +208,13 @@ def test_page(make_windowed, async_scheduling):
     assert max(most) > 0 and checker.view.engine["block_tables"] == 5
 
 
-def test_gemma_3_12b_holds_five_times_as_many_sequences(tmp_path):
+@pytest.mark.parametrize(
+    "shape, num_tables, before, after",
+    [("gemma3-12b", 5, 8, 42), ("gemma4-31b", 10, 3, 29), ("gemma4-26b-a4b", 9, 14, 100), ("gemma4-e2b", 2, 182, 521)],
+)
+def test_more_sequences_fit(tmp_path, shape, num_tables, before, after):
     """Of 32,000 tokens, in the same memory: computed from the sizes of tensors and the blocks that sequences hold."""
-    write_shape("gemma3-12b", tmp_path / "model")
+    write_shape(shape, tmp_path / "model")
     config = Config(str(tmp_path / "model"), load_format="dummy", device="cpu", dtype="bfloat16", max_model_len=32768)
     runner = ModelRunner.__new__(ModelRunner)
     runner.config = config
@@ -171,10 +225,10 @@ def test_gemma_3_12b_holds_five_times_as_many_sequences(tmp_path):
         if hasattr(layer, "cache_spec"):
             runner.cache_groups.setdefault(layer.cache_spec(), []).append(layer)
     num_bytes, blocks_of_seq = 100 * 2**30, -(-32_000 // 256)
-    before = num_bytes // (blocks_of_seq * runner.cache_bytes(1))
+    found = num_bytes // (blocks_of_seq * runner.cache_bytes(1))
     divide_layers(runner)
-    assert (config.num_window_tables, config.cache_window) == (5, 1024)
-    manager = WindowBlockManager(num_bytes // runner.cache_bytes(1), 256, True, 5, 1024)
-    most_columns = manager.num_blocks_for(1024) + 1
-    after = manager.num_blocks // (blocks_of_seq + 5 * most_columns)
-    assert (before, after) == (8, 42)
+    assert len(config.table_views) <= config.model_config.max_table_views
+    manager = WindowBlockManager(num_bytes // runner.cache_bytes(1), 256, True, num_tables, config.cache_window)
+    most_columns = manager.num_blocks_for(config.cache_window) + 1
+    assert (config.num_window_tables, found) == (num_tables, before)
+    assert manager.num_blocks // (blocks_of_seq + num_tables * most_columns) == after

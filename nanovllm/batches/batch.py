@@ -7,12 +7,13 @@ a `Sequence`.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from math import ceil, prod
+from math import prod
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
+from nanovllm.cache.window_tables import TableView, view_tables
 from nanovllm.config import Config
 from nanovllm.engine.features import FEATURES
 from nanovllm.engine.scheduled_step import ScheduledStep
@@ -181,6 +182,7 @@ def prepare_batch(
     host_buffer: Callable[[BatchShape], np.ndarray],
     block_size: int,
     pad_req_index: int = 0,
+    views: tuple[TableView, ...] = (),
 ) -> HostBatch:
     """Fill a step's batch, including the arrays of the backend and of features. `host_buffer` returns the memory.
 
@@ -200,14 +202,16 @@ def prepare_batch(
     batch.new_blocks[:] = -1
     for i, *new_block in step.new_blocks:
         batch.new_blocks[i] = new_block
-        if shape.num_window_tables:
-            batch.new_window_blocks[i] = step.decodes[i].seq.window_columns[new_block[0]]
+        if views:
+            column, block_id = new_block
+            columns = [step.decodes[i].seq.window_columns[column]]
+            batch.new_window_blocks[i] = view_tables(views, columns, [block_id])[:, 0]
     if step.chunks:
         _fill_chunks(batch, step, block_size, pad_req_index)
         batch.params[:] = params_rows(new)
         _fill_tables(batch.new_block_tables, new)
-        if shape.num_window_tables:
-            _fill_windows(batch, step, block_size)
+        if views:
+            _fill_windows(batch, step, block_size, views)
     if step.copies:
         batch.block_copies[:] = np.array(step.copies, np.int32).T
     for name, values in backend_arrays.items():
@@ -255,7 +259,7 @@ def _fill_chunks(batch: HostBatch, step: ScheduledStep, block_size: int, pad_req
     _fill(batch.logits_indices, ends[sampled] - 1, padding=0)
 
 
-def _fill_windows(batch: HostBatch, step: ScheduledStep, block_size: int) -> None:
+def _fill_windows(batch: HostBatch, step: ScheduledStep, block_size: int, views: tuple[TableView, ...]) -> None:
     """Fill the window tables of chunks and new requests, and the window slots of chunks."""
     n = step.num_decodes * step.tokens_per_row
     chunk_tables = batch.window_tables[:, n : n + len(step.chunks)]
@@ -263,8 +267,7 @@ def _fill_windows(batch: HostBatch, step: ScheduledStep, block_size: int) -> Non
     batch.new_window_tables[:] = 0
     seqs = [(chunk_tables, [seq for seq, _, _ in step.chunks]), (batch.new_window_tables, step.new_seqs)]
     for tables, i, seq in [(tables, i, seq) for tables, found in seqs for i, seq in enumerate(found)]:
-        if seq.window_columns:  # not in a warm-up
-            tables[:, i, : len(seq.window_columns)] = np.array(seq.window_columns, np.int32).T
+        tables[:, i, : len(seq.block_table)] = view_tables(views, seq.window_columns, seq.block_table)
     rows = np.arange(len(step.chunks)).repeat(step.chunk_lens)
     positions = batch.positions[n : n + len(rows)]
     slots = chunk_tables[:, rows, positions // block_size] * block_size + positions % block_size
@@ -287,8 +290,7 @@ def largest_batch(config: Config) -> int:
     T, W, num_seqs = config.max_num_batched_tokens, config.max_blocks_per_seq, config.max_num_seqs
     B = num_seqs * config.tokens_per_row
     # other ranks ask before the runner has divided the layers among tables
-    fraction = config.model_config.attention_fraction
-    num_window_tables = max(config.num_window_tables, ceil(1 / fraction) - 1 if fraction else 0)
+    num_window_tables = max(len(config.table_views), config.model_config.max_table_views)
     largest = BatchShape(
         num_tokens=T + B,
         num_seqs=B + MAX_CHUNKS,

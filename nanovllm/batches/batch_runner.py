@@ -31,7 +31,7 @@ class BatchRunner(ModelRunner):
     def make_tables(self) -> None:
         config = self.config
         sizes = config.max_num_seqs, config.tokens_per_row, config.max_blocks_per_seq, WIDTH
-        self.tables = RequestTables.zeros(*sizes, self.device, config.num_window_tables)
+        self.tables = RequestTables.zeros(*sizes, self.device, len(config.table_views))
         self.pad_req_index = config.max_num_seqs
         # counters for the filters' kernels, which reset them to zero
         num_rows = config.max_num_seqs * config.tokens_per_row
@@ -48,10 +48,12 @@ class BatchRunner(ModelRunner):
         if step.tokens_per_row > 1:
             step.feature_names.add("spec_decode")
         block_size, first_row = self.config.kvcache_block_size, step.num_decodes * step.tokens_per_row
+        views = self.config.table_views
         backend_arrays = self.backend.prepare_chunks([c[1:] for c in step.chunks], first_row) if step.chunks else {}
         arrays = self.prepare_features(step)
-        shape = self.padded(shape_of(step, block_size, backend_arrays, self.config.num_window_tables))
-        return prepare_batch(step, shape, backend_arrays, arrays, self.host_buffer, block_size, self.pad_req_index)
+        shape = self.padded(shape_of(step, block_size, backend_arrays, len(views)))
+        sizes = block_size, self.pad_req_index, views
+        return prepare_batch(step, shape, backend_arrays, arrays, self.host_buffer, *sizes)
 
     def padded(self, shape: BatchShape) -> BatchShape:
         """Return the shape in which a step is computed. A subclass may add padding."""

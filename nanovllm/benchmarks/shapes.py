@@ -20,6 +20,10 @@ SHAPES = {
     "qwen2.5-7b": ("qwen2", 3584, 18944, 28, 28, 4, 128, 152064, 131072, 1e-6, 1e6, 151643, False),
     "mistral-7b": ("mistral", 4096, 14336, 32, 32, 8, 128, 32768, 32768, 1e-5, 1e6, 2, False),  # v0.3
     "gemma3-12b": ("gemma3_text", 3840, 15360, 48, 16, 8, 256, 262208, 131072, 1e-6, 1e6, 1, True),  # its text model
+    # only the text part
+    "gemma4-31b": ("gemma4_text", 5376, 21504, 60, 32, 16, 256, 262144, 262144, 1e-6, 1e4, 1, True),
+    "gemma4-26b-a4b": ("gemma4_text", 2816, 2112, 30, 16, 8, 256, 262144, 262144, 1e-6, 1e4, 1, True),
+    "gemma4-e2b": ("gemma4_text", 1536, 6144, 35, 8, 1, 256, 262144, 131072, 1e-6, 1e4, 1, True),
     "olmo3-7b": ("olmo3", 4096, 11008, 32, 32, 32, 128, 100278, 65536, 1e-6, 5e5, 100257, False),
     # with experts in MXFP4
     "gpt-oss-20b": ("gpt_oss", 2880, 2880, 24, 64, 8, 64, 201088, 131072, 1e-5, 1.5e5, 200002, False),
@@ -55,6 +59,9 @@ DELTA_HEADS = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "full_a
 DELTA_HEADS |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
 DELTA_HEADS |= {"mamba_ssm_dtype": "float32"}  # dtype of the states
 SHARED_EXPERT = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+GEMMA4 = {"final_logit_softcapping": 30.0, "attention_k_eq_v": True, "sliding_window": 1024}
+GEMMA4 |= {"hidden_size_per_layer_input": 0}
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
 # entries that only some shapes have
 EXTRA_ENTRIES: dict[str, dict] = {
     "llama-3.1-8b": {"rope_scaling": LLAMA_ROPE | {"factor": 8.0}},
@@ -64,6 +71,14 @@ EXTRA_ENTRIES: dict[str, dict] = {
         "sliding_window": 1024,
         "sliding_window_pattern": 6,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "gemma4-31b": GEMMA4 | {"num_global_key_value_heads": 4},
+    "gemma4-26b-a4b": GEMMA4 | GEMMA4_EXPERTS | {"num_global_key_value_heads": 2},
+    "gemma4-e2b": {
+        "final_logit_softcapping": 30.0,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        "num_kv_shared_layers": 20,
+        "use_double_wide_mlp": True,
     },
     "olmo3-7b": {"sliding_window": 4096, "rope_scaling": OLMO_ROPE},
     "gpt-oss-20b": GPT_OSS | {"num_local_experts": 32},

@@ -34,10 +34,11 @@ class AttentionSpec:
 
     def tensors(self, num_layers: int, num_blocks: int, config: "Config") -> tuple[torch.Tensor, ...]:
         shape = (2, num_layers, num_blocks, config.kvcache_block_size, self.num_kv_heads, self.head_dim)
-        return _cache_type(config.kv_cache_dtype).tensors(shape, config.dtype)
+        return cache_type(config.kv_cache_dtype).tensors(shape, config.dtype)
 
     def make(self, parts: list[torch.Tensor], config: "Config") -> "KVCache":
-        cache = _cache_type(config.kv_cache_dtype)(*parts)
+        data = parts[0].view(2, -1, config.kvcache_block_size, self.num_kv_heads, self.head_dim)
+        cache = cache_type(config.kv_cache_dtype)(data, *parts[1:])
         cache.spec = self
         return cache
 
@@ -90,7 +91,7 @@ def gather_spans(cache: torch.Tensor, spans: torch.Tensor) -> torch.Tensor:
     return rows.index_select(0, spans.flatten()).view(len(spans), -1, *cache.shape[2:])
 
 
-def _cache_type(kv_cache_dtype: str) -> type[KVCache]:
+def cache_type(kv_cache_dtype: str) -> type[KVCache]:
     if kv_cache_dtype == "auto":
         return KVCache
     from nanovllm.quantization.fp8_cache import FP8KVCache  # rarely needed

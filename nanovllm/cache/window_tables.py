@@ -1,71 +1,120 @@
 """Block tables for layers with a window, whose old blocks can then be freed.
 
-If only some layers have a window, the layers are divided into tables of equally many layers. Table 0 contains the
-layers without a window. A block stores the keys and values of one table's layers, so any table can use any block.
+If only some layers have a window, the layers are divided into tables. Table 0 contains the layers without a window. A
+block stores the keys and values of one table's layers, so any table can use any block. If the layers with a window
+store keys and values of another shape, one kind of layer may store several times as many bytes as the other. In this
+case, a block stores several layers of the smaller kind in place of one layer of the larger kind.
 engine/window_blocks.py decides which blocks are freed.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
-from nanovllm.cache.kv_cache import AttentionSpec
+from nanovllm.cache.kv_cache import AttentionSpec, cache_type
 from nanovllm.utils.context import get_context
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
     from nanovllm.engine.model_runner import ModelRunner
 
+Shape = tuple[int, int]  # kv_heads, head_dim
+
+
+class TableView(NamedTuple):
+    """How a layer sees a block table of a sequence. The layer's cache has `factor` blocks in each block of the table.
+
+    The layer uses one of them, so its ids are `factor * id + offset`.
+    """
+
+    table: int  # an index in the sequence's columns, or -1 for `block_table`
+    factor: int
+    offset: int
+
 
 @dataclass(frozen=True)
 class DividedSpec(AttentionSpec):
-    """The spec of layers that are divided among block tables. Layers of different tables share memory."""
+    """The spec of layers that are divided among block tables. Layers of different tables share memory.
 
-    layers_per_table: int = 0
+    `num_kv_heads` and `head_dim` are from the layers that store more.
+    """
+
+    layers_per_block: int = 0  # with these numbers of heads
+    shapes: tuple[Shape, ...] = ()  # of all layers
 
     def tensors(self, num_layers: int, num_blocks: int, config: "Config") -> tuple[torch.Tensor, ...]:
-        return super().tensors(min(num_layers, self.layers_per_table), num_blocks, config)
+        """Return the tensors. Layers of all shapes share the first tensor. Scales are separate for each shape."""
+        dims = 2, min(num_layers, self.layers_per_block), num_blocks, config.kvcache_block_size
+        sizes = {(self.num_kv_heads * self.head_dim // head_dim, head_dim) for _, head_dim in self.shapes}
+        found = [cache_type(config.kv_cache_dtype).tensors((*dims, *size), config.dtype) for size in sorted(sizes)]
+        return found[0][:1] + tuple(scales for tensors in found for scales in tensors[1:])
 
 
 def divide_layers(runner: "ModelRunner") -> None:
     """Give layers with a window tables of their own, if the longest sequence then needs fewer bytes.
 
-    All layers must store keys and values of the same shape. The runner's model must be loaded. Sets
-    `Config.num_window_tables`, `Config.cache_window` and each layer's `table`, and merges the runner's `cache_groups`.
+    All layers with a window must store keys and values of one shape, and all others, too. The larger of both shapes
+    must be a multiple of the smaller. The runner's model must be loaded. Sets `Config.num_window_tables`,
+    `Config.cache_window`, `Config.table_views` and each layer's `table`, and merges the runner's `cache_groups`.
     """
     config, groups = runner.config, runner.cache_groups
     windows = {spec: layers for spec, layers in groups.items() if getattr(spec, "window", None) is not None}
     full = [spec for spec in groups if isinstance(spec, AttentionSpec) and spec not in windows]
-    if len(full) != 1 or len(groups) != 1 + len(windows) or not windows:
+    if len(full) != 1 or len(groups) != 1 + len(windows) or len({*map(cache_shape, windows)}) != 1:
         return
-    if any(cache_shape(spec) != cache_shape(full[0]) for spec in windows):
+    shapes = cache_shape(full[0]), cache_shape(next(iter(windows)))
+    sizes = [num_heads * head_dim for num_heads, head_dim in shapes]
+    largest = max(sizes)
+    if largest % min(sizes):
         return
-    layers, num_full = [layer for found in windows.values() for layer in found], len(groups[full[0]])
-    num_tables, window = -(-len(layers) // num_full), max(spec.window for spec in windows)
+    full_layers, layers = groups[full[0]], [layer for found in windows.values() for layer in found]
+    full_factor, factor = (largest // size for size in sizes)
+    per_block = -(-len(full_layers) // full_factor)
+    num_tables, window = -(-len(layers) // (per_block * factor)), max(spec.window for spec in windows)
     num_blocks, block_size = config.max_blocks_per_seq, config.kvcache_block_size
     num_columns = min(num_blocks, -(-(window - 1) // block_size) + 1)
-    if num_full * (num_blocks + num_tables * num_columns) >= (num_full + len(layers)) * num_blocks:
+    together = (len(full_layers) * sizes[0] + len(layers) * sizes[1]) * num_blocks
+    if per_block * largest * (num_blocks + num_tables * num_columns) >= together:
         return
+    views = [TableView(table, factor, offset) for table in range(num_tables) for offset in range(factor)]
     for i, layer in enumerate(layers):
-        layer.table = 1 + i // num_full
-    divided = DividedSpec(*cache_shape(full[0]), layers_per_table=num_full)
-    groups[divided] = groups.pop(full[0]) + layers
-    for spec in windows:
+        layer.table = 1 + i // per_block
+    if full_factor > 1:
+        for i, layer in enumerate(full_layers):
+            layer.table = 1 + len(views) + i // per_block
+        views += [TableView(-1, full_factor, offset) for offset in range(full_factor)]
+    divided = DividedSpec(*shapes[sizes.index(largest)], layers_per_block=per_block, shapes=shapes)
+    for spec in (full[0], *windows):
         del groups[spec]
-    config.resolve(num_window_tables=num_tables, cache_window=window)
+    groups[divided] = full_layers + layers
+    config.resolve(num_window_tables=num_tables, cache_window=window, table_views=tuple(views))
 
 
-def cache_shape(spec: AttentionSpec) -> tuple[int, int]:
+def cache_shape(spec: AttentionSpec) -> Shape:
     return spec.num_kv_heads, spec.head_dim
 
 
-def set_window_contexts(rows: Iterable[Any], block_size: int, int_tensor: Any) -> None:
-    """Set the step's context for each window table. `rows` contains (sequence, start, end) for each row of the step."""
-    rows, context = [*rows], get_context()
-    for t in range(len(rows[0][0].window_columns[-1])):
-        tables = [[column[t] for column in seq.window_columns] for seq, _, _ in rows]
+def view_tables(views: tuple[TableView, ...], columns: Any, block_table: Any) -> np.ndarray:
+    """Return the block ids that layers use: [views, W]. `columns` may be shorter than `block_table` [W].
+
+    `columns` contains the ids of all window tables for each column.
+    """
+    ids = np.zeros((len(views), len(block_table)), np.int32)
+    for row, (table, factor, offset) in zip(ids, views):
+        seen = block_table if table < 0 else [column[table] for column in columns]
+        row[: len(seen)] = np.array(seen, np.int32) * factor + offset
+    return ids
+
+
+def set_window_contexts(rows: Iterable[Any], config: "Config", int_tensor: Any) -> None:
+    """Set the step's context for each of `Config.table_views`. `rows` contains (sequence, start, end) for each row."""
+    rows, context, block_size = [*rows], get_context(), config.kvcache_block_size
+    tables_of_rows = [view_tables(config.table_views, seq.window_columns, seq.block_table) for seq, _, _ in rows]
+    for t in range(len(config.table_views)):
+        tables = [tables[t].tolist() for tables in tables_of_rows]
         slots = [
             table[i // block_size] * block_size + i % block_size
             for table, (_, start, end) in zip(tables, rows)

@@ -53,7 +53,7 @@ def max_seqs_of(config: Config, tokens_per_row: int) -> int:
 def decode_shapes(config: Config) -> list[BatchShape]:
     """Return the shapes of decode steps to capture. With drafts, some have several tokens per row."""
     return [
-        decode_shape(size, config.max_blocks_per_seq, k, config.num_window_tables)
+        decode_shape(size, config.max_blocks_per_seq, k, len(config.table_views))
         for k in sorted({1, config.tokens_per_row})
         for size in capture_sizes(max_seqs_of(config, k), config.batch_invariant)
     ]
@@ -160,7 +160,7 @@ def graph_shapes(config: Config, backend: AttentionBackend) -> list[BatchShape]:
                     backend_shapes=backend.array_shapes(num_tokens, num_chunks),
                     is_padded=True,
                     tokens_per_row=k,
-                    num_window_tables=config.num_window_tables,
+                    num_window_tables=len(config.table_views),
                 )
             )
     return shapes

@@ -9,7 +9,7 @@ def check_divides(model: ModelConfig, num_ranks: int) -> None:
     tp = TensorParallel(size=num_ranks)
     tp.shard_size("query heads", model.num_attention_heads)
     tp.for_heads(model.num_key_value_heads).shard_size("key-value heads", model.num_key_value_heads)
-    if not model.moe or len(model.moe.layers) < model.num_hidden_layers:
+    if not model.moe or model.moe.is_next_to_mlp or len(model.moe.layers) < model.num_hidden_layers:
         tp.shard_size("inner size of the feed-forward layers", model.intermediate_size)
     if model.moe and model.moe.expert_parallel:
         tp.shard_size("experts", model.moe.num_experts)

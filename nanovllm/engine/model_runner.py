@@ -156,7 +156,7 @@ class ModelRunner:
                 else:
                     input_ids, positions = self.prepare_decode(rows)
                 if self.config.num_window_tables:
-                    set_window_contexts(rows, self.config.kvcache_block_size, self.int_tensor)
+                    set_window_contexts(rows, self.config, self.int_tensor)
                 if self.config.num_states or self.config.enable_lora:
                     get_context().state_rows = self.prepare_state_rows(step)
                 hidden_states = self.run_model(input_ids, positions)

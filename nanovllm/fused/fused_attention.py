@@ -12,7 +12,7 @@ from nanovllm.fused.fused_linear import are_known, partial_sum, product
 from nanovllm.fused.norm_input import Normed, NormInput
 from nanovllm.kernels import operation
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.layernorm import RMSNorm, rms_norm
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.sigmoid_gate import sigmoid_gate
 from nanovllm.utils.context import get_context
@@ -115,6 +115,20 @@ class FusedAttention(Fused):
         if isinstance(self.q_norm, RMSNorm):
             return QKNormRope(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, rope.cos_sin)
         return QKNormRope(None, None, 0.0, rope.cos_sin)
+
+
+class FusedGemma4Attention(FusedAttention):
+    """Replaces `Gemma4Attention.forward`. Values, which may be the keys, have a norm without weight."""
+
+    def prepare(self: Any) -> None:
+        ones = torch.ones_like(self.q_norm.weight)
+        self.register_buffer("v_weight", ones, persistent=False)
+
+    def fused(self: Any, x: NormInput, rope: Rope) -> PartialSum:
+        qkv = product(self.qkv_proj, x).unflatten(-1, (-1, self.head_dim))
+        v = rms_norm(qkv[:, -self.num_kv_heads :], self.v_weight, self.eps)
+        qkv = torch.cat((qkv[:, : self.num_heads + self.num_kv_heads], v), 1)
+        return partial_sum(self.o_proj, attend(self.attn, qkv.flatten(1), None, self._norms(rope)))
 
 
 class FusedGatedAttention(FusedAttention):

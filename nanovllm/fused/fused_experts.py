@@ -10,7 +10,9 @@ from nanovllm.fused.forms import Fused
 from nanovllm.fused.fused_linear import UNQUANTIZED, are_known, is_swiglu
 from nanovllm.fused.norm_input import Normed, NormInput
 from nanovllm.kernels import operation
-from nanovllm.moe.experts import ClampedSwiGLU, Experts, route
+from nanovllm.layers.layernorm import rms_norm
+from nanovllm.layers.linear import linear
+from nanovllm.moe.experts import Experts, GatedActivation, route
 from nanovllm.utils.context import get_context
 from nanovllm.utils.partial_sum import Compute, PartialSum, sum_over_ranks
 
@@ -26,18 +28,36 @@ def mix_experts(x: NormInput, layer: Any, slot_mapping: torch.Tensor) -> Partial
     return layer.sum_over_ranks(lambda out: layer.experts(rows, *routing), *rows.shape, rows.dtype)
 
 
+@operation
+def sum_experts(x: torch.Tensor, experts: Any, weights: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+    """Compute `Experts.forward`."""
+    return Experts.forward(experts, x, weights, expert_ids)
+
+
+class FusedExperts(Fused):
+    """Replaces `Experts.forward`, for layers whose router stays plain. FusedMoE does not call it."""
+
+    uses_cuda_graphs = True
+    what = "the first product and the activation; the sum of a token's experts"
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        return is_swiglu(module.act_fn) or type(module.act_fn) is GatedActivation
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+        return sum_experts(x, self, weights, expert_ids)
+
+
 class FusedMoE(Fused):
     """Replaces `MoE.forward`."""
 
-    uses_cuda_graphs = True
     what = "the norm with the router, and with the experts' first product (one row); the sum of a token's experts"
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
         gate, experts = module.gate, module.experts
         has_router = are_known(gate) and gate.format is UNQUANTIZED  # type: ignore[union-attr]
-        has_act = is_swiglu(experts.act_fn) or type(experts.act_fn) is ClampedSwiGLU
-        return has_router and type(experts).forward is Experts.forward and has_act
+        return has_router and isinstance(experts, FusedExperts)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.fused(Normed(x)).reduce()
@@ -61,3 +81,26 @@ class FusedSharedExpertMoE(FusedMoE):
         if self.num_shared:
             return mixed
         return PartialSum(mixed.reduce() + self.shared_expert_gate(x.tensor(), self.shared_expert.fused(x).reduce()))
+
+
+@operation
+def choose_experts(
+    x: torch.Tensor, weight: torch.Tensor, top_k: int, slot_mapping: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `route` with logits x W^T, for weights that add up to 1. Padding, whose slots are -1, may differ."""
+    return route(linear(x, weight), top_k, renormalize=True)
+
+
+class FusedGemma4Router(Fused):
+    """Replaces `Gemma4Router.forward`."""
+
+    what = "the norm with its scale, and the choice of experts"
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        return are_known(module.proj) and module.proj.format is UNQUANTIZED  # type: ignore[union-attr]
+
+    def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = rms_norm(x, self.scale * self.factor, self.eps)
+        weights, expert_ids = choose_experts(x, self.proj.weight, self.top_k, get_context().slot_mapping)
+        return weights * self.per_expert_scale[expert_ids], expert_ids

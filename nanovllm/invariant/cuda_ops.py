@@ -11,7 +11,8 @@ from nanovllm.invariant.kernels.invariant_decode import decode_attention
 from nanovllm.invariant.kernels.invariant_gemm import invariant_product
 from nanovllm.invariant.kernels.invariant_prefill import prefill_attention, query_tile_size
 from nanovllm.kernels.sampling.gather_logprobs import log_sums_and_ranks
-from nanovllm.moe.kernels.mix_experts import mix_by_gemm
+from nanovllm.moe.kernels.mix_experts import choose_experts as choose_experts_by
+from nanovllm.moe.kernels.mix_experts import mix_by_gemm, sum_by_gemm
 from nanovllm.quantization.kernels.multiply_scaled import suits_scaled_gemm
 from nanovllm.quantization.kernels.packed_gemm import LARGE_TILE_M, packed_gemm, packed_tiles
 
@@ -79,6 +80,14 @@ def mix_experts(x, layer, slot_mapping):
     if len(x) == 0:
         return NotImplemented
     return mix_by_gemm(x, layer, slot_mapping, _router_logits)
+
+
+def choose_experts(x, weight, top_k, slot_mapping):
+    return choose_experts_by(x, weight, top_k, slot_mapping, _router_logits)
+
+
+def sum_experts(x, experts, weights, expert_ids):
+    return sum_by_gemm(x, experts, weights, expert_ids) if len(x) else NotImplemented
 
 
 def _router_logits(x, weight):

@@ -11,7 +11,7 @@ from nanovllm.fused.fused_linear import UNQUANTIZED, is_swiglu
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.linear import LinearBase
 from nanovllm.lora.lora_linear import Adapted, LoRAFormat, LoRAStack
-from nanovllm.moe.experts import MoE
+from nanovllm.moe.experts import MoE, Router
 from nanovllm.utils.loader import stored_modules
 from nanovllm.utils.merged_tensors import WHOLE
 from nanovllm.utils.replace import replace_methods
@@ -121,11 +121,9 @@ def add_adapters(model: Any, config: Config, device: torch.device) -> None:
 
 def _adaptable(model: nn.Module) -> Iterator[tuple[str, LinearBase]]:
     """Yield the path and module of each linear layer that can have an adapter."""
-    left_out = set()
-    for moe in (module for module in model.modules() if isinstance(module, MoE)):
-        left_out.add(moe.gate)
-        if moe.num_shared:  # the shared expert is computed with the other experts
-            left_out |= {*moe.shared_expert.modules()}
+    mixtures = [module for module in model.modules() if isinstance(module, MoE)]
+    # these shared experts are computed with the other experts
+    left_out = {part for moe in mixtures if moe.num_shared for part in moe.shared_expert.modules()}
     for path, module in model.named_modules():
-        if isinstance(module, LinearBase) and module not in left_out:
+        if isinstance(module, LinearBase) and not isinstance(module, Router) and module not in left_out:
             yield path, module

@@ -111,6 +111,7 @@ class ModelConfig:
     sliding_window: int | None = None  # how many tokens a token attends to, including itself
     moe: Any = None  # MoEConfig of moe/, if there are layers with a mixture of experts
     attention_fraction: float = 1.0  # of the layers, the fraction that attends to all tokens
+    max_table_views: int = 0  # an upper bound of the number of `Config.table_views`
     hybrid: Any = None  # HybridConfig of delta_net/, if there are layers that keep a state
     vision: Any = None  # VisionConfig of vision/, if the engine takes images
     quantization: Any = None  # weight formats of linear layers: see quantization/
@@ -184,7 +185,8 @@ class ModelConfig:
         feed_forward = 3 * self.intermediate_size
         if self.moe:
             fraction = len(self.moe.layers) / self.num_hidden_layers
-            feed_forward = (1 - fraction) * feed_forward + fraction * self.moe.weights_per_input
+            without_mlp = 0 if self.moe.is_next_to_mlp else fraction
+            feed_forward = (1 - without_mlp) * feed_forward + fraction * self.moe.weights_per_input
         more = self.hybrid.more_weights(queries, keys) if self.hybrid else 0
         return round(2 * self.hidden_size * (2 * queries + 2 * keys + feed_forward + more))
 

@@ -52,7 +52,11 @@ class Gemma3DecoderLayer(nn.Module):
         x, residual = add_and_norm(self.input_layernorm, hidden_states, residual)
         x = self.post_attention_layernorm(self.self_attn(positions, x))
         x, residual = self.pre_feedforward_layernorm(x, residual)
-        return self.post_feedforward_layernorm(self.mlp(x)), residual
+        return self.post_feedforward_layernorm(self.feed_forward(x, residual)), residual
+
+    def feed_forward(self, x: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the output for x, which is the norm of `hidden_states`. Gemma 4 adds experts."""
+        return self.mlp(x)
 
 
 class Gemma3ForCausalLM(WindowsForCausalLM):
@@ -84,13 +88,18 @@ class Gemma3ForCausalLM(WindowsForCausalLM):
 
     @classmethod
     def make_layer(cls, config: ModelConfig, layer_index: int, rotary_emb: RotaryEmbedding) -> nn.Module:
-        mlp = Qwen3MLP(config)
-        mlp.act_fn = GeluAndMul()
-        return Gemma3DecoderLayer(config, cls.make_attention(config, rotary_emb), mlp)
+        attention = cls.make_attention(config, rotary_emb)
+        return Gemma3DecoderLayer(config, attention, cls.make_mlp(config, layer_index))
 
     @staticmethod
     def make_attention(config: ModelConfig, rotary_emb: RotaryEmbedding) -> nn.Module:
         return Gemma3Attention(config, rotary_emb)
+
+    @staticmethod
+    def make_mlp(config: ModelConfig, layer_index: int) -> nn.Module:
+        mlp = Qwen3MLP(config)
+        mlp.act_fn = GeluAndMul()
+        return mlp
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         logits, cap = super().compute_logits(hidden_states), self.config.details.final_soft_cap

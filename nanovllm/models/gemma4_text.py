@@ -1,52 +1,50 @@
-"""Gemma 4, dense: full layers have larger heads and use keys as values; values have a norm, and layers a scalar."""
+"""Gemma 4: full layers have larger heads, and may use keys as values; values have a norm, and layers a factor."""
 
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models import ModelConfig
-from nanovllm.models.gemma3_text import GeluAndMul, Gemma3DecoderLayer, Gemma3ForCausalLM, read_gemma
-from nanovllm.models.qwen3 import Qwen3Attention, Qwen3MLP
-from nanovllm.models.shared.full_layers import QKParallelLinear, read_full_layers
+from nanovllm.models.gemma3_text import Gemma3ForCausalLM, read_gemma
+from nanovllm.models.qwen3 import Qwen3Attention
+from nanovllm.models.shared.gemma4_config import max_table_views, read_details, read_moe
+from nanovllm.models.shared.gemma4_layers import Gemma4PerLayerModel, PartialQKVLinear, layer_class, norm_without_weight
 from nanovllm.utils.checks import check_choice
-from nanovllm.utils.loader import default_weight_loader, parameter
+from nanovllm.utils.context import get_context
 
 
 class Gemma4Attention(Qwen3Attention):
-    def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding, keys_are_values: bool):
+    def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding, parts: str):
         super().__init__(config, rotary_emb)
-        if keys_are_values:
-            self.qkv_proj = QKParallelLinear(config)
-        self.num_values = 0 if keys_are_values else self.num_kv_heads
+        if parts != "qkv":
+            self.qkv_proj = PartialQKVLinear(config, parts)
         self.eps = config.rms_norm_eps
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
-        q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_values], dim=1)
-        v = v if self.num_values else k
+        q, k = qkv[:, : self.num_heads], qkv[:, self.num_heads : self.num_heads + self.num_kv_heads]
+        v = qkv[:, -self.num_kv_heads :]  # the keys, if there are no other values
         q, k = self.rotary_emb(positions, self.q_norm(q), self.k_norm(k))
-        v = F.rms_norm(v.float(), (self.head_dim,), eps=self.eps).to(v.dtype)
-        return self.o_proj(self.attn(q, k, v))
+        return self.o_proj(self.attn(q, k, norm_without_weight(v, self.eps)))
 
 
-class Gemma4DecoderLayer(Gemma3DecoderLayer):
-    norm_class = RMSNorm
+class SharedCacheAttention(Gemma4Attention):
+    """Attends to the keys and values of an earlier layer, whose `attn` it gets."""
 
-    def __init__(self, config: ModelConfig, self_attn: nn.Module, mlp: nn.Module):
-        super().__init__(config, self_attn, mlp)
-        self.layer_scalar = parameter((1,), default_weight_loader)
+    def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding):
+        super().__init__(config, rotary_emb, "q")
+        del self.k_norm
 
-    def forward(
-        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = super().forward(positions, hidden_states, residual)
-        return x * self.layer_scalar, residual * self.layer_scalar
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        q = self.q_norm(self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim)))
+        q, _ = self.rotary_emb(positions, q, q[:, :0])
+        context = get_context().of_table(self.attn.table)
+        return self.o_proj(self.attn.backend.attend(q, self.attn.cache, context).flatten(1))
 
 
 class Gemma4ForCausalLM(Gemma3ForCausalLM):
@@ -55,6 +53,7 @@ class Gemma4ForCausalLM(Gemma3ForCausalLM):
         "vocab_size": 262144,
         "num_hidden_layers": 30,
         "sliding_window": 512,
+        "vocab_size_per_layer_input": 262144,
         "hidden_size_per_layer_input": 256,
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -64,31 +63,36 @@ class Gemma4ForCausalLM(Gemma3ForCausalLM):
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
+        more, layers = config.details.more, self.model.layers
         self.model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        rotary_emb = RotaryEmbedding(*config.details.full.rope, config.max_position_embeddings)
-        for layer, size in zip(self.model.layers, config.details.sizes):
+        rotary_emb = RotaryEmbedding(*more.rope, config.max_position_embeddings)
+        for i, (layer, size, source) in enumerate(zip(layers, config.details.sizes, more.sources)):
+            layer.self_attn.attn = layers[source].self_attn.attn
             if size is None:
                 layer.self_attn.rotary_emb = rotary_emb
+            if source != i:  # published checkpoints contain these tensors, too
+                self.unused_prefixes += tuple(f"model.layers.{i}.self_attn.{x}" for x in ("k_proj", "v_proj", "k_norm"))
+        if more.per_layer_size:
+            self.model = Gemma4PerLayerModel(self.model, config)
 
     @classmethod
     def make_layer(cls, config: ModelConfig, layer_index: int, rotary_emb: RotaryEmbedding) -> nn.Module:
-        full, is_full = config.details.full, config.details.sizes[layer_index] is None
+        more, is_full = config.details.more, config.details.sizes[layer_index] is None
         if is_full:
-            config = replace(config, head_dim=full.head_dim, num_key_value_heads=full.num_key_value_heads)
-        mlp = Qwen3MLP(config)
-        mlp.act_fn = GeluAndMul()
-        attention = Gemma4Attention(config, rotary_emb, is_full and full.keys_are_values)
-        return Gemma4DecoderLayer(config, attention, mlp)
+            config = replace(config, head_dim=more.head_dim, num_key_value_heads=more.num_key_value_heads)
+        if more.sources[layer_index] != layer_index:
+            config = replace(config, intermediate_size=more.shared_intermediate_size)
+            attention = SharedCacheAttention(config, rotary_emb)
+        else:
+            attention = Gemma4Attention(config, rotary_emb, "qk" if is_full and more.keys_are_values else "qkv")
+        return layer_class(config)(config, attention, cls.make_mlp(config, layer_index))
 
     @staticmethod
     def read_config(raw: dict, file: Path) -> dict:
-        refused = {"hidden_size_per_layer_input": "per-layer embeddings", "enable_moe_block": "experts next to the MLP"}
-        refused |= {"num_kv_shared_layers": "layers that share a cache", "use_double_wide_mlp": "MLPs of two sizes"}
-        for name, what in refused.items():
-            if raw.get(name):
-                raise ValueError(f"{file}: {name}={raw[name]!r}: {what} of Gemma 4 are not supported")
         # text attends causally with "vision", too
         check_choice(f"{file}: use_bidirectional_attention", raw.get("use_bidirectional_attention"), (None, "vision"))
         fields = read_gemma(raw | {"use_bidirectional_attention": None}, file, 6)
-        full = read_full_layers(raw, fields["details"].sizes, file)
-        return fields | {"details": fields["details"]._replace(scale=1.0, full=full)}
+        sizes = (*fields["details"].sizes[:-1], None)  # as in transformers, the last layer has no window
+        details = fields["details"]._replace(sizes=sizes, scale=1.0, more=read_details(raw, sizes, file))
+        fields |= {"details": details, "max_table_views": max_table_views(raw, details)}
+        return fields | {"moe": read_moe(raw, file)}

@@ -1,6 +1,6 @@
 """gpt-oss: a Llama with biases, attention sinks, windows in every other layer, and mixtures of experts.
 
-The experts have biases and a SwiGLU of their own (ClampedSwiGLU), and are published in MXFP4.
+The experts have biases and a SwiGLU of their own (Activation), and are published in MXFP4.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from nanovllm.models import ModelConfig
 from nanovllm.models.llama import LlamaAttention
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 from nanovllm.moe.experts import MoE
-from nanovllm.moe.moe_config import MoEConfig
+from nanovllm.moe.moe_config import Activation, MoEConfig
 from nanovllm.utils.checks import check_int, check_real
 from nanovllm.utils.loader import Shard, parameter
 from nanovllm.utils.merged_tensors import WHOLE
@@ -64,9 +64,8 @@ class GptOssForCausalLM(Qwen3ForCausalLM):
         kinds = raw.get("layer_types") or ("sliding_attention", "full_attention") * num_layers
         num_experts = check_int(f"{file}: num_local_experts", raw.get("num_local_experts"), low=1)
         top_k = check_int(f"{file}: num_experts_per_tok", raw["num_experts_per_tok"], low=1, high=num_experts)
-        clamp = (
-            check_real(f"{file}: swiglu_limit", raw["swiglu_limit"], low=1e-6, high=1e30),
-            check_real(f"{file}: swiglu_alpha", raw["swiglu_alpha"], low=1e-6, high=1e30),
+        limit, alpha = (
+            check_real(f"{file}: {name}", raw[name], low=1e-6, high=1e30) for name in ("swiglu_limit", "swiglu_alpha")
         )
         windows = tuple(window if kind == "sliding_attention" else None for kind in kinds[:num_layers])
         return {
@@ -77,6 +76,6 @@ class GptOssForCausalLM(Qwen3ForCausalLM):
             "moe": MoEConfig(
                 *(frozenset(range(num_layers)), num_experts, top_k, raw["intermediate_size"]),
                 renormalize=True,  # a softmax over the chosen experts
-                **dict(has_bias=True, clamp=clamp, alternates=True),
+                **dict(has_bias=True, activation=Activation(alpha, shift=1.0, limit=limit), alternates=True),
             ),
         }

@@ -8,7 +8,7 @@ from torch import nn
 
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.linear import ReplicatedLinear, linear
-from nanovllm.moe.moe_config import MoEConfig
+from nanovllm.moe.moe_config import SWIGLU, Activation, MoEConfig
 from nanovllm.utils.construction import get_construction
 from nanovllm.utils.loader import Shard, check_shape, parameter
 from nanovllm.utils.tensor_parallel import TensorParallel
@@ -37,20 +37,18 @@ def route(
     return torch.cat((weights, shared), 1), torch.cat((expert_ids, shared_ids), 1)
 
 
-class ClampedSwiGLU(nn.Module):
-    """The activation of gpt-oss: [T, 2n] -> [T, n].
+class GatedActivation(nn.Module):
+    """Maps the concatenation of gate and up [T, 2n] to [T, n]: see Activation."""
 
-    gate * sigmoid(alpha * gate) * (up + 1). Before that, gate is at most `limit`, and up is between -limit and limit.
-    """
-
-    def __init__(self, limit: float, alpha: float):
+    def __init__(self, activation: Activation):
         super().__init__()
-        self.clamp = limit, alpha
+        self.activation = activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        (gate, up), (limit, alpha) = x.chunk(2, -1), self.clamp
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return gate * torch.sigmoid(alpha * gate) * (up + 1)
+        (gate, up), (alpha, cubic, shift, limit) = x.chunk(2, -1), self.activation
+        if limit:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * torch.sigmoid(alpha * (gate + cubic * gate**3)) * (up + shift)
 
 
 class ExpertsFormat:
@@ -81,6 +79,8 @@ class Experts(nn.Module):
     each rank has the same number of whole experts, and no shared experts.
     """
 
+    uses_cuda_graphs = False  # the host reads how many tokens each expert has
+
     def __init__(self, hidden_size: int, config: MoEConfig):
         super().__init__()
         tp = get_construction().tp
@@ -100,7 +100,8 @@ class Experts(nn.Module):
             self.gate_up_proj_bias = parameter((self.num_local, 2 * self.local_size), self._load_gate_up)
             self.down_proj_bias = parameter((self.num_local, hidden_size), self._load_down_bias)
         self.alternates = config.alternates
-        self.act_fn = SiluAndMul() if config.clamp is None else ClampedSwiGLU(*config.clamp)
+        self.activation = config.activation
+        self.act_fn = SiluAndMul() if config.activation == SWIGLU else GatedActivation(config.activation)
         self.format = ExpertsFormat()
 
     def tensors_of_experts(self) -> dict[str, tuple[nn.Parameter, tuple[int, int]]]:
@@ -198,8 +199,6 @@ class Router(ReplicatedLinear):
 
 class MoE(nn.Module):
     """A layer whose router chooses experts for each token, and whose output is the weighted sum of expert outputs."""
-
-    uses_cuda_graphs = False  # the host reads how many tokens each expert has
 
     def __init__(self, hidden_size: int, config: MoEConfig):
         super().__init__()

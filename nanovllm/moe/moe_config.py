@@ -1,6 +1,24 @@
 """The configuration of a mixture of experts."""
 
 from dataclasses import dataclass
+from math import pi
+from typing import NamedTuple
+
+
+class Activation(NamedTuple):
+    """The activation of an expert: gate * sigmoid(alpha * (gate + cubic * gate^3)) * (up + shift).
+
+    With a limit, gate is first lowered to at most `limit`, and up is brought between -limit and limit.
+    """
+
+    alpha: float = 1.0
+    cubic: float = 0.0
+    shift: float = 0.0
+    limit: float = 0.0  # 0: no limit
+
+
+SWIGLU = Activation()
+GELU_AND_MUL = Activation(alpha=(8 / pi) ** 0.5, cubic=0.044715)  # GELU is approximated with tanh
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,8 +32,9 @@ class MoEConfig:
     renormalize: bool  # whether the weights of a token's experts add up to 1
     expert_parallel: bool = False  # each rank has whole experts; our setting, not the checkpoint's
     num_shared: int = 0  # experts that every token uses: the last ones of the router and of the stacks
+    is_next_to_mlp: bool = False  # whether the layers also have an MLP
     has_bias: bool = False  # whether the router and the experts, none of which are shared, have biases
-    clamp: tuple[float, float] | None = None  # limit and alpha of ClampedSwiGLU, which then replaces SwiGLU
+    activation: Activation = SWIGLU
     # whether outputs of gate and up alternate in a checkpoint's stacks; stacks of weights that are not quantized are
     # then [experts, inputs, outputs]
     alternates: bool = False

@@ -9,6 +9,8 @@ With heads of dimension 128, a key, its value and their scales (`kernels/e4m3.py
 with 512 bytes in bfloat16.
 """
 
+from math import prod
+
 import torch
 
 from nanovllm.cache.kv_cache import SPAN_SIZE, KVCache, gather_spans
@@ -27,9 +29,11 @@ class FP8KVCache(KVCache):
     reads the tokens of one head.
     """
 
-    def __init__(self, data: torch.Tensor, scales: torch.Tensor):
+    def __init__(self, data: torch.Tensor, *scales: torch.Tensor):
+        """`scales` may contain tensors for layers of other shapes, too: see cache/window_tables.py."""
         super().__init__(data.view(torch.float8_e4m3fn) if has_fp8_units(data.device) else data)
-        self.scales = scales[0]
+        shape = self.k.shape[0], self.k.shape[2], self.k.shape[1]
+        self.scales = next(x.view(shape) for x in scales if x.numel() == prod(shape))
 
     @staticmethod
     def tensors(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

@@ -14,7 +14,7 @@ from nanovllm.kernels import ops_for
 from nanovllm.kernels.launch.gpu_features import has_fp8_units
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.linear import LinearBase
-from nanovllm.moe.experts import Experts, MoE
+from nanovllm.moe.experts import Experts, Router
 from nanovllm.quantization.packed import PackedScheme
 from nanovllm.quantization.packed_linear import PackedExperts, PackedLinear
 from nanovllm.quantization.scaled import QuantScheme
@@ -92,13 +92,14 @@ class QuantConfig:
             from nanovllm.quantization.fp8_linear import FP8Linear  # imported lazily, because it needs Triton
 
             make_linear, make_experts = FP8Linear, FP8Experts
-        routers = {module.gate for module in model.modules() if isinstance(module, MoE)}
         for path, module in model.named_modules():
             if isinstance(module, Experts):
                 names = [f"{path}.{name.rsplit('.', 1)[0]}" for name in module.tensors_of_experts()]
                 self._prepare(path, module, names, make_experts, model.config.dtype, device)
             elif isinstance(module, LinearBase):
-                names = [] if module in routers else [*stored_modules(path, module, model.packed_modules_mapping)]
+                names = (
+                    [] if isinstance(module, Router) else [*stored_modules(path, module, model.packed_modules_mapping)]
+                )
                 self._prepare(path, module, names, make_linear, model.config.dtype, device)
         for module in model.modules() if quantizes_rows else ():
             consumer = getattr(getattr(module, "down_proj", None), "format", None)

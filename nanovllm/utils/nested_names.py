@@ -1,4 +1,4 @@
-"""Tensor names of checkpoints that contain a text model next to a model for images."""
+"""Tensor names of checkpoints that contain a text model next to models for images and audio."""
 
 # prefix in such a checkpoint -> prefix in a checkpoint of the text model
 TEXT_PREFIXES = {
@@ -6,7 +6,7 @@ TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-IMAGE_PARTS = "vision_tower.", "multi_modal_projector."
+IMAGE_PARTS = "vision_tower.", "multi_modal_projector.", "embed_vision.", "audio_tower.", "embed_audio."
 IMAGE_PREFIXES = (*IMAGE_PARTS, *(f"model.{part}" for part in IMAGE_PARTS))
 
 

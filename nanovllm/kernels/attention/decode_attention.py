@@ -34,7 +34,7 @@ from nanovllm.kernels.launch.dependent_launch import (
 )
 from nanovllm.kernels.launch.gpu_features import has_tma, num_sms
 
-TILE = 64  # keys of a tile, all in one block; half as many if rows are long, unless the kernel also norms and rotates
+TILE = 64  # keys of a tile, all in one block; fewer if rows are long
 NUM_IDS = tl.constexpr(16)  # block ids that are loaded at a time
 MAX_QUERIES = 64  # query heads of a program: all that share a key-value head
 NO_NORM_ROPE = None, None, 0.0, None, None  # weights, eps, cos_sin, slots
@@ -331,7 +331,8 @@ def decode_attention(
     group, row_bytes = heads // kv_heads, head_dim * cache.k.element_size()
     tokens_per_row = tokens_per_row if tokens_per_row * group <= MAX_QUERIES else 1
     batch_size = num_rows // tokens_per_row
-    layout = layout_of(cache, TILE if is_qkv or row_bytes <= 256 else TILE // 2)
+    # with qkv, two tiles of keys and two of values must fit into shared memory
+    layout = layout_of(cache, min(TILE, 2**15 // row_bytes) if is_qkv else TILE if row_bytes <= 256 else TILE // 2)
     max_num_keys = min(max_context_len, cache.spec.window or max_context_len)
     programs, num_warps, stages = _choose_programs(batch_size, tokens_per_row, cache, row_bytes, is_qkv)
     splits = splits or choose_num_splits(batch_size, kv_heads, max_num_keys, layout.tile, q.device, programs)

@@ -1,5 +1,6 @@
 """Families in which some layers attend to a window, and have a separate rotary embedding."""
 
+from math import ceil
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,7 +18,7 @@ class Windows(NamedTuple):
     scale: float | None = None  # of scores, in all layers; None is 1 / sqrt(head_dim)
     soft_cap: float | None = None  # of scores
     final_soft_cap: float | None = None  # of logits
-    full: Any = None  # what differs in layers without a window
+    more: Any = None  # of a single family
 
 
 class WindowsForCausalLM(Qwen3ForCausalLM):
@@ -52,4 +53,6 @@ def read_windows(raw: dict, file: Path, interval: int, local_theta: float | None
     local = {"rope_theta": theta} | (rope.get("sliding_attention") or {})
     inv_freq, scale, *_ = read_rope({**raw, "rope_parameters": local, "rope_scaling": None}, head_dim, file)
     sizes = tuple(size if kind == "sliding_attention" else None for kind in kinds)
-    return {"details": Windows(sizes, (inv_freq, scale)), "attention_fraction": sizes.count(None) / num_layers}
+    fraction = sizes.count(None) / num_layers
+    fields = {"attention_fraction": fraction, "max_table_views": ceil(1 / fraction) - 1 if fraction else 0}
+    return {"details": Windows(sizes, (inv_freq, scale)), **fields}

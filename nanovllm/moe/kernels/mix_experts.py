@@ -8,16 +8,50 @@ from nanovllm.kernels.linear.gemv import gemv
 from nanovllm.kernels.linear.tiles import NO_NORM
 from nanovllm.moe.kernels.moe_gemm import moe_gemm, sum_local_parts
 from nanovllm.moe.kernels.moe_gemv import MAX_GEMV_TOKENS, moe_gemv
-from nanovllm.moe.kernels.moe_routing import route, router_logits
+from nanovllm.moe.kernels.moe_routing import Routing, route, router_logits
 from nanovllm.moe.kernels.packed_experts import packed_experts
 
 
 def mix_experts(x, layer, slot_mapping):
     if len(x) == 0:
         return NotImplemented
-    is_plain = layer.gate.bias is None and not hasattr(layer.experts.act_fn, "clamp")
-    has_gemv = is_plain and len(x) <= MAX_GEMV_TOKENS and not layer.experts.format.is_packed
-    return _by_gemv(x, layer, slot_mapping) if has_gemv else mix_by_gemm(x, layer, slot_mapping)
+    by_gemv = len(x) <= MAX_GEMV_TOKENS and layer.gate.bias is None and suits_gemv(layer.experts)
+    return _by_gemv(x, layer, slot_mapping) if by_gemv else mix_by_gemm(x, layer, slot_mapping)
+
+
+def choose_experts(x, weight, top_k, slot_mapping, router=router_logits):
+    if len(x) == 0:
+        return NotImplemented
+    return route(router(x, weight), top_k, True, slot_mapping)[:2]
+
+
+def sum_experts(x, experts, weights, expert_ids):
+    """Compute `Experts.forward` for x [T, hidden], with any routing."""
+    if len(x) == 0:
+        return NotImplemented
+    if len(x) > MAX_GEMV_TOKENS or not suits_gemv(experts):
+        return sum_by_gemm(x, experts, weights, expert_ids)
+    routing = Routing(weights, expert_ids.int(), experts.num_experts)
+    stacks, first, activation = experts.format.stacks(experts), experts.first_expert, experts.activation
+    return moe_gemv(x, routing, *stacks, first, activation=activation)
+
+
+def sum_by_gemm(x, experts, weights, expert_ids):
+    routing = Routing(weights, expert_ids.int(), experts.num_experts)
+    return sum_local_parts(_parts(x, routing, experts), routing, experts.first_expert, experts.num_stacked)
+
+
+def suits_gemv(experts) -> bool:
+    return experts.gate_up_proj_bias is None and not experts.format.is_packed
+
+
+def _parts(rows, routing, experts):
+    """Compute the results of each token's experts with grouped GEMMs: [top_k, T, hidden]."""
+    stacks, first = experts.format.stacks(experts), experts.first_expert
+    terms = (experts.gate_up_proj_bias, experts.down_proj_bias), experts.activation
+    if experts.format.is_packed:
+        return packed_experts(rows, routing, *stacks, first, *terms)
+    return moe_gemm(rows, routing, *stacks, first, experts.format.quantizes_activations, *terms)
 
 
 def _by_gemv(x, layer, slot_mapping):
@@ -42,7 +76,7 @@ def _by_gemv(x, layer, slot_mapping):
         rows, norm = x.total, (x.weight, x.eps)
 
     def compute(out):  # [1, T, hidden] or None; kernels treat it as [T, hidden]
-        return moe_gemv(rows, routing, *weights, first, norm, out)
+        return moe_gemv(rows, routing, *weights, first, norm, out, experts.activation)
 
     return layer.sum_over_ranks(compute, *rows.shape, rows.dtype)
 
@@ -55,13 +89,8 @@ def mix_by_gemm(x, layer, slot_mapping, router=router_logits):
     experts, tp, rows = layer.experts, layer.tp, x.tensor()
     logits = router(rows, layer.gate.weight)
     routing = route(logits, layer.top_k, layer.renormalize, slot_mapping, layer.num_shared, layer.gate.bias)
-    weights, first = experts.format.stacks(experts), experts.first_expert
-    terms = (experts.gate_up_proj_bias, experts.down_proj_bias), getattr(experts.act_fn, "clamp", None)
-    if experts.format.is_packed:
-        parts = packed_experts(rows, routing, *weights, first, *terms)
-    else:
-        parts = moe_gemm(rows, routing, *weights, first, experts.format.quantizes_activations, *terms)
+    parts = _parts(rows, routing, experts)
     if tp.size == 1:
         return layer.sum_over_ranks(lambda out: parts.squeeze(0), *rows.shape, rows.dtype, len(parts))
-    compute = partial(sum_local_parts, parts, routing, first, experts.num_stacked)
+    compute = partial(sum_local_parts, parts, routing, experts.first_expert, experts.num_stacked)
     return layer.sum_over_ranks(compute, *rows.shape, rows.dtype)

@@ -18,6 +18,7 @@ from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launc
 from nanovllm.kernels.launch.gpu_features import has_hopper_kernels, has_tma
 from nanovllm.kernels.linear.quantize_rows import quantize_rows
 from nanovllm.kernels.linear.tiles import Tiles, Weight, add_product, block_shape, load_tile, operands_of, times_scales
+from nanovllm.moe.kernels.activation import activate
 from nanovllm.moe.kernels.moe_routing import TILE_FIELDS, ExpertRows, Routing, sort_by_expert
 
 # consecutive tiles of rows that use the same tile of weights, which then stays in the L2 cache
@@ -44,18 +45,6 @@ def choose_tile_m(num_pairs: int, num_experts: int) -> int:
 
 
 @triton.jit
-def swiglu(gate, up, CLAMP: tl.constexpr):
-    """Compute SwiGLU or, if CLAMP is (limit, alpha), ClampedSwiGLU of moe/experts.py. NaN stays NaN."""
-    if CLAMP is None:
-        y = gate / (1.0 + tl.exp(-gate)) * up
-    else:
-        gate = tl.where(gate > CLAMP[0], CLAMP[0], gate)
-        up = tl.where(up > CLAMP[0], CLAMP[0], tl.where(up < -CLAMP[0], -CLAMP[0], up))
-        y = gate / (1.0 + tl.exp(-CLAMP[1] * gate)) * (up + 1.0)
-    return y
-
-
-@triton.jit
 def add_bias(y, bias_ptr, row, is_row):
     """Add the bias, if there is one, to y [tile_n, tile_m], which contains outputs `row` of the stacked weights."""
     if bias_ptr is not None:
@@ -78,7 +67,7 @@ def _grouped_kernel(
     TILES: tl.constexpr,
     TOP_K: tl.constexpr,
     IS_GATED: tl.constexpr,
-    CLAMP: tl.constexpr,
+    ACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """In each program, compute `tile_n` outputs of at most TILE_M rows of one expert.
@@ -131,7 +120,7 @@ def _grouped_kernel(
     acc = add_bias(acc, bias_ptr, end_w - N + n, n < N)
     if IS_GATED:
         up = times_scales(up, x_scales, up_scales, 0, SHAPE, TILES, True)
-        y = swiglu(acc, add_bias(up, bias_ptr, end_w + n, n < N), CLAMP)
+        y = activate(acc, add_bias(up, bias_ptr, end_w + n, n < N), ACT)
         out_row = row.to(tl.int64)
     else:
         y = acc * weight[None, :]
@@ -148,7 +137,7 @@ def _grouped_product(
     routing: Routing,
     out: torch.Tensor,
     quantize: bool,
-    clamp: tuple[float, float] | None = None,
+    activation: tuple | None = None,
 ) -> torch.Tensor:
     """Fill `out` with the result of the first GEMM [rows, size] or the second GEMM [top_k, T, hidden]."""
     is_gated, is_scaled, is_float32 = out.dim() == 2, isinstance(weight, tuple), x.dtype == torch.float32
@@ -173,7 +162,9 @@ def _grouped_product(
         weight_tiles, tiles = values, tiles._replace(stages=2 if is_scaled else 3, tma=False)
     (num_tokens, top_k), n = routing.weights.shape, out.shape[-1]
     operands = elements, weight_tiles, scales, bias, (routing.weights, rows.pairs, rows.table), out
-    constants = dict(SHAPE=shape, TILES=tiles._replace(tile_m=rows.tile_m), TOP_K=top_k, IS_GATED=is_gated, CLAMP=clamp)
+    constants = dict(
+        SHAPE=shape, TILES=tiles._replace(tile_m=rows.tile_m), TOP_K=top_k, IS_GATED=is_gated, ACT=activation
+    )
     launch(_grouped_kernel, (len(rows.table) * triton.cdiv(n, tiles.tile_n),), x.device)(
         *operands, num_tokens, n, **constants, num_warps=tiles.warps
     )
@@ -188,7 +179,7 @@ def moe_gemm(
     first_expert: int = 0,
     quantize: bool = False,
     biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
-    clamp: tuple[float, float] | None = None,
+    activation: tuple | None = None,
 ) -> torch.Tensor:
     """Compute this rank's experts, starting at `first_expert`, for x [T, hidden] with T > 0.
 
@@ -196,7 +187,7 @@ def moe_gemm(
     `gate_up` is [experts, 2 * size, hidden], and `down` is [experts, hidden, size]. All tensors are contiguous, and the
     size of a row is a multiple of 16 bytes. Scales of 8-bit weights are [experts, N / block rows, K / block columns],
     and blocks have at least 32 columns. With `quantize`, activations are quantized to e4m3. `biases` are [experts, 2 *
-    size] and [experts, hidden]. `clamp` replaces SwiGLU by ClampedSwiGLU.
+    size] and [experts, hidden].
     """
     is_scaled = isinstance(down, tuple)
     num_local, hidden, size = (down[0] if is_scaled else down).shape
@@ -204,7 +195,7 @@ def moe_gemm(
     tile_m = min(MAX_SCALED_TILE_M, tile_m) if is_scaled else tile_m
     rows = sort_by_expert(routing.expert_ids, first_expert, num_local, tile_m)
     h = x.new_empty(len(rows.pairs), size)
-    _grouped_product(x, gate_up, biases[0], rows, routing, h, quantize, clamp)
+    _grouped_product(x, gate_up, biases[0], rows, routing, h, quantize, activation)
     out = x.new_empty(routing.weights.shape[1], len(x), hidden)
     return _grouped_product(h, down, biases[1], rows, routing, out, quantize)
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from nanovllm.kernels.e4m3 import decode_e4m3
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
 from nanovllm.kernels.linear.tiles import NO_NORM, Weight, as_loadable, columns_of_parts, shape_of, values_and_scales
+from nanovllm.moe.kernels.activation import activate
 from nanovllm.moe.kernels.moe_routing import Routing
 
 MAX_GEMV_TOKENS = 4  # with more tokens, several choose the same expert, and a grouped GEMM reads its weights only once
@@ -30,9 +31,19 @@ class Sizes(NamedTuple):
 @dependent_kernel()
 @triton.jit(do_not_specialize=["first_expert"])
 def _gate_up_gemv_kernel(
-    x_ptrs, w_ptrs, ids_ptr, out_ptr, first_expert, eps, N, SHAPE: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr
+    x_ptrs,
+    w_ptrs,
+    ids_ptr,
+    out_ptr,
+    first_expert,
+    eps,
+    N,
+    SHAPE: tl.constexpr,
+    SIZES: tl.constexpr,
+    ACT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    # A program computes tile_n outputs of SwiGLU, for a pair of a token and an expert.
+    # A program computes tile_n outputs of the activation, for a pair of a token and an expert.
     gdc_launch_and_wait(PDL)
     x_ptr, norm_weight_ptr = x_ptrs
     K: tl.constexpr = SHAPE.k
@@ -59,7 +70,7 @@ def _gate_up_gemv_kernel(
         up += tl.load(up_w + begin, inside, 0.0).to(tl.float32) * x[None, :]
     scale = tl.rsqrt(tl.sum(squares, 0) / K + eps) if norm_weight_ptr is not None else 1.0
     y = tl.sum(gate, 1) * scale
-    y = y / (1.0 + tl.exp(-y)) * (tl.sum(up, 1) * scale)
+    y = activate(y, tl.sum(up, 1) * scale, ACT)
     tl.store(out_ptr + pair * N + n, y.to(out_ptr.dtype.element_ty), n < N)
 
 
@@ -134,7 +145,17 @@ def _multiply_parts(w, x, scales):
 @dependent_kernel()
 @triton.jit(do_not_specialize=["first_expert"])
 def _scaled_gate_up_gemv_kernel(
-    x_ptrs, w_ptrs, ids_ptr, out_ptr, first_expert, eps, N, SHAPE: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr
+    x_ptrs,
+    w_ptrs,
+    ids_ptr,
+    out_ptr,
+    first_expert,
+    eps,
+    N,
+    SHAPE: tl.constexpr,
+    SIZES: tl.constexpr,
+    ACT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Compute the same as `_gate_up_gemv_kernel`, with 8-bit weights and without a norm."""
     gdc_launch_and_wait(PDL)
@@ -172,7 +193,7 @@ def _scaled_gate_up_gemv_kernel(
     if COLUMNS == 1:
         y *= tl.load(scale_ptr + (first_row + n) // SHAPE.block_n, is_row, 0.0)
         up_y *= tl.load(scale_ptr + (first_row + N + n) // SHAPE.block_n, is_row, 0.0)
-    y = y / (1.0 + tl.exp(-y)) * up_y
+    y = activate(y, up_y, ACT)
     tl.store(out_ptr + pair * N + n, y.to(out_ptr.dtype.element_ty), is_row)
 
 
@@ -227,7 +248,14 @@ def _operands(weight: Weight, tile: tuple[int, int, int], top_k: int) -> tuple[t
 
 
 def moe_gemv(
-    x: torch.Tensor, routing: Routing, gate_up: Weight, down: Weight, first_expert: int = 0, norm=NO_NORM, out=None
+    x: torch.Tensor,
+    routing: Routing,
+    gate_up: Weight,
+    down: Weight,
+    first_expert: int = 0,
+    norm=NO_NORM,
+    out=None,
+    activation: tuple | None = None,
 ) -> torch.Tensor:
     """Compute the experts for x [T, hidden] with T > 0. Return [T, hidden] in `out`, summed over this rank's experts.
 
@@ -245,7 +273,7 @@ def moe_gemv(
     out = torch.empty_like(x) if out is None else out
     grid = triton.cdiv(size, constants["SIZES"].tile_n), num_tokens * top_k
     launch(kernels[0], grid, x.device, shared=50)(
-        (x, norm[0]), weight, routing.expert_ids, h, first_expert, norm[1], size, **constants
+        (x, norm[0]), weight, routing.expert_ids, h, first_expert, norm[1], size, ACT=activation, **constants
     )
     grid = triton.cdiv(hidden, down_constants["SIZES"].tile_n), num_tokens
     launch(kernels[1], grid, x.device, shared=50)(

@@ -6,7 +6,8 @@ import triton.language as tl
 
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, gdc_launch_and_wait, launch
 from nanovllm.kernels.linear.tiles import Tiles
-from nanovllm.moe.kernels.moe_gemm import add_bias, choose_tile_m, swiglu
+from nanovllm.moe.kernels.activation import activate
+from nanovllm.moe.kernels.moe_gemm import add_bias, choose_tile_m
 from nanovllm.moe.kernels.moe_routing import TILE_FIELDS, ExpertRows, Routing, sort_by_expert
 from nanovllm.quantization.kernels.packed_gemm import (
     FEW_ROWS,
@@ -30,7 +31,7 @@ def _packed_grouped_kernel(
     SHAPE: tl.constexpr,
     TOP_K: tl.constexpr,
     IS_GATED: tl.constexpr,
-    CLAMP: tl.constexpr,
+    ACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """In each program, compute `tile_n` outputs of at most `tile_m` rows of one expert.
@@ -57,7 +58,7 @@ def _packed_grouped_kernel(
     if IS_GATED:
         up = add_packed_product(zeros, x_ptr, x_row, is_used, w_ptrs, w_row + N, n < N, 0, SHAPE.words, SHAPE)
         up = times_row_scales(up, w_ptrs, w_row + N, n < N)
-        y = swiglu(y, add_bias(up, bias_ptr, w_row + N, n < N), CLAMP)
+        y = activate(y, add_bias(up, bias_ptr, w_row + N, n < N), ACT)
         out_row = row.to(tl.int64)
     else:
         y *= tl.load(weights_ptr + pair, is_used, 0.0)[None, :]
@@ -67,26 +68,33 @@ def _packed_grouped_kernel(
 
 
 def _grouped_product(
-    x: torch.Tensor, weight, bias, rows: ExpertRows, routing: Routing, tiles: Tiles, out: torch.Tensor, clamp=None
+    x: torch.Tensor,
+    weight,
+    bias,
+    rows: ExpertRows,
+    routing: Routing,
+    tiles: Tiles,
+    out: torch.Tensor,
+    activation=None,
 ) -> torch.Tensor:
     """Fill `out` with the result of the first GEMM [rows, size] or the second GEMM [top_k, T, hidden]."""
     (num_tokens, top_k), n, is_gated = routing.weights.shape, out.shape[-1], out.dim() == 2
     pointers, shape = packed_operands(weight, x.dtype, tiles)
     operands = x, pointers, bias, (routing.weights, rows.pairs, rows.table), out, num_tokens, n
     launch(_packed_grouped_kernel, (triton.cdiv(n, tiles.tile_n), len(rows.table)), x.device)(
-        *operands, SHAPE=shape, TOP_K=top_k, IS_GATED=is_gated, CLAMP=clamp, num_warps=tiles.warps
+        *operands, SHAPE=shape, TOP_K=top_k, IS_GATED=is_gated, ACT=activation, num_warps=tiles.warps
     )
     return out
 
 
 def packed_experts(
-    x: torch.Tensor, routing: Routing, gate_up, down, first_expert: int = 0, biases=(None, None), clamp=None
+    x: torch.Tensor, routing: Routing, gate_up, down, first_expert: int = 0, biases=(None, None), activation=None
 ) -> torch.Tensor:
     """Compute `moe_gemm` with stacks of Packed weights."""
     (num_local, hidden, _), num_pairs = down.words.shape, routing.expert_ids.numel()
     tiles = packed_tiles(len(x) if len(x) <= FEW_ROWS else choose_tile_m(num_pairs, routing.num_experts))
     rows = sort_by_expert(routing.expert_ids, first_expert, num_local, tiles.tile_m)
     h = x.new_empty(len(rows.pairs), down.k)
-    _grouped_product(x, gate_up, biases[0], rows, routing, tiles, h, clamp)
+    _grouped_product(x, gate_up, biases[0], rows, routing, tiles, h, activation)
     out = x.new_empty(routing.weights.shape[1], len(x), hidden)
     return _grouped_product(h, down, biases[1], rows, routing, tiles, out)
