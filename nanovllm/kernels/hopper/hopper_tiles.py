@@ -27,7 +27,6 @@ class HopperTile(NamedTuple):
     burst: int = 2  # blocks of inputs that are loaded together
     stages: int = 16  # the maximum number of blocks that are loaded ahead; shared memory may allow fewer
     registers: int = 168  # per thread, on average
-    groups: int = 2  # warpgroups that multiply
 
 
 # (maximum rows, minimum blocks of inputs per split, tiles from the largest and best to the smallest)
@@ -108,21 +107,15 @@ def choose_packed_tile(
     rows, outputs = min(128, max(16, 1 << (num_rows - 1).bit_length())), 64 if num_rows <= 128 else 128
     count, min_blocks = -(-num_rows // rows) * -(-n // outputs), 8 if rows <= 32 else 16
     split_k = max(1, min(max_split_k, 2 * sms // count, -(-k // 128) // min_blocks))
-    # how many programs share a multiprocessor, and how many warpgroups of each multiply
-    if count * split_k <= sms and rows <= 64:
-        programs, groups, registers = 1, 4, 96
-    elif rows == 16 and needs_few_registers and count * split_k > 2 * sms:
-        programs, groups, registers = 3, 2, 56
-    elif rows <= 64:
-        programs, groups, registers = 2, 2, 80
-    else:
-        programs, groups, registers = 1, 2, 168
-    row_groups = outputs // 64
-    k_groups = groups // row_groups
-    sum_bytes, stage_bytes = (k_groups - 1) * outputs * rows * 4, outputs * 64 + rows * 256
-    # groups that take turns in reading blocks must not share buffers: see hopper_packed_gemm.py
-    stages = min(8, (224 * 2**10 // programs - sum_bytes) // stage_bytes) // k_groups * k_groups
-    return HopperTile(rows, outputs, split_k, stages=stages, registers=registers, groups=groups)
+    # as many programs share the registers and the memory of a multiprocessor
+    programs = 2 if rows <= 64 else 1
+    if rows == 16 and needs_few_registers and count * split_k > 2 * sms:
+        programs = 3
+    sum_bytes, stage_bytes = rows * 256 if outputs == 64 else 0, outputs * 64 + rows * 256
+    stages = min(8, (224 * 2**10 // programs - sum_bytes) // stage_bytes)
+    if outputs == 64:  # warpgroups that take every other block must not share buffers: see hopper_packed_gemm.py
+        stages -= stages % 2
+    return HopperTile(rows, outputs, split_k, stages=stages, registers={1: 168, 2: 80, 3: 56}[programs])
 
 
 def qkv_norm_rope_store(x, layer, qk_norm_rope, slot_mapping: torch.Tensor, cache) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Computes y = x W^T with 4-bit W on Hopper for up to 512 rows, written in Gluon.
 
-packed.py defines the layout of W. A block has 128 inputs. One warp loads blocks, and two or four warpgroups multiply 64
-rows of W by all tokens of a tile. Some warpgroups have different rows. Others have the same rows, and take turns in
-multiplying blocks, so that few rows and tokens keep all multiprocessors busy.
+packed.py defines the layout of W. A block has 128 inputs. One warp loads blocks, and two warpgroups multiply 64 rows of
+W by all tokens of a tile. Either they have different rows, or they have the same rows and every other block. The second
+way makes more programs, so that few tokens keep all multiprocessors busy.
 
 A warpgroup converts weights in its registers, which are the first operand of its matmuls: it converts the second half
 of a block while the tensor cores multiply the first. Each thread keeps its codes.
@@ -125,20 +125,18 @@ def _weights(words, factors, HALF: gl.constexpr, dtype: gl.constexpr, PLAN: gl.c
 
 
 @gluon.jit
-def _multiply(shared, G: gl.constexpr, PLAN: gl.constexpr):
+def _multiply(out_ptr, rings, sharing, w_ptrs, at, sizes, G: gl.constexpr, PLAN: gl.constexpr):
     """Run a multiplying warpgroup.
 
     Warpgroups with the same rows use different buffers. One that waits for a buffer that another uses in between can't
     tell the next but one use from this one, because both have the same parity.
     """
-    out_ptr, rings, sharing, w_ptrs, at, sizes = shared
     words_ring, xs, full, empty = rings
     row, token, block = at
     steps, num_tokens, num_rows = sizes
     dtype: gl.constexpr = xs.dtype
     ROW_GROUP: gl.constexpr = G % PLAN.row_groups
     K_GROUP: gl.constexpr = G // PLAN.row_groups
-    K_GROUPS: gl.constexpr = PLAN.k_groups
     LAYOUT: gl.constexpr = sums_of(PLAN.tokens)
     FACTORS: gl.constexpr = gl.SliceLayout(1, LAYOUT if PLAN.scales_sums else CODES)
     zeros = gl.full([ROWS, PLAN.tokens], 0.0, gl.float32, LAYOUT)
@@ -146,12 +144,12 @@ def _multiply(shared, G: gl.constexpr, PLAN: gl.constexpr):
     row += ROW_GROUP * ROWS
     n = gl.minimum(row + gl.arange(0, ROWS, FACTORS), num_rows - 1)
     next_factors = _factors(w_ptrs, n, block + K_GROUP, dtype, PLAN)
-    for i in range(K_GROUP, steps, K_GROUPS):
+    for i in range(K_GROUP, steps, PLAN.k_groups):
         stage = i % PLAN.stages
         scales, summands = next_factors
         if PLAN.scales_sums and PLAN.has_zeros:
             summands = (gl.convert_layout(summands[0], gl.SliceLayout(1, CODES)),)
-        next_factors = _factors(w_ptrs, n, block + i + K_GROUPS, dtype, PLAN)
+        next_factors = _factors(w_ptrs, n, block + i + PLAN.k_groups, dtype, PLAN)
         mbarrier.wait(full.index(stage), i // PLAN.stages & 1)
         words = words_ring.index(stage * PLAN.row_groups + ROW_GROUP).load(CODES)
         first, second = xs.index(stage * 2).permute((1, 0)), xs.index(stage * 2 + 1).permute((1, 0))
@@ -170,13 +168,12 @@ def _multiply(shared, G: gl.constexpr, PLAN: gl.constexpr):
         else:
             sums = y
     if K_GROUP > 0:
-        sharing[1].index(ROW_GROUP * (K_GROUPS - 1) + K_GROUP - 1).store(sums)
+        sharing[1].index(ROW_GROUP).store(sums)
         mbarrier.arrive(sharing[0].index(0), count=1)
     else:
-        if K_GROUPS > 1:
+        if PLAN.k_groups > 1:
             mbarrier.wait(sharing[0].index(0), 0)
-            for i in gl.static_range(K_GROUPS - 1):
-                sums += sharing[1].index(ROW_GROUP * (K_GROUPS - 1) + i).load(LAYOUT)
+            sums += sharing[1].index(ROW_GROUP).load(LAYOUT)
         if w_ptrs[3] is not None:
             rows = gl.minimum(row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), num_rows - 1)
             sums *= gl.expand_dims(gl.load(w_ptrs[3] + rows), 1)
@@ -193,11 +190,11 @@ def _packed_gemm_kernel(
     STAGES: gl.constexpr = PLAN.stages
     ROW_GROUPS: gl.constexpr = PLAN.row_groups
     words, xs = buffers(words_tiles, STAGES * ROW_GROUPS), buffers(x_tiles, STAGES * 2)
-    full, empty = barriers(STAGES, 1), barriers(STAGES, ROW_GROUPS)
-    OTHERS: gl.constexpr = ROW_GROUPS * (PLAN.k_groups - 1)  # warpgroups whose sums others add
-    sharing = ()
+    full, empty, added = barriers(STAGES, 1), barriers(STAGES, ROW_GROUPS), barriers(1, ROW_GROUPS)
+    OTHERS: gl.constexpr = ROW_GROUPS * (PLAN.k_groups - 1)
+    sharing = (added,)
     if OTHERS > 0:
-        sharing = barriers(1, OTHERS), gl.allocate_shared_memory(gl.float32, [OTHERS, ROWS, PLAN.tokens], SUMS)
+        sharing = added, gl.allocate_shared_memory(gl.float32, [OTHERS, ROWS, PLAN.tokens], SUMS)
     split = gl.program_id(0) % split_k
     row, block = gl.program_id(0) // split_k * (ROW_GROUPS * ROWS), split * steps
     rings = words, xs, full, empty
@@ -207,30 +204,15 @@ def _packed_gemm_kernel(
     at = row, gl.program_id(1) * PLAN.tokens, block
     part_ptr = out_ptr + split * num_tokens * num_rows
     sizes = steps, num_tokens, num_rows
-    shared = part_ptr, rings, sharing, w_ptrs, at, sizes
-    REGISTERS: gl.constexpr = PLAN.registers
-    if ROW_GROUPS * PLAN.k_groups == 2:
-        gl.warp_specialize(
-            [
-                (_multiply, (shared, gl.constexpr(0), PLAN)),
-                (_multiply, (shared, gl.constexpr(1), PLAN)),
-                (_load, ((words_tiles, x_tiles), rings, at, steps, PLAN)),
-            ],
-            [4, 1],  # warps of the second and the third partition
-            [REGISTERS, LOADING_REGISTERS],  # registers of their threads
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_multiply, (shared, gl.constexpr(0), PLAN)),
-                (_multiply, (shared, gl.constexpr(1), PLAN)),
-                (_multiply, (shared, gl.constexpr(2), PLAN)),
-                (_multiply, (shared, gl.constexpr(3), PLAN)),
-                (_load, ((words_tiles, x_tiles), rings, at, steps, PLAN)),
-            ],
-            [4, 4, 4, 1],
-            [REGISTERS, REGISTERS, REGISTERS, LOADING_REGISTERS],
-        )
+    gl.warp_specialize(
+        [
+            (_multiply, (part_ptr, rings, sharing, w_ptrs, at, sizes, gl.constexpr(0), PLAN)),
+            (_multiply, (part_ptr, rings, sharing, w_ptrs, at, sizes, gl.constexpr(1), PLAN)),
+            (_load, ((words_tiles, x_tiles), rings, at, steps, PLAN)),
+        ],
+        [4, 1],  # warps of the second and the third partition
+        [PLAN.registers, LOADING_REGISTERS],
+    )
 
 
 def hopper_packed_gemm(x: torch.Tensor, weight, tile: HopperTile, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -240,9 +222,9 @@ def hopper_packed_gemm(x: torch.Tensor, weight, tile: HopperTile, out: torch.Ten
     pointers, shape = packed_operands(weight, x.dtype)
     groups, row_groups = max(1, BLOCK.value // shape.group_size), tile.outputs // ROWS.value
     plan = Plan(
-        *(shape, tile.rows, row_groups, tile.groups // row_groups, groups, weight.zeros is not None),
+        *(shape, tile.rows, row_groups, 2 // row_groups, groups, weight.zeros is not None),
         *(groups == 1 and tile.rows <= MAX_SCALED_TOKENS, tile.stages),
-        (tile.registers * (tile.groups + 1) - LOADING_REGISTERS.value) // tile.groups // 8 * 8,
+        (tile.registers * 3 - LOADING_REGISTERS.value) // 2 // 8 * 8,
     )
     assert plan.stages % plan.k_groups == 0
     steps = triton.cdiv(triton.cdiv(weight.k, BLOCK.value), tile.split_k)
