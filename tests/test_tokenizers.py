@@ -117,6 +117,8 @@ CASES = [
     ("qwen3_moe", "PreTrainedTokenizerFast", "qwen3.5"),
     ("qwen3_next", "Qwen2Tokenizer", "qwen2"),
     ("qwen3_next", "PreTrainedTokenizerFast", "tekken"),
+    ("qwen3_vl", "Qwen2Tokenizer", "qwen2"),
+    ("qwen3_vl_moe", "Qwen2Tokenizer", "qwen2"),
     ("qwen3_5", "Qwen2Tokenizer", "qwen3.5"),
     ("qwen3_5", "PreTrainedTokenizerFast", "qwen3.5"),
     ("qwen3_5_text", "Qwen2Tokenizer", "qwen3.5"),

@@ -693,6 +693,7 @@ def test_downloads(make_vision, monkeypatch):
         reader.read(f"{url}/a.png", is_trusted=False)
 
 
+@pytest.mark.filterwarnings("ignore")  # Pillow's, about damaged files
 def test_damaged_files(make_vision):
     """Cut, and with other bytes: a ValueError or an image, and nothing else."""
     reader, rng = make_vision().input_processor.images.reader, random.Random(0)
