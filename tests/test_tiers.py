@@ -15,6 +15,7 @@ from simulation import SETTINGS, SimulatedEngine, Simulation, fingerprints, rand
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.benchmarks.shapes import write_shape
 from nanovllm.cache.block_copies import block_parts
+from nanovllm.engine.scheduling_policy import MAX_STEPS_WITHOUT_ADMISSION
 from nanovllm.engine.state_blocks import StateBlockManager
 from nanovllm.engine.window_blocks import WindowBlockManager
 from nanovllm.tiers import host_blocks, tiered_blocks
@@ -254,6 +255,23 @@ def test_loads_hold_what_their_sequence_needs(slow):
     store.has_arrived = True
     engine.step()
     assert first.num_cached_tokens == 12 and not any(seq.was_admitted for seq in others)
+    engine.run()
+
+
+def test_blocks_are_loaded_at_the_end_of_an_admission_pause(slow):
+    """And not before, although the sequence fits all the time."""
+    engine, store = slow
+    store.has_arrived = True
+    running = engine.add([9], max_tokens=8)
+    engine.step()
+    seq = engine.add([1] * 13, max_tokens=1)
+    engine.scheduler.admission.pause(num_running=1)
+    engine.scheduler.admission._num_steps = MAX_STEPS_WITHOUT_ADMISSION - 2
+    for num_got in (0, 0, 3):
+        engine.step()
+        assert store.num_got == num_got and not seq.was_admitted
+    engine.step()
+    assert seq.was_admitted and seq.num_cached_tokens == 12 and running in engine.scheduler.running.values()
     engine.run()
 
 
