@@ -595,6 +595,24 @@ def test_no_sequence_is_overtaken_forever():
     assert len(scheduler.admitted) > 30
 
 
+def test_a_sequence_overtakes_once():
+    """Although it leaves the queue twice: the second tier of the cache loads its blocks before it is admitted."""
+    a, b = make_adapters(2)
+    scheduler = FakeScheduler(num_slots=1, max_num_seqs=2)
+    scheduler.add(0, a)
+    scheduler.admit()
+    for number, adapter in enumerate([b, a, a, a], 1):
+        scheduler.add(number, adapter)
+    loading = scheduler.waiting.first()
+    scheduler.waiting.discard(loading)
+    scheduler.waiting.push(loading)
+    for number in (0, 2):
+        scheduler.admit()
+        scheduler.end(number)
+    scheduler.admit()
+    assert scheduler.admitted == [0, 2, 3]  # two sequences have overtaken b, as many as may
+
+
 def test_random_load(make_llm, model, tmp_path):
     """Many adapters share few slots, and all requests end with the right answers. Some are aborted."""
     reference, rng = shared_reference(model), random.Random(0)

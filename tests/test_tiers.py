@@ -4,6 +4,7 @@ import ctypes
 import random
 import re
 from contextlib import nullcontext
+from itertools import islice
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +16,7 @@ from simulation import SETTINGS, SimulatedEngine, Simulation, fingerprints, rand
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.benchmarks.shapes import write_shape
 from nanovllm.cache.block_copies import block_parts
+from nanovllm.engine.scheduling_policy import MAX_STEPS_WITHOUT_ADMISSION
 from nanovllm.engine.state_blocks import StateBlockManager
 from nanovllm.engine.window_blocks import WindowBlockManager
 from nanovllm.tiers import host_blocks, tiered_blocks
@@ -255,6 +257,55 @@ def test_loads_hold_what_their_sequence_needs(slow):
     engine.step()
     assert first.num_cached_tokens == 12 and not any(seq.was_admitted for seq in others)
     engine.run()
+
+
+def test_blocks_are_loaded_at_the_end_of_an_admission_pause(slow):
+    """And not before, although the sequence fits all the time."""
+    engine, store = slow
+    store.has_arrived = True
+    running = engine.add([9], max_tokens=8)
+    engine.step()
+    seq = engine.add([1] * 13, max_tokens=1)
+    engine.scheduler.admission.pause(num_running=1)
+    engine.scheduler.admission._num_steps = MAX_STEPS_WITHOUT_ADMISSION - 2
+    for num_got in (0, 0, 3):
+        engine.step()
+        assert store.num_got == num_got and not seq.was_admitted
+    engine.step()
+    assert seq.was_admitted and seq.num_cached_tokens == 12 and running in engine.scheduler.running.values()
+    engine.run()
+
+
+def test_an_idle_engine_sleeps_while_blocks_are_on_their_way(slow, monkeypatch):
+    """Whether or not a sequence waits that would fit without these blocks."""
+    engine, store = slow
+    sleeps = []
+    monkeypatch.setattr(tiered_blocks, "sleep", sleeps.append)
+    engine.add([1] * 20, max_tokens=1)
+    assert engine.scheduler.schedule() is None and len(sleeps) == 1
+    engine.add([4] * 20, max_tokens=1)
+    assert engine.scheduler.schedule() is None and len(sleeps) == 2
+    store.has_arrived = True
+    engine.run()
+    assert len(sleeps) == 2
+
+
+def test_a_large_group_loads_blocks_when_nothing_runs(slow):
+    """It is admitted then without a spare block for each answer."""
+    engine, store = slow
+    store.has_arrived = True
+    seq = engine.add([1] * 20, max_tokens=1, n=4)
+    engine.run()
+    assert store.num_got >= 4 and seq.num_cached_tokens >= 16
+
+
+def test_iteration_does_not_read_the_whole_queue(slow):
+    engine, _ = slow
+    queue = engine.scheduler.waiting
+    seqs = [engine.make_group([1])[0] for _ in range(100)]
+    others = iter([seqs[0], seqs[2], *seqs[4:]])
+    queue._others, queue._loading = others, dict.fromkeys([seqs[3], seqs[1]])
+    assert [*islice(queue, 6)] == seqs[:6] and next(others) in seqs[6:8]
 
 
 def test_a_cleared_cache_gets_no_blocks_that_were_on_their_way(slow):

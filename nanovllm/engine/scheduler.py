@@ -193,13 +193,18 @@ class Scheduler:
         step.add_sampled(seq)
         seq.num_tokens += 1
 
+    def num_others(self, seq: Sequence) -> int:
+        """Return how many other sequences would run if `seq` and its new group were admitted."""
+        num_running = len(self.running) + len(self.prefilling)
+        is_new_group = num_running and seq is seq.group[0] and not seq.has_sampled
+        return num_running + (len(seq.group) - 1 if is_new_group else 0)
+
     def _admit(self, seq: Sequence) -> bool:
         """Admit the first waiting sequence if it fits and admission is not paused."""
         num_running = len(self.running) + len(self.prefilling)
         if not self.admission.may_admit(num_running) or len(seq.token_ids) < seq.num_tokens:  # its token is in flight
             return False
-        is_new_group = num_running and seq is seq.group[0] and not seq.has_sampled
-        num_others = num_running + (len(seq.group) - 1 if is_new_group else 0)
+        num_others = self.num_others(seq)
         # a spare block for each other sequence: all can grow once before any is preempted
         if num_others >= self.max_num_seqs or not self.block_manager.can_allocate(seq, num_spare=num_others):
             self.admission.pause(num_running)

@@ -83,14 +83,14 @@ class AdmissionPause:
 
     def is_on(self, num_running: int) -> bool:
         """Return whether admission is paused, without counting a step."""
-        return self._max_running is not None and num_running > self._max_running
+        is_full = self._max_running is not None and num_running > self._max_running
+        return is_full and self._num_steps < MAX_STEPS_WITHOUT_ADMISSION
 
     def may_admit(self, num_running: int) -> bool:
         """Return whether a sequence may be admitted. During a pause, each call counts as one step."""
-        if not self.is_on(num_running):
-            return True
-        self._num_steps += 1
-        return self._num_steps > MAX_STEPS_WITHOUT_ADMISSION
+        if is_on := self.is_on(num_running):
+            self._num_steps += 1
+        return not is_on
 
     def pause(self, num_running: int) -> None:
         """Pause admission, because a sequence did not fit."""

@@ -64,7 +64,7 @@ class AdapterQueue(WaitingQueue):
         self._scheduler, self._slots = scheduler, slots
         self._by_adapter: dict[Adapter | None, WaitingQueue] = {}
         self._blocked: Sequence | None = None  # the first sequence that was seen without a slot
-        self._num_overtaking = 0
+        self._overtaking: set[tuple[int, int]] = set()  # keys; a sequence may leave the queue several times
 
     def push(self, seq: Sequence) -> None:
         super().push(seq)
@@ -77,7 +77,7 @@ class AdapterQueue(WaitingQueue):
             if not queue:
                 del self._by_adapter[adapter]
         if adapter is not None and self._blocked is not None and seq.order > self._blocked.order:
-            self._num_overtaking += 1
+            self._overtaking.add(seq.key)
 
     def first(self) -> Sequence | None:
         """Return the first sequence that can run, and store its adapter on the devices."""
@@ -87,13 +87,13 @@ class AdapterQueue(WaitingQueue):
             adapter = adapter_of(seq)
             if adapter is None:
                 return seq
-            may_overtake = blocked is None or self._num_overtaking < self._scheduler.max_num_seqs
+            may_overtake = blocked is None or len(self._overtaking) < self._scheduler.max_num_seqs
             if may_overtake and self._slots.take(adapter, self._in_use):
                 return seq
             if blocked is None:
                 blocked = seq
                 if blocked is not self._blocked:
-                    self._blocked, self._num_overtaking = blocked, 0
+                    self._blocked, self._overtaking = blocked, set()
         return None
 
     def _in_use(self) -> set[Adapter | None]:

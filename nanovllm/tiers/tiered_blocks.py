@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
+from heapq import merge
 from itertools import islice
 from operator import attrgetter
 from time import sleep
@@ -223,7 +224,8 @@ class TieredQueue(WaitingQueue):
         return len(self._others) + len(self._loading)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(sorted([*self._others, *self._loading], key=attrgetter("order")))
+        order = attrgetter("order")
+        return merge(self._others, sorted(self._loading, key=order), key=order)
 
     def __repr__(self) -> str:
         return repr([*self])
@@ -245,13 +247,14 @@ class TieredQueue(WaitingQueue):
         scheduler, blocks = self._scheduler, self._scheduler.block_manager
         assert isinstance(blocks, TieredBlockManager)
         num_running = len(scheduler.running) + len(scheduler.prefilling)
-        if num_running >= scheduler.max_num_seqs or scheduler.admission.is_on(num_running):
-            return self._others.first()
         while (seq := self._others.first()) is not None:
-            num_spare = num_running + (0 if seq.has_sampled else len(seq.group) - 1)  # as in `Scheduler._admit`
-            if (load := blocks.fetch(seq, num_spare)) is None:
-                # if it does not fit because of loads, it must not pause the admission of their sequences
-                return None if self._loading and not blocks.can_allocate(seq, num_spare) else seq
+            num_others = scheduler.num_others(seq)
+            if num_others >= scheduler.max_num_seqs or scheduler.admission.is_on(num_running):
+                return seq  # it is not admitted in this step
+            if (load := blocks.fetch(seq, num_spare=num_others)) is None:
+                if not self._loading or blocks.can_allocate(seq, num_spare=num_others):
+                    return seq
+                break  # if it does not fit because of loads, it must not pause the admission of their sequences
             self._others.discard(seq)
             self._loading[seq] = load
         if self._loading and not num_running:
