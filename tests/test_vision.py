@@ -5,12 +5,14 @@ import base64
 import io
 import json
 import random
+import sys
+import tracemalloc
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Thread, current_thread
 
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ from test_states import poison
 from nanovllm import BeamSearchParams, LoRARequest, SamplingParams
 from nanovllm.models import ModelConfig, make_model
 from nanovllm.utils.loader import load_model
-from nanovllm.vision import image_urls
+from nanovllm.vision import image_prompts, image_urls
 from nanovllm.vision.prompt_images import PromptImages
 from nanovllm.vision.vision_runner import ImageStore, vision_runner
 
@@ -629,6 +631,43 @@ def test_sizes_of_images(make_vision):
         llm.generate({"prompt": PAD * 2, "multi_modal_data": {"image": picture(9, 9)}})
 
 
+def test_pixels_of_a_prompt(make_vision, monkeypatch):
+    """All images of a prompt share a bound, and an image that comes again is decoded once."""
+    llm, first, second = make_vision(), data_url(picture(20, 30)), data_url(picture(20, 31))
+    opened, open_image = [], image_prompts.ImageReader._in_rgb
+    monkeypatch.setattr(image_prompts, "MAX_PROMPT_PIXELS", 20 * 60)
+    monkeypatch.setattr(
+        image_prompts.ImageReader, "_in_rgb", lambda self, image: opened.append(image.size) or open_image(self, image)
+    )
+    images = llm.input_processor.tokenize(with_images(random.Random(0), first, first, first))[2].images
+    assert images[0] is images[2] and opened == [(20, 30)]
+    with pytest.raises(ValueError, match="the images have at least 1220 pixels: must have at most 1200 together"):
+        llm.generate(with_images(random.Random(0), first, second))
+    assert opened == [(20, 30)] * 2
+
+
+def test_escaped_data():
+    """Of a data: URL. Memory is bounded by the URL's length."""
+    data = bytes(range(256)) * 2**10 + b"?"
+    escaped = base64.b64encode(data).decode().replace("+", "%2B").replace("/", "%2f").replace("=", "%3d")
+    tracemalloc.start()
+    assert image_urls.fetch(f"data:image/png;base64,{escaped}", None, 2**20) == data
+    with pytest.raises(ValueError, match="is not valid base64"):
+        image_urls.fetch("data:image/png;base64," + "%41" * 2**17, None, 2**20)
+    assert tracemalloc.get_traced_memory()[1] < 2**22
+    tracemalloc.stop()
+
+
+def test_missing_pillow(make_vision, monkeypatch):
+    """Images are refused as any invalid prompt."""
+    llm = make_vision()
+    for name in ("nanovllm.vision.image_prompts", "nanovllm.vision.image_reader"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ValueError, match="prompt: images can't be read .images need Pillow: pip install"):
+        llm.generate({"prompt": "a", "multi_modal_data": {"image": b""}})
+
+
 def test_urls_that_are_not_allowed(make_vision, tmp_path):
     secret, folder = tmp_path / "secret.png", tmp_path / "open"
     folder.mkdir()
@@ -730,8 +769,15 @@ def server(checkpoint, monkeypatch):
         yield server
 
 
-def test_all_apis(server):
-    """Chat completions, responses and messages give the engine's answer, whole and as streams."""
+def test_all_apis(server, monkeypatch):
+    """Chat completions, responses and messages give the engine's answer, whole and as streams.
+
+    Threads that tokenize texts read no images.
+    """
+    threads, read = set(), image_prompts.ImagePrompts.read
+    monkeypatch.setattr(
+        image_prompts.ImagePrompts, "read", lambda *arguments: threads.add(current_thread().name) or read(*arguments)
+    )
     openai, httpx = pytest.importorskip("openai"), pytest.importorskip("httpx")
     image = picture(50, 30)
     source = {"type": "base64", "media_type": "image/png", "data": data_url(image).partition(",")[2]}
@@ -765,6 +811,7 @@ def test_all_apis(server):
         assert count["input_tokens"] > expected.prompt_token_ids.count(PAD_ID)
         tokens = client.post("/tokenize", json={"messages": chat}).json()["tokens"]
         assert tokens == expected.prompt_token_ids
+    assert not any(name.startswith("nanovllm-tokenizer") for name in threads) and len(threads) > 1
     server.wait_until_free()
 
 
