@@ -7,12 +7,14 @@ import json
 import random
 import sys
 import tracemalloc
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread, current_thread
+from time import sleep
 
 import numpy as np
 import pytest
@@ -697,14 +699,35 @@ def test_urls_that_are_not_allowed(make_vision, tmp_path):
     ]:
         with pytest.raises(ValueError, match=match):
             chat(engine, url)
+    (folder / "loop.png").symlink_to(folder / "loop.png")
+    with pytest.raises(ValueError, match="links form a loop" if sys.version_info < (3, 13) else "is no file"):
+        chat(llm, f"file://{folder}/loop.png")
+
+
+def test_addresses(monkeypatch):
+    """All addresses of a host must be public; the first one is used."""
+    found = lambda *addresses: [(None, None, None, "", (address, 80)) for address in addresses]
+    monkeypatch.setattr(image_urls.socket, "getaddrinfo", lambda host, port, type: found(*host.split()))
+    assert image_urls._public_address("8.8.8.8 2001:4860:4860::8888", 80) == ("8.8.8.8", 80)
+    for address in ("::ffff:10.0.0.1", "64:ff9b::a00:1", "224.0.0.1", "ff0e::1", "10.0.0.1", "::1", "169.254.169.254"):
+        with pytest.raises(ValueError, match="which is not public"):
+            image_urls._public_address(f"8.8.8.8 {address}", 80)
 
 
 def test_downloads(make_vision, monkeypatch):
-    """From an allowed host, up to a number of bytes; redirects are not followed."""
-    files = {"/a.png": as_bytes(picture(50, 30)), "/big.png": bytes(2**20)}
+    """From an allowed host, up to a number of bytes and seconds; redirects are not followed."""
+    files = {"/%C3%A4%20?%C3%B6": as_bytes(picture(50, 30)), "/big.png": bytes(2**20)}
+    hosts = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
+            hosts.append(self.headers["Host"])
+            if self.path == "/slow.png":
+                with suppress(OSError):
+                    for _ in range(100):
+                        self.wfile.write(b"HTTP/1.1 200 OK\r\n" if not _ else b"X: y\r\n")
+                        sleep(0.05)
+                return
             if self.path == "/moved.png":
                 self.send_response(302)
                 self.send_header("Location", "/a.png")
@@ -722,11 +745,18 @@ def test_downloads(make_vision, monkeypatch):
         Thread(target=http_server.serve_forever, daemon=True).start()
         url, reader = f"http://pictures.test:{http_server.server_port}", make_vision().input_processor.images.reader
         reader.config.resolve(allowed_media_domains=("pictures.test",))
-        assert reader.read(f"{url}/a.png", is_trusted=False) == reader.read(picture(50, 30))
+        assert reader.read(f"{url}/ä%20?ö", is_trusted=False) == reader.read(picture(50, 30))
         with pytest.raises(ValueError, match="the answer has status 302"):
             reader.read(f"{url}/moved.png", is_trusted=False)
         with pytest.raises(ValueError, match="takes more than 100000 bytes"):
             image_urls.fetch(f"{url}/big.png", reader.config, 100_000)
+        monkeypatch.setattr(image_urls, "MAX_SECONDS", 0.3)
+        with pytest.raises(ValueError, match="slow.png': takes more than 0.3 s"):
+            reader.read(f"{url}/slow.png", is_trusted=False)
+        monkeypatch.setitem(image_urls.PORTS, "http", http_server.server_port)
+        with pytest.raises(ValueError, match="the answer has status 404"):
+            reader.read("http://pictures.test/none.png", is_trusted=False)
+        assert hosts[0] == url[7:] and hosts[-1] == "pictures.test"
         http_server.shutdown()
     with pytest.raises(ValueError, match="can't be fetched .ConnectionRefusedError"):
         reader.read(f"{url}/a.png", is_trusted=False)
@@ -838,6 +868,14 @@ def test_wrong_requests(server):
             with pytest.raises(openai.BadRequestError, match=match) as error:
                 client.chat.completions.create(model="tiny-qwen3", messages=messages, extra_body=extra)
             assert error.value.param in ("messages", "truncate_prompt_tokens"), error.value
+        messages = [{"role": "user", "content": [image]}]
+        extra = {"chat_template_kwargs": {"n": 4096}}
+        client.chat.completions.create(model="tiny-qwen3", messages=messages, max_tokens=1, extra_body=extra)
+        with pytest.raises(openai.BadRequestError, match="a conversation with images must not have") as error:
+            client.chat.completions.create(model="tiny-qwen3", messages=messages * 1001)
+        with pytest.raises(openai.APIStatusError, match="has more than 262144 commas") as error:
+            client.completions.create(model="tiny-qwen3", prompt=[11111111] * 2**18 + [1, 1])
+        assert error.value.status_code == 413
     assert server.llm.num_unfinished == 0
 
 
