@@ -326,6 +326,8 @@ def test_each_image_is_computed_once(make_vision, monkeypatch):
     llm = make_vision(max_num_batched_tokens=100)  # the embeddings of one image
     llm.generate(prompts, params, use_tqdm=False)
     assert llm.core.model_runner.images.num_tokens == size
+    llm.generate(with_images(random.Random(0), picture(90, 60, 2), picture(90, 60, 3)), params, use_tqdm=False)
+    assert llm.core.model_runner.images.num_tokens == size, "a step with parts of two images was followed by others"
 
 
 def test_pixels_are_freed(make_vision):
@@ -894,7 +896,9 @@ def test_fronts(make_vision):
         async with setup.front() as front:
             for prompt, text, beam in zip(prompts, expected, beams):
                 for own, expected_text in zip(params, (text, beam)):
-                    found = await (await front.submit(prompt, own, in_pieces=False)).result()
+                    submitted = await front.submit(prompt, own, in_pieces=False)
+                    assert not any("vision" in seq.feature_state for seq in submitted.request.group)
+                    found = await submitted.result()
                     assert found.outputs[0].text == expected_text
 
     with pytest.MonkeyPatch.context() as monkeypatch:
