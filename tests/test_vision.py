@@ -871,7 +871,7 @@ def test_wrong_requests(server):
                 client.chat.completions.create(model="tiny-qwen3", messages=messages, extra_body=extra)
             assert error.value.param in ("messages", "truncate_prompt_tokens"), error.value
         messages = [{"role": "user", "content": [image]}]
-        extra = {"chat_template_kwargs": {"n": 4096}}
+        extra = {"chat_template_kwargs": {"thinking_budget": 4096}}
         client.chat.completions.create(model="tiny-qwen3", messages=messages, max_tokens=1, extra_body=extra)
         with pytest.raises(openai.BadRequestError, match="a conversation with images must not have") as error:
             client.chat.completions.create(model="tiny-qwen3", messages=messages * 1001)

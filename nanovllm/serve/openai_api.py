@@ -162,7 +162,7 @@ class Api:
         """
         if isinstance(body, protocol.ChatFields) and may_take_long(body, self.chat_template):
             if has_images(prompt) and self.llm.input_processor.config.model_config.vision is not None:
-                slow = f"its own chat_template, long chat_template_kwargs or more than {MANY_MESSAGES} messages"
+                slow = f"a chat_template, chat_template_kwargs that may be slow, or more than {MANY_MESSAGES} messages"
                 raise ValueError(f"messages: a conversation with images must not have {slow}")
             return await self.llm.render(prompt, template_arguments or {})
         return prompt

@@ -22,7 +22,6 @@ MAX_MEMORY = 2**29  # bytes of address space, in addition to the program's own
 MAX_CHARACTERS = 2**24  # of the rendered text
 MANY_MESSAGES = 1000  # a template may loop over all messages for each message
 MAX_PLAIN_CHARACTERS = 1024  # of an argument that can't make a template slow
-MAX_PLAIN_NUMBER = 2**16  # the same, also if a template counts up to it
 # Reads settings and then conversations as lines of JSON, and writes the text or the error of each conversation.
 # The stand-in for a tokenizer has only the attributes that `apply_chat_template` needs.
 PROGRAM = """
@@ -64,17 +63,16 @@ def may_take_long(body: Any, own_template: Any) -> bool:
     """Return whether a conversation (a protocol.ChatFields) may take long to render.
 
     Rendering may take long if the client sends a template, or if the server's template could loop over many messages,
-    or over arguments other than bools, short texts and numbers that are not huge.
+    or over arguments other than bools and short texts. A number takes no time if the template does not name it.
     """
-    values = (body.chat_template_kwargs or {}).values()
-    is_plain = all(x is None or _is_small(x) for x in values)
+    unused = lambda name, x: isinstance(x, (int, float)) and name not in str(own_template)
+    arguments = (body.chat_template_kwargs or {}).items()
+    is_plain = all(x is None or isinstance(x, bool) or _is_short_text(x) or unused(name, x) for name, x in arguments)
     return body.chat_template not in (None, own_template) or not is_plain or len(body.messages) > MANY_MESSAGES
 
 
-def _is_small(value: Any) -> bool:
-    if isinstance(value, str):
-        return len(value) <= MAX_PLAIN_CHARACTERS
-    return isinstance(value, (int, float)) and abs(value) <= MAX_PLAIN_NUMBER
+def _is_short_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= MAX_PLAIN_CHARACTERS
 
 
 class TemplateSandbox:
