@@ -56,10 +56,23 @@ ANSWERS = {
     "cut-header": (THOUGHT + "<|channel|>fin", "Hm, 1 < 2 |> é", "", []),
     "no-channel": ("<|message|>Yes<|end|>", "", "Yes", []),
     "controls-in-a-body": ("<|channel|>final<|message|>a<|channel|>b<|message|>c", "", "a<|channel|>b<|message|>c", []),
+    "call-in-analysis": (
+        '<|channel|>analysis to=functions.add code<|message|>{"n": 7}<|call|>',
+        *("", "", [("add", {"n": 7})]),
+    ),
+    "thought-without-end": (
+        "<|channel|>analysis<|message|>Hm<|start|>assistant<|channel|>final<|message|>Yes<|return|>",
+        *("Hm", "Yes", []),
+    ),
+    "messages-without-end": (
+        "<|channel|>analysis<|message|><|start|>assistant" + CALL.removesuffix("<|call|>") + "<|start|>assistant",
+        *("", "", [("add", {"n": 7})]),
+    ),
     "nothing": ("", "", "", []),
 }
 # what openai-harmony refuses
 INCOMPLETE = {"cut-header", "nothing", "two-answers", "controls-in-a-body"}
+INCOMPLETE |= {"thought-without-end", "messages-without-end"}
 TOKENIZER = CharacterTokenizer(*CONTROLS)
 PROMPT = "<|start|>user<|message|>Hi<|end|><|start|>assistant"
 
@@ -107,6 +120,8 @@ def test_texts_that_only_spell_controls():
     tokens += [*tokens_of("<|channel|>final<|message|>b"), *fake[:7], *tokens_of("c<|return|>")]
     spelled = "".join(text for text, _ in fake)
     assert read_all(tokens) == ("a" + spelled, "b<|end|>c", [])
+    tokens = [*tokens_of(THOUGHT + "<|channel|>final<|message|>"), *((x, ord(x)) for x in CALL)]
+    assert read_all(tokens) == ("Hm, 1 < 2 |> é", CALL, [])
 
 
 def test_a_model_without_the_format():
@@ -120,16 +135,20 @@ def test_a_model_without_the_format():
         (ToolParser, CALL, ("", '{"n": 7}', [])),  # a call, but the request has no tools
         (lambda: WholeParser("add"), THOUGHT + CALL, ("Hm, 1 < 2 |> é", "", [("add", {"n": 7})])),
         (lambda: WholeParser("add"), '<|channel|>final<|message|>{"n": 7}', ("", "", [("add", {"n": 7})])),
-        (HarmonyToolParser, CALL.replace('{"n": 7}', ""), ("", "", [("add", {})])),
-        (HarmonyToolParser, CALL.replace('{"n": 7}', "[7]"), ("", CALL.replace(" <|constrain|>json", "")[:0], None)),
+        *[
+            (HarmonyToolParser, CALL.replace('{"n": 7}', body).removesuffix(end), expected)
+            for end in ("", "<|call|>")
+            for body, expected in [
+                ("", ("", "", [("add", {})])),
+                (" ", ("", "", [("add", {})])),
+                ("[7]", ("", "[7]", [])),  # what is no JSON object is not lost
+                ('{"n": ', ("", '{"n": ', [])),
+            ]
+        ],
     ],
 )
 def test_calls_of_other_kinds(make, text, expected):
-    found = read_all(tokens_of(text), make)
-    if expected[2] is None:  # what is no JSON object is not lost
-        assert "[7]" in found[1] and not found[2]
-    else:
-        assert found == expected
+    assert read_all(tokens_of(text), make) == expected
 
 
 @pytest.mark.parametrize(
@@ -146,6 +165,18 @@ def test_what_the_prompt_has_begun(end, stage, text, expected):
     assert markers.start(TOKENIZER.encode(PROMPT + end)).stage is stage
     assert read_all(tokens_of(text), prompt=PROMPT + end) == expected
     assert markers.start(TOKENIZER.encode("a raw prompt")).stage is Stage.INSIDE
+
+
+@pytest.mark.parametrize("end", ["<|end|><|start|>", "<|start|>"])
+def test_reasoning_ends_with_the_header_of_another_message(end):
+    """A message may lack its end, and a call of a function is not reasoning in any channel."""
+    for header in ("<|channel|>final", "<|channel|>analysis to=functions.add code"):
+        reasoning = TOKENIZER.markers("openai_gptoss").start(TOKENIZER.encode(PROMPT))
+        thought = TOKENIZER.encode("<|channel|>analysis<|message|>Hm" + end + "assistant" + header)
+        reasoning.take(thought)
+        assert reasoning.stage is Stage.INSIDE
+        reasoning.take(TOKENIZER.encode("<|message|>Yes"))
+        assert reasoning.stage is Stage.ENDED and reasoning.num_tokens == len(thought) + 1
 
 
 def test_calls_without_a_reasoning_parser():
@@ -176,7 +207,8 @@ def as_openai_harmony_reads(harmony, text: str) -> tuple[str, str, list]:
     texts, calls = {True: [], False: []}, []
     for message in encoding.parse_messages_from_completion_tokens(ids, harmony.Role.ASSISTANT):
         body = message.content[0].text
-        if message.channel == "commentary" and message.recipient:
+        is_function = (message.recipient or "").startswith("functions.")
+        if is_function or (message.channel == "commentary" and message.recipient):
             calls.append((message.recipient.removeprefix("functions."), json.loads(body)))
         else:
             texts[message.channel == "analysis"].append(body)

@@ -28,6 +28,7 @@ from nanovllm.layers.attention import Attention
 from nanovllm.models import MODELS, ModelConfig, make_model
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.models.qwen2 import Qwen2ForCausalLM
+from nanovllm.models.shared.windows import fields_of_sizes
 from nanovllm.utils.context import Context, attention_context
 from nanovllm.utils.loader import load_model
 
@@ -788,6 +789,10 @@ class WindowInSecondLayer(Qwen2ForCausalLM):
     def __init__(self, *args):
         super().__init__(*args)
         self.model.layers[1].self_attn.attn.window = 20
+
+    @staticmethod
+    def read_config(raw: dict, file: Path) -> dict:
+        return Qwen2ForCausalLM.read_config(raw, file) | fields_of_sizes((None, 20))
 
 
 @pytest.mark.skipif(not V5, reason="transformers 4 has windows for all layers of Qwen2, or none")

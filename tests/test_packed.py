@@ -485,9 +485,10 @@ def test_tiles_for_hopper():
     for num_rows in range(1, 513):
         for n, k, few_registers in (4096, 4096, True), (24576, 4096, True), (24576, 2880, False), (8, 128, True):
             tile = choose_packed_tile(num_rows, n, k, 8, 132, few_registers)
-            assert tile.outputs == 128 or tile.stages % 2 == 0
-            assert tile.stages * (tile.outputs * 64 + tile.rows * 256) + (tile.outputs == 64) * tile.rows * 256 < 227000
-            assert tile.registers * 384 * {168: 1, 80: 2, 56: 3}[tile.registers] <= 65536
+            assert tile.stages and (tile.outputs == 128 or tile.stages % 2 == 0)
+            programs, sum_bytes = {168: 1, 80: 2, 56: 3}[tile.registers], (tile.outputs == 64) * tile.rows * 256
+            num_bytes = tile.stages * (tile.outputs * 64 + tile.rows * 256) + sum_bytes
+            assert programs * num_bytes < 227 * 2**10 and programs * tile.registers * 384 <= 65536
             assert 1 <= tile.split_k <= 8 and (tile.split_k == 1 or k // 128 // tile.split_k >= 8)
     assert choose_packed_tile(513, 4096, 4096, 8, 132, True) is choose_packed_tile(0, 4096, 4096, 8, 132, True) is None
 

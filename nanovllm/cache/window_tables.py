@@ -90,6 +90,7 @@ def divide_layers(runner: "ModelRunner") -> None:
     for spec in (full[0], *windows):
         del groups[spec]
     groups[divided] = full_layers + layers
+    assert len(views) <= config.model_config.max_table_views, "messages to ranks have space for this many"
     config.resolve(num_window_tables=num_tables, cache_window=window, table_views=tuple(views))
 
 

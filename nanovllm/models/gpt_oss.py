@@ -12,6 +12,7 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models import ModelConfig
 from nanovllm.models.llama import LlamaAttention
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
+from nanovllm.models.shared.windows import fields_of_sizes
 from nanovllm.moe.experts import MoE
 from nanovllm.moe.moe_config import Activation, MoEConfig
 from nanovllm.utils.checks import check_int, check_real
@@ -72,7 +73,7 @@ class GptOssForCausalLM(Qwen3ForCausalLM):
             "qkv_bias": raw["attention_bias"],
             "o_bias": raw["attention_bias"],
             "details": windows,
-            "attention_fraction": windows.count(None) / num_layers,
+            **fields_of_sizes(windows),
             "moe": MoEConfig(
                 *(frozenset(range(num_layers)), num_experts, top_k, raw["intermediate_size"]),
                 renormalize=True,  # a softmax over the chosen experts

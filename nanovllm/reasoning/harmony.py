@@ -6,7 +6,8 @@ with `<|start|>assistant`, so an answer begins within a header. The header names
     <|channel|>analysis<|message|>Paris is meant.<|end|>
     <|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
 
-The channel `analysis` is reasoning, `final` is the answer, and `commentary` is text before calls, or a call.
+The channel `analysis` is reasoning, `final` is the answer, and `commentary` is text before calls, or a call. Models
+sometimes call functions in `analysis`, or omit the end of a message. `<|start|>` then ends it.
 """
 
 import re
@@ -16,16 +17,17 @@ from typing import Any
 from nanovllm.reasoning.formats import ReasoningFormat
 from nanovllm.reasoning.stage import Reasoning, Stage, find_token_id
 
-MESSAGE = "<|message|>"
+START, MESSAGE = "<|start|>", "<|message|>"
 ENDS = "<|end|>", "<|return|>", "<|call|>"
-CONTROLS = "<|start|>", "<|channel|>", "<|constrain|>", MESSAGE, *ENDS
+CONTROLS = START, "<|channel|>", "<|constrain|>", MESSAGE, *ENDS
 MAX_HEADER = 64  # tokens; what follows them can't change the channel
 CHANNEL = re.compile(r"<\|channel\|>\s*([^\s<]+)")
 
 
 def is_analysis(header: str) -> bool:
+    """Return whether the message is reasoning. Models write some calls of functions in the channel of the reasoning."""
     channel = CHANNEL.search(header)
-    return channel is not None and channel[1] == "analysis"
+    return channel is not None and channel[1] == "analysis" and "to=functions." not in header
 
 
 class HarmonyMarkers:
@@ -43,7 +45,7 @@ class HarmonyMarkers:
     def start(self, prompt_token_ids: list[int]) -> "HarmonyReasoning":
         """Return the state at the beginning of an answer to this prompt, whose last message may be incomplete."""
         begin = len(prompt_token_ids)
-        while begin and self.controls.get(prompt_token_ids[begin - 1]) != "<|start|>":
+        while begin and self.controls.get(prompt_token_ids[begin - 1]) != START:
             begin -= 1
         reasoning = HarmonyReasoning(self)
         reasoning.take(prompt_token_ids[begin:] if begin else [])
@@ -77,6 +79,8 @@ class HarmonyReasoning(Reasoning):
                 self.num_thoughts += 1
                 if control in ENDS:
                     self.header, self.is_body = (), False
+                elif control == START:  # the model forgot the end
+                    self.header, self.is_body = (token_id,), False
             elif control == MESSAGE:
                 self.is_body = True
                 if not is_analysis(self.header_text):

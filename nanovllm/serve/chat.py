@@ -17,7 +17,7 @@ from nanovllm.serve.errors import ApiError, require
 from nanovllm.serve.harmony_parser import HarmonyParser
 from nanovllm.serve.protocol import ChatBody, ChatFields, Message, NamedToolChoice
 from nanovllm.serve.reasoning_parser import ReasoningParser, make_reasoning_parser
-from nanovllm.serve.tool_parsers import PARSERS, ToolCall, ToolParser, WholeParser, parsed
+from nanovllm.serve.tool_parsers import PARSERS, Part, ToolCall, ToolParser, WholeParser, parsed
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})  # and names in the chat template
 TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "documents", "chat_template")
@@ -99,11 +99,13 @@ class AnswerParser:
 
         "reasoning_content" is an older name of "reasoning".
         """
+        content: str | list[Part] = text
         if self._reasoning is not None:
-            reasoning, text = self._reasoning.feed(text, is_last, token_ids)
+            reasoning, content = self._reasoning.feed(text, is_last, token_ids)
             if reasoning:
                 yield {"reasoning": reasoning, "reasoning_content": reasoning}
-        for is_text, parts in groupby(self._tools.feed(text, is_last), lambda part: isinstance(part, str)):
+        found = content if isinstance(content, list) else self._tools.feed(content, is_last)
+        for is_text, parts in groupby(found, lambda part: isinstance(part, str)):
             if is_text:
                 yield {"content": "".join(cast(Any, parts))}
             elif calls := [*islice(parts, None if self._max_calls is None else self._max_calls - self.num_calls)]:

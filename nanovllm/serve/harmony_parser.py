@@ -1,41 +1,52 @@
-"""Splits an answer in the harmony format (reasoning/harmony.py) into reasoning and content while its text arrives."""
+"""Splits an answer in the harmony format (reasoning/harmony.py) while its text arrives."""
 
+import json
 import re
 from collections import deque
+from typing import Any
 
-from nanovllm.reasoning.harmony import CONTROLS, ENDS, MESSAGE, HarmonyReasoning, is_analysis
-from nanovllm.serve.tool_parsers import HarmonyToolParser, length_before
+from nanovllm.reasoning.harmony import CONTROLS, ENDS, MESSAGE, START, HarmonyReasoning, is_analysis
+from nanovllm.serve.tool_parsers import Part, ToolCall, length_before, parsed
 
 CONTROL = re.compile("|".join(map(re.escape, CONTROLS)))
-RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 MAX_CONTROL = max(map(len, CONTROLS))
 BETWEEN = "\n\n"  # between two messages of the same kind
 
 
 class HarmonyParser:
-    """Splits the text of one answer. The token ids determine which controls are tokens, and which are only spelled."""
+    """Splits the text of one answer into reasoning, content and calls.
+
+    The token ids determine which controls are tokens, and which are only spelled.
+    """
 
     is_over = False  # another message may follow
 
-    def __init__(self, reasoning: HarmonyReasoning, marks_calls: bool = False):
+    def __init__(self, reasoning: HarmonyReasoning, finds_calls: bool = False):
         """reasoning: the state at the beginning of the answer. No other object may use this state.
 
-        marks_calls: whether a HarmonyToolParser gets the content, so that calls keep their markers.
+        finds_calls: whether messages with a recipient are calls. Otherwise, they are content.
         """
-        self.reasoning, self._marks_calls = reasoning, marks_calls
+        self.reasoning, self._finds_calls = reasoning, finds_calls
         self._held = ""  # text that may be a part of a control
         self._tail = b""  # the bytes of the last tokens, in which a spelled control may begin
         self._are_tokens: deque[bool] = deque()  # of each control whose text has not arrived, whether it is a token
         self._header: list[str] | None = [reasoning.header_text]  # of the current message; None in its body
-        self._texts: tuple[list[str], list[str]] = [], []  # reasoning and content that `feed` will return
+        self._parts: tuple[list[Any], list[Any]] = [], []  # reasoning and content that `feed` will return
         self._has_text = [False, False]  # whether there was reasoning, and content
-        self._place = 1  # of the body in `_texts`
-        self._is_call = self._is_first = False
+        self._place = 1  # of the body in `_parts`
+        self._is_first = False  # whether no text of the body has arrived
+        self._call: tuple[str, list[str]] | None = None  # the name and the text of the current call
         if reasoning.is_body:
             self._begin_body()
 
-    def feed(self, text: str, is_last: bool = False, token_ids: list[int] | None = None) -> tuple[str, str]:
-        """Return the new reasoning and the new answer text. Text that may be part of a control is held back.
+    def feed(
+        self, text: str, is_last: bool = False, token_ids: list[int] | None = None
+    ) -> tuple[str, str | list[Part]]:
+        """Return the new reasoning and the new content. Text that may be part of a control is held back.
+
+        With `finds_calls`, the content is a list of texts and complete calls, so that no text can pass for a call. A
+        call whose arguments are not a JSON object becomes a text.
 
         token_ids: all new token ids, even if their text comes later; `None` if unknown.
         """
@@ -52,13 +63,14 @@ class HarmonyParser:
         end = searched + min(length_before(control, held[searched:], is_last) for control in CONTROLS)
         self._add(held[place:end])
         self._held = held[end:]
-        if is_last and self._header and not any(self._has_text):
+        if is_last:
+            self._end_call()
+        if is_last and self._header:
             written = "".join(self._header[1:])  # the first part is from the prompt
-            if CONTROL.search(written) is None:
-                self._texts[1].append(written)  # the model does not use the format
-        reasoning, content = ("".join(texts) for texts in self._texts)
-        self._texts = [], []
-        return reasoning, content
+            if written and CONTROL.search(written) is None:
+                self._parts[1].append(written)  # the model does not use the format
+        (reasoning, content), self._parts = self._parts, ([], [])
+        return "".join(reasoning), content if self._finds_calls else "".join(content)
 
     def _find_controls(self, token_id: int) -> None:
         if token_id in self.reasoning.markers.controls:
@@ -71,11 +83,9 @@ class HarmonyParser:
         self._tail = last[1 - MAX_CONTROL :].encode("latin-1")
 
     def _take_control(self, control: str) -> None:
-        if self._header is None and control in ENDS:
-            if self._is_call:
-                self._add("{}" if self._is_first else "")
-                self._texts[1].append(HarmonyToolParser.END)
-            self._header = []
+        if self._header is None and control in (START, *ENDS):
+            self._end_call()
+            self._header = ["", control]
         elif self._header is not None and control == MESSAGE:
             self._begin_body()
         else:
@@ -85,17 +95,28 @@ class HarmonyParser:
         header, self._header, self._is_first = "".join(self._header or ()), None, True
         self._place = 0 if is_analysis(header) else 1
         recipient = RECIPIENT.search(header)
-        self._is_call = self._marks_calls and self._place == 1 and recipient is not None
-        if self._is_call and recipient is not None:
-            self._begin = HarmonyToolParser.begin(recipient[1])
+        if self._finds_calls and self._place == 1 and recipient is not None:
+            self._call = recipient[1], []
+
+    def _end_call(self) -> None:
+        if self._call is None:
+            return
+        (name, texts), self._call = self._call, None
+        text = "".join(texts)
+        arguments = parsed(text) if text.strip() else {}
+        if isinstance(arguments, dict):
+            self._parts[1].append(ToolCall(name, json.dumps(arguments, ensure_ascii=False)))
+        else:
+            self._add(text)
 
     def _add(self, text: str) -> None:
         if self._header is not None:
             self._header.append(text)
             return
-        if not text:
-            return
-        if self._is_first:
-            text = (self._begin if self._is_call else BETWEEN if self._has_text[self._place] else "") + text
-            self._is_first, self._has_text[self._place] = False, True
-        self._texts[self._place].append(text)
+        if self._call is not None:
+            self._call[1].append(text)
+        elif text:
+            if self._is_first:
+                text = BETWEEN * self._has_text[self._place] + text
+                self._is_first, self._has_text[self._place] = False, True
+            self._parts[self._place].append(text)

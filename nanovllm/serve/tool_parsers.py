@@ -287,21 +287,18 @@ class DeepSeekParser(JsonParser):
 
 
 class HarmonyToolParser(JsonParser):
-    """Parses calls in the harmony format (reasoning/harmony.py): messages with a recipient."""
+    """Parses calls in the harmony format (reasoning/harmony.py): messages with a recipient.
 
-    END = "<|call|>"
+    It serves answers whose reasoning is not parsed. Otherwise, a HarmonyParser finds the calls by their tokens.
+    """
+
     markers = ("<|channel|>", "<|start|>")
-    closers = (END, "<|end|>", "<|return|>")
+    closers = ("<|call|>", "<|end|>", "<|return|>")
     HEADER = r"(?:(?!<\|message\|>).)*?"
     HEAD = re.compile(
         rf"<\|(?:channel|start)\|>(?={HEADER}\bto=(?:functions\.)?(?P<name>[^\s<]+)){HEADER}<\|message\|>\s*(?=\{{)",
         re.DOTALL,
     )
-
-    @staticmethod
-    def begin(recipient: str) -> str:
-        """Return what begins a call if only calls keep their markers."""
-        return f"<|channel|>commentary to={recipient}<|message|>"
 
 
 class Llama3Parser(JsonParser):

@@ -43,7 +43,9 @@ class LoRATiles(NamedTuple):
 def group_rows(slots: torch.Tensor, num_slots: int) -> RowGroups:
     in_order, order = slots.sort(stable=True)
     bounds = torch.arange(num_slots + 1, dtype=slots.dtype, device=slots.device)
-    return RowGroups(order.int(), torch.searchsorted(in_order, bounds, out_int32=True))
+    starts = torch.searchsorted(in_order, bounds, out_int32=True)
+    # this launch comes last, because kernels that read `starts` early might not see what the last launch wrote
+    return RowGroups(order.int(), starts)
 
 
 @triton.jit
@@ -85,13 +87,13 @@ def _shrink_kernel(
     r = tl.program_id(2) % r_tiles * TILES.tile_r + tl.arange(0, TILES.tile_r)
     rank = tl.load(rank_ptr + slot * rank_stride + part, slot < TILES.slots, 0)
     m = first + tl.arange(0, TILES.tile_m)
-    row = tl.load(group_ptrs.order + m, m < end, 0).to(tl.int64)
     a_ptrs = a_ptr + ((slot * TILES.parts + part).to(tl.int64) * TILES.max_rank + r[:, None]) * K
     begin = split * k_per_split
     k_end = tl.minimum(begin + k_per_split, K)
     w = _load_a(a_ptrs, begin + tl.arange(0, TILES.tile_k), k_end, r < rank)
     gdc_wait(PDL)
     if tl.program_id(2) % r_tiles * TILES.tile_r < rank:
+        row = tl.load(group_ptrs.order + m, m < end, 0).to(tl.int64)
         acc = tl.zeros([m.shape[0], r.shape[0]], tl.float32)
         for start in range(begin, k_end, TILES.tile_k):
             k = start + tl.arange(0, TILES.tile_k)
@@ -133,13 +135,13 @@ def _expand_kernel(
     part_begin = tl.load(part_end_ptr + part - 1, part > 0, 0)
     part_end = tl.load(part_end_ptr + part)
     m = first + tl.arange(0, TILES.tile_m)
-    row = tl.load(group_ptrs.order + m, m < end, 0).to(tl.int64)
     first_n = part_begin + tl.program_id(1) * TILES.tile_n
     n = first_n + tl.arange(0, TILES.tile_n)
     r = tl.arange(0, TILES.tile_r)
     w = _load_b(b_ptr, slot, n, part_end, r, rank, N, TILES)
     gdc_wait(PDL)
     if (rank > 0) & (first_n < part_end):
+        row = tl.load(group_ptrs.order + m, m < end, 0).to(tl.int64)
         y = y_ptr + row[:, None] * N + n[None, :]
         inside_y = (m < end)[:, None] & (n < part_end)[None, :]
         acc = tl.load(y, inside_y, 0.0).to(tl.float32)

@@ -53,6 +53,10 @@ def read_windows(raw: dict, file: Path, interval: int, local_theta: float | None
     local = {"rope_theta": theta} | (rope.get("sliding_attention") or {})
     inv_freq, scale, *_ = read_rope({**raw, "rope_parameters": local, "rope_scaling": None}, head_dim, file)
     sizes = tuple(size if kind == "sliding_attention" else None for kind in kinds)
-    fraction = sizes.count(None) / num_layers
-    fields = {"attention_fraction": fraction, "max_table_views": ceil(1 / fraction) - 1 if fraction else 0}
-    return {"details": Windows(sizes, (inv_freq, scale)), **fields}
+    return {"details": Windows(sizes, (inv_freq, scale)), **fields_of_sizes(sizes)}
+
+
+def fields_of_sizes(sizes: tuple[int | None, ...]) -> dict:
+    """Return the fields of ModelConfig that depend on which layers have a window."""
+    fraction = sizes.count(None) / len(sizes)
+    return {"attention_fraction": fraction, "max_table_views": ceil(1 / fraction) - 1 if fraction else 0}

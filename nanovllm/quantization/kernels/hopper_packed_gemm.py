@@ -188,6 +188,7 @@ def _packed_gemm_kernel(
     # A program computes a tile of the result over the inputs of one split.
     gdc_launch_dependents(PDL)
     STAGES: gl.constexpr = PLAN.stages
+    gl.static_assert(STAGES % PLAN.k_groups == 0)  # see `_multiply`
     ROW_GROUPS: gl.constexpr = PLAN.row_groups
     words, xs = buffers(words_tiles, STAGES * ROW_GROUPS), buffers(x_tiles, STAGES * 2)
     full, empty, added = barriers(STAGES, 1), barriers(STAGES, ROW_GROUPS), barriers(1, ROW_GROUPS)
@@ -226,7 +227,6 @@ def hopper_packed_gemm(x: torch.Tensor, weight, tile: HopperTile, out: torch.Ten
         *(groups == 1 and tile.rows <= MAX_SCALED_TOKENS, tile.stages),
         (tile.registers * 3 - LOADING_REGISTERS.value) // 2 // 8 * 8,
     )
-    assert plan.stages % plan.k_groups == 0
     steps = triton.cdiv(triton.cdiv(weight.k, BLOCK.value), tile.split_k)
     grid = triton.cdiv(n, tile.outputs) * tile.split_k, triton.cdiv(m, tile.rows)
     tiles = tiles_of(weight.words, ROWS.value, WORDS.value), tiles_of(x, tile.rows, BLOCK.value // 2)

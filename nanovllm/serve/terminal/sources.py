@@ -79,7 +79,7 @@ class LocalModel:
         processor = self.llm.input_processor
         markers = markers_of(format_of(template_text(self.llm.tokenizer.chat_template)) or "think", processor)
         text, prompt_token_ids, images = processor.tokenize(messages)
-        parser = make_reasoning_parser(markers.start(prompt_token_ids))
+        parser: Any = make_reasoning_parser(markers.start(prompt_token_ids))
         if isinstance(parser, HarmonyParser):
             params = params | {"skip_special_tokens": False}
         prompt = TokensPrompt(prompt=text or "", prompt_token_ids=prompt_token_ids, multi_modal_data=images)
