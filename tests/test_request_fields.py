@@ -429,7 +429,7 @@ def test_what_may_take_long():
     def may_take_long(**fields) -> bool:
         return template_sandbox.may_take_long(ChatBody(**{"messages": QUESTION} | fields), TEMPLATE)
 
-    for own in ({}, {"enable_thinking": False}, {"a": None, "language": "en"}):
+    for own in ({}, {"enable_thinking": False}, {"a": None, "language": "en"}, {"thinking_budget": 10**9}):
         assert not may_take_long(chat_template_kwargs=own) and not may_take_long(chat_template=TEMPLATE)
     for own in ({"n": 5}, {"n": 1e300}, {"x": []}, {"x": {"y": 1}}, {"x": "y" * 2000}):
         assert may_take_long(chat_template_kwargs=own)

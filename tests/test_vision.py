@@ -5,12 +5,16 @@ import base64
 import io
 import json
 import random
+import sys
+import tracemalloc
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Thread, current_thread
+from time import sleep
 
 import numpy as np
 import pytest
@@ -23,7 +27,7 @@ from test_states import poison
 from nanovllm import BeamSearchParams, LoRARequest, SamplingParams
 from nanovllm.models import ModelConfig, make_model
 from nanovllm.utils.loader import load_model
-from nanovllm.vision import image_urls
+from nanovllm.vision import image_prompts, image_urls
 from nanovllm.vision.prompt_images import PromptImages
 from nanovllm.vision.vision_runner import ImageStore, vision_runner
 
@@ -322,6 +326,8 @@ def test_each_image_is_computed_once(make_vision, monkeypatch):
     llm = make_vision(max_num_batched_tokens=100)  # the embeddings of one image
     llm.generate(prompts, params, use_tqdm=False)
     assert llm.core.model_runner.images.num_tokens == size
+    llm.generate(with_images(random.Random(0), picture(90, 60, 2), picture(90, 60, 3)), params, use_tqdm=False)
+    assert llm.core.model_runner.images.num_tokens == size, "a step with parts of two images was followed by others"
 
 
 def test_pixels_are_freed(make_vision):
@@ -629,6 +635,43 @@ def test_sizes_of_images(make_vision):
         llm.generate({"prompt": PAD * 2, "multi_modal_data": {"image": picture(9, 9)}})
 
 
+def test_pixels_of_a_prompt(make_vision, monkeypatch):
+    """All images of a prompt share a bound, and an image that comes again is decoded once."""
+    llm, first, second = make_vision(), data_url(picture(20, 30)), data_url(picture(20, 31))
+    opened, open_image = [], image_prompts.ImageReader._in_rgb
+    monkeypatch.setattr(image_prompts, "MAX_PROMPT_PIXELS", 20 * 60)
+    monkeypatch.setattr(
+        image_prompts.ImageReader, "_in_rgb", lambda self, image: opened.append(image.size) or open_image(self, image)
+    )
+    images = llm.input_processor.tokenize(with_images(random.Random(0), first, first, first))[2].images
+    assert images[0] is images[2] and opened == [(20, 30)]
+    with pytest.raises(ValueError, match="the images have at least 1220 pixels: must have at most 1200 together"):
+        llm.generate(with_images(random.Random(0), first, second))
+    assert opened == [(20, 30)] * 2
+
+
+def test_escaped_data():
+    """Of a data: URL. Memory is bounded by the URL's length."""
+    data = bytes(range(256)) * 2**10 + b"?"
+    escaped = base64.b64encode(data).decode().replace("+", "%2B").replace("/", "%2f").replace("=", "%3d")
+    tracemalloc.start()
+    assert image_urls.fetch(f"data:image/png;base64,{escaped}", None, 2**20) == data
+    with pytest.raises(ValueError, match="is not valid base64"):
+        image_urls.fetch("data:image/png;base64," + "%41" * 2**17, None, 2**20)
+    assert tracemalloc.get_traced_memory()[1] < 2**22
+    tracemalloc.stop()
+
+
+def test_missing_pillow(make_vision, monkeypatch):
+    """Images are refused as any invalid prompt."""
+    llm = make_vision()
+    for name in ("nanovllm.vision.image_prompts", "nanovllm.vision.image_reader"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ValueError, match="prompt: images can't be read .images need Pillow: pip install"):
+        llm.generate({"prompt": "a", "multi_modal_data": {"image": b""}})
+
+
 def test_urls_that_are_not_allowed(make_vision, tmp_path):
     secret, folder = tmp_path / "secret.png", tmp_path / "open"
     folder.mkdir()
@@ -658,14 +701,35 @@ def test_urls_that_are_not_allowed(make_vision, tmp_path):
     ]:
         with pytest.raises(ValueError, match=match):
             chat(engine, url)
+    (folder / "loop.png").symlink_to(folder / "loop.png")
+    with pytest.raises(ValueError, match="links form a loop" if sys.version_info < (3, 13) else "is no file"):
+        chat(llm, f"file://{folder}/loop.png")
+
+
+def test_addresses(monkeypatch):
+    """All addresses of a host must be public; the first one is used."""
+    found = lambda *addresses: [(None, None, None, "", (address, 80)) for address in addresses]
+    monkeypatch.setattr(image_urls.socket, "getaddrinfo", lambda host, port, type: found(*host.split()))
+    assert image_urls._public_address("8.8.8.8 2001:4860:4860::8888", 80) == ("8.8.8.8", 80)
+    for address in ("::ffff:10.0.0.1", "64:ff9b::a00:1", "224.0.0.1", "ff0e::1", "10.0.0.1", "::1", "169.254.169.254"):
+        with pytest.raises(ValueError, match="which is not public"):
+            image_urls._public_address(f"8.8.8.8 {address}", 80)
 
 
 def test_downloads(make_vision, monkeypatch):
-    """From an allowed host, up to a number of bytes; redirects are not followed."""
-    files = {"/a.png": as_bytes(picture(50, 30)), "/big.png": bytes(2**20)}
+    """From an allowed host, up to a number of bytes and seconds; redirects are not followed."""
+    files = {"/%C3%A4%20?%C3%B6": as_bytes(picture(50, 30)), "/big.png": bytes(2**20)}
+    hosts = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
+            hosts.append(self.headers["Host"])
+            if self.path == "/slow.png":
+                with suppress(OSError):
+                    for _ in range(100):
+                        self.wfile.write(b"HTTP/1.1 200 OK\r\n" if not _ else b"X: y\r\n")
+                        sleep(0.05)
+                return
             if self.path == "/moved.png":
                 self.send_response(302)
                 self.send_header("Location", "/a.png")
@@ -683,11 +747,18 @@ def test_downloads(make_vision, monkeypatch):
         Thread(target=http_server.serve_forever, daemon=True).start()
         url, reader = f"http://pictures.test:{http_server.server_port}", make_vision().input_processor.images.reader
         reader.config.resolve(allowed_media_domains=("pictures.test",))
-        assert reader.read(f"{url}/a.png", is_trusted=False) == reader.read(picture(50, 30))
+        assert reader.read(f"{url}/ä%20?ö", is_trusted=False) == reader.read(picture(50, 30))
         with pytest.raises(ValueError, match="the answer has status 302"):
             reader.read(f"{url}/moved.png", is_trusted=False)
         with pytest.raises(ValueError, match="takes more than 100000 bytes"):
             image_urls.fetch(f"{url}/big.png", reader.config, 100_000)
+        monkeypatch.setattr(image_urls, "MAX_SECONDS", 0.3)
+        with pytest.raises(ValueError, match="slow.png': takes more than 0.3 s"):
+            reader.read(f"{url}/slow.png", is_trusted=False)
+        monkeypatch.setitem(image_urls.PORTS, "http", http_server.server_port)
+        with pytest.raises(ValueError, match="the answer has status 404"):
+            reader.read("http://pictures.test/none.png", is_trusted=False)
+        assert hosts[0] == url[7:] and hosts[-1] == "pictures.test"
         http_server.shutdown()
     with pytest.raises(ValueError, match="can't be fetched .ConnectionRefusedError"):
         reader.read(f"{url}/a.png", is_trusted=False)
@@ -730,8 +801,15 @@ def server(checkpoint, monkeypatch):
         yield server
 
 
-def test_all_apis(server):
-    """Chat completions, responses and messages give the engine's answer, whole and as streams."""
+def test_all_apis(server, monkeypatch):
+    """Chat completions, responses and messages give the engine's answer, whole and as streams.
+
+    Threads that tokenize texts read no images.
+    """
+    threads, read = set(), image_prompts.ImagePrompts.read
+    monkeypatch.setattr(
+        image_prompts.ImagePrompts, "read", lambda *arguments: threads.add(current_thread().name) or read(*arguments)
+    )
     openai, httpx = pytest.importorskip("openai"), pytest.importorskip("httpx")
     image = picture(50, 30)
     source = {"type": "base64", "media_type": "image/png", "data": data_url(image).partition(",")[2]}
@@ -765,6 +843,7 @@ def test_all_apis(server):
         assert count["input_tokens"] > expected.prompt_token_ids.count(PAD_ID)
         tokens = client.post("/tokenize", json={"messages": chat}).json()["tokens"]
         assert tokens == expected.prompt_token_ids
+    assert not any(name.startswith("nanovllm-tokenizer") for name in threads) and len(threads) > 1
     server.wait_until_free()
 
 
@@ -791,6 +870,14 @@ def test_wrong_requests(server):
             with pytest.raises(openai.BadRequestError, match=match) as error:
                 client.chat.completions.create(model="tiny-qwen3", messages=messages, extra_body=extra)
             assert error.value.param in ("messages", "truncate_prompt_tokens"), error.value
+        messages = [{"role": "user", "content": [image]}]
+        extra = {"chat_template_kwargs": {"thinking_budget": 4096}}
+        client.chat.completions.create(model="tiny-qwen3", messages=messages, max_tokens=1, extra_body=extra)
+        with pytest.raises(openai.BadRequestError, match="a conversation with images must not have") as error:
+            client.chat.completions.create(model="tiny-qwen3", messages=messages * 1001)
+        with pytest.raises(openai.APIStatusError, match="has more than 262144 commas") as error:
+            client.completions.create(model="tiny-qwen3", prompt=[11111111] * 2**18 + [1, 1])
+        assert error.value.status_code == 413
     assert server.llm.num_unfinished == 0
 
 
@@ -809,7 +896,9 @@ def test_fronts(make_vision):
         async with setup.front() as front:
             for prompt, text, beam in zip(prompts, expected, beams):
                 for own, expected_text in zip(params, (text, beam)):
-                    found = await (await front.submit(prompt, own, in_pieces=False)).result()
+                    submitted = await front.submit(prompt, own, in_pieces=False)
+                    assert not any("vision" in seq.feature_state for seq in submitted.request.group)
+                    found = await submitted.result()
                     assert found.outputs[0].text == expected_text
 
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -58,11 +58,13 @@ class InputProcessor:
 
     @cached_property
     def images(self) -> Any:
-        """Return the ImagePrompts, or None if the engine takes no images."""
+        """Return the ImagePrompts, or None if the engine takes no images. Raises ValueError without Pillow."""
         if self.config.model_config.vision is None:
             return None
-        from nanovllm.vision.image_prompts import ImagePrompts  # few engines take images
-
+        try:
+            from nanovllm.vision.image_prompts import ImagePrompts  # few engines take images
+        except ImportError as error:
+            raise ValueError(f"prompt: images can't be read ({error})") from error
         return ImagePrompts(self.config)
 
     def next_request_id(self) -> int:

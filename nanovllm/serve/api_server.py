@@ -19,7 +19,7 @@ from nanovllm.serve.errors import ApiError, api_error
 from nanovllm.serve.http_responses import endpoint, error_response, json_response
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.openai_api import Api
-from nanovllm.serve.request_limits import RequestLimits
+from nanovllm.serve.request_limits import MAX_TEXT_BYTES, RequestLimits
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.view import view_router
 
@@ -32,9 +32,10 @@ def create_app(
     """model: the model as given on the command line.
     is_closing: returns True when the endless streams of the page must end.
     """
+    takes_images = llm.input_processor.config.model_config.vision is not None
+    expects_images = takes_images and settings.max_body_bytes is None
     if settings.max_body_bytes is None:
-        takes_images = llm.input_processor.config.model_config.vision is not None
-        settings = replace(settings, max_body_bytes=2**25 if takes_images else 2**21)
+        settings = replace(settings, max_body_bytes=2**25 if takes_images else MAX_TEXT_BYTES)
     app = FastAPI(
         title="nano-vllm",
         version=__version__,
@@ -61,7 +62,7 @@ def create_app(
         app.include_router(view_router(llm.call, is_closing=is_closing))
     for kind in (HTTPException, exceptions.RequestValidationError, ApiError, EngineDeadError, Exception):
         app.add_exception_handler(kind, _on_error)
-    app.add_middleware(RequestLimits, settings=settings, endpoints=endpoints)
+    app.add_middleware(RequestLimits, settings=settings, endpoints=endpoints, expects_images=expects_images)
     if origins := settings.allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app

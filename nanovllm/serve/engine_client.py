@@ -17,14 +17,13 @@ from nanovllm.pooling.pooling_params import PoolingParams
 from nanovllm.pooling.pooling_request import pooling_request
 from nanovllm.requests.detokenizer import Detokenizer
 from nanovllm.requests.input_processor import InputProcessor
-from nanovllm.requests.prompts import has_images
 from nanovllm.requests.request import CompletionRequest, Message, Prompt, TokensPrompt
 from nanovllm.requests.stream_event import StreamEvent
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.async_request import AsyncRequest, PartialAnswer
 from nanovllm.serve.beams import beam_completion
 from nanovllm.serve.pooling_client import classify, embed, score
-from nanovllm.serve.prompt_lanes import LongTextError, PromptLane, PromptSource, RenderedChat
+from nanovllm.serve.prompt_lanes import LongTextError, PromptLane, PromptSource, RenderedChat, reads_images
 from nanovllm.serve.template_sandbox import MAX_PROCESSES, TemplateSandbox
 from nanovllm.serve.turns import ClientTurns
 from nanovllm.utils.checks import check_int
@@ -262,7 +261,7 @@ class EngineClient(ABC):
 
     async def _in_lane(self, call: Callable[[PromptLane], T], prompt: PromptSource) -> T:
         """Run `call` in the lane for short texts. Images are read in other threads, so that texts do not wait."""
-        pool = self._image_pool if has_images(prompt) else self._pool
+        pool = self._image_pool if reads_images(prompt) else self._pool
         try:
             return await self._in_thread(pool, partial(call, self._lane))
         except LongTextError:

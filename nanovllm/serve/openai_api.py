@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
+from nanovllm.requests.prompts import has_images
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve import chat, protocol
 from nanovllm.serve.adapters_api import ServedAdapters
@@ -22,7 +23,7 @@ from nanovllm.serve.http_responses import EventStream, json_response
 from nanovllm.serve.prompt_lanes import RenderedChat, tokenized
 from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.structured import structured_outputs, with_own_field
-from nanovllm.serve.template_sandbox import may_take_long
+from nanovllm.serve.template_sandbox import MANY_MESSAGES, may_take_long
 
 # longer requests are prepared in a thread, so that no other client waits
 MAX_BODY_IN_LOOP = 2**16  # bytes
@@ -155,8 +156,14 @@ class Api:
         return chat.template_arguments(body, self.chat_template, self.settings.trust_request_chat_template)
 
     async def _rendered(self, body: protocol.TextBody, prompt: Any, template_arguments: dict[str, Any] | None) -> Any:
-        """Render a conversation in the sandbox if this may take long. Return other prompts unchanged."""
+        """Render a conversation in the sandbox if this may take long. Return other prompts unchanged.
+
+        Raises ValueError if this may take long and there are images, which the sandbox does not take.
+        """
         if isinstance(body, protocol.ChatFields) and may_take_long(body, self.chat_template):
+            if has_images(prompt) and self.llm.input_processor.config.model_config.vision is not None:
+                slow = f"a chat_template, chat_template_kwargs that may be slow, or more than {MANY_MESSAGES} messages"
+                raise ValueError(f"messages: a conversation with images must not have {slow}")
             return await self.llm.render(prompt, template_arguments or {})
         return prompt
 

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from functools import partial
 from typing import Any, cast
 
 from nanovllm.requests.input_processor import InputProcessor
@@ -19,6 +20,11 @@ LONG_TEXT = 2**14  # characters; tokenizing them takes about 15 ms
 _KEEPING = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend"}
 _KEEPING |= {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split", "UnicodeScripts"}
 PromptSource = Prompt | Callable[["PromptLane"], Prompt]
+
+
+def reads_images(source: PromptSource) -> bool:
+    """Return whether a prompt has images, or whether an argument of a `functools.partial` that makes it has some."""
+    return any(map(has_images, source.args)) if isinstance(source, partial) else has_images(source)
 
 
 class LongTextError(Exception):

@@ -25,6 +25,8 @@ OPEN_PATHS = ("/", "/health", "/ping")  # no key needed: the page asks the user 
 KEY_VARIABLES = ("NANOVLLM_API_KEY", "VLLM_API_KEY")  # environment variables
 HEADER_SECONDS = 10.0  # time for the headers of a request to arrive
 MAX_HEADER_BYTES = 32 * 2**10
+MAX_TEXT_BYTES = 2**21  # of a body without images
+MAX_COMMAS = 2**18  # of a longer body: parsing many small values would delay other requests
 LONG_HEADERS = f"the headers are longer than {MAX_HEADER_BYTES} bytes"
 ADMITTED_PER_TURN = 4, 16  # minimum and maximum number of POST requests per iteration of the event loop
 REQUEST_SECONDS = 0.0007  # approximate time to admit a request
@@ -37,11 +39,15 @@ class RequestLimits:
     So routes never wait for a client that sends slowly.
     """
 
-    def __init__(self, app: Any, settings: ServerSettings, endpoints: Mapping[str, Endpoint]):
+    def __init__(
+        self, app: Any, settings: ServerSettings, endpoints: Mapping[str, Endpoint], expects_images: bool = False
+    ):
         """endpoints: by path, the function that answers POST requests instead of `app`.
+        expects_images: refuse bodies that are long for another reason.
 
         Each iteration of the event loop admits only a few of these requests, so that a burst does not delay other work.
         """
+        self._expects_images = expects_images
         self._endpoints, self._turns = endpoints, LoopTurns(*ADMITTED_PER_TURN, REQUEST_SECONDS)
         self.app, self.settings, self._root_path = app, settings, settings.root_path.rstrip("/")
         keys = [*(settings.api_key or ()), *(os.environ.get(name, "") for name in KEY_VARIABLES)]
@@ -123,11 +129,14 @@ class RequestLimits:
         self._check_length(int(length[:20]) if length.isdigit() else 0)
         try:
             with fail_after(self.settings.body_timeout):
-                await request.body()
+                body = await request.body()
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {self.settings.body_timeout:g} seconds") from None
         except ClientDisconnect:
             raise ApiError(400, "the connection was closed within the body") from None
+        if self._expects_images and len(body) > MAX_TEXT_BYTES and body.count(b",") > MAX_COMMAS:
+            problem = f"the body is longer than {MAX_TEXT_BYTES} bytes and has more than {MAX_COMMAS} commas"
+            raise ApiError(413, problem, code="body_too_long")
 
     def _bounded(self, receive: Receive) -> Receive:
         """Wrap `receive` to raise ApiError if the body gets too long."""

@@ -63,10 +63,11 @@ def may_take_long(body: Any, own_template: Any) -> bool:
     """Return whether a conversation (a protocol.ChatFields) may take long to render.
 
     Rendering may take long if the client sends a template, or if the server's template could loop over many messages,
-    or over arguments other than bools and short texts.
+    or over arguments other than bools and short texts. A number takes no time if the template does not name it.
     """
-    values = (body.chat_template_kwargs or {}).values()
-    is_plain = all(x is None or isinstance(x, bool) or _is_short_text(x) for x in values)
+    unused = lambda name, x: isinstance(x, (int, float)) and name not in str(own_template)
+    arguments = (body.chat_template_kwargs or {}).items()
+    is_plain = all(x is None or isinstance(x, bool) or _is_short_text(x) or unused(name, x) for name, x in arguments)
     return body.chat_template not in (None, own_template) or not is_plain or len(body.messages) > MANY_MESSAGES
 
 

@@ -5,12 +5,15 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.requests.chat_templates import IMAGE_PART
 from nanovllm.requests.prompts import image_source, is_conversation, read_text_prompt
-from nanovllm.vision.image_reader import ImageReader
+from nanovllm.vision.image_reader import MAX_PIXELS, ImageReader
 from nanovllm.vision.prompt_images import PromptImage, PromptImages
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
     from nanovllm.requests.input_processor import InputProcessor
+
+
+MAX_PROMPT_PIXELS = 2 * MAX_PIXELS  # of a prompt's images before scaling, because decoding takes time
 
 
 class ImagePrompts:
@@ -25,7 +28,7 @@ class ImagePrompts:
         """Return the text, the token ids and the images of a prompt.
 
         In the token ids, an image has as many placeholders as the text model reads embeddings. Raises ValueError if the
-        prompt has too many images, or another number of placeholders than images. Raises the errors of
+        prompt has too many images or pixels, or another number of placeholders than images. Raises the errors of
         `ImageReader.read`.
         """
         is_chat, image_token_id = is_conversation(prompt), self.vision.image_token_id
@@ -41,12 +44,21 @@ class ImagePrompts:
             raise ValueError(f"prompt: has {count} images and {found} times the placeholder {token!r}: must be equal")
         if not sources:
             return text, token_ids, None
-        images, num_tokens = list[PromptImage](), len(token_ids)
+        images, num_tokens, num_pixels = list[PromptImage](), len(token_ids), 0
+        known: dict[Any, PromptImage] = {}
         for source in sources:
-            try:
-                images.append(self.reader.read(source, is_trusted=not is_chat))
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"{field}: {error}") from error
+            key = source if isinstance(source, (str, bytes)) else id(source)
+            if key not in known:
+                try:
+                    opened = self.reader.open(source, is_trusted=not is_chat)
+                    if (num_pixels := num_pixels + opened.width * opened.height) > MAX_PROMPT_PIXELS:
+                        bound = f"must have at most {MAX_PROMPT_PIXELS} together"
+                        raise ValueError(f"the images have at least {num_pixels} pixels: {bound}")
+                    known[key] = self.reader.read(opened)
+                except (TypeError, ValueError) as error:
+                    kind = TypeError if isinstance(error, TypeError) else ValueError  # others take other arguments
+                    raise kind(f"{field}: {error}") from error
+            images.append(known[key])
             num_tokens += images[-1].num_tokens - 1
             if num_tokens >= processor.max_model_len:  # other images are not read, because that may take long
                 bound = f"must be fewer than {processor.length_bound}"

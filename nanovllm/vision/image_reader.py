@@ -5,6 +5,8 @@ This file is imported when an engine gets its first prompt with images, because 
 
 import hashlib
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +48,7 @@ class ImageReader:
         files and other hosts only if settings allow it. Raises ValueError for broken, too large and too narrow images,
         and TypeError for other types.
         """
-        image, vision = self._open(source, is_trusted), self.vision
+        image, vision = self._in_rgb(self.open(source, is_trusted)), self.vision
         square = vision.patch_size * vision.merge_size
         sizes = image.height, image.width, square, vision.min_pixels, vision.max_pixels
         try:
@@ -60,13 +62,13 @@ class ImageReader:
         digest = hashlib.blake2b(b"%d %d " % shape + patches, digest_size=16).digest()
         return PromptImage(patches, *shape, digest)
 
-    def _open(self, source: Any, is_trusted: bool) -> Any:
-        """Return a PIL image in RGB. As transformers does, turn it as its EXIF entry says, and take the first frame."""
+    def open(self, source: Any, is_trusted: bool = True) -> Any:
+        """Return a PIL image that is not decoded yet. Arguments and errors are the same as for `read`."""
         if isinstance(source, str) and (source.startswith("data:") or not is_trusted):
             source = fetch(source, self.config, MAX_BYTES)
         elif isinstance(source, (str, Path)):
             source = read_file(Path(source))
-        try:
+        with _image_errors():
             if isinstance(source, (bytes, bytearray, memoryview)):
                 Image.init()  # loads all formats, which `open` requires if some are named
                 source = Image.open(io.BytesIO(source), formats=FORMATS if is_trusted else WEB_FORMATS)
@@ -77,13 +79,24 @@ class ImageReader:
             if (num_pixels := source.width * source.height) > MAX_PIXELS or not num_pixels:
                 bound = f"must have between 1 and {MAX_PIXELS} pixels"
                 raise ValueError(f"image: has {source.width} x {source.height} pixels: {bound}")
-            return ImageOps.exif_transpose(source).convert("RGB")
-        except (TypeError, ValueError) as error:
-            if str(error).startswith("image"):
-                raise
-            raise ValueError(f"image: can't be read ({error})") from error
-        except Exception as error:  # a broken file can raise anything
-            raise ValueError(f"image: can't be read ({type(error).__name__}: {error!s:.200})") from error
+        return source
+
+    def _in_rgb(self, image: Any) -> Any:
+        """Decode an image. As transformers does, turn it as its EXIF entry says, and take the first frame."""
+        with _image_errors():
+            return ImageOps.exif_transpose(image).convert("RGB")
+
+
+@contextmanager
+def _image_errors() -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if str(error).startswith("image"):
+            raise
+        raise ValueError(f"image: can't be read ({error})") from error
+    except Exception as error:  # a broken file can raise anything
+        raise ValueError(f"image: can't be read ({type(error).__name__}: {error!s:.200})") from error
 
 
 def read_file(path: Path) -> bytes:

@@ -6,16 +6,20 @@ import http.client
 import ipaddress
 import socket
 import ssl
+from contextlib import suppress
 from pathlib import Path
+from threading import Timer
 from time import monotonic
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
 
-MAX_SECONDS = 5.0  # of a download
+MAX_SECONDS = 5.0  # of a download, and before it of connecting
+NAT64 = ipaddress.ip_network("64:ff9b::/96")  # a gateway may send these to private IPv4 addresses
 PORTS = {"http": 80, "https": 443}
+ESCAPES = {"%2B": "+", "%2F": "/", "%3D": "="}  # of the characters of base64
 
 
 def fetch(url: str, config: "Config", max_bytes: int) -> bytes:
@@ -36,8 +40,10 @@ def _decode(url: str, max_bytes: int) -> bytes:
         raise ValueError(f"image_url={url!r:.80}: must contain base64, as data:image/png;base64,...")
     if len(data) > max_bytes // 3 * 4:
         raise ValueError(f"image_url={url!r:.80}: has more than {max_bytes} bytes")
+    for escape, character in ESCAPES.items():  # `unquote` would take gigabytes if there are many
+        data = data.replace(escape, character).replace(escape.lower(), character)
     try:
-        return base64.b64decode(unquote(data) if "%" in data else data, validate=True)
+        return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
         raise ValueError(f"image_url={url!r:.80}: is not valid base64 ({error})") from error
 
@@ -46,7 +52,10 @@ def _read_local(url: str, allowed: str, max_bytes: int) -> bytes:
     if not allowed:
         raise ValueError(f"image_url={url!r:.80}: files are read only with the setting allowed_local_media_path")
     parts = urlsplit(url)
-    path = Path(unquote(parts.path)).resolve()  # follows links, which might leave the folder
+    try:
+        path = Path(unquote(parts.path)).resolve()  # follows links, which might leave the folder
+    except RuntimeError as error:  # of Python before 3.13
+        raise ValueError(f"image_url={url!r:.80}: can't be read (links form a loop)") from error
     if parts.netloc not in ("", "localhost") or not path.is_relative_to(Path(allowed).resolve()):
         raise ValueError(f"image_url={url!r:.80}: is not below allowed_local_media_path={allowed!r}")
     try:
@@ -62,39 +71,68 @@ def _read_local(url: str, allowed: str, max_bytes: int) -> bytes:
 
 
 def _download(url: str, domains: Any, max_bytes: int) -> bytes:
-    """Get a URL within MAX_SECONDS from an allowed domain with a public address. Redirects are refused."""
+    """Get a URL from an allowed domain with a public address. Redirects are refused."""
     parts = urlsplit(url)
     host = (parts.hostname or "").lower()
     if host not in (domains or ()):
         raise ValueError(f"image_url={url!r:.80}: {host!r:.80} is not among allowed_media_domains={domains!r:.200}")
-    until = monotonic() + MAX_SECONDS
+    target = quote((parts.path or "/") + (f"?{parts.query}" if parts.query else ""), safe="/?%:@!$&'()*+,;=~[]")
+    until = float("inf")
     try:
         port = parts.port or PORTS[parts.scheme]
         address = _public_address(host, port)
         connection: Any = http.client.HTTPConnection(host, port)
-        connection.sock = socket.create_connection(address, MAX_SECONDS)
+        connection.default_port = PORTS[parts.scheme]  # the Host header leaves it out
+        sock: Any = socket.create_connection(address, MAX_SECONDS)
         if parts.scheme == "https":
-            connection.sock = ssl.create_default_context().wrap_socket(connection.sock, server_hostname=host)
-        with connection.sock:
-            target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-            connection.request("GET", target, headers={"Accept": "image/*"})
-            response = connection.getresponse()
-            if response.status != 200:
-                raise ValueError(f"image_url={url!r:.80}: the answer has status {response.status}")
-            data = bytearray()
-            while piece := response.read1(2**16):
-                data += piece
-                if len(data) > max_bytes or monotonic() > until:
-                    bound = f"{max_bytes} bytes" if len(data) > max_bytes else f"{MAX_SECONDS:g} s"
-                    raise ValueError(f"image_url={url!r:.80}: takes more than {bound}")
-            return bytes(data)
+            context = ssl.create_default_context()
+            sock = context.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
+        until, timer = monotonic() + MAX_SECONDS, Timer(MAX_SECONDS, _shut_down, (sock,))
+        with sock:
+            timer.start()
+            try:
+                if parts.scheme == "https":
+                    sock.do_handshake()
+                connection.sock = sock
+                return _get(connection, target, max_bytes, until)
+            finally:
+                timer.cancel()
     except (OSError, http.client.HTTPException) as error:
-        raise ValueError(f"image_url={url!r:.80}: can't be fetched ({type(error).__name__}: {error})") from error
+        problem = f"can't be fetched ({type(error).__name__}: {error})"
+        if monotonic() >= until:
+            problem = f"takes more than {MAX_SECONDS:g} s"
+        raise ValueError(f"image_url={url!r:.80}: {problem}") from error
+    except ValueError as error:
+        raise ValueError(f"image_url={url!r:.80}: {error}") from error
+
+
+def _get(connection: http.client.HTTPConnection, target: str, max_bytes: int, until: float) -> bytes:
+    connection.request("GET", target, headers={"Accept": "image/*"})
+    response = connection.getresponse()
+    if response.status != 200:
+        raise ValueError(f"the answer has status {response.status}")
+    data = bytearray()
+    while len(data) <= max_bytes and monotonic() < until and (piece := response.read1(2**16)):
+        data += piece
+    if len(data) > max_bytes:
+        raise ValueError(f"takes more than {max_bytes} bytes")
+    if monotonic() >= until:  # the data was cut
+        raise TimeoutError
+    return bytes(data)
+
+
+def _shut_down(sock: socket.socket) -> None:
+    """End all waiting for a socket in another thread. This works whichever part of an answer is slow."""
+    with suppress(OSError):  # it is closed
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # SSLSocket.shutdown would go on in plain text
 
 
 def _public_address(host: str, port: int) -> tuple[str, int]:
     """Return the address to connect to, so that the name is not looked up again, with another result."""
-    for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        if not ipaddress.ip_address(address[0]).is_global:
-            raise ValueError(f"image_url: {host!r:.80} has the address {address[0]}, which is not public")
-    return str(address[0]), port
+    addresses = [str(address[0]) for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    for address in addresses:
+        ip: Any = ipaddress.ip_address(address)
+        ip = getattr(ip, "ipv4_mapped", None) or ip
+        if not ip.is_global or ip.is_multicast or ip in NAT64:
+            raise ValueError(f"{host!r:.80} has the address {address}, which is not public")
+    return addresses[0], port

@@ -1,7 +1,7 @@
 """The model runner of an engine that takes images."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from math import isqrt
 from typing import Any
@@ -42,22 +42,30 @@ class ImageStore:
         return sum(x.shape[1] for x in self._embeddings.values())
 
     def require(self, images: Iterable[PromptImage]) -> None:
-        """Compute the embeddings of the images that are not stored. Only rank 0 calls this method."""
+        """Compute the embeddings of the images that are not stored. Only rank 0 calls this method.
+
+        The images of the previous step may exceed the bound. First they leave, except for the last one, because a chunk
+        may have cut it.
+        """
         needed = {image.digest: image for image in images}
+        self._make_room(0, [*needed, *[*self._embeddings][-1:]])
         for digest, image in needed.items():
             if digest in self._embeddings:
                 self._embeddings.move_to_end(digest)
                 continue
-            leaving, self._cleared = self._cleared, []
-            num_tokens = self.num_tokens + image.num_tokens
-            for other, embeddings in self._embeddings.items():
-                if num_tokens <= self._max_tokens:
-                    break
-                if other not in needed:
-                    leaving.append(other)
-                    num_tokens -= embeddings.shape[1]
-            self.tell_ranks(image, leaving)
-            self.add(image, leaving)
+            self._make_room(image.num_tokens, needed)
+            self.tell_ranks(image, self._cleared)
+            self._cleared = []
+            self.add(image)
+
+    def _make_room(self, num_tokens: int, kept: Collection[bytes]) -> None:
+        """Remove the least recently used images, except `kept`, until `num_tokens` more are within the bound."""
+        num_tokens += self.num_tokens
+        for digest in [digest for digest in self._embeddings if digest not in kept]:
+            if num_tokens <= self._max_tokens:
+                break
+            num_tokens -= self._embeddings.pop(digest).shape[1]
+            self._cleared.append(digest)
 
     @torch.inference_mode()
     def add(self, image: PromptImage, leaving: Iterable[bytes] = ()) -> None:
@@ -141,9 +149,8 @@ class VisionRunner(BatchRunner):
     def prepare(self, step: ScheduledStep) -> HostBatch:
         placed = [placed for row in step.chunks for placed in images_in(*row)]
         self._has_images = has_images(step)
-        if placed:
-            with self.on_device():
-                self.images.require(image for image, _ in placed)
+        with self.on_device():
+            self.images.require(image for image, _ in placed)
         if step.chunks:
             step.feature_names.add("vision")
         return super().prepare(step)

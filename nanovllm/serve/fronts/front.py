@@ -106,6 +106,8 @@ class FrontClient(EngineClient):
     def _start(self, request: CompletionRequest, name: str) -> AsyncRequest:
         started = FrontRequest(request, name)
         self.next_message().requests.append(encode_request(started.message()))  # an error concerns only this request
+        for seq in request.group:
+            seq.feature_state.pop("vision", None)  # the engine's process has the pixels now
         return started
 
     def _drop(self, request: AsyncRequest) -> None:
