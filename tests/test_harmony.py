@@ -24,7 +24,7 @@ from nanovllm.utils.loader import load_tokenizer
 
 pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx")
-from test_reasoning import ENGINES, JSON, READERS, TOOL
+from test_reasoning import ENGINES, JSON, READERS, TOOL, whole_and_streamed
 
 from nanovllm.serve.chat import AnswerParser
 from nanovllm.serve.reasoning_parser import make_reasoning_parser
@@ -426,12 +426,7 @@ def test_server(monkeypatch, urls, name, path, has_tools):
     body = {field: [{"role": "user", "content": "q"}], length: 60, "temperature": 0}
     body |= {"tools": tools} if has_tools else {}
     monkeypatch.setattr("test_reasoning.THOUGHT", {"final": TO_FINAL[:8], "call": TO_CALL[:7]}[name])  # with headers
-    found = []
-    for stream in (False, True):
-        answer = httpx.post(urls[name] + path, json=body | {"stream": stream}, timeout=30)
-        assert answer.status_code == 200, answer.text
-        events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
-        found.append(READERS[path](answer.json() if not stream else [json.loads(x) for x in events]))
+    found = whole_and_streamed(urls[name], path, body)
     expected = {"final": ("Let me think of {", '{"n": 7} tail', []), "call": ("Let me", '{"n": 7}', [])}[name]
     if name == "call" and has_tools:
         expected = ("Let me", "", [("add", {"n": 7})])

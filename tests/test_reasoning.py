@@ -219,12 +219,7 @@ def post(servers):
         prompt = {"input": "q"} if path == "/v1/responses" else {"messages": CONVERSATION}
         length = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
         body = prompt | {length: 60, "temperature": 0} | fields
-        found = []
-        for stream in (False, True):
-            answer = httpx.post(servers[name] + path, json=body | {"stream": stream}, timeout=30)
-            assert answer.status_code == 200, answer.text
-            events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
-            found.append(READERS[path](answer.json() if not stream else [json.loads(x) for x in events]))
+        found = whole_and_streamed(servers[name], path, body)
         assert found[0] == found[1]
         return found[0]
 
@@ -269,6 +264,19 @@ def of_messages(answer) -> tuple:
 
 
 READERS = {"/v1/chat/completions": of_chat, "/v1/responses": of_responses, "/v1/messages": of_messages}
+
+
+def whole_and_streamed(url: str, path: str, body: dict) -> list[tuple]:
+    """What READERS find in the answer to a body, sent as a whole and streamed."""
+    found = []
+    for stream in (False, True):
+        answer = httpx.post(url + path, json=body | {"stream": stream}, timeout=30)
+        assert answer.status_code == 200, answer.text
+        events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+        found.append(READERS[path](answer.json() if not stream else [json.loads(x) for x in events]))
+    return found
+
+
 THOUGHTS = "".join(THOUGHT[:-1])
 
 

@@ -1,6 +1,5 @@
 """Defines the setting `speculative_config`, and checks it before anything is loaded."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from nanovllm.utils.checks import check_choice, check_fields, check_int, check_real, checked, read_json
+from nanovllm.utils.checks import check_choice, check_fields, check_int, check_real, checked, parse_json, read_json
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
@@ -105,11 +104,7 @@ KEYS = [field.name for field in fields(SpeculativeConfig)][:-3]  # the last thre
 
 def given_values(given: Any) -> dict[str, Any]:
     """Return the items of `given` whose values are not None. `given` is a dict, or a dict as JSON text."""
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except ValueError as error:
-            raise ValueError(f"speculative_config={given!r:.80}: is not JSON ({error})") from None
+    given = parse_json("speculative_config", given)
     if not isinstance(given, Mapping):
         raise TypeError(f"speculative_config={given!r:.80}: must be a dict, or JSON of one")
     return {name: value for name, value in given.items() if value is not None}

@@ -112,6 +112,14 @@ def _check_range(name, value, low, high):
     return value
 
 
+def parse_json(name: str, value: Any) -> Any:
+    """Return the value of a JSON text. Return any other value unchanged. Raises ValueError for other texts."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"{name}={value!r:.80}: is not JSON ({error})") from None
+
+
 def read_json(file: Path) -> dict:
     """Read the JSON object in `file`. Raises a ValueError that names the file if it contains anything else."""
     try:

@@ -21,7 +21,7 @@ try:  # the class of transformers 5 that needs no torchvision
 except ImportError:
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from nanovllm.vision.image_urls import fetch
+from nanovllm.vision.image_urls import fetch, read_file
 from nanovllm.vision.prompt_images import PromptImage
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ class ImageReader:
         if isinstance(source, str) and (source.startswith("data:") or not is_trusted):
             source = fetch(source, self.config, MAX_BYTES)
         elif isinstance(source, (str, Path)):
-            source = read_file(Path(source))
+            path = Path(source)
+            source = read_file(path, f"image={str(path)!r:.200}", MAX_BYTES)
         with _image_errors():
             if isinstance(source, (bytes, bytearray, memoryview)):
                 Image.init()  # loads all formats, which `open` requires if some are named
@@ -97,15 +98,3 @@ def _image_errors() -> Iterator[None]:
         raise ValueError(f"image: can't be read ({error})") from error
     except Exception as error:  # a broken file can raise anything
         raise ValueError(f"image: can't be read ({type(error).__name__}: {error!s:.200})") from error
-
-
-def read_file(path: Path) -> bytes:
-    """Return the contents of an image file. Raises a ValueError that names it if it is missing or too large."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise ValueError(f"image={str(path)!r:.200}: can't be read ({error.strerror})") from error
-    if len(data) > MAX_BYTES:
-        raise ValueError(f"image={str(path)!r:.200}: has more than {MAX_BYTES} bytes")
-    return data

@@ -58,15 +58,23 @@ def _read_local(url: str, allowed: str, max_bytes: int) -> bytes:
         raise ValueError(f"image_url={url!r:.80}: can't be read (links form a loop)") from error
     if parts.netloc not in ("", "localhost") or not path.is_relative_to(Path(allowed).resolve()):
         raise ValueError(f"image_url={url!r:.80}: is not below allowed_local_media_path={allowed!r}")
+    return read_file(path, f"image_url={url!r:.80}", max_bytes, is_regular=True)
+
+
+def read_file(path: Path, name: str, max_bytes: int, is_regular: bool = False) -> bytes:
+    """Return the contents of a file, which must be a regular file with `is_regular`.
+
+    Raises a ValueError that begins with `name` if the file is missing or too large.
+    """
     try:
-        if not path.is_file():
-            raise ValueError(f"image_url={url!r:.80}: is no file")
+        if is_regular and not path.is_file():
+            raise ValueError(f"{name}: is no file")
         with path.open("rb") as file:
             data = file.read(max_bytes + 1)
     except OSError as error:
-        raise ValueError(f"image_url={url!r:.80}: can't be read ({error.strerror})") from error
+        raise ValueError(f"{name}: can't be read ({error.strerror})") from error
     if len(data) > max_bytes:
-        raise ValueError(f"image_url={url!r:.80}: has more than {max_bytes} bytes")
+        raise ValueError(f"{name}: has more than {max_bytes} bytes")
     return data
 
 

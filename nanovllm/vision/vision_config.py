@@ -1,12 +1,11 @@
 """Reads from a checkpoint's files how its vision tower is built, and how its text model sees images."""
 
-import json
 from dataclasses import dataclass, replace
 from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.utils.checks import check_choice, check_int, check_real, read_json
+from nanovllm.utils.checks import check_choice, check_int, check_real, parse_json, read_json
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
@@ -100,11 +99,7 @@ def check_domains(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _json_dict(name: str, value: Any, keys: tuple[str, ...]) -> dict[str, Any]:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ValueError(f"{name}={value!r:.80}: is not valid JSON ({error})") from error
+    value = parse_json(name, value)
     if not isinstance(value, dict):
         raise TypeError(f"{name}={value!r:.80}: must be a JSON object or a dict")
     for key in value:
