@@ -527,20 +527,34 @@ def test_packed_experts_for_hopper(kind, num_tokens, first_expert):
     check_packed_experts(kind, num_tokens, first_expert, *sizes, torch.bfloat16, 0.02)
 
 
-def check_packed_experts(kind, num_tokens, first_expert, hidden, size, dtype, error=0.003):
-    x, routing = randn(num_tokens, hidden, dtype=dtype), route(randn(1, num_tokens, 5), 2, True)
-    gate_up, down = (random_packed(kind, *shape, dtype, 5) for shape in ((2 * size, hidden), (hidden, size)))
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_hopper_kernels(), reason="needs a Hopper GPU, and Triton 3.6")
+@pytest.mark.parametrize("num_tokens", [20, 150, 900])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "group_ids" not in KINDS[kind][3]])
+def test_many_packed_experts_for_hopper(kind, num_tokens):
+    """Programs with 128 outputs of few rows."""
+    check_packed_experts(kind, num_tokens, 0, 2048, 768, torch.bfloat16, 0.02, num_experts=64)
+
+
+def check_packed_experts(kind, num_tokens, first_expert, hidden, size, dtype, error=0.003, num_experts=5):
+    x, routing = randn(num_tokens, hidden, dtype=dtype), route(randn(1, num_tokens, num_experts), 2, True)
+    shapes = (2 * size, hidden), (hidden, size)
+    gate_up, down = (random_packed(kind, *shape, dtype, num_experts) for shape in shapes)
     gate_up = gate_up._replace(scales=(gate_up.scales.float() / 8).to(gate_up.scales.dtype))
     local = [Packed(*(x if x is None else x[first_expert:] for x in w[:5]), *w[5:]) for w in (gate_up, down)]
-    biases, act, terms = [torch.zeros(5, n, device=DEVICE) for n in (2 * size, hidden)], GatedActivation(SWIGLU), ()
+    biases, act, terms = (
+        [torch.zeros(num_experts, n, device=DEVICE) for n in (2 * size, hidden)],
+        GatedActivation(SWIGLU),
+        (),
+    )
     if kind == "mxfp4":
         biases, act = [randn(*bias.shape, dtype=dtype) for bias in biases], GatedActivation(CLAMPED)
         terms = tuple(bias[first_expert:] for bias in biases), CLAMPED
     parts = packed_experts(x, routing, *local, first_expert, *terms)
-    y = sum_local_parts(parts, routing, first_expert, 5 - first_expert)
-    gate_up, down = ([dequantize(w.of(i), torch.float64) for i in range(5)] for w in (gate_up, down))
+    y = sum_local_parts(parts, routing, first_expert, num_experts - first_expert)
+    gate_up, down = ([dequantize(w.of(i), torch.float64) for i in range(num_experts)] for w in (gate_up, down))
     expected = torch.zeros(x.shape, dtype=torch.float64, device=DEVICE)
-    for expert in range(first_expert, 5):
+    for expert in range(first_expert, num_experts):
         weight = (routing.weights * (routing.expert_ids == expert)).sum(1, keepdim=True)
         gate_and_up = x.double() @ gate_up[expert].T + biases[0][expert]
         expected += weight * (act(gate_and_up) @ down[expert].T + biases[1][expert])

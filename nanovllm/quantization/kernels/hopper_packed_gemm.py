@@ -28,7 +28,7 @@ from nanovllm.kernels.hopper.hopper_ring import (
 )
 from nanovllm.kernels.hopper.hopper_tiles import HopperTile
 from nanovllm.kernels.launch.dependent_launch import dependent_kernel, launch
-from nanovllm.quantization.kernels.packed_gemm import INPUTS, WORDS, packed_operands
+from nanovllm.quantization.kernels.packed_gemm import INPUTS, WORDS, assembly_of, packed_operands
 
 ROWS = gl.constexpr(64)  # of W, per warpgroup
 BLOCK = gl.constexpr(INPUTS.value)
@@ -42,6 +42,9 @@ CODES = gl.constexpr(
 OPERAND = gl.constexpr(gl.DotOperandLayout(0, sums_of(64), 2))
 SUMS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 MAX_SCALED_TOKENS = 32  # up to this many, scaling the sums of a block takes less time than scaling its weights
+# The bits of an e2m1 number are those of a 16-bit number that is smaller by 2^126 (bfloat16) or 2^14 (float16). Scales
+# multiply it by a part of this, so that the dtype contains the weights. The sums are multiplied by the rest.
+E2M1_EXPONENTS = {torch.bfloat16: (62, 64), torch.float16: (5, 9)}
 LOADING_REGISTERS = gl.constexpr(24)  # of a thread that loads
 
 
@@ -53,6 +56,8 @@ class Plan(NamedTuple):
     groups: int  # that share a scale, per block
     has_zeros: bool
     scales_sums: bool  # instead of weights
+    scale_exponent: int  # scales are multiplied by this power of two, and sums by the other: see E2M1_EXPONENTS
+    sum_exponent: int
     stages: int  # blocks that are loaded ahead; a multiple of k_groups
     registers: int  # per thread that multiplies
 
@@ -87,18 +92,27 @@ def load_blocks(tiles, rings, at, steps, PLAN: gl.constexpr):
 
 @gluon.jit
 def _factors(w_ptrs, n, block, dtype: gl.constexpr, PLAN: gl.constexpr):
-    """Load the scales of a block's groups for rows n of W, and the numbers that the conversion adds to the codes."""
+    """Load the scales of a block's groups for rows n of W, and the numbers that the conversion adds to the codes.
+
+    The last block may lack groups, whose scales are 0. Behind the last block, the result is that of the last block.
+    """
     GROUPS: gl.constexpr = PLAN.groups
+    LAST: gl.constexpr = (PLAN.weight.groups - 1) // GROUPS * GROUPS
+    first_group = gl.minimum(block * BLOCK // PLAN.weight.group_size, LAST)
+    at = n * PLAN.weight.groups + first_group
     scales, summands = (), ()
     for g in gl.static_range(GROUPS):
-        group = gl.minimum((block * BLOCK + g * (BLOCK // GROUPS)) // PLAN.weight.group_size, PLAN.weight.groups - 1)
-        scale = gl.load(w_ptrs[1] + n * PLAN.weight.groups + group)
-        if PLAN.weight.is_e8m0:
-            exponent = scale.to(gl.int32)
-            scale = gl.where(exponent == 0, 0x400000, exponent << 23).to(gl.float32, bitcast=True)
+        exists = first_group + g < PLAN.weight.groups
+        scale_ptr = w_ptrs[1] + at + g
+        scale = gl.load(scale_ptr) if LAST + g < PLAN.weight.groups else gl.load(scale_ptr, exists, 0.0)
+        if PLAN.weight.is_e8m0:  # bfloat16 has as many bits for the exponent
+            exponent = gl.minimum(scale.to(gl.int32), 255 - PLAN.scale_exponent) + PLAN.scale_exponent
+            scale = (exponent << 7).to(gl.int16).to(gl.bfloat16, bitcast=True)
+        elif PLAN.scale_exponent > 0:
+            scale = (scale.to(gl.float32) * 2.0**PLAN.scale_exponent).to(dtype)
         scales = scales + (scale,)  # noqa: RUF005 (Gluon has no star)
         if PLAN.has_zeros:
-            zeros = gl.load(w_ptrs[2] + n * PLAN.weight.groups + group).to(gl.float32)
+            zeros = gl.load(w_ptrs[2] + at + g, exists, 0).to(gl.float32)
             summands = summands + ((-zeros - (1024.0 if dtype == gl.float16 else 128.0)).to(dtype),)  # noqa: RUF005
     return scales, summands
 
@@ -168,6 +182,7 @@ def multiply_blocks(rings, sharing, w_ptrs, row, end_row, blocks, G: gl.constexp
             sums += y * gl.expand_dims(scales[0].to(gl.float32), 1)
         else:
             sums = y
+    sums *= 2.0**PLAN.sum_exponent
     if K_GROUP > 0:
         sharing[1].index(ROW_GROUP).store(sums)
         mbarrier.arrive(sharing[0].index(0), count=1)
@@ -198,11 +213,12 @@ def allocate(words_tiles, x_tiles, PLAN: gl.constexpr):
     gl.static_assert(STAGES % PLAN.k_groups == 0)  # see `multiply_blocks`
     ROW_GROUPS: gl.constexpr = PLAN.row_groups
     words, xs = buffers(words_tiles, STAGES * ROW_GROUPS), buffers(x_tiles, STAGES * 2)
-    full, empty, added = barriers(STAGES, 1), barriers(STAGES, ROW_GROUPS), barriers(1, ROW_GROUPS)
+    full, empty = barriers(STAGES, 1), barriers(STAGES, ROW_GROUPS)
     OTHERS: gl.constexpr = ROW_GROUPS * (PLAN.k_groups - 1)
-    sharing = (added,)
+    sharing = ()
     if OTHERS > 0:
-        sharing = added, gl.allocate_shared_memory(gl.float32, [OTHERS, ROWS, PLAN.tokens], SUMS)
+        sums = gl.allocate_shared_memory(gl.float32, [OTHERS, ROWS, PLAN.tokens], SUMS)
+        sharing = barriers(1, ROW_GROUPS), sums
     return (words, xs, full, empty), sharing
 
 
@@ -237,9 +253,13 @@ def plan_of(weight, dtype: torch.dtype, tile: HopperTile) -> tuple[tuple, Plan]:
     """Return the pointers of a Packed weight, and the plan of a kernel that multiplies by it."""
     pointers, shape = packed_operands(weight, dtype)
     groups, row_groups = max(1, BLOCK.value // shape.group_size), tile.outputs // ROWS.value
+    exponents = 0, 0
+    if shape.is_e2m1:  # their bits are those of much smaller numbers
+        shape = shape._replace(assembly=assembly_of(True, dtype, is_scaled_later=True))
+        exponents = E2M1_EXPONENTS[dtype]
     return pointers, Plan(
         *(shape, tile.rows, row_groups, 2 // row_groups, groups, weight.zeros is not None),
-        *(groups == 1 and tile.rows <= MAX_SCALED_TOKENS, tile.stages),
+        *(groups == 1 and tile.rows <= MAX_SCALED_TOKENS and not shape.is_e2m1, *exponents, tile.stages),
         (tile.registers * 3 - LOADING_REGISTERS.value) // 2 // 8 * 8,
     )
 
