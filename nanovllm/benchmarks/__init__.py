@@ -2,5 +2,6 @@
 
 `command.py` gets requests from `throughput.py` or `sweeps.py`, runs them on each engine in `engines/`, and prints or
 draws the results. `host.py` measures the host time of a step, `profiling.py` measures kernels, and `calls.py` compares
-two calls. `http.py` starts servers with `servers.py`, and measures them with several processes of `clients.py`.
+the speed of two calls. `http.py` starts servers with `servers.py`, and sends requests from several processes that run
+`clients.py`.
 """

@@ -1,7 +1,7 @@
 """Measure throughput and latency of nano-vllm and of other engines on the same requests.
 
     nanovllm bench --model MODEL                      the workloads headline, single and prefill
-    nanovllm bench --model MODEL --compare vllm       these workloads on nano-vllm and vLLM (or transformers, or both)
+    nanovllm bench --model MODEL --compare vllm       the same workloads on nano-vllm and on vLLM
     nanovllm bench --shape llama-3.1-8b               a published model shape with random weights, without a download
     nanovllm bench online --model MODEL --request-rate 8,16,24      latency while requests keep arriving
     nanovllm bench conversations --model MODEL --max-model-len 32768    turns with a shared history
@@ -26,27 +26,28 @@ Workloads. All requests have random token ids and temperature 0.6, and ignore th
     prefill     an eighth of --num-seqs requests, with --prefill-len input tokens and one output token each
     online      --num-seqs requests for each --request-rate; by default, 20 seconds of requests (6 on a CPU). The
                 gaps between arrivals are exponential. The lengths are log-normal (sigma 0.9 for inputs, 0.7 for
-                outputs), and cut to --max-model-len. On a CPU, a short run first measures the highest rate, and the
-                default rates are 30, 60 and 90% of that rate
+                outputs), and are scaled down to fit --max-model-len. On a CPU, a short run first measures the highest
+                rate, and the default rates are 30, 60 and 90% of that rate
     conversations
                 --num-seqs conversations of 3 to 20 turns (2 to 5 on a CPU), which share a system prompt. Each question
-                follows the previous answer after a pause, and its prompt is the whole conversation. Lengths are those
-                of online. --max-model-len bounds the conversations. The table shows the TTFT by turn.
-                The hit rates of the prefix cache, and of its part in host memory (--swap-space), are printed above it
+                follows the previous answer after a pause, and its prompt is the whole conversation. The lengths have
+                the distributions of online. A conversation ends early at --max-model-len. The table shows the TTFT by
+                turn. The lines above the table show the hit rate of the prefix cache and, with --swap-space, the hit
+                rate of the blocks in host memory
     latency     first, a single prompt of 16 to 32,000 tokens with one output token, --num-seqs times for each length.
                 Then 1 and 8 sequences decode after contexts of 100 to 30,000 tokens, three times each.
                 --max-model-len and --max-input-len bound the lengths
     batches     for each of --batch-sizes, requests with 512 input and 256 output tokens (128 and 64 on a CPU)
     embed       embeddings of 512 texts of 512 tokens, then of 10,000 texts of 30 tokens (fewer texts on a CPU). The
-                task of the engine is "embed", whatever the checkpoint, and vLLM runs with runner="pooling"
+                engine runs with task="embed" for any checkpoint, and vLLM runs with runner="pooling"
     http        clients of `nanovllm serve`, which is started on a free port. Each client sends its next request when
-                its previous answer is complete. Each value of --clients is a row: 64x256/128 means 64 clients that
+                its previous request is answered. Each value of --clients is a row: 64x256/128 means 64 clients that
                 stream answers of 128 tokens to prompts of 256 tokens. 256x200/256-chat sends conversations, and
                 512x128/128-whole does not stream. --num-seqs is the number of requests per row
     host        no model runs: a fake device returns random tokens at once. One table shows the time of schedule,
                 prepare and process in a decode step of 1 to 1,024 sequences. Another table shows the CPU time of a step
-                of 512 sequences, until the caller of `generate` or `stream` has the text. The time of a Python loop
-                shows how fast the machine is
+                of 512 sequences. It includes the work until the caller of `generate` or `stream` gets the text. The
+                time of a Python loop shows how fast the machine is
 
 Runs. Each workload first runs once as a warm-up with different token ids. (Online warms up with a quarter of its
 requests, and all decode runs of latency have the same ids.) Then headline, single, prefill, batches and embed run
@@ -62,24 +63,24 @@ model. Drafts from random weights are never accepted. To make both engines accep
 "synthetic_acceptance_rates": [0.8, 0.64]}'.
 
 Latency. Online is an open loop: each request is submitted when it is due, even if the engine is busy, and its latency
-counts from its due time. TTFT is the time to first token. "time per output token" is the time from the first token of a
+counts from that time. TTFT is the time to first token. "time per output token" is the time from the first token of a
 request to its last token, divided by the number of tokens after the first. ITL (inter-token latency) covers all gaps
 between consecutive tokens of a request. The longest gap of a request is also reported. Decode speed counts the tokens
 that arrive while all sequences of a batch decode. Percentiles are interpolated between the two nearest values, so p50
-is the median. For online and latency, the same loop steps both engines, and vLLM uses its server's defaults. For http,
+is the median. For online and latency, the same loop steps both engines, and vLLM has its server's defaults. For http,
 each engine runs its server. Headline, single, prefill and batches call `LLM.generate`, and embed calls `LLM.embed`.
 
 Profiles. --profile traces a run of headline, single, prefill, batches or latency on a GPU, with at most 65 output
 tokens per request. A table shows the mean time per step of each kind of kernel, in microseconds. The first row
 covers the steps up to the last one that computes prompts, and the second row covers all later steps, which decode.
-Kernels overlap, so a kernel's time counts from the end of the previous kernel. "products" are the GEMMs of the layers,
-with everything fused into them. "limit" is the least time that the hardware needs for such a step.
+Kernels overlap, so the time of a kernel is measured from the end of the previous kernel. "products" are the GEMMs of
+the layers, with everything fused into them. "limit" is the least time that the hardware needs for such a step.
 
 Limits. On CUDA, two columns compare the measured time with the least time that the hardware needs. A step spends time
-on reading (weights, keys and values) and on multiplying. "of limit" assumes that each step computes either prompts or
-decodes, and counts the longer of its two times. "of overlap" assumes that all reading of the run overlaps with all
-multiplying. Memory bandwidth and GEMM throughput are measured on this device under load. With several ranks, both rates
-are multiplied by the number of ranks.
+on reading (weights, keys and values) and on multiplying. "of limit" assumes that each step either computes prompts or
+decodes, and that a step takes the longer of its reading time and its multiplying time. "of overlap" assumes that all
+reading of the run overlaps with all multiplying of the run. Memory bandwidth and GEMM throughput are measured on this
+device under load. With several ranks, both rates are multiplied by the number of ranks.
 """
 
 import argparse

@@ -33,7 +33,10 @@ class Client:
         self.socket.sendall(request)
 
     def receive(self) -> bool:
-        """`times` records when data with new tokens arrived, in seconds since the request was sent."""
+        """Receive data of the answer, and return whether the answer is complete.
+
+        If the data contains new tokens, append the seconds since the request was sent to `times`.
+        """
         data = self.socket.recv(65536)
         if b"[{" in data:  # a list of choices; in the event with the usage, this list is empty
             self.times.append(perf_counter() - self._begin)
@@ -78,7 +81,7 @@ class Client:
         return False
 
     def check(self, num_tokens: int) -> None:
-        """Raise AnswerError if the answer has a wrong status, a wrong end, or a wrong token count in `usage`."""
+        """Raise AnswerError if the answer's status, its last bytes or the token count in `usage` are wrong."""
         body = b"".join(self._body)
         counts = NUM_TOKENS.findall(body)
         if self._status != 200:
@@ -93,7 +96,7 @@ class Client:
 def drive(
     port: int, requests: Sequence[tuple[int, bytes]], num_clients: int, num_tokens: int
 ) -> tuple[float, float, float, list[list[float]]]:
-    """Send the numbered requests. Each client sends its next request when its previous answer is complete.
+    """Send the numbered requests. Each client sends its next request when its previous request is answered.
 
     Returns the start time, the end time, and the CPU time in between (all in seconds), and the `Client.times` of each
     request. Raises AnswerError unless every answer has exactly `num_tokens` tokens.

@@ -114,7 +114,7 @@ def compare_engines(args: argparse.Namespace, settings: dict[str, Any], config: 
         }
         save_results(args.save, notes, setup, rates)
     if any(result.keys() < (workloads | swept).keys() for result in results.values()):
-        raise KeyboardInterrupt  # it ended a run early; scripts must know that results are missing
+        raise KeyboardInterrupt  # Ctrl-C ended a run early, and the exit status must say so
 
 
 def requested(args: argparse.Namespace, config: Config) -> tuple[Workloads, Workloads, list[Panel]]:

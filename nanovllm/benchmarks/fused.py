@@ -14,7 +14,7 @@ from nanovllm.utils.flags import Parser
 from nanovllm.utils.libraries import import_libraries
 from nanovllm.utils.waiting import waiting_for
 
-# groups of fused forms, each of which --measure disables; the values are ends of names in FORMS
+# groups of fused forms, which --measure disables one at a time; a value lists ends of names in FORMS
 PARTS = {
     "attention: norms, RoPE and store": ("Attention",),
     "feed-forward: product and activation, experts": ("MLP", "MoE"),

@@ -1,4 +1,4 @@
-"""Measures the workload `http`, in which each client sends its next request when its previous answer is complete."""
+"""Measures the workload `http`, in which each client waits for an answer before it sends its next request."""
 
 import argparse
 import json

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from nanovllm.benchmarks.requests import Request
 from nanovllm.config import Config
 
-SECONDS = 2.0  # of load before a rate is measured, because a power-hungry load lowers a GPU's clocks within a second
+SECONDS = 2.0  # how long a load runs before its rate is measured: within a second, a heavy load lowers a GPU's clocks
 Steps = list[tuple[float, float]]  # seconds of reading and seconds of multiplying, for each step
 
 
@@ -24,7 +24,7 @@ class Rates(NamedTuple):
 class Limits(NamedTuple):
     """The shortest times that a run can take, in seconds.
 
-    stepwise: each step computes either prompts or decodes, and reading overlaps with multiplying within the step.
+    stepwise: each step either computes prompts or decodes, and reading overlaps with multiplying within the step.
     overlap: all reading of the run overlaps with all multiplying of the run.
     """
 
@@ -36,7 +36,7 @@ def measured_rates(device: str) -> Rates:
     import torch
 
     def seconds(function) -> float:
-        """Return the duration of one call in seconds, with the GPU under load."""
+        """Return the duration of one call in seconds, while the GPU is under load."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         loaded = perf_counter() + SECONDS
         while perf_counter() < loaded:
@@ -128,8 +128,7 @@ class StepCosts:
     def _weight_bytes(self, num_tokens: float) -> float:
         """Return how many bytes of weights a step reads.
 
-        In a mixture of experts, a step reads the experts that `num_tokens` tokens choose on average, if all experts are
-        equally likely.
+        In a mixture of experts, this is the expected value if the router chooses all experts with equal probability.
         """
         num_weights: float = self.weights
         if moe := self.shape.moe:

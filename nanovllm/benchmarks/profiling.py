@@ -51,8 +51,8 @@ def kind_of(name: str) -> str:
 def profile_workloads(model: str, settings: dict, config: Config, workloads: Workloads, folder: Path) -> None:
     """Trace the last run of each workload, with at most MAX_TOKENS per output, and print the mean time per step.
 
-    The first run is a warm-up. With the same prompts, the second run finds them in the prefix cache, so the table
-    leaves out the prompt step.
+    The first run is a warm-up. If both runs have the same prompts, the traced run finds the prompts in the prefix
+    cache, so the table leaves out the prompt step.
     """
     profiles = {}
     with started_nanovllm(model, settings) as llm:
@@ -85,7 +85,7 @@ def shortened(requests: list[Request]) -> list[Request]:
 
 
 def row(times: Counter[str], num_steps: int, least: Steps) -> list[str]:
-    """Return the cells of a row after the number of steps. `least` comes from `least_steps`."""
+    """Return the cells of a row that follow the number of steps. `least` comes from `least_steps`."""
     reads, multiplies = map(sum, zip(*least))
     cells = [*(times[kind] for kind in COLUMNS), sum(times.values()), sum(map(max, least)) * 1e6]
     return [*(number(us / num_steps, 0) for us in cells), "reading" if reads > multiplies else "multiplying"]
@@ -110,8 +110,8 @@ def split(events: list[Event]) -> tuple[list[Event], list[Event]]:
 def times_by_kind(events: list[Event]) -> Counter[str]:
     """Return the microseconds of each kind of kernel.
 
-    Kernels overlap, so a kernel's time counts from the end of the previous kernel. The last GEMM before a sampler
-    kernel is the output head. Time without a kernel is idle.
+    Kernels overlap, so the time of a kernel is measured from the end of the previous kernel. The last GEMM before a
+    sampler kernel is the output head. While no kernel runs, the time counts as idle.
     """
     times: Counter[str] = Counter()
     now, last_product = events[0].begin if events else 0.0, 0.0

@@ -51,7 +51,7 @@ def headline(num_seqs: int, max_input_len: int, max_output_len: int, seed: int, 
 
 
 def same_lengths(num_seqs: int, input_len: int, output_len: int, seed: int | str, vocab_size: int) -> list[Request]:
-    """Make requests of equal lengths. Each workload needs another seed, because prompts stay in the prefix cache."""
+    """Make requests of equal lengths. Workloads need different seeds, because prompts stay in the prefix cache."""
     rng = random.Random(seed)
     return [Request(random_ids(rng, input_len, vocab_size), output_len) for _ in range(num_seqs)]
 
@@ -88,7 +88,8 @@ def conversations(
     """Make conversations that share a system prompt. A conversation ends early at `max_model_len`.
 
     turns: the least and the greatest number of turns.
-    pause: the mean seconds from an answer to the next question. First questions arrive within five pauses.
+    pause: the mean seconds from an answer to the next question. First questions arrive in the first `5 * pause`
+    seconds.
     medians: the median lengths of a question and of an answer, in tokens.
     """
     rng = random.Random(f"conversations {seed}")
@@ -122,7 +123,7 @@ def fit(input_len: int, output_len: int, max_model_len: int) -> list[int]:
 
 
 def in_rounds(requests: list[Request], rounds: int, vocab_size: int) -> list[list[Request]]:
-    """Return a warm-up and `rounds` runs, each with different token ids. The last run equals `requests`."""
+    """Return a warm-up and `rounds` runs, each with different token ids. The last run has the ids of `requests`."""
     return [other_ids(requests, vocab_size, by) for by in range(rounds, -1, -1)]
 
 

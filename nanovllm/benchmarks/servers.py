@@ -74,7 +74,7 @@ def running_server(module: str, arguments: Sequence[str]) -> Iterator[Server]:
 
 @contextmanager
 def ended_by_exceptions() -> Iterator[None]:
-    """Within the block, a signal that would end this process at once raises SystemExit instead."""
+    """During a `with` block, make signals that would end this process at once raise SystemExit instead."""
     handlers = {number: signal.signal(number, lambda number, _: sys.exit(128 + number)) for number in ENDING_SIGNALS}
     try:
         yield
@@ -119,8 +119,8 @@ def cpu_times(server: Server, since: Threads | None = None) -> Threads:
     for stat in Path("/proc").glob("[0-9]*/task/[0-9]*/stat"):
         with suppress(OSError):  # a thread that has ended
             name, _, fields_text = stat.read_text(errors="replace").rpartition(")")  # a name may contain ")"
-            fields = fields_text.split()  # from the third field on
-            if int(fields[3]) == server.process.pid:  # the field is the session
+            fields = fields_text.split()  # the list begins with the third field
+            if int(fields[3]) == server.process.pid:  # the session that the thread belongs to
                 key, ticks = (int(stat.parts[2]), int(stat.parts[4])), int(fields[11]) + int(fields[12])
                 before = since.get(key, ("", 0.0))[1] if since else 0.0
                 threads[key] = name.partition("(")[2], ticks / os.sysconf("SC_CLK_TCK") - before

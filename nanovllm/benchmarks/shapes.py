@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-# entries of config.json; SHAPES has their published values
+# entries of config.json; SHAPES lists the published values in this order
 SHAPE_ENTRIES = (
     *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta"),

@@ -31,7 +31,7 @@ DECODE_SEQS = {1: "1 sequence", 8: "8 sequences"}
 
 
 def online_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, list[Panel]]:
-    """Make the workload `online`. The warm-up is its first quarter, with other token ids."""
+    """Make the workload `online`. The warm-up is the first quarter of the requests, with different token ids."""
     vocab_size, on_cpu = config.model_config.vocab_size, config.device == "cpu"
     medians = median_lengths(args, config)
     names = {rate: f"online {rate:g}/s" for rate in args.request_rate or (8, 16, 24)}
@@ -57,11 +57,11 @@ def median_lengths(args: argparse.Namespace, config: Config) -> tuple[int, int]:
 def rates_of_cpu(args: argparse.Namespace, settings: dict[str, Any], config: Config) -> list[float]:
     """Briefly measure this CPU's highest request rate.
 
-    Return 30, 60 and 90% of it, because no fixed rates suit all CPUs.
+    Return 30, 60 and 90% of this rate, because no fixed rates suit all CPUs.
     """
     vocab_size, medians, highest = config.model_config.vocab_size, median_lengths(args, config), 0.0
     with progress("the highest rate of requests:"):
-        for num_seqs in (12, 96):  # more only on a CPU that computes these quickly
+        for num_seqs in (12, 96):  # the second number only if the CPU is quick with the first
             requests = online(1e9, num_seqs, medians, config.max_model_len, args.seed, vocab_size)
             workloads = {"rate": [requests[:2], other_ids(requests, vocab_size)]}
             seconds = run_in_process(run_nanovllm, args.model, settings, workloads)["rate"].seconds
@@ -73,7 +73,7 @@ def rates_of_cpu(args: argparse.Namespace, settings: dict[str, Any], config: Con
 
 
 def conversations_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, list[Panel]]:
-    """Make the workload `conversations`. The warm-up is its first quarter, with other token ids."""
+    """Make the workload `conversations`. The warm-up has a quarter of the conversations, with different token ids."""
     vocab_size, on_cpu = config.model_config.vocab_size, config.device == "cpu"
     number, turns, pause = (6, (2, 5), 0.2) if on_cpu else (64, (3, 20), 2.0)
     sizes = median_lengths(args, config), config.max_model_len, args.seed, vocab_size
@@ -98,10 +98,10 @@ def add_turns(results: Results, workloads: Workloads) -> None:
 def latency_sweep(args: argparse.Namespace, config: Config) -> tuple[Workloads, list[Panel]]:
     """Make the workload `latency`. Leave out lengths above the bounds.
 
-    If fewer than three lengths are left, fractions of the bound are added, so that there is a curve to draw.
+    If fewer than three lengths remain, add fractions of the bound, so that there is a curve to draw.
 
     All decode runs with the same context length have the same token ids. After the first run, the prefix cache contains
-    them, so all sequences start to decode together.
+    these contexts, so all sequences start to decode together.
     """
     vocab_size, max_input_len = config.model_config.vocab_size, args.max_input_len or config.max_model_len
     num_runs = args.num_seqs or (5 if config.device == "cpu" else 20)

@@ -39,7 +39,7 @@ class Panel:
     is_drawn: bool = True
 
     def points(self, results: Results) -> dict[tuple[str, str], dict[float, float]]:
-        """For each engine and statistic, return y by x for every x that has a result."""
+        """For each engine and statistic, return a dict from x to y, with every x that has a result."""
         return {
             (engine, statistic): {x: value(by_workload[name]) for x, name in names.items() if name in by_workload}
             for engine, by_workload in results.items()
@@ -47,7 +47,7 @@ class Panel:
         }
 
     def print(self, results: Results) -> None:
-        """Print the table, unless there is no result, after Ctrl-C."""
+        """Print the table, unless Ctrl-C came before the first result."""
         points = {names: curve for names, curve in self.points(results).items() if curve}
         if not points:
             return

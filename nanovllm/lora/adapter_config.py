@@ -1,4 +1,4 @@
-"""Reads the adapter_config.json of a PEFT folder: which modules have an adapter, of which rank and scale."""
+"""Reads the adapter_config.json of a PEFT folder, which determines the adapter's modules, ranks and scales."""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any
 from nanovllm.utils.checks import check_bool, check_int, check_real, read_json
 
 CONFIG_FILE = "adapter_config.json"
-# entries for what this engine does not compute, and the values that leave it off
+# entries for features that this engine lacks, each with the values that turn the feature off
 REFUSED: dict[str, tuple] = {
     "use_dora": (False, None),
     "use_qalora": (False, None),
@@ -50,8 +50,8 @@ class AdapterConfig:
     def read(cls, folder: Path) -> "AdapterConfig":
         """Read the file in `folder`.
 
-        Raises FileNotFoundError if there is none. Raises a ValueError or TypeError that names the file and the entry if
-        an entry is invalid or not supported.
+        Raises FileNotFoundError if the file does not exist. Raises ValueError or TypeError if an entry is invalid or
+        not supported. The message names the file and the entry.
         """
         file = folder / CONFIG_FILE
         if not file.is_file():
@@ -91,13 +91,13 @@ class AdapterConfig:
         return _find(self.rank_pattern, module, self.rank)
 
     def scale_of(self, module: str) -> float:
-        """Return the factor of B A: alpha / rank, or alpha / sqrt(rank) with `use_rslora` (arXiv:2312.03732)."""
+        """Return the scale of B A: alpha / rank, or alpha / sqrt(rank) with `use_rslora` (arXiv:2312.03732)."""
         rank = self.rank_of(module)
         return _find(self.alpha_pattern, module, self.alpha) / (sqrt(rank) if self.use_rslora else rank)
 
 
 def _matches(patterns: str | tuple[str, ...], module: str) -> bool:
-    """Return whether PEFT would find `module`: by a regular expression, or by the ends of module names."""
+    """Return whether PEFT would match `module`. A string is a regular expression, a tuple lists ends of names."""
     if isinstance(patterns, str):
         return re.fullmatch(patterns, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in patterns)

@@ -27,7 +27,8 @@ FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
 class AdapterRegistry:
     """The adapters in host memory. Any thread may call the methods.
 
-    An adapter stays in memory while a request or a slot of the devices uses it, or between `add` and `remove`.
+    An adapter stays in memory while a request uses it, while it has a slot on the devices, and from `add` until
+    `remove`.
     """
 
     def __init__(self, config: "Config", shapes: Mapping[str, tuple[int, int]], slots: "AdapterSlots"):
@@ -38,11 +39,11 @@ class AdapterRegistry:
         self._config, self.shapes, self.slots = config, shapes, slots
         self._loaded: WeakValueDictionary[LoRARequest, Adapter] = WeakValueDictionary()
         self._added: dict[int, Adapter] = {}  # by number
-        self._lock = threading.Lock()  # so that no adapter is read twice at once
+        self._lock = threading.Lock()  # so that two threads do not read the same adapter
 
     def get(self, request: LoRARequest) -> Adapter:
         """Return an adapter, reading it if necessary. Raises the errors of `read_adapter`."""
-        if (adapter := self._loaded.get(request)) is not None:  # without waiting while another one is read
+        if (adapter := self._loaded.get(request)) is not None:  # without waiting for other reads
             return adapter
         with self._lock:
             if (adapter := self._loaded.get(request)) is None:
@@ -54,16 +55,16 @@ class AdapterRegistry:
         self._added[request.lora_int_id] = self.get(request)
 
     def remove(self, lora_int_id: int) -> bool:
-        """Stop keeping an adapter in memory, while requests that use it end. Return whether it was kept."""
+        """Undo `add`. Requests that use the adapter keep it until they end. Return whether it had been added."""
         return self._added.pop(lora_int_id, None) is not None
 
 
 def read_adapter(request: LoRARequest, config: "Config", shapes: Mapping[str, tuple[int, int]]) -> Adapter:
     """Read the adapter of a request.
 
-    Raises FileNotFoundError if a file is missing. Raises a ValueError or TypeError that names the file, and the entry
-    or tensor, if a file is broken, if an entry is not supported, or if a tensor is missing, surplus, of the wrong shape
-    or dtype, or contains NaN or infinity.
+    Raises FileNotFoundError if a file is missing. Raises ValueError or TypeError if a file is broken, if an entry is
+    not supported, or if a tensor is missing, is unexpected, has a wrong shape or dtype, or contains NaN or infinity.
+    The message names the file, and the entry or tensor.
     """
     folder = BUNDLED / request.lora_path
     if not (folder / CONFIG_FILE).is_file():
@@ -93,12 +94,12 @@ def read_adapter(request: LoRARequest, config: "Config", shapes: Mapping[str, tu
     salt = xxhash.xxh3_64_intdigest(weights.view(torch.uint8).numpy(), seed=hash(tuple(ranks)) % 2**64)
     if config.device != "cpu":
         with torch.cuda.device(config.device_of(0)):
-            weights = weights.pin_memory()  # so that copies to the device do not wait
+            weights = weights.pin_memory()  # so that the host does not wait for copies to the device
     return Adapter(request, ranks, weights, salt)
 
 
 def _modules(file: Path, names: list[str], shapes: Mapping[str, Any]) -> dict[str, str]:
-    """Return the modules that have an adapter in `file`: name in this model -> name in the file."""
+    """Return the modules that have an adapter in `file`, as a dict from this model's names to the file's names."""
     modules: dict[str, str] = {}
     for name in names:
         path, kind = next(((name[: -len(kind)], kind) for kind in MATRICES if name.endswith(kind)), (name, ""))
@@ -133,7 +134,7 @@ def _check_targets(file: Path, config: AdapterConfig, modules: dict[str, str], s
 def _matrix(
     file: Path, tensors: Any, name: str, shape: tuple[int, int], dtype: torch.dtype, scale: float
 ) -> torch.Tensor:
-    """Return a matrix times `scale` in `dtype`, as a flat tensor."""
+    """Return the matrix `name` times `scale`, in `dtype` and flattened."""
     if name not in tensors.keys():  # noqa: SIM118 (a safetensors file is no mapping)
         raise ValueError(f"{file}: {name} is missing")
     matrix = tensors.get_tensor(name)

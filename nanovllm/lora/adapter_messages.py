@@ -20,9 +20,9 @@ RANKS, WEIGHTS = "ranks of an adapter", "weights of an adapter"
 
 
 class AdapterPart(NamedTuple):
-    """A message to another rank, which stores the adapter when all parts have arrived.
+    """A message with a part of an adapter. The receiver stores the adapter when all parts have arrived.
 
-    The ranks of its matrices come first.
+    The first parts contain the ranks of the matrices, and the remaining parts contain the weights.
     """
 
     slot: int
@@ -39,7 +39,7 @@ class AdapterPart(NamedTuple):
 
 
 def use_adapters(engine: Engine) -> None:
-    """Set `engine.adapters`, and let sequences wait for slots. The model must be loaded."""
+    """Set `engine.adapters`, and let sequences wait until their adapter has a slot. The model must be loaded."""
     assert engine.model_runner is not None
     scheduler, slots = engine.scheduler, AdapterSlots(engine.config.max_loras, partial(_write, engine))
     engine.adapters = AdapterRegistry(engine.config, engine.model_runner.model.adapters.shapes, slots)

@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 class AdapterSlots:
     """The adapters that are stored on the devices.
 
-    The least recently used adapter leaves when another adapter needs its slot.
+    If another adapter needs a slot, it gets the slot of the least recently used adapter.
     """
 
     def __init__(self, num_slots: int, write: Callable[[int, Adapter], None]):
         """`write(slot, adapter)` stores an adapter on all ranks, for steps that are launched later."""
         self.num_slots, self._write = num_slots, write
-        self._stored: OrderedDict[Adapter, None] = OrderedDict()  # the least recently used one first
+        self._stored: OrderedDict[Adapter, None] = OrderedDict()  # the least recently used adapter is first
         self._free = [*reversed(range(num_slots))]
 
     def take(self, adapter: Adapter, in_use: Callable[[], Collection[Adapter | None]]) -> bool:
-        """Make sure that `adapter` has a slot. Return False if all slots have adapters in use."""
+        """Make sure that `adapter` has a slot. Return False if every slot has an adapter that is in use."""
         if adapter.slot is None:
             if not self._free:
                 used = in_use()
@@ -55,16 +55,16 @@ class AdapterSlots:
 class AdapterQueue(WaitingQueue):
     """A waiting queue whose `first` skips sequences that can't get a slot for their adapter.
 
-    A slot is in use while a sequence with its adapter runs. If a sequence waits for a slot, later sequences may
-    overtake it, but at most `max_num_seqs` of them may use adapters. So a slot becomes free after a while.
+    A slot is in use while a sequence with its adapter runs. While a sequence waits for a slot, later sequences may
+    overtake it. At most `max_num_seqs` of these later sequences may use adapters, so a slot eventually becomes free.
     """
 
     def __init__(self, scheduler: "Scheduler", slots: AdapterSlots):
         super().__init__()
         self._scheduler, self._slots = scheduler, slots
         self._by_adapter: dict[Adapter | None, WaitingQueue] = {}
-        self._blocked: Sequence | None = None  # the first sequence that was seen without a slot
-        self._overtaking: set[tuple[int, int]] = set()  # keys; a sequence may leave the queue several times
+        self._blocked: Sequence | None = None  # the first sequence that can't get a slot
+        self._overtaking: set[tuple[int, int]] = set()  # by key, because a sequence may leave the queue several times
 
     def push(self, seq: Sequence) -> None:
         super().push(seq)

@@ -20,15 +20,15 @@ from nanovllm.utils.replace import replace_methods
 class Target(NamedTuple):
     """A module of the checkpoint that can have an adapter, and its place in the model.
 
-    Several parts belong to a module if the checkpoint has merged them.
+    A module has several parts if the checkpoint stores several layers as one merged module.
     """
 
     stack: LoRAStack
-    shards: list[tuple[int, Any]]  # indices of parts, and the part's Shard or RowRanges
+    shards: list[tuple[int, Any]]  # the index of each part in the layer, and the part's Shard or RowRanges
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The inputs and outputs of the module, on all ranks together."""
+        """The numbers of inputs and outputs of the whole module, before it is split among the ranks."""
         sizes = [shard.shape for _, shard in self.shards]
         return sizes[0][1], sum(size[0] for size in sizes)
 
@@ -48,7 +48,7 @@ class AdapterStacks:
     """The adapters on a rank's device.
 
     targets: the modules of the checkpoint that can have an adapter, by name, in the same order on all ranks.
-    slots_of_requests: the slot of each request index (the last is for padding), or -1 without an adapter.
+    slots_of_requests: the slot of each request index, or -1 without an adapter. The last entry is for padding rows.
     """
 
     def __init__(self, model: Any, config: Config, device: torch.device):
@@ -57,7 +57,7 @@ class AdapterStacks:
         int32: Any = dict(dtype=torch.int32, device=device)
         self.slots_of_requests = torch.full((config.max_num_seqs + 1,), -1, **int32)
         layers = [*_adaptable(model)]
-        # one table for all layers, so that a single copy writes all ranks of an adapter
+        # the adapters' ranks are in one table for all layers, so that a single copy stores all ranks of an adapter
         self._ranks = torch.zeros(slots, sum(len(layer.shard_ids()) for _, layer in layers), **int32)
         self._columns: list[int] = []  # for each column of the table, the index of its target
         self.targets: dict[str, Target] = {}
@@ -104,25 +104,28 @@ class AdapterStacks:
 
 
 def _local_sizes(shards: list[Any]) -> tuple[int, int]:
-    """Return this rank's inputs and outputs of a layer. Its weight does not tell them: formats store other shapes."""
+    """Return how many inputs and outputs of a layer this rank has.
+
+    The shape of the weight does not show these numbers, because some formats store weights in other shapes.
+    """
     first = shards[0].parts[0]
     rows = (len(range(piece.shape[0])[piece.rows]) for shard in shards for piece in shard.parts)
     return len(range(first.shape[1])[first.columns]), sum(rows)
 
 
 def add_adapters(model: Any, config: Config, device: torch.device) -> None:
-    """Let the linear layers of a loaded model have adapters, but not embeddings, experts and routers."""
+    """Prepare a loaded model's linear layers for adapters, except for the output head, experts and routers."""
     model.adapters = AdapterStacks(model, config, device)
     for module in model.modules():
         act = getattr(module, "act_fn", None)
         if isinstance(getattr(getattr(module, "down_proj", None), "format", None), LoRAFormat) and is_swiglu(act):
-            module.act_fn = SiluAndMul()  # another one might quantize its results, which A can't multiply
+            module.act_fn = SiluAndMul()  # the old activation might quantize its output, which A can't multiply
 
 
 def _adaptable(model: nn.Module) -> Iterator[tuple[str, LinearBase]]:
     """Yield the path and module of each linear layer that can have an adapter."""
     mixtures = [module for module in model.modules() if isinstance(module, MoE)]
-    # these shared experts are computed with the other experts
+    # leave out shared experts that a kernel computes together with the other experts
     left_out = {part for moe in mixtures if moe.num_shared for part in moe.shared_expert.modules()}
     for path, module in model.named_modules():
         if isinstance(module, LinearBase) and not isinstance(module, Router) and module not in left_out:

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 def set_adapters(requests: Sequence["Request"], lora_request: Any, processor: "InputProcessor") -> None:
-    """Give the sequences of each request its adapter, or none.
+    """Give the sequences of each request the adapter of that request, or none.
 
-    `lora_request` is a LoRARequest or None for all requests, or a list with one of these for each. Raises TypeError for
-    other types, and ValueError for a list of another length, or adapters without `enable_lora`. Raises the errors of
-    `read_adapter`.
+    `lora_request` is a LoRARequest or None for all requests, or a list with a LoRARequest or None for each request.
+    Raises TypeError for other types. Raises ValueError if a list has a wrong length, or if there is an adapter without
+    `enable_lora`. Raises the errors of `read_adapter`.
     """
     found = lora_request if isinstance(lora_request, (list, tuple)) else [lora_request] * len(requests)
     if len(found) != len(requests):

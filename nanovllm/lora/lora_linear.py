@@ -35,7 +35,7 @@ class LoRAStack(NamedTuple):
 def group_rows(slots: torch.Tensor, num_slots: int) -> Any:
     """Return the rows of each slot for `add_lora`.
 
-    In `slots` [T] int32, negative values mark rows without an adapter. In this definition, a group is a slot and the
+    In `slots` [T] int32, negative values mark rows without an adapter. This definition returns pairs of a slot and the
     indices of its rows.
     """
     present = [slot for slot in slots.unique().tolist() if slot >= 0]
@@ -64,7 +64,7 @@ class LoRAFormat(WeightFormat):
         return y
 
     def norm_linear(self, layer: LinearBase, x: NormInput, act: SiluAndMul | None) -> Any:
-        y = self.linear(layer, x.tensor(), layer.bias)  # the adapters need the norm, too
+        y = self.linear(layer, x.tensor(), layer.bias)  # the adapters need the normalized input, too
         return y if act is None else act(y)
 
     def best_split_k(self, layer: LinearBase, x: Any, max_split_k: int) -> int:
@@ -74,7 +74,7 @@ class LoRAFormat(WeightFormat):
         """Return None, because only `linear` and `norm_linear` add the results of adapters."""
 
     def _add(self, y: torch.Tensor, x: torch.Tensor) -> None:
-        plans = get_context().plans  # of this step: its first layer makes the groups
+        plans = get_context().plans  # the plans of this step; the first layer of the step makes the groups
         if (groups := plans.get(LoRAFormat)) is None:
             slots = of_tokens(self.slots_of_requests)
             groups = plans[LoRAFormat] = group_rows(slots, len(self.stack.a))

@@ -1,4 +1,4 @@
-"""How a request names its adapter, and an adapter in host memory."""
+"""Defines how a request names an adapter, and an adapter in host memory."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,10 +11,10 @@ class LoRARequest:
     """Names an adapter, as in vLLM.
 
     lora_name: a name for people.
-    lora_int_id: a number that identifies the adapter. Use a new number if its files change.
+    lora_int_id: a number that identifies the adapter. Use a new number if the adapter's files change.
     lora_path: the adapter's folder, as PEFT saves it, or "tiny-qwen3-descending", the adapter in this package.
 
-    Raises TypeError or ValueError for other types, an empty name or path, or a number below 1.
+    Raises TypeError for a field of another type and for an empty name or path, and ValueError for a number below 1.
     """
 
     lora_name: str
@@ -35,7 +35,7 @@ class Adapter:
     ranks: the rank of each module in `AdapterStacks.targets`. 0 means that the adapter does not change the module.
     weights: the matrices A [rank, inputs] and B [outputs, rank] of each changed module, one after another in a flat
         tensor. B includes the scale of the adapter.
-    salt: 64 bits that depend on the contents, so that adapters share no cached prefixes.
+    salt: a 64-bit hash of the ranks and weights. It keeps adapters from sharing cached prefixes.
     slot: where the adapter is stored on the devices, or None.
     """
 

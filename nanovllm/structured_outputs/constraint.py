@@ -20,17 +20,17 @@ from nanovllm.reasoning.stage import Reasoning, Stage
 from nanovllm.structured_outputs.grammar import Grammar, Matcher
 from nanovllm.structured_outputs.masks import MaskQueue, num_cores
 
-TOKEN_MARKER = 0xFF  # in llguidance's texts, a token that a grammar names begins with this byte
+TOKEN_MARKER = 0xFF  # in a text of llguidance, this byte precedes a token that the grammar names
 
 
 class Constraint:
     """Restricts the next token of one sequence by a grammar, by a budget for its reasoning, or by both.
 
-    The grammar begins after the reasoning, inside which end-of-sequence ids are banned. The mask includes the bans of
-    other parameters, because only their combination shows whether any token is left. The ids in `stop_token_ids` are
-    treated like end-of-sequence ids: they are allowed only where the grammar may end.
+    The grammar begins after the reasoning. Inside the reasoning, end-of-sequence ids are banned. The mask also contains
+    the bans of other parameters, because only all bans together show whether any token is left. The ids in
+    `stop_token_ids` are treated like end-of-sequence ids: they are allowed only where the grammar may end.
 
-    The state depends only on the sequence's token ids, so a preemption loses nothing.
+    The state of a constraint depends only on the sequence's token ids, so a preemption loses nothing.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Constraint:
         vocab_size: int,
         eos_token_ids: frozenset[int],
     ):
-        """`queue` computes masks that take too long in a step. It is None if there is no grammar."""
+        """queue: computes masks that would delay a step; None if there is no grammar."""
         # a proxy, because a reference cycle would keep both objects until the garbage collector runs
         self._seq, self._grammar = proxy(seq), cast(Grammar, grammar)
         self._queue, self._vocab_size, self.has_grammar = queue, vocab_size, grammar is not None
@@ -52,31 +52,31 @@ class Constraint:
         self._num_consumed = 0  # generated tokens that the matcher has consumed
         reasoning: Reasoning | None = seq.feature_state.get("reasoning")
         if reasoning is not None and reasoning.stage is Stage.BEFORE and reasoning.markers.begin_id is None:
-            reasoning = None if self.has_grammar else reasoning  # a grammar may itself begin with the marker's text
+            reasoning = None if self.has_grammar else reasoning  # the marker may be ordinary text of the grammar
         self.reasoning, self._budget = reasoning, seq.params.thinking_token_budget
         self._min_tokens = seq.params.min_tokens
         self._stops = np.array(seq.params.stop_token_ids or (), np.int64)
         self._ends = np.array([*{*eos_token_ids, *self._stops.tolist()}], np.int64)
         edits = seq.feature_state["logit_edits"]
         self._allowed, self._bad_words = edits.allowed_mask, edits.bad_words
-        # the mask without a grammar, and the mask inside reasoning that precedes a grammar
+        # the mask if there is no grammar, and the mask inside the reasoning before a grammar
         self._free = _all_ids(vocab_size) if self._allowed is None else self._allowed
         self._free_but_ends = self._free.copy()
         _set_bits(self._free_but_ends, self._ends, False)
         self.next_mask = self._free  # [ceil(vocabulary / 32)] int32: bits of the ids that may come next
         self.sent_mask: np.ndarray | None = None  # the mask that the device has
         self.draft_masks: list[np.ndarray] = []  # the mask after each draft of the next step
-        self.error: str | None = None  # why there is no next token
+        self.error: str | None = None  # why no token can follow; None if a token can
 
     def start_update(self) -> Future:
-        """Run `update` in another thread, after earlier updates. Do not read this object before it has finished."""
+        """Run `update` in another thread, after earlier updates. Do not read this object until the update ends."""
         update = partial(self.update, self._seq.completion_token_ids, copy(self.reasoning))
         return cast(MaskQueue, self._queue).submit(update)
 
     def update(self, completion: list[int], reasoning: Reasoning | None = None) -> tuple[str, str] | None:
         """Compute the mask for the next token from the generated tokens and the current stage of the reasoning.
 
-        Return None if a token can follow, otherwise a finish reason and a message.
+        Return None if a token can follow. Otherwise return a finish reason and an error message.
         """
         if not self.set_without_grammar(reasoning):
             if self.consume(completion, reasoning):
@@ -93,7 +93,7 @@ class Constraint:
         return True
 
     def _restart(self) -> bool:
-        """Start again with larger automata, because small ones may cause errors."""
+        """Start again with the largest automata, because an error may come from the limit of the small automata."""
         self._automata.has_failed = True
         if self._automata.is_largest:
             return False
@@ -102,7 +102,7 @@ class Constraint:
         return True
 
     def consume(self, completion: list[int], reasoning: Reasoning | None = None) -> bool:
-        """Feed the matcher the tokens that it has not consumed yet. Return False if the grammar refuses them."""
+        """Feed new tokens to the matcher. Return False if the grammar refuses them."""
         new = completion[cast(int, _num_in_reasoning(reasoning)) + self._num_consumed :]
         is_allowed = self._matcher.consume_tokens(new)
         self._num_consumed += len(new)
@@ -134,20 +134,21 @@ class Constraint:
         return self._free_but_ends if self.has_grammar else self._free
 
     def token_limit(self) -> int:
-        """Return how many tokens the sequence may have before it needs a new mask."""
+        """Return the number of tokens at which the sequence needs a new mask."""
         seq, reasoning = self._seq, self.reasoning
         if reasoning is None or self._budget is None or reasoning.stage is Stage.ENDED:
             return seq.max_num_tokens
-        # once the budget is used up, each token is forced, and depends on the previous token
+        # after the budget, each token is forced, and the forced token depends on the previous token
         num_left = max(1, self._budget - reasoning.num_thoughts)
         return min(len(seq.token_ids) + num_left, seq.max_num_tokens)
 
     # -- drafts --------------------------------------------------------------------------------------------------------
 
     def draft(self, drafts: list[int], num_drafts: int) -> list[int]:
-        """Return the drafts before the first draft that is not allowed or ends the answer. Sets `draft_masks`.
+        """Return the drafts before the first draft that is not allowed or that ends the answer. Set `draft_masks`.
 
-        If no draft is allowed, return up to `num_drafts` tokens that the grammar forces, unless its masks are slow.
+        If no draft is allowed, return up to `num_drafts` tokens that the grammar forces. If the grammar's masks are
+        slow, return no drafts.
         """
         if self._mask_without_grammar(self.reasoning) is not None:
             return self._allowed_of(drafts)
@@ -173,7 +174,7 @@ class Constraint:
                 mask = self._with_bans(self._grammar_mask(), completion)
             self.draft_masks.append(mask)
         if num_consumed:
-            if self._matcher.is_error():  # the next update will see it
+            if self._matcher.is_error():  # the next update reports the error
                 self.draft_masks = []
                 return []
             self._matcher.rollback(num_consumed)
@@ -182,7 +183,7 @@ class Constraint:
     # -- masks ---------------------------------------------------------------------------------------------------------
 
     def _grammar_mask(self) -> np.ndarray:
-        """Return the mask for the grammar's current state. The caller checks whether it is an error state."""
+        """Return the mask for the grammar's current state. The caller must check the matcher for errors."""
         mask = np.empty_like(self.next_mask)
         begin = thread_time()
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -192,9 +193,9 @@ class Constraint:
     def _with_text(self, mask: np.ndarray) -> np.ndarray:
         """Correct an llguidance mask that allows a single token if the grammar refuses this token.
 
-        If only one text can follow, llguidance allows its first token. This token may be an added token, which the
-        grammar does not accept as text. If the tokenizer normalizes texts, the token may even belong to a different
-        text. In both cases, the corrected mask allows the token of the text's first byte instead.
+        If only one text can follow, llguidance allows only the first token of this text. This token may be an added
+        token, which the grammar does not accept as text. If the tokenizer normalizes texts, this token may even begin
+        another text. In both cases, the corrected mask allows the token for the first byte of the text instead.
         """
         text = self._matcher.compute_ff_bytes()
         if text and text[0] != TOKEN_MARKER and not self._matcher.validate_tokens([_first_id(mask)]):
@@ -220,7 +221,7 @@ def update_fast(constraints: Iterable[Constraint], seconds: float) -> list[Const
 
     An update takes almost no time if the sequence is inside its reasoning, or if there is no grammar. Masks of
     different grammars are computed in parallel, but llguidance computes masks of the same grammar one after another.
-    Any mask may turn out to be slow, so a parallel call computes at most one mask per grammar and per core.
+    Any mask may turn out to be slow, so a parallel call computes one mask per grammar, and at most `num_cores()` masks.
     """
     end, updated = perf_counter() + seconds, []
     waiting: dict[Grammar, deque[Constraint]] = {}
@@ -251,7 +252,7 @@ def _update_together(constraints: list[Constraint]) -> None:
         masks = np.empty((len(ready), len(ready[0][0].next_mask)), np.int32)
         matchers = [(constraint._matcher, i) for i, (constraint, _) in enumerate(ready)]
         _executor(os.getpid()).unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
-        seconds = perf_counter() - begin  # the time of each single mask is unknown
+        seconds = perf_counter() - begin  # an upper bound for each mask, because the time of a single mask is unknown
         for (constraint, completion), mask in zip(ready, masks):
             constraint.set_mask(constraint._with_text(mask), completion, constraint.reasoning)
             constraint._grammar.add_mask(seconds)
@@ -259,7 +260,7 @@ def _update_together(constraints: list[Constraint]) -> None:
 
 @cache
 def _executor(pid: int) -> Any:
-    """Return the thread pool of process `pid`, because a forked process needs a separate pool."""
+    """Return llguidance's thread pool for process `pid`. A forked process needs a new pool."""
     from llguidance import LLExecutor
 
     return LLExecutor(num_cores())

@@ -8,14 +8,14 @@ from typing import Any
 # Most grammars have fewer than 1,000 states. With 400 terminals, 2,000 states take 8 MB, so 128 grammars take at most
 # 1 GiB. The largest automata (250,000 states) take as much memory for one grammar.
 MAX_KEPT_STATES = 2000
-SLOW_SECONDS = 0.005  # of CPU time for a mask; most masks take less than a hundredth of that
+SLOW_SECONDS = 0.005  # masks that take more CPU time are slow; most masks take less than a hundredth of that
 Matcher = Any  # llguidance.LLMatcher, which is imported only where it is used
 
 
 class Automata:
-    """A matcher in its start state.
+    """A matcher in its start state. Copies of the matcher share the automata with which masks are computed.
 
-    The copies of the matcher share the automata for masks. `has_failed` is set if a copy fails.
+    has_failed: whether the matcher or one of its copies has failed.
     """
 
     def __init__(self, start: Matcher, is_largest: bool):
@@ -25,14 +25,14 @@ class Automata:
 class Grammar:
     """A compiled grammar. The small automata have at most `MAX_KEPT_STATES` states, enough for most grammars.
 
-    Sequences that need more states share larger automata, up to llguidance's limit, freed when the last of these
-    sequences ends.
+    Sequences that need more states share larger automata, whose size only llguidance limits. The larger automata are
+    freed when the last of these sequences ends.
     """
 
     def __init__(self, tokenizer: Any, text: str):
         """Compile `text` for `tokenizer`, an `LLTokenizer`. Raises ValueError if llguidance refuses the text."""
         self._tokenizer, self._text, self._lock = tokenizer, text, threading.Lock()
-        # CPU time of a mask, as an exponential moving average
+        # the exponential moving average of the CPU time of a mask
         self._mask_seconds: float | None = None
         self._small: Automata | None = self._compile(MAX_KEPT_STATES)
         self._large: Callable[[], Automata | None] = lambda: None
@@ -40,7 +40,7 @@ class Grammar:
             raise ValueError(error)
 
     def automata(self) -> Automata:
-        """Return the small automata, or larger automata if the small ones have failed."""
+        """Return the small automata, or the large automata if the small automata have failed."""
         with self._lock:
             if self._small is not None and not self._small.has_failed:
                 return self._small
@@ -59,7 +59,7 @@ class Grammar:
         self._mask_seconds = mean + (seconds - mean) / 8
 
     def token_ids_of_byte(self, byte: int) -> list[int]:
-        """Return a list with the id of the token that consists of this byte, or an empty list."""
+        """Return a list with the id of the token that is this byte. If there is no such token, return an empty list."""
         tokenizer = self._tokenizer
         ids = tokenizer.greedy_tokenize(chr(byte)) if byte < 128 else tokenizer.tokenize_bytes(bytes([byte]))
         return ids if tokenizer.decode_bytes(ids) == bytes([byte]) else []

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nanovllm.requests.input_processor import InputProcessor
 
 MAX_CACHED_GRAMMARS = 128
-# allow at most one space between parts of JSON: where more is allowed, some models never stop writing white space
+# allow at most one space between parts of JSON, because some models would otherwise write white space forever
 JSON_OPTIONS: Any = {"whitespace_pattern": " "}
 
 
@@ -25,7 +25,7 @@ class Grammars:
     """An LRU cache of an engine's compiled grammars, with thread-safe methods."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]):
-        """`tokenizer` is a `tokenizers.Tokenizer` that must not be used elsewhere, because this object modifies it."""
+        """tokenizer: a `tokenizers.Tokenizer` for this object only, because this object modifies it."""
         try:
             from llguidance import LLTokenizer
         except ImportError as error:
@@ -42,7 +42,7 @@ class Grammars:
         added, is_special = tokenizer.get_added_tokens_decoder(), self._tokenizer.is_special_token
         special_tokens = {i: added[i].content for i in added if i < vocab_size and is_special(i)}
         self._sandbox = CompileSandbox(vocab_size, special_tokens)
-        self._grammars: OrderedDict[str, Grammar] = OrderedDict()  # by text; the most recently used is last
+        self._grammars: OrderedDict[str, Grammar] = OrderedDict()  # by text; the most recently used grammar is last
         self._lock = threading.Lock()
         self.threads = MaskThreads()
 
@@ -84,7 +84,7 @@ def _grammar_of(kind: str, content: Any) -> str:
     if kind == "grammar":
         return LLMatcher.grammar_from_lark(content)
     if kind == "choice":
-        # one terminal with a single expression, because llguidance accepts at most 2,000 choices as rules
+        # one terminal for all choices, because llguidance accepts at most 2,000 choices as rules
         return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, content)))
     schema = '{"type": "object"}' if kind == "json_object" else for_llguidance(content)
     return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
@@ -118,4 +118,4 @@ def constrain(group: list[Sequence], processor: "InputProcessor") -> None:
     if first_constraint.update([], first_constraint.reasoning) is not None:
         raise ValueError(f"{first_constraint.error}, not even a first one")
     for constraint in other_constraints:
-        constraint.next_mask = first_constraint.next_mask  # all start in the same state
+        constraint.next_mask = first_constraint.next_mask  # all sequences of the request start in the same state

@@ -2,9 +2,9 @@
 
 llguidance ignores keywords that JSON Schema does not define. However, it refuses an unknown `format`, an unknown
 dialect, and some keywords whose values allow everything. This module removes such formats, dialects and keywords.
-llguidance does not support `propertyNames`, and it supports `oneOf` only if it can tell that no value is valid for two
-of the schemas. Where possible, this module expresses both with other keywords. Any other unsupported keyword stays, and
-llguidance's error names it.
+llguidance does not support `propertyNames`, and it supports `oneOf` only if it can prove that no value is valid for two
+of the schemas. Where possible, this module replaces `propertyNames` and `oneOf` by other keywords. All other
+unsupported keywords remain in the schema, and the error message of llguidance names them.
 """
 
 import json
@@ -15,7 +15,7 @@ from types import NoneType
 from typing import Any
 from urllib.parse import quote, unquote
 
-# the keywords whose values are schemas, lists of schemas, or maps to schemas; the values of all others are data
+# keywords whose values are schemas, lists of schemas, or maps to schemas; the values of all other keywords are data
 SCHEMAS = (
     *("additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not"),
     *("propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
@@ -23,13 +23,13 @@ SCHEMAS = (
 LISTS = "allOf", "anyOf", "items", "oneOf", "prefixItems"
 MAPS = "$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"
 
-# formats of JSON Schema since draft 4; others, such as "path" and "int32", are notes for readers
+# formats of JSON Schema since draft 4; other formats, such as "path" and "int32", are notes for readers
 FORMATS = {
     *("date", "date-time", "duration", "email", "hostname", "idn-email", "idn-hostname", "ipv4", "ipv6", "iri"),
     *("iri-reference", "json-pointer", "regex", "relative-json-pointer", "time", "uri", "uri-reference"),
     *("uri-template", "uuid"),
 }
-# values with which a constraint allows everything
+# values with which a keyword allows everything
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "dependencies": ({},),
     "dependentRequired": ({},),
@@ -39,7 +39,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "unevaluatedProperties": (True, {}),
     "uniqueItems": (False,),
 }
-# keywords that have no effect unless the schema also has one of these
+# keyword -> other keywords; without any of these, the keyword has no effect
 PARTNERS = {
     "else": ("if",),
     "if": ("then", "else"),
@@ -58,10 +58,13 @@ LOOK_AROUND = re.compile(r"\(\?<?[=!]")
 
 
 def for_llguidance(schema: str) -> str:
-    """Rewrite a schema for llguidance. Raises ValueError if a reference is circular, or if this is impossible."""
+    """Rewrite a schema for llguidance.
+
+    Raises ValueError if a reference is circular, if `propertyNames` can't be replaced, or if the nesting is too deep.
+    """
     try:
         root = json.loads(schema)
-        seen: dict[int, Any] = {}  # rewritten schemas by id; a live object's id is not used again
+        seen: dict[int, Any] = {}  # rewritten schemas by `id`; this dict keeps them alive, so that no `id` is reused
         unseen = [(root, root)]
         while unseen:
             schema_node, resource = unseen.pop()
@@ -69,7 +72,7 @@ def for_llguidance(schema: str) -> str:
                 continue
             seen[id(schema_node)] = schema_node
             if isinstance(schema_node.get("$id"), str) and not schema_node["$id"].startswith("#"):
-                resource = schema_node  # within it, "#" is this schema
+                resource = schema_node  # within this schema, "#" refers to this schema
             _rewrite(schema_node, resource)
             unseen += [(inner, resource) for inner in _subschemas(schema_node, resource)]
         return json.dumps(root)
@@ -86,7 +89,7 @@ def _subschemas(schema: dict[str, Any], resource: dict[str, Any]) -> Iterator[An
         elif name in SCHEMAS:
             yield value
         elif name == "$ref":
-            yield referred(value, resource)  # the target may stand where no schema is expected
+            yield referred(value, resource)  # the target may be where the other keywords do not lead
 
 
 def referred(reference: Any, resource: Any) -> Any:
@@ -105,13 +108,14 @@ def referred(reference: Any, resource: Any) -> Any:
 
 def _rewrite(schema: dict[str, Any], resource: dict[str, Any]) -> None:
     if isinstance(dialect := schema.get("$schema"), str):
-        del schema["$schema"]  # without a known dialect, the newest one applies
+        del schema["$schema"]  # without `$schema`, the newest dialect applies
         if known := DIALECT.fullmatch(dialect):
             scheme = "http" if known[1].startswith("draft-0") else "https"
             schema["$schema"] = f"{scheme}://json-schema.org/{known[1]}/schema"
     if _is_annotation(schema.get("format")):
         del schema["format"]
-    # llguidance refuses dynamic references; without them, $dynamicAnchor is an anchor and $recursiveAnchor is unused
+    # llguidance refuses dynamic references; without such references, $dynamicAnchor equals $anchor, and
+    # $recursiveAnchor has no effect
     if isinstance(anchor := schema.pop("$dynamicAnchor", None), str):
         schema.setdefault("$anchor", anchor)
     schema.pop("$recursiveAnchor", None)
@@ -123,7 +127,7 @@ def _rewrite(schema: dict[str, Any], resource: dict[str, Any]) -> None:
         schema["$ref"] = quote(reference, safe="!#$%&'()*+,-./:;=?@_~")  # a name may be "Page<Item>"
         if _is_loop(schema, resource):
             raise ValueError(f"$ref={reference!r:.80}: refers to itself")
-    # drop alternatives with look-around, which llguidance refuses; an answer to another alternative is valid, too
+    # drop alternatives with look-around, which llguidance refuses; answers that fit other alternatives are valid, too
     if isinstance(alternatives := schema.get("anyOf"), list) and (
         possible := [x for x in alternatives if not _looks_around(x)]
     ):
@@ -148,8 +152,7 @@ def _looks_around(schema: Any) -> bool:
 def _are_disjoint(schemas: Any, discriminator: Any, resource: dict[str, Any]) -> bool:
     """Return whether types and constants show that no value can be valid for two of these schemas.
 
-    If the schemas of objects differ only in the property that OpenAPI's `discriminator` names, make this property
-    required.
+    If the property that OpenAPI's `discriminator` names tells objects apart, make this property required.
     """
     by_type: dict[str, list[dict[str, Any]]] = {}
     for schema in schemas if isinstance(schemas, list) else [None]:
@@ -179,7 +182,7 @@ def _are_told_apart(objects: list[dict[str, Any]], tag: Any, resource: dict[str,
 
 
 def _differ(schemas: list[Any]) -> bool:
-    """Return whether each schema lists its valid values and no value is in two lists."""
+    """Return whether every schema lists its valid values, and no value is in two of the lists."""
     value_sets = [_values(schema) for schema in schemas]
     return None not in value_sets and len({*chain(*filter(None, value_sets))}) == sum(
         len(values or ()) for values in value_sets
@@ -197,7 +200,7 @@ def _values(schema: Any) -> set[tuple[type, Any]] | None:
 
 
 def _types(schema: Any) -> set[str] | None:
-    """Return the types of all valid values, or None if the schema does not list them. Integers are "number"."""
+    """Return the types of the valid values, or None if the schema does not list types. Integers are "number"."""
     if (values := _values(schema)) is not None:
         return {{str: "string", bool: "boolean", int: "number", NoneType: "null"}[kind] for kind, _ in values}
     types = schema.get("type") if isinstance(schema, dict) else None
@@ -208,12 +211,12 @@ def _types(schema: Any) -> set[str] | None:
 
 
 def _resolved(schema: Any, resource: dict[str, Any]) -> Any:
-    """Follow a schema's references and return the last target, or None if the target is unknown."""
+    """Follow a schema's references, and return the last target. Return None if the target is unknown."""
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, dict) or "$ref" not in schema:
             return schema
         schema = referred(schema["$ref"], resource)
-        if isinstance(schema, dict) and "$id" in schema and schema is not resource:  # its "#" is another schema
+        if isinstance(schema, dict) and "$id" in schema and schema is not resource:  # its "#" refers to itself
             return None
     return None
 
@@ -248,14 +251,14 @@ def _restrict_names(schema: dict[str, Any], names: Any, resource: dict[str, Any]
         return
     schema["properties"] = {name: subschema for name, subschema in properties.items() if name in allowed}
     if value is not False and (unnamed := [name for name in allowed if name not in properties]):
-        # these properties share one schema, because copies of it could be too long
+        # these properties refer to one schema, because copies of the schema could be too long
         place = next(name for i in count(len(resource)) if (name := f"x-value-{i}") not in resource)
         resource[place] = value
         schema["properties"] |= {name: {"$ref": f"#/{place}"} for name in unnamed}
 
 
 def _allowed_strings(schema: Any, resource: dict[str, Any]) -> str | dict[str, None] | None:
-    """Return the strings that a schema allows, as a pattern or as the keys of a dict, or None for all strings."""
+    """Return the strings that a schema allows: a pattern, the strings as keys of a dict, or None for all strings."""
     rules = _rules(schema)
     for _ in range(MAX_REFERENCES):
         if [*rules] == ["$ref"] and isinstance(target := referred(rules["$ref"], resource), (dict, bool)):
@@ -277,13 +280,13 @@ def _allowed_strings(schema: Any, resource: dict[str, Any]) -> str | dict[str, N
 
 
 def _rules(schema: Any) -> dict[str, Any]:
-    """Return those keywords of a schema that constrain strings, except `type`."""
+    """Return the keywords of a schema that constrain strings, except `type`."""
     rules = {name: schema[name] for name in OF_STRINGS if name in schema} if isinstance(schema, dict) else {}
     return {name: value for name, value in rules.items() if not (name == "format" and _is_annotation(value))}
 
 
 def _listed(schema: Any) -> list[str] | None:
-    """Return the strings of `enum` or `const`, or None unless this keyword alone constrains strings."""
+    """Return the strings of `enum` or `const` if no other keyword constrains strings, otherwise None."""
     rules = _rules(schema)
     values = [rules["const"]] if [*rules] == ["const"] else rules["enum"] if [*rules] == ["enum"] else None
     return [value for value in values if isinstance(value, str)] if isinstance(values, list) else None

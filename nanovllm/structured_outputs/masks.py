@@ -1,4 +1,4 @@
-"""Computes slow masks in background threads, so that they do not delay other requests."""
+"""Computes slow masks in background threads, so that slow masks do not delay other requests."""
 
 import os
 from collections import deque
@@ -12,17 +12,17 @@ from typing import Any
 from nanovllm.structured_outputs.grammar import Grammar
 from nanovllm.utils.cores import available_cores
 
-TURN_SECONDS = 0.005  # of CPU time for a request, before it is the next request's turn
+TURN_SECONDS = 0.005  # CPU time after which a request lets the next request compute masks
 
 
 @cache
 def num_cores() -> int:
-    """Return how many CPU cores may compute masks. The remaining cores are left to the engine."""
+    """Return how many CPU cores may compute masks. The engine needs the remaining cores."""
     return max(1, available_cores() * 4 // 5)
 
 
 class MaskThreads:
-    """The threads that compute masks for an engine, separately for grammars with slow masks."""
+    """The threads that compute masks for an engine. Grammars with slow masks have separate threads."""
 
     def __init__(self) -> None:
         self._fast, self._slow = (ThreadPoolExecutor(max(1, num_cores() // n), "nanovllm-masks") for n in (2, 4))
@@ -39,7 +39,7 @@ class MaskThreads:
 
 
 class MaskQueue:
-    """Queues the masks that one request needs. Requests take turns, with at least one mask each."""
+    """Queues the masks that one request needs. Requests take turns, and compute at least one mask in each turn."""
 
     def __init__(self, threads: MaskThreads, grammar: Grammar):
         self._threads, self._grammar = threads, grammar
@@ -47,9 +47,9 @@ class MaskQueue:
         self._has_turn, self._lock = False, Lock()
 
     def submit(self, make: Callable[[], Any]) -> Future:
-        """Queue a mask. `make` computes it after the request's earlier masks.
+        """Queue a mask. `make` is called after the request's earlier masks, and computes the mask.
 
-        The returned `Future` can be cancelled until this starts.
+        The returned `Future` can be cancelled until `make` is called.
         """
         future: Future = Future()
         with self._lock:

@@ -16,12 +16,12 @@ from contextlib import suppress
 from hashlib import blake2b
 
 MAX_PROCESSES = 4
-MAX_SECONDS = 5.0  # CPU time per grammar, so that a busy machine refuses no more; the wall-clock limit is twice that
+MAX_SECONDS = 5.0  # CPU time per grammar, which does not depend on other work; the wall-clock limit is twice that
 MAX_MEMORY = 2**32  # bytes of a process's address space
 MAX_RESULTS = 1024
 MAX_ERROR_CHARACTERS = 1000
-# Reads settings and then grammars as lines of JSON, and writes the error of each grammar. Its vocabulary has only the
-# model's special tokens and the 256 bytes, which is enough to compile. The other ids have no text, to save time.
+# This program reads settings and then grammars as lines of JSON, and writes the error of each grammar. To save time,
+# only the model's special tokens and the tokens of the 256 bytes have texts, which is enough to compile a grammar.
 PROGRAM = """
 import json, resource, signal, sys
 
@@ -76,15 +76,15 @@ class CompileSandbox:
     def close(self) -> None:
         """End the processes, except in a forked child, which does not own them.
 
-        The method does not wait for `error_of`, because the caller may be a signal handler that has interrupted
-        `error_of`.
+        `close` does not wait for calls of `error_of`, because it may run in a signal handler that has interrupted such
+        a call.
         """
         if os.getpid() != self._pid:
             return
-        self._is_closed = True  # before `_processes` is read; `error_of` uses the two in the opposite order
+        self._is_closed = True  # before `_processes` is read, because `error_of` adds a process before it reads this
         with self._changed:
             for process in [*self._processes]:
-                process.kill()  # a thread that waits for its answer will clean up
+                process.kill()  # a thread that waits for the process's answer cleans up
             _end_all(self._processes.difference(self._in_trial.values()), self._pid)
             self._changed.notify_all()
 
@@ -110,7 +110,7 @@ class CompileSandbox:
                 while len(self._errors) > MAX_RESULTS:
                     self._errors.popitem(last=False)
             return error
-        except BaseException:  # the process must end: its late answer would be taken for the next grammar's
+        except BaseException:  # end the process, because its late answer would count as the next grammar's answer
             if process is not None:
                 _end(process)
             raise
@@ -123,7 +123,7 @@ class CompileSandbox:
                 self._changed.notify_all()
 
     def _has_turn(self, key: bytes) -> bool:
-        """Return whether the result is known or can be computed now."""
+        """Return whether the grammar's result is known, or the grammar can be compiled now."""
         return key in self._errors or (key not in self._in_trial and len(self._in_trial) < MAX_PROCESSES)
 
     def _idle_process(self) -> Process:

@@ -4,11 +4,11 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-MAX_BYTES = 2**16  # of the schema, expression, grammar or choices; bounds the time to compile most of them
+MAX_BYTES = 2**16  # of a schema, expression, grammar or choices; this bounds the compile time in most cases
 
 
 def check_spec(value: Any, ignore_eos: bool) -> dict[str, Any]:
-    """Check a value and return it, with a schema converted to text, or choices to a tuple.
+    """Check a value, and return it in a uniform form: a JSON schema becomes text, and choices become a tuple.
 
     Raises ValueError or TypeError.
     """
@@ -67,7 +67,7 @@ def _true(name: str, value: Any) -> bool:
     return True
 
 
-# each function returns the checked content, or raises an error whose message begins with the name
+# each function returns the checked content, or raises an error whose message begins with the given name
 CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "json": _schema,
     "json_object": _true,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from nanovllm.requests.input_processor import InputProcessor
     from nanovllm.requests.request import CompletionRequest
 
-MAX_SECONDS = 0.02  # that a step spends on masks; other threads make the remaining masks
+MAX_SECONDS = 0.02  # the time that a step may spend on masks; other threads compute the remaining masks
 
 
 class StructuredOutputs(StepFeature):
@@ -23,7 +23,7 @@ class StructuredOutputs(StepFeature):
     def attach(cls, request: "CompletionRequest", processor: "InputProcessor") -> None:
         constrain(request.group, processor)
         for seq in request.group:
-            # a grammar needs each token before it can make the mask of the next token
+            # a grammar must read each token before it can compute the mask for the next token
             seq.is_watched, seq.waits_for_token = True, seq.params.structured_outputs is not None
             seq.token_limit = seq.feature_state["structured_outputs"].token_limit()
 
@@ -31,13 +31,12 @@ class StructuredOutputs(StepFeature):
     def after_step(cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: Any) -> None:
         """Compute the next mask of each sequence that got a token.
 
-        A sequence with an empty mask ends with the finish reason "error".
-
-        Steps leave a sequence out while another thread computes its mask.
+        A sequence with an empty mask ends with the finish reason "error". While another thread computes the mask of a
+        sequence, steps do not include the sequence.
         """
         seqs = [seq for seq in arrived.values() if "structured_outputs" in seq.feature_state and seq not in ends]
         constraints = [seq.feature_state["structured_outputs"] for seq in seqs]
-        # a sequence that already awaits a mask has got several tokens in this step
+        # if a sequence already awaits a mask, this step has given it several tokens
         idle = [constraint for seq, constraint in zip(seqs, constraints) if seq.awaited is None]
         updated = {*update_fast(idle, MAX_SECONDS)}
         for seq, constraint in zip(seqs, constraints):

@@ -1,4 +1,4 @@
-"""Defines what a store of evicted cache blocks must be able to do."""
+"""Defines the interface of a store for evicted cache blocks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class CachedBlock(NamedTuple):
-    """The contents of a full block, and the block of the device that has them or gets them.
+    """The contents of a full block, and the id of the device's block that has or receives these contents.
 
     Blocks with equal contents have equal hashes. A hash covers all tokens from the start of the text, the cache salt,
     and a random number of this engine. Blocks with equal hashes need not have equal token ids.
@@ -20,40 +20,40 @@ class CachedBlock(NamedTuple):
 class Connector(ABC):
     """Connects the prefix cache to a store of blocks: host memory, another process, or another machine.
 
-    The TieredBlockManager calls these methods in the engine's thread, and no method may wait for a copy. A copy starts
-    after the steps that were launched before the call. Copies of one block follow each other in the order of the calls.
+    The TieredBlockManager calls these methods in the engine's thread, and no method may wait for a copy. A copy runs
+    after all steps that were launched before the call. Copies of the same block run in the order of the calls.
 
-    `put` and `get` raise OSError if they fail. Then the blocks are computed again when they are needed. Any other error
-    is treated like an error in a step.
+    `put` and `get` raise OSError if they fail. The blocks are then computed again when a sequence needs them. Any other
+    error is treated like an error in a step.
     """
 
     @abstractmethod
     def contains(self, block_hash: int, token_ids: list[int]) -> bool:
-        """Return whether the store has a block with this hash and these token ids, perhaps still on its way there."""
+        """Return whether the store has a block with this hash and these token ids. Its copy may still be running."""
 
     @abstractmethod
     def put(self, blocks: list[CachedBlock]) -> None:
-        """Begin to copy blocks from the device. The store may drop any of them, or others to make room for them.
+        """Begin to copy blocks from the device. The store may drop any of these blocks, or other blocks.
 
-        A block that the store already has counts as used now.
+        If the store already has a block, the block becomes the most recently used one.
         """
 
     @abstractmethod
     def get(self, blocks: list[CachedBlock]) -> Callable[[], bool]:
         """Begin to copy stored blocks to the device.
 
-        Return a function that returns whether all copies have ended, and raises OSError if they failed. Also raises
-        OSError if the store has dropped one of the blocks.
+        Return a function that returns whether all copies have ended, and that raises OSError if a copy has failed.
+        `get` itself raises OSError if the store has dropped one of the blocks.
         """
 
     @abstractmethod
     def order_steps(self, block_ids: list[int]) -> None:
-        """Let steps that are launched from now on use these blocks of the device after all copies of these blocks.
+        """Let all steps that are launched from now on wait for the copies from and to these blocks of the device.
 
-        The device may have to wait for copies from the device. It need not wait for copies to the device, because they
-        have ended according to `get`, at least on rank 0.
+        Copies from the device may still be running. Copies to the device have already ended on rank 0, because the
+        caller waits for the function that `get` returned.
         """
 
     @abstractmethod
     def clear(self) -> None:
-        """Drop all blocks, because the weights have changed. Copies may still be on their way."""
+        """Drop all blocks, because the weights have changed. Copies may still be running."""

@@ -1,4 +1,4 @@
-"""A rank's part of the blocks in host memory, and the copies between them and the rank's device."""
+"""Stores a rank's part of the blocks in host memory, and copies blocks between host memory and the rank's device."""
 
 import mmap
 from contextlib import suppress
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.model_runner import ModelRunner
 
 ALIGNMENT = 16  # bytes; a view with another dtype must be aligned
-HOST, DEVICE, MAX_PITCH = 1, 2, 2**31 - 1  # CUmemorytype, and what all GPUs allow
+HOST, DEVICE, MAX_PITCH = 1, 2, 2**31 - 1  # values of CUmemorytype, and a pitch that all GPUs allow
 
 
 class _Side(Structure):
@@ -40,7 +40,7 @@ class Memcpy2D(Structure):
 
     @classmethod
     def of(cls, target: torch.Tensor, source: torch.Tensor) -> "Memcpy2D":
-        """Describe a copy between two parts with the same shape. All layers of a part have the same distance."""
+        """Describe a copy between two parts with the same shape. The layers of a part are equally far apart."""
         height = 1 if source.dim() == 1 else source.shape[0] * source.shape[1]
         return cls(_Side.of(source, height), _Side.of(target, height), source.nbytes // height, height)
 
@@ -70,7 +70,7 @@ class HostBlocks:
         return True
 
     def order_steps(self, numbers: list[int]) -> None:
-        """Let the steps that are launched from now on follow these copies."""
+        """Let all steps that are launched from now on wait for these copies."""
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
@@ -95,7 +95,7 @@ class PinnedBlocks(HostBlocks):
         call_driver("cuMemHostRegister_v2", address := c_void_p(self.rows.data_ptr()), c_size_t(num_bytes), 0)
         finalize(self, _unpin, self.rows, address, runner.device).atexit = False
         self._out, self._in = torch.cuda.Stream(runner.device), torch.cuda.Stream(runner.device)
-        self._events: dict[int, torch.cuda.Event] = {}  # of copies that may not have ended
+        self._events: dict[int, torch.cuda.Event] = {}  # by number of the copy, if the copy may not have ended
 
     def put(self, runner: "ModelRunner", number: int, copies: np.ndarray) -> None:
         self._out.wait_stream(torch.cuda.current_stream())
@@ -105,7 +105,7 @@ class PinnedBlocks(HostBlocks):
 
     def get(self, runner: "ModelRunner", number: int, copies: np.ndarray) -> None:
         self._in.wait_stream(torch.cuda.current_stream())
-        self._in.wait_stream(self._out)  # which has read these blocks, and written these rows
+        self._in.wait_stream(self._out)  # `_out` may still read these blocks or write these rows
         with torch.cuda.stream(self._in):
             super().get(runner, number, copies)
         self._record(number, self._in)
@@ -119,9 +119,9 @@ class PinnedBlocks(HostBlocks):
                 torch.cuda.current_stream().wait_event(event)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy a part of a block with a copy engine, which takes no time of the processors that run steps.
+        """Copy a part of a block with a copy engine of the GPU, so that all multiprocessors stay free for steps.
 
-        `copy_` would gather the layers on the device first, so that they cross the bus in one piece.
+        `copy_` would also run a kernel that gathers or scatters the layers on the device.
         """
         copy = Memcpy2D.of(target, source)
         if max(copy.source.pitch, copy.target.pitch) > MAX_PITCH:
@@ -147,7 +147,7 @@ class HostCall(NamedTuple):
             if self.action == "allocate":
                 blocks = PinnedBlocks if runner.device.type == "cuda" else HostBlocks
                 runner.host_blocks = blocks(runner, self.number)
-                runner.min_of_ranks(0)  # rank 0 waits until all ranks have their memory
+                runner.min_of_ranks(0)  # rank 0 waits until all ranks have allocated their memory
             elif self.action == "order_steps":
                 runner.host_blocks.order_steps(words.tolist())
             else:
@@ -159,17 +159,17 @@ def allocate(num_bytes: int) -> torch.Tensor:
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8).zero_()  # several threads touch the pages
+    return torch.frombuffer(memory, dtype=torch.uint8).zero_()  # `zero_` touches the pages with several threads
 
 
 def _unpin(rows: torch.Tensor, address: c_void_p, device: torch.device) -> None:
-    """Unpin `rows`, which exist until then."""
+    """Unpin the memory of `rows`. The argument keeps the tensor alive until then."""
     torch.cuda.synchronize(device)
     call_driver("cuMemHostUnregister", address)
 
 
 def row_bytes(runner: "ModelRunner") -> int:
-    """Return the size of a row. It contains a block of this rank."""
+    """Return the size of a row in bytes. A row contains this rank's part of a block."""
     parts = block_parts(runner._cached_token_ids, runner.caches, 0)
     return sum(_aligned(part.nbytes) for part in parts)
 

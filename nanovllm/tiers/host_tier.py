@@ -1,4 +1,4 @@
-"""The tier of the prefix cache in host memory (`swap_space`)."""
+"""Implements the tier of the prefix cache in host memory, whose size is the setting `swap_space`."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Entry:
-    """A stored block. Its row must not be overwritten while `num_reads` copies to the device read it."""
+    """A stored block. While `num_reads` is not 0, copies to the device read its row, which must not be overwritten."""
 
     token_ids: list[int]
     row: int
@@ -30,21 +30,21 @@ class HostTier(Connector):
     """Stores blocks in the memory of the host, and drops the least recently used ones.
 
     Each rank stores its part of a block in the same row. Rank 0 chooses the rows, and sends the copies to the other
-    ranks in the order of the steps. Each rank lets its own steps follow its own copies.
+    ranks in the order of the steps. On each rank, steps wait only for the copies of that rank.
     """
 
     def __init__(self, engine: Engine, num_rows: int):
         self._engine, self._num_rows, self._num_copies = engine, num_rows, 0
         self.clear()
-        self._copies: dict[int, int] = {}  # block id -> number of the last copy that no step was ordered after
-        self._reads: dict[int, list[Entry]] = {}  # the entries that a copy to the device reads, by its number
+        self._copies: dict[int, int] = {}  # block id -> number of its last copy, if no step waits for this copy yet
+        self._reads: dict[int, list[Entry]] = {}  # by number of a copy to the device: the entries that it reads
         self._call("allocate", num_rows, np.empty(0, np.int32))
 
     def contains(self, block_hash: int, token_ids: list[int]) -> bool:
         entry = self._entries.get(block_hash)
         if entry is None or entry.token_ids != token_ids:
             return False
-        self._entries.move_to_end(block_hash)  # so that blocks that make room for it do not replace it
+        self._entries.move_to_end(block_hash)  # so that blocks that are evicted for its copy do not replace it
         return True
 
     def put(self, blocks: list[CachedBlock]) -> None:
@@ -66,7 +66,7 @@ class HostTier(Connector):
         self._reads[number] = entries
         for entry in entries:
             entry.num_reads += 1
-        for block in reversed(blocks):  # the first blocks of a text are used most
+        for block in reversed(blocks):  # the first blocks of a text are used most often, so they go last
             self._entries.move_to_end(block.block_hash)
         return partial(self._runner.host_blocks.has_ended, number)
 
@@ -76,7 +76,7 @@ class HostTier(Connector):
             return
         self._call("order_steps", 0, np.array(sorted(numbers), np.int32))
         for entry in (entry for number in numbers for entry in self._reads.pop(number, ())):
-            entry.num_reads -= 1  # only steps read these blocks from here on, and copies to the row follow these steps
+            entry.num_reads -= 1  # steps now wait for this copy, and later copies to the row wait for these steps
 
     def clear(self) -> None:
         self._free_rows = [*reversed(range(self._num_rows))]

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def check_swap_space(config: "Config") -> None:
-    """Raise ValueError if the model or the settings have no use for `swap_space`, or if the host is too small."""
+    """Raise ValueError if the model or the settings can't use `swap_space`, or if the host has less memory."""
     given = f"swap_space={config.swap_space:g}"
     if config.model_config.hybrid:
         raise ValueError(f"{given}: is not supported for models with layers that keep a state; it must be 0")

@@ -1,4 +1,4 @@
-"""The block manager and the waiting queue of an engine whose prefix cache has a second tier."""
+"""Defines the block manager and the waiting queue of an engine whose prefix cache has a second tier."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from nanovllm.engine.scheduler import Scheduler
 
 logger = logging.getLogger("nanovllm")
-NUM_AHEAD = 128  # blocks: the next ones to be evicted are stored before they are evicted
-MAX_AHEAD_PER_STEP = 32  # blocks: more copies would delay the launch of the step
-IDLE_SECONDS = 0.0005  # between two looks at loads, when nothing else can run
+NUM_AHEAD = 128  # this many blocks, the next ones to be evicted, are stored before they are evicted
+MAX_AHEAD_PER_STEP = 32  # at most this many blocks: more copies would delay the launch of the step
+IDLE_SECONDS = 0.0005  # between two checks whether a load has ended, if no sequence can run
 
 
 class Load:
-    """Blocks on their way from the store to the device.
+    """Blocks that are being copied from the store to the device.
 
-    held: the cached blocks before them and the arriving blocks, which are all in use until the load ends.
-    contents: the arriving blocks, or none of them if the prefix cache was cleared or the load failed.
-    num_reserved: the number of further blocks that the sequence needs when it is admitted.
+    held: the blocks that are in use until the load ends: the arriving blocks, and the cached blocks before them.
+    contents: the arriving blocks, or an empty list if the prefix cache was cleared or the load failed.
+    num_reserved: the number of additional blocks that the sequence needs when it is admitted.
     """
 
     def __init__(self, held: list[Block], contents: list[CachedBlock], num_reserved: int):
@@ -41,14 +41,15 @@ class Load:
 class TieredBlockManager(BlockManager):
     """Copies blocks to a store before they are evicted, and loads them when a waiting sequence begins with them.
 
-    **Out.** At the start of each step, the blocks that are evicted next are stored. So the contents of an evicted block
-    have usually left the device long ago, and the device does not wait. If a step evicts more blocks, it waits for
-    their copies.
+    **Out.** At the start of each step, the blocks that will be evicted next are stored. The copy of an evicted block
+    has therefore usually ended long before, and the device does not wait. If a step evicts a block whose copy has not
+    ended, the step waits for the copy.
 
-    **In.** A sequence with stored blocks keeps waiting while `fetch` loads them into free blocks. Other sequences run
-    meanwhile, and may overtake it. When the load has ended, the blocks are ordinary cached blocks, the most recently
-    used ones, and the sequence is admitted with a prefix hit. If it does not fit then, nothing is held for it, and it
-    loads no blocks a second time. So loads end, and no sequence waits forever.
+    **In.** If the store has blocks of a waiting sequence, the sequence keeps waiting while `fetch` loads these blocks
+    into free blocks. Meanwhile, other sequences run, and may overtake the sequence. When the load has ended, the loaded
+    blocks are the most recently used cached blocks, and the sequence is admitted with a prefix hit. If the sequence
+    does not fit at that time, the loaded blocks may be evicted, and the sequence does not load blocks a second time. So
+    no sequence waits forever.
     """
 
     def __init__(self, scheduler: "Scheduler", connector: Connector):
@@ -59,7 +60,7 @@ class TieredBlockManager(BlockManager):
         super().reset()
         self.loads: list[Load] = []
         self._arriving: dict[int, Load] = {}  # by hash
-        self._loaded: dict[Sequence, int] = {}  # how many tokens were loaded for a sequence that was not admitted yet
+        self._loaded: dict[Sequence, int] = {}  # numbers of loaded tokens, until the sequence is admitted
         self._stored: set[int] = set()  # ids of cached blocks that were stored
         self._evicted: list[CachedBlock] = []  # since the last call of `_flush`
         self._in_copies: set[int] = set()  # ids of the blocks in the next step's `copies`
@@ -131,7 +132,7 @@ class TieredBlockManager(BlockManager):
                 missing.append(key)
             else:
                 break
-        # the next step's copies read and write these blocks, and a load may be faster than the step
+        # a load must not write to blocks that the next step's copies use, because it may run before the step
         in_copies = [i for i in self._in_copies if i in self.free_block_ids]
         if not missing or not self.can_allocate(seq, num_spare + len(in_copies)):
             return None
@@ -151,7 +152,7 @@ class TieredBlockManager(BlockManager):
         held = held + [self.blocks[content.block_id] for content in contents]
         load = Load(held, contents, max(0, self.num_blocks_for(seq.num_tokens + 1) - len(held)))
         self.loads.append(load)
-        self._loaded = {other: n for other, n in self._loaded.items() if not other.is_finished}  # of aborted requests
+        self._loaded = {other: n for other, n in self._loaded.items() if not other.is_finished}  # drop aborted requests
         self._loaded[seq] = len(contents) * self.block_size
         self._arriving |= {content.block_hash: load for content in contents}
         self._put(self._evicted)
@@ -207,16 +208,16 @@ class TieredBlockManager(BlockManager):
         self._stored |= {x.block_id for x in blocks if self.blocks[x.block_id].hash == x.block_hash}
 
     def _warn(self, problem: str) -> None:
-        """Warn once, because a store that fails may fail often."""
+        """Log a warning for the first problem only, because a failing store may fail often."""
         logger.log(logging.DEBUG if self.totals["lost_copies"] else logging.WARNING, problem)
         self.totals["lost_copies"] += 1
 
 
 class TieredQueue(WaitingQueue):
-    """A waiting queue whose `first` begins loads, and skips sequences whose blocks are on their way."""
+    """A waiting queue whose `first` begins loads, and skips sequences whose blocks are being loaded."""
 
     def __init__(self, scheduler: "Scheduler", make_queue: Callable[[], WaitingQueue]):
-        """`make_queue` makes the queue of the other sequences."""
+        """`make_queue` makes the queue for sequences that wait for no load."""
         self._scheduler, self._others = scheduler, make_queue()
         self._loading: dict[Sequence, Load] = {}
 
@@ -250,11 +251,11 @@ class TieredQueue(WaitingQueue):
         while (seq := self._others.first()) is not None:
             num_others = scheduler.num_others(seq)
             if num_others >= scheduler.max_num_seqs or scheduler.admission.is_on(num_running):
-                return seq  # it is not admitted in this step
+                return seq  # the scheduler does not admit it in this step
             if (load := blocks.fetch(seq, num_spare=num_others)) is None:
                 if not self._loading or blocks.can_allocate(seq, num_spare=num_others):
                     return seq
-                break  # if it does not fit because of loads, it must not pause the admission of their sequences
+                break  # loads may hold the blocks that it lacks, and to return it would pause all admissions
             self._others.discard(seq)
             self._loading[seq] = load
         if self._loading and not num_running:

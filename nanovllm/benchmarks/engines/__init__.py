@@ -1,4 +1,4 @@
-"""Defines the engines to compare: functions that run workloads on a model with our settings."""
+"""Defines the engines to compare. Each engine is a function that runs workloads on a model with our settings."""
 
 import importlib.metadata
 import os
@@ -21,8 +21,8 @@ STEPPED_ENGINES: Engines = {"nanovllm": step_nanovllm, "vllm": step_vllm}  # for
 def run_engines(names: list[str], functions: Engines, model: str, settings: dict, workloads: Workloads) -> Results:
     """Run the workloads on each engine.
 
-    If there are several names, each engine runs in a separate process. After Ctrl-C, return only complete workloads,
-    and start no further engine.
+    If there are several names, each engine runs in a separate process. After Ctrl-C, start no further engine, and
+    return only the results of complete workloads.
     """
     results = {}
     for engine in names:

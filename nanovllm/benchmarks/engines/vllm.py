@@ -20,7 +20,8 @@ OF_DRAFTS += "draft_tensor_parallel_size", "synthetic_acceptance_rates"
 def vllm_settings(model: str, settings: dict) -> dict:
     """Return arguments for vLLM: model, dtypes, maximum length, number of ranks, load format, host memory and drafts.
 
-    vLLM's defaults apply to everything else, except for `max_num_seqs` and `max_num_batched_tokens` in `settings`.
+    If `settings` contains `max_num_seqs` or `max_num_batched_tokens`, vLLM gets them too. All other arguments have
+    vLLM's defaults.
     """
     config = Config.create(model, settings)
     names = ["model", "max_model_len", "tensor_parallel_size", "load_format", "quantization", "kv_cache_dtype"]
@@ -63,7 +64,7 @@ def run_vllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Resu
 
     arguments = vllm_settings(model, settings)
     drafts = "speculative_config" in arguments
-    llm = LLM(**arguments, disable_log_stats=not drafts)  # the stats count drafts
+    llm = LLM(**arguments, disable_log_stats=not drafts)  # vLLM counts drafts only if it logs stats
 
     def counts() -> dict[str, Any]:
         """Return counts in the format of our `LLM.stats()["spec_decode"]`."""
@@ -118,7 +119,7 @@ def step_vllm(model: str, settings: dict, workloads: Workloads) -> dict[str, Res
     from vllm.usage.usage_lib import UsageContext
 
     arguments = EngineArgs(**vllm_settings(model, settings), disable_log_stats=True)
-    # without this context, an engine has other bounds: on an H200, 2,048 tokens per step instead of the server's 8,192
+    # without this argument, an engine has other bounds: on an H200, 2,048 tokens per step instead of the server's 8,192
     engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.OPENAI_API_SERVER)
     with ending(engine):
         return measure("vllm", partial(serve, VllmSteps(engine)), workloads, joined)

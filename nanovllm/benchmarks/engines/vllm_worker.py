@@ -7,8 +7,8 @@ from vllm.v1.worker.gpu_worker import Worker
 class WorkerWithHead(Worker):
     """A worker that drafts with the output layer of an EAGLE-3 head.
 
-    vLLM learns from the checkpoint whether a head has an output layer. Without a checkpoint, it would use the model's
-    output layer, whose vocabulary is several times as large.
+    vLLM learns from the checkpoint whether a head has an output layer. Without a checkpoint, vLLM would draft with the
+    output layer of the model, whose vocabulary is several times as large.
     """
 
     def load_model(self, **options):

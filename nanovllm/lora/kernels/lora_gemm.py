@@ -1,7 +1,7 @@
 """Adds the results of low-rank adapters to the results of a linear layer: shrink computes A x, and expand adds B (A x).
 
-Rows with the same adapter form groups, because a tile of rows multiplies by one adapter only. This is the segmented
-GEMM of Chen et al., "Punica: multi-tenant LoRA serving" (arXiv:2310.18547).
+Rows with the same adapter form groups, because all rows of a tile are multiplied by the same adapter. This is the
+segmented GEMM of Chen et al., "Punica: multi-tenant LoRA serving" (arXiv:2310.18547).
 """
 
 from typing import NamedTuple
@@ -20,8 +20,8 @@ MAX_SPLITS = 16
 class RowGroups(NamedTuple):
     """The rows of a step, sorted by slot.
 
-    order: [T] int32, the index of each row, rows without an adapter first.
-    starts: [slots + 1] int32, the index in `order` where the rows of a slot begin.
+    order: [T] int32, the indices of all rows. Rows without an adapter come first.
+    starts: [slots + 1] int32, the index in `order` where the rows of each slot begin. The last entry is T.
     """
 
     order: torch.Tensor
@@ -50,9 +50,9 @@ def group_rows(slots: torch.Tensor, num_slots: int) -> RowGroups:
 
 @triton.jit
 def _rows_of_tile(starts_ptr, TILES: tl.constexpr):
-    """Return the slot of this program's tile, and the tile's first and end index in the order of rows.
+    """Return this program's slot, the first index of its tile in `RowGroups.order`, and the end of the slot's rows.
 
-    A surplus tile gets a slot that does not exist.
+    For a surplus tile, the returned slot does not exist.
     """
     tile = tl.program_id(0)
     slots = tl.arange(0, TILES.padded_slots)
@@ -162,7 +162,7 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, stack, groups: RowGroups) -> None
     assert y.is_contiguous() and y.shape[1] == n
     num_rows = len(x)
     is_few = num_rows <= FEW_ROWS
-    # evenly divided rows fill the tiles
+    # if the rows are evenly divided among the slots, they fill the tiles
     tile_m = 16 if is_few else min(64, max(16, triton.next_power_of_2(triton.cdiv(num_rows, slots))))
     tile_r = min(64, max(16, triton.next_power_of_2(max_rank)))
     tile_k, tile_n = (256 if is_few else 128) * 2 // x.element_size(), 64 if is_few else 128
@@ -170,14 +170,14 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, stack, groups: RowGroups) -> None
     # if there are few tiles, the inputs are split, so that more multiprocessors read A
     num_tiles = triton.cdiv(num_rows, tile_m) * parts
     splits = max(1, min(MAX_SPLITS, num_sms(x.device) // num_tiles, k // tile_k))
-    splits = 2 ** (splits.bit_length() - 1)  # for each number, a kernel is compiled
+    splits = 2 ** (splits.bit_length() - 1)  # a power of two, because each number of splits needs a compiled kernel
     k_per_split = triton.cdiv(k, splits * tile_k) * tile_k
     tiles = LoRATiles(
         *(tile_m, tile_r, tile_k, tile_n, splits), *(slots, triton.next_power_of_2(slots), parts, max_rank)
     )
     h = torch.empty((splits, parts, num_rows, max_rank), dtype=torch.float32, device=x.device)
     rank_stride = stack.ranks.stride(0)
-    shared = 50 if is_few else 100  # the neighbouring kernels use the same percentage: see `launch`
+    shared = 50 if is_few else 100  # the same percentage as the kernels before and after it: see `launch`
     launch(_shrink_kernel, (row_tiles, splits, parts * triton.cdiv(max_rank, tile_r)), x.device, shared)(
         x, stack.a, stack.ranks, groups, h, num_rows, k, k_per_split, rank_stride, TILES=tiles, num_warps=4
     )
