@@ -1,4 +1,4 @@
-"""The adapters that the server offers as models, and the routes that add and remove adapters.
+"""Defines the adapters that the server offers as models, and the routes that add and remove adapters.
 
 These routes exist only with `--allow-runtime-lora-updating`.
 """
@@ -27,7 +27,7 @@ class ServedAdapters:
     """The adapters by name. `reserved` contains the names of the model, which no adapter may have."""
 
     def __init__(self, llm: EngineClient, modules: Iterable[str], reserved: Iterable[str]):
-        """`modules` lists NAME=PATH. Raises ValueError for names that occur twice, or without `enable_lora`."""
+        """`modules` lists NAME=PATH. Raises ValueError if a name is taken, or if `enable_lora` is needed but off."""
         self._llm, self._reserved, self._numbers = llm, {*reserved}, count(1)
         self.by_name: dict[str, LoRARequest] = {}
         for module in modules:
@@ -41,7 +41,8 @@ class ServedAdapters:
     async def read(self) -> None:
         """Read all adapters, so that a broken adapter is reported at startup.
 
-        Replicas read them with their first request. Raises ValueError for an adapter that can't be used.
+        A replica reads an adapter later, with the first request that uses it. Raises ValueError if an adapter can't be
+        used.
         """
         for adapter in self.by_name.values() if self._llm.has_one_engine else ():
             await self._read(adapter)
@@ -62,7 +63,7 @@ class ServedAdapters:
             name not in self._reserved | self.by_name.keys(), f"lora_name={name!r:.80}: another model has this name"
         )
         adapter = LoRARequest(name, next(self._numbers), body.lora_path)
-        self._reserved.add(name)  # while the adapter is read
+        self._reserved.add(name)  # so that no other request takes the name while the adapter is read
         try:
             await self._read(adapter)
         except ValueError as error:

@@ -1,6 +1,6 @@
 """Reserves the address at which the server listens.
 
-Takes only 20 ms to import, because it needs no HTTP library.
+The import of this module takes only 20 ms, because it needs no HTTP library.
 """
 
 import errno
@@ -18,8 +18,8 @@ def listening_socket(settings: ServerSettings, is_of_front: bool = False) -> soc
 
     Raises OSError if the address is in use or does not belong to this machine.
 
-    is_of_front: whether other fronts of this server may use the address, too. The system assigns each connection to the
-        socket of one front.
+    is_of_front: whether other fronts of this server may also use the address. The operating system then assigns each
+        connection to the socket of one front.
     """
     family, address, is_unix = socket.AF_UNIX, cast(Any, settings.uds), settings.uds is not None
     try:

@@ -25,7 +25,7 @@ class Formats(NamedTuple):
     reasoning_parser: the name of the reasoning format; `None` if reasoning stays in the content.
     reasoning: the markers of the reasoning format.
     special: the markers that are special tokens, which the text omits by default.
-    token_bytes: the bytes of each token id, for log-probabilities (a token may end within a character).
+    token_bytes: the bytes of each token id. Log-probabilities need them, because a token may end within a character.
     """
 
     tool_calls: str | None
@@ -42,7 +42,7 @@ class Formats(NamedTuple):
         is_known = self.tool_calls is not None or not body.tools or body.tool_choice not in (None, "auto")
         require(is_known, "tools: how this model writes calls is unknown: see --tool-call-parser")
         params = self.budget_params(body)
-        if self.reasoning_parser is not None and (has_structure or body.stop):  # other requests need none
+        if self.reasoning_parser is not None and (has_structure or body.stop):  # others need none
             params["reasoning_parser"] = self.reasoning_parser
         if self.special and (body.tools or self.reasoning is not None):
             params["skip_special_tokens"] = False
@@ -57,7 +57,7 @@ class Formats(NamedTuple):
 
 
 def find_formats(processor: InputProcessor, settings: ServerSettings) -> Formats:
-    """Return and log the formats, from the settings or else from the chat template."""
+    """Determine the formats from the settings, or else from the chat template. Log the formats and return them."""
     tokenizer = processor.tokenizer
     is_chat = processor.config.task == "generate"
     template = template_text(getattr(tokenizer, "chat_template", None)) if is_chat else ""

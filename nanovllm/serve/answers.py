@@ -18,7 +18,7 @@ from nanovllm.serve.errors import ApiError
 from nanovllm.serve.protocol import GenerationBody, StreamOptions
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity
-MANY_LOGPROBS = 640  # the most log-probabilities to encode at once; many accumulate for a client that reads slowly
+MANY_LOGPROBS = 640  # encoded at once; for a client that reads slowly, more may accumulate
 MARK = uuid4().hex  # a placeholder for text; no client can guess it
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -34,7 +34,7 @@ def dump_json(content: Any) -> bytes:
 
 
 def encoded(content: Any) -> msgspec.Raw:
-    """Encode content before it is embedded in other content."""
+    """Encode content, so that it can be embedded in other content."""
     return msgspec.Raw(dump_json(content))
 
 
@@ -47,7 +47,7 @@ def server_sent_event(content: dict[str, Any]) -> bytes:
 class Answer:
     """The complete or streamed answer to a client's request, which has one or several prompts.
 
-    A complete answer encodes log-probabilities in a thread, because this takes long.
+    Answers with log-probabilities are encoded in a thread, because this takes long.
     """
 
     id_prefix: str
@@ -87,7 +87,7 @@ class Answer:
         return b"".join(data)
 
     def _max_events(self, request: AsyncRequest) -> float:
-        """Return how many events to encode now. The rest waits for the next iteration of the event loop."""
+        """Return how many events to encode now. Further events wait for the next iteration of the event loop."""
         if (num_top := request.request.params.logprobs) is None:
             return inf
         return max(1, MANY_LOGPROBS // (num_top + 1)) if num_top >= 0 else 1
@@ -96,7 +96,7 @@ class Answer:
         return await asyncio.to_thread(self._end) if self._has_logprobs else self._end()
 
     def _end(self) -> bytes:
-        """Return the usage if the client asked for it, and then the final `[DONE]`."""
+        """Return the last events: the usage if the client asked for it, and `[DONE]`."""
         if not self._has_usage:
             return DONE
         return server_sent_event(self._chunk([], self._usage(sum(self._num_streamed.values())))) + DONE
@@ -118,7 +118,7 @@ class Answer:
             choices = self.chunk_choices(prompt_index, event)
             for choice in choices:
                 everywhere = self._has_usage_everywhere
-                num = num_tokens if choice is choices[-1] else num_before  # the last chunk has the tokens
+                num = num_tokens if choice is choices[-1] else num_before  # the last chunk contains the tokens
                 usage = self._usage(num, prompt_index) if everywhere else None
                 chunks.append(server_sent_event(self._chunk([choice], usage)))
             if event.finish_reason is None and self.goes_on_plainly(event):

@@ -1,4 +1,4 @@
-"""Serves Anthropic's API, `/v1/messages`, by translating to chat requests, and from chat answers.
+"""Serves Anthropic's API, `/v1/messages`: translates requests to chat requests, and chat answers to Anthropic's format.
 
 Content types without a class here, such as documents, are refused with an error that names the type.
 """
@@ -22,7 +22,7 @@ from nanovllm.serve.http_responses import json_response
 from nanovllm.serve.openai_api import Api
 from nanovllm.serve.protocol import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Body, ChatBody, Item, String, translated
 
-BILLING_HEADER = "x-anthropic-billing-header"  # in Claude Code's first system block: a hash that always changes
+BILLING_HEADER = "x-anthropic-billing-header"  # begins a system block of Claude Code with a hash that always changes
 SAME_FIELDS = {"model", "stream", "max_tokens", "temperature", "top_p", "top_k"}
 OF_FUNCTIONS = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -123,7 +123,7 @@ class TranslatedMessages(ChatBody):
 
 def chat_body(body: CountTokensBody) -> ChatBody:
     problem = "thread: this server stores no conversations; send the whole one"
-    require(not body.thread, problem, "thread_unsupported_request")  # clients know this code: they then send everything
+    require(not body.thread, problem, "thread_unsupported_request")  # with this code, clients send everything again
     system = InputMessage.model_construct(role="system", content=body.system or [])
     messages = [message for input_message in (system, *body.messages) for message in _chat_messages(input_message)]
     fields = body.model_dump(include=SAME_FIELDS) | {"messages": messages}
@@ -147,7 +147,7 @@ def chat_body(body: CountTokensBody) -> ChatBody:
 
 
 def _function(tool: dict[str, Any]) -> dict[str, Any]:
-    """Translate a tool. The fields keep their order, and fields without a counterpart are left out."""
+    """Translate a tool. Keep the order of its fields, and leave out fields that chat requests do not have."""
     function = {OF_FUNCTIONS[name]: value for name, value in tool.items() if name in OF_FUNCTIONS and value is not None}
     if "type" not in function["parameters"]:
         function["parameters"] = {"type": "object", **function["parameters"]}
@@ -155,7 +155,7 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chat_messages(message: InputMessage) -> Iterator[dict[str, Any]]:
-    """Translate a message: each tool result becomes a message, and all other blocks form the last message."""
+    """Translate a message. Each tool result becomes a message, and all other blocks together are the last message."""
     blocks = defaultdict[str, list[Any]](list)
     for block in message.content:
         blocks[block["type"]].append(block)
@@ -193,7 +193,7 @@ def _image_part(block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class MessagesAnswer(chat.ChatAnswer):
-    """A chat answer as a list of blocks, complete or as streamed events."""
+    """A chat answer in Anthropic's format, as a complete list of blocks or as streamed events."""
 
     id_prefix = "msg_"
     _num_tokens = 0  # streamed so far
@@ -209,7 +209,7 @@ class MessagesAnswer(chat.ChatAnswer):
         return dump_json(self._message(content or [{"type": "text", "text": ""}]) | stop | usage)
 
     def begin(self) -> bytes:
-        num_tokens = len(self.requests[0].prompt_token_ids)  # how many of them are cached is not known yet
+        num_tokens = len(self.requests[0].prompt_token_ids)  # the number of cached tokens is not known yet
         start = {"stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": num_tokens, "output_tokens": 0}}
         return _event("message_start", message=self._message([]) | start)
 
@@ -293,7 +293,7 @@ def add_routes(app: FastAPI, api: Api) -> None:
     @app.post(MESSAGES_PATH)
     async def messages(body: MessagesBody, request: Request) -> Response:
         if api.formats.reasoning is None and body.thinking:
-            body.thinking.pop("budget_tokens", None)  # without reasoning, no budget is exceeded
+            body.thinking.pop("budget_tokens", None)  # without reasoning, a budget has no effect
         return await api.converse(await asyncio.to_thread(chat_body, body), request, MessagesAnswer)
 
     @app.post(f"{MESSAGES_PATH}/count_tokens")

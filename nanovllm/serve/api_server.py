@@ -30,7 +30,7 @@ def create_app(
     llm: EngineClient, settings: ServerSettings, model: str, is_closing: Callable[[], bool] = lambda: False
 ) -> FastAPI:
     """model: the model as given on the command line.
-    is_closing: returns True when the endless streams of the page must end.
+    is_closing: returns True when the server closes, so that the endless streams of the page end.
     """
     takes_images = llm.input_processor.config.model_config.vision is not None
     expects_images = takes_images and settings.max_body_bytes is None
@@ -114,7 +114,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> list[str]:
-    """Return the HTTP methods that a path allows, by trying each, because included routers do not list them."""
+    """Return the HTTP methods that a path allows. Try each method, because included routers do not list them."""
 
     def has(method: str) -> bool:
         scope = {**request.scope, "method": method}

@@ -1,4 +1,4 @@
-"""An asyncio interface to the engine.
+"""Defines an asyncio interface to the engine.
 
 Any number of tasks can submit requests, and the engine's thread runs the steps.
 """
@@ -27,12 +27,12 @@ class AsyncLLM(EngineClient):
 
     Three kinds of threads share the work. The event loop's thread submits requests and receives events. A small pool
     renders chat templates and tokenizes. The engine's thread runs the steps, detokenizes, and notifies the event loop
-    after each step. Detokenizing takes a few microseconds per token. With `async_scheduling`, the device computes the
-    next step meanwhile.
+    after each step. Detokenizing takes a few microseconds per token. With `async_scheduling`, the device already
+    computes the next step during this time.
 
-    When a task is cancelled or leaves its `async for` loop, its request ends, and its cache blocks are freed before the
-    next step. An error in a request is raised in its task. An error in a step ends the engine, and raises
-    EngineDeadError in all tasks.
+    When a task is cancelled or leaves its `async for` loop, the task's request ends, and the request's cache blocks are
+    freed before the next step. An error in a request is raised in its task. An error in a step ends the engine, and
+    raises EngineDeadError in all tasks.
     """
 
     engine: LLM
@@ -50,7 +50,7 @@ class AsyncLLM(EngineClient):
         self._calls = EngineCalls(self.engine, StepSizes(self.engine))
         # requests of the kind TOKENS use this collector, too
         self._collector = NotifyingCollector(OutputKind.DELTA, self._on_output, self._on_failure)
-        self._told: asyncio.AbstractEventLoop | None = None  # the loop that already knows about new outputs
+        self._told: asyncio.AbstractEventLoop | None = None  # the event loop that was already told about new outputs
         self._engine_thread.watch(self._collector)
 
     # -- the event loop's thread ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A request as its asyncio caller sees it. Events accumulate until the caller takes them."""
+"""Defines a request for an asyncio caller. Events accumulate until the caller takes them."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ from nanovllm.requests.stream_event import StreamEvent
 class AsyncRequest:
     """A request that belongs to one event loop. Only the loop's thread may use it.
 
-    If the caller falls behind, the events of several steps are merged, so the backlog never exceeds the answer.
+    If the caller falls behind, it gets the merged events of several steps.
     """
 
     def __init__(self, request: CompletionRequest, name: str):
@@ -23,12 +23,12 @@ class AsyncRequest:
         self.request_id, self.num_answers = request.request_id, len(request.group)
         self.arrival_time = time()
         self.prompt_token_ids = request.group[0].prompt_token_ids
-        self.final: RequestOutput | None = None  # the complete answers, once all have ended
+        self.final: RequestOutput | None = None  # the output with all answers, once all answers have ended
         self._events: list[StreamEvent] = []
         self._num_unfinished = self.num_answers
         self._error: Exception | None = None
         self._has_news = asyncio.Event()
-        # called when something has arrived; if None, a task may wait for `_has_news`
+        # called when an event, the output or an error arrives; if None, a task may wait for `_has_news`
         self.on_news: Callable[[], None] | None = None
 
     @property
@@ -51,7 +51,7 @@ class AsyncRequest:
         self.final = final
 
     def fail(self, error: Exception) -> None:
-        """Raise `error` in the caller, unless the answers are complete."""
+        """Make the caller's next call raise `error`, unless the answers are complete."""
         self._error = error
         self.tell()
 
@@ -61,7 +61,7 @@ class AsyncRequest:
     # -- what the caller calls -----------------------------------------------------------------------------------------
 
     async def next_events(self) -> list[StreamEvent]:
-        """Wait for new events, and merge them into one event per answer. An empty list means that none follow."""
+        """Wait for new events, and merge them into one event per answer. An empty list means that no events follow."""
         while not (self._events or self.final):
             await self._wait()
         return self.take_events()

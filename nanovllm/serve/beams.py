@@ -11,7 +11,7 @@ from nanovllm.requests.request import TokensPrompt
 
 
 class BeamCompletion(BeamRequest):
-    """A beam search whose output looks like `n` answers, but counts as one answer for the server's limits."""
+    """A beam search. Its output has `n` answers, but the server's limits count it as one answer."""
 
     @property
     def params(self) -> BeamSearchParams:

@@ -19,7 +19,7 @@ from nanovllm.serve.protocol import ChatBody, ChatFields, Message, NamedToolChoi
 from nanovllm.serve.reasoning_parser import ReasoningParser, make_reasoning_parser
 from nanovllm.serve.tool_parsers import PARSERS, Part, ToolCall, ToolParser, WholeParser, parsed
 
-ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})  # and names in the chat template
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})  # the chat template may name more
 TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "documents", "chat_template")
 
 
@@ -34,10 +34,10 @@ def template_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of the chat template, except for the messages.
 
-    Raises ApiError for arguments that a client must not set.
+    Raises ApiError if the client sets an argument that it must not set.
 
     template: the server's template, or several templates by name.
-    is_trusting: whether the server renders templates from clients. Templates are programs.
+    is_trusting: whether the server renders the templates of clients, although a template is a program.
     """
     kwargs = body.chat_template_kwargs or {}
     problem = "chat_template: is a program, which this server accepts only with --trust-request-chat-template"
@@ -184,7 +184,7 @@ class ChatAnswer(Answer):
     def _found(
         self, parser: AnswerParser, piece: CompletionOutput | StreamEvent, is_last: bool
     ) -> Iterator[dict[str, Any]]:
-        """Yield what the parser finds, except for reasoning that the client does not want."""
+        """Yield the fields that the parser finds. Leave out reasoning if the client does not want it."""
         for part in parser.feed(piece.text, piece.token_ids, is_last):
             if self.body.functions is not None and "tool_calls" in part:
                 yield {"function_call": part["tool_calls"][0]["function"]}
@@ -217,7 +217,7 @@ class ChatAnswer(Answer):
 
 
 def _message(message: Message, sent: dict[str, Any], index: int) -> dict[str, Any]:
-    """Return a message as it was sent, except that calls in OpenAI's older form become the newer form."""
+    """Return a message as it was sent, but convert calls from OpenAI's older form to the newer form."""
     plain = dict(sent)
     old_call, calls, name = plain.pop("function_call", None), message.tool_calls, "tool_calls"
     if old_call is not None and not calls:
@@ -228,7 +228,7 @@ def _message(message: Message, sent: dict[str, Any], index: int) -> dict[str, An
 
 
 def _text(content: str | list[dict[str, Any]] | None) -> str:
-    """Return the text of a message whose parts the chat template has accepted."""
+    """Return the text of a message's content. The chat template has already accepted all parts."""
     texts = [part["text"] for part in content if "text" in part] if isinstance(content, list) else [content or ""]
     return "\n".join(texts)
 

@@ -73,7 +73,7 @@ class CompletionAnswer(Answer):
         return {"index": number, "text": text, "logprobs": logprobs, **reasons, "token_ids": token_ids}
 
     def _number(self, prompt_index: int, answer_index: int) -> int:
-        """Return the index of a choice: all answers to the first prompt come first, then those to the second."""
+        """Return the index of a choice. All answers to the first prompt precede all answers to the second prompt."""
         return prompt_index * (self.body.n or 1) + answer_index
 
     def _logprobs(
@@ -81,7 +81,7 @@ class CompletionAnswer(Answer):
     ) -> dict[str, list]:
         """Return log-probabilities in the format of the API.
 
-        first_token: the text of the first token, if it has no log-probabilities.
+        first_token: the text of the first token, if the first token has no log-probabilities.
         """
         result: dict[str, list] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token_id, alternatives in zip(token_ids, logprobs):
@@ -97,7 +97,7 @@ class CompletionAnswer(Answer):
 
 
 def _without_tokens(answer: Any) -> Any:
-    """If `max_tokens=0`, remove the generated token, because the engine always generates one."""
+    """Remove the token that the engine has generated although the request has `max_tokens=0`."""
     logprobs: list | None = None if answer.logprobs is None else []
     reason = answer.finish_reason and "length"
     return replace(answer, text="", token_ids=[], logprobs=logprobs, finish_reason=reason, stop_reason=None)

@@ -1,4 +1,4 @@
-"""Defines routes with which trainers pause the engine, load weights, let it sleep, and reset the prefix cache.
+"""Defines routes with which trainers pause the engine, put it to sleep, load weights, and reset the prefix cache.
 
 Other clients must not use these routes, so they exist only with `--enable-dev-endpoints`.
 """

@@ -1,4 +1,4 @@
-"""Defines the calls, other than requests, that the server makes to the engine. They run in the engine's process."""
+"""Defines all calls from the server to the engine except requests. The calls run in the engine's process."""
 
 from bisect import bisect_left
 from typing import Any
@@ -28,7 +28,7 @@ class StepSizes:
 class EngineCalls:
     """The methods that `EngineClient.call` calls by name.
 
-    They return plain data, which may be sent to another process.
+    They return plain data, which can be sent to another process.
     """
 
     def __init__(self, engine: LLM, sizes: StepSizes):
@@ -61,7 +61,7 @@ class EngineCalls:
     def frames(self, last: int) -> tuple[str, int, bool, bool]:
         """Return the frames after frame `last` as JSON text, and the number of the last frame.
 
-        Two flags follow: whether the recording continues, and whether the engine is idle.
+        Also return two flags: whether the recording continues, and whether the engine is idle.
         """
         recorder = self._recorder
         return *recorder.json_since(last), recorder.is_recording, recorder.is_idle

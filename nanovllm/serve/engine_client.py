@@ -1,4 +1,4 @@
-"""The interface between the server and an engine: checks, tokenizes and tracks requests."""
+"""Defines the interface between the server and an engine, which checks, tokenizes and tracks requests."""
 
 import asyncio
 import itertools
@@ -78,14 +78,14 @@ class EngineClient(ABC):
 
     embed, score, classify = embed, score, classify  # of pooling_client.py
 
-    # -- what computes the requests ------------------------------------------------------------------------------------
+    # -- computing the requests ---------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         self.check_open()
 
     @abstractmethod
     def _start(self, request: CompletionRequest, name: str) -> AsyncRequest:
-        """Begin to compute a request, and return the object that its caller reads from."""
+        """Begin to compute a request. Return the object from which the caller reads the answers."""
 
     @abstractmethod
     def _drop(self, request: AsyncRequest) -> None:
@@ -163,12 +163,12 @@ class EngineClient(ABC):
         cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
     ) -> AsyncRequest:
-        """Queue a request. Return an object for its caller to read from, and to pass to `discard` at the end.
+        """Queue a request. Return an object from which the caller reads, and which it passes to `discard` at the end.
 
-        Most arguments, and the errors, are the same as for `generate`. A `prompt` may be a function for a tokenizer
-        thread. With `in_pieces=False`, the request has a `result` but no events, which saves host time. Requests share
-        cached prefixes only with requests that have the same `cache_salt` and adapter. Beam searches and requests with
-        PoolingParams have a `result` but no events. Beam searches do not work with replicas.
+        Most arguments, and the errors, are the same as for `generate`. A `prompt` may be a function that makes the
+        prompt in a tokenizer thread. With `in_pieces=False`, the request has a `result` but no events, which saves host
+        time. Requests share cached prefixes only with requests that have the same `cache_salt` and adapter. Beam
+        searches and requests with PoolingParams have a `result` but no events. Beam searches do not work with replicas.
         """
         self.check_open()
         self._use_running_loop()
@@ -206,7 +206,7 @@ class EngineClient(ABC):
                 compile_for = partial(make, await self._in_lane(tokenize, prompt))
                 prepared = await self._grammar_turns.run(lambda: self._in_thread(self._grammar_pool, compile_for))
             elif _has_few_ids(prompt) and (lora_request is None or self.engine is None):
-                prepared = make(tokenize(self._lane))  # without text to tokenize, a thread would cost more
+                prepared = make(tokenize(self._lane))  # a thread would take longer, because no text is tokenized
             else:
                 prepared = await self._in_lane(lambda lane: make(tokenize(lane)), prompt)
             self.check_open()
@@ -219,7 +219,7 @@ class EngineClient(ABC):
         return request
 
     def discard(self, request: AsyncRequest) -> None:
-        """Drop a request, unless it has ended."""
+        """Drop a request that its caller no longer needs. Does nothing if the request has ended."""
         if request.request_id in self._live:
             self._forget(request)
             self._drop(request)
@@ -241,7 +241,7 @@ class EngineClient(ABC):
     async def render(self, messages: list[Message], template_arguments: Mapping[str, Any]) -> RenderedChat:
         """Render a conversation in the sandbox, so that it can't delay other requests.
 
-        Raises ValueError if it takes too long.
+        Raises ValueError if rendering takes too long.
         """
         self.check_open()
         render = partial(self._template_sandbox.render, messages, template_arguments)
@@ -260,7 +260,7 @@ class EngineClient(ABC):
         return await self._in_thread(self._pool, decode)
 
     async def _in_lane(self, call: Callable[[PromptLane], T], prompt: PromptSource) -> T:
-        """Run `call` in the lane for short texts. Images are read in other threads, so that texts do not wait."""
+        """Run `call` in the lane for short texts. Other threads read images, so that texts need not wait."""
         pool = self._image_pool if reads_images(prompt) else self._pool
         try:
             return await self._in_thread(pool, partial(call, self._lane))
@@ -271,7 +271,7 @@ class EngineClient(ABC):
     def _long_lane(self) -> PromptLane:
         """The lane for long texts.
 
-        The lane's thread creates it on first use, because copying a large tokenizer takes 1 s.
+        The thread for long texts creates it on first use, because copying a large tokenizer takes 1 s.
         """
         return PromptLane(self.input_processor, takes_long_texts=True)
 
@@ -285,7 +285,7 @@ class EngineClient(ABC):
         try:
             return await asyncio.get_running_loop().run_in_executor(pool, checked_call)
         except Exception:
-            self.check_open()  # if the engine has ended, that is the cause
+            self.check_open()  # if the engine has ended, this raises EngineDeadError instead
             raise
 
     @property
@@ -308,7 +308,7 @@ class EngineClient(ABC):
         if loop is not self._loop:
             if self._loop is not None and not self._loop.is_closed() and self._names:
                 raise RuntimeError("requests of another event loop are running: an AsyncLLM serves one loop at a time")
-            for request in [*self._live.values()]:  # their loop was closed
+            for request in [*self._live.values()]:  # the event loop of these requests was closed
                 self.discard(request)
             self._loop = loop
 

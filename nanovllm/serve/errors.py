@@ -20,7 +20,7 @@ from nanovllm.serve.engine_client import EngineDeadError, QueueFullError
 logger = logging.getLogger("nanovllm")
 T = TypeVar("T")
 MAX_MESSAGE = 500  # characters; a message may quote what a client has sent
-MAX_LEVELS = 100  # of nested lists and objects; templates and grammars fail with more
+MAX_LEVELS = 100  # of nested lists and objects; templates and grammars can't process more levels
 RETRY = {"retry-after": "1"}  # seconds; for clients that are refused because the server is full or unavailable
 HEADERS = {401: {"www-authenticate": "Bearer"}, 429: RETRY, 503: RETRY}  # by HTTP status
 
@@ -39,7 +39,7 @@ class ApiError(Exception):
         self.headers = HEADERS.get(status, {})
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Replace the field's name with the client's name for it. `names` maps field names to client names."""
+        """Replace the field's name by the name that the client has sent. `names` maps field names to client names."""
         if self.param is not None and (client_name := names.get(self.param)) is not None:
             self.message, self.param = self.message.replace(self.param, client_name, 1), client_name
 
@@ -56,7 +56,7 @@ class ApiError(Exception):
 def require(value: T | Literal[False] | None, problem: str, code: str | None = None) -> T:
     """Return `value` if it is true.
 
-    Otherwise raise an ApiError with status 400. `problem` begins with a field's name.
+    Otherwise raise an ApiError with status 400 and the message `problem`, which begins with a field's name.
     """
     if not value:
         raise ApiError(400, problem, re.split(r"\W", problem)[0], code)
@@ -122,7 +122,7 @@ def body_error(error: Exception) -> ApiError:
 
 
 def too_deep(error: Exception, body: bytes) -> Exception:
-    """Return an ApiError that names a field nested too deeply, or `error` if there is none."""
+    """Return an ApiError that names a field with too many levels. If there is no such field, return `error`."""
     for name, value in json.loads(body).items():
         level = [value]
         for _ in range(MAX_LEVELS):
@@ -134,7 +134,7 @@ def too_deep(error: Exception, body: bytes) -> Exception:
 
 
 def _validation_error(errors: Sequence[Any]) -> ApiError:
-    """Return an ApiError for the first invalid field. There is one error for each type that the field may have."""
+    """Return an ApiError for the first invalid field. `errors` has one error for each type that the field may have."""
     # leave out the names of our classes, which stand for alternative types
     path = [str(part) for part in errors[0]["loc"] if not str(part).endswith("Body")]
     param = path[0] if path else None

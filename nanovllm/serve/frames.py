@@ -1,11 +1,11 @@
-"""Defines frames (what each step has changed) and `View` (the state after all frames so far).
+"""Defines frames, which describe the changes of a step, and `View`, the state after a number of frames.
 
 A frame is a JSON-serializable dict of differences from the previous frame. Empty fields are left out.
 
 - `step`: the number of recorded steps.
 - `time`: seconds since the recording began.
-- `ms`: milliseconds that the step took. A frame without `ms` belongs to no step, and shows requests that were added or
-  aborted since the previous step.
+- `ms`: milliseconds that the step took. A frame without `ms` belongs to no step, and contains the requests that were
+  added or aborted since the previous step.
 - `decodes`: names of the sequences that decode one token; left out if unchanged.
 - `chunks`: [name, start, end] for each sequence that computes the prompt tokens `start:end`.
 - `sampled`: names of the sequences that got a token, except for the sequences in `decodes`.
@@ -46,7 +46,7 @@ class SequenceView:
     prompt: int
     max_tokens: int
     tokens: int
-    computed: int = 0  # tokens whose keys and values are in the cache
+    computed: int = 0  # the number of tokens whose keys and values are in the cache
     status: str = "waiting"  # or "running", "preempted"
     table: list[int] = field(default_factory=list)  # ids of its blocks
 
@@ -96,7 +96,7 @@ class View:
         self.cached.difference_update(frame.get("free", ()))
 
     def _apply_rows(self, chunks: Iterable[tuple[str, int, int]], sampled: Iterable[str]) -> None:
-        # an unknown sequence begins in this frame, or has ended while its token was in flight
+        # an unknown sequence begins in this frame, or it ended while its token was in flight
         for name, _, end in chunks:
             if seq := self.seqs.get(name):
                 seq.computed, seq.tokens = end, max(end, seq.tokens)

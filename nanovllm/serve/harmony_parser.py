@@ -11,13 +11,13 @@ from nanovllm.serve.tool_parsers import Part, ToolCall, length_before, parsed
 CONTROL = re.compile("|".join(map(re.escape, CONTROLS)))
 RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 MAX_CONTROL = max(map(len, CONTROLS))
-BETWEEN = "\n\n"  # between two messages of the same kind
+BETWEEN = "\n\n"  # is put between two messages of the same kind
 
 
 class HarmonyParser:
     """Splits the text of one answer into reasoning, content and calls.
 
-    The token ids determine which controls are tokens, and which are only spelled.
+    The token ids show whether a control is a special token, or whether ordinary tokens spell its text.
     """
 
     is_over = False  # another message may follow
@@ -25,17 +25,17 @@ class HarmonyParser:
     def __init__(self, reasoning: HarmonyReasoning, finds_calls: bool = False):
         """reasoning: the state at the beginning of the answer. No other object may use this state.
 
-        finds_calls: whether messages with a recipient are calls. Otherwise, they are content.
+        finds_calls: whether messages with a recipient are parsed as calls, or else returned as content.
         """
         self.reasoning, self._finds_calls = reasoning, finds_calls
         self._held = ""  # text that may be a part of a control
-        self._tail = b""  # the bytes of the last tokens, in which a spelled control may begin
-        self._are_tokens: deque[bool] = deque()  # of each control whose text has not arrived, whether it is a token
-        self._header: list[str] | None = [reasoning.header_text]  # of the current message; None in its body
+        self._tail = b""  # the bytes of the last tokens, which may be the beginning of a spelled control
+        self._are_tokens: deque[bool] = deque()  # for each control whose text has not arrived: is it a token?
+        self._header: list[str] | None = [reasoning.header_text]  # the current message's header; None in its body
         self._parts: tuple[list[Any], list[Any]] = [], []  # reasoning and content that `feed` will return
-        self._has_text = [False, False]  # whether there was reasoning, and content
-        self._place = 1  # of the body in `_parts`
-        self._is_first = False  # whether no text of the body has arrived
+        self._has_text = [False, False]  # whether there was any reasoning, and any content
+        self._place = 1  # the index in `_parts` of the current body
+        self._is_first = False  # whether the next text is the first text of the body
         self._call: tuple[str, list[str]] | None = None  # the name and the text of the current call
         if reasoning.is_body:
             self._begin_body()
@@ -45,8 +45,8 @@ class HarmonyParser:
     ) -> tuple[str, str | list[Part]]:
         """Return the new reasoning and the new content. Text that may be part of a control is held back.
 
-        With `finds_calls`, the content is a list of texts and complete calls, so that no text can pass for a call. A
-        call whose arguments are not a JSON object becomes a text.
+        With `finds_calls`, the content is a list of texts and complete calls, so that no text is mistaken for a call.
+        If the arguments of a call are not a JSON object, the call becomes a text.
 
         token_ids: all new token ids, even if their text comes later; `None` if unknown.
         """
@@ -66,7 +66,7 @@ class HarmonyParser:
         if is_last:
             self._end_call()
         if is_last and self._header:
-            written = "".join(self._header[1:])  # the first part is from the prompt
+            written = "".join(self._header[1:])  # the first element comes from the prompt
             if written and CONTROL.search(written) is None:
                 self._parts[1].append(written)  # the model does not use the format
         (reasoning, content), self._parts = self._parts, ([], [])

@@ -1,4 +1,4 @@
-"""Defines HTTP responses. A client's disconnection cancels the work for it."""
+"""Defines HTTP responses. If a client disconnects, the work on its request is cancelled."""
 
 import asyncio
 import json
@@ -19,13 +19,13 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 CONNECTION = "connection"  # the key of a request's BoundedProtocol (request_limits.py) in the request's state
 # caches must not store a stream, and nginx must not buffer it
 EVENT_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-HEARTBEAT = 10.0  # seconds without an event until a comment is sent: many proxies end a silent stream
+HEARTBEAT = 10.0  # seconds without an event until a comment is sent, because many proxies end silent streams
 COMMENT = b":\n\n"
-WRITE_SECONDS = 30.0  # added to the request's time limit, for clients that read slowly
+WRITE_SECONDS = 30.0  # are added to the request's time limit, for clients that read slowly
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Make a JSON response. Content of type bytes must be JSON."""
+    """Make a JSON response. If `content` has type bytes, it must already be JSON."""
     data = content if isinstance(content, bytes) else dump_json(content)
     return Response(data, status, headers, media_type="application/json")
 
@@ -36,7 +36,7 @@ def error_response(error: ApiError, path: str, **headers: str) -> Response:
 
 
 def endpoint(route: APIRoute, seconds: float) -> Endpoint:
-    """Return a function that answers the requests of a route. The requests must have a body.
+    """Return a function that answers the requests of a route. All these requests must have a body.
 
     The function bypasses FastAPI's layers, which would double the time per request. Work on a request stops when the
     client disconnects, or after `seconds`.
@@ -58,10 +58,10 @@ def endpoint(route: APIRoute, seconds: float) -> Endpoint:
 
 
 class EventStream(Response):
-    """A response of server-sent events. An error after the first event becomes an event.
+    """A response of server-sent events. If an error occurs after the first event, the error is sent as an event.
 
-    Outputs are written to the connection by the code that delivers them, so no task has to wake up. Until the client
-    has taken a written piece, nothing more is written, and the events of later steps are merged.
+    The code that delivers outputs also writes them to the connection, so no task has to wake up. Nothing is written
+    until the client has taken the previous piece. Events of the meantime are merged.
     """
 
     def __init__(self, answer: Answer, end: Callable[[], None], until: float):
@@ -76,7 +76,7 @@ class EventStream(Response):
         self._is_over: asyncio.Future[None] = loop.create_future()
         self._is_silent, self._timer = False, loop.call_later(HEARTBEAT, self._send_heartbeat)
         try:
-            # nothing reads the rest once the client has gone or its time is over
+            # after the client has gone, or after its time, nobody reads the remaining events
             with suppress(ApiError, TimeoutError), while_connected(connection, self._until + WRITE_SECONDS):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 if begin := self._answer.begin():
@@ -101,7 +101,7 @@ class EventStream(Response):
             request.on_news = write
 
     def _write(self) -> None:
-        """Write new events, when they arrive and when the client has taken the previous piece."""
+        """Write new events. This is called when events arrive, and when the client has taken the previous piece."""
         if not self._connection.is_writable or self._is_over.done():
             return
         try:

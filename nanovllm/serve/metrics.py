@@ -57,7 +57,7 @@ ZEROS = dict.fromkeys((*GAUGES, *COUNTERS, "blocks"), 0)
 
 
 class Metrics:
-    """The metrics of a server. Each answer is counted when it ends, and `text` reads the engines' metrics.
+    """The metrics of a server. Answers are counted when they end. `text` reads the engines' metrics.
 
     Step sizes are reported for a single engine, not for replicas.
     """
@@ -65,8 +65,8 @@ class Metrics:
     def __init__(self, llm: EngineClient, model: str):
         self._llm, self._model = llm, model
         self._stats: list[dict[str, Any] | None] = []  # the last stats of each engine
-        self._engines: defaultdict[int, dict[str, int]] = defaultdict(ZEROS.copy)  # the values that are shown
-        # the values of the counters when a replica was last restarted, and the number of restarts
+        self._engines: defaultdict[int, dict[str, int]] = defaultdict(ZEROS.copy)  # by engine: the values to show
+        # by index of the engine: the counters at its last restart, and the number of its restarts
         self._before_restart: defaultdict[int, dict[str, int]] = defaultdict((ZEROS | {"restarts": 0}).copy)
         registry = self._shown = CollectorRegistry()
         options: dict = {"labelnames": ("model_name",), "registry": registry}
@@ -79,7 +79,7 @@ class Metrics:
         text = "Answers that were given up, mostly as their clients went away"
         self._aborted = Counter("nanovllm:request_aborted", text, **options).labels(model)
         registry.register(IGNORED.count)
-        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # all fronts count together, including fronts that have ended
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # sum the counts of all fronts, including fronts that have ended
             self._shown = CollectorRegistry()
             self._shown.register(AllFronts(registry))
         self._shown.register(self)  # type: ignore[arg-type]
@@ -117,7 +117,7 @@ class Metrics:
         """
         self._count()
         total = {name: sum(engine[name] for engine in self._engines.values()) for name in ZEROS}
-        waiting = self._llm.num_unfinished - total["num_requests_running"]  # includes answers that are being tokenized
+        waiting = self._llm.num_unfinished - total["num_requests_running"]  # includes answers that are tokenized now
         total["num_requests_waiting"] = max(0, waiting)
         yield from _families("vllm:", ["model_name"], [([self._model], total)])
         accepted = [_drafts(stats, "accepted_per_position", []) for stats in self._stats if stats]
@@ -144,7 +144,7 @@ class Metrics:
         return family
 
     def _count(self) -> None:
-        """Update the values from the stats. Counters never decrease, even if a replica restarts or stats are late."""
+        """Update the values from the stats. Counters never decrease, even if a replica restarts or stats come late."""
         for i, stats in enumerate(self._stats):
             engine, before = self._engines[i], self._before_restart[i]
             if stats is None:
@@ -152,7 +152,7 @@ class Metrics:
                 continue
             now = {name: read(stats) for name, (_, read) in (GAUGES | COUNTERS).items()}
             restarts = stats.get("restarts", 0)
-            if restarts < before["restarts"]:  # a late reading, from before the restart
+            if restarts < before["restarts"]:  # these stats are from before the restart
                 continue
             if restarts > before["restarts"]:
                 before |= {"restarts": restarts, **{name: engine[name] for name in COUNTERS}}
@@ -161,7 +161,7 @@ class Metrics:
 
 
 class AllFronts(MultiProcessCollector):
-    """Sums the metrics of all fronts. The sums have the same descriptions as the metrics of a single process."""
+    """Sums the metrics of all fronts, and gives each sum the description of the metric."""
 
     def __init__(self, registry: CollectorRegistry):
         super().__init__(None)
@@ -169,7 +169,7 @@ class AllFronts(MultiProcessCollector):
         self._texts = {metric.name: metric.documentation for metric in registry.collect()}
 
     def collect(self) -> Iterator[Metric]:
-        # an empty file belongs to a front that is still creating it, or that was killed meanwhile
+        # an empty file belongs to a front that is still creating it, or was killed while creating it
         files = [str(file) for file in self._folder.glob("*.db") if file.stat().st_size]
         for metric in self.merge(files):
             metric.documentation = self._texts.get(metric.name, metric.documentation)

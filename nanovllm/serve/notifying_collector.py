@@ -1,4 +1,4 @@
-"""An output collector that calls functions in the engine's thread, so that no thread has to wait for outputs."""
+"""Defines an output collector that calls functions in the engine's thread, so that no thread waits for outputs."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ class NotifyingCollector(OutputCollector):
         self._on_output, self._on_failure = on_output, on_failure
 
     def put(self, num_prefill_tokens: int = 0, num_decode_tokens: int = 0) -> None:
-        self.new.new_tokens.clear()  # nobody takes the single tokens of OutputKind.TOKENS here
+        self.new.new_tokens.clear()  # nobody takes the tokens that OutputKind.TOKENS records
         super().put(num_prefill_tokens, num_decode_tokens)
 
     def flush(self) -> None:

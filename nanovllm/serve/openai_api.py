@@ -25,11 +25,11 @@ from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.structured import structured_outputs, with_own_field
 from nanovllm.serve.template_sandbox import MANY_MESSAGES, may_take_long
 
-# longer requests are prepared in a thread, so that no other client waits
+# requests with more are prepared in a thread, so that other clients do not wait
 MAX_BODY_IN_LOOP = 2**16  # bytes
 MAX_MESSAGES_IN_LOOP = 256  # including the messages of previous responses
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for /v1/completions
-# a body, translated for the engine: prompts, parameters, arguments of the chat template
+# a request for the engine: prompts, parameters, and arguments of the chat template
 Prepared = tuple[list, SamplingParams, dict[str, Any] | None]
 Prepare = Callable[[], Prepared]
 MakeAnswer = Callable[[Sequence[AsyncRequest]], Awaitable[Answer]]
@@ -37,7 +37,7 @@ MakeAnswer = Callable[[Sequence[AsyncRequest]], Awaitable[Answer]]
 
 class Api:
     def __init__(self, llm: EngineClient, settings: ServerSettings, model_names: Sequence[str], root: str):
-        """root: the model that is served under `model_names`."""
+        """root: the name or folder of the model that is served under `model_names`."""
         self.llm, self.settings, self.model_names, self.root = llm, settings, model_names, root
         self.adapters = ServedAdapters(llm, settings.lora_modules or (), model_names)
         if settings.chat_template is not None:
@@ -102,7 +102,7 @@ class Api:
     async def _respond(
         self, body: protocol.GenerationBody, request: Request, prepare: Prepare, make_answer: MakeAnswer
     ) -> Response:
-        """Check and queue a request for each prompt, then return the complete answer, or a stream."""
+        """Check and queue a request for each prompt. Return the complete answer or a stream."""
         if self.settings.enable_force_include_usage and body.stream:
             body.stream_options = protocol.StreamOptions(include_usage=True, continuous_usage_stats=True)
         body.return_tokens_as_token_ids = body.return_tokens_as_token_ids or self.settings.return_tokens_as_token_ids
@@ -156,9 +156,9 @@ class Api:
         return chat.template_arguments(body, self.chat_template, self.settings.trust_request_chat_template)
 
     async def _rendered(self, body: protocol.TextBody, prompt: Any, template_arguments: dict[str, Any] | None) -> Any:
-        """Render a conversation in the sandbox if this may take long. Return other prompts unchanged.
+        """If a conversation may take long to render, render it in the sandbox. Return other prompts unchanged.
 
-        Raises ValueError if this may take long and there are images, which the sandbox does not take.
+        Raises ValueError for such a conversation with images, because the sandbox does not support images.
         """
         if isinstance(body, protocol.ChatFields) and may_take_long(body, self.chat_template):
             if has_images(prompt) and self.llm.input_processor.config.model_config.vision is not None:

@@ -1,4 +1,4 @@
-"""Renders the page, an HTML file that shows a live engine or a recording, and loads nothing from other addresses."""
+"""Renders the page, an HTML file that shows a live engine or a recording. It loads nothing from other addresses."""
 
 import json
 from base64 import b64encode
@@ -34,10 +34,10 @@ def content_security_policy(is_live: bool) -> str:
 
 
 def render_page(frames: list[dict[str, Any]] | None = None) -> str:
-    """Return the page. It shows the recorded `frames` or, if there are none, the server's live engine."""
+    """Return the page. The page shows the recorded `frames`, or the server's live engine if `frames` is None."""
     policy = f'<meta http-equiv="Content-Security-Policy" content="{content_security_policy(frames is None)}">'
     page = source().replace(META, f"{META}\n{policy}")
-    if frames is not None:  # inside a script element, only "<" could end it
+    if frames is not None:  # in a script element, only "<" can end the element
         recording = json.dumps(frames, separators=(",", ":")).replace("<", "\\u003c")
         page = page.replace("".join(RECORDING), recording.join(RECORDING))
     return page

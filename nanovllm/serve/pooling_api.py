@@ -1,6 +1,6 @@
-"""Defines the HTTP routes that compute vectors: embeddings (OpenAI's API), reranking (Cohere's, Jina's) and classes.
+"""Defines the HTTP routes for embeddings (OpenAI's API), reranking (Cohere's and Jina's APIs) and classification.
 
-A server has one task, and its engine refuses other requests with an error that names the task.
+A server has one task. Its engine refuses requests for other tasks with an error that names its task.
 """
 
 import asyncio
@@ -73,7 +73,7 @@ class RerankBody(PoolingBody):
     top_n: int | None = Field(None, ge=1)
     return_documents: bool = True
     instruction: str | None = None
-    # Cohere's, which change nothing here: a document is neither split nor cut
+    # fields of Cohere's API that change nothing here, because documents are neither split nor cut
     max_chunks_per_doc: int | None = None
     max_tokens_per_doc: int | None = None
 
@@ -116,7 +116,7 @@ def add_routes(app: FastAPI, api: Api) -> None:
         return json_response(answer | {"object": "list", "data": await asyncio.to_thread(data)})
 
     def prepared(body: InputBody, prefix: str = "") -> list[Any]:
-        """Return the prompts of a body. If its fields change how texts are tokenized, return functions."""
+        """Return the prompts of a body. If its fields change the tokenization, return functions that tokenize them."""
         prompts = [with_prefix(prompt, prefix) for prompt in body.prompts()]
         if body.add_special_tokens is None and body.truncate_prompt_tokens is None:
             return prompts

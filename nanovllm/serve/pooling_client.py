@@ -1,4 +1,4 @@
-"""The calls of an EngineClient that compute vectors, with the arguments of `LLM.embed`, `score` and `classify`."""
+"""Defines the methods `embed`, `score` and `classify` of EngineClient, with the arguments of LLM's methods."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from nanovllm.requests.request import Prompt
 if TYPE_CHECKING:
     from nanovllm.serve.engine_client import EngineClient
 
-WINDOW = 256  # requests of one call that may run or wait at the same time, so that other clients get their turn
+WINDOW = 256  # the most requests of one call that run or wait at a time, so that other clients get their turn
 
 
 async def embed(

@@ -12,7 +12,7 @@ def set_up_process() -> None:
     """Make threads release the GIL sooner, and print the package's log (settings at the start, and errors)."""
     sys.setswitchinterval(SWITCH_INTERVAL)
     handler = logging.StreamHandler()
-    erase = "\r\033[K" if sys.stderr.isatty() else ""  # erases a progress line
+    erase = "\r\033[K" if sys.stderr.isatty() else ""  # first erases a progress line
     handler.setFormatter(logging.Formatter(f"{erase}%(asctime)s %(levelname)s %(message)s"))
     logging.getLogger("nanovllm").addHandler(handler)
     logging.getLogger("nanovllm").setLevel(logging.INFO)

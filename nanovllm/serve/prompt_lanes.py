@@ -16,19 +16,19 @@ from nanovllm.requests.request import Prompt, TokensPrompt
 from nanovllm.utils.checks import check_int
 
 LONG_TEXT = 2**14  # characters; tokenizing them takes about 15 ms
-# normalizers and pre-tokenizers that drop no part of a text; see `longest_token`
+# normalizers and pre-tokenizers that remove no text; see `longest_token`
 _KEEPING = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend"}
 _KEEPING |= {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split", "UnicodeScripts"}
 PromptSource = Prompt | Callable[["PromptLane"], Prompt]
 
 
 def reads_images(source: PromptSource) -> bool:
-    """Return whether a prompt has images, or whether an argument of a `functools.partial` that makes it has some."""
+    """Return whether a prompt has images. If `source` is a `functools.partial`, check its arguments instead."""
     return any(map(has_images, source.args)) if isinstance(source, partial) else has_images(source)
 
 
 class LongTextError(Exception):
-    """The text belongs in the lane for long texts."""
+    """The text is too long for the lane for short texts."""
 
 
 class RenderedChat(str):
@@ -36,7 +36,7 @@ class RenderedChat(str):
 
 
 class PromptLane(InputProcessor):
-    """Tokenizes the prompts of one of two lanes. The lane for long texts has a separate tokenizer and lock."""
+    """One of two lanes that tokenize prompts. The lane for long texts has a separate tokenizer and a separate lock."""
 
     def __init__(self, processor: InputProcessor, takes_long_texts: bool):
         tokenizer = deepcopy(processor.tokenizer) if takes_long_texts else processor.tokenizer
@@ -46,7 +46,7 @@ class PromptLane(InputProcessor):
         self.takes_long_texts, self._longest_token = takes_long_texts, longest_token(tokenizer)
 
     def encode(self, text: str, add_special_tokens: bool = True, is_cut: bool = False) -> list[int]:
-        """Return the token ids of a text. Raises LongTextError if it belongs in the other lane.
+        """Return the token ids of a text. Raises LongTextError if the text belongs in the lane for long texts.
 
         Raises ValueError if the text can't fit into the context, unless the caller truncates the tokens (`is_cut`).
         """
@@ -71,7 +71,7 @@ class PromptLane(InputProcessor):
         if num_bytes > max_bytes and (normalizer := self.tokenizer.backend_tokenizer.normalizer) is not None:
             if is_elsewhere:
                 raise LongTextError
-            num_bytes = len(normalizer.normalize_str(data.decode()).encode())  # may be fewer
+            num_bytes = len(normalizer.normalize_str(data.decode()).encode())  # may have fewer bytes
         if num_bytes > max_bytes:
             num_tokens = -(-num_bytes // longest_token)
             raise ValueError(f"prompt: has at least {num_tokens} tokens; must be fewer than {self.length_bound}")
@@ -115,7 +115,7 @@ def tokens_prompt(token_ids: list[int], text: str | None, images: Any = None) ->
 
 
 def longest_token(tokenizer: Any) -> int | None:
-    """Return the maximum number of bytes of normalized UTF-8 in a token; `None` if there is no bound.
+    """Return the most bytes of normalized UTF-8 text that a token can stand for; `None` if there is no bound.
 
     There is a bound under three conditions. The vocabulary contains every byte, so no token represents unknown text.
     Normalizers and pre-tokenizers remove nothing, and treat the parts of a text between special tokens as they treat a
@@ -152,6 +152,6 @@ def _flat(step: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _keeps_all(step: dict[str, Any]) -> bool:
-    if step["type"] == "Replace":  # a regular expression may find more in the parts of a text than in the whole
+    if step["type"] == "Replace":  # a regular expression may match more in the parts of a text than in the whole
         return "String" in step["pattern"]
     return step["type"] in _KEEPING and step.get("behavior") != "Removed"

@@ -1,8 +1,8 @@
-"""Request bodies of the HTTP API, with OpenAI's and vLLM's fields. Other fields are ignored.
+"""Defines the request bodies of the HTTP API, with OpenAI's and vLLM's fields. Other fields are ignored.
 
-Bodies are checked in the event loop, so the time must be bounded: two megabytes of wrong items would produce a million
-errors, which take seconds. The check of a list stops at the first wrong item, and the contents of large dicts are not
-checked here.
+Bodies are checked in the event loop, so the time of a check must be bounded: two megabytes of wrong items would produce
+a million errors, which take seconds. Therefore, the check of a list stops at the first wrong item, and the contents of
+large dicts are not checked here.
 """
 
 import logging
@@ -32,10 +32,10 @@ from nanovllm.serve.errors import body_error, require
 
 logger = logging.getLogger("nanovllm")
 
-MAX_STOPS = 64  # stop strings, which are searched at every token
+MAX_STOPS = 64  # stop strings, which are searched for at every token
 MAX_STOP_CHARACTERS = 1024
 MAX_TOOLS = 128  # OpenAI's bound
-MAX_MESSAGES = 10_000  # of a conversation; also the most parts of a message
+MAX_MESSAGES = 10_000  # the most messages of a conversation, and the most parts of a message
 MAX_LOGIT_BIASES = 300  # the bound of OpenAI and of SamplingParams
 MAX_LOGGED_NAMES = 100  # names of unknown fields
 
@@ -84,10 +84,10 @@ class Item(BaseModel):
 class Body(Item):
     """A request body. A field that is `null` gets its default."""
 
-    # the client's names for engine parameters and translated fields, where these differ
+    # the client's names of parameters and translated fields, if they differ from ours
     own_names: ClassVar[Mapping[str, str]] = {}
 
-    # fields whose values are also stored as the client sent them, with unknown keys and in the client's order
+    # for these fields, `as_sent` returns the client's value, with unknown keys and in the client's order
     kept_fields: ClassVar[tuple[str, ...]] = ()
 
     model: str | None = None
@@ -161,7 +161,7 @@ class GenerationBody(TextBody):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None  # an extension of vLLM
-    guided_json: dict[str, Any] | str | None = None  # these four are older names of vLLM for structured_outputs
+    guided_json: dict[str, Any] | str | None = None  # these four fields are vLLM's older forms of structured_outputs
     guided_regex: str | None = None
     guided_choice: Strings | None = None
     guided_grammar: str | None = None
@@ -172,7 +172,7 @@ class GenerationBody(TextBody):
     length_penalty: float | None = None  # for beam search
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)] | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    # clients send these, but they change nothing here
+    # clients send these fields, which change nothing here
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -180,9 +180,9 @@ class GenerationBody(TextBody):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    spaces_between_special_tokens: bool | None = None  # text never has such spaces
+    spaces_between_special_tokens: bool | None = None  # the text never has such spaces
     thinking_token_budget: int | None = Field(None, ge=-1)
-    # this would change the answer, and is not supported
+    # this field would change the answer, and is not supported
     logprob_token_ids: Annotated[Any, only([])] = None
 
 
@@ -223,7 +223,7 @@ class Message(Item):
     tool_calls: ToolDicts | None = None
     function_call: dict[str, Any] | None = None  # OpenAI's older form of a call
     reasoning: str | None = None
-    reasoning_content: str | None = None  # its older name
+    reasoning_content: str | None = None  # the older name of `reasoning`
 
 
 class ChatFields(TextBody):
@@ -270,7 +270,7 @@ class ChatBody(ChatFields, GenerationBody):
 
 
 def translated(form: type[ChatBody], fields: dict[str, Any]) -> ChatBody:
-    """Make a chat body from the fields of another endpoint. An ApiError names the fields of the other endpoint."""
+    """Make a chat body from the fields of another endpoint. Error messages name the fields of that endpoint."""
     try:
         return form.model_validate(fields)
     except ValidationError as validation_error:
@@ -288,7 +288,7 @@ class TokenizeChatBody(ChatFields):
     return_token_strs: bool | None = None
 
 
-# the discriminator selects the body, so errors are about that body only; tags end in "Body", which errors leave out
+# the discriminator selects one body, so that errors describe this body only; error messages leave out tags ("...Body")
 AnyTokenizeBody = Annotated[
     Annotated[TokenizeBody, Tag("TokenizeBody")] | Annotated[TokenizeChatBody, Tag("TokenizeChatBody")],
     Discriminator(lambda body: "TokenizeChatBody" if isinstance(body, dict) and "messages" in body else "TokenizeBody"),
@@ -313,7 +313,7 @@ def sampling_params(
         if wrong := [key for key in body.logit_bias if not re.fullmatch("[0-9]{1,19}", key)]:
             raise ValueError(f"logit_bias: the keys {wrong!r:.160} must be token ids")
         sent["logit_bias"] = {int(key): bias for key, bias in body.logit_bias.items()}
-    if body.seed is not None and body.seed < -1:  # -1 is no seed, as in vLLM
+    if body.seed is not None and body.seed < -1:  # as in vLLM, -1 means no seed
         sent["seed"] = body.seed % 2**64
     if structured_outputs is not None:
         sent["structured_outputs"] = structured_outputs
@@ -321,7 +321,7 @@ def sampling_params(
 
 
 def beam_search_params(body: GenerationBody, params: SamplingParams, max_model_len: int) -> BeamSearchParams:
-    """Return parameters for a search with `n` beams. Raises ApiError for options that it does not support."""
+    """Return parameters for a search with `n` beams. Raises ApiError for options that beam search does not support."""
     unsupported = {name: getattr(params, name) for name in ("logprobs", "prompt_logprobs", "structured_outputs")}
     unsupported |= {"stream": body.stream or None, "stop": params.stop or None, "cache_salt": body.cache_salt}
     for name, value in unsupported.items():

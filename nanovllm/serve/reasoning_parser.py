@@ -20,9 +20,9 @@ class ReasoningParser:
         """reasoning: the state at the beginning of the answer. No other object may use this state."""
         self.reasoning = reasoning
         self._begin, self._end = (marker.decode() for marker in (reasoning.markers.begin, reasoning.markers.end))
-        self._held = ""  # text that may be part of a marker, or space between the reasoning and the answer
+        self._held = ""  # text that may be part of a marker, or white space between the reasoning and the answer
         self._num_ends = 0  # how often the text of the end marker has occurred
-        # the order is "before", "opened" (at the start of the reasoning), "inside", "space" (after it), "after"
+        # in order: "before", "opened" (the reasoning has no text yet), "inside", "space" (after the reasoning), "after"
         self._place = {Stage.BEFORE: "before", Stage.INSIDE: "opened", Stage.ENDED: "after"}[reasoning.stage]
 
     @property
@@ -82,5 +82,5 @@ class ReasoningParser:
             if self.reasoning.stage is Stage.ENDED and self._num_ends == self.reasoning.num_ends:
                 self._place = "space"
             else:
-                taken += self._end  # several tokens spell it, so it is not the marker
+                taken += self._end  # ordinary tokens spell this text, so it is not the marker
         return taken

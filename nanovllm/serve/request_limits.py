@@ -21,12 +21,12 @@ from nanovllm.serve.settings import ServerSettings
 from nanovllm.serve.turns import CLIENT, LoopTurns
 
 logger = logging.getLogger("nanovllm")
-OPEN_PATHS = ("/", "/health", "/ping")  # no key needed: the page asks the user for it, and monitoring has none
+OPEN_PATHS = ("/", "/health", "/ping")  # need no key: the page asks the user for the key, and monitoring has none
 KEY_VARIABLES = ("NANOVLLM_API_KEY", "VLLM_API_KEY")  # environment variables
 HEADER_SECONDS = 10.0  # time for the headers of a request to arrive
 MAX_HEADER_BYTES = 32 * 2**10
-MAX_TEXT_BYTES = 2**21  # of a body without images
-MAX_COMMAS = 2**18  # of a longer body: parsing many small values would delay other requests
+MAX_TEXT_BYTES = 2**21  # the most bytes of a body without images
+MAX_COMMAS = 2**18  # the most commas of a longer body, because parsing many small values would delay other requests
 LONG_HEADERS = f"the headers are longer than {MAX_HEADER_BYTES} bytes"
 ADMITTED_PER_TURN = 4, 16  # minimum and maximum number of POST requests per iteration of the event loop
 REQUEST_SECONDS = 0.0007  # approximate time to admit a request
@@ -34,18 +34,17 @@ UNREAD_SECONDS = 120.0  # a connection is reset after this time if its client do
 
 
 class RequestLimits:
-    """ASGI middleware that checks the host and the API key, and reads the whole body within limits on size and time.
+    """ASGI middleware that checks the host and the API key, and reads the body within limits on size and time.
 
-    So routes never wait for a client that sends slowly.
+    A route begins after the whole body has arrived, so it never waits for a client that sends slowly.
     """
 
     def __init__(
         self, app: Any, settings: ServerSettings, endpoints: Mapping[str, Endpoint], expects_images: bool = False
     ):
-        """endpoints: by path, the function that answers POST requests instead of `app`.
-        expects_images: refuse bodies that are long for another reason.
-
-        Each iteration of the event loop admits only a few of these requests, so that a burst does not delay other work.
+        """endpoints: by path, the function that answers POST requests instead of `app`. Each iteration of the event
+            loop admits only a few of these requests, so that a burst does not delay other work.
+        expects_images: whether bodies may be long because of images. Then refuse long bodies with many commas.
         """
         self._expects_images = expects_images
         self._endpoints, self._turns = endpoints, LoopTurns(*ADMITTED_PER_TURN, REQUEST_SECONDS)
@@ -60,7 +59,7 @@ class RequestLimits:
     async def __call__(self, scope, receive, send) -> None:
         try:
             await self._respond(scope, receive, send)
-        except asyncio.CancelledError:  # by a second Ctrl-C
+        except asyncio.CancelledError:  # caused by a second Ctrl-C
             end = error_response(ApiError(503, "the server has ended"), scope["path"], connection="close")
             with suppress(RuntimeError):  # the answer has begun
                 await end(scope, receive, send)
@@ -76,10 +75,10 @@ class RequestLimits:
                 CLIENT.set((*keys, *(scope.get("client") or ())[:1]))  # the address without the port
             has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
             content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-            # a web page of another origin could send some other types without a CORS preflight
+            # with some other types, a web page of another origin could send a body without a CORS preflight
             if scope["method"] == "POST" and has_body and content_type != b"application/json":
                 raise ApiError(400, "the content-type of the body must be application/json")
-            if scope["method"] == "POST" and not has_body:  # this needs no preflight either
+            if scope["method"] == "POST" and not has_body:  # without a body, no preflight is needed either
                 self._check_origin(headers)
             await self._read(request, headers.get(b"content-length", b""))
             answer: ASGIApp = self.app
@@ -96,7 +95,7 @@ class RequestLimits:
             await answer(scope, receive, send)
 
     def _check_host(self, hosts: list[bytes]) -> None:
-        if len(hosts) > 1:  # a proxy may have checked a different one
+        if len(hosts) > 1:  # a proxy may have checked another one of them
             raise ApiError(400, "there must be one Host header")
         name = b"".join(hosts).decode("latin-1").lower()
         if not name.endswith("]"):  # an IPv6 address without a port
@@ -115,7 +114,7 @@ class RequestLimits:
     def _checked_keys(self, headers: dict[bytes, bytes]) -> list[bytes]:
         """Return the client's valid API keys."""
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
-        # clients of Anthropic's API send x-api-key
+        # clients of Anthropic's API send the key as x-api-key
         sent_keys = (bearer.strip() if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b""))
         # all keys are compared, in constant time, so that the time reveals nothing about them
         matches = [key for key in self._keys if any(hmac.compare_digest(value, key) for value in sent_keys)]
@@ -125,7 +124,7 @@ class RequestLimits:
         return matches
 
     async def _read(self, request: Request, length: bytes) -> None:
-        """Read the body; `request` caches it. Raises ApiError (413 if it is too long, 408 if it is too slow)."""
+        """Read the body into the cache of `request`. Raises ApiError: 413 if it is too long, 408 if it is too slow."""
         self._check_length(int(length[:20]) if length.isdigit() else 0)
         try:
             with fail_after(self.settings.body_timeout):
@@ -139,7 +138,7 @@ class RequestLimits:
             raise ApiError(413, problem, code="body_too_long")
 
     def _bounded(self, receive: Receive) -> Receive:
-        """Wrap `receive` to raise ApiError if the body gets too long."""
+        """Wrap `receive`, so that it raises ApiError when the body becomes too long."""
         length = 0
 
         async def receive_some() -> Message:
@@ -159,7 +158,7 @@ class RequestLimits:
 
 
 async def _answer_head(answer: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send only the headers of the answer to a GET, because its body may be an endless stream."""
+    """Send only the headers of the answer to a GET. The body is not produced, because it may be an endless stream."""
     with CancelScope() as body:
 
         async def send_headers(message: Message) -> None:
@@ -174,21 +173,21 @@ async def _answer_head(answer: ASGIApp, scope: Scope, receive: Receive, send: Se
 class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 protocol, with limits on the size and the duration of headers. It refuses pipelining.
 
-    uvicorn closes idle connections, but its timer stops at the first byte of a request. From then on, this class gives
-    the client `HEADER_SECONDS` to send all headers. This class ignores requests to upgrade the protocol, as HTTP
-    permits. Invalid requests and requests refused before routing get errors in the usual format.
+    uvicorn closes idle connections, but its timer stops at the first byte of a request. From this byte on, the client
+    has `HEADER_SECONDS` to send all headers. Requests to upgrade the protocol are ignored, as HTTP permits. Invalid
+    requests and requests refused before routing get errors in the usual format.
     """
 
     is_lost = False  # True when the client has closed the connection
     on_lost: Callable[[], object] | None = None  # called when the client closes the connection
-    on_writable: Callable[[], None] | None = None  # called when the client has taken all that was written
+    on_writable: Callable[[], None] | None = None  # called when the client has taken all data that was written
     _header_timer: asyncio.TimerHandle | None = None
     _num_header_bytes = 0
-    url = b""  # of the request that is being parsed
+    url = b""  # the URL of the request that is being parsed
 
     @property
     def is_writable(self) -> bool:
-        """Whether the client has taken all that was written."""
+        """Whether the client has taken all data that was written."""
         return not self.flow.write_paused
 
     def write_chunk(self, data: bytes) -> None:
@@ -199,7 +198,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)
         connection = transport.get_extra_info("socket")
-        # only Linux has this option; elsewhere, a connection whose client never reads can't be closed
+        # only Linux has this option; on other systems, a connection whose client never reads stays open
         if hasattr(socket, "TCP_USER_TIMEOUT") and connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNREAD_SECONDS))
         self._begin_headers()
@@ -211,7 +210,7 @@ class BoundedProtocol(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError as error:
-            cause = error.__context__  # raised in a callback
+            cause = error.__context__  # the error that a callback has raised
             self._refuse(
                 cause if isinstance(cause, ApiError) else ApiError(400, f"this is not valid HTTP/1.1: {error}")
             )
@@ -262,7 +261,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if not idle:
             raise ApiError(503, f"there are {self.limit_concurrency} connections, which is as many as may be open")
         oldest = min(idle, key=lambda protocol: protocol.timeout_keep_alive_task.when())
-        all_protocols.discard(oldest)  # now, because uvicorn counts them next
+        all_protocols.discard(oldest)  # discard it now, because uvicorn counts the connections next
         oldest.transport.close()
 
     def on_message_complete(self) -> None:

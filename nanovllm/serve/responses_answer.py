@@ -1,4 +1,4 @@
-"""Makes the answers of /v1/responses, as a list of output items or a stream of typed events."""
+"""Makes the answers of /v1/responses: a list of output items, or a stream of typed events."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
@@ -14,7 +14,7 @@ from nanovllm.serve.chat import ChatAnswer
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.protocol import GenerationBody
 
-# fields of the request that the response repeats
+# the response repeats these fields of the request
 REPEATED = (
     *("instructions", "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls"),
     *("previous_response_id", "prompt_cache_key", "reasoning", "safety_identifier", "service_tier", "text"),
@@ -32,9 +32,9 @@ class ResponsesAnswer(ChatAnswer):
     id_prefix = "resp_"
 
     def __init__(self, request: GenerationBody, keep: Callable[[str, bytes], None], *arguments: Any):
-        """request: the body as the client sent it. keep: called with the id and the JSON of the complete response.
-
-        arguments: all arguments of ChatAnswer.
+        """request: the body as the client sent it.
+        keep: called with the id and the JSON of the complete response.
+        arguments: the arguments of ChatAnswer.
         """
         super().__init__(*arguments)
         self._request, self._keep = request, keep
@@ -46,7 +46,7 @@ class ResponsesAnswer(ChatAnswer):
         self._texts: list[str] = []  # the text of the last item, in pieces
         self._text_logprobs: list[Any] = []  # the log-probabilities of the last message
         self._held_logprobs: list[Any] = []  # log-probabilities of tokens whose text has not arrived yet
-        self._generated: list[int] = []  # all token ids
+        self._generated: list[int] = []  # the ids of all tokens of the answer
 
     def _whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         self._events(0, outputs[0].outputs)
@@ -135,7 +135,7 @@ class ResponsesAnswer(ChatAnswer):
             return
         self._open_kind, text = None, dict[str, Any](text="".join(self._texts))
         if kind == "message":
-            self._take_logprobs()  # of the token that ended the answer
+            self._take_logprobs()  # take the log-probabilities of the token that ended the answer
             text["logprobs"] = self._text_logprobs
         part = self._part | text
         yield self._event(f"{part['type']}.done", **self._place(), content_index=0, **text)

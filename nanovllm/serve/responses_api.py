@@ -18,8 +18,8 @@ from nanovllm.serve.protocol import ChatBody, Dicts, GenerationBody, Strings, To
 from nanovllm.serve.responses_answer import ResponsesAnswer
 
 MAX_STORED = 1000  # responses
-MAX_STORED_BYTES = 64 * 2**20  # of the JSON of responses, and of the conversations before them
-MAX_CONVERSATION_BYTES = 4 * 2**20  # of JSON, with previous responses; without a bound, truncation tokenizes any length
+MAX_STORED_BYTES = 64 * 2**20  # of JSON: the responses, and the conversations before them
+MAX_CONVERSATION_BYTES = 4 * 2**20  # of JSON, with previous responses; otherwise, truncation would tokenize any length
 NOT_FOUND = "It was not stored, is not kept any more, or another process of this server has it."
 
 
@@ -29,7 +29,7 @@ class ResponsesBody(GenerationBody):
     previous_response_id: str | None = None
     store: bool = True
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_INT)
-    max_tool_calls: int | None = None  # for tools that a server runs, which this server does not have
+    max_tool_calls: int | None = None  # changes nothing: it limits tools that the server runs, and there are none
     tools: ToolDicts = Field([])
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
@@ -40,7 +40,7 @@ class ResponsesBody(GenerationBody):
     top_logprobs: int = Field(0, ge=-1)
     truncation: Literal["auto", "disabled"] = "disabled"
     chat_template_kwargs: dict[str, Any] | None = None
-    # these would change the answer, and are not supported
+    # these fields would change the answer, and are not supported
     background: Annotated[Any, only(False)] = False
     conversation: Annotated[Any, only()] = None
     prompt: Annotated[Any, only()] = None
@@ -59,10 +59,10 @@ class Conversation(ChatBody):
 
 
 class ResponseStore:
-    """Stores each response by its id, and the conversation items that precede it, as JSON.
+    """Stores each response and the conversation items that precede it, as JSON, by the id of the response.
 
-    If there are too many responses or bytes, the least recently used ones are dropped. Only the event loop's thread may
-    use the store.
+    If there are too many responses or bytes, the least recently used responses are dropped. Only the event loop's
+    thread may use the store.
     """
 
     def __init__(self, max_number: int = MAX_STORED, max_bytes: int = MAX_STORED_BYTES):
@@ -92,7 +92,7 @@ def add_routes(app: FastAPI, api: Api) -> None:
 
     @app.post("/v1/responses")
     async def create(body: ResponsesBody, request: Request) -> Response:
-        with about(ResponsesBody.model_fields):  # even if log-probabilities are not included
+        with about(ResponsesBody.model_fields):  # checked even if the response includes no log-probabilities
             check_num_logprobs("top_logprobs", body.top_logprobs, api.llm.input_processor.config)
         previous = None if body.previous_response_id is None else store.get(body.previous_response_id)
         conversation, items = await asyncio.to_thread(_translate, body, previous)
@@ -123,8 +123,8 @@ def add_routes(app: FastAPI, api: Api) -> None:
 def _translate(body: ResponsesBody, previous: tuple[bytes, bytes] | None) -> tuple[ChatBody, bytes]:
     """Return the conversation, and the JSON of its items.
 
-    The new items follow the items and the output of the previous response.
-    Instructions of previous requests are ignored. Raises ApiError for unsupported input.
+    The new items follow the items and the output of the previous response. Instructions of previous requests are
+    ignored. Raises ApiError for unsupported input.
     """
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     if previous is not None:
@@ -158,7 +158,7 @@ def _translate(body: ResponsesBody, previous: tuple[bytes, bytes] | None) -> tup
 
 
 def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Translate items to messages. Reasoning, text and call items of one answer become one message."""
+    """Translate items to messages. The reasoning, text and call items of one answer become a single message."""
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(items):
         kind, last_message = item.get("type") or "message", messages[-1] if messages else {}
@@ -187,7 +187,7 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _content(content: Any, index: int) -> str | list[dict[str, Any]]:
-    """Return the content of a chat message: one string, or a list of parts if there are images or several texts."""
+    """Return the content of a chat message. With images or several texts, it is a list of parts, else a string."""
     if isinstance(content, list) and any(image_source(part) is not None for part in content):
         as_text = lambda part: {"type": "text", "text": _texts([part], index)[0]}
         return [as_text(part) if image_source(part) is None else part for part in content]

@@ -19,8 +19,8 @@ from nanovllm.serve.request_limits import BoundedProtocol
 from nanovllm.serve.settings import ServerSettings
 
 logger = logging.getLogger("nanovllm")
-BACKLOG = 2048  # connections that the system accepts before the server does
-OTHER_FILES = 256  # open files other than connections: for devices, libraries, ranks and grammars
+BACKLOG = 2048  # connections that the operating system accepts before the server accepts them
+OTHER_FILES = 256  # open files in addition to connections, for devices, libraries, ranks and grammars
 
 
 def allow_connections(number: int) -> None:
@@ -58,7 +58,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         super().handle_exit(sig, frame)
-        if self.force_exit:  # each request that is cut off would log a traceback
+        if self.force_exit:  # otherwise, each request that is cut off would log a traceback
             logging.getLogger("uvicorn.error").disabled = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -79,7 +79,7 @@ def make_server(llm: EngineClient, settings: ServerSettings, model: str) -> Serv
         access_log=settings.access_log,
         server_header=False,
         backlog=BACKLOG,
-        timeout_keep_alive=cast(Any, settings.timeout_keep_alive),  # annotated as int, but a float works
+        timeout_keep_alive=cast(Any, settings.timeout_keep_alive),  # uvicorn's annotation is int, but a float works
         limit_concurrency=settings.max_connections,
         timeout_graceful_shutdown=settings.drain_seconds,
     )
@@ -101,7 +101,7 @@ def run_server(
     """
     allow_connections(settings.max_connections)
     server = make_server(llm, settings, model)
-    # uvicorn installs its handlers later, and raises the signal again after it has drained
+    # uvicorn installs its own handlers later, and raises the signal again after all requests have drained
     handlers = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def listen() -> None:

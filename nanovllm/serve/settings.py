@@ -20,7 +20,7 @@ ALIASES = {
 }
 KEEP_ALIVE_VARIABLE = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"  # an environment variable
 KEEP_ALIVE_SECONDS = 120.0
-CORES_FOR_A_FRONT = 4  # with fewer, a second process costs more in memory than it saves the engine in GIL time
+CORES_FOR_A_FRONT = 4  # with fewer, a second process takes memory, but hardly shortens the engine's waits for the GIL
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -37,43 +37,44 @@ class ServerSettings:
         page may do so.
     allowed_hosts: a name to accept in a request's Host header. By default, a server whose `host` is a loopback address
         accepts only the loopback names, and other servers accept any name. This restriction protects local servers
-        against DNS rebinding, where an attacker's web page reaches the server through a domain name that the attacker
+        against DNS rebinding: a web page of an attacker reaches the server through a domain name that the attacker
         controls.
     served_model_name: the names of the model in the API; by default MODEL, or the folder's name if MODEL is a path.
     lora_modules: the adapters that clients can choose as `model`, each as NAME=PATH; they need the engine's setting
         `enable_lora`.
     allow_runtime_lora_updating: allow clients to add and remove adapters with `/v1/load_lora_adapter` and
         `/v1/unload_lora_adapter`. Such clients can make the server read any folder.
-    chat_template: the chat template, or a file that contains it; by default the model's template.
+    chat_template: the chat template, or the path of a file with the template; by default the model's template.
     tool_call_parser: the format of tool calls: "hermes" ("qwen", "qwen25", "qwen3"), "qwen3_coder" ("qwen3_xml"),
         "llama3_json" ("llama4_json"), "mistral", "deepseek_v3" ("deepseek_v31") or "openai" (gpt-oss). "none" leaves
-        the calls in the content. "auto" detects the format from the chat template, and refuses requests with tools if
-        it finds no format.
+        the calls in the content. "auto" detects the format from the chat template. If it finds no format, requests with
+        tools are refused.
     reasoning_parser: the format of reasoning, which is returned as `reasoning` and `reasoning_content`: "think"
         ("qwen3", "deepseek_v3", "glm45"), "deepseek_r1" (answers may contain only the end marker), "mistral" or
         "openai_gptoss". "none" leaves the reasoning in the content. "auto" detects the format from the chat template.
-    trust_request_chat_template: allow a request to bring its own chat template. A template is a program: it runs in
-        jinja2's sandbox, in a process that is limited to 2 seconds and 512 MiB per template.
+    trust_request_chat_template: allow requests to contain a chat template. A template is a program. It runs in jinja2's
+        sandbox, in a process that is limited to 2 seconds and 512 MiB per template.
     max_body_bytes: maximum size of a request body; by default 2 MiB, or 32 MiB if the model takes images.
     max_answers: maximum number of answers per request. The number of answers is the number of prompts times `n`.
-    request_timeout: seconds after which a request is ended; its time in the queue counts.
+    request_timeout: seconds after which a request is ended, including its time in the queue.
     body_timeout: seconds within which the body of a request must arrive.
     timeout_keep_alive: seconds after which an idle connection is closed; by default the value of the environment
         variable VLLM_HTTP_TIMEOUT_KEEP_ALIVE, or 120 if it is not set. Many clients reuse connections that were idle
-        for up to 90 seconds, and a request fails if the server closes the connection at that moment.
+        for up to 90 seconds, and a client's request fails if the server closes the connection at the same moment.
     max_connections: maximum number of open connections. To accept a further connection, the server closes the
         connection that has been idle longest. If no connection is idle, the further connection gets a 503.
     drain_seconds: the number of seconds that running requests get to finish after SIGTERM or Ctrl-C.
     access_log: print a line for each request.
     enable_openapi: describe the API at `/openapi.json`.
     enable_dev_endpoints: allow clients to pause the engine and to replace its weights.
-    enable_force_include_usage: include the usage in every chunk of a stream, even if the request does not ask for it.
+    enable_force_include_usage: include the usage in every chunk of a stream, even if the request does not ask for
+    usage.
     return_tokens_as_token_ids: in log-probabilities, write every token as `token_id:ID`.
     root_path: the path under which a proxy exposes this server.
     uds: the path of a Unix domain socket to listen on instead of `host` and `port`.
-    max_queued_requests: maximum number of answers that wait, in addition to the `max_num_seqs` answers that run.
-        Further requests get a 429.
-    data_parallel_size: the number of engines, each on separate GPUs; several engines run as Ray actors.
+    max_queued_requests: maximum number of waiting answers, in addition to the `max_num_seqs` running answers. Further
+        requests get a 429.
+    data_parallel_size: the number of engines, each on separate GPUs. If there are several engines, they are Ray actors.
     api_server_count: the number of HTTP processes in addition to the engine's process; with 0, the engine's process
         also handles HTTP. The default is 1 on machines with at least 4 cores. It is 0 on machines with fewer cores,
         with several engines, and with `enable_dev_endpoints`.
@@ -112,12 +113,12 @@ class ServerSettings:
     api_server_count: int | None = checked(None, check_int, low=0)
 
     def __post_init__(self) -> None:
-        if "" in (self.api_key or ()):  # an unset variable of a shell must not open the server
+        if "" in (self.api_key or ()):  # an unset shell variable must not open the server to everyone
             raise ValueError("api_key='': must have at least 1 character")
         for name, names in ALIASES.items():
             value = getattr(self, name)
             object.__setattr__(self, name, names.get(value, value))
-        if self.chat_template is not None and "{" not in self.chat_template:  # it is a file name
+        if self.chat_template is not None and "{" not in self.chat_template:  # then it is a file name
             object.__setattr__(self, "chat_template", Path(self.chat_template).read_text("utf-8"))
         check_fields(self)
         if self.timeout_keep_alive is None:
@@ -137,7 +138,7 @@ class ServerSettings:
 
     @property
     def num_fronts(self) -> int:
-        """The number of HTTP processes in addition to the engine's process. Replicas need none."""
+        """The number of HTTP processes in addition to the engine's process. With replicas, it is 0."""
         if self.data_parallel_size > 1 or self.enable_dev_endpoints:
             return 0
         if self.api_server_count is None:
@@ -150,8 +151,8 @@ class ServerSettings:
         return self.uds is not None or self.host in ("localhost", "127.0.0.1", "::1")
 
     def hosts(self) -> tuple[str, ...] | None:
-        """Return the accepted Host header values, without port; None means any."""
-        if self.allowed_hosts is None and self.is_local and self.uds is None:  # no web page reaches a Unix socket
+        """Return the accepted values of the Host header, without port. None means that any value is accepted."""
+        if self.allowed_hosts is None and self.is_local and self.uds is None:  # web pages can't reach a Unix socket
             return LOOPBACK_HOSTS
         return self.allowed_hosts
 

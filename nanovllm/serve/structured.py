@@ -19,7 +19,7 @@ def structured_outputs(body: GenerationBody) -> dict[str, Any] | None:
 
 
 def with_own_field(error: ApiError, body: GenerationBody) -> ApiError:
-    """Make an error name the field that the client sent, such as `response_format`."""
+    """Change an error, so that it names the field that the client sent, such as `response_format`."""
     if error.param == "structured_outputs" and (structures := _structures(body)):
         field = next(iter(structures))
         error.rename({"structured_outputs": "tools" if field == "tool_choice" else field})
@@ -34,7 +34,7 @@ def _structures(body: GenerationBody) -> dict[str, dict[str, Any]]:
     for kind in ("json", "regex", "choice", "grammar"):
         if (value := getattr(body, f"guided_{kind}")) is not None:
             structures[f"guided_{kind}"] = {kind: value}
-    # if a call is required, there is no text to format
+    # if a call is required, the answer has no text to format
     structures |= {"response_format": _of_response_format(body) if calls is None else None, "tool_choice": calls}
     return {name: value for name, value in structures.items() if value is not None}
 
@@ -49,7 +49,7 @@ def _of_response_format(body: GenerationBody) -> dict[str, Any] | None:
 
 
 def _of_tool_choice(body: ChatBody) -> dict[str, Any] | None:
-    """Return the schema of an answer for WholeParser, or `None` if `tool_choice` does not force a call."""
+    """If `tool_choice` forces a call, return the answer's schema, for WholeParser. Otherwise return None."""
     if body.tool_choice in (None, "none"):
         return None
     tools = require(body.tools, "tool_choice: there are no tools")
@@ -69,9 +69,9 @@ def _of_tool_choice(body: ChatBody) -> dict[str, Any] | None:
 def _call_schema(tool: Tool, uri: str) -> dict[str, Any]:
     """Return the schema of a call.
 
-    `uri` becomes the `$id` of its parameters, within which references such as `#/$defs/Item` are resolved.
+    uri: becomes the `$id` of the parameters' schema, so that references such as `#/$defs/Item` refer to this schema.
     """
-    # without $schema, the newest draft applies to all; before 2019-09, a `$ref` would hide the `$id` next to it
+    # without $schema, the newest draft applies; in drafts before 2019-09, a `$ref` would hide the `$id` next to it
     parameters = {name: value for name, value in _parameters(tool).items() if name != "$schema"} | {"$id": uri}
     properties = {"name": {"const": tool.function.name}, "parameters": parameters}
     return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}

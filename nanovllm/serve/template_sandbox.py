@@ -1,8 +1,8 @@
 """Renders chat templates in separate processes if a template or its arguments may make rendering slow.
 
-A template is a program. jinja2's sandbox limits neither its time nor its memory. A product such as `'a' * 10**10`, a
-huge width in a format, or a few nested loops can take all of the memory or hours. A process can be killed, but a
-thread can't.
+A template is a program, and jinja2's sandbox limits neither its time nor its memory. An expression such as `'a' *
+10**10` or a huge width in a format can take all memory, and a few nested loops can take hours. A process can be killed,
+but a thread can't.
 """
 
 import json
@@ -16,14 +16,14 @@ from nanovllm.requests.prompts import render_chat
 from nanovllm.requests.request import Message
 
 MAX_PROCESSES = 4
-# of CPU time per conversation, so that a busy machine does not refuse more of them; the wall-clock limit is twice that
+# CPU time per conversation, which does not depend on other work; the wall-clock limit is twice that
 MAX_SECONDS = 2.0
-MAX_MEMORY = 2**29  # bytes of address space, in addition to the program's own
+MAX_MEMORY = 2**29  # bytes of address space, in addition to the space of the program itself
 MAX_CHARACTERS = 2**24  # of the rendered text
 MANY_MESSAGES = 1000  # a template may loop over all messages for each message
-MAX_PLAIN_CHARACTERS = 1024  # of an argument that can't make a template slow
-# Reads settings and then conversations as lines of JSON, and writes the text or the error of each conversation.
-# The stand-in for a tokenizer has only the attributes that `apply_chat_template` needs.
+MAX_PLAIN_CHARACTERS = 1024  # a longer argument may make a template slow
+# This program reads settings and then conversations as lines of JSON, and writes the text or error of each
+# conversation. The stand-in for a tokenizer has only the attributes that `apply_chat_template` needs.
 PROGRAM = """
 import json, resource, signal, sys
 from types import SimpleNamespace
@@ -63,7 +63,8 @@ def may_take_long(body: Any, own_template: Any) -> bool:
     """Return whether a conversation (a protocol.ChatFields) may take long to render.
 
     Rendering may take long if the client sends a template, or if the server's template could loop over many messages,
-    or over arguments other than bools and short texts. A number takes no time if the template does not name it.
+    or over arguments other than bools and short texts. A number can't make a template slow if the template does not
+    contain its name.
     """
     unused = lambda name, x: isinstance(x, (int, float)) and name not in str(own_template)
     arguments = (body.chat_template_kwargs or {}).items()
@@ -87,7 +88,7 @@ class TemplateSandbox:
 
     def close(self) -> None:
         """End the processes. Threads that wait for a process get an error."""
-        self._is_closed = True  # before `_processes` is read; `_start` uses the two in the opposite order
+        self._is_closed = True  # before `_processes` is read, because `_start` adds a process before it reads this
         for process in [*self._processes]:
             process.kill()
             process.wait()
@@ -107,7 +108,7 @@ class TemplateSandbox:
                 self._end(process)
 
     def _take(self) -> Process:
-        with suppress(IndexError):  # another thread may take the last process
+        with suppress(IndexError):  # if another thread takes the last process
             while self._idle:
                 if (process := self._idle.pop()).poll() is None:
                     return process
@@ -152,7 +153,7 @@ class _Renderer(NamedTuple):
 
 
 def _ask(process: Process, question: str) -> bytes:
-    """Return a process's answer, or b"" if it has ended. If the wait is interrupted, kill the process."""
+    """Return a process's answer, or b"" if the process has ended. If the wait is interrupted, kill the process."""
     assert process.stdin is not None and process.stdout is not None
     answer = b""
     try:

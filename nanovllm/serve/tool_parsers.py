@@ -1,7 +1,7 @@
 """Finds tool calls in generated text, while the text arrives.
 
 A parser takes the pieces of one answer, and returns content and complete calls in order. The parser holds back text
-that may belong to a call. Text that turns out not to be a valid call becomes content. The result does not depend on how
+that may belong to a call. Text that turns out not to be a valid call becomes content. The parts do not depend on how
 the answer is cut into pieces.
 """
 
@@ -27,7 +27,7 @@ Part = str | ToolCall  # content or a call
 class ToolParser:
     """A parser that finds no calls: all text is content."""
 
-    markers: ClassVar[tuple[str, ...]] = ()  # texts that begin a call, and special texts within it
+    markers: ClassVar[tuple[str, ...]] = ()  # texts that begin a call, and special texts within a call
 
     def __init__(self, schemas: Mapping[str, Any] = MappingProxyType({})):
         """schemas: the JSON schemas of the arguments, by function name."""
@@ -35,27 +35,27 @@ class ToolParser:
         self._held = ""  # text that may belong to a call
 
     def feed(self, text: str, is_last: bool = False) -> list[Part]:
-        """Return the content and the complete calls in `text` and the text that was held back.
+        """Append `text` to the held text, and return the content and the complete calls in the held text.
 
-        With `is_last`, nothing is held back.
+        With `is_last`, no text remains held.
         """
         return [text] if text else []
 
     @staticmethod
     def new_id() -> str:
-        """Return a new id for a call, which the model reads in the next turn."""
+        """Return a new id for a call. The model reads the id in the next turn."""
         return f"call_{secrets.token_hex(12)}"
 
 
 class MarkedParser(ToolParser):
-    """A parser for any number of calls, each after a marker, with text between them.
+    """A parser for any number of calls with text between them. Each call begins with a marker.
 
     A call consists of a head, which ends where the arguments begin, and a body. White space around calls is not
-    content. The time is linear in the length of the text, for pieces of any size.
+    content. For pieces of any size, the time is linear in the length of the text.
     """
 
-    HEAD: ClassVar[re.Pattern[str]]  # the head, from the marker on; at most MAX_HEAD characters
-    closers: ClassVar[tuple[str, ...]] = ()  # texts that may follow a call, and are not content
+    HEAD: ClassVar[re.Pattern[str]]  # matches the head with its marker; at most MAX_HEAD characters
+    closers: ClassVar[tuple[str, ...]] = ()  # texts after a call that are not content
     BLANK: ClassVar[re.Pattern[str]] = re.compile(r"\s*")  # text between calls that is not content
     _marker: ClassVar[re.Pattern[str]]
 
@@ -64,13 +64,13 @@ class MarkedParser(ToolParser):
 
     def __init__(self, schemas: Mapping[str, Any] = MappingProxyType({})):
         super().__init__(schemas)
-        self._start = 0  # in the held text: everything before it has been returned
+        self._start = 0  # an index in the held text; all text before it has been returned
         self._head: re.Match[str] | None = None  # the head of the call that begins at `_start`
         self._has_call = self._is_after_call = False
-        self._space: list[str] | None = []  # white space since the last call or the beginning; None after other text
+        self._space: list[str] | None = []  # white space after the last call or the beginning; None after other text
 
     def feed(self, text: str, is_last: bool = False) -> list[Part]:
-        held, self._held = self._held, ""  # with a single reference, += works in place
+        held, self._held = self._held, ""  # if there is only one reference, += works in place
         held += text
         self._held = held
         parts: list[Part] = []
@@ -95,9 +95,9 @@ class MarkedParser(ToolParser):
         return [part for part in parts if part]
 
     def _read_call(self, is_last: bool) -> tuple[list[ToolCall], int] | None:
-        """Return the calls that begin at `_start`, and where they end.
+        """Return the calls that begin at `_start`, and the index of their end. Return None if more text is needed.
 
-        If the list of calls is empty, the text up to the end is content.
+        If the list of calls is empty, the text up to the returned index is content.
         """
         start, held = self._start, self._held
         if self._head is None:
@@ -113,7 +113,7 @@ class MarkedParser(ToolParser):
         raise NotImplementedError
 
     def _read_body(self, head: re.Match[str], is_last: bool) -> tuple[list[ToolCall], int] | None:
-        """Continue `_read_call` after the head, searching only new text."""
+        """Continue `_read_call` after the head. Search only new text."""
         raise NotImplementedError
 
     def _takes_bare_call(self) -> bool:
@@ -125,7 +125,7 @@ class MarkedParser(ToolParser):
         return is_bare or self._held.startswith(self.markers, self._start)
 
     def _call_start(self, is_last: bool) -> int:
-        """Return where the next call begins, or where it may begin if more text follows."""
+        """Return the index where the next call begins, or where a call may begin if more text follows."""
         held = self._held
         begin = _end_of(self.BLANK, held, self._start)
         if self._takes_bare_call() and held.startswith("{", begin):
@@ -162,7 +162,7 @@ class MarkedParser(ToolParser):
 
 
 class JsonParser(MarkedParser):
-    """A parser for calls with JSON arguments. The name comes from the head (its group "name") or from the JSON."""
+    """A parser for calls with JSON arguments. The group "name" of the head or the JSON contains the function's name."""
 
     def _begin_body(self, head: re.Match[str]) -> None:
         self._json = JsonScanner(head.end())
@@ -201,7 +201,7 @@ class HermesParser(JsonParser):
 class XmlParser(HermesParser):
     """Parses XML with a tag for each parameter (Qwen3-Coder, Qwen3.5 and later).
 
-    Schemas define the arguments' types.
+    The types of the arguments come from the schemas.
 
         <tool_call>
         <function=NAME>
@@ -219,7 +219,7 @@ class XmlParser(HermesParser):
         r"(?:<tool_call>)?\s*(?:<function=(?P<function>[^>\n]+)>\s*(?=<parameter=|</function>|</tool_call>)|(?=[{\[]))"
     )
     CALL_END, FUNCTION_END, PARAMETER_END = "</tool_call>", "</function>", "</parameter>"
-    # a value may contain any of these tags as text
+    # a value may contain these tags as text
     FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>(?=\s*(?:(?:<tool_call>\s*)?<function=|\Z))", re.DOTALL)
     PARAMETER = re.compile(
         r"<parameter=([^>\n]+)>(.*?)(?:</parameter>(?=\s*(?:<parameter=|\Z))|(?=\n<parameter=)|\Z)", re.DOTALL
@@ -242,7 +242,7 @@ class XmlParser(HermesParser):
             if last == head.end() or self._held.endswith(before, head.end(), last):
                 return self._calls(self._held[self._start : self._searched]), self._searched
         self._searched = max(self._searched, len(self._held) - len(tag) + 1)
-        calls = self._calls(self._held[self._start :]) if is_last and is_marked else []  # the tag was the stop string
+        calls = self._calls(self._held[self._start :]) if is_last and is_marked else []  # the end tag was a stop string
         return (calls, len(self._held)) if calls else None
 
     def _calls(self, text: str) -> list[ToolCall]:
@@ -289,7 +289,7 @@ class DeepSeekParser(JsonParser):
 class HarmonyToolParser(JsonParser):
     """Parses calls in the harmony format (reasoning/harmony.py): messages with a recipient.
 
-    It serves answers whose reasoning is not parsed. Otherwise, a HarmonyParser finds the calls by their tokens.
+    This parser is used if reasoning is not parsed. Otherwise, a HarmonyParser finds the calls by their tokens.
     """
 
     markers = ("<|channel|>", "<|start|>")
@@ -315,11 +315,11 @@ class Llama3Parser(JsonParser):
         return self._space is not None
 
     def _may_lack_arguments(self, head: re.Match[str]) -> bool:
-        return head["tag"] is not None  # otherwise, it is more likely an answer in JSON
+        return head["tag"] is not None  # without the tag, the object is more likely an answer in JSON
 
 
 class WholeParser(ToolParser):
-    """A parser for structured outputs, where the whole answer is JSON. An answer that was cut off becomes content.
+    """A parser for structured outputs, if the whole answer is JSON. An answer that was cut off becomes content.
 
     With `tool_choice="required"`, the answer is `[{"name": ..., "parameters": {...}}, ...]`. With a named
     `tool_choice`, the answer contains only the arguments of a call of the function `name`.
@@ -350,8 +350,8 @@ PARSERS: dict[str, type[ToolParser]] = {
     "openai": HarmonyToolParser,
     "none": ToolParser,
 }
-MAX_HEAD = 512  # characters from a marker to the arguments of its call
-# by name of the parser: a text in the chat template that shows the format; the first match counts
+MAX_HEAD = 512  # the most characters from the beginning of a marker to the arguments of its call
+# parser name -> a text that shows the format if the chat template contains it; the first match counts
 SIGNS = {
     "openai": "<|channel|>commentary",
     "mistral": "[TOOL_CALLS]",
@@ -380,7 +380,7 @@ def _finite(text: str) -> float:
     return value
 
 
-# strings may contain unescaped line ends and tabs; numbers that JSON can't represent are refused
+# strings may contain unescaped line ends and tabs; NaN and infinity are refused
 _DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse_constant, parse_float=_finite)
 
 
@@ -405,12 +405,12 @@ class JsonScanner:
         self._place = start
         self._depth = 0
         self._is_in_string = False
-        self._last = "open"  # or "value" or "word": decides what may come next
+        self._last = "open"  # or "value" or "word"; determines what may come next
 
     def end(self, text: str) -> int | None:
-        """Return the end of the JSON, or None if `text` does not contain the end.
+        """Return the index of the end of the JSON, or None if `text` does not contain the end.
 
-        `text` must begin with the text of the previous call. Raises ValueError if it is not JSON.
+        `text` must begin with the `text` of the previous call. Raises ValueError if `text` is not JSON.
         """
         while not self._is_in_string or self._passes_string(text):
             match: Any = self._NEXT.match(text, self._place)
@@ -458,13 +458,13 @@ def _calls_of(value: Any, may_lack: bool = True) -> list[ToolCall]:
 
 def _call_of(value: Any, may_lack: bool) -> ToolCall | None:
     """Return the call that a JSON value describes; None if it is not a call."""
-    if isinstance(value, dict) and isinstance(value.get("function"), dict):  # as OpenAI's clients write it
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):  # OpenAI's clients write calls in this form
         value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     key = next((key for key in ("arguments", "parameters") if key in value), None)
     arguments = value.get(key) if key or may_lack else False
-    if isinstance(arguments, str):  # some models write it as OpenAI's clients do
+    if isinstance(arguments, str):  # some models write arguments as a string, as OpenAI's clients do
         arguments = parsed(arguments) if arguments.strip() else {}
     elif arguments is None:
         arguments = {}
@@ -482,7 +482,7 @@ def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
 
 
 def length_before(tag: str, text: str, is_last: bool) -> int:
-    """Return how many characters precede the tag. Unless `is_last`, a partial tag at the end counts, too."""
+    """Return how many characters precede the tag. Unless `is_last`, the text may end within the tag."""
     if (begin := text.find(tag)) >= 0 or is_last:
         return begin if begin >= 0 else len(text)
     longest = min(len(text), len(tag) - 1)
@@ -501,12 +501,12 @@ _TYPES: dict[str, Any] = {
 
 
 def _plain_value(text: str) -> str:
-    """Return the text between two tags, without one line break at its beginning and one at its end."""
+    """Return the text between two tags, without the line break after the first tag and before the second tag."""
     return text.removeprefix("\r\n" if text.startswith("\r\n") else "\n").removesuffix("\n").removesuffix("\r")
 
 
 def _typed(text: str, schema: Any, key: str) -> Any:
-    """Convert a parameter to a type that its schema allows."""
+    """Convert the text of a parameter to a type that the schema allows."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     types = _types_of(properties.get(key) if isinstance(properties, dict) else None, schema)
     word = text.strip().lower()

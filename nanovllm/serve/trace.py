@@ -23,9 +23,9 @@ from nanovllm.llm import LLM
 from nanovllm.serve.frames import Frame, View
 from nanovllm.serve.page import render_page
 
-MAX_WAITING = 32  # sequences of the queue that are shown
-COUNTS = ("prompt_tokens", "cached_tokens", "output_tokens")  # of the scheduler
-KEPT_FIELDS = ("step", "time", "ms", "decodes", "windows")  # even if empty
+MAX_WAITING = 32  # the most sequences of the queue that a frame shows
+COUNTS = ("prompt_tokens", "cached_tokens", "output_tokens")  # of the scheduler's totals
+KEPT_FIELDS = ("step", "time", "ms", "decodes", "windows")  # fields that frames have even if they are empty
 logger = logging.getLogger("nanovllm")
 
 
@@ -50,9 +50,9 @@ def trace(llm: LLM, path: str | Path, max_steps: int = 20_000) -> Iterator["Step
 class StepRecorder:
     """Makes a frame of the engine's state after each step, and stores the last `max_frames` frames.
 
-    A frame stores differences, so its time depends on the running sequences and changed blocks, not on the size of the
-    cache. Any number of threads may read the frames. Dropped frames are merged into a key frame, from which every
-    reader starts.
+    A frame stores differences, so the time to make it depends on the numbers of running sequences and changed blocks,
+    not on the size of the cache. Any number of threads may read the frames. Dropped frames are merged into a key frame,
+    from which every reader starts.
     """
 
     def __init__(self, llm: LLM, max_frames: int = 512):
@@ -79,11 +79,11 @@ class StepRecorder:
         self._reset()
 
     def _reset(self) -> None:
-        # the state that viewers know from the last frame; a block table only grows while a sequence holds it
+        # the state at the last frame, which viewers know; a block table only grows while a sequence holds it
         self._tables: dict[Sequence, list[int]] = {}
-        self._num_shown: dict[Sequence, int] = {}  # entries of its table that are shown
+        self._num_shown: dict[Sequence, int] = {}  # for each sequence, how many entries of its block table viewers know
         self._names: dict[Sequence, str] = {}
-        self._cached: set[int] = set()  # free blocks whose contents can be found
+        self._cached: set[int] = set()  # free blocks whose contents the prefix cache can find
         self._outside: set[Sequence] = set()  # sequences that are shown, but hold no blocks
         self._just_released: set[Sequence] = set()  # sequences released since the last step
         self._hashes: object = None
@@ -94,7 +94,7 @@ class StepRecorder:
         self._num_steps = 0
         self._began = perf_counter()
         self._last_end = 0.0  # the end of the last step, in seconds of `perf_counter`
-        # frame numbers go on across recordings; `_base` is the state before frame `_first`
+        # frame numbers continue across recordings; `_base` is the state before frame `_first`
         self._base = View(self._engine)
         self._first += len(self._frames) + 1
         self._frames.clear()
@@ -110,7 +110,7 @@ class StepRecorder:
         self._engine_thread.call(self._stop)
 
     def refresh(self) -> None:
-        """Add a frame if the state has changed without a step, because the last running request was aborted."""
+        """Add a frame if the state has changed without a step, for example because the last request was aborted."""
         self._engine_thread.call(self._refresh)
 
     @property
@@ -135,9 +135,9 @@ class StepRecorder:
         return [base.key_frame(), *frames], last
 
     def json_since(self, last: int) -> tuple[str, int]:
-        """Return the result of `frames_since` as JSON, or "" if there is no new frame.
+        """Return the frames of `frames_since` as JSON ("" if there are no new frames), and the last frame's number.
 
-        Readers of the same frames share the encoding.
+        If several readers need the same frames, the frames are encoded once.
         """
         begin, end, text = self._encoded
         if last != begin or end != self._first + len(self._frames) - 1:
@@ -150,10 +150,7 @@ class StepRecorder:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Guard a `with` block.
-
-        An error in the block ends the recording, but no request.
-        """
+        """Guard a `with` block: an error in the block ends the recording, but does not affect requests."""
         try:
             yield
         except Exception:
@@ -231,7 +228,7 @@ class StepRecorder:
             if known is None:
                 frame["admitted"].append(self._name(seq, frame))
                 self._outside.discard(seq)
-            elif known is not table:  # it was preempted and admitted again
+            elif known is not table:  # the sequence was preempted and admitted again
                 unused.update(known)
             frame["tables"].append([self._names[seq], num_kept, *table[num_kept:]])
             self._cached.difference_update(table[num_kept:])
@@ -244,9 +241,9 @@ class StepRecorder:
         return unused
 
     def _release(self, seq: Sequence, frame: Frame) -> list[int]:
-        """Add a released sequence to the frame, and return the ids of the blocks that it used.
+        """Add a released sequence to the frame, and return the ids of the blocks that the sequence used.
 
-        The old table still contains them, because the sequence has received a new table.
+        The sequence has a new table by now, so its old table still contains these ids.
         """
         frame["released"].append([self._names[seq], seq.finish_reason or "preempted"])
         if seq.is_finished:
@@ -272,7 +269,7 @@ class StepRecorder:
             frame["waiting"] = self._waiting = waiting
         self._outside.update(shown)
         for seq in self._outside.difference(shown):
-            # a paused beam waits without being in the queue; an error drops sequences that have not finished
+            # a paused beam waits outside the queue; an error drops sequences before they finish
             is_paused = seq.is_paused and not seq.is_finished and seq.request_id in self._scheduler.live
             if not is_paused:
                 self._outside.remove(seq)
@@ -283,13 +280,13 @@ class StepRecorder:
         if (name := self._names.get(seq)) is None:
             name = self._names[seq] = sequence_name(seq)
             num_tokens = len(seq.token_ids)
-            num_computed = min(seq.num_computed_tokens, num_tokens)  # tokens in flight may count already
+            num_computed = min(seq.num_computed_tokens, num_tokens)  # may already include tokens in flight
             numbers = seq.num_prompt_tokens, seq.max_num_tokens, num_tokens, num_computed
             frame.setdefault("seqs", []).append([name, *numbers])
         return name
 
     def _has_missed(self, step: ScheduledStep) -> bool:
-        """Return whether a sequence came and went between two frames, because its evicted blocks are unknown."""
+        """Return whether a sequence came and went between two frames. The blocks that it evicted are then unknown."""
         seqs = chain((seq for seq, _, _ in step.chunks), step.sampled_seqs[step.num_decodes :])
         return any(seq not in self._tables and seq not in self._just_released for seq in seqs)
 

@@ -1,4 +1,4 @@
-"""Makes waiting fair: a client with many slow requests waits for its own requests, and does not delay other clients."""
+"""Makes waiting fair: a client with many slow requests waits for its own requests, but does not delay other clients."""
 
 import asyncio
 from collections import deque
@@ -17,10 +17,10 @@ class ClientTurns:
 
     def __init__(self, num_turns: int):
         self._num_turns = num_turns
-        self._turns: WeakValueDictionary[Hashable, asyncio.Semaphore] = WeakValueDictionary()  # only those in use
+        self._turns: WeakValueDictionary[Hashable, asyncio.Semaphore] = WeakValueDictionary()  # only semaphores in use
 
     async def run(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Run `call`. The call keeps its turn until it ends. If the client disconnects, the call's thread continues."""
+        """Run `call` when the client has a free turn. If the client disconnects, `call` continues in its turn."""
         turn = self._turns.setdefault(CLIENT.get(), asyncio.Semaphore(self._num_turns))
         await turn.acquire()
         task = asyncio.ensure_future(call())
@@ -32,15 +32,15 @@ class LoopTurns:
     """Admits a few tasks in each iteration of the event loop, in order of arrival.
 
     An iteration admits between `least` and `most` tasks: as many as fit into half the duration of the previous
-    iteration, if each takes `seconds`. With a fixed number, tasks would wait too long when other work makes iterations
-    long.
+    iteration, if each task takes `seconds`. If the number were fixed, tasks would wait too long when other work makes
+    iterations long.
     """
 
     def __init__(self, least: int, most: int = 0, seconds: float = 1.0):
         self._least, self._most, self._seconds = least, max(least, most), seconds
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._num_left = least  # tasks that this iteration may still admit
-        self._begin: float | None = None  # the start of this iteration, if its end is awaited
+        self._begin: float | None = None  # the start of this iteration, if `_next_turn` will be called at its end
 
     async def next(self) -> None:
         """Wait until it is this task's turn."""

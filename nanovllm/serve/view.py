@@ -1,4 +1,4 @@
-"""Defines two HTTP routes: for the page, and for frames as server-sent events."""
+"""Defines two HTTP routes: one for the page, and one for frames as server-sent events."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,8 +13,8 @@ from nanovllm.serve.http_responses import COMMENT, EVENT_STREAM_HEADERS, HEARTBE
 from nanovllm.serve.page import content_security_policy, render_page
 
 TICK = 0.05  # seconds between two events of a stream
-QUIET = 0.3  # seconds without a frame until the state is read again
-MAX_STREAMS = 16  # open at the same time; each asks for frames in every tick
+QUIET = 0.3  # after this many seconds without a frame, the state is read again
+MAX_STREAMS = 16  # the most open streams; each stream asks for frames in every tick
 Call = Callable[..., Awaitable[Any]]
 
 
@@ -24,7 +24,7 @@ def view_router(
     """Make the routes `GET /` (the page) and `GET /view/events` (its frames).
 
     call: `EngineClient.call`. authorize: a FastAPI dependency of `/view/events`. Streams end when `is_closing()`
-    returns True. While none is open, nothing is recorded.
+    returns True. While no stream is open, nothing is recorded.
     """
     router = APIRouter()
     watchers = Watchers(call)
@@ -52,8 +52,8 @@ def view_router(
 class Watchers:
     """The open streams of frames. The streams share one recorder, which runs while any stream is open.
 
-    Each stream remembers the last frame that it sent. Nothing is queued for a slow stream: it skips frames, and
-    continues with a key frame.
+    Each stream remembers the last frame that it sent. Nothing is queued for a slow stream. If a stream is too slow, it
+    skips frames, and continues with a key frame.
     """
 
     def __init__(self, call: Call):
@@ -67,7 +67,7 @@ class Watchers:
         return self._num_watching >= MAX_STREAMS
 
     async def events(self, is_disconnected: Callable[[], Any], is_closing: Callable[[], bool]) -> AsyncIterator[str]:
-        if self.are_full:  # several clients have asked at the same moment
+        if self.are_full:  # several clients have asked for the last stream at the same moment
             return
         self._num_watching += 1
         with suppress(RuntimeError):  # the engine has ended

@@ -1,4 +1,6 @@
-"""MessagePack messages between a front and the engine's process, each with all news since the previous message.
+"""Defines the MessagePack messages between a front and the engine's process.
+
+A message contains all news since the previous message.
 
 PyTorch is not imported here, so the engine's process can start the fronts first.
 """
@@ -17,7 +19,8 @@ from nanovllm.serve.replicas.messages import Final, NewRequest
 class FromFront(Struct, array_like=True):
     """A message from a front. Without a `problem`, the first message means that the front accepts connections.
 
-    requests: pairs (id, encoded request), encoded one by one, so a broken request does not affect other requests.
+    requests: pairs (id, encoded request). Each request is encoded separately, so that a broken request does not affect
+        other requests.
     calls: calls of EngineCalls methods, as triples (number, method name, arguments).
     """
 
@@ -47,7 +50,7 @@ decode_from_front = msgpack.Decoder(FromFront).decode
 decode_from_engine = msgpack.Decoder(FromEngine).decode
 decode_request = msgpack.Decoder(NewRequest).decode
 LENGTH_BYTES = 4  # size of the length that precedes each message
-_encode = msgpack.Encoder(enc_hook=list).encode  # the hook is for log-probabilities, which may be DeferredLists
+_encode = msgpack.Encoder(enc_hook=list).encode  # `list` converts log-probabilities that are DeferredLists
 
 
 def encode_request(new: NewRequest) -> tuple[int, bytes]:
@@ -62,13 +65,13 @@ class Channel:
         self._stream = end.makefile("rb")
 
     def fileno(self) -> int:
-        """Return the file descriptor, so that `wait` can wait for several channels."""
+        """Return the file descriptor, with which `wait` can wait for several channels."""
         return self._socket.fileno()
 
     def send(self, message: Struct) -> None:
         """Send a message. Raises OSError if the other end is closed.
 
-        After any other error, nothing has been sent.
+        If another error is raised, nothing was sent.
         """
         data = _encode(message)
         with self._lock:

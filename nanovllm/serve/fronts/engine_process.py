@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nanovllm")
 START_SECONDS = 300.0  # time for a front to get ready, once the engine has started
-MAX_FAILED_STARTS = 10  # consecutive failures of a front, when it is restarted
-SETTLED_SECONDS = 10.0  # a front that ends by itself within this time after it was ready counts as a failed start
+MAX_FAILED_STARTS = 10  # consecutive failed starts of a front that is restarted
+SETTLED_SECONDS = 10.0  # if a front ends by itself within this time after it was ready, its start counts as failed
 END_SECONDS = 10.0  # time for fronts to end, once the time for running requests is over
 URGENT_SECONDS = 3.0  # time for fronts to end after a second Ctrl-C
 TURN_SECONDS = 0.1  # the end of a front is noticed within this time
@@ -40,11 +40,10 @@ BLOCKED = signal.SIGINT, signal.SIGTERM  # signals that are blocked while a fron
 
 
 class FrontPlan(NamedTuple):
-    """num_live: the number of live answers of each front, in shared memory.
-    The sum over all fronts is limited. The sum may exceed the limit slightly if fronts accept requests at the same
-    instant.
+    """num_live: the number of live answers of each front, in shared memory. The sum of these numbers is limited, but
+    may exceed the limit slightly if several fronts accept requests at the same instant.
 
-    listener: the listening socket, or `None` if each front opens one at the address in `settings`.
+    listener: the listening socket, or `None` if each front opens a socket at the address in `settings`.
     """
 
     model: str
@@ -65,13 +64,13 @@ def make_plan(
 
 
 def run_front(plan: FrontPlan, index: int, end: socket.socket) -> None:
-    """Run a front in this process. Ctrl-C only reaches the engine's process, which lets the fronts drain."""
+    """Run a front in this process. Only the engine's process gets Ctrl-C, and then lets the fronts drain."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a terminal may send it if a background group writes its log
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # also drops a SIGINT that arrived while it was blocked
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
     import_libraries({"device": "cpu"})
-    from nanovllm.serve.fronts.front import serve_front  # lazy: only fronts do HTTP
+    from nanovllm.serve.fronts.front import serve_front  # lazy, because only fronts need the HTTP libraries
 
     serve_front(plan, index, end)
 
@@ -79,7 +78,7 @@ def run_front(plan: FrontPlan, index: int, end: socket.socket) -> None:
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
     """Delay the signals in `BLOCKED` until a `with` block ends."""
-    resource_tracker.ensure_running()  # its start would unblock the signals
+    resource_tracker.ensure_running()  # otherwise, `process.start` would start it and unblock the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     try:
         yield
@@ -90,7 +89,7 @@ def _signals_blocked() -> Iterator[None]:
 class Fronts:
     """The fronts of an engine.
 
-    If a front ends, its requests are dropped, it restarts, and the other fronts keep running.
+    If a front ends, the front's requests are dropped, and the front restarts. Other fronts keep running.
     """
 
     def __init__(self, plan: FrontPlan):
@@ -114,7 +113,7 @@ class Fronts:
 
         make_session: creates the session that serves a front over its channel.
 
-        Raises RuntimeError if a front does not start, or ValueError if the front reports the reason.
+        If a front does not start, raises ValueError with the reason that the front reports, or else RuntimeError.
         """
         self._make_session, self._has_engine = make_session, True
         for index, (channel, _) in self._starting.items():
@@ -123,7 +122,7 @@ class Fronts:
             self._turn(max_failures=1)
 
     def watch(self) -> None:
-        """Restart fronts that end, until `end` is called. Raises RuntimeError if restarts keep failing."""
+        """Until `end` is called, restart fronts that end. Raises RuntimeError if restarts keep failing."""
         while not self.is_ending:
             self._turn(MAX_FAILED_STARTS)
 
@@ -147,7 +146,7 @@ class Fronts:
         self._starting[index] = channel, until
 
     def _turn(self, max_failures: int) -> None:
-        """Handle fronts that became ready or ended."""
+        """Wait a short time for fronts that become ready or end, and handle these events."""
         channels = [channel.fileno() for channel, _ in self._starting.values()]
         changed = wait([*channels, *(process.sentinel for process in self._processes.values())], TURN_SECONDS)
         for index, (channel, deadline) in [*self._starting.items()]:
@@ -177,7 +176,7 @@ class Fronts:
         ended = f"{process.name} has ended (exit status {process.exitcode})"
         if not (has_started := index not in self._starting):
             self._starting.pop(index)[0].close()
-        # not a failed start if it was killed from outside, or has worked for a while
+        # the start has not failed if the front was killed from outside, or has worked for a while
         is_well = (process.exitcode or 0) < 0 or monotonic() > self._ready_at[index] + SETTLED_SECONDS
         self._num_failures[index] = 0 if has_started and is_well else self._num_failures[index] + 1
         if self._num_failures[index] >= max_failures and (max_failures > 1 or not has_started):
@@ -260,7 +259,7 @@ def _serve(
         fronts.fail()
     finally:
         fronts.end()
-        listener.close()  # otherwise new clients would wait until the last front has drained
+        listener.close()  # otherwise, new clients would wait until the last front has drained
         fronts.join(end_seconds)
         engine.exit()
         for number, handler in handlers.items():

@@ -62,7 +62,7 @@ class FrontRequest(ReplicaRequest):
         seq, is_last = self._extended(event.output_index, event), event.finish_reason is not None
         num_hidden = self.request.num_hidden(seq) if is_last else 0
         text = self.request.detokenizer(seq).take_text(num_hidden, is_last)
-        object.__setattr__(event, "text", text)  # frozen, but only this request has this event
+        object.__setattr__(event, "text", text)  # the event is frozen, but no other object uses it
         self._events.append(event)
 
     def finish(self, final: Final) -> None:
@@ -84,7 +84,7 @@ def _makes_text(params: SamplingParams) -> bool:
 
 
 class FrontClient(EngineClient):
-    """The engine client of a front. Everything sent within one iteration of the event loop goes into one message."""
+    """The engine client of a front. One message contains all that is sent within one iteration of the event loop."""
 
     def __init__(self, plan: FrontPlan, index: int, channel: Channel):
         processor = make_processor(plan.model, plan.engine_settings, index * IDS_PER_FRONT)
@@ -105,7 +105,7 @@ class FrontClient(EngineClient):
 
     def _start(self, request: CompletionRequest, name: str) -> AsyncRequest:
         started = FrontRequest(request, name)
-        self.next_message().requests.append(encode_request(started.message()))  # an error concerns only this request
+        self.next_message().requests.append(encode_request(started.message()))  # errors concern only this request
         for seq in request.group:
             seq.feature_state.pop("vision", None)  # the engine's process has the pixels now
         return started
@@ -161,7 +161,7 @@ class FrontClient(EngineClient):
         self._has_started.set()
         try:
             messages = [decode_from_engine(self._arrived.popleft()) for _ in range(len(self._arrived))]
-        except DecodeError as error:  # otherwise requests would wait for its content forever
+        except DecodeError as error:  # otherwise, requests would wait forever for the content of the message
             self._lose(f"its message can't be read: {error}")
             return
         deltas = (delta for message in messages for delta in message.deltas)
@@ -211,6 +211,6 @@ def serve_front(plan: FrontPlan, index: int, end: socket.socket) -> None:
         except (ValueError, TypeError, OSError, ImportError) as error:
             channel.send(FromFront(problem=str(error)))
             status = 2
-    if (parent := parent_process()) is not None and not parent.is_alive():  # killed: it can't remove the folder
+    if (parent := parent_process()) is not None and not parent.is_alive():  # it was killed, and can't remove the folder
         shutil.rmtree(os.environ["PROMETHEUS_MULTIPROC_DIR"], ignore_errors=True)
     sys.exit(status)

@@ -21,7 +21,7 @@ logger = logging.getLogger("nanovllm")
 class Session(Replica):
     """Serves the requests of one front, with one thread for its messages and another for outputs and errors."""
 
-    orders_by_id = False  # ids from several fronts do not show which request came first, so the engine decides
+    orders_by_id = False  # ids of several fronts do not show which request came first, so the engine sets the order
 
     def __init__(self, engine: LLM, sizes: StepSizes, on_failure: Callable[[], None], channel: Channel):
         self.attach(engine)
@@ -33,7 +33,7 @@ class Session(Replica):
         try:
             while True:
                 message = decode_from_front(self._channel.receive())
-                if message.problem:  # a problem after its start: the front ends, and is restarted
+                if message.problem:  # the front has a problem after its start, so it ends, and is restarted
                     logger.error("an HTTP process can't go on: %s", message.problem)
                 self._submit(self._decoded(message.requests))
                 if message.discarded:
@@ -88,7 +88,7 @@ class Session(Replica):
                     self._send_singly(FromEngine(deltas, finals, named))
         except OSError:
             pass  # the front has ended
-        except Exception as error:  # the engine has failed, and nobody may wait forever
+        except Exception as error:  # the engine has failed, and no caller may wait forever
             if not self.is_closed:
                 self._channel.send(FromEngine(failure=repr(error.__cause__ or error)))
                 self._on_failure()

@@ -23,17 +23,18 @@ from nanovllm.serve.replicas.replica import Replica
 from nanovllm.serve.replicas.replica_state import ClusterDeadError
 from nanovllm.serve.replicas.routing import Router
 
-# actor options that callers can't set: calls must stay in order, and ReplicaGroup (not Ray) restarts replicas
+# actor options that callers can't set: calls must stay in order, and ReplicaGroup restarts replicas, not Ray
 RESERVED_OPTIONS = {"concurrency_groups", "lifetime", "max_concurrency", "max_restarts", "max_task_retries", "name"}
-NODE_CHECK_SECONDS = 10.0  # between checks that Ray still runs on this machine, while a replica starts
-MAX_UNREAD_REPORTS = 4  # at this number, the replica waits, and its next report covers more steps
+NODE_CHECK_SECONDS = 10.0  # while a replica starts: seconds between checks that Ray still runs on this machine
+MAX_UNREAD_REPORTS = 4  # with this many, the replica waits, and its next report covers more steps
 
 
 def connect() -> bool:
     """Join the cluster at RAY_ADDRESS, or start one on this machine. Return False if Ray was already initialized."""
     if ray.is_initialized():
         return False
-    # "local", because without an address, Ray joins the latest cluster that anybody started on this machine
+    # the default is "local", because without an address, Ray joins the latest cluster that anybody started on this
+    # machine
     address = os.environ.get("RAY_ADDRESS") or "local"
     ray.init(address=address, include_dashboard=False, logging_level=logging.WARNING)
     return True
@@ -55,8 +56,8 @@ def needs_of(settings: dict[str, Any], actor_options: dict[str, Any], num_replic
     """Return the Ray options of a replica's actor.
 
     The options reserve one GPU for each rank, or one CPU for each rank of a CPU engine. The actor starts the processes
-    of its ranks. Ray reserves an actor's resources on one node, so there is no placement group that could be left
-    behind. Raises ValueError if the cluster is too small, because Ray would wait forever for more nodes.
+    of its ranks. Ray reserves all resources of an actor on one node, so replicas need no placement groups, which could
+    be left behind. Raises ValueError if the cluster is too small, because Ray would wait forever for more nodes.
     """
     device, num_ranks = settings.get("device", "auto"), settings.get("tensor_parallel_size", 1)
     if device not in ("auto", "cpu", "cuda"):
@@ -155,7 +156,7 @@ def make_group(
     if settings.get("tokenizer") is not None:
         actor_settings["tokenizer"] = absolute_path(settings["tokenizer"])
 
-    @cache  # checked only at the first start: a restarted replica may have to wait for a node
+    @cache  # is called only for the first start, because a restarted replica may have to wait for a node
     def needs() -> dict[str, Any]:
         return needs_of(settings, actor_options or {}, num_replicas)
 

@@ -1,4 +1,4 @@
-"""The engine client of `nanovllm serve --data-parallel-size N`, which has N replicas behind one HTTP address."""
+"""Defines the engine client of `nanovllm serve --data-parallel-size N`, with N replicas behind one HTTP address."""
 
 import asyncio
 import threading
@@ -16,7 +16,7 @@ from nanovllm.utils.checks import check_int
 
 
 class AsyncReplicas(EngineClient):
-    """Works like AsyncLLM, but with several engines. Only the event loop that calls `start` may use the object."""
+    """Works like AsyncLLM, but with several engines. Only the event loop that calls `start` may use this object."""
 
     has_one_engine = False
 
@@ -31,7 +31,7 @@ class AsyncReplicas(EngineClient):
         restart_timeout: float = RESTART_TIMEOUT,
         **settings: Any,
     ) -> None:
-        """Accept the arguments of RayLLM and AsyncLLM, and raise the same errors. `start` loads the model."""
+        """Take the arguments of RayLLM and AsyncLLM, and raise the same errors. The method `start` loads the model."""
         num_replicas = check_int("num_replicas", num_replicas, low=1)
         max_queued = check_int("max_queued_requests", max_queued_requests, low=0)
         processor = make_processor(model, settings)

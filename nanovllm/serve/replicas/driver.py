@@ -7,7 +7,7 @@ from nanovllm.config import Config
 from nanovllm.requests.input_processor import InputProcessor
 from nanovllm.utils.loader import load_tokenizer
 
-# overrides device and weight settings, because the driver has neither; each replica checks the caller's values
+# override device and weight settings, because the driver has no device or weights; replicas check the caller's values
 DRIVER_OVERRIDES = {"device": "cpu", "tensor_parallel_size": 1, "load_format": "dummy", "attention_backend": "auto"}
 ANSWERS_PER_SEQ = 2  # a replica gets at most this many times `max_num_seqs` answers: a running and a waiting batch
 

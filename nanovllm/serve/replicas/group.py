@@ -14,8 +14,8 @@ from nanovllm.serve.replicas.replica_state import ClusterDeadError, Handle, Repl
 from nanovllm.serve.replicas.routing import GuardedRouter, PrefixRouter, Router
 
 logger = logging.getLogger("nanovllm")
-MAX_FAILURES = 3  # consecutive losses of a replica, or losses while a request is computed; see ReplicaGroup
-RESTART_SECONDS = 2.0  # delay of a restart, times the consecutive losses; the ranks of a dead engine need time to end
+MAX_FAILURES = 3  # consecutive losses of a replica, or losses of replicas that compute a request; see ReplicaGroup
+RESTART_SECONDS = 2.0  # delay of a restart per consecutive loss, because the ranks of a dead engine need time to end
 START_LOG_SECONDS = 60.0  # between two log lines about a replica that has not started yet
 RESTART_TIMEOUT = 1800.0
 
@@ -28,12 +28,12 @@ class ReplicaGroup:
 
     A replica is lost if its process, GPU or host fails, or if a step raises an error. The group then restarts the
     replica. Meanwhile, other replicas compute the requests of the lost replica. A request fails if it can't be queued,
-    or if MAX_FAILURES replicas were lost while computing it. After MAX_FAILURES - 1 losses, the request itself may be
-    the cause (a poison request), so it runs alone on a replica. Poison requests run one at a time.
+    or if MAX_FAILURES replicas were lost while they computed it. After MAX_FAILURES - 1 losses, the request itself may
+    be the cause. It is then called a poison request, and runs alone on a replica. Poison requests run one at a time.
 
-    A replica is given up after MAX_FAILURES consecutive losses. Losses during a poison request do not count. A finished
-    request, or a few minutes of uptime, resets the count. If no replica is left, every request fails with an
-    EngineDeadError that states the cause of the last loss.
+    A replica is given up after MAX_FAILURES consecutive losses. Losses during a poison request do not count. The count
+    starts again when the replica finishes a request, or after a few minutes of uptime. If no replica is left, every
+    request fails with an EngineDeadError that states the cause of the last loss.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ReplicaGroup:
         self._launch, self._max_answers = launch, max_answers
         self._block_size, self._given_router, self._restart_timeout = block_size, router, restart_timeout
         self._waiting: list[tuple[tuple, ReplicaRequest]] = []  # a heap, in scheduling order
-        self._poison_requests: deque[ReplicaRequest] = deque()  # suspects; each waits for a replica to itself
+        self._poison_requests: deque[ReplicaRequest] = deque()  # each waits until it can run alone on a replica
         self._is_flushing = False
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -117,14 +117,14 @@ class ReplicaGroup:
                 waiting.add(request)
         self._stop_waiting(waiting)
         for index, discarded in request_ids.items():
-            self._send_all()  # the request itself may not have been sent yet
+            self._send_all()  # the request may not have been sent yet
             self.replicas[index].call("discard", discarded)
         self._dispatch()
 
     def abort(self, request: ReplicaRequest) -> None:
         """End a request early, but keep its tokens."""
         if request.replica_index is not None:
-            request.is_aborted = True  # if the replica is lost before it ends the request, the driver ends it
+            request.is_aborted = True  # if the replica is lost before it ends the request, the driver ends the request
             replica = self.replicas[request.replica_index]
             self._send_all()
             replica.call("abort", request.request_id)
@@ -189,7 +189,7 @@ class ReplicaGroup:
 
     def _fail_some(self, replica: ReplicaState, errors: list[tuple[int, Exception]]) -> None:
         for request_id, error in errors:
-            if (request := replica.requests.get(request_id)) is not None:  # otherwise it was discarded
+            if (request := replica.requests.get(request_id)) is not None:  # otherwise, the request was discarded
                 replica.release(request)
                 self._fail(request, error)
 
@@ -277,7 +277,7 @@ class ReplicaGroup:
             replica.handle.kill()
         replica.handle, replica.is_ready, replica.to_send = None, False, []
         self._router.forget(replica.index)
-        if replica.poison_request is not None and replica.poison_request.replica_index is None:  # it was not sent yet
+        if replica.poison_request is not None and replica.poison_request.replica_index is None:  # not sent yet
             self._poison_requests.appendleft(replica.poison_request)
             replica.poison_request = None
         requests = [*replica.requests.values()]

@@ -1,6 +1,6 @@
 """Defines the messages between the driver (the caller's process or the server) and a replica.
 
-A message is a pickle of tuples, because Ray passes bytes through, but uses a slower serializer for other objects.
+A message is a pickle of tuples, because Ray passes bytes on unchanged, but has a slower serializer for other objects.
 """
 
 import pickle
@@ -24,7 +24,7 @@ class NewRequest(NamedTuple):
     """A request for a replica, with the driver's request id.
 
     prompt_index: the index of the prompt in the call that submitted it.
-    kind: DELTA if answers are sent as they grow.
+    kind: DELTA if the replica sends answers piece by piece as they grow.
     noise_seeds: the noise seed of each answer.
     generated: for each answer, the tokens that the caller has already received from a lost replica. These tokens are
         not sampled again.
@@ -60,8 +60,8 @@ class NewRequest(NamedTuple):
 class Final(NamedTuple):
     """The result of a finished request. `answers` is empty if the answers were sent as deltas.
 
-    seconds: three durations from the request's arrival at the replica: until it is first scheduled, until its first
-        token, and until it finishes. The times are durations, because the clocks of two machines differ.
+    seconds: three durations from the request's arrival at the replica: until its first scheduling, until its first
+        token, and until its end. The message has durations, because the clocks of two machines differ.
     data: the bytes of a vector's float32 numbers; `None` for generated answers, and for an aborted request.
     """
 
@@ -78,7 +78,7 @@ class Report(NamedTuple):
 
     deltas: list[StreamEvent]
     finals: list[Final]
-    errors: list[tuple[int, Exception]]  # (request id, error when it was queued)
+    errors: list[tuple[int, Exception]]  # (request id, error while the request was queued)
 
 
 _delta_fields = attrgetter(*StreamEvent.__dataclass_fields__)

@@ -1,4 +1,4 @@
-"""`NanoVLLM`: an engine as a stage of a `ray.data` pipeline."""
+"""Defines `NanoVLLM`, which makes an engine a stage of a `ray.data` pipeline."""
 
 from typing import Any
 
@@ -12,10 +12,11 @@ from nanovllm.serve.prompt_lanes import tokens_prompt
 class NanoVLLM:
     """`ds.map_batches(NanoVLLM, fn_constructor_kwargs={"model": ...}, concurrency=N, num_gpus=M, batch_size=1024)`
 
-    Each of the N `ray.data` workers has one engine, which uses M GPUs if `tensor_parallel_size=M`. Each batch becomes
-    one call of `LLM.generate`, so `batch_size` should be several times `max_num_seqs`. The output adds the columns
-    `generated_text`, `finish_reason`, `num_prompt_tokens` and `num_output_tokens` to the columns of the input. A row
-    with an invalid prompt gets the finish reason "error" and the error message as text. Other rows are not affected.
+    Each of the N `ray.data` workers has one engine. With `tensor_parallel_size=M`, an engine uses M GPUs. Each batch
+    becomes one call of `LLM.generate`, so `batch_size` should be several times `max_num_seqs`. The output adds the
+    columns `generated_text`, `finish_reason`, `num_prompt_tokens` and `num_output_tokens` to the columns of the input.
+    A row with an invalid prompt gets the finish reason "error" and the error message as text. Other rows are not
+    affected.
 
     The class works without Ray: calling an instance maps a dict of columns to a dict of columns.
     """
@@ -57,6 +58,6 @@ class NanoVLLM:
 def _as_prompt(value: Any) -> Any:
     """Convert a cell of a column to a prompt. Arrays become lists."""
     items = value.tolist() if hasattr(value, "tolist") else value
-    if is_conversation(items):  # keys that only other rows have are None here
+    if is_conversation(items):  # a key that only other rows have is None in this row
         return [{key: entry for key, entry in message.items() if entry is not None} for message in items]
     return items

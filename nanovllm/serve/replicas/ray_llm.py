@@ -1,4 +1,4 @@
-"""`RayLLM`: offline generation on several engines."""
+"""Defines `RayLLM`, for offline generation on several engines."""
 
 import asyncio
 import atexit
@@ -24,16 +24,16 @@ from nanovllm.utils.progress import progress_bar
 from nanovllm.utils.waiting import waiting_for
 
 SUBMIT_BATCH = 64  # requests that are sent together
-REORDERED = 4  # how many prompts may be read ahead of the next output, in units of `_window`
+REORDERED = 4  # times `_window`: how many prompts are read before the output of an earlier prompt is complete
 
 
 class RayLLM:
     """Works like LLM, but on N engines: `RayLLM(model, num_replicas=N, **settings).generate(prompts, sampling_params)`.
 
-    The calling process checks and tokenizes the prompts, raises the same errors as LLM, and chooses the noise seeds. So
-    with the same `seed` setting, the same calls return the same tokens as LLM, unless rounding errors differ. A request
-    that can't be computed ends with `finish_reason="error"` and the error message as its `stop_reason`. ReplicaGroup
-    explains what happens when a replica is lost.
+    The calling process checks and tokenizes the prompts, raises the same errors as LLM, and chooses the noise seeds.
+    With the same `seed` setting, the same calls therefore return the same tokens as LLM, unless rounding errors differ.
+    A request that can't be computed ends with `finish_reason="error"` and the error message as its `stop_reason`.
+    ReplicaGroup explains what happens when a replica is lost.
 
     The methods are thread-safe. Leaving a `with` block calls `exit`.
     """
@@ -50,7 +50,7 @@ class RayLLM:
     ) -> None:
         """Start the replicas. `settings` are the settings of each replica's `LLM`. Raises the same errors as `LLM`.
 
-        Ray chooses the devices. Unless the process has called `ray.init`, this joins the cluster at RAY_ADDRESS, or
+        Ray chooses the devices. Unless the process has called `ray.init`, RayLLM joins the cluster at RAY_ADDRESS, or
         starts Ray on this machine.
 
         router: chooses a replica for each request; `None` selects a PrefixRouter.
@@ -88,7 +88,7 @@ class RayLLM:
         requests = self.input_processor.requests(prompts, sampling_params, OutputKind.FINAL_ONLY, None, priority)
         return self._run(requests, use_tqdm)
 
-    # these use only `input_processor` and `_run`
+    # these methods of LLM use only `input_processor` and `_run`
     chat: Any = LLM.chat
     get_default_sampling_params: Any = LLM.get_default_sampling_params
 
@@ -101,10 +101,9 @@ class RayLLM:
     ) -> Iterator[RequestOutput]:
         """Yield the outputs in prompt order, while prompts are still being read. There may be any number of prompts.
 
-        Prompts (and parameters, if they are iterable) are read only when replicas can take more requests, so memory use
-        is bounded. For an invalid prompt or invalid parameters, the output has the `finish_reason` "error", and its
-        `stop_reason` contains the prompt's index and the error message. Raises ValueError if there are fewer parameters
-        than prompts.
+        Prompts and iterable parameters are read only when replicas can take more requests, so memory use is bounded.
+        For an invalid prompt or invalid parameters, the output has the `finish_reason` "error", and its `stop_reason`
+        contains the prompt's index and the error message. Raises ValueError if there are fewer parameters than prompts.
         """
         outputs: dict[int, RequestOutput] = {}
         next_index = 0
@@ -165,7 +164,7 @@ class RayLLM:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def _run(self, requests: list[CompletionRequest], use_tqdm: bool) -> list[RequestOutput]:
-        """Run requests for `LLM.chat` and others, and return their outputs in order."""
+        """Run requests for the methods that RayLLM takes from LLM. Return the outputs in order."""
         outputs: dict[int, RequestOutput] = {}
         bar = progress_bar(len(requests), desc="Generating", dynamic_ncols=True, disable=not use_tqdm)
         with bar as advance:
@@ -199,7 +198,7 @@ class RayLLM:
     ) -> Iterator[dict[int, RequestOutput]]:
         """Yield dicts from request index to output, as requests complete.
 
-        end: returns the index of the first request that must not be made yet.
+        end: returns the index of the first request that must wait, because it is too far ahead of the next output.
         """
         done: SimpleQueue[ReplicaRequest] = SimpleQueue()
         live: dict[int, tuple[int, ReplicaRequest]] = {}  # by id: (index, request)

@@ -1,4 +1,4 @@
-"""A replica is an engine that receives requests and reports results as messages, for example as a Ray actor."""
+"""Defines a replica: an engine that receives requests and reports results as messages, for example as a Ray actor."""
 
 import logging
 import threading
@@ -25,18 +25,18 @@ logger = logging.getLogger("nanovllm")
 class Replica:
     """An engine controlled by messages. Ray calls `start`, then `reports`, then other methods in the driver's order.
 
-    The engine's thread runs the steps, and never waits for reports. The thread of `reports` sends everything that is
-    new since the previous report, possibly of several steps. This file does not import Ray, so tests can run replicas
+    The engine's thread runs the steps, and never waits for reports. The thread that runs `reports` sends all news since
+    the previous report, which may come from several steps. This file does not import Ray, so tests can run replicas
     without it.
     """
 
-    orders_by_id = True  # one driver assigns the ids, so a request that another replica has begun keeps its place
+    orders_by_id = True  # one driver assigns ids in order of submission, so a moved request keeps its place
 
     def start(self, model: str, settings: dict[str, Any]) -> dict[str, Any]:
         """Load the model, and return what the driver must know about the engine. Raises the same errors as `LLM`."""
         self.attach(LLM(model, **settings))
         config = self.engine.config
-        num_blocks = config.num_kvcache_blocks if config.enable_prefix_caching else 0  # blocks of the prefix cache
+        num_blocks = config.num_kvcache_blocks if config.enable_prefix_caching else 0  # of the prefix cache
         return {"num_blocks": num_blocks, "startup_seconds": self.engine.startup_seconds}
 
     def attach(self, engine: LLM) -> None:
@@ -44,7 +44,7 @@ class Replica:
         self.engine, self._engine_thread = engine, engine.engine_thread
         self._collectors = {kind: NotifyingCollector(kind, self._notify, self._fail) for kind in OutputKind}
         self._requests: dict[int, CompletionRequest] = {}  # by the driver's id
-        self._num_unfinished: dict[int, int] = {}  # by id: the number of answers that have not ended
+        self._num_unfinished: dict[int, int] = {}  # by request id: the number of answers that have not ended
         self._changed = threading.Condition()  # protects the following attributes
         self._errors: list[tuple[int, Exception]] = []
         self._failure: BaseException | None = None
@@ -54,10 +54,10 @@ class Replica:
         self._engine_thread.watch(self._collectors[OutputKind.DELTA])
 
     def submit(self, data: bytes) -> None:
-        """Queue requests that the driver has checked. An error in one request is reported, and affects no other."""
+        """Queue requests that the driver has checked. An error affects only its request, and is reported."""
         try:
             self._submit(decode_requests(data))
-        except Exception as error:  # the driver ignores the result of this call, but `reports` tells it
+        except Exception as error:  # the driver ignores the result of this call, so `reports` raises the error
             self._fail(error)
             raise
 
@@ -99,7 +99,7 @@ class Replica:
         """Drop requests. They get no output."""
         request_ids = [*request_ids]
         if late := self._in_grammar_thread.intersection(request_ids):
-            self._grammar_thread.submit(self.discard, late)  # after it has made them
+            self._grammar_thread.submit(self.discard, late)  # after this thread has made the requests
         self._engine_thread.discard([i for i in request_ids if i not in late and self._forget(i)])
 
     def abort(self, request_id: int) -> None:
@@ -125,7 +125,7 @@ class Replica:
                 if self._failure is not None:
                     raise RuntimeError(f"the engine has failed: {self._failure!r}") from self._failure
                 errors, self._errors = self._errors, []
-            # without the lock, because the engine's thread would wait for it
+            # do this without the lock, because the engine's thread would wait for the lock
             outputs = StepOutput()
             for collector in self._collectors.values():
                 collector.take_into(outputs)
@@ -156,7 +156,7 @@ class Replica:
         for seq, noise_seed, generated in zip(request.group, new.noise_seeds, new.generated):
             seq.request_id, seq.noise_seed = new.request_id, noise_seed
             seq.cache_salt ^= new.cache_salt
-            for token_id in generated:  # the sequence goes on as after a preemption
+            for token_id in generated:  # the sequence continues as after a preemption
                 seq.token_ids.append(token_id)
                 for name in seq.feature_state:  # one token at a time: stop strings do not count before `min_tokens`
                     FEATURES[name].load().after_step(ScheduledStep(), {0: seq}, {}, None)

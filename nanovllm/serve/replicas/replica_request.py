@@ -1,4 +1,4 @@
-"""Defines the driver's record of a request: what the caller has received, and which replica computes it."""
+"""Defines the driver's record of a request: the answers so far, and the replica that computes the request."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -48,22 +48,21 @@ class ResumableAnswer(PartialAnswer):
 class ReplicaRequest(AsyncRequest):
     """A request that another process computes. If that process is lost, another replica takes over the request.
 
-    The caller gets each delta once: a new replica sends the whole answer, and this class skips what the caller has
-    received. The new replica samples only the tokens that the caller has not received, except with log-probabilities,
-    where it starts again. The noise depends only on the request, so the new replica samples the same tokens, unless
-    rounding errors differ. If rounding changes the tokens of a request with log-probabilities, the request ends with an
-    error.
+    The caller gets each delta once: a new replica sends the whole answer, and this class skips the part that the caller
+    has received. The new replica samples only the remaining tokens. With log-probabilities, however, it samples all
+    tokens again. The noise depends only on the request, so the new replica samples the same tokens, unless rounding
+    errors differ. If rounding changes tokens that the caller has received, the request ends with an error.
     """
 
     num_cached_tokens = 0  # prompt tokens found in the replica's prefix cache; 0 until the request has ended
 
     def __init__(self, request: CompletionRequest, on_end: Callable[["ReplicaRequest"], None], name: str = ""):
-        """Record a new request. `on_end` is called when it finishes or fails, but not if it is discarded."""
+        """Record a new request. `on_end` is called when the request finishes or fails, but not when it is discarded."""
         super().__init__(request, name)
         self.on_end = on_end
         self.replica_index: int | None = None  # the replica that computes it
-        self.num_failures = 0  # number of replicas that were lost while they computed it
-        self.is_aborted = False  # its replica was told to end it
+        self.num_failures = 0  # number of replicas that were lost while they computed the request
+        self.is_aborted = False  # whether the replica was told to end the request
         self.error: Exception | None = None
         self._sent_time = self.arrival_time
         self._first_delta_time: float | None = None
@@ -171,5 +170,5 @@ class ReplicaRequest(AsyncRequest):
 
 
 def _generated(answer: ResumableAnswer) -> list[int]:
-    """Return the tokens that are not sampled again: all, except for the last token of an answer that has ended."""
+    """Return the tokens that are not sampled again. Only the last token of an ended answer is sampled again."""
     return answer.token_ids[: -1 if answer.finish_reason else None]

@@ -39,15 +39,15 @@ class ReplicaState:
         self.is_ready = False  # whether it takes requests
         self.ready_time = 0.0  # on the event loop's clock
         self.start_info: dict[str, Any] = {}  # the result of `Handle.start`
-        self.requests: dict[int, ReplicaRequest] = {}  # by id: requests that have not ended
-        self.num_answers = 0  # of these requests
-        self.poison_request: ReplicaRequest | None = None  # a suspect that has the replica to itself, or soon will
+        self.requests: dict[int, ReplicaRequest] = {}  # by id: the requests that have not ended
+        self.num_answers = 0  # the number of answers of these requests
+        self.poison_request: ReplicaRequest | None = None  # a request that runs alone on the replica, or soon will
         self.to_send: list[NewRequest] = []
         self.num_failures = 0  # consecutive losses
         self.num_restarts = 0
 
     def load(self, max_answers: int) -> int | None:
-        """Return how many answers the replica computes, or None if the replica accepts no requests now."""
+        """Return how many answers the replica computes. Return None if the replica accepts no requests now."""
         takes_more = self.is_ready and self.poison_request is None and self.num_answers < max_answers
         return self.num_answers if takes_more else None
 
@@ -84,8 +84,8 @@ class ReplicaState:
         return failed
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Call a method of the replica. If the call fails, kill the replica, which ends its reports."""
-        if self.handle is None:  # the replica was lost, and its requests were moved
+        """Call a method of the replica. If the call fails, kill the replica, so that its reports end."""
+        if self.handle is None:  # the replica was lost, and other replicas got its requests
             return
         try:
             self.handle.call(method, *arguments)

@@ -27,12 +27,12 @@ class Router(Protocol):
         ...
 
     def forget(self, replica: int) -> None:
-        """Record that the replica was lost, so its cache is empty."""
+        """Record that the replica was lost. Its cache is then empty."""
         ...
 
 
 class GuardedRouter:
-    """Wraps a router so that its errors do no harm: the least loaded replica is chosen instead."""
+    """Wraps a router. If the router raises an error, this class chooses the least loaded replica."""
 
     def __init__(self, router: Router):
         self._router = router
@@ -83,9 +83,8 @@ class PrefixRouter:
     equal loads, it chooses the one that has received the fewest requests so far.
 
     The router does not ask replicas what they have cached. Instead, it computes the same hashes as the block manager: a
-    chain over full blocks of `block_size` tokens.
-    For each replica, the router remembers the hashes of prompts and answers in an LRU list of at most `max_blocks`
-    hashes, one for each cache block. A hash occupies about 150 bytes.
+    chain over full blocks of `block_size` tokens. For each replica, the router remembers the hashes of prompts and
+    answers in an LRU list of at most `max_blocks` hashes, one for each cache block. A hash occupies about 150 bytes.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class PrefixRouter:
         if load[best] > self.imbalance * load[least] + self.slack:
             best = least
         self._num_chosen[best] += 1
-        self._remember(best, hashes)  # before they are computed, so that the next requests are routed by them
+        self._remember(best, hashes)  # before the tokens are computed, so that requests with this prefix follow
         return best
 
     def computed(self, replica: int, token_ids: list[int]) -> None:
@@ -128,7 +127,7 @@ class PrefixRouter:
 
     def _remember(self, replica: int, hashes: list[int]) -> None:
         cached = self._cached[replica]
-        for block_hash in reversed(hashes):  # the first block of a prefix is evicted last
+        for block_hash in reversed(hashes):  # in reverse, so that the first block of a prefix is evicted last
             cached[block_hash] = None
             cached.move_to_end(block_hash)
         while len(cached) > self.max_blocks:

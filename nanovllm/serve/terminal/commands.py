@@ -15,7 +15,7 @@ CHAT_SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos", "stop"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "skip_special_tokens"),
 )
-NO_ENGINE_FLAGS = ("model", "seed")  # --seed is the seed of the sampling
+NO_ENGINE_FLAGS = ("model", "seed")  # here, --seed is the seed of the sampling
 
 
 def _add_settings(parser: argparse.ArgumentParser, sampling: tuple[str, ...], is_chat: bool) -> None:
@@ -45,7 +45,7 @@ def add_flags_of(name: str, parser: argparse.ArgumentParser) -> None:
 
 
 def _load(options: argparse.Namespace) -> Any:
-    SamplingParams(**given(options, SamplingParams))  # errors before the model is loaded
+    SamplingParams(**given(options, SamplingParams))  # raises errors before the model is loaded
     settings = given(options, Config, skip=NO_ENGINE_FLAGS)
     import_libraries(settings)
     from nanovllm import LLM

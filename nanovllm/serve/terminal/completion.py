@@ -21,7 +21,7 @@ FILES = {
 }
 
 
-Parsers = Mapping[str, argparse.ArgumentParser]  # of all commands
+Parsers = Mapping[str, argparse.ArgumentParser]  # by name of the command
 
 
 def add_arguments(parser: argparse.ArgumentParser, make_parsers: Callable[[], Parsers]) -> None:
@@ -42,17 +42,14 @@ def _bash(words: Mapping[str, str]) -> str:
 
 
 def _fish(words: Mapping[str, str]) -> str:
-    """Return fish commands.
-
-    Return fish commands: one line completes the command names, and one line per command completes its words.
-    """
+    """Return fish commands: one line completes command names, and a line per command completes its words."""
     lines = [f"complete -c nanovllm -n __fish_use_subcommand -a '{' '.join([*words, '--help', '--version'])}'\n"]
     lines += [f"complete -c nanovllm -n '__fish_seen_subcommand_from {name}' -a '{words[name]}'\n" for name in words]
     return "".join(lines)
 
 
 def _words(parser: argparse.ArgumentParser) -> list[str]:
-    """Return a command's flags, the choices of its arguments, and the bundled model if it takes a model."""
+    """Return a command's flags, the choices of its arguments, and the bundled model if the command takes a model."""
     words = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
     choices = [choice for action in parser._actions for choice in action.choices or () if not action.option_strings]
     takes_model = any(action.dest == "model" and not action.option_strings for action in parser._actions)

@@ -31,15 +31,15 @@ class Conversation:
     def __init__(self, source: Source, params: dict[str, Any], names: tuple[str, ...], system: str | None = None):
         """params: the sampling parameters that are set. names: the names of all sampling parameters that can be set.
 
-        Raises ValueError or TypeError for wrong parameters.
+        Raises ValueError or TypeError if a parameter is wrong.
         """
         source.check(params)
         self.source, self.params, self.names, self.system = source, params, names, system
         self.messages: list[Message] = []
-        self.images: list[dict[str, Any]] = []  # parts of the next message
+        self.images: list[dict[str, Any]] = []  # the images of the next message
 
     def run(self) -> int:
-        """Chat until the input ends. Return the exit status, which is 1 if a line of piped input has failed.
+        """Chat until the input ends. Return the exit status: 1 if the input is piped and a line has failed, else 0.
 
         Raises KeyboardInterrupt on the second Ctrl-C, or on the first one if the input is not a terminal.
         """
@@ -61,7 +61,7 @@ class Conversation:
                     self._command(*line.partition(" ")[::2])
                 elif line.strip():
                     self._answer(line)
-            except EOFError:  # of the input, or of /exit
+            except EOFError:  # at the end of the input, or from /exit
                 return int(num_errors > 0 and not reader.is_terminal)
             except KeyboardInterrupt:
                 if was_interrupted or not reader.is_terminal:
@@ -134,7 +134,7 @@ class Conversation:
     def _answer(self, question: str) -> None:
         """Print the answer.
 
-        If any token arrived, even before Ctrl-C, add the question and the answer to the messages.
+        If any token arrived, add the question and the answer to the messages, even if Ctrl-C ended the answer.
         """
         content = [*self.images, {"type": "text", "text": question}] if self.images else question
         asked, answer = {"role": "user", "content": content}, Answer()

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any, TextIO
 
 readline: Any = None
-with suppress(ImportError):  # some systems lack it; lines can then be read, but not edited
+with suppress(ImportError):  # on systems without readline, lines can be read, but not edited
     import readline  # type: ignore[no-redef]
 
 MAX_HISTORY = 1000  # lines that are kept from one run to the next
-CONTROLS = dict.fromkeys([*range(9), *range(11, 32), 127, *range(128, 160)])  # all but tab and newline
+CONTROLS = dict.fromkeys([*range(9), *range(11, 32), 127, *range(128, 160)])  # all except tab and newline
 
 
 class LineReader:
-    """Reads lines from standard input. On a terminal, readline can edit, search and complete the lines."""
+    """Reads lines from standard input. On a terminal, users can edit, search and complete lines with readline."""
 
     def __init__(self, commands: Collection[str]):
         self.is_terminal = sys.stdin.isatty()

@@ -1,4 +1,4 @@
-"""Provides the answers of a conversation, from a model in this process or a server with OpenAI's API."""
+"""Provides the answers of a conversation, from a model in this process or from a server with OpenAI's API."""
 
 import json
 from collections.abc import Generator
@@ -26,7 +26,7 @@ TIMEOUT = 600.0  # seconds that a server may be silent
 class Piece(NamedTuple):
     """The next part of an answer. The last part has a `finish_reason`.
 
-    num_tokens: the number of tokens so far, including reasoning.
+    num_tokens: the number of the answer's tokens so far, including its reasoning.
     """
 
     text: str
@@ -43,7 +43,7 @@ class Source(Protocol):
         """Raise ValueError or TypeError if a sampling parameter is wrong."""
 
     def all_params(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Return the given sampling parameters, and the values of all other parameters if they are known."""
+        """Return the given sampling parameters and, if they are known, the default values of all other parameters."""
 
     def stream(self, messages: list[Message], params: dict[str, Any]) -> Generator[Piece, None, None]:
         """Yield the answer to a conversation as it arrives. Raises ValueError, OSError or RuntimeError on failure."""
@@ -53,7 +53,7 @@ class LocalModel:
     """A model in this process."""
 
     def __init__(self, llm: "LLM", name: str):
-        from nanovllm.utils.loader import BUNDLED  # needs PyTorch, and a chat with a server does not
+        from nanovllm.utils.loader import BUNDLED  # lazy, because a chat with a server does not need PyTorch
 
         if llm.tokenizer.chat_template is None:
             raise ValueError(f"model={name!r}: has no chat template; `nanovllm generate` works without one")
@@ -63,7 +63,7 @@ class LocalModel:
         self.description = f"{name} on {config.device}, {dtype}, up to {config.max_model_len} tokens"
         if Path(config.model).parent == BUNDLED:
             self.description += ". It is for demonstration: it adds, sorts, counts and lists primes"
-        # an answer may fill the context
+        # by default, an answer may fill the context
         self.defaults = replace(llm.get_default_sampling_params(), max_tokens=None)
 
     def check(self, params: dict[str, Any]) -> None:
@@ -130,7 +130,7 @@ class Server:
 
     def stream(self, messages: list[Message], params: dict[str, Any]) -> Generator[Piece, None, None]:
         body = {"model": self.name, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
-        # for a server that leaves the reasoning in the text
+        # needed if the server leaves the reasoning in the text
         parser = ReasoningParser(Reasoning(TextMarkers(THINK), Stage.BEFORE))
         num_tokens, finish_reason = 0, None
         with self._open("/chat/completions", body | params) as response:
