@@ -46,7 +46,7 @@ Workloads. All requests have random token ids and temperature 0.6, and ignore th
                 512x128/128-whole does not stream. --num-seqs is the number of requests per row
     host        no model runs: a fake device returns random tokens at once. One table shows the time of schedule,
                 prepare and process in a decode step of 1 to 1,024 sequences. Another table shows the CPU time of a step
-                of 512 sequences. It includes the work until the caller of `generate` or `stream` gets the text. The
+                of 512 sequences, which includes the work until the caller of `generate` or `stream` gets the text. The
                 time of a Python loop shows how fast the machine is
 
 Runs. Each workload first runs once as a warm-up with different token ids. (Online warms up with a quarter of its
@@ -68,7 +68,8 @@ request to its last token, divided by the number of tokens after the first. ITL 
 between consecutive tokens of a request. The longest gap of a request is also reported. Decode speed counts the tokens
 that arrive while all sequences of a batch decode. Percentiles are interpolated between the two nearest values, so p50
 is the median. For online and latency, the same loop steps both engines, and vLLM has its server's defaults. For http,
-each engine runs its server. Headline, single, prefill and batches call `LLM.generate`, and embed calls `LLM.embed`.
+each engine runs behind its HTTP server. Headline, single, prefill and batches call `LLM.generate`, and embed calls
+`LLM.embed`.
 
 Profiles. --profile traces a run of headline, single, prefill, batches or latency on a GPU, with at most 65 output
 tokens per request. A table shows the mean time per step of each kind of kernel, in microseconds. The first row

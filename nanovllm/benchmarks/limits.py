@@ -63,7 +63,8 @@ def limits(requests: list[Request], config: Config, rates: Rates) -> Limits:
 def least_steps(requests: list[Request], config: Config, rates: Rates) -> tuple[Steps, Steps]:
     """Return the prompt steps and the decode steps of a run.
 
-    All requests arrive at once. They start in order, each as soon as fewer than `max_num_seqs` requests run.
+    All requests arrive at once. The requests start in order. A request starts as soon as fewer than `max_num_seqs`
+    requests run.
     """
     costs, waiting = StepCosts(config, rates), iter(requests)
     running: list[list[int]] = []  # for each sequence: its number of tokens, and how many tokens are left to generate

@@ -88,8 +88,7 @@ def conversations(
     """Make conversations that share a system prompt. A conversation ends early at `max_model_len`.
 
     turns: the least and the greatest number of turns.
-    pause: the mean seconds from an answer to the next question. First questions arrive in the first `5 * pause`
-    seconds.
+    pause: the mean seconds from an answer to the next question. First questions arrive within `5 * pause` seconds.
     medians: the median lengths of a question and of an answer, in tokens.
     """
     rng = random.Random(f"conversations {seed}")

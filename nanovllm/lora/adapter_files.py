@@ -55,7 +55,7 @@ class AdapterRegistry:
         self._added[request.lora_int_id] = self.get(request)
 
     def remove(self, lora_int_id: int) -> bool:
-        """Undo `add`. Requests that use the adapter keep it until they end. Return whether it had been added."""
+        """Undo `add`. Running requests keep the adapter until they end. Return whether the adapter had been added."""
         return self._added.pop(lora_int_id, None) is not None
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class AdapterSlots:
     """The adapters that are stored on the devices.
 
-    If another adapter needs a slot, it gets the slot of the least recently used adapter.
+    If no slot is free, a new adapter replaces the least recently used adapter.
     """
 
     def __init__(self, num_slots: int, write: Callable[[int, Adapter], None]):

@@ -25,7 +25,7 @@ class Formats(NamedTuple):
     reasoning_parser: the name of the reasoning format; `None` if reasoning stays in the content.
     reasoning: the markers of the reasoning format.
     special: the markers that are special tokens, which the text omits by default.
-    token_bytes: the bytes of each token id. Log-probabilities need them, because a token may end within a character.
+    token_bytes: the bytes of each token id. Log-probabilities show bytes, because a token may end within a character.
     """
 
     tool_calls: str | None

@@ -114,7 +114,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> list[str]:
-    """Return the HTTP methods that a path allows. Try each method, because included routers do not list them."""
+    """Return the HTTP methods that a path allows. Try each method, because included routers do not list methods."""
 
     def has(method: str) -> bool:
         scope = {**request.scope, "method": method}

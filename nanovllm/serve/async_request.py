@@ -12,7 +12,7 @@ from nanovllm.requests.stream_event import StreamEvent
 
 
 class AsyncRequest:
-    """A request that belongs to one event loop. Only the loop's thread may use it.
+    """A request of one event loop. Only the thread of this loop may use the request.
 
     If the caller falls behind, it gets the merged events of several steps.
     """
@@ -123,7 +123,7 @@ def _merge(events: list[StreamEvent]) -> StreamEvent:
 
 
 class PartialAnswer:
-    """The part of an answer that has arrived so far. Its lists grow in place."""
+    """The part of an answer that has arrived so far. The lists grow in place."""
 
     def __init__(self, index: int):
         self.index = index

@@ -11,7 +11,7 @@ from nanovllm.requests.request import TokensPrompt
 
 
 class BeamCompletion(BeamRequest):
-    """A beam search. Its output has `n` answers, but the server's limits count it as one answer."""
+    """A beam search. The output has `n` answers, but a search counts as one answer for the server's limits."""
 
     @property
     def params(self) -> BeamSearchParams:

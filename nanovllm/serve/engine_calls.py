@@ -28,7 +28,7 @@ class StepSizes:
 class EngineCalls:
     """The methods that `EngineClient.call` calls by name.
 
-    They return plain data, which can be sent to another process.
+    The methods return plain data, which can be sent to another process.
     """
 
     def __init__(self, engine: LLM, sizes: StepSizes):

@@ -37,7 +37,7 @@ class QueueFullError(RuntimeError):
 
 
 class EngineDeadError(RuntimeError):
-    """The engine was closed or a step has failed, so it accepts no further requests."""
+    """The engine was closed or a step has failed, so the engine accepts no further requests."""
 
 
 class EngineClient(ABC):
@@ -163,7 +163,7 @@ class EngineClient(ABC):
         cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
     ) -> AsyncRequest:
-        """Queue a request. Return an object from which the caller reads, and which it passes to `discard` at the end.
+        """Queue a request. The caller reads from the returned object, and passes it to `discard` at the end.
 
         Most arguments, and the errors, are the same as for `generate`. A `prompt` may be a function that makes the
         prompt in a tokenizer thread. With `in_pieces=False`, the request has a `result` but no events, which saves host
@@ -225,9 +225,9 @@ class EngineClient(ABC):
             self._drop(request)
 
     async def abort(self, request_id: str) -> None:
-        """End a request early, before the engine's next step. Its caller gets the tokens generated so far.
+        """End a request early, before the engine's next step. The caller gets the tokens generated so far.
 
-        Does nothing if no request has this id, or if its prompt is still being tokenized.
+        Does nothing if no request has this id, or if the request's prompt is still being tokenized.
         """
         if (request := self._names.get(request_id)) is not None:
             self._abort(request)
@@ -239,7 +239,7 @@ class EngineClient(ABC):
         return (await self._in_lane(tokens_of, prompt))["prompt_token_ids"]
 
     async def render(self, messages: list[Message], template_arguments: Mapping[str, Any]) -> RenderedChat:
-        """Render a conversation in the sandbox, so that it can't delay other requests.
+        """Render a conversation in the sandbox, so that rendering can't delay other requests.
 
         Raises ValueError if rendering takes too long.
         """
@@ -271,7 +271,7 @@ class EngineClient(ABC):
     def _long_lane(self) -> PromptLane:
         """The lane for long texts.
 
-        The thread for long texts creates it on first use, because copying a large tokenizer takes 1 s.
+        The thread for long texts creates the lane on first use, because copying a large tokenizer takes 1 s.
         """
         return PromptLane(self.input_processor, takes_long_texts=True)
 

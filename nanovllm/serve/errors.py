@@ -68,7 +68,7 @@ def api_error(error: BaseException, fields: Container[str] | None = None) -> Api
 
     fields: the field names of the request that is being checked, or `None` if the request was already accepted. With
         `fields`, ValueError, TypeError and FileNotFoundError are the client's fault. If the message begins with a
-        field's name, it refers to that field.
+        field's name, the error refers to that field.
     """
     if isinstance(error, ApiError):
         return error

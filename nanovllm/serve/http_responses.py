@@ -101,7 +101,7 @@ class EventStream(Response):
             request.on_news = write
 
     def _write(self) -> None:
-        """Write new events. This is called when events arrive, and when the client has taken the previous piece."""
+        """Write new events. Callers call this when events arrive, or when the client has taken a piece."""
         if not self._connection.is_writable or self._is_over.done():
             return
         try:

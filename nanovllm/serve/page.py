@@ -1,4 +1,4 @@
-"""Renders the page, an HTML file that shows a live engine or a recording. It loads nothing from other addresses."""
+"""Renders the page: HTML that shows a live engine or a recording, and that loads nothing from other addresses."""
 
 import json
 from base64 import b64encode

@@ -1,6 +1,6 @@
 """Defines the HTTP routes for embeddings (OpenAI's API), reranking (Cohere's and Jina's APIs) and classification.
 
-A server has one task. Its engine refuses requests for other tasks with an error that names its task.
+A server has one task. The server refuses requests for other tasks with an error that names the server's task.
 """
 
 import asyncio
@@ -116,7 +116,7 @@ def add_routes(app: FastAPI, api: Api) -> None:
         return json_response(answer | {"object": "list", "data": await asyncio.to_thread(data)})
 
     def prepared(body: InputBody, prefix: str = "") -> list[Any]:
-        """Return the prompts of a body. If its fields change the tokenization, return functions that tokenize them."""
+        """Return a body's prompts. If the body's fields change the tokenization, return functions that tokenize."""
         prompts = [with_prefix(prompt, prefix) for prompt in body.prompts()]
         if body.add_special_tokens is None and body.truncate_prompt_tokens is None:
             return prompts

@@ -32,7 +32,7 @@ class LongTextError(Exception):
 
 
 class RenderedChat(str):
-    """The output of a chat template. It already contains the special tokens, so the tokenizer adds none."""
+    """The output of a chat template. The text already has special tokens, so the tokenizer adds none."""
 
 
 class PromptLane(InputProcessor):
@@ -60,7 +60,7 @@ class PromptLane(InputProcessor):
     def tokens_of(self, prompt: PromptSource, chat_template_kwargs: Mapping | None) -> TokensPrompt:
         """Return the token ids of a prompt, and its text if there is one.
 
-        If `prompt` is a function, call it first.
+        If `prompt` is a function, call the function first.
         """
         text, token_ids, images = self.tokenize(prompt(self) if callable(prompt) else prompt, chat_template_kwargs)
         return tokens_prompt(token_ids, text, images)

@@ -47,13 +47,13 @@ class ServerSettings:
     chat_template: the chat template, or the path of a file with the template; by default the model's template.
     tool_call_parser: the format of tool calls: "hermes" ("qwen", "qwen25", "qwen3"), "qwen3_coder" ("qwen3_xml"),
         "llama3_json" ("llama4_json"), "mistral", "deepseek_v3" ("deepseek_v31") or "openai" (gpt-oss). "none" leaves
-        the calls in the content. "auto" detects the format from the chat template. If it finds no format, requests with
+        the calls in the content. "auto" detects the format from the chat template. If no format is found, requests with
         tools are refused.
     reasoning_parser: the format of reasoning, which is returned as `reasoning` and `reasoning_content`: "think"
         ("qwen3", "deepseek_v3", "glm45"), "deepseek_r1" (answers may contain only the end marker), "mistral" or
         "openai_gptoss". "none" leaves the reasoning in the content. "auto" detects the format from the chat template.
-    trust_request_chat_template: allow requests to contain a chat template. A template is a program. It runs in jinja2's
-        sandbox, in a process that is limited to 2 seconds and 512 MiB per template.
+    trust_request_chat_template: allow requests to contain a chat template. A template is a program, which runs in
+        jinja2's sandbox, in a process that is limited to 2 seconds and 512 MiB per template.
     max_body_bytes: maximum size of a request body; by default 2 MiB, or 32 MiB if the model takes images.
     max_answers: maximum number of answers per request. The number of answers is the number of prompts times `n`.
     request_timeout: seconds after which a request is ended, including its time in the queue.
@@ -68,16 +68,16 @@ class ServerSettings:
     enable_openapi: describe the API at `/openapi.json`.
     enable_dev_endpoints: allow clients to pause the engine and to replace its weights.
     enable_force_include_usage: include the usage in every chunk of a stream, even if the request does not ask for
-    usage.
+        usage.
     return_tokens_as_token_ids: in log-probabilities, write every token as `token_id:ID`.
     root_path: the path under which a proxy exposes this server.
     uds: the path of a Unix domain socket to listen on instead of `host` and `port`.
     max_queued_requests: maximum number of waiting answers, in addition to the `max_num_seqs` running answers. Further
         requests get a 429.
-    data_parallel_size: the number of engines, each on separate GPUs. If there are several engines, they are Ray actors.
+    data_parallel_size: the number of engines, each on separate GPUs. Several engines run as Ray actors.
     api_server_count: the number of HTTP processes in addition to the engine's process; with 0, the engine's process
-        also handles HTTP. The default is 1 on machines with at least 4 cores. It is 0 on machines with fewer cores,
-        with several engines, and with `enable_dev_endpoints`.
+        also handles HTTP. The default is 1 on machines with at least 4 cores. The default is 0 on machines with fewer
+        cores, with several engines, and with `enable_dev_endpoints`.
 
     Raises ValueError or TypeError, which states the value and the bound.
     """
@@ -138,7 +138,7 @@ class ServerSettings:
 
     @property
     def num_fronts(self) -> int:
-        """The number of HTTP processes in addition to the engine's process. With replicas, it is 0."""
+        """The number of HTTP processes in addition to the engine's process. With replicas, there are none."""
         if self.data_parallel_size > 1 or self.enable_dev_endpoints:
             return 0
         if self.api_server_count is None:

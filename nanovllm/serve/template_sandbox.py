@@ -1,8 +1,8 @@
 """Renders chat templates in separate processes if a template or its arguments may make rendering slow.
 
-A template is a program, and jinja2's sandbox limits neither its time nor its memory. An expression such as `'a' *
-10**10` or a huge width in a format can take all memory, and a few nested loops can take hours. A process can be killed,
-but a thread can't.
+A template is a program, and jinja2's sandbox limits neither the time nor the memory of a template. An expression such
+as `'a' * 10**10` or a huge width in a format can take all memory, and a few nested loops can take hours. A process can
+be killed, but a thread can't.
 """
 
 import json

@@ -286,7 +286,7 @@ class StepRecorder:
         return name
 
     def _has_missed(self, step: ScheduledStep) -> bool:
-        """Return whether a sequence came and went between two frames. The blocks that it evicted are then unknown."""
+        """Return whether a sequence came and went between two frames. If so, it has evicted unknown blocks."""
         seqs = chain((seq for seq, _, _ in step.chunks), step.sampled_seqs[step.num_decodes :])
         return any(seq not in self._tables and seq not in self._just_released for seq in seqs)
 

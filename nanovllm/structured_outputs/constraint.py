@@ -102,7 +102,7 @@ class Constraint:
         return True
 
     def consume(self, completion: list[int], reasoning: Reasoning | None = None) -> bool:
-        """Feed new tokens to the matcher. Return False if the grammar refuses them."""
+        """Feed new tokens to the matcher. Return False if the grammar refuses a token."""
         new = completion[cast(int, _num_in_reasoning(reasoning)) + self._num_consumed :]
         is_allowed = self._matcher.consume_tokens(new)
         self._num_consumed += len(new)

@@ -1,10 +1,10 @@
 """Rewrites JSON schemas that llguidance would refuse needlessly.
 
-llguidance ignores keywords that JSON Schema does not define. However, it refuses an unknown `format`, an unknown
-dialect, and some keywords whose values allow everything. This module removes such formats, dialects and keywords.
-llguidance does not support `propertyNames`, and it supports `oneOf` only if it can prove that no value is valid for two
-of the schemas. Where possible, this module replaces `propertyNames` and `oneOf` by other keywords. All other
-unsupported keywords remain in the schema, and the error message of llguidance names them.
+llguidance ignores keywords that JSON Schema does not define. However, llguidance refuses an unknown `format`, an
+unknown dialect, and some keywords whose values allow everything. This module removes such formats, dialects and
+keywords. llguidance does not support `propertyNames`, and it supports `oneOf` only if it can prove that no value is
+valid for two of the schemas. Where possible, this module replaces `propertyNames` and `oneOf` by other keywords. All
+other unsupported keywords remain in the schema, and the error message of llguidance names them.
 """
 
 import json

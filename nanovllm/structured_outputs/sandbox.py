@@ -76,8 +76,8 @@ class CompileSandbox:
     def close(self) -> None:
         """End the processes, except in a forked child, which does not own them.
 
-        `close` does not wait for calls of `error_of`, because it may run in a signal handler that has interrupted such
-        a call.
+        This method does not wait for calls of `error_of`, because a signal handler that has interrupted such a call may
+        call `close`.
         """
         if os.getpid() != self._pid:
             return

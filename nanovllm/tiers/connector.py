@@ -29,7 +29,7 @@ class Connector(ABC):
 
     @abstractmethod
     def contains(self, block_hash: int, token_ids: list[int]) -> bool:
-        """Return whether the store has a block with this hash and these token ids. Its copy may still be running."""
+        """Return whether the store has a block with this hash and these token ids. The copy may still be running."""
 
     @abstractmethod
     def put(self, blocks: list[CachedBlock]) -> None:

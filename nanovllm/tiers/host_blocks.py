@@ -135,7 +135,7 @@ class PinnedBlocks(HostBlocks):
 
 
 class HostCall(NamedTuple):
-    """A call that every rank makes. Rank 0 sends it as a message, between two steps."""
+    """A call that every rank makes. Rank 0 sends the call as a message, between two steps."""
 
     action: str  # "allocate", or a method of HostBlocks
     number: int  # of rows, or of a copy

@@ -27,7 +27,7 @@ class Entry:
 
 
 class HostTier(Connector):
-    """Stores blocks in the memory of the host, and drops the least recently used ones.
+    """Stores blocks in the memory of the host, and drops the least recently used blocks.
 
     Each rank stores its part of a block in the same row. Rank 0 chooses the rows, and sends the copies to the other
     ranks in the order of the steps. On each rank, steps wait only for the copies of that rank.

@@ -271,7 +271,7 @@ def check_manager(blocks: BlockManager) -> None:
 
 
 def use_connector(scheduler: "Scheduler", connector: Connector) -> None:
-    """Give the prefix cache of an idle scheduler a second tier. This empties the prefix cache.
+    """Give the prefix cache of an idle scheduler a second tier, and empty the prefix cache.
 
     Raises the errors of `check_manager`.
     """

@@ -1,4 +1,4 @@
-"""Defines a worker for vLLM. vLLM imports it by name in a separate process."""
+"""Defines a worker for vLLM. vLLM imports the worker by name in a separate process."""
 
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 from vllm.v1.worker.gpu_worker import Worker

@@ -40,9 +40,10 @@ BLOCKED = signal.SIGINT, signal.SIGTERM  # signals that are blocked while a fron
 
 
 class FrontPlan(NamedTuple):
-    """num_live: the number of live answers of each front, in shared memory. The sum of these numbers is limited, but
-    may exceed the limit slightly if several fronts accept requests at the same instant.
+    """What a front must know to start.
 
+    num_live: the number of live answers of each front, in shared memory. The sum of these numbers is limited, but may
+        exceed the limit slightly if several fronts accept requests at the same instant.
     listener: the listening socket, or `None` if each front opens a socket at the address in `settings`.
     """
 

@@ -1,4 +1,4 @@
-"""Runs several engines as Ray actors. Callers use them through one Python object or one HTTP address.
+"""Runs several engines as Ray actors. Callers use the engines through one Python object or one HTTP address.
 
 README.md in this folder explains the design.
 """

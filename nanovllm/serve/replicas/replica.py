@@ -27,7 +27,7 @@ class Replica:
 
     The engine's thread runs the steps, and never waits for reports. The thread that runs `reports` sends all news since
     the previous report, which may come from several steps. This file does not import Ray, so tests can run replicas
-    without it.
+    without Ray.
     """
 
     orders_by_id = True  # one driver assigns ids in order of submission, so a moved request keeps its place
@@ -201,7 +201,7 @@ class Replica:
             return not self._num_unfinished[request_id] and self._forget(request_id)
 
     def _forget(self, request_id: int) -> bool:
-        """Forget a request. Return False if it has already ended or was discarded."""
+        """Forget a request. Return False if the request has already ended or was discarded."""
         with self._changed:
             self._num_unfinished.pop(request_id, None)
             return self._requests.pop(request_id, None) is not None

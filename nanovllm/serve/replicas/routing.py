@@ -80,11 +80,12 @@ class PrefixRouter:
 
     A load is too high if it exceeds `imbalance * least + slack` answers, where `least` is the lowest load. If the load
     is too high, or if no replica has cached a prefix, the router chooses the least loaded replica. Among replicas with
-    equal loads, it chooses the one that has received the fewest requests so far.
+    equal loads, the router chooses the replica that has received the fewest requests so far.
 
-    The router does not ask replicas what they have cached. Instead, it computes the same hashes as the block manager: a
-    chain over full blocks of `block_size` tokens. For each replica, the router remembers the hashes of prompts and
-    answers in an LRU list of at most `max_blocks` hashes, one for each cache block. A hash occupies about 150 bytes.
+    The router does not ask replicas what they have cached. Instead, the router computes the same hashes as the block
+    manager: a chain over full blocks of `block_size` tokens. For each replica, the router remembers the hashes of
+    prompts and answers in an LRU list of at most `max_blocks` hashes, one for each cache block. A hash occupies about
+    150 bytes.
     """
 
     def __init__(
