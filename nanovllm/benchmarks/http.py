@@ -37,7 +37,7 @@ class Load(NamedTuple):
     """
 
     num_clients: int
-    input_len: int  # of the prompt, in tokens
+    input_len: int  # the length of a prompt, in tokens
     output_len: int
     kind: str = ""
 

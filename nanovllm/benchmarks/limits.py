@@ -101,7 +101,7 @@ class StepCosts:
         self.speed_up = 2 if shape.quantization and shape.quantization.dtype.is_floating_point else 1
         head_bytes = shape.head_dim + 2 if config.kv_cache_dtype == "fp8" else shape.head_dim * self.head_size
         num_attention_layers = round(shape.num_hidden_layers * shape.attention_fraction)
-        self.kv_bytes = 2 * num_attention_layers * shape.num_key_value_heads * head_bytes  # of a token
+        self.kv_bytes = 2 * num_attention_layers * shape.num_key_value_heads * head_bytes  # bytes of a token
         # operations of a query and a key: the dot product, and the sum of values
         self.attention = 4 * shape.num_attention_heads * shape.head_dim * num_attention_layers
         # bytes of a sequence's state; a token takes 7 operations per element of the state: the decay, the product with

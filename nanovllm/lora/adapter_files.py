@@ -38,7 +38,7 @@ class AdapterRegistry:
         """
         self._config, self.shapes, self.slots = config, shapes, slots
         self._loaded: WeakValueDictionary[LoRARequest, Adapter] = WeakValueDictionary()
-        self._added: dict[int, Adapter] = {}  # by number
+        self._added: dict[int, Adapter] = {}  # by `lora_int_id`
         self._lock = threading.Lock()  # so that two threads do not read the same adapter
 
     def get(self, request: LoRARequest) -> Adapter:

@@ -58,7 +58,7 @@ def create_app(
         dev_api.add_routes(app, llm.engine)
     routes = [route for route in app.routes if isinstance(route, APIRoute) and route.body_field is not None]
     endpoints = {route.path: endpoint(route, settings.request_timeout) for route in routes}
-    if llm.has_one_engine:  # the page shows its steps
+    if llm.has_one_engine:  # the page shows the steps of this engine
         app.include_router(view_router(llm.call, is_closing=is_closing))
     for kind in (HTTPException, exceptions.RequestValidationError, ApiError, EngineDeadError, Exception):
         app.add_exception_handler(kind, _on_error)

@@ -25,10 +25,10 @@ logger = logging.getLogger("nanovllm")
 class AsyncLLM(EngineClient):
     """Generates text for any number of tasks of one event loop: `async for output in llm.generate(prompt, params)`.
 
-    Three kinds of threads share the work. The event loop's thread submits requests and receives events. A small pool
-    renders chat templates and tokenizes. The engine's thread runs the steps, detokenizes, and notifies the event loop
-    after each step. Detokenizing takes a few microseconds per token. With `async_scheduling`, the device already
-    computes the next step during this time.
+    Three kinds of threads share the work. The event loop's thread submits requests and receives events. A small thread
+    pool renders chat templates and tokenizes prompts. The engine's thread runs the steps, detokenizes, and notifies the
+    event loop after each step. Detokenizing takes a few microseconds per token. With `async_scheduling`, the device
+    already computes the next step during this time.
 
     When a task is cancelled or leaves its `async for` loop, the task's request ends, and the request's cache blocks are
     freed before the next step. An error in a request is raised in its task. An error in a step ends the engine, and

@@ -33,7 +33,7 @@ COMMANDS = {
     "completion": "Print a script by which bash, zsh or fish completes commands and flags.",
 }
 SERVER_PACKAGES = "fastapi", "pydantic", "uvicorn", "httptools", "prometheus_client", "msgspec"
-SMALL_CACHE = {"kvcache_block_size": 16, "num_kvcache_blocks": 200}  # of the bundled model
+SMALL_CACHE = {"kvcache_block_size": 16, "num_kvcache_blocks": 200}  # the cache of the bundled model
 SMALL_CACHE_MESSAGE = (
     "the bundled model gets a small cache (%s blocks of %s tokens), so that the web page shows shared blocks and "
     "preemptions with a few chats; --num-kvcache-blocks and --kvcache-block-size set another size"

@@ -76,7 +76,7 @@ class EngineClient(ABC):
         self._template_turns = ClientTurns(MAX_PROCESSES // 2)  # half of the rendering processes
         self._is_closing = False
 
-    embed, score, classify = embed, score, classify  # of pooling_client.py
+    embed, score, classify = embed, score, classify  # the functions of pooling_client.py
 
     # -- computing the requests ---------------------------------------------------------------------------------------
 

@@ -101,7 +101,10 @@ class EventStream(Response):
             request.on_news = write
 
     def _write(self) -> None:
-        """Write new events. Callers call this when events arrive, or when the client has taken a piece."""
+        """Write new events.
+
+        This method runs when events arrive, and when the client has taken the previous piece.
+        """
         if not self._connection.is_writable or self._is_over.done():
             return
         try:

@@ -64,7 +64,7 @@ def may_take_long(body: Any, own_template: Any) -> bool:
 
     Rendering may take long if the client sends a template, or if the server's template could loop over many messages,
     or over arguments other than bools and short texts. A number can't make a template slow if the template does not
-    contain its name.
+    contain the name of the number.
     """
     unused = lambda name, x: isinstance(x, (int, float)) and name not in str(own_template)
     arguments = (body.chat_template_kwargs or {}).items()

@@ -138,7 +138,7 @@ class HostCall(NamedTuple):
     """A call that every rank makes. Rank 0 sends the call as a message, between two steps."""
 
     action: str  # "allocate", or a method of HostBlocks
-    number: int  # of rows, or of a copy
+    number: int  # how many rows to allocate, or the number of a copy
     num_words: int
 
     def receive(self, words: np.ndarray, runner: "ModelRunner", incoming: dict[Any, Any]) -> None:

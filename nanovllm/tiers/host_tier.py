@@ -66,7 +66,7 @@ class HostTier(Connector):
         self._reads[number] = entries
         for entry in entries:
             entry.num_reads += 1
-        for block in reversed(blocks):  # the first blocks of a text are used most often, so they go last
+        for block in reversed(blocks):  # move the first blocks of a text last, because they are used most often
             self._entries.move_to_end(block.block_hash)
         return partial(self._runner.host_blocks.has_ended, number)
 
@@ -80,7 +80,7 @@ class HostTier(Connector):
 
     def clear(self) -> None:
         self._free_rows = [*reversed(range(self._num_rows))]
-        self._entries: OrderedDict[int, Entry] = OrderedDict()  # by hash, the least recently used one first
+        self._entries: OrderedDict[int, Entry] = OrderedDict()  # by hash; the least recently used entry is first
 
     @property
     def _runner(self) -> "ModelRunner":

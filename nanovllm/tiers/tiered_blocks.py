@@ -59,7 +59,7 @@ class TieredBlockManager(BlockManager):
     def reset(self) -> None:
         super().reset()
         self.loads: list[Load] = []
-        self._arriving: dict[int, Load] = {}  # by hash
+        self._arriving: dict[int, Load] = {}  # by block hash
         self._loaded: dict[Sequence, int] = {}  # numbers of loaded tokens, until the sequence is admitted
         self._stored: set[int] = set()  # ids of cached blocks that were stored
         self._evicted: list[CachedBlock] = []  # since the last call of `_flush`
@@ -132,7 +132,7 @@ class TieredBlockManager(BlockManager):
                 missing.append(key)
             else:
                 break
-        # a load must not write to blocks that the next step's copies use, because it may run before the step
+        # a load may run before the next step, so it must not write to blocks that this step's copies use
         in_copies = [i for i in self._in_copies if i in self.free_block_ids]
         if not missing or not self.can_allocate(seq, num_spare + len(in_copies)):
             return None

@@ -79,7 +79,7 @@ def run_front(plan: FrontPlan, index: int, end: socket.socket) -> None:
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
     """Delay the signals in `BLOCKED` until a `with` block ends."""
-    resource_tracker.ensure_running()  # otherwise, `process.start` would start it and unblock the signals
+    resource_tracker.ensure_running()  # otherwise, `process.start` would start the tracker, which unblocks the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     try:
         yield

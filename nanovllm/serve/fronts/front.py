@@ -211,6 +211,6 @@ def serve_front(plan: FrontPlan, index: int, end: socket.socket) -> None:
         except (ValueError, TypeError, OSError, ImportError) as error:
             channel.send(FromFront(problem=str(error)))
             status = 2
-    if (parent := parent_process()) is not None and not parent.is_alive():  # it was killed, and can't remove the folder
+    if (parent := parent_process()) is not None and not parent.is_alive():  # a killed parent can't remove the folder
         shutil.rmtree(os.environ["PROMETHEUS_MULTIPROC_DIR"], ignore_errors=True)
     sys.exit(status)

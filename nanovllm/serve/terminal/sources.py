@@ -36,7 +36,7 @@ class Piece(NamedTuple):
 
 
 class Source(Protocol):
-    name: str  # of the model
+    name: str  # the model's name
     description: str
 
     def check(self, params: dict[str, Any]) -> None:
