@@ -20,34 +20,33 @@ In a clone of the repository, `python bench.py` accepts the same arguments.
 
 Workloads. All requests have random token ids and temperature 0.6, and ignore the end-of-sequence token:
 
-    headline    --num-seqs requests. Input and output lengths are distributed uniformly, from a tenth of the maximum to
-                the maximum
-    single      one request. Its input has an eighth of --max-input-len tokens, and its output half of --max-output-len
-    prefill     an eighth of --num-seqs requests, with --prefill-len input tokens and one output token each
-    online      --num-seqs requests for each --request-rate; by default, 20 seconds of requests (6 on a CPU). The
-                gaps between arrivals are exponential. The lengths are log-normal (sigma 0.9 for inputs, 0.7 for
-                outputs), and are scaled down to fit --max-model-len. On a CPU, a short run first measures the highest
-                rate, and the default rates are 30, 60 and 90% of that rate
-    conversations
-                --num-seqs conversations of 3 to 20 turns (2 to 5 on a CPU), which share a system prompt. Each question
-                follows the previous answer after a pause, and its prompt is the whole conversation. The lengths have
-                the distributions of online. A conversation ends early at --max-model-len. The table shows the TTFT by
-                turn. The lines above the table show the hit rate of the prefix cache and, with --swap-space, the hit
-                rate of the blocks in host memory
-    latency     first, a single prompt of 16 to 32,000 tokens with one output token, --num-seqs times for each length.
-                Then 1 and 8 sequences decode after contexts of 100 to 30,000 tokens, three times each.
-                --max-model-len and --max-input-len bound the lengths
-    batches     for each of --batch-sizes, requests with 512 input and 256 output tokens (128 and 64 on a CPU)
-    embed       embeddings of 512 texts of 512 tokens, then of 10,000 texts of 30 tokens (fewer texts on a CPU). The
-                engine runs with task="embed" for any checkpoint, and vLLM runs with runner="pooling"
-    http        clients of `nanovllm serve`, which is started on a free port. Each client sends its next request when
-                its previous request is answered. Each value of --clients is a row: 64x256/128 means 64 clients that
-                stream answers of 128 tokens to prompts of 256 tokens. 256x200/256-chat sends conversations, and
-                512x128/128-whole does not stream. --num-seqs is the number of requests per row
-    host        no model runs: a fake device returns random tokens at once. One table shows the time of schedule,
-                prepare and process in a decode step of 1 to 1,024 sequences. Another table shows the CPU time of a step
-                of 512 sequences, which includes the work until the caller of `generate` or `stream` gets the text. The
-                time of a Python loop shows how fast the machine is
+headline: --num-seqs requests. Input and output lengths are distributed uniformly, from a tenth of the maximum to the
+    maximum.
+single: one request. Its input has an eighth of --max-input-len tokens, and its output half of --max-output-len.
+prefill: an eighth of --num-seqs requests, with --prefill-len input tokens and one output token each.
+online: --num-seqs requests for each --request-rate; by default, 20 seconds of requests (6 on a CPU). The gaps between
+    arrivals are exponential. The lengths are log-normal (sigma 0.9 for inputs, 0.7 for outputs), and are scaled down to
+    fit --max-model-len. On a CPU, a short run first measures the highest rate, and the default rates are 30, 60 and 90%
+    of that rate.
+conversations: --num-seqs conversations of 3 to 20 turns (2 to 5 on a CPU), which share a system prompt. Each question
+    follows the previous answer after a pause, and its prompt is the whole conversation. The lengths have the
+    distributions of online. A conversation ends early at --max-model-len. The table shows the TTFT by turn. The lines
+    above the table show the hit rate of the prefix cache and, with --swap-space, the hit rate of the blocks in host
+    memory.
+latency: first, a single prompt of 16 to 32,000 tokens with one output token, --num-seqs times for each length. Then 1
+    and 8 sequences decode after contexts of 100 to 30,000 tokens, three times each. --max-model-len and --max-input-len
+    bound the lengths.
+batches: for each of --batch-sizes, requests with 512 input and 256 output tokens (128 and 64 on a CPU).
+embed: embeddings of 512 texts of 512 tokens, then of 10,000 texts of 30 tokens (fewer texts on a CPU). The engine runs
+    with task="embed" for any checkpoint, and vLLM runs with runner="pooling".
+http: clients of `nanovllm serve`, which is started on a free port. Each client sends its next request when its previous
+    request is answered. Each value of --clients is a row: 64x256/128 means 64 clients that stream answers of 128 tokens
+    to prompts of 256 tokens. 256x200/256-chat sends conversations, and 512x128/128-whole does not stream. --num-seqs is
+    the number of requests per row.
+host: no model runs. A fake device returns random tokens at once. One table shows the time of schedule, prepare and
+    process in a decode step of 1 to 1,024 sequences. Another table shows the CPU time of a step of 512 sequences, which
+    includes the work until the caller of `generate` or `stream` gets the text. The time of a Python loop shows how fast
+    the machine is.
 
 Runs. Each workload first runs once as a warm-up with different token ids. (Online warms up with a quarter of its
 requests, and all decode runs of latency have the same ids.) Then headline, single, prefill, batches and embed run
