@@ -31,8 +31,8 @@ online: --num-seqs requests for each --request-rate; by default, 20 seconds of r
 conversations: --num-seqs conversations of 3 to 20 turns (2 to 5 on a CPU), which share a system prompt. Each question
     follows the previous answer after a pause, and its prompt is the whole conversation. The lengths have the
     distributions of online. A conversation ends early at --max-model-len. The table shows the TTFT by turn. The lines
-    above the table show the hit rate of the prefix cache and, with --swap-space, the hit rate of the blocks in host
-    memory.
+    above the table show the hit rate of the prefix cache and, with --swap-space, the share of tokens that came from
+    host memory.
 latency: first, a single prompt of 16 to 32,000 tokens with one output token, --num-seqs times for each length. Then 1
     and 8 sequences decode after contexts of 100 to 30,000 tokens, three times each. --max-model-len and --max-input-len
     bound the lengths.
