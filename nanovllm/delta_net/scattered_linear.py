@@ -14,7 +14,7 @@ class RowRanges(NamedTuple):
 
     shape: tuple[int, ...]  # of the whole weight of the checkpoint
     ranges: tuple[range, ...]
-    first_row: int = 0  # in the rank's own weight
+    first_row: int = 0  # of these ranges in the rank's weight
 
     @property
     def parts(self) -> list[Shard]:
@@ -51,7 +51,7 @@ class ScatteredColumnParallelLinear(LinearBase):
 
 
 class GatedQKVParallelLinear(QKVParallelLinear):
-    """A projection to gates, queries, keys and values, where each of `num_heads` heads has a query and a gate.
+    """A projection to gates, queries, keys and values. Each of `num_heads` heads has a query and a gate.
 
     A checkpoint stores the gate of each head after its query. The result contains the gates of all heads, then the
     queries, keys and values.

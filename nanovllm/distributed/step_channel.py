@@ -15,7 +15,7 @@ import numpy as np
 from nanovllm.batches.batch import BatchShape
 
 NUM_BUFFERS = 2  # one is read while the other is written
-HEADER = 512  # words: the number of bytes of the pickled shape, then the pickled shape
+HEADER = 512  # words for the size of the pickled shape in bytes, followed by the pickled shape
 
 
 class StepChannel:
@@ -82,7 +82,7 @@ class StepReader:
 
     @contextmanager
     def receive(self) -> Iterator[tuple[Any, np.ndarray]]:
-        """Open a context with the next message: (shape, words up to the end of the buffer)."""
+        """Open a context with the next message (shape, words up to the end of the buffer), then free the buffer."""
         os.eventfd_read(self._filled)
         buffer = next(self._buffers)
         shape = pickle.loads(buffer.view(np.uint8)[4 : 4 + buffer[0]])

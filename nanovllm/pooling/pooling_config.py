@@ -16,7 +16,7 @@ POOLING_MODES = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 OLD_MODE_PREFIX = "pooling_mode_"  # `pooling_mode_lasttoken: true` is an older form of `pooling_mode: "lasttoken"`
 ACTIVATIONS = {"Sigmoid": "sigmoid", "Softmax": "softmax", "Identity": "identity"}
 PROBLEM_ACTIVATIONS = {"regression": "identity", "multi_label_classification": "sigmoid"}
-ANSWERS = ("no", "yes")  # of Qwen3-Reranker
+ANSWERS = ("no", "yes")  # Qwen3-Reranker's answers: irrelevant, relevant
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class PoolingConfig:
     """How an engine with one of the tasks "embed", "score" and "classify" computes a vector from a text.
 
     num_values: the size of the vector that a step computes for a text: the hidden size, or the number of logits.
-    mode: "last", "mean" or "cls": the hidden state of the last token, the mean of all, or that of the first token.
+    mode: "last" uses the hidden state of the last token, "cls" the first token's, and "mean" the mean over all tokens.
     normalize: whether embeddings are divided by their Euclidean norm by default.
     activation: maps logits to scores or probabilities: "sigmoid", "softmax" or "identity".
     labels: the names of the classes, or () for embeddings.
@@ -116,7 +116,7 @@ def _read_embedding(folder: Path, modules: dict[str, Path], raw: dict) -> dict[s
 
 
 def _answer_ids(tokenizer: Path, modules: dict[str, Path], vocab_size: int) -> tuple[int, ...]:
-    """Return the ids of the tokens for irrelevant and relevant, or of the latter only."""
+    """Return the ids of the tokens that mean irrelevant and relevant, or only the second id."""
     if "LogitScore" in modules:
         entries = read_json(file := modules["LogitScore"] / "config.json")
         found = [entries.get("false_token_id"), entries.get("true_token_id")]
@@ -138,7 +138,7 @@ def _is_classifier(raw: dict) -> bool:
 
 
 def _labels(raw: dict, file: Path) -> tuple[str, ...]:
-    """Return the names of the classes. As in transformers, there are two unless config.json says otherwise."""
+    """Return the names of the classes. As in transformers, the default is two classes."""
     names = raw.get("id2label") or {i: f"LABEL_{i}" for i in range(raw.get("num_labels") or 2)}
     try:
         return tuple(str(names[key]) for key in sorted(names, key=int))  # the file sorts its keys as texts

@@ -49,7 +49,7 @@ def _through_tokens(state, rule_ptrs, head, key_at, begin, end, shift, DTYPE: tl
     return state
 
 
-# states can be read early: the embedding, an ordinary launch, followed the step that wrote them
+# states can be read early, because the embedding, an ordinary launch, came after the step that wrote the states
 @dependent_kernel(early=("seq_ptrs", "state_ptrs"))
 @triton.jit(do_not_specialize=["num_rows", "stride"])
 def _tokens_kernel(
@@ -67,7 +67,7 @@ def _tokens_kernel(
     own, end, read, written = sequence_of(seq_ptrs, seq, stride, PLAN)
     stop, has_work = end, True
     if PLAN.rows == 0:
-        is_last = seq == tl.num_programs(1) - 1  # which also fills the rows of padding
+        is_last = seq == tl.num_programs(1) - 1  # the last sequence's program also fills the rows of padding
         stop, has_work = tl.where(is_last, num_rows, end), (own < end) | is_last
     elif seq_ptrs.count is not None:
         has_work = own < tl.load(seq_ptrs.count)
@@ -119,7 +119,8 @@ def _launch_tokens(
 ) -> None:
     """Launch both kernels. `sizes` is (sequences, rows per sequence, maximum drafts of the previous step).
 
-    Without `num_warps`, choose the fastest number: many programs get fewer warps, because fewer warps repeat less work.
+    Without `num_warps`, choose the fastest number. If there are many programs, each gets fewer warps, because fewer
+    warps repeat less work.
     """
     heads, x, state_tensors = operands = operands_of(qkvz, ba, layer, states)
     num_seqs, rows, kept = sizes

@@ -1,7 +1,7 @@
 """Decode attention over paged keys and values.
 
-The queries of a sequence belong to its newest token and a few draft tokens. Several programs share the keys of a
-sequence (flash-decoding).
+The queries of a sequence belong to its newest token and a few draft tokens. The keys of a sequence are divided among
+several programs (flash-decoding).
 """
 
 import torch
@@ -42,7 +42,7 @@ NO_NORM_ROPE = None, None, 0.0, None, None  # weights, eps, cos_sin, slots
 
 @triton.jit
 def _load_rotation(norm_rope_ptrs, seq, d, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr):
-    """Return cos and sin for queries and for keys, and the index that each element of a head is rotated with.
+    """Return cos and sin for queries and for keys, and the index of each element's partner in the rotation.
 
     If there are norm weights, cos and sin are multiplied by them.
     """
@@ -252,7 +252,7 @@ def _decode_kernel(
             scores = tl.where(visible, scores, NO_KEYS)
             m_new = tl.maximum(m_i, tl.max(scores, 0))
             p = tl.exp2(scores - m_new[None, :])
-            if ROWS > 1:  # while a row has seen no key, m_new is NO_KEYS, and hidden keys would get the weight 1
+            if ROWS > 1:  # until a row has seen a key, m_new is NO_KEYS, and hidden keys would get the weight 1
                 p = tl.where(visible, p, 0.0)
             alpha = tl.exp2(m_i - m_new)
             if IS_FP8:
@@ -342,7 +342,7 @@ def decode_attention(
         parts = tuple(torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes)
     caches, seqs = (cache.k, cache.v, cache.scales), (num_seqs, context_lens, block_tables)
     constants = dict(ROWS=tokens_per_row, GROUP=group, CACHE=layout, STAGES=stages, num_warps=num_warps)
-    # queries are the columns of the matmuls, and keys the rows: tensor cores need at least 8 columns or 16 rows
+    # queries are columns of the matmuls and keys are rows, because tensor cores need only 8 columns, but 16 rows
     constants["GROUP_PAD"] = max(16 if IS_TRITON_3_4 else 8, triton.next_power_of_2(tokens_per_row * group))
     constants["ROTARY"] = norm_rope_inputs[3].shape[2] if is_qkv else head_dim
     pointers, scale = (q, norm_rope_inputs, caches, seqs, cache.spec.sinks, (out, *parts)), log2_scale(cache)

@@ -14,10 +14,10 @@ PER_PROGRAM = tl.constexpr(16)  # heads of a program
 
 
 class Rows(NamedTuple):
-    """The sizes of the rows of qkv (a kernel constant). Each head of a token is a row."""
+    """The sizes of the rows of qkv, as a compile-time constant. Each head of a token is a row."""
 
     heads: int  # query heads
-    rotary: int  # this many elements of each head are rotated, from the first on
+    rotary: int  # the first `rotary` elements of each head are rotated
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def norm_rope(x, x_swapped, cos, sin, eps, HAS_NORM: tl.constexpr):
 
 @triton.jit
 def load_cos_sin(cos_sin_ptr, token, d, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr):
-    """Load a token's cosines and sines for elements `d` of a head, and the indices that they are rotated with."""
+    """Return a token's cosines and sines for elements `d` of a head, and the indices of their rotation partners."""
     cos_ptr = cos_sin_ptr + token * (2 * ROTARY)
     if ROTARY == HEAD_DIM:
         return tl.load(cos_ptr + d), tl.load(cos_ptr + ROTARY + d), (d + ROTARY // 2) % ROTARY

@@ -25,9 +25,9 @@ class Tiles(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The number of inputs of a matmul, and how many of them share a scale (a kernel constant).
+    """The number of inputs of a matmul, and how many of them share a scale, as a compile-time constant.
 
-    Without scales, the fields are as with one scale per row, so kernels are not compiled for each N.
+    Without scales, the fields have the same values as with one scale per row, so kernels are not compiled for each N.
     """
 
     k: int
@@ -121,7 +121,7 @@ def scale_of(largest):
 
 @triton.jit
 def as_factor(x):
-    """Convert e4m3 bits to float16, so that `tl.dot` computes the same as FP8 units. Return e4m3 unchanged."""
+    """Convert e4m3 bits to float16, so that `tl.dot` computes the same results as FP8 units. Return e4m3 unchanged."""
     if x.dtype == tl.uint8:
         x = decode_e4m3(x, tl.float16)
     return x
@@ -160,7 +160,7 @@ def scales_of_x(x_scale_ptr, begin, row, is_row, stride, GROUP: tl.constexpr):
 def times_scales(y, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES: tl.constexpr, WHOLE: tl.constexpr):
     """If the weight has scales, multiply y [tile_n, M] by the scales of its rows and of the rows of x.
 
-    With WHOLE, these are the scales of whole rows, otherwise those of the group of inputs at `begin`.
+    With WHOLE, the scales apply to whole rows, otherwise to the group of inputs at `begin`.
 
     `x_scales` is (pointer, rows, mask of existing rows, stride between groups). `w_scales` is (pointer, first row, end
     row).

@@ -1,8 +1,8 @@
 """Computes the cutoffs of top-k, top-p and min-p without sorting (definition: layers/sampler.py).
 
 The vocabulary is divided into tiles, whose maxima show which few tiles contain entries above a bound. A search finds
-the smallest logit that is kept. Each iteration divides the remaining interval into four. If not all tokens with the
-smallest logit are kept, one more pass finds the last kept token.
+the smallest logit that is kept. Each iteration divides the remaining interval into four parts. If not all tokens with
+the smallest logit are kept, one more pass finds the last kept token.
 """
 
 from typing import NamedTuple

@@ -30,13 +30,13 @@ from nanovllm.quantization.kernels.hopper_packed_gemm import (
 
 class ExpertsPlan(NamedTuple):
     top_k: int
-    is_single: bool  # all rows are the only row of x
+    is_single: bool  # all rows share the only row of x
     is_last: bool  # whether results are multiplied by routing weights, and stored in the order of pairs
 
 
 @gluon.jit
 def _store_rows(out_ptr, sums, routing_ptrs, row, num_rows, rows_of_tile, num_tokens, EXPERTS: gl.constexpr):
-    """Store the sums [64, tokens] of a warpgroup as its rows' outputs from `row` on, if these exist."""
+    """Store the sums [64, tokens] of a warpgroup: 64 outputs from `row` on, for each row of the tile."""
     weights_ptr, pairs_ptr = routing_ptrs
     first_row, end_row = rows_of_tile
     TOKENS: gl.constexpr = sums.shape[1]

@@ -1,6 +1,6 @@
 """Mixture of experts for a few tokens: matrix-vector multiplications with the chosen experts' weights.
 
-Of 8-bit weights with scales, a thread loads LANE adjacent values at once, all from the same block.
+With 8-bit weights, a thread loads LANE adjacent values at once, all from the same scale block.
 """
 
 from typing import NamedTuple
