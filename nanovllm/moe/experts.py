@@ -85,7 +85,7 @@ class Experts(nn.Module):
         super().__init__()
         tp = get_construction().tp
         self.num_experts, self.hidden_size, self.size = config.num_experts, hidden_size, config.intermediate_size
-        # the ranks divide either the experts or the experts' inner size; the other size has a single rank
+        # the ranks divide either the experts or the experts' inner size; each rank has all of the other
         self.expert_tp = tp if config.expert_parallel else TensorParallel()
         self.size_tp = TensorParallel() if config.expert_parallel else tp
         self.num_local = self.expert_tp.shard_size("experts", self.num_experts)
@@ -119,7 +119,10 @@ class Experts(nn.Module):
         }
 
     def shard(self, shard_id: int) -> Shard:
-        """Return this rank's shard of one expert's weight: gate or up [size, hidden], or down [hidden, size]."""
+        """Return this rank's shard of a single expert's weight.
+
+        The weights of gate_proj and up_proj are [size, hidden], and the weight of down_proj is [hidden, size].
+        """
         if shard_id == DOWN:
             return Shard((self.hidden_size, self.size), columns=self.size_tp.local_slice(self.size))
         first_row = shard_id * self.local_size

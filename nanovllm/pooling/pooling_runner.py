@@ -112,7 +112,7 @@ class PoolingRunner(BatchRunner):
             self.partial_vectors = torch.zeros(size, dtype=torch.float32, device=self.device)
 
     def run_batch(self, batch: DeviceBatch) -> tuple[torch.Tensor, SamplerInput]:
-        """Run the model. Unless the mode is "last", return pooled vectors [S, hidden_size] instead of hidden states."""
+        """Run the model. Unless the mode is "last", give pooled vectors [S, hidden_size] to the head of the task."""
         hidden_states, x = super().run_batch(batch)
         if self.config.pooling.mode != "last":
             x = x._replace(hidden_states=self.pool(hidden_states, batch))

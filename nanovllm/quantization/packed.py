@@ -131,7 +131,7 @@ class PackedWeight:
     """The parameters of a layer's 4-bit weight, with loaders.
 
     `parameters` maps the checkpoint's name of each tensor to a parameter. `select` is as in ScaledWeight. Raise
-    ValueError if this rank's inputs begin or end within a group.
+    ValueError if the border between two ranks' inputs cuts a group.
     """
 
     advice = "use fewer ranks"  # in this error

@@ -59,13 +59,13 @@ class QuantConfig:
 
     @property
     def quantizes(self) -> bool:
-        """Return whether weights that are not quantized can be loaded, to be quantized then."""
+        """Return whether unquantized weights can be loaded. They are quantized while they are loaded."""
         return all(scheme.quantizes for _, scheme in self.groups)
 
     def own_name(self, name: str) -> str:
         """Return the model's name for a tensor.
 
-        Some checkpoints name the only scale of a weight as if it had blocks.
+        Some checkpoints use the name of block scales, `weight_scale_inv`, for the single scale of a weight.
         """
         has_one_scale = self.groups[0][1].scale_name == "weight_scale"
         return name.removesuffix("_inv") if has_one_scale and name.endswith(".weight_scale_inv") else name

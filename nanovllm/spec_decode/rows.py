@@ -78,7 +78,7 @@ def place_chains(
 
     In the first step, a sequence has `width` rows: the rows that it lacks, then copies of its last row. In each further
     step, a sequence has one row for the next draft, or a copy of its previous row if there is no next draft.
-    `num_computed`, indexed by request, becomes the number of computed rows without drafts.
+    The function sets `num_computed`, indexed by request, to the number of computed rows, not counting rows of drafts.
     """
     num_steps, width, shift, block_size = shape
     indices, steps = req_indices.long(), torch.arange(max(width, num_steps), device=req_indices.device)

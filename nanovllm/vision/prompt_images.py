@@ -65,7 +65,7 @@ class PromptImages:
     def _positions(self) -> np.ndarray:
         """The temporal, vertical and horizontal positions of the prompt's tokens: [3, tokens] int32.
 
-        An image takes as many positions as its longer side has tokens, because its tokens have two dimensions.
+        The text after an image continues at the image's first position plus the tokens of the image's longer side.
         """
         parts, end, position = list[np.ndarray](), 0, 0
         for image, start in self.placed:
@@ -89,7 +89,7 @@ class PromptImages:
         return sum(saved)
 
     def positions(self, start: int, end: int) -> np.ndarray:
-        """Return the positions of the tokens `start:end`, which may be generated ones: [3, end - start] int32."""
+        """Return the positions of the tokens `start:end`, which may be generated tokens: [3, end - start] int32."""
         generated = np.arange(max(start, self.num_prompt_tokens), end, dtype=np.int32) + self.delta
         prompt = self._positions[:, start:end]
         return np.concatenate((prompt, np.broadcast_to(generated, (3, len(generated)))), 1, dtype=np.int32)

@@ -18,7 +18,7 @@ ROPE_THETA = 10000.0
 
 
 class TowerLinear(nn.Module):
-    """Computes x W^T + b with the whole weight on each rank. Weight formats and adapters leave it as it is."""
+    """Computes x W^T + b with the whole weight on each rank. Weight formats and adapters do not change it."""
 
     def __init__(self, input_size: int, output_size: int):
         super().__init__()
@@ -40,7 +40,7 @@ class LayerNorm(nn.Module):
 
 
 class PatchProjection(nn.Module):
-    """A 3D convolution whose stride is its kernel: a matmul for each patch. Each frame of a patch is the image."""
+    """A 3D convolution whose stride equals its kernel size, so it is a matmul per patch. All frames are the same."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
@@ -83,7 +83,7 @@ class PositionEmbedding(nn.Module):
 
 
 class TowerAttention(nn.Module):
-    """Attention in which each patch of an image attends to all its patches."""
+    """Attention in which each patch of an image attends to all patches of the image."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
@@ -138,7 +138,7 @@ class PatchMerger(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """Attributes have the names in checkpoints."""
+    """The vision tower. Attributes have the same names as in checkpoints."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
