@@ -51,7 +51,7 @@ class DeltaHeads(NamedTuple):
 
 
 def delta_rule_step(q, k, v, log_decay, beta, state) -> tuple[torch.Tensor, torch.Tensor]:
-    """Process one token in float32, by the equations above. Return the output [..., value_dim] and the new state.
+    """Process one token in float32, by this module's equations. Return the output [..., value_dim] and the new state.
 
     q and k are [..., key_dim], v is [..., value_dim], `log_decay` and `beta` are [...], and `state` is [..., value_dim,
     key_dim]. The new state has the dtype of `state`.
@@ -138,7 +138,7 @@ class GatedDeltaNet(nn.Module):
     def captures_chunks(self) -> bool:
         """Whether CUDA graphs can contain chunks.
 
-        Graphs can contain the kernels. They can't contain the definition, because it reads lengths on the host.
+        CUDA graphs can contain the kernels, but not the definition, because the definition reads lengths on the host.
         """
         return "delta_net_chunks" in ops_for(self.A_log.device)
 
@@ -204,9 +204,9 @@ def delta_net_step(qkvz, ba, layer: Any, states: State, rows, out, count=None) -
 def delta_net_chunks(qkvz, ba, layer: Any, states: State, state_rows, starts, num_seqs: int, out, count=None) -> None:
     """Compute `delta_net_step` for each token in the chunks of B sequences.
 
-    Rows of `out` after the last token become 0. Sequence i has the tokens from `starts[i]` to `starts[i + 1]`. Its
-    state is read from row `state_rows[0, i]`, and written to row `state_rows[1, i]`. If given, `count` [1] int32 is the
-    number of decode rows, which are skipped: they are first in `starts` and `state_rows`.
+    Rows of `out` after the last token become 0. Sequence i has the tokens from `starts[i]` to `starts[i + 1]`. The
+    state of sequence i is read from row `state_rows[0, i]`, and written to row `state_rows[1, i]`. If given, `count`
+    [1] int32 is the number of decode rows, which are skipped: they are first in `starts` and `state_rows`.
     """
     windows, matrices = states.tensors
     qkv, z = qkvz.split((windows.shape[2], layer.heads.sizes[2]), 1)

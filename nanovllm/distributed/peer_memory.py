@@ -75,7 +75,7 @@ class PeerMemory:
             self.aborted = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
 
     def next_sum(self, split_k: int, num_rows: int, width: int, dtype: torch.dtype) -> PeerAllReduce:
-        """Return a sum [num_rows, width]. The caller must write its `parts` [split_k, num_rows, width]."""
+        """Return a sum [num_rows, width]. The caller must write the sum's `parts` [split_k, num_rows, width]."""
         index = self._sum_buffers.advance()
         offset = self.sums_offset + index * self.capacity
         num_bytes = split_k * num_rows * width * dtype.itemsize
@@ -104,7 +104,7 @@ class PeerMemory:
 
 
 class PeerTensorParallel(Ranks):
-    """Ranks on GPUs that read each other's memory. The kernel that reads a sum also computes it."""
+    """Ranks on GPUs that read each other's memory. The kernel that reads a sum also computes the sum."""
 
     def __init__(self, peers: PeerMemory):
         super().__init__(peers.rank, peers.size)

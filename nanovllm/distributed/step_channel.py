@@ -22,10 +22,10 @@ class StepChannel:
     """Rank 0's end of the channel.
 
     A buffer is an int32 array: a batch's pickled shape, then the batch. Each reader has two semaphores. `free` counts
-    the buffers that the reader has read, and `filled` counts the buffers that it must still read.
-    So no buffer is overwritten too early, and readers sleep while there is nothing to read. Rank 0 can always raise a
-    semaphore, even if a reader was killed. The memory (an unnamed file) and the semaphores (eventfds) are inherited, so
-    no named object can outlive the processes.
+    the buffers that the reader has read, and `filled` counts the buffers that the reader must still read. So no buffer
+    is overwritten too early, and readers sleep while there is nothing to read. Rank 0 can always raise a semaphore,
+    even if a reader was killed. The memory (an unnamed file) and the semaphores (eventfds) are inherited, so no named
+    object can outlive the processes.
     """
 
     def __init__(self, capacity: int, num_readers: int):

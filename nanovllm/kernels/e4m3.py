@@ -73,7 +73,7 @@ def encode_rows(x, dtype: tl.constexpr):
     """Quantize rows x [R, D] to e4m3 in `dtype`. Return the quantized rows and their scales [R].
 
     The scales are float32 values that bfloat16 represents exactly. A row that contains NaN or infinity gets an infinite
-    scale, so it never decodes to finite values.
+    scale, so the row never decodes to finite values.
     """
     x = x.to(tl.float32)
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # integers sort like magnitudes, with NaN at the top

@@ -28,7 +28,7 @@ class PoolingConfig:
     normalize: whether embeddings are divided by their Euclidean norm by default.
     activation: maps logits to scores or probabilities: "sigmoid", "softmax" or "identity".
     labels: the names of the classes, or () for embeddings.
-    token_ids: the tokens whose logits score a text: (irrelevant, relevant), or only the second. If it is (), the
+    token_ids: the tokens whose logits score a text: (irrelevant, relevant), or only the second. If there are none, the
         checkpoint has a classification head, or the task is "embed".
     prompts: texts to put before a text, by name, from `config_sentence_transformers.json`.
     default_prompt_name: the prompt of texts for which no name is given.
@@ -147,7 +147,7 @@ def _labels(raw: dict, file: Path) -> tuple[str, ...]:
 
 
 def _modules(folder: Path) -> dict[str, Path]:
-    """Return the folder of each module in `modules.json`, if any, by the name of its class in sentence-transformers."""
+    """Return the folder of each module in `modules.json`, if any, by the module's class in sentence-transformers."""
     file = folder / "modules.json"
     try:
         modules = json.loads(file.read_bytes()) if file.is_file() else []

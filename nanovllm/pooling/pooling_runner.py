@@ -136,7 +136,7 @@ class PoolingRunner(BatchRunner):
         return vectors[sampled] if self.config.pooling.mode == "cls" else vectors[sampled] / lengths[sampled, None]
 
     def sample_and_accept(self, x: SamplerInput) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute vectors [S, N]. Return their bits as int32, as a step's results."""
+        """Compute vectors [S, N]. Return the vectors' bits as int32, which are the step's results."""
         # `compute_logits` may scale logits, which the family defines only for logits of tokens
         head = self.model.compute_logits if self.config.pooling.token_ids else self.model.lm_head
         results = head(x.hidden_states).contiguous().view(torch.int32)

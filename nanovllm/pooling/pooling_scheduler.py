@@ -49,7 +49,7 @@ class PoolingScheduler(Scheduler):
         step.add_sampled(seq)
 
     def postprocess(self, step: ScheduledStep, result: PooledResult) -> Collection[Sequence]:  # type: ignore[override]
-        """Give each sequence its vector, and end it. Return the sequences that ended."""
+        """Give each sequence its vector, and end the sequence. Return the sequences that ended."""
         arrived = [(seq, x) for seq, x in zip(step.sampled_seqs, result.vectors) if seq.finish_reason is None]
         for seq, vector in arrived:
             assert isinstance(seq, PooledSequence)

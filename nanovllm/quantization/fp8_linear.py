@@ -69,7 +69,7 @@ class FP8Linear(ScaledLinear):
         return (self._quantized(x), self.values, self.scales) if self.group == self.block.rows == 128 else None
 
     def _swiglu(self, layer: LinearBase, rows: ops.QuantizedRows, act: "FP8SiluAndMul") -> Any:
-        """Compute the matmul and the activation in one kernel, or return NotImplemented if there is none."""
+        """Compute the matmul and the activation in one kernel, or return NotImplemented if no kernel does."""
         if variant.get() or layer.bias is not None or act.consumer.group != ops.SWIGLU_GROUP:
             return NotImplemented
         return ops.swiglu_quantize(rows, self.values, self.scales)

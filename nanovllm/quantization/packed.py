@@ -184,7 +184,7 @@ class PackedWeight:
         return made
 
     def _quantize(self, _: torch.Tensor, weight, *arguments) -> torch.Tensor | None:
-        """Quantize a shard of a 16-bit weight, and return its scales."""
+        """Quantize a shard of a 16-bit weight, and return the shard's scales."""
         if (selected := self.select(*arguments)) is None:
             return None
         shard, index = selected

@@ -59,7 +59,7 @@ class QuantConfig:
 
     @property
     def quantizes(self) -> bool:
-        """Return whether unquantized weights can be loaded. They are quantized while they are loaded."""
+        """Return whether the loader can quantize unquantized weights."""
         return all(scheme.quantizes for _, scheme in self.groups)
 
     def own_name(self, name: str) -> str:
@@ -79,7 +79,7 @@ class QuantConfig:
         return next(found, None)
 
     def prepare(self, model: nn.Module, device: torch.device) -> None:
-        """Set the format of each linear layer and mixture of experts in `model`. Allocate their weights on `device`."""
+        """Set the formats of linear layers and mixtures of experts in `model`. Allocate these weights on `device`."""
         if device.type == "cpu":
             logger.warning(
                 "quantization: on a CPU, %s weights are slower than 16 bits: each step dequantizes them", self.name

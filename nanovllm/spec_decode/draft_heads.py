@@ -101,7 +101,7 @@ class Eagle3(Head):
 
 
 class Mtp(Head):
-    """A head for multi-token prediction (MTP). It uses the model's output head."""
+    """A head for multi-token prediction (MTP). The head uses the model's output head."""
 
     def make_head(self, config: Any, max_len: int) -> MtpHead:
         self.decoder.register_forward_hook(lambda model, args, output: self.keep(output))

@@ -1,4 +1,4 @@
-"""The scheduler for speculation. It can append several tokens to a sequence in one step, and plans the next drafts."""
+"""The scheduler for speculation, which can append several tokens to a sequence in one step, and plans drafts."""
 
 from collections.abc import Collection
 from dataclasses import dataclass

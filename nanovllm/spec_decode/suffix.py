@@ -20,7 +20,7 @@ ROOT = 0  # the state of the empty context
 class SuffixAutomaton:
     """An index of all contexts (token sequences) in a set of texts.
 
-    Building it takes time and memory linear in the length of the texts.
+    Building the index takes time and memory linear in the length of the texts.
 
     A state stands for all contexts that end at the same positions. `lengths[s]` is the length of the longest of these
     contexts. `links[s]` is the state of the longest suffix of this context that also ends at other positions. `next[s]`

@@ -35,8 +35,8 @@ class RequestImages(StepFeature):
         """Return `req_indices` and `deltas` of the requests. If `has_images(step)`, also return:
 
         positions: the positions of the chunks' tokens, [3, T].
-        placed: [N, 7], for each part of an image: its first token in the step, its number of tokens, the index of its
-            first token in the image, and the image's key.
+        placed: [N, 7], for each part of an image: the index of the first token in the step, the number of tokens, the
+            index of the first token in the image, and the image's key.
         """
         seqs = [*dict.fromkeys([*(row.seq for row in step.chunks), *step.new_seqs])]
         if not seqs:

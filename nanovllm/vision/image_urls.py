@@ -23,7 +23,7 @@ ESCAPES = {"%2B": "+", "%2F": "/", "%3D": "="}  # of the characters of base64
 
 
 def fetch(url: str, config: "Config", max_bytes: int) -> bytes:
-    """Return the bytes that a URL names. Raises ValueError if they can't be read, or may not be read."""
+    """Return the bytes that a URL names. Raises ValueError if the bytes can't be read, or may not be read."""
     scheme = url[:8].partition(":")[0].lower()
     if scheme == "data":
         return _decode(url, max_bytes)
@@ -62,7 +62,7 @@ def _read_local(url: str, allowed: str, max_bytes: int) -> bytes:
 
 
 def read_file(path: Path, name: str, max_bytes: int, is_regular: bool = False) -> bytes:
-    """Return the contents of a file. With `is_regular`, it must be a regular file.
+    """Return the contents of a file. With `is_regular`, the file must be a regular file.
 
     Raises a ValueError that begins with `name` if the file is missing or too large.
     """

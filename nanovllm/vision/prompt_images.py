@@ -10,7 +10,7 @@ import numpy as np
 class PromptImage(NamedTuple):
     """An image whose size fits the tower.
 
-    pixels: uint8 [patches, 3, patch_size, patch_size] as bytes. The patches of a token follow each other.
+    pixels: uint8 [patches, 3, patch_size, patch_size] as bytes. The patches of a token are adjacent.
     rows, columns: how many tokens the image has in each direction.
     digest: 16 bytes that depend on the pixels, rows and columns. Images with equal digests share cached blocks.
     """
@@ -84,7 +84,7 @@ class PromptImages:
 
     @cached_property
     def delta(self) -> int:
-        """The difference between the position of a generated token and its index. It is at most 0."""
+        """The position of a generated token minus the token's index. The difference is at most 0."""
         saved = (max(image.rows, image.columns) - image.num_tokens for image in self.images)
         return sum(saved)
 

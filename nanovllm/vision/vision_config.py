@@ -65,7 +65,7 @@ class VisionConfig:
         return self.max_pixels // (self.patch_size * self.merge_size) ** 2
 
     def with_settings(self, settings: "Config") -> "VisionConfig | None":
-        """Return the configuration for an engine, or None if it takes no images.
+        """Return the configuration for an engine, or None if the engine takes no images.
 
         Raises ValueError if the smallest allowed image is larger than the largest one.
         """
@@ -79,7 +79,7 @@ class VisionConfig:
 
 
 def check_limits(name: str, value: Any) -> dict[str, int]:
-    """Return the setting `limit_mm_per_prompt` as a dict. Raises TypeError or ValueError if it is invalid."""
+    """Return the setting `limit_mm_per_prompt` as a dict. Raises TypeError or ValueError for an invalid value."""
     limits = _json_dict(name, value, ("image", "video", "audio"))
     limits = {kind: limit["count"] if isinstance(limit, dict) else limit for kind, limit in limits.items()}
     highs = {"image": 2**16, "video": 0, "audio": 0}  # only images are supported
@@ -87,7 +87,7 @@ def check_limits(name: str, value: Any) -> dict[str, int]:
 
 
 def check_pixels(name: str, value: Any) -> dict[str, int]:
-    """Return the setting `mm_processor_kwargs` as a dict. Raises TypeError or ValueError if it is invalid."""
+    """Return the setting `mm_processor_kwargs` as a dict. Raises TypeError or ValueError for an invalid value."""
     pixels = _json_dict(name, value, ("min_pixels", "max_pixels"))
     return {key: check_int(f"{name}: {key}", number, low=1, high=2**26) for key, number in pixels.items()}
 

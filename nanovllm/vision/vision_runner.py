@@ -44,8 +44,8 @@ class ImageStore:
     def require(self, images: Iterable[PromptImage]) -> None:
         """Compute the embeddings of the images that are not stored. Only rank 0 calls this method.
 
-        The images of the previous step may exceed the bound. So the least recently used ones are removed first, but not
-        the last image, because a chunk may have cut it.
+        The images of the previous step may exceed the bound. So the least recently used images are removed first. The
+        last image stays, because a chunk may have cut it.
         """
         needed = {image.digest: image for image in images}
         self._make_room(0, [*needed, *[*self._embeddings][-1:]])

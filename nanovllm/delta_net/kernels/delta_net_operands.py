@@ -1,8 +1,8 @@
 """The arguments of the gated delta rule's kernels: a layer, and the sequences of a step.
 
 A token's index is the number of its row in this step, not its position in the sequence. A sequence's tokens of this
-step start at index `own`. Before them are the accepted drafts of the previous step, whose inputs were kept. These
-drafts start at index `begin`, where the window ends.
+step start at index `own`. In front of these tokens are the accepted drafts of the previous step, whose inputs were
+kept. These drafts start at index `begin`, where the window ends.
 """
 
 from functools import cache

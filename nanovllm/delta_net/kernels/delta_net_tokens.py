@@ -27,7 +27,7 @@ TILE = 8  # tokens whose inputs or norms are computed together
 def _through_tokens(state, rule_ptrs, head, key_at, begin, end, shift, DTYPE: tl.constexpr, HEADS: tl.constexpr):
     """Return the state after the tokens from `begin` to `end`, and replace each token's value v by the token's output.
 
-    The state is rounded to DTYPE after each token, so the result does not depend on when it is stored.
+    The state is rounded to DTYPE after each token, so the result does not depend on when the state is stored.
     """
     e, in_key = tl.arange(0, state.shape[0]), key_at < HEADS.key_dim
     key_at += head // HEADS.group * HEADS.key_dim

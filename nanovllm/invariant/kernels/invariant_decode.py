@@ -79,7 +79,7 @@ def _decode_kernel(
 ):
     """Compute one split of a sequence. Unlike in decode_attention.py, a split consists of whole segments.
 
-    Everything is transposed, so tensor cores multiply 64 keys at a time, as in prefill.
+    All tiles are transposed, so tensor cores multiply 64 keys at a time, as in prefill.
     """
     gdc_launch_dependents(PDL)
     k_cache_ptr, v_cache_ptr, scales_ptr = cache_ptrs

@@ -44,7 +44,7 @@ NO_NORM_ROPE = None, None, 0.0, None, None  # weights, eps, cos_sin, slots
 def _load_rotation(norm_rope_ptrs, seq, d, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr):
     """Return cos and sin for queries and for keys, and the index of each element's partner in the rotation.
 
-    If there are norm weights, cos and sin are multiplied by them.
+    If there are norm weights, cos and sin are multiplied by these weights.
     """
     q_weight_ptr, k_weight_ptr = norm_rope_ptrs[0], norm_rope_ptrs[1]
     cos, sin, swapped = load_cos_sin(norm_rope_ptrs[3], seq, d, HEAD_DIM, ROTARY)
@@ -277,7 +277,7 @@ def _decode_kernel(
 def fuses_qk_norm_rope(batch_size: int, kv_heads: int, device: torch.device) -> bool:
     """Return whether `decode_attention` should get qkv, and normalize, rotate and store the new token.
 
-    This saves a kernel launch. If not all programs can run at once, fusing costs more time than it saves.
+    Fusing saves a kernel launch. If not all programs can run at once, fusing costs more time than it saves.
     """
     return batch_size * kv_heads <= 2 * num_sms(device)
 
@@ -322,8 +322,8 @@ def decode_attention(
     tokens_per_row: the number of consecutive rows that belong to one sequence. These rows share a block table, and each
         row sees at least as many keys as the previous row.
     norm_rope_inputs: the arguments `qk_norm_rope` and `slot_mapping` of `norm_rope_and_store`. With these arguments,
-        the kernel also does the work of that function. In this case, q is qkv [B, heads + 2 kv_heads, head_dim] with
-        any stride between tokens, and the result of an empty sequence is finite but undefined.
+        the kernel also does the work of `norm_rope_and_store`. In this case, q is qkv [B, heads + 2 kv_heads, head_dim]
+        with any stride between tokens, and the result of an empty sequence is finite but undefined.
     """
     is_qkv, kv_heads = norm_rope_inputs is not NO_NORM_ROPE, cache.k.shape[2]
     out = torch.empty_like(q[:, 2 * kv_heads :] if is_qkv else q) if out is None else out

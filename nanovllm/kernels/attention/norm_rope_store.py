@@ -55,8 +55,8 @@ def _norm_rope_store_kernel(
 ):
     """In each program, process PER_PROGRAM heads of one token.
 
-    Query heads come first, then key heads, then value heads. All heads run the same instructions, with the masks
-    `is_q`, `is_k` and `is_v`.
+    A token's query heads come first in qkv, then key heads, then value heads. All heads run the same instructions, with
+    the masks `is_q`, `is_k` and `is_v`.
     """
     gdc_launch_dependents(PDL)
     q_weight_ptr, k_weight_ptr, eps, cos_sin_ptr, slot_mapping_ptr = norm_rope_ptrs
@@ -104,7 +104,8 @@ def norm_rope_and_store(qkv: torch.Tensor, qk_norm_rope, slot_mapping: torch.Ten
     qk_norm_rope: (q weight, k weight, eps, cos_sin). The weights are [head_dim], or `None` if there is no norm.
         `cos_sin` [T, 2, N] float32 comes from FusedRotaryEmbedding, and defines the rotation of the first N elements of
         each head.
-    slot_mapping [T]: each token's index into the cache with its first two dimensions flattened, or -1 to store nothing
+    slot_mapping [T]: each token's index into the cache, whose first two dimensions are flattened, or -1 to store
+        nothing
     """
     num_tokens, num_rows, head_dim = qkv.shape
     layout = CacheLayout(*cache.k.shape[1:])

@@ -33,7 +33,7 @@ class CacheLayout(NamedTuple):
 def layout_of(cache, max_tile: int) -> CacheLayout:
     """Return the layout of a cache.
 
-    Its tile is the largest power of two up to `max_tile` that divides the block size.
+    The layout's tile is the largest power of two up to `max_tile` that divides the block size.
     """
     block_size, spec = cache.k.shape[1], cache.spec
     tile = min(max_tile, block_size & -block_size)

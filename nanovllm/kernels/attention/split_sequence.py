@@ -21,8 +21,8 @@ def choose_num_splits(
 ) -> int:
     """Return the maximum number of splits per sequence, each with at least `tile` keys.
 
-    With one sequence, each multiprocessor gets one program. With several sequences, it gets `programs` programs,
-    because the lengths of sequences differ.
+    With one sequence, each multiprocessor gets one program. With several sequences, each multiprocessor gets `programs`
+    programs, because the lengths of sequences differ.
     """
     programs, most = (1, MAX_SPLITS_OF_ONE) if batch_size == 1 else (programs, MAX_SPLITS)
     wanted = programs * num_sms(device) // max(1, batch_size * kv_heads)

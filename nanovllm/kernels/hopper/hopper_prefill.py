@@ -2,8 +2,8 @@
 
 The kernel is written in Gluon. One warp loads tiles, and two warpgroups compute attention. A query tile has 128 rows
 (64 for each warpgroup), and each row is one query head of one token. A tile covers a *pack*: some of the query heads
-that share a key-value head. The size of a pack is the largest power of two that divides the number of these query
-heads.
+that share a key-value head. The size of a pack is the largest power of two that divides the number of query heads per
+key-value head.
 
 The warpgroups alternate. While one warpgroup computes softmax, the tensor cores run matmuls of the other warpgroup, or
 multiply the first warpgroup's previous softmax weights by values.
@@ -53,7 +53,7 @@ def _lanes():
 def _load(ring, buffer, use, tiles, at):
     """Wait until `buffer` is free, then start to load a tile into it. `use` is the number of earlier loads into it.
 
-    A buffer has two barriers: `full` completes when a tile is loaded, and `empty` when it is no longer needed.
+    A buffer has two barriers: `full` completes when a tile is loaded, and `empty` when the tile is no longer needed.
     """
     smem, full, empty = ring
     mbarrier.wait(empty.index(buffer), (use & 1) ^ 1)

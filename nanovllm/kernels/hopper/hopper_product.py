@@ -3,11 +3,11 @@
 The operands have 16 bits or are in FP8. In FP8, rows are quantized, and each 128 x 128 block of the weight has a scale.
 One warp loads, and two warpgroups multiply. A tile has 128 rows (64 for each warpgroup) and two blocks of 128 outputs.
 
-The epilogue is a function in another file. It gets the accumulators of a warpgroup: one tensor [64, 256] for 16-bit
-operands, or four quarters [64, 64] for FP8.
+The epilogue is a function in another file. The epilogue gets the accumulators of a warpgroup: one tensor [64, 256] for
+16-bit operands, or four quarters [64, 64] for FP8.
 
-In FP8, tensor cores accumulate imprecisely, so each of their sums covers only 128 inputs. A warpgroup scales these sums
-and adds them in float32. While it does so for 64 outputs, the tensor cores compute the next 64 outputs.
+In FP8, tensor cores accumulate imprecisely, so each sum covers only 128 inputs. A warpgroup scales the sums and adds
+them in float32. While a warpgroup adds the sums of 64 outputs, the tensor cores compute the next 64 outputs.
 """
 
 from typing import NamedTuple

@@ -110,7 +110,7 @@ def compile_only(work: Callable[[], None]) -> None:
     The outputs of these kernels contain arbitrary values. Return when all kernels are loaded onto the device, or raise
     the compiler's error. Threads help because the compiler rarely holds the GIL.
 
-    With Triton 3.4, this does nothing, and each kernel is compiled at its first launch.
+    With Triton 3.4, this function does nothing, and each kernel is compiled at its first launch.
     """
     if IS_TRITON_3_4:
         return

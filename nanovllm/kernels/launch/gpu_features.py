@@ -25,7 +25,7 @@ def has_tma(device: torch.device) -> bool:
 def has_hopper_kernels() -> bool:
     """Return whether the Gluon kernels can run.
 
-    They need Hopper and exactly Triton 3.6, because Gluon changes from version to version.
+    These kernels need Hopper and exactly Triton 3.6, because Gluon changes from version to version.
     """
     from triton import __version__
 

@@ -47,7 +47,7 @@ class _Body:
         raise AssertionError(f"{self.function.__name__}: {what} before it waits: {ast.unparse(node)}")
 
     def run(self, statements: list[ast.stmt]) -> bool:
-        """Check `statements` up to the wait. Return whether a dependent launch waits within them."""
+        """Check `statements` up to the wait. Return whether a dependent launch waits in `statements`."""
         for statement in statements:
             if isinstance(statement, ast.If) and ast.unparse(statement.test) in ("PDL", "not PDL"):
                 is_dependent = isinstance(statement.test, ast.Name)

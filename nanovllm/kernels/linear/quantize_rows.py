@@ -1,7 +1,7 @@
 """Quantizes the inputs of GEMMs to e4m3, in a separate kernel or in the kernel of the preceding norm or activation.
 
 A group of inputs in a row shares a scale: 128 inputs if the weights have block scales, otherwise the whole row. Without
-a tensor for scales, the same functions store norms and activations unquantized.
+a tensor for scales, the same functions store unquantized results.
 """
 
 from typing import NamedTuple

@@ -94,7 +94,7 @@ def scaled_tiles(num_rows: int, columns: int, sms: int) -> Tiles:
 
     A multiprocessor runs two programs at a time. If a multiprocessor gets only one program, that program keeps more
     loads in flight. For 17 to 64 rows, tiles are twice as wide if more than 90% of the multiprocessors then get one
-    tile each. This halves the reads of x.
+    tile each. Wider tiles halve the reads of x.
     """
     tile_m = tile_m_of(num_rows)
     tile_n = 2 * TILE_N if 16 < num_rows <= 64 and 0.9 * sms < columns / (2 * TILE_N) <= sms else TILE_N

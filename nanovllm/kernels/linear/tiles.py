@@ -158,7 +158,7 @@ def scales_of_x(x_scale_ptr, begin, row, is_row, stride, GROUP: tl.constexpr):
 
 @triton.jit
 def times_scales(y, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES: tl.constexpr, WHOLE: tl.constexpr):
-    """If the weight has scales, multiply y [tile_n, M] by the scales of its rows and of the rows of x.
+    """If the weight has scales, multiply y [tile_n, M] by the scales of the rows of the weight and of x.
 
     With WHOLE, the scales apply to whole rows, otherwise to the group of inputs at `begin`.
 
@@ -193,8 +193,8 @@ def add_product(acc, w, x, x_scales, w_scales, begin, SHAPE: tl.constexpr, TILES
 def columns_of_parts(TILE_K: tl.constexpr, BLOCK_K: tl.constexpr, MAX_LANE: tl.constexpr):
     """Divide the columns of a tile for a matrix-vector multiplication: [parts, LANE].
 
-    A part lies within one block, so LANE is the smaller of MAX_LANE and the width of a block. The same parts of the
-    weights and of x are in the same thread, so threads exchange few values.
+    A part lies within one block, so LANE is the smaller of MAX_LANE and the width of a block. Each thread holds the
+    same parts of the weights and of x, so threads exchange few values.
     """
     LANE: tl.constexpr = BLOCK_K if BLOCK_K < MAX_LANE else MAX_LANE
     return tl.arange(0, TILE_K // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]

@@ -122,9 +122,9 @@ def packed_rows(
 ) -> torch.Tensor:
     """Fill `out` with each row of x times its expert's weight, plus the expert's bias.
 
-    x [rows, K] has 16 bits. Its rows are sorted as in `rows`, or x is a single row that all pairs share. `weight` is a
-    stack of Packed weights [experts, N, K] with contiguous groups. If `out` is [top_k, T, N], results are multiplied by
-    the routing weights. Otherwise, `out` is [rows, N].
+    x [rows, K] has 16 bits. The rows of x are sorted as in `rows`, or x is a single row that all pairs share. `weight`
+    is a stack of Packed weights [experts, N, K] with contiguous groups. If `out` is [top_k, T, N], results are
+    multiplied by the routing weights. Otherwise, `out` is [rows, N].
     """
     (num_tokens, top_k), n = routing.weights.shape, out.shape[-1]
     tile = packed_expert_tile(rows.tile_m, len(rows.table), n, num_sms(x.device))

@@ -3,8 +3,8 @@
 With 8-bit weights, GPUs with FP8 units quantize the inputs of both GEMMs to e4m3, and other GPUs convert the weights to
 the dtype of x.
 
-A token has `top_k` results, which are stored separately and added by the next norm. Adding them here would need atomic
-additions, whose order changes from run to run.
+A token has `top_k` results, which are stored separately and added by the next norm. Adding the results here would need
+atomic additions, whose order changes from run to run.
 """
 
 from typing import NamedTuple

@@ -157,7 +157,7 @@ def _scaled_gate_up_gemv_kernel(
     ACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute the same as `_gate_up_gemv_kernel`, with 8-bit weights and without a norm."""
+    """Compute the same results as `_gate_up_gemv_kernel`, with 8-bit weights and without a norm."""
     gdc_launch_and_wait(PDL)
     w_ptr, scale_ptr = w_ptrs
     pair = tl.program_id(1)
@@ -202,7 +202,7 @@ def _scaled_gate_up_gemv_kernel(
 def _scaled_down_gemv_kernel(
     h_ptr, w_ptrs, choice_ptrs, out_ptr, first_expert, N, SHAPE: tl.constexpr, SIZES: tl.constexpr, PDL: tl.constexpr
 ):
-    """Compute the same as `_down_gemv_kernel`, with 8-bit weights."""
+    """Compute the same results as `_down_gemv_kernel`, with 8-bit weights."""
     K: tl.constexpr = SHAPE.k
     TILE_K: tl.constexpr = SIZES.tile_k
     COLUMNS: tl.constexpr = K // SHAPE.block_k

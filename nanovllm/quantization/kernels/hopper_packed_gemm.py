@@ -141,7 +141,7 @@ def _weights(words, factors, HALF: gl.constexpr, dtype: gl.constexpr, PLAN: gl.c
 
 @gluon.jit
 def multiply_blocks(rings, sharing, w_ptrs, row, end_row, blocks, G: gl.constexpr, PLAN: gl.constexpr):
-    """Return the sums [64, tokens] of a warpgroup. Only the first warpgroup with the same rows returns useful sums.
+    """Return the sums [64, tokens] of a warpgroup. Of warpgroups with the same rows, only the first has valid sums.
 
     `row` and `end_row` are the program's first row of W, and the end of the rows that may be read.
 
@@ -209,7 +209,7 @@ def _multiply(out_ptr, rings, sharing, w_ptrs, at, sizes, G: gl.constexpr, PLAN:
 
 @gluon.jit
 def allocate(words_tiles, x_tiles, PLAN: gl.constexpr):
-    """Return rings of buffers with barriers, and what is shared by warpgroups with the same rows to add their sums."""
+    """Return (rings of buffers with barriers, shared memory for the sums of warpgroups with the same rows)."""
     STAGES: gl.constexpr = PLAN.stages
     gl.static_assert(STAGES % PLAN.k_groups == 0)  # see `multiply_blocks`
     ROW_GROUPS: gl.constexpr = PLAN.row_groups

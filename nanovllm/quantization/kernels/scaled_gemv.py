@@ -106,7 +106,7 @@ def scaled_gemv(
     """Return x W^T + bias [1, N] for x [1, K] and bias [N].
 
     `weight` is (values [N, K], scales [N / block rows, K / block columns]), and all tensors are contiguous. If blocks
-    are narrower than K, their sides are powers of two.
+    are narrower than K, the sides of a block are powers of two.
 
     If `gated`, W is [2N, K], bias is [2N], and the result is silu(first half of the outputs) * second half. No block
     may contain rows of both halves. If `split_k` > 1, return summands [split_k, 1, N] of x W^T. In that case, neither
