@@ -2,9 +2,9 @@
 
 A state can't be rolled back, so unverified drafts never update it. In each step, the first token of a sequence is
 certain, because it is not a draft. The state after this token is stored, and the drafts are computed from this state.
-For each draft, the layer stores the draft's inputs instead of a state. The inputs need about a hundredth of the memory.
-The next step computes the accepted drafts again to update the state. This definition is meant for a CPU, because the
-host reads the number of accepted drafts.
+For each draft, the layer stores the draft's inputs instead of a state. The inputs need about a hundredth of a state's
+memory. The next step computes the accepted drafts again to update the state. This definition is meant for a CPU,
+because the host reads the number of accepted drafts.
 """
 
 from typing import Any

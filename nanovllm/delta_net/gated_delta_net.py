@@ -1,7 +1,7 @@
 """The gated delta rule: a layer with a fixed-size state instead of attention (Yang et al. 2024, arXiv:2412.06464).
 
-Each head stores an associative memory: a matrix S [value_dim, key_dim]. For each token, S first decays. Then S is
-corrected: S k, the value that S returns for the token's key, moves towards the token's value by the fraction beta.
+Each head stores an associative memory: a matrix S [value_dim, key_dim]. For each token, S first decays. Then S changes
+so that S k, the value that S returns for the token's key, moves towards the token's value by the fraction beta.
 Finally, S is multiplied by the token's query:
 
     S = exp(log_decay) S;  S = S + beta (v - S k) k^T;  out = S q

@@ -5,12 +5,11 @@ computes a step in one thread. In one thread, elementwise operations and reducti
 row independently of other rows. In the following operations, a row's result also depends on other rows, so these
 operations are replaced:
 
-- Matmuls, because the library chooses a method by shape. Here, matmuls are computed in blocks of a fixed shape, in all
-  threads.
-- Functions of few elements, because PyTorch computes most elements with vector instructions, but the last elements one
-  by one. Here, these functions are computed row by row.
-- The chunked form of the gated delta rule, because its sums depend on where a chunk begins. Each token is computed
-  alone, as in a decode step.
+- Matmuls: the library chooses a method by shape. Here, matmuls are computed in blocks of a fixed shape, in all threads.
+- Functions of few elements: PyTorch computes most elements with vector instructions, but the last elements one by one.
+  Here, these functions are computed row by row.
+- The chunked form of the gated delta rule: sums depend on where a chunk begins. Here, each token is computed alone, as
+  in a decode step.
 """
 
 from collections.abc import Iterator
@@ -34,7 +33,7 @@ num_threads: ContextVar[int] = ContextVar("threads of a product")
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Use one thread within a `with` block. Matmuls still use as many threads as before the block."""
+    """Use one thread within a `with` block. Within the block, matmuls still use the previous number of threads."""
     before = torch.get_num_threads()
     token = num_threads.set(before)
     torch.set_num_threads(1)

@@ -91,7 +91,7 @@ def rms_norm(x, weight, eps):
 
 
 def store_kvcache(k, v, cache, slot_mapping):
-    """Store keys and values with `norm_rope_and_store`, angles of 0, and no norm weights."""
+    """Store keys and values with `norm_rope_and_store`, without norms and without rotation (angles of 0)."""
     cos = torch.ones(len(k), 1, 2, dtype=torch.float32, device=k.device)
     cos_sin = torch.cat((cos, 0 * cos), 1)  # the kernel may read it early: the next torch.cat is an ordinary launch
     norm_rope_and_store(torch.cat((k, v), 1), (None, None, 0.0, cos_sin), slot_mapping, cache)

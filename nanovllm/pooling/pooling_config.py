@@ -55,7 +55,7 @@ def find_pooling_task(folder: Path) -> str:
 
 
 def read_pooling_config(folder: Path, tokenizer: Path, task: str, model: "ModelConfig") -> PoolingConfig:
-    """Read the settings of a checkpoint for `task`. Raises a ValueError that names the file if they are unsupported."""
+    """Read the settings of a checkpoint for `task`. Raises ValueError with the file for unsupported settings."""
     file = folder / "config.json"
     raw = read_json(file)
     if raw.get("use_bidirectional_attention") or raw.get("is_causal") is False:

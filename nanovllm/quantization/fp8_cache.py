@@ -37,7 +37,7 @@ class FP8KVCache(KVCache):
 
     @staticmethod
     def tensors(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return data in uint8, because PyTorch can't copy rows of float8 on every device. Return also the scales."""
+        """Return (values, scales). Values are uint8, because PyTorch can't copy rows of float8 on every device."""
         _, layers, blocks, block_size, kv_heads, _ = shape
         scales = torch.empty((1, layers, blocks, kv_heads, block_size), dtype=torch.int32, device="meta")
         return torch.empty(shape, dtype=torch.uint8, device="meta"), scales

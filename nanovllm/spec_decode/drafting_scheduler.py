@@ -185,7 +185,8 @@ class DraftingScheduler(Scheduler):
     def _hold_for_others(self) -> bool:
         """Hold the sequences whose tokens have arrived, while other drafting sequences are still in flight.
 
-        Otherwise, the two groups would run in alternating steps, and there would be twice as many steps.
+        Otherwise, the held sequences and the sequences in flight would run in alternating steps, which are twice as
+        many.
         """
         if not any(seq.waits_for_token and seq.num_tokens > len(seq.token_ids) for seq in self.paces):
             return False

@@ -17,7 +17,7 @@ MAX_PROMPT_PIXELS = 2 * MAX_PIXELS  # of a prompt's images before scaling, becau
 
 
 class ImagePrompts:
-    """Reads the prompts with images of an engine that takes images. Any thread may call the methods."""
+    """Reads prompts with images for an engine that takes images. Any thread may call the methods."""
 
     def __init__(self, config: "Config"):
         self.vision, self.reader = config.model_config.vision, ImageReader(config)

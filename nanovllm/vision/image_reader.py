@@ -36,7 +36,7 @@ KINDS = "a PIL image, an array [height, width, 3] of uint8, the bytes or the pat
 
 
 class ImageReader:
-    """Makes a PromptImage of each image. Any thread may call the methods."""
+    """Makes a PromptImage from each image. Any thread may call the methods."""
 
     def __init__(self, config: "Config"):
         self.config, self.vision = config, config.model_config.vision

@@ -64,7 +64,7 @@ def _read_local(url: str, allowed: str, max_bytes: int) -> bytes:
 def read_file(path: Path, name: str, max_bytes: int, is_regular: bool = False) -> bytes:
     """Return the contents of a file. With `is_regular`, the file must be a regular file.
 
-    Raises a ValueError that begins with `name` if the file is missing or too large.
+    Raises a ValueError, whose message begins with `name`, if the file is missing or too large.
     """
     try:
         if is_regular and not path.is_file():

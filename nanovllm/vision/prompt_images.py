@@ -65,7 +65,7 @@ class PromptImages:
     def _positions(self) -> np.ndarray:
         """The temporal, vertical and horizontal positions of the prompt's tokens: [3, tokens] int32.
 
-        The text after an image continues at the image's first position plus the tokens of the image's longer side.
+        The position after an image is the image's first position plus the number of tokens along its longer side.
         """
         parts, end, position = list[np.ndarray](), 0, 0
         for image, start in self.placed:

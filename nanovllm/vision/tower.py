@@ -40,7 +40,7 @@ class LayerNorm(nn.Module):
 
 
 class PatchProjection(nn.Module):
-    """A 3D convolution whose stride equals its kernel size, so it is a matmul per patch. All frames are the same."""
+    """A 3D convolution whose stride is its kernel size: a matmul per patch. All frames of a patch are one image."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()

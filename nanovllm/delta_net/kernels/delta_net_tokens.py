@@ -1,7 +1,8 @@
 """The gated delta rule, computed token by token: for decode steps, for drafts, and for batch-invariant chunks.
 
-The first kernel computes convolution and gates of all tokens, and the second updates each state in registers. Memory
-bandwidth limits a decode step, which reads and writes each state once (64 KiB per head in the published models).
+The first kernel computes convolution and gates of all tokens, and the second updates each state in registers. A decode
+step reads and writes each state once, so memory bandwidth limits its speed. In the published models, a state has 64 KiB
+per head.
 
 A token is computed with the same instructions in a chunk, in a decode step and as a draft. The bits of a result can
 depend on the number of warps.

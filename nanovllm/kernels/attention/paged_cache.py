@@ -61,7 +61,7 @@ def tanh_of_scores(scores, scale, CAP: tl.constexpr):
 
 @triton.jit
 def add_sinks(acc, m_i, l_i, sinks):
-    """Add sinks [R] to the sums of weights `l_i` [R]. Return `acc` [R, D], `m_i` [R] and `l_i` for the new maxima.
+    """Add sinks [R] to the sums of weights `l_i` [R]. Return `acc` [R, D], `m_i` [R] and `l_i`, all for the new maxima.
 
     `acc` is the sum of weighted values, and `m_i` is the largest score. `sinks` and `m_i` include log2(e).
     """

@@ -1,4 +1,4 @@
-"""The second GEMM of moe_gemm.py (after SwiGLU) on Hopper, for many rows in 16 bits.
+"""The second GEMM of moe_gemm.py (after the activation) on Hopper, for many rows in 16 bits.
 
 The kernel is written in Gluon. Two warpgroups multiply, one warp loads, two warps store, and one warp looks up tiles.
 

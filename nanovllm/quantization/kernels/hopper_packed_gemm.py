@@ -95,7 +95,7 @@ def load_blocks(tiles, rings, at, steps, PLAN: gl.constexpr):
 def _factors(w_ptrs, n, block, dtype: gl.constexpr, PLAN: gl.constexpr):
     """Load the scales of a block's groups for rows n of W, and the numbers that the conversion adds to the codes.
 
-    Groups that the last block lacks get scales of 0. After the last block, the last block's result is returned.
+    Groups that the last block lacks get scales of 0. After the last block, return the result of the last block.
     """
     GROUPS: gl.constexpr = PLAN.groups
     LAST: gl.constexpr = (PLAN.weight.groups - 1) // GROUPS * GROUPS
