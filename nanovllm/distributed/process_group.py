@@ -20,8 +20,8 @@ from nanovllm.utils.tensor_parallel import STEP_TIMEOUT
 def connect(rank: int, size: int, folder: Path, device: torch.device, max_sum_bytes: int) -> Ranks:
     """Connect to the other ranks through a file in `folder`. Return when all ranks have connected.
 
-    There is no port and no default process group. `max_sum_bytes` is the size of the largest sum of a forward pass.
-    GPUs use PeerMemory if they can read each other's memory, otherwise NCCL. CPUs use gloo.
+    The connection uses neither a port nor PyTorch's default process group. `max_sum_bytes` is the size of the largest
+    sum of a forward pass. GPUs use PeerMemory if they can read each other's memory, otherwise NCCL. CPUs use gloo.
     """
     store = dist.FileStore(str(folder / "store"), size)
     tp: Ranks
@@ -44,7 +44,7 @@ def check_order_of_sums(config: Config) -> None:
 
 
 def _can_read_peers(device: torch.device, rank: int, size: int) -> bool:
-    """Return whether Triton is installed, and the ranks' GPUs (at consecutive indices) can read each other's memory."""
+    """Return whether Triton is installed and the ranks' GPUs, at consecutive indices, can read each other's memory."""
     indices = range(device.index - rank, device.index - rank + size)
     return importlib.util.find_spec("triton") is not None and all(
         torch.cuda.can_device_access_peer(a, b) for a in indices for b in indices if a != b
@@ -100,7 +100,7 @@ class GroupTensorParallel(Ranks):
 
     def leave_in_child(self) -> None:
         super().leave_in_child()
-        if self.group is not None:  # its destructor would join threads that a child does not have
+        if self.group is not None:  # the group's destructor would join threads that do not exist in a forked child
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
         self.group = None
 

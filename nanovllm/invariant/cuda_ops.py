@@ -1,4 +1,7 @@
-"""Replacements for CUDA operations whose kernels depend on the number of rows. No other operation does."""
+"""Replacements for the CUDA operations whose results depend on the number of rows.
+
+Results of all other CUDA operations do not depend on this number.
+"""
 
 from functools import partial
 

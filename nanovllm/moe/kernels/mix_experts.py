@@ -1,4 +1,4 @@
-"""Selects the kernels for a mixture of experts and the norm before its router, by the number of tokens."""
+"""Selects kernels by the number of tokens, for a mixture of experts and the norm before the router."""
 
 from functools import partial
 

@@ -1,7 +1,7 @@
 """Mixture of experts with 4-bit weights: the grouped GEMMs of moe_gemm.py, for any number of tokens.
 
-On Hopper, the GEMMs are kernels in Gluon, which read rows in the order of experts. Other kernels copy x in this order,
-and compute the activation. On other GPUs, the weights are converted for moe_gemm.py if there are many rows.
+On Hopper, the GEMMs are Gluon kernels, which read rows sorted by expert. Separate kernels sort the rows of x and
+compute the activation. On other GPUs, the weights are converted for moe_gemm.py if there are many rows.
 """
 
 import torch
@@ -45,7 +45,7 @@ def _packed_grouped_kernel(
 ):
     """In each program, compute `tile_n` outputs of at most `tile_m` rows of one expert.
 
-    With IS_GATED, the kernel computes the first GEMM and the activation, for tokens in their order.
+    With IS_GATED, the kernel computes the first GEMM and the activation, and x is in the order of tokens.
     """
     gdc_launch_and_wait(PDL)
     weights_ptr, pairs_ptr, table_ptr = routing_ptrs
