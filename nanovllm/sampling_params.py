@@ -33,7 +33,7 @@ class SamplingParams:
     n: the number of answers. The prompt is computed only once.
     min_tokens: until the answer has this many tokens, only `max_tokens` can end it.
     stop: strings that end the answer. The text is cut in front of the string.
-    stop_token_ids: at most 128 ids that end the answer like end-of-sequence ids. The text is cut in front of that
+    stop_token_ids: at most 128 ids that end the answer like end-of-sequence ids. The text is cut in front of the stop
         token.
     bad_words: strings that must not be generated. Each string is tokenized both with and without a leading space.
     allowed_token_ids: the only ids that may be generated.

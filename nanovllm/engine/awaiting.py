@@ -11,7 +11,7 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 if TYPE_CHECKING:
     from nanovllm.engine.scheduler import Scheduler
 
-MAX_WAIT_SECONDS = 0.02  # short, because callers' commands have to wait
+MAX_WAIT_SECONDS = 0.02  # short, because callers' commands wait meanwhile
 
 
 def hold(scheduler: "Scheduler", seq: Sequence) -> None:

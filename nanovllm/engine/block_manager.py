@@ -103,8 +103,8 @@ class BlockManager:
     def fork(self, seq: Sequence, other: Sequence) -> None:
         """Share the full blocks of `seq` with `other`, and add a block to `other`.
 
-        Both have the same computed tokens. If the last block of `seq` is not full, it is copied into the added block
-        before the next step (`copies`).
+        Both sequences have the same computed tokens. If the last block of `seq` is not full, it is copied into the
+        added block before the next step (`copies`).
         """
         num_full = seq.num_computed_tokens // self.block_size
         other.block_table = seq.block_table[:num_full]
@@ -176,7 +176,7 @@ class BlockManager:
         block.ref_count -= 1
         if block.ref_count == 0:
             self.free_block_ids[block_id] = None
-            if block.hash == -1:  # not in the prefix cache: allocate it before any other
+            if block.hash == -1:  # not in the prefix cache: allocate this block before any other
                 self.free_block_ids.move_to_end(block_id, last=False)
 
     def clear_prefix_cache(self) -> None:

@@ -64,7 +64,7 @@ class Engine:
             raise UnavailableError(reasons[0])
 
     def drop_requests(self) -> None:
-        """Drop all requests and reset the state, on exit or after an error, possibly during a step."""
+        """Drop all requests and reset the state. This is called on exit and after an error, perhaps during a step."""
         reset_context()
         if self.model_runner is not None:
             self.model_runner.recover()  # queued steps still read the host's buffers
@@ -76,7 +76,7 @@ class Engine:
         cause = self.workers.cause_of(error)
         has_runner = self.model_runner is not None
         self.exit()
-        if not has_runner:  # a runner's `exit` does this
+        if not has_runner:  # otherwise, the runner's `exit` has closed it
             self.workers.tp.close()
         if cause is not error:
             raise cause from error

@@ -41,7 +41,7 @@ class EngineThread:
         self._pid = os.getpid()
         self._is_closing = False
         self._has_ended = False
-        # a daemon, because the interpreter joins other threads before it runs the finalizer that ends this thread
+        # a daemon, because the interpreter joins all other threads before it runs the finalizer that ends this one
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
 
     def start(self) -> None:
@@ -128,8 +128,8 @@ class EngineThread:
     def exit(self) -> None:
         """Drop all requests, free the device's memory, and end the thread. Waiting callers get a RuntimeError.
 
-        If a finalizer calls this method in the engine thread or in the ranks' supervisor, it returns at once and takes
-        effect after the step. In a forked child, it does nothing.
+        If a finalizer calls this method in the engine thread or in the ranks' supervisor, the method returns at once,
+        and the thread ends after the step. In a forked child, the method does nothing.
         """
         if os.getpid() != self._pid:
             return

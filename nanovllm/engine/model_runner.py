@@ -99,7 +99,7 @@ class ModelRunner:
         self.capture_cudagraph()
 
     def warmup_model(self) -> int:
-        """Return how many bytes the cache may use. On CUDA, run the largest step to measure how much it leaves."""
+        """Return how many bytes the cache may use. On CUDA, run the largest step to measure the memory that remains."""
         return self.cache_budget()
 
     def cache_budget(self) -> int:
@@ -173,7 +173,7 @@ class ModelRunner:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Set the context of a step with prompts. Return the step's token ids and positions, each [T] int32.
 
-        The first `num_decodes` rows decode. A row can be a Sequence (`ScheduledSequence.of`).
+        The first `num_decodes` rows decode. A Sequence is first converted by `ScheduledSequence.of`.
         """
         rows = [x if isinstance(x, ScheduledSequence) else ScheduledSequence.of(x) for x in rows]
         block_size = self.config.kvcache_block_size

@@ -78,8 +78,8 @@ class CompletionOutput(Record):
 class RequestMetrics(Record):
     """The times of a request's events, in seconds since the epoch. If an abort prevented an event, its time is None.
 
-    If the request has several answers, `finished_time` is the latest of the answers' times, and the other fields are
-    the earliest.
+    If the request has several answers, `finished_time` is the latest of the answers' times, and every other field is
+    the earliest of the answers' times.
     """
 
     arrival_time: float

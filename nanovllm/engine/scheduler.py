@@ -84,7 +84,7 @@ class Scheduler:
         """
         if not self.block_manager.num_blocks:
             raise RuntimeError("num_kvcache_blocks is not known: make a ModelRunner with this Config first, or set it")
-        # forks of earlier steps; forks of this step are copied in the next one, when their contents are complete
+        # copies for forks of earlier steps; forks of this step are copied in the next step, when they are complete
         copies = self.block_manager.take_copies()
         step = ScheduledStep()
         if prompts_first:
@@ -167,7 +167,7 @@ class Scheduler:
             others_wait = bool(started) or (can_admit and len(self.waiting) > 0)
             end = budget.chunk_end(seq.num_computed_tokens, seq.num_tokens, others_wait)
             end = self.block_manager.end_of_chunk(seq, end)
-            if end == seq.num_computed_tokens:  # too few blocks are free for its windows
+            if end == seq.num_computed_tokens:  # too few free blocks for layers with a window
                 started.appendleft(seq)
                 self.preempt(started.pop())  # the last in order, perhaps `seq` itself
                 continue
@@ -194,7 +194,10 @@ class Scheduler:
         seq.num_tokens += 1
 
     def num_others(self, seq: Sequence) -> int:
-        """Return how many other sequences would run if `seq` and its new group were admitted."""
+        """Return how many other sequences would run if `seq` were admitted.
+
+        For the first sequence of a new group, count the rest of the group as running, unless nothing runs now.
+        """
         num_running = len(self.running) + len(self.prefilling)
         is_new_group = num_running and seq is seq.group[0] and not seq.has_sampled
         return num_running + (len(seq.group) - 1 if is_new_group else 0)

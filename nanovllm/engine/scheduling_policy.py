@@ -1,4 +1,4 @@
-"""The scheduler's rules: the order of sequences, which ones are admitted, and how many prompt tokens a step computes.
+"""The scheduler's rules, which order and admit sequences, and limit the number of prompt tokens in a step.
 
 policies.py contains further scheduling policies.
 """
@@ -114,10 +114,9 @@ class TokenBudget(NamedTuple):
     def for_mixed_step(self, num_decodes: int, num_left: int) -> "TokenBudget":
         """Return the budget for the prompts of a step that decodes `num_decodes` tokens.
 
-        `num_left` prompt tokens wait. Short steps keep inter-token latency low, and long steps shorten the queue. So
-        the size of
-        a step is a quarter of `num_left`, but at least half of this budget and at most all of it. Prompts always get at
-        least a quarter of this budget.
+        `num_left` is the number of waiting prompt tokens. Short steps keep inter-token latency low, and long steps
+        shorten the queue. So the size of a step is a quarter of `num_left`, but at least half of this budget and at
+        most all of it. Prompts always get at least a quarter of this budget.
         """
         num_tokens = min(self.num_tokens, max(self.num_tokens // 2, num_left // 4))
         return self._replace(num_tokens=max(1, num_tokens - num_decodes, self.num_tokens // 4))

@@ -70,7 +70,7 @@ class Sequence:
         self.num_scheduled_tokens = 0  # how many tokens the last scheduled step computes
         self.num_computed_tokens = 0  # their keys and values are in the cache, or will be after the scheduled steps
         self.token_limit = self.max_num_tokens  # no step decodes the sequence once `num_tokens` reaches this
-        self.num_drafts = 0  # drafted tokens after its next one; a step adds at most num_drafts + 1 tokens
+        self.num_drafts = 0  # drafts that follow the next token; a step adds at most num_drafts + 1 tokens
         self.num_cached_tokens = 0  # found in the prefix cache when the sequence was first admitted
         self.block_table: list[int] = []
         self.window_columns: list[tuple[int, ...]] = []  # of layers with a window: see engine/window_blocks.py
@@ -169,7 +169,7 @@ class Sequence:
     def limit_tokens(self, num_drafts: int = 0) -> None:
         """Set the number of drafts.
 
-        After this call, a sequence that waited for its tokens may decode these drafts and one token.
+        After this call, a sequence with `waits_for_token` may decode these drafts and one more token.
         """
         self.num_drafts = num_drafts
         if self.awaited is not None:

@@ -8,8 +8,8 @@ from torch import nn
 def replace_methods(module: nn.Module, form: type, prefix: str) -> None:
     """Override a module's methods with `form`'s methods. `isinstance`, names and parameters do not change.
 
-    As in PyTorch's `fully_shard`, the module gets a subclass of both `form` and its class. The subclass's name begins
-    with `prefix`.
+    As in PyTorch's `fully_shard`, the module's new class is a subclass of both `form` and the old class. The new
+    class's name begins with `prefix`.
     """
     module.__class__ = _subclass(form, type(module), prefix)
 

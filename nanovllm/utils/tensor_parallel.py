@@ -46,7 +46,7 @@ class TensorParallel:
         return x
 
     def all_reduce_max(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the elementwise maximum of every rank's keys [S] int64, at the end of each forward. S may be 0."""
+        """Return the elementwise maximum of all ranks' keys [S] int64. A forward ends with this call. S may be 0."""
         return keys
 
     def barrier(self, device: torch.device) -> None:

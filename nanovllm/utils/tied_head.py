@@ -40,7 +40,7 @@ def head_name(model: nn.Module) -> str:
 def _are_equal(
     files: dict[str, Path], stored_names: dict[str, str], names: tuple[str, str], dtype: torch.dtype
 ) -> bool:
-    """Return whether two tensors have equal shapes and bits, in `dtype` if their dtypes differ."""
+    """Return whether two tensors have equal shapes and bits. If their dtypes differ, convert them to `dtype` first."""
     name, other = names
     with open_safetensors(files[name]) as file, open_safetensors(files[other]) as other_file:
         slices = file.get_slice(stored_names[name]), other_file.get_slice(stored_names[other])
@@ -51,6 +51,6 @@ def _are_equal(
         for i in range(0, shape[0], NUM_ROWS):
             rows = [x[i : i + NUM_ROWS] for x in slices]
             rows = rows if has_same_dtype else [x.to(dtype) for x in rows]
-            if not np.array_equal(*(x.view(torch.uint8).numpy() for x in rows)):  # a quarter of PyTorch's time
+            if not np.array_equal(*(x.view(torch.uint8).numpy() for x in rows)):  # takes a quarter of PyTorch's time
                 return False
         return True
