@@ -37,7 +37,7 @@ class AttentionBackend:
         """Prepare for an attention layer with `group` query heads per key-value head, before any step."""
 
     def prepare_chunks(self, chunks: list[tuple[int, int]], first_row: int) -> dict[str, np.ndarray]:
-        """Return int32 arrays for `Context.backend_arrays`. Row `first_row` is the first of the chunks (start, end)."""
+        """Return int32 arrays for `Context.backend_arrays`. The first chunk (start, end) is row `first_row`."""
         return {}
 
     def array_shapes(self, num_tokens: int, num_chunks: int) -> tuple[tuple[str, tuple[int, ...]], ...]:

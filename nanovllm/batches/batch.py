@@ -73,9 +73,9 @@ def _view(dims: Callable[[BatchShape], Dims], chunks_only: bool = False) -> Any:
 class Batch(Generic[Array]):
     """The int32 arrays of a step: NumPy arrays on the host, tensors on the device.
 
-    Fields with `chunks_only` are None in steps that only decode. For decode rows, the host fills the first three fields
-    after `buffer`, and the device fills the next five (see `place_decodes`). Views whose shapes follow from
-    `BatchShape.graph_shape` come first, because CUDA graphs read no other views.
+    Fields with `chunks_only` are None in steps that only decode. For decode rows, the host fills `req_indices` to
+    `new_window_blocks`, and the device fills `input_ids` to `window_tables` (see `place_decodes` and `place_windows`).
+    Views whose shapes follow from `BatchShape.graph_shape` come first, because CUDA graphs read no other views.
     """
 
     shape: BatchShape
@@ -93,7 +93,7 @@ class Batch(Generic[Array]):
     slot_mapping: Array = _view(lambda s: (s.num_tokens,))  # cache slot of a token's key and value; -1: do not store
     context_lens: Array = _view(lambda s: (s.num_seqs,))  # how many tokens to attend to, including this step's
     block_tables: Array = _view(lambda s: (s.num_seqs, s.max_blocks_per_seq))
-    # as `slot_mapping` and `block_tables`, for each window table; its part is aligned, too
+    # like `slot_mapping` and `block_tables`, for each window table; each table's part is aligned
     window_slots: Array = _view(lambda s: (s.num_window_tables, _aligned(s.num_tokens)))
     window_tables: Array = _view(lambda s: (s.num_window_tables, _aligned(s.num_seqs), s.max_blocks_per_seq))
 
@@ -187,7 +187,7 @@ def prepare_batch(
     """Fill a step's batch, including the arrays of the backend and of features. `host_buffer` returns the memory.
 
     If `shape` is larger than the step, empty sequences pad the batch. Padding stores nothing, and its samples are
-    dropped. The backend's arrays are padded with -1. The backend's arrays are padded with -1.
+    dropped. The backend's arrays are padded with -1.
     """
     new = step.new_seqs
     shape = shape._replace(

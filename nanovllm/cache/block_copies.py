@@ -7,9 +7,9 @@ import torch
 
 
 def block_parts(token_ids: torch.Tensor, caches: dict[Any, list[torch.Tensor]], block_id: int) -> list[torch.Tensor]:
-    """Return views of all that the cache stores of a block, with the arguments of `copy_blocks`.
+    """Return views of everything that the cache stores for a block. `copy_blocks` explains the arguments.
 
-    These are the token ids, and tensors [*, layers, *] of each group of layers.
+    The views are the block's token ids, and tensors [*, layers, *] of each group of layers.
     """
     tensors = [tensor for spec, found in caches.items() if not spec.of_states for tensor in found]
     return [token_ids[block_id], *(tensor[:, :, block_id] for tensor in tensors)]

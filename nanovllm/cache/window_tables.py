@@ -25,9 +25,9 @@ Shape = tuple[int, int]  # kv_heads, head_dim
 
 
 class TableView(NamedTuple):
-    """How a layer sees a block table of a sequence. The layer's cache has `factor` blocks in each block of the table.
+    """How a layer sees a block table. The layer's cache divides each block of the table into `factor` blocks.
 
-    The layer uses one of them, so its ids are `factor * id + offset`.
+    The layer uses one of them: block `id` of the table is block `factor * id + offset` of the layer's cache.
     """
 
     table: int  # an index in the sequence's columns, or -1 for `block_table`
@@ -54,11 +54,12 @@ class DividedSpec(AttentionSpec):
 
 
 def divide_layers(runner: "ModelRunner") -> None:
-    """Give layers with a window tables of their own, if the longest sequence then needs fewer bytes.
+    """Give layers with a window separate tables, if the longest sequence then needs fewer bytes.
 
-    All layers with a window must store keys and values of one shape, and all others, too. The larger of both shapes
-    must be a multiple of the smaller. The runner's model must be loaded. Sets `Config.num_window_tables`,
-    `Config.cache_window`, `Config.table_views` and each layer's `table`, and merges the runner's `cache_groups`.
+    All layers with a window must store keys and values of one shape. All other layers must also share one shape. The
+    larger shape must be a multiple of the smaller shape. The runner's model must be loaded. Sets
+    `Config.num_window_tables`, `Config.cache_window`, `Config.table_views` and each layer's `table`, and merges the
+    runner's `cache_groups`.
     """
     config, groups = runner.config, runner.cache_groups
     windows = {spec: layers for spec, layers in groups.items() if getattr(spec, "window", None) is not None}

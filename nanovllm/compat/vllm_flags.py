@@ -11,7 +11,7 @@ SHORT = {"-tp": "tensor-parallel-size", "-dp": "data-parallel-size", "-pp": "pip
 SHORT |= {"-q": "quantization", "-ep": "enable-expert-parallel", "-O": "optimization-level"}
 # flags of vLLM's server, and the values (or types of values) that change nothing here
 ACCEPTED: dict[str, tuple] = {
-    # these flags concern log output, or what this server always does
+    # these flags concern log output, or ask for something that this server always does
     "disable_fastapi_docs disable_frontend_multiprocessing disable_uvicorn_access_log enable_auto_tool_choice": (bool,),
     "enable_log_deltas enable_log_outputs enable_prompt_tokens_details enable_reasoning": (bool,),
     "enable_server_load_tracking exclude_tools_when_tool_choice_none log_error_stack": (bool,),

@@ -51,7 +51,7 @@ def max_seqs_of(config: Config, tokens_per_row: int) -> int:
 
 
 def decode_shapes(config: Config) -> list[BatchShape]:
-    """Return the shapes of decode steps to capture. With drafts, some have several tokens per row."""
+    """Return the shapes of decode steps to capture. With drafts, some shapes have several tokens per row."""
     return [
         decode_shape(size, config.max_blocks_per_seq, k, len(config.table_views))
         for k in sorted({1, config.tokens_per_row})

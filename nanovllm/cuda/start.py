@@ -61,7 +61,7 @@ def threads_in_turn() -> Iterator[None]:
 
 
 def hash_compiler() -> None:
-    """Let Triton hash its own files (400 MB), because the keys of its cache depend on the hash."""
+    """Make Triton hash its own files (400 MB) in advance. The keys of Triton's cache depend on the hash."""
     with suppress(ImportError):  # no Triton, or an old version, which hashes for the first kernel
         from triton.runtime.cache import triton_key
 
@@ -73,7 +73,7 @@ def memory_left(runner: "CUDAModelRunner", memory_before: int) -> int:
     config = runner.config
     peak = peak_of_largest_step(runner)
     free, total = torch.cuda.mem_get_info(runner.device)
-    uncounted = runner.tp.num_bytes + sum(arena.num_bytes for arena in runner.sleepers.values())  # not by PyTorch
+    uncounted = runner.tp.num_bytes + sum(arena.num_bytes for arena in runner.sleepers.values())  # not in `peak`
     ours = int(total * config.gpu_memory_utilization) - (peak - memory_before) - uncounted
     # other processes may use some of the device's memory
     left = free - (peak - torch.cuda.memory_allocated(runner.device)) - RESERVE_BYTES

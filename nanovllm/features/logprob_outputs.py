@@ -59,7 +59,7 @@ class OutputLogprobs:
 
 
 class DeferredList(abc.Sequence):
-    """A list that is built by the thread that reads it first, because this would delay a step."""
+    """A list that the first reader's thread builds, because building it in the engine's thread would delay a step."""
 
     def __init__(self, make: Callable[[], list]):
         self._list = cache(make)

@@ -78,7 +78,7 @@ class TokenLogprobs(StepFeature):
     def watch(seq: Sequence) -> None:
         """Start to collect the log-probabilities that the parameters of `seq` ask for."""
         features = [FEATURES[name] for name in seq.feature_state if name != "logprobs"]
-        features += [feature for feature in FEATURES.values() if isinstance(feature.home, type)]  # these see all rows
+        features += [feature for feature in FEATURES.values() if isinstance(feature.home, type)]  # they edit all rows
         is_edited = any(feature.load().edit_logits is not StepFeature.edit_logits for feature in features)
         seq.feature_state["logprobs"] = SequenceLogprobs(is_edited)
         seq.is_watched |= seq.params.logprobs is not None
@@ -112,7 +112,7 @@ class TokenLogprobs(StepFeature):
 
     def after_forward(self, arrays: Arrays, output: ForwardOutput) -> "PendingLogprobs":
         positions, find = output.sampler_input.positions, None
-        # not with several ranks, which each have a part of the logits, nor with drafts: acceptance may be synthetic
+        # not with several ranks (each has a part of the logits), and not with drafts (acceptance may be synthetic)
         if not arrays["is_edited"][0] and self._runner.tp.size == self._runner.config.tokens_per_row == 1:
             find = self._logits_of_graphs.get((positions.data_ptr(), len(positions)))
         return PendingLogprobs(arrays["requests"], self._runner, output, find and find())

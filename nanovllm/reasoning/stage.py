@@ -92,7 +92,7 @@ class Reasoning:
             self.take_text(self.markers.token_bytes[token_id])
 
     def forced_id(self, budget: int) -> int | None:
-        """Return the next token of the end marker if more than `budget` tokens of reasoning would follow, else None."""
+        """Return the next token of the end marker if `num_thoughts` has reached `budget`, else None."""
         end_ids, num_over = self.markers.end_ids, self.num_thoughts - budget
         return end_ids[num_over % len(end_ids)] if num_over >= 0 else None
 

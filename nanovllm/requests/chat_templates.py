@@ -33,7 +33,7 @@ class TemplateForms(NamedTuple):
     arguments_text: the template needs a tool call's arguments as text. Otherwise, the arguments become an object.
     roles: the names with which the template compares a message's role.
     reasoning: the names under which the template reads the reasoning.
-    is_harmony: the template refuses a call with both reasoning and content. Both then become reasoning.
+    is_harmony: the template refuses messages with reasoning, content and tool calls. Their content becomes reasoning.
     """
 
     content_parts: bool = False

@@ -40,12 +40,12 @@ class InputProcessor:
         self.policy: SchedulingPolicy = FCFS()
         if config.scheduling_policy != "fcfs":
             self.policy = make_policy(config.scheduling_policy)
-        self._features = dict(FEATURES)  # features registered later are for later engines
+        self._features = dict(FEATURES)  # features that are registered later apply to later engines
         self.token_bytes = TokenBytes(tokenizer, skip_special_tokens=True)
         self.all_token_bytes = TokenBytes(tokenizer, skip_special_tokens=False)  # also for log-probabilities
         self.tokenizer_lock = threading.RLock()  # because the tokenizer is not thread-safe
         self.grammars: Any = None  # made for the first request with `structured_outputs`
-        self.adapters: Any = None  # an AdapterRegistry, if this process has the model, and with `enable_lora`
+        self.adapters: Any = None  # with `enable_lora`, an AdapterRegistry in the process with the model
         self.reasoning_markers: dict[Any, Any] = {}  # by format, for requests with a `reasoning_parser`
         self._seed = secrets.randbits(64) if config.seed is None else config.seed
         # an iterator, because `next` is atomic: a signal handler may interrupt a thread here and add a request

@@ -151,7 +151,7 @@ class ModelWeights:
     def check_tied_head(self, name: str, tensor: torch.Tensor) -> None:
         """Raise ValueError if `tensor` is an output head that should be tied to the embedding, but differs from it.
 
-        A head before its embedding is not compared, because storing it would cost memory.
+        A head that arrives before the embedding is not compared, because storing the head would cost memory.
         """
         is_tied = self.model.config.tie_word_embeddings  # otherwise, an engine that pools ignores the head
         if name != HEAD or not is_tied or head_name(self.model) not in self._loaded:
@@ -170,7 +170,7 @@ class ModelWeights:
         """
         parts = str(name).split(".language_model.", 1)
         other_name = ".".join(parts) if len(parts) > 1 else str(name).replace("model.", "model.language_model.", 1)
-        own_names = other_name, text_name(str(name)), f"model.{name}"  # the last one is of a base model
+        own_names = other_name, text_name(str(name)), f"model.{name}"  # the last one is for a name from a base model
         return next((own for own in own_names if own in self.loaders), name)
 
     def check(self, name: str, tensor: torch.Tensor) -> None:

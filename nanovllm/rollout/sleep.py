@@ -116,7 +116,7 @@ def open_runner(core: Engine) -> "ModelRunner":
 
 
 def sleepers_of(runner: "ModelRunner") -> dict[str, Any]:
-    """Return the objects that manage a rank's memory, by tag, on CUDA each an `Arena`."""
+    """Return the objects that manage a rank's memory, by tag. On CUDA, each is an `Arena`."""
     if not runner.sleepers:
         runner.sleepers = {"weights": HostWeights(runner.model), "kv_cache": HostCache(runner)}
     return runner.sleepers

@@ -70,7 +70,7 @@ class SharedExpertMoE(MoE):
 class HybridLayer(nn.Module):
     """A decoder layer like Qwen3DecoderLayer, but with either attention or a GatedDeltaNet.
 
-    Attributes have the names in checkpoints.
+    Attributes have the same names as in checkpoints.
     """
 
     def __init__(self, config: ModelConfig, mixer: nn.Module, mlp: nn.Module):
