@@ -1,4 +1,4 @@
-"""The settings of an engine. They are validated and resolved on construction, and then frozen."""
+"""The settings of an engine, which are validated and resolved on construction, and then frozen."""
 
 import inspect
 import logging
@@ -38,15 +38,15 @@ class Config:
         `max_mixed_step_ms`. The default is measured on CUDA and estimated on a CPU. While few prompt tokens wait, a
         mixed step uses only half of the maximum.
     scheduling_policy: "fcfs" (first come, first served) or "priority" (the request with the lowest `priority` value
-        comes first). In Python, it can also be an object with a method `priority_key`: see `SchedulingPolicy` in
+        comes first). In Python, the value can also be an object with a method `priority_key`: see `SchedulingPolicy` in
         `engine/scheduling_policy.py`.
     max_num_seqs: maximum number of sequences that run at the same time. If the model's layers keep states, and
         `num_kvcache_blocks` is not set, the maximum is lowered until the states of all sequences take at most half of
         the cache's memory.
     max_model_len: maximum number of tokens in a prompt and its answer together; by default 4096, or the model's own
         limit if that is smaller.
-    gpu_memory_utilization: the fraction of the GPU's memory that weights and cache may use together. It has no effect
-        on a CPU.
+    gpu_memory_utilization: the fraction of the GPU's memory that weights and cache may use together. The setting has no
+        effect on a CPU.
     tensor_parallel_size: the number of ranks that share the model: 1, 2, 4 or 8. On CUDA, each rank has a separate GPU,
         and `device` is the GPU of the first rank.
     expert_parallel: with several ranks, give each rank whole experts of a mixture-of-experts model, instead of a part
@@ -63,7 +63,7 @@ class Config:
         setting has no effect on other models.
     dtype: "auto" is the checkpoint's dtype. On a CPU without instructions for that dtype, "auto" is float32 if float32
         weights take at most half of the memory. Other values: "float32" ("float"), "float16" ("half"), "bfloat16". In
-        Python, it can also be a torch.dtype.
+        Python, the value can also be a torch.dtype.
     device: "cpu", "cuda", or one GPU, such as "cuda:1". "auto" is "cuda" if there is a CUDA device, else "cpu".
     attention_backend: "triton", "sdpa" or "flash". "auto" is "triton" on CUDA if Triton is installed, else "sdpa".
     swap_space: GiB of host memory, for all ranks together, to keep cache blocks that the device evicts. A later request
@@ -89,7 +89,7 @@ class Config:
     max_loras: the number of adapters that are on the device at the same time.
     max_lora_rank: upper limit for the rank of adapters. Memory is allocated for adapters of this rank.
     speculative_config: how tokens are drafted, as JSON with the keys that docs/speculation.md lists; by default no
-        tokens are drafted. In Python, it can also be a dict.
+        tokens are drafted. In Python, the value can also be a dict.
     task: "generate", "embed" (texts to vectors), "score" (the relevance of documents) or "classify"; by default the
         task for which the checkpoint was made. See docs/embeddings.md.
     language_model_only: load no vision tower, and take no images.
@@ -258,7 +258,7 @@ class Config:
 
     @property
     def tokens_per_row(self) -> int:
-        """The maximum number of tokens that a sequence gets in a step: one more than its maximum number of drafts."""
+        """The maximum number of tokens that a sequence gets in a step: one more than the maximum number of drafts."""
         return 1 + (self.speculative_config.num_speculative_tokens if self.speculative_config else 0)
 
     def device_of(self, rank: int) -> "torch.device":

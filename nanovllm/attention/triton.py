@@ -9,7 +9,7 @@ from nanovllm.attention.base import AttentionBackend
 
 
 class TritonBackend(AttentionBackend):
-    """Calls the paged kernels in `kernels/attention/`, imported on construction."""
+    """Calls the paged kernels in `kernels/attention/`, which the constructor imports."""
 
     package, install = "triton", "pip install triton"
     kv_cache_dtypes = ("auto", "fp8")

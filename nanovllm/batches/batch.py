@@ -186,8 +186,8 @@ def prepare_batch(
 ) -> HostBatch:
     """Fill a step's batch, including the arrays of the backend and of features. `host_buffer` returns the memory.
 
-    If `shape` is larger than the step, empty sequences pad the batch. Padding stores nothing, and its samples are
-    dropped. The backend's arrays are padded with -1.
+    If `shape` is larger than the step, empty sequences pad the batch. Padding stores nothing, and its sampled tokens
+    are dropped. The backend's arrays are padded with -1.
     """
     new = step.new_seqs
     shape = shape._replace(

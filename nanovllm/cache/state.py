@@ -43,8 +43,8 @@ class State:
     """The states of one layer. Each tensor in `tensors` has shape [rows, *shape].
 
     The state of a running sequence is in the row of its request index. For the i-th sequence of a step, a layer reads
-    the initial state from row `Context.state_rows[0, i]`, which may be a snapshot or zeros. It writes the final state
-    to row `Context.state_rows[1, i]`. Padding has a separate row.
+    the initial state from row `Context.state_rows[0, i]`, which may be a snapshot or zeros. The layer writes the final
+    state to row `Context.state_rows[1, i]`. Padding has a separate row.
 
     `kept_drafts` is None without `speculative_config`.
     """

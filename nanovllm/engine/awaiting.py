@@ -1,6 +1,6 @@
 """Holds sequences while another thread does a feature's work, such as computing a mask for structured outputs.
 
-These functions belong to the Scheduler. A held sequence is paused like a beam, and might be preempted.
+These functions extend the Scheduler. A held sequence is paused like a beam, and might be preempted.
 """
 
 from concurrent.futures import FIRST_COMPLETED, wait

@@ -132,7 +132,7 @@ class BlockManager:
         """Put the full blocks of `seq`, or of its first `num_tokens` tokens, into the prefix cache.
 
         A prompt's blocks enter the cache when the step that computes them is scheduled, so that other sequences of this
-        step can share them. This is safe, because each layer stores a step's keys and values before it attends.
+        step can share them. Sharing is safe, because each layer stores a step's keys and values before it attends.
         """
         if not self.enable_prefix_caching:
             return
@@ -161,7 +161,7 @@ class BlockManager:
         return end
 
     def state_row(self, seq: Sequence) -> int:
-        """Return the row of the next chunk's initial state. Only layers that keep a state read it."""
+        """Return the row of the next chunk's initial state. Only layers that keep a state read this row."""
         return seq.req_index
 
     def deallocate(self, seq: Sequence) -> None:

@@ -17,7 +17,7 @@ CLOSED = "this engine was closed by exit()"
 
 
 class UnavailableError(RuntimeError):
-    """The engine can't do this now, because it is paused, asleep, loading weights, or busy with requests."""
+    """Raised for a call that the engine refuses while it is paused, asleep, loading weights, or busy with requests."""
 
 
 class Engine:
@@ -64,7 +64,7 @@ class Engine:
             raise UnavailableError(reasons[0])
 
     def drop_requests(self) -> None:
-        """Drop all requests and reset the state. This is called on exit and after an error, perhaps during a step."""
+        """Drop all requests and reset the state, when the engine exits or a step has failed."""
         reset_context()
         if self.model_runner is not None:
             self.model_runner.recover()  # queued steps still read the host's buffers

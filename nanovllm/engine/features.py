@@ -62,7 +62,7 @@ class StepFeature:
         return 0
 
     def __init__(self, runner: "ModelRunner"):
-        """Allocate the feature's memory on the runner's device. On CUDA, this runs before graphs are captured."""
+        """Allocate memory on the runner's device. On CUDA, the constructor runs before graphs are captured."""
 
     def upload(self, arrays: Arrays) -> None:
         """Receive the arrays from `prepare` on the device before the model runs, outside CUDA graphs."""

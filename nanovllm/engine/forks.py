@@ -1,6 +1,6 @@
 """Forks sequences for several answers to one prompt (`n` > 1) and for beam search. Beams pause after each token.
 
-These functions belong to the Scheduler, but most requests do not need them.
+These functions extend the Scheduler, but most requests do not need them.
 """
 
 from copy import copy, deepcopy
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def start_others(scheduler: "Scheduler", seq: Sequence, step: ScheduledStep) -> None:
-    """Start as many other answers to the same prompt as fit. Their first tokens are sampled from the row of `seq`."""
+    """Start as many other answers to the same prompt as fit. Their first tokens use the row of `seq`."""
     num_spare = len(scheduler.running) - 1  # a block for each other sequence, as in `Scheduler._admit`
     for other in seq.group:
         if other.status is not SequenceStatus.WAITING or other.has_sampled:

@@ -93,7 +93,7 @@ class LLMEngine:
         parameters that the model recommends. `priority` contains one integer per prompt: see `add_request`.
         `lora_request` is one adapter for all prompts, or a list with an adapter or None per prompt.
 
-        If a prompt is invalid, this raises ValueError or TypeError, as `add_request` does, and queues no prompt.
+        If a prompt is invalid, `generate` raises ValueError or TypeError, as `add_request` does, and queues no prompt.
         Ctrl-C drops the requests of this call.
         """
         requests = self.input_processor.requests(prompts, sampling_params, OutputKind.FINAL_ONLY, None, priority)
@@ -159,7 +159,7 @@ class LLMEngine:
     def abort(self, request_id: int) -> None:
         """End a request before the next step. Its caller gets the tokens generated so far.
 
-        Does nothing if the request has ended. Signal handlers may call this. Raises ValueError for an unknown id.
+        Does nothing if the request has ended. Signal handlers may call `abort`. Raises ValueError for an unknown id.
         """
         if not (num_requests := self.input_processor.num_requests):
             raise ValueError(f"request_id={request_id!r}: there has been no request yet")

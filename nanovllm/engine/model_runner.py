@@ -224,7 +224,7 @@ class ModelRunner:
         return self.int_tensor([seq.block_table + [0] * (width - len(seq.block_table)) for seq in seqs])
 
     def prepare_state_rows(self, step: ScheduledStep) -> torch.Tensor:
-        """Return the index of the state that each row reads, and of the state that it writes: [2, B] int32."""
+        """Return the index of the state that each row reads, and of the state that the row writes: [2, B] int32."""
         written = [seq.req_index for seq, _, _ in step.rows]
         return self.int_tensor([written[: step.num_decodes] + step.state_rows, written])
 
@@ -344,7 +344,7 @@ class ModelRunner:
     def allocate_kv_cache(self, num_blocks: int, num_layers: int | None = None) -> None:
         """Allocate the cache tensors of each group of layers, and assign each layer its part.
 
-        With `num_layers=1`, all layers of a group share one part. Use this for steps whose results do not matter.
+        With `num_layers=1`, all layers of a group share one part. Only steps whose results do not matter use this.
         """
         num_blocks *= self.config.num_block_tables
         for spec, layers in self.cache_groups.items():

@@ -1,6 +1,6 @@
 """The outputs that callers get, and the collectors, which store outputs until the caller takes them.
 
-Output records are frozen. The caller may change their lists, because the engine no longer uses these lists.
+Output records are frozen. The caller may change lists in the records, because the engine no longer uses these lists.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -219,7 +219,7 @@ class OutputCollector:
         return bool(self.live) and self._outputs.qsize() < self.max_steps_ahead
 
     def end(self, request_id: int) -> None:
-        """Mark a request as ended. The next call of `put` makes its last output available."""
+        """Mark a request as ended. The next call of `put` makes the request's last output available."""
         self._ended.add(request_id)
 
     def put(self, num_prefill_tokens: int = 0, num_decode_tokens: int = 0) -> None:
@@ -258,7 +258,7 @@ class OutputCollector:
         return taken
 
     def take_into(self, taken: StepOutput, wait: bool = False) -> None:
-        """Move all outputs into `taken`. Stop at an error, and store it in `self.error`."""
+        """Move all outputs into `taken`. Stop at an error, and store the error in `self.error`."""
         with suppress(Empty):
             while self.error is None:
                 output = self._outputs.get(wait)

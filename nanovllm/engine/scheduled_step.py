@@ -32,7 +32,7 @@ class ScheduledStep:
     decodes: the rows of the sequences that decode. With drafts, `end` is an upper bound.
     new_blocks: (index into `decodes`, column in the block table, block id) of each block allocated to a decode row.
     chunks: the rows that compute part or all of a prompt. After a preemption, they also recompute generated tokens.
-    state_rows: for each chunk, the index of its initial state, for layers with a state (cache/state.py).
+    state_rows: for each chunk, the index of the initial state that layers with a state read (cache/state.py).
     sampled_seqs: the sequences that get a token from this step, decoding sequences first.
     sampled_rows: for each sequence in `sampled_seqs`, the row to sample from, in ascending order. Answers to a prompt
         that are admitted together share a row.

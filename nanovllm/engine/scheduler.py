@@ -79,8 +79,8 @@ class Scheduler:
     def schedule(self, prompts_first: bool = False) -> ScheduledStep | None:
         """Return the next step, or None if no step is possible before tokens in flight arrive.
 
-        prompts_first: do not decode while prompts can be computed. In this order, the requests take less time in total.
-        Raises RuntimeError if the number of cache blocks is not known yet.
+        prompts_first: do not decode while prompts can be computed. If prompts come first, the requests take less time
+        in total. Raises RuntimeError if the number of cache blocks is not known yet.
         """
         if not self.block_manager.num_blocks:
             raise RuntimeError("num_kvcache_blocks is not known: make a ModelRunner with this Config first, or set it")
@@ -250,7 +250,7 @@ class Scheduler:
         return self.run_features(step, result, arrived, ends)
 
     def append_tokens(self, seqs: list[Sequence], token_ids: list[int]) -> tuple[dict[int, Sequence], Ends]:
-        """Append each token to its sequence, unless the sequence has ended or its `pauses_after_token` is set.
+        """Append each token to its sequence, unless the sequence has ended or has `pauses_after_token` set.
 
         Return the watched sequences by the index of their token, and the sequences that end with their token.
         """
@@ -293,8 +293,8 @@ class Scheduler:
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence, whatever its state. Only this method ends sequences.
 
-        A step in flight might still write to the sequence's blocks. This is safe, because the device runs steps in
-        order: the next owner of these blocks writes later.
+        A step in flight might still write to the sequence's blocks. Freeing the blocks is safe nevertheless, because
+        the device runs steps in order, and the next owner of the blocks writes later.
         """
         self.waiting.discard(seq)
         self.held.pop(seq, None)

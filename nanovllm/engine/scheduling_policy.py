@@ -104,8 +104,8 @@ class AdmissionPause:
 class TokenBudget(NamedTuple):
     """Limits a step to `num_tokens` prompt tokens, or to fewer tokens if they follow a long context.
 
-    A token that follows a context of `context_of_equal_cost` tokens counts twice, because its attention costs as much
-    as all its other work.
+    A token that follows a context of `context_of_equal_cost` tokens counts twice, because attention then costs as much
+    as all other work for the token.
     """
 
     num_tokens: float

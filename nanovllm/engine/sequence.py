@@ -21,7 +21,7 @@ class SequenceStatus(Enum):
 def packed_ids(token_ids: list[int]) -> bytes:
     """Return token ids as int32 bytes.
 
-    This takes half as long as with NumPy. Raises struct.error for an id that does not fit.
+    The conversion takes half as long as with NumPy. Raises struct.error for an id that does not fit.
     """
     return struct.pack(f"{len(token_ids)}i", *token_ids)
 
@@ -29,9 +29,9 @@ def packed_ids(token_ids: list[int]) -> bytes:
 class Sequence:
     """A prompt and the tokens generated for it.
 
-    A token is counted before it is known. `num_tokens` and `len` count it as soon as the step that samples it is
-    scheduled, and `token_ids` gets it when it reaches the host. Only the Scheduler, its block manager and its features
-    may change a queued sequence.
+    A token is counted before it is known. `num_tokens` and `len` count a token as soon as the step that samples it is
+    scheduled, and `token_ids` contains the token after it has reached the host. Only the Scheduler, its block manager
+    and its features may change a queued sequence.
     """
 
     block_size = 256  # tokens per cache block; the scheduler sets the engine's value

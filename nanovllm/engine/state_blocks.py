@@ -9,10 +9,10 @@ from nanovllm.engine.sequence import Sequence
 class StateRows:
     """Tracks the rows of states that no running sequence uses. The Scheduler's `free_req_indices` is a StateRows.
 
-    The state of a running sequence is in the row of its request index, below `num_indices`. After these come a row for
-    padding, a row of zeros (every sequence's initial state), and rows for snapshots. The row of an unused request index
-    may store a snapshot. If a sequence needs a request index, and all unused indices store snapshots, the snapshot that
-    was found least recently is dropped.
+    The state of a running sequence is in the row of its request index, below `num_indices`. The rows of request indices
+    are followed by a row for padding, a row of zeros (every sequence's initial state), and rows for snapshots. The row
+    of an unused request index may store a snapshot. If a sequence needs a request index, and all unused indices store
+    snapshots, the snapshot that was found least recently is dropped.
     """
 
     def __init__(self, num_indices: int, num_states: int):
@@ -58,10 +58,10 @@ class StateBlockManager(BlockManager):
     In `copies`, row `r` of the states has id `num_blocks + r`.
 
     A snapshot is stored for the end of a prompt's last full block. If there is no snapshot at the end of the prompt's
-    cached blocks, a second snapshot is stored there, because this prompt is the second one to use these blocks. Chunks
-    end at these boundaries, so a snapshot costs a copy of the state and an additional step. The next step makes the
-    copy, and later steps can find the snapshot. If no row is free, the least recently found snapshot is dropped. A
-    snapshot is also dropped with its block.
+    cached blocks, a second snapshot is stored there, because this prompt is the second one to use these blocks. A chunk
+    ends at each snapshot, so a snapshot costs a copy of the state and an additional step. The next step makes the copy,
+    and later steps can find the snapshot. If no row is free, the least recently found snapshot is dropped. If a block
+    is evicted, the snapshot at its end is dropped as well.
 
     If the cached blocks end with an answer, the prompt continues a conversation. The conversation's next prompt will
     begin with this whole prompt. So no snapshot is stored at the end of the cached answer, and the snapshot that this

@@ -88,7 +88,7 @@ class WindowBlockManager(BlockManager):
         self._chunked.append(other)  # the last chunk of `seq` may have computed columns that `other` does not need
 
     def needs_block(self, seq: Sequence, num_tokens: int) -> bool:
-        """Return whether `seq` needs another block. If so, first free the columns that its next token does not see."""
+        """Return whether `seq` needs another block. If so, first free the columns that the next token does not see."""
         needs = super().needs_block(seq, num_tokens)
         if needs:
             self._free_before(seq, len(seq.token_ids) - 1)

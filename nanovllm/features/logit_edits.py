@@ -172,9 +172,9 @@ def penalize(logits: torch.Tensor, rows: SamplingRows, tables: EditTables) -> No
     """Add biases, apply penalties and ban tokens. Edits logits [S, vocabulary] in place.
 
     As in vLLM and transformers, the repetition penalty applies to every token id in the prompt or the output. A
-    positive logit is divided by the penalty, and any other logit is multiplied by it. As in vLLM, frequency and
-    presence penalties count only output tokens. The logits of ids that are not allowed become -inf. The logit of a bad
-    word's last token becomes -inf if the output ends with the word's earlier tokens.
+    positive logit is divided by the penalty, and any other logit is multiplied by the penalty. As in vLLM, frequency
+    and presence penalties count only output tokens. The logits of ids that are not allowed become -inf. The logit of a
+    bad word's last token becomes -inf if the output ends with the word's earlier tokens.
     """
     edits = rows.params[:, EDITS]
     for row in edits.any(1).nonzero().flatten().tolist() if edits.any() else ():

@@ -89,7 +89,7 @@ class DeferredList(abc.Sequence):
 class LogprobTexts:
     """Adds text to the log-probabilities of one answer, token by token.
 
-    If several tokens encode one character, the text of the last of these tokens contains it.
+    If several tokens encode one character, the text of the last of these tokens contains the character.
     """
 
     def __init__(self, token_bytes: Mapping[int, bytes], detokenize: bool):

@@ -1,7 +1,7 @@
 """Computes log-probabilities of generated tokens and of prompt tokens.
 
-For generated tokens, the setting `logprobs_mode` selects which logits are used. For prompt tokens, these are always the
-model's raw logits. Requests with `SamplingParams.logprobs` or `prompt_logprobs` and beam searches need
+For generated tokens, the setting `logprobs_mode` selects which logits are used. For prompt tokens, the model's raw
+logits are always used. Requests with `SamplingParams.logprobs` or `prompt_logprobs` and beam searches need
 log-probabilities. A step contains a `LogprobRequest` for each token whose log-probabilities are needed. After the
 forward pass, every rank creates a `PendingLogprobs`, which computes the log-probabilities. The log-probabilities reach
 the host with the step's result, and logprob_outputs.py adds the text of the tokens.
@@ -53,11 +53,11 @@ class SequenceLogprobs:
 
 
 class StepLogprobs(NamedTuple):
-    """The log-probabilities of a step. An entry is None if no request asked for it.
+    """The log-probabilities of a step. An entry that no request asked for is None.
 
     of_tokens: one entry for each token of `StepResult.token_ids`.
     of_prompts: for each chunk of the step, a list for the prompt tokens from `start + 1` to `end`, or None if there are
-        none. A recomputed chunk gets its list again.
+        none. If a chunk is recomputed, its list is returned again.
     """
 
     of_tokens: list[KeptLogprobs | None]
@@ -103,7 +103,7 @@ class TokenLogprobs(StepFeature):
         """Record where a CUDA graph stores its logits, without editing the logits.
 
         The logits stay valid until the next graph replay. The view does not own the memory, so other graphs can reuse
-        it.
+        the memory.
         """
         if logits.is_cuda and torch.cuda.is_current_stream_capturing():
             memory, like, device = DeviceBytes(logits.data_ptr(), logits.nbytes), logits.to("meta"), logits.device
@@ -291,7 +291,7 @@ def log_probabilities(
     The `logits` [S, vocabulary] are first divided by `temperatures` [S]. `num_top` is capped at the vocabulary size.
     Return ids [S, 1 + num_top] int32, log-probabilities [S, 1 + num_top] float32, and ranks [S] int32. Column 0
     contains `token_ids`, and the other columns contain the top tokens in descending order of `token_keys`. A rank is
-    the position of the row's token in this order, from 1 on.
+    the position of the row's token in the order of `token_keys`, from 1 on.
     """
     if num_top == 0:
         logprobs, ranks = token_logprobs(logits, token_ids, temperatures)

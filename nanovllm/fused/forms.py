@@ -33,7 +33,7 @@ class Fused:
         return True
 
     def prepare(self) -> None:
-        """Prepare the module. This is called once, after the module's weights are loaded."""
+        """Prepare the module. `prepare` is called once, after the module's weights are loaded."""
 
 
 class FusedRotaryEmbedding(Fused):
@@ -82,7 +82,7 @@ class FusedRMSNorm(Fused):
 
 
 def rope_at(rotary_emb: Any, positions: torch.Tensor) -> Rope:
-    """Return the `Rope` for a form between plain layers. Its `cos_sin` is None without a fused rotary embedding."""
+    """Return the `Rope` for a form between plain layers. Without a fused rotary embedding, `Rope.cos_sin` is None."""
     if not isinstance(rotary_emb, FusedRotaryEmbedding):
         return Rope(positions, None)
     rope = rotary_emb.rows(positions)
@@ -97,7 +97,7 @@ def shared_rope(module: nn.Module) -> Any:
 
 
 def takes_fused(module: nn.Module) -> bool:
-    """Return whether neighbours call `module.fused` instead of the module. They do not if the module has hooks."""
+    """Return whether neighbours call `module.fused` instead of the module, which would run the module's hooks."""
     return isinstance(module, Fused) and not (module._forward_hooks or module._forward_pre_hooks)
 
 

@@ -35,7 +35,7 @@ def sum_experts(x: torch.Tensor, experts: Any, weights: torch.Tensor, expert_ids
 
 
 class FusedExperts(Fused):
-    """Replaces `Experts.forward`, for layers whose router stays plain. FusedMoE does not call it."""
+    """Replaces `Experts.forward`, for layers whose router stays plain. FusedMoE does not call this form."""
 
     uses_cuda_graphs = True
     what = "the first product and the activation; the sum of a token's experts"

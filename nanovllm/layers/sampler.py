@@ -161,8 +161,8 @@ KEEPS_ALL = token_keys(*_LEAST_LIKELY).item()  # no token's key is below this cu
 class SamplingRows(NamedTuple):
     """The rows of the S sequences that get a token in this step.
 
-    Token ids are cached in the same blocks as keys and values, so penalties find the ids of a cached prefix, too. A
-    recomputed sequence writes its ids again.
+    Token ids are cached in the same blocks as keys and values, so penalties find the ids of a cached prefix, too. If a
+    sequence is recomputed, its ids are written again.
     """
 
     params: torch.Tensor  # [S, WIDTH] int32

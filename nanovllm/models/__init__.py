@@ -63,7 +63,7 @@ MODELS |= {
 def find_model_type(raw: dict, file: Path) -> str:
     """Return the key in MODELS for a config.json, by its `model_type` or else its `architectures`.
 
-    Raises ValueError if neither is supported.
+    Raises ValueError if neither entry is supported.
     """
     if (model_type := str(raw.get("model_type"))) in MODELS:
         return model_type

@@ -31,7 +31,7 @@ def is_analysis(header: str) -> bool:
 
 
 class HarmonyMarkers:
-    """The control tokens of a vocabulary. Texts that spell them in other tokens have no effect."""
+    """The control tokens of a vocabulary. Other tokens that spell the same texts have no effect."""
 
     begin_id = None
     texts = CONTROLS

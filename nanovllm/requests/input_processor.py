@@ -53,7 +53,7 @@ class InputProcessor:
 
     @property
     def num_requests(self) -> int:
-        """How many requests have been made so far. All request ids are below this."""
+        """How many requests have been made so far. All request ids are below this number."""
         return MAX_REQUESTS - operator.length_hint(self._unused_ids)
 
     @cached_property
@@ -110,7 +110,7 @@ class InputProcessor:
         template_arguments: Mapping | None = None,
         priority: int = 0,
     ) -> CompletionRequest:
-        """Make a request for one prompt. `index` is its position in the caller's list."""
+        """Make a request for one prompt. `index` is the prompt's position in the caller's list."""
         check_task(self.config, "generate")
         priority = self.check_priority(priority)
         params = self.default_sampling_params() if params is None else params
@@ -149,7 +149,7 @@ class InputProcessor:
         return requests
 
     def check_priority(self, priority: int) -> int:
-        """Return the priority as a Python integer. Raises TypeError or ValueError if it is invalid."""
+        """Return the priority as a Python integer. Raises TypeError or ValueError if the priority is invalid."""
         priority = check_int("priority", priority, low=-MAX_PRIORITY, high=MAX_PRIORITY)
         if priority and type(self.policy) is FCFS:
             raise ValueError(f"priority={priority}: must be 0 with scheduling_policy='fcfs'; set it to 'priority'")

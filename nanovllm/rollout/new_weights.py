@@ -47,9 +47,9 @@ def load_weights(llm: "LLMEngine", weights: Iterable[tuple[str, torch.Tensor]]) 
     requests raise UnavailableError until this function returns.
 
     Each tensor is checked before it is written. Raises TypeError if a value is not a tensor. Raises a ValueError that
-    names the tensor if the model has no such tensor, or if it has a wrong shape, a wrong dtype, NaN or infinite values.
-    If an error occurs after a tensor was written, the engine refuses requests until a single call has loaded all
-    weights.
+    names the tensor if the model has no such tensor, or if the tensor has a wrong shape, a wrong dtype, NaN or infinite
+    values. If an error occurs after a tensor was written, the engine refuses requests until a single call has loaded
+    all weights.
     """
     update = WeightUpdate(llm)
     in_engine(llm.engine_thread, update.begin)

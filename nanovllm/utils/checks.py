@@ -121,7 +121,7 @@ def parse_json(name: str, value: Any) -> Any:
 
 
 def read_json(file: Path) -> dict:
-    """Read the JSON object in `file`. Raises a ValueError that names the file if it contains anything else."""
+    """Read the JSON object in `file`. Raises a ValueError that names the file if the file contains anything else."""
     try:
         content = json.loads(file.read_bytes())
     except ValueError as error:  # the syntax or the encoding is wrong

@@ -1,4 +1,4 @@
-"""The context of a step, for layers to read. It is set only while the model runs."""
+"""The context of a step, for layers to read. The context is set only while the model runs."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

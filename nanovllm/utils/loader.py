@@ -138,7 +138,7 @@ class Shard(NamedTuple):
 
     @property
     def parts(self) -> list["Shard"]:
-        """The Shards that this object consists of. RowRanges, which has the same methods, consists of several."""
+        """The Shards of which this object consists. RowRanges, a similar class, consists of several Shards."""
         return [self]
 
     def copy(self, target: torch.Tensor, weight) -> torch.Tensor:

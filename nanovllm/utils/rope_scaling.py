@@ -68,8 +68,8 @@ def scaled_rope(kind: str, theta: float, rope: dict, raw: Mapping, head_dim: int
 def _llama3_frequencies(inv_freq: torch.Tensor, rope: dict) -> torch.Tensor:
     """Return the frequencies of Llama 3.1. The frequencies of slow pairs are divided by a factor.
 
-    The frequencies of fast pairs, which make many turns within the training length, do not change. In between,
-    frequencies are interpolated.
+    The frequencies of fast pairs, which make many turns within the training length, do not change. Between slow and
+    fast pairs, frequencies are interpolated.
     """
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     num_turns = rope["original_max_position_embeddings"] / (2 * math.pi / inv_freq)
@@ -91,7 +91,7 @@ def _yarn_frequencies(periods: torch.Tensor, theta: float, rope: dict) -> torch.
 
 
 def _yarn_scale(rope: dict) -> float:
-    """Return the scale of cos and sin. Attention scores are multiplied by its square, which keeps attention sharp."""
+    """Return the scale of cos and sin. Its square multiplies the attention scores, which keeps attention sharp."""
 
     def scale(weight: float) -> float:
         return 1.0 if rope["factor"] <= 1 else 0.1 * weight * math.log(rope["factor"]) + 1.0
@@ -102,7 +102,7 @@ def _yarn_scale(rope: dict) -> float:
 
 
 def _factors(name: str, rope: dict, num_pairs: int, file: Path) -> torch.Tensor:
-    """Return LongRoPE's divisors of the frequencies: "short" up to the original length, and "long" beyond it."""
+    """Return LongRoPE's divisors of the frequencies: "short" up to the original length, "long" for longer sequences."""
     factors = rope[f"{name}_factor"]
     if not isinstance(factors, list) or len(factors) != num_pairs:
         raise ValueError(f"{file}: {name}_factor={factors!r:.80}: must be a list of {num_pairs} numbers")

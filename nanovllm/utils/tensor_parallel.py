@@ -8,7 +8,7 @@ STEP_TIMEOUT = 300.0  # seconds that a rank waits for other ranks within a step
 class TensorParallel:
     """Splits a model over `size` ranks and defines their collective operations. This process is rank `rank`.
 
-    This class implements a single rank, which does not communicate. With `size` > 1, it only computes shards.
+    This class implements a single rank, which does not communicate. With `size` > 1, this class only computes shards.
     """
 
     lost = False  # whether another rank is gone, so that this rank's results are invalid

@@ -66,7 +66,7 @@ class Gemma4Router(nn.Module):
 
 
 class Gemma4ExpertsLayer(Gemma4DecoderLayer):
-    """Adds the outputs of the MLP and the experts. Both read the hidden states after attention, with separate norms."""
+    """Adds the outputs of an MLP and of experts. Both normalize the hidden states after attention separately."""
 
     def __init__(self, config: ModelConfig, self_attn: nn.Module, mlp: nn.Module):
         super().__init__(config, self_attn, mlp)
@@ -85,7 +85,7 @@ class Gemma4ExpertsLayer(Gemma4DecoderLayer):
 
 
 class Gemma4PerLayer(Gemma4DecoderLayer):
-    """Adds a projection of the token's embedding for this layer, which is first multiplied by a gate."""
+    """Multiplies the token's embedding for this layer by a gate, and adds a projection of the result."""
 
     def __init__(self, config: ModelConfig, self_attn: nn.Module, mlp: nn.Module):
         super().__init__(config, self_attn, mlp)

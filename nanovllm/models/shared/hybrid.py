@@ -46,9 +46,9 @@ class GatedAttention(Qwen3Attention):
 class SharedExpertMoE(MoE):
     """A mixture of experts, and a shared expert that every token uses.
 
-    If the shared expert has the shape of the other experts, it is stacked with them, and its gate with the router. The
-    shared expert's parameters are then views of the stacked weights, and loading fills the views. With expert
-    parallelism or quantization, nothing is stacked.
+    If the shared expert has the shape of the other experts, the experts' weights include its weights as the last
+    expert, and the router's weight includes its gate. The shared expert's parameters are then views of the stacked
+    weights, and loading fills the views. With expert parallelism or quantization, nothing is stacked.
     """
 
     def __init__(self, config: ModelConfig):
