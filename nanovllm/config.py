@@ -32,8 +32,8 @@ class Config:
     model: a folder in the Hugging Face layout, a hub id, or `"tiny-qwen3"`, the model in this package.
     max_num_batched_tokens: maximum number of tokens in a step. Longer prompts are computed in chunks over several
         steps.
-    max_mixed_step_ms: target duration in milliseconds of a mixed step, which computes prompt chunks while other
-        sequences decode; by default 50 on CUDA and 250 on a CPU.
+    max_mixed_step_ms: target duration in milliseconds of a mixed step, which computes prompt chunks and decodes other
+        sequences; by default 50 on CUDA and 250 on a CPU.
     max_num_mixed_tokens: maximum number of tokens in a mixed step; by default, as many as the device computes in
         `max_mixed_step_ms`. The default is measured on CUDA and estimated on a CPU. While few prompt tokens wait, a
         mixed step uses only half of the maximum.
@@ -54,9 +54,9 @@ class Config:
     enforce_eager: do not use CUDA graphs.
     kvcache_block_size: tokens per cache block, a multiple of 16. The backend "flash" needs a multiple of 256, and
         `batch_invariant` on CUDA a multiple of 64.
-    num_kvcache_blocks: the number of cache blocks; by default as many as fit into memory, or into 1 GiB on a CPU. An
+    num_kvcache_blocks: the number of cache blocks; by default, as many as fit into memory or, on a CPU, into 1 GiB. An
         explicit number also limits `max_model_len`.
-    kv_cache_dtype: "auto" stores values in `dtype`. "fp8" stores e4m3 values with a scale for each key and value; it
+    kv_cache_dtype: "auto" stores values in `dtype`. "fp8" stores e4m3 values with a scale for each key and value. "fp8"
         needs the backend "triton" or "sdpa".
     mamba_ssm_cache_dtype: the dtype in which layers with the gated delta rule store their states: "float32", "bfloat16"
         or "float16". "auto" is the checkpoint's choice, usually "float32". States are always computed in float32. The

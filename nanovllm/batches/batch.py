@@ -53,7 +53,7 @@ class BatchShape(NamedTuple):
 
     @property
     def graph_shape(self) -> tuple[int, ...]:
-        """The first group of fields, which selects a CUDA graph."""
+        """The fields before `num_sampled_seqs`, which select a CUDA graph."""
         return self[: self._fields.index("num_sampled_seqs")]
 
     @property
@@ -114,7 +114,7 @@ class Batch(Generic[Array]):
 
     @property
     def new_req_indices(self) -> Array:
-        """The indices of new requests, which are the last part of `req_indices`."""
+        """The request indices of new requests, which are the last elements of `req_indices`."""
         end = self.shape.num_sampled_seqs
         return self.req_indices[end - self.shape.num_new_requests : end]
 
@@ -142,7 +142,7 @@ BATCH, BACKEND = "the batch itself", "the attention backend"  # owners of arrays
 
 @lru_cache(maxsize=1024)
 def _layout(shape: BatchShape) -> tuple[list[tuple[str, list[tuple[str, int, int, Dims]]]], int]:
-    """Return (name, begin, end, dimensions) of each owner's views, and the buffer's size. All numbers count words."""
+    """Return each owner's views as (name, begin, end, dimensions), and the buffer's size. Numbers count words."""
     views_used = [view for view in VIEWS if shape.has_chunks or not view.metadata["chunks_only"]]
     batch_shapes = [(view.name, view.metadata["dims"](shape)) for view in views_used]
     layout, begin = [], 0

@@ -17,7 +17,7 @@ def block_parts(token_ids: torch.Tensor, caches: dict[Any, list[torch.Tensor]], 
 
 @torch.inference_mode()
 def copy_blocks(copies: np.ndarray, token_ids: torch.Tensor, caches: dict[Any, list[torch.Tensor]]) -> None:
-    """Copy cache blocks (with their token ids) and states.
+    """Copy cache blocks, the token ids of these blocks, and states.
 
     copies: sources and targets, as [2, C] int32. Ids from the number of blocks on denote states.
     token_ids: [blocks, block_size] int32.

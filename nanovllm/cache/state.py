@@ -1,4 +1,4 @@
-"""The memory of layers between steps: keys and values, or a state (fixed-size tensors per sequence).
+"""The memory of layers between steps: keys and values, or a state, which consists of fixed-size tensors per sequence.
 
 A layer with a method `cache_spec()` gets its part of the engine's memory as `layer.cache`. Layers with equal specs form
 a group, which the ModelRunner allocates together. A spec is an `AttentionSpec` (cache/kv_cache.py), a `PagedHidden`

@@ -95,7 +95,7 @@ class VllmDistribution(Distribution, DistributionFinder):
 
 
 def install() -> None:
-    """Make `import vllm`, and imports of its submodules in MODULES, return this module in this process."""
+    """From now on, let `import vllm`, and imports of the submodules in MODULES, return this module."""
     module = sys.modules[__name__]
     sys.modules.update(dict.fromkeys(["vllm", *(f"vllm.{name}" for name in MODULES.split())], module))
     sys.meta_path.insert(0, VllmDistribution())

@@ -29,8 +29,8 @@ SERVER_FLAGS = {name: accepted for names, accepted in ACCEPTED.items() for name 
 def translate_flags(arguments: Iterable[str], known: Container[str]) -> tuple[list[str], dict[str, Any]]:
     """Split a command line into the arguments for our parser and the settings of vLLM's engine.
 
-    `known` contains the names of our flags, which go to our parser. Unknown flags also go to our parser, which reports
-    them. Raises ValueError for an unsupported value of a flag of vLLM's server.
+    Our flags, whose names are in `known`, go to our parser. Unknown flags also go to our parser, which reports them.
+    Raises ValueError for an unsupported value of a flag of vLLM's server.
     """
     remaining, own_arguments, model, settings = [*arguments], list[str](), list[str](), dict[str, Any]()
     while remaining:

@@ -103,8 +103,8 @@ class BlockManager:
     def fork(self, seq: Sequence, other: Sequence) -> None:
         """Share the full blocks of `seq` with `other`, and add a block to `other`.
 
-        Both sequences have the same computed tokens. If the last block of `seq` is not full, it is copied into the
-        added block before the next step (`copies`).
+        Both sequences have the same computed tokens. If the last block of `seq` is not full, `copies` tells the next
+        step to copy it into the added block first.
         """
         num_full = seq.num_computed_tokens // self.block_size
         other.block_table = seq.block_table[:num_full]

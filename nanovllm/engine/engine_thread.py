@@ -21,9 +21,9 @@ T = TypeVar("T")
 class EngineThread:
     """Runs the steps of an engine. No other thread changes the engine's state.
 
-    Callers submit requests and wait for outputs in other threads, so Ctrl-C interrupts a wait but never a step.
-    Callers' calls are queued as commands, which this thread executes between steps. The thread runs steps while a
-    collector wants steps, and sleeps otherwise.
+    Callers submit requests and wait for outputs in other threads, so Ctrl-C interrupts a wait but never a step. Calls
+    are queued as commands, which this thread executes between steps. The thread runs steps while a collector wants
+    steps, and sleeps otherwise.
 
     Signal handlers and finalizers may call `submit`, `abort`, `discard` and `exit` at any moment. These calls can't
     deadlock, because the queues have no lock that the interrupted code might hold.

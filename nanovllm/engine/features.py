@@ -77,7 +77,7 @@ class StepFeature:
         """Compute further results from a ForwardOutput and the arrays from `prepare`, outside CUDA graphs.
 
         Every rank calls this method if `prepare` returned arrays. Return None or an object with a method
-        `result(step)`, which rank 0 calls when the device has finished.
+        `result(step)`, which rank 0 calls when the device has finished the step.
         """
 
     @classmethod

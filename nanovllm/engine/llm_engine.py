@@ -48,7 +48,7 @@ class LLMEngine:
 
     @takes_settings_of(Config)
     def __init__(self, model: str, **settings: Any) -> None:
-        """Load `model`. `settings` are fields of `nanovllm.config.Config`, which documents their defaults and errors.
+        """Load `model`. `settings` are fields of `nanovllm.config.Config`, which describes defaults and errors.
 
         Raises RuntimeError if a rank does not start.
         """

@@ -37,7 +37,7 @@ MIN_MIXED_TOKENS = 64  # the least `max_num_mixed_tokens`, even on a slow device
 class ModelRunner:
     """Loads the model, owns the KV cache, and runs one step at a time. The host provides each step's tokens.
 
-    Subclasses overlap steps or run them on several ranks (runners.py).
+    Subclasses overlap steps or run them on several ranks. runners.py chooses the class.
     """
 
     budget_name = "the budget on a CPU is"  # for error messages about the cache size
@@ -290,7 +290,7 @@ class ModelRunner:
     # -- features ------------------------------------------------------------------------------------------------------
 
     def add_features(self, names: Collection[str]) -> None:
-        """Load features, which edit logits in the order of FEATURES."""
+        """Load features. Loaded features edit logits in the order of FEATURES."""
         loaded = self.features | {name: FEATURES[name].load()(self) for name in names if name not in self.features}
         self.features = {name: loaded[name] for name in [*FEATURES] if name in loaded}
 

@@ -43,7 +43,7 @@ class Record(Mapping):
 
 
 class Logprob(NamedTuple):
-    """A token's log-probability, rank (1 is the most likely) and text (None if `detokenize` is False)."""
+    """A token's log-probability, rank (1 for the most likely token) and text (None without `detokenize`)."""
 
     logprob: float
     rank: int
@@ -96,7 +96,7 @@ class RequestMetrics(Record):
 class RequestOutput(Record):
     """The answers to one request. `output.text` and `output["text"]` read fields of the first answer.
 
-    prompt: the prompt's text, with the chat template applied; None if it was passed as token ids alone.
+    prompt: the prompt's text, with the chat template applied; None if the caller passed only token ids.
     outputs: the `n` answers.
     num_cached_tokens: how many prompt tokens were found in the prefix cache.
     prompt_logprobs: a dict for each prompt token, as in `CompletionOutput.logprobs`, and None for the first token.

@@ -30,7 +30,7 @@ class ScheduledStep:
     A decode row contains one token or, with `speculative_config`, `tokens_per_row` tokens.
 
     decodes: the rows of the sequences that decode. With drafts, `end` is an upper bound.
-    new_blocks: (index into `decodes`, column in the block table, block id) of each block allocated to a decode row.
+    new_blocks: the blocks allocated to decode rows: (index into `decodes`, column in the block table, block id).
     chunks: the rows that compute part or all of a prompt. After a preemption, they also recompute generated tokens.
     state_rows: for each chunk, the index of the initial state that layers with a state read (cache/state.py).
     sampled_seqs: the sequences that get a token from this step, decoding sequences first.
@@ -102,7 +102,7 @@ class ScheduledStep:
         self.tokens_per_row = max((end - start for _, start, end in rows), default=1)
 
     def add_sampled(self, seq: Sequence) -> None:
-        """Sample a token of `seq` from the most recently added chunk."""
+        """Let the step sample a token of `seq`, from the chunk that was added last."""
         self.sampled_seqs.append(seq)
         self.sampled_rows.append(self.num_decodes + len(self.chunks) - 1)
 

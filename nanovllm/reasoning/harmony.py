@@ -54,7 +54,7 @@ class HarmonyMarkers:
 
 
 class HarmonyReasoning(Reasoning):
-    """The state of an answer's reasoning, which ends with the header of the first message that is not analysis.
+    """The state of an answer's reasoning. The reasoning ends with the header of the first message that is not analysis.
 
     header: the token ids of the current message's header, which do not change after the reasoning.
     is_body: whether the header of the current message is complete.

@@ -129,8 +129,8 @@ class Reasoning:
 def _begins_or_ends_turn(token: Any) -> bool:
     """Return whether an added token may separate the turns of a conversation.
 
-    Other added tokens, such as `<tool_call>`, may occur inside reasoning. DeepSeek does not mark all of its separators
-    as special, so every token that contains a bar counts as a separator, too.
+    Other added tokens, such as `<tool_call>`, may occur inside reasoning. DeepSeek does not mark all separators as
+    special, so every token that contains a bar also counts as a separator.
     """
     return bool(token.content.strip()) and (token.special or any(bar in token.content for bar in "|\uff5c"))
 

@@ -37,11 +37,11 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 def load_weights(llm: "LLMEngine", weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Replace some or all weights of a running engine with tensors from any device, and empty the prefix cache.
 
-    `weights` yields (name, tensor) pairs as in a checkpoint or in the transformers model's state dict, neither merged
-    nor split over ranks. An engine with 8-bit weights accepts 8-bit values with scales, as in its checkpoint. Such an
-    engine also accepts unquantized tensors, and quantizes them. An engine with a 4-bit checkpoint accepts no weights;
-    an engine with `quantization="int4"` accepts unquantized tensors. The caller's thread iterates over `weights`, so a
-    generator that creates one tensor at a time needs memory for only one tensor.
+    `weights` yields (name, tensor) pairs as in a checkpoint or in the transformers model's state dict. Tensors must not
+    be merged or split over ranks. An engine with 8-bit weights accepts 8-bit values with scales, in the format of its
+    checkpoint. Such an engine also accepts unquantized tensors, and quantizes them. An engine with a 4-bit checkpoint
+    accepts no weights; an engine with `quantization="int4"` accepts unquantized tensors. The caller's thread iterates
+    over `weights`, so a generator that creates one tensor at a time needs memory for only one tensor.
 
     Raises UnavailableError if there are requests and the engine is not paused, or if the weights are asleep. New
     requests raise UnavailableError until this function returns.

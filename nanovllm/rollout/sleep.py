@@ -28,7 +28,7 @@ def sleep(llm: "LLMEngine", level: int = 1) -> int:
     Level 1 keeps the weights in host memory. Level 2 drops the weights; after `wake_up`, one or more calls of
     `load_weights` must load all weights. If the engine already sleeps, level 2 drops the weights that level 1 kept.
 
-    Returns the number of bytes freed on each device (or on the CPU). Raises ValueError for any other level, or if the
+    Returns the number of bytes freed on each GPU, or on the CPU. Raises ValueError for any other level, or if the
     engine was started without `enable_sleep_mode=True`. Raises UnavailableError and changes nothing if there are
     requests and the engine is not paused, if weights are being replaced, or if host memory is too small.
     """

@@ -18,7 +18,7 @@ from nanovllm.utils.download import broken_file
 
 
 def checked(default: Any, check: Callable | str, **bounds: Any) -> Any:
-    """Make a dataclass field with a check: `check_fields` calls `check(name, value, **bounds)` for non-default values.
+    """Make a dataclass field. `check_fields` calls `check(name, value, **bounds)` unless the value is `default`.
 
     A rarely needed check is passed as "module:name", and imported when it is called.
     """

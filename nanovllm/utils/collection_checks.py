@@ -34,7 +34,7 @@ def check_strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def check_ids(name: str, value: Any, min_length: int = 0, max_length: int | None = None) -> tuple[int, ...]:
-    """Return token ids as a tuple, without comparing them with the vocabulary."""
+    """Return token ids as a tuple. The ids are not compared with the vocabulary."""
     ids = _tuple_of(Integral, name, value)
     check_int(f"{name}: the number of ids", len(ids), min_length, max_length)
     return tuple([check_int(f"{name}: token id", token_id, 0) for token_id in ids])

@@ -13,7 +13,7 @@ _UNSET: Any = None  # outside a step
 
 @dataclass(slots=True)
 class Context:
-    """Describes the B sequences of a step, whose T new tokens are concatenated.
+    """Describes the B sequences of a step. The T new tokens of all sequences are concatenated.
 
     The first `num_decode_rows` sequences have one new token each. If `is_prefill`, chunks of prompts follow.
     Attention reads all keys from the cache, including the keys of this step.

@@ -19,7 +19,7 @@ class TensorParallel:
         self.size = size
 
     def shard_size(self, what: str, total: int) -> int:
-        """Return an equal share of `total`. If there is none, raise a ValueError that names `what`."""
+        """Return an equal share of `total`. If `total` is not divisible, raise a ValueError that names `what`."""
         if total % self.size:
             raise ValueError(f"tensor_parallel_size={self.size}: does not divide the {what} ({total})")
         return total // self.size
