@@ -12,7 +12,7 @@ from nanovllm.utils.checks import check_choice
 if TYPE_CHECKING:
     from nanovllm.config import Config
 
-# "module:class" or a class, by the setting `attention_backend`, without "sdpa", which needs only PyTorch
+# a class or "module:class" for each value of `attention_backend`, except for "sdpa", which needs only PyTorch
 NAMES = sorted({module.name for module in iter_modules(__path__)} - {"base", "sdpa"})
 BACKENDS: dict[str, Any] = {name: f"{__name__}.{name}:{name.title()}Backend" for name in NAMES}
 

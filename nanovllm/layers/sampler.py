@@ -113,12 +113,12 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, quads: torch.Tens
     """Return standard Gumbel noise [N, 4] float32.
 
     A quad in `quads` [N] stands for the ids 4 * quad to 4 * quad + 3. Noise depends only on the seed, the position and
-    the token id. Philox gets the seed as its key and (token id // 4, position, 0, 0) as its counter, and word (token id
-    % 4) of the output becomes the noise.
+    the token id. Philox's key is the seed, and its counter is (token id // 4, position, 0, 0). Word (token id % 4) of
+    the output becomes the noise.
     """
     zero = torch.zeros_like(quads)
     words = philox((quads, positions.long(), zero, zero), (seeds.long() & _WORD).unbind(-1))
-    # in (0, 1); small values, which become large noise, keep all their digits
+    # in (0, 1); small numbers, which become large noise, are not rounded
     uniform = torch.stack(words, dim=-1).float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
