@@ -596,7 +596,10 @@ W4A8["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": 
         (gptq(32, dynamic={"+:.*down.*": {"bits": 8}}), r"dynamic: '\+:.*down.*': only rules that begin with '-:'"),
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "version='gemv'"),
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": False}, "zero_point=False"),
-        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo='W4A8_AWQ': must be one of 'NVFP4'"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+            "quant_algo='W4A8_AWQ': must be one of 'NVFP4', 'F",
+        ),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method='bitsandbytes': must be one of 'awq', "),
     ],
 )

@@ -160,8 +160,8 @@ class ModelConfig:
         eos_token_ids = _eos_token_ids(file, raw, plain["vocab_size"])
         if (generation := folder / "generation_config.json").exists():
             eos_token_ids = _eos_token_ids(generation, raw | read_json(generation), plain["vocab_size"])
-        formats = None
-        if (quantized := raw.get("quantization_config")) or quantization is not None:
+        formats, quantized = None, raw.get("quantization_config")
+        if quantized or quantization is not None or (folder / "hf_quant_config.json").exists():
             formats = find_quantization(quantized, file, quantization)
         return cls(
             model_type=model_type,

@@ -1,6 +1,7 @@
-"""Reads NVIDIA Model Optimizer's NVFP4: e2m1 values, an e4m3 scale for each group of 16 inputs, and a global scale.
+"""Reads the NVFP4 and FP8 of NVIDIA Model Optimizer.
 
-Activations stay in the model's dtype.
+NVFP4 has e2m1 values, an e4m3 scale for each group of 16 inputs, and a global scale. Activations stay in the model's
+dtype. FP8 has a scale for each weight.
 """
 
 import fnmatch
@@ -8,25 +9,37 @@ from pathlib import Path
 
 import torch
 
+from nanovllm.quantization.formats.fp8 import e4m3_scheme
 from nanovllm.quantization.packed import PackedScheme, nibbles
 from nanovllm.quantization.quant_config import ALL, QuantConfig
-from nanovllm.utils.checks import check_choice
+from nanovllm.utils.checks import check_choice, read_json
 
 # fixed scales of activations and of the KV cache, both of which stay unquantized
 UNUSED = ".input_scale", ".input_global_scale", ".k_scale", ".v_scale"
 E4M3 = torch.float8_e4m3fn
 
 
+def read_file(file: Path) -> QuantConfig:
+    """Read a file `hf_quant_config.json`."""
+    raw = read_json(file).get("quantization")
+    if not isinstance(raw, dict):
+        raise TypeError(f"{file}: quantization={raw!r:.80}: must be an object")
+    return read_config(raw, file)
+
+
 def read_config(raw: dict, file: Path) -> QuantConfig:
     where = f"{file}: quantization_config"
-    check_choice(f"{where}: quant_algo", raw.get("quant_algo"), ("NVFP4",))
+    check_choice(f"{where}: quant_algo", algorithm := raw.get("quant_algo"), ("NVFP4", "FP8"))
+    names = raw.get("ignore") or raw.get("exclude_modules") or ()  # with wildcards as in file names
+    ignore = tuple(f"re:{fnmatch.translate(name)}" if "*" in name else name for name in names)
+    if algorithm == "FP8":
+        scheme = e4m3_scheme(None, None, "weight_scale")
+        return QuantConfig("modelopt", (((ALL,), scheme),), ignore, ("F8_E4M3",), UNUSED)
     check_choice(f"{where}: group_size", raw.get("group_size", 16), (16,))
     tensors = (
         ("weight", "words", nibbles),
         ("weight_scale", "scales", torch.clone),
         ("weight_scale_2", "row_scales", torch.clone),
     )
-    names = raw.get("ignore") or raw.get("exclude_modules") or ()  # with wildcards as in file names
-    ignore = tuple(f"re:{fnmatch.translate(name)}" if "*" in name else name for name in names)
     scheme = PackedScheme("e2m1", 16, tensors, E4M3)
     return QuantConfig("modelopt", (((ALL,), scheme),), ignore, ("U8", "F8_E4M3"), UNUSED)
