@@ -19,8 +19,8 @@ from nanovllm.utils.double_buffer import DoubleBuffer
 def capture_sizes(max_num_seqs: int, fills_tiles: bool) -> list[int]:
     """Return the batch sizes to capture, in ascending order up to `max_num_seqs`. Small sizes are closer together.
 
-    With `fills_tiles`, all sizes above 64 except the last fill whole tiles of our GEMM kernels, because partial tiles
-    are slow.
+    Partial tiles of our GEMM kernels are slow. With `fills_tiles`, all sizes above 64, except the last, fill whole
+    tiles.
     """
     sizes = [1, 2, 4, 8, *range(16, 256, 16), *range(256, max_num_seqs, 32)]
     if fills_tiles:

@@ -36,8 +36,8 @@ def pause(scheduler: "Scheduler", seq: Sequence) -> None:
 def fork(scheduler: "Scheduler", seq: Sequence, index: int, token_id: int) -> Sequence:
     """Return a new answer: the tokens of the paused sequence `seq`, followed by `token_id`.
 
-    The answer shares the blocks of `seq` if a request index and a block are free. Otherwise the answer's tokens are
-    recomputed.
+    The answer shares the blocks of `seq` if a request index and a block are free. If no index or block is free, the
+    answer's tokens are recomputed.
     """
     new_seq = _copy(seq, index, token_id)
     scheduler.live[seq.request_id][index] = new_seq

@@ -121,7 +121,7 @@ class TokenLogprobs(StepFeature):
     def after_step(
         cls, step: ScheduledStep, arrived: Mapping[int, Sequence], ends: Ends, result: StepLogprobs | None
     ) -> None:
-        """Store each sequence's log-probabilities, or its candidates if it pauses."""
+        """Store each sequence's log-probabilities. For a sequence that pauses, store the candidates."""
         if result is None:
             return
         for (seq, start, _), prompt_logprobs in zip(step.chunks, result.of_prompts):

@@ -14,7 +14,7 @@ class PartialSum:
     """A tensor [T, N] in the form of summands. The reader adds them, ideally in a kernel that also does other work.
 
     parts: [T, N], or [split_k, T, N] if split_k > 1, to be summed over the first dimension.
-    barrier: where the reading kernel waits for the other ranks' parts before it adds all parts
+    barrier: the object with which the reading kernel waits for the other ranks' parts, to add them as well
         (distributed/peer_memory.py). None if only this rank has parts.
     """
 
