@@ -88,5 +88,5 @@ def accept(
 
 
 def arrays(*tensors: torch.Tensor) -> list[Any]:
-    """Return NumPy views of CPU tensors. The views have the operators of tensors, but are much faster on a CPU."""
+    """Return NumPy views of CPU tensors. NumPy's operators do the same as PyTorch's, but much faster on a CPU."""
     return [x.numpy() if x.is_cpu else x for x in tensors]

@@ -39,7 +39,7 @@ class TableView(NamedTuple):
 class DividedSpec(AttentionSpec):
     """The spec of layers that are divided among block tables. Layers of different tables share memory.
 
-    `num_kv_heads` and `head_dim` are from the layers that store more.
+    `num_kv_heads` and `head_dim` have the values of the layers that store more bytes.
     """
 
     layers_per_block: int = 0  # with these numbers of heads
@@ -129,7 +129,7 @@ def set_window_contexts(rows: Iterable[Any], config: "Config", int_tensor: Any) 
 
 
 def place_windows(tables: Any, batch: Any, block_size: int) -> None:
-    """Fill in the window tables and slots of a batch's decode rows, after `place_decodes`.
+    """After `place_decodes`, fill in the window tables and window slots of a batch's decode rows.
 
     `tables` is a `RequestTables`, and `batch` a `Batch`, both on the device. The host has filled in the chunks. CUDA
     graphs contain this function, so it never waits for the device.

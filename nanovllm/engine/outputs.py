@@ -60,9 +60,9 @@ class CompletionOutput(Record):
     logprobs: for each token, a dict that maps token ids to Logprobs. The generated token comes first, then the most
         likely tokens. None unless the request sets `logprobs`.
     finish_reason: "stop", "length" or "abort", or "error" if `structured_outputs` allows no next token.
-    stop_reason: the stop string or id that ended the answer, or the message of an "error". None for "length", for
-        "abort", and if the tokenizer's end-of-sequence id ended the answer. Other end-of-sequence ids of the model are
-        reported.
+    stop_reason: the stop string or id that ended the answer, or the message of an "error". `stop_reason` is None for
+        "length", for "abort", and if the tokenizer's end-of-sequence id ended the answer. Other end-of-sequence ids of
+        the model are reported.
     """
 
     index: int

@@ -34,8 +34,8 @@ class ScheduledStep:
     chunks: the rows that compute part or all of a prompt. After a preemption, they also recompute generated tokens.
     state_rows: for each chunk, the index of the initial state that layers with a state read (cache/state.py).
     sampled_seqs: the sequences that get a token from this step, decoding sequences first.
-    sampled_rows: for each sequence in `sampled_seqs`, the row to sample from, in ascending order. Answers to a prompt
-        that are admitted together share a row.
+    sampled_rows: the row to sample from for each sequence in `sampled_seqs`. Rows are in ascending order. Answers to a
+        prompt that are admitted together share a row.
     feature_names: the features that have work to do on the host in this step.
     copies: (source, target) for each cache block or state that is copied before the step stores keys and values.
     tokens_per_row: the number of tokens in every decode row, which is the maximum of `num_reserved`, and at least 1.

@@ -144,7 +144,7 @@ class EditTables(NamedTuple):
         """Write rows into the tables.
 
         `*_entries` contains indices into a table whose first two dimensions are flattened. `mask_indices` contains
-        request indices. A mask is written for all rows of its request. `bias_bits` contains float32 biases as int32.
+        request indices. A new mask replaces all masks of its request. `bias_bits` contains float32 biases as int32.
         """
         if "bias_entries" in arrays:
             self.bias_ids.view(-1)[arrays["bias_entries"]] = arrays["bias_ids"]

@@ -47,7 +47,7 @@ class Sampler(nn.Module):
         """Draw token ids [S] int32 from logits [S, shard]. Column 0 belongs to token `first_id`.
 
         temperatures: [S] float32.
-        seeds: [S, 2] int32, by default from PyTorch's generator.
+        seeds: [S, 2] int32; by default, PyTorch's generator draws them.
         positions: [S] int32.
         cutoffs: [S] int64, from `logit_cutoffs`. A token whose key is below its row's cutoff is not drawn.
         """

@@ -272,8 +272,8 @@ def weight_loaders(model: nn.Module) -> dict[str, tuple[Callable, list[Any]]]:
 def stored_modules(path: str, module: Any, packed_modules_mapping: dict) -> dict[str, list]:
     """Return the shard ids of the checkpoint's modules that are merged into `module`, by their checkpoint names.
 
-    `path` is the name of `module` in the model. If nothing is merged, there is one shard id, which is []. Shards that
-    `module` lacks, such as the values of some attention layers, are left out.
+    `path` is the name of `module` in the model. If nothing is merged, the only shard id is []. Shards that `module`
+    lacks, such as the values of some attention layers, are left out.
     """
     parent, _, own = path.rpartition(".")
     known = (*module.shard_ids(), (WHOLE,)) if hasattr(module, "shard_ids") else None

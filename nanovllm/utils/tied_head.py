@@ -19,7 +19,7 @@ def untie_other_head(model: nn.Module, files: dict[str, Path], stored_names: dic
     """Add a separate output head to `model` if the checkpoint's head differs from its embedding.
 
     `files` maps a tensor to its file, and `stored_names` maps a tensor to its name in that file. As in transformers 5,
-    the stored head overrides config.json. (Transformers 4 ignores the stored head.)
+    the stored head overrides config.json. Transformers 4 ignores the stored head.
     """
     tied, embedding = model.lm_head.weight, head_name(model)
     if embedding not in files or _are_equal(files, stored_names, (HEAD, embedding), tied.dtype):

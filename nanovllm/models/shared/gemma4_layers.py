@@ -66,7 +66,7 @@ class Gemma4Router(nn.Module):
 
 
 class Gemma4ExpertsLayer(Gemma4DecoderLayer):
-    """Adds the outputs of an MLP and of experts. Both normalize the hidden states after attention separately."""
+    """Adds the outputs of an MLP and of experts. Both read hidden states after attention, with separate norms."""
 
     def __init__(self, config: ModelConfig, self_attn: nn.Module, mlp: nn.Module):
         super().__init__(config, self_attn, mlp)
