@@ -54,6 +54,7 @@ MODELS = {
 MODELS |= {
     "gemma3_text": f"{__name__}.gemma3_text:Gemma3ForCausalLM",
     "gemma4_text": f"{__name__}.gemma4_text:Gemma4ForCausalLM",
+    "gemma4_unified_text": f"{__name__}.gemma4_unified_text:Gemma4UnifiedForCausalLM",
     "smollm3": f"{__name__}.smollm3:SmolLM3ForCausalLM",
     "qwen3_vl": f"{__name__}.qwen3_vl:Qwen3VLForConditionalGeneration",
     "qwen3_vl_moe": f"{__name__}.qwen3_vl_moe:Qwen3VLMoeForConditionalGeneration",
