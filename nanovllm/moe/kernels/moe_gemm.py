@@ -180,10 +180,11 @@ def moe_gemm(
     quantize: bool = False,
     biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     activation: tuple | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute this rank's experts, starting at `first_expert`, for x [T, hidden] with T > 0.
 
-    Return [top_k, T, hidden], to be summed over the first dimension. Entries of other ranks' experts are not written.
+    Return `out` [top_k, T, hidden], to be summed over the first dimension. Entries of other experts are not written.
     `gate_up` is [experts, 2 * size, hidden], and `down` is [experts, hidden, size]. All tensors are contiguous, and the
     size of a row is a multiple of 16 bytes. Scales of 8-bit weights are [experts, N / block rows, K / block columns],
     and blocks have at least 32 columns. With `quantize`, activations are quantized to e4m3. `biases` are [experts, 2 *
@@ -196,7 +197,8 @@ def moe_gemm(
     rows = sort_by_expert(routing.expert_ids, first_expert, num_local, tile_m)
     h = x.new_empty(len(rows.pairs), size)
     _grouped_product(x, gate_up, biases[0], rows, routing, h, quantize, activation)
-    out = x.new_empty(routing.weights.shape[1], len(x), hidden)
+    if out is None:
+        out = x.new_empty(routing.weights.shape[1], len(x), hidden)
     return _grouped_product(h, down, biases[1], rows, routing, out, quantize)
 
 

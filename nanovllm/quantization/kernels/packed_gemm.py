@@ -5,6 +5,7 @@ packed.py defines the layout of W. A tile of 16 words from each row of W contain
 """
 
 from functools import cache
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -274,10 +275,10 @@ def packed_linear(x, weight, bias=None, act=None, split_k=1, out=None):
 
 
 def dequantize_packed(weight, dtype: torch.dtype) -> torch.Tensor:
-    """Return a Packed weight [N, K] in `dtype`."""
-    n = len(weight.words)
-    out = torch.empty((n, weight.k), dtype=dtype, device=weight.device)
+    """Return a Packed weight [N, K] in `dtype`, or a stack of weights whose groups are contiguous."""
+    *sizes, _ = weight.words.shape
+    out = torch.empty((*sizes, weight.k), dtype=dtype, device=weight.device)
     pointers, shape = packed_operands(weight, torch.float32)
-    grid = triton.cdiv(n, 64), shape.words // WORDS.value
-    launch(_dequantize_packed_kernel, grid, weight.device)(pointers, out, n, SHAPE=shape, num_warps=4)
+    grid = triton.cdiv(num_rows := prod(sizes), 64), shape.words // WORDS.value
+    launch(_dequantize_packed_kernel, grid, weight.device)(pointers, out, num_rows, SHAPE=shape, num_warps=4)
     return out
