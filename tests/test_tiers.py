@@ -430,6 +430,7 @@ def make_tiered(make_llm, model_name, monkeypatch):
     return lambda num_rows=60, **settings: make_llm(swap_space=gib(num_rows, model_name), **SMALL | settings)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("name", SETTINGS_OF_ENGINES)
 def test_answers_do_not_change(make_tiered, requests, expected, name):
     llm = make_tiered(**SETTINGS_OF_ENGINES[name])
