@@ -122,15 +122,16 @@ def adapters(num_rows, dtype, sizes, max_rank, inputs=256, slots=3):
 
 
 def work():
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        adapters(1, dtype, [64], 16, slots=1)
-        adapters(300, dtype, [64, 32, 32], 70)
+    # each dtype and both kinds of tiles; a compilation takes a second
+    adapters(1, torch.float16, [64], 16, slots=1)
+    adapters(300, torch.float32, [64, 32, 32], 70)
+    adapters(300, torch.bfloat16, [64, 32, 32], 70)
 
 
 compile_only(work)
 for kernel in (lora_gemm._shrink_kernel, lora_gemm._expand_kernel):
     found = kernels(kernel.jit)
-    assert len(found) == 6 and all(kernel.asm["cubin"] for kernel in found), found
+    assert len(found) == 3 and all(kernel.asm["cubin"] for kernel in found), found
 print("done")
 """
 
