@@ -152,7 +152,7 @@ def test_random_requests_with_a_tier(monkeypatch, name, seed):
     for i, num_rows in enumerate(CAPACITIES):
         monkeypatch.setattr(tiered_blocks, "NUM_AHEAD", (0, 2, 128)[(i + seed) % 3])
         drafts = dict(num_drafts=1, drafts_on_host=i % 2 == 0) if (i + seed) % 2 else {}
-        requests = random_requests(seed, 40, max_n=1 if drafts else 5)
+        requests = random_requests(seed, 34, max_n=1 if drafts else 5)
         failures = i == 2
         one = TieredSimulation(requests, i % 2 == 1, num_rows, failures, **SETTINGS[name] | drafts).run().seen
         seen = {key: seen[key] + one[key] for key in seen}
