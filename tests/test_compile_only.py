@@ -152,13 +152,15 @@ def work():
         weight, cos_sin = torch.ones(head_dim, **bf16), torch.zeros(3, 2, head_dim)
         qkv = torch.zeros(3, 20, head_dim, **bf16)
         more = weight, weight, 1e-6, cos_sin, torch.zeros(3, **ints)
-        decode_attention.decode_attention(q, cache, *seqs)
-        decode_attention.decode_attention(qkv, cache, *seqs, norm_rope_inputs=more)
+        if head_dim == 256:  # each kernel takes two seconds to compile; the last one needs the most memory
+            decode_attention.decode_attention(q, cache, *seqs)
+        else:
+            decode_attention.decode_attention(qkv, cache, *seqs, norm_rope_inputs=more)
 
 
 compile_only(work)
 found = kernels(decode_attention._decode_kernel.jit)
-assert len(found) == 4, found
+assert len(found) == 2, found
 assert max(kernel.metadata.shared for kernel in found) <= 227 * 1024  # of a multiprocessor of an H100
 print("done")
 """

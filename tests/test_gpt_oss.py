@@ -97,6 +97,7 @@ def test_ranks(folders, tmp_path, size, options):
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_too_many_ranks(monkeypatch, make_llm, tmp_path):
     """An expert of 2,880 inputs has 90 groups of 32, which four ranks can't share. It is refused before ranks start."""
     packed, _ = write(monkeypatch, tmp_path, intermediate_size=160)
