@@ -144,7 +144,9 @@ def nodes(node: ast.AST, module_level: bool, runs: bool = False):
     """All statements below a node; with `runs` none for type checkers, and at module level no bodies of functions."""
     yield node
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, STATEMENTS) and not ((module_level and isinstance(child, FUNCTIONS)) or ((module_level or runs) and is_for_types(child))):
+        if isinstance(child, STATEMENTS) and not (
+            (module_level and isinstance(child, FUNCTIONS)) or ((module_level or runs) and is_for_types(child))
+        ):
             yield from nodes(child, module_level, runs)
 
 

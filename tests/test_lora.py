@@ -14,6 +14,7 @@ from common import CUDA, DEVICE, TINY, TWO_GPUS, assert_close, each_dtype, gener
 from safetensors.torch import load_file, save_file
 from test_models import (  # noqa: F401 (gelu_family is a fixture)
     CASES,
+    MAIN_CASES,
     SMALL,
     V5,
     VOCAB_SIZE,
@@ -136,7 +137,7 @@ def arguments_of(used: list, **params) -> list[tuple]:
 # -- the same answers --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", MAIN_CASES)
 def test_parity(make_llm, adapters, tmp_path, name):
     """Every family. Three adapters share two slots, and requests of all of them and of none share steps."""
     folder = make_checkpoint(tmp_path / "model", name)

@@ -166,7 +166,7 @@ def assert_embeds_as_transformers(llm, model) -> None:
         assert_vectors(outputs, [expected_embedding(model.model, x, "last") for x in texts])
 
 
-@pytest.mark.parametrize("name", [name for name in test_models.CASES if "gelu" not in name])
+@pytest.mark.parametrize("name", [name for name in test_models.MAIN_CASES if "gelu" not in name])
 def test_families(make_llm, tmp_path, name):
     folder = test_models.make_checkpoint(tmp_path, name)
     settings = SMALL | dict(max_model_len=test_models.MAX_LEN, max_num_batched_tokens=50, async_scheduling=True)
