@@ -612,7 +612,7 @@ class Later(StepFeature):
 def test_random_schedules_with_held_sequences(monkeypatch, name, async_scheduling):
     monkeypatch.setitem(FEATURES, "later", Feature(Later, {}))
     monkeypatch.setattr(awaiting, "MAX_WAIT_SECONDS", 0)
-    requests = random_requests(11, 24, max_n=3)
+    requests = random_requests(11, 18, max_n=3)
     simulation = HeldSimulation(requests, async_scheduling, **SETTINGS[name]).run()
     assert simulation.seen["held"] > 100 and not simulation.scheduler.held
 
